@@ -40,7 +40,7 @@ def burst_attn_func(
     layout: str = "zigzag",
     backward: str = "auto",
     return_lse: bool = False,
-    group_bytes: int = 1 << 30,
+    group_bytes: int = 1 << 28,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is cut over the ranks of a group; every rank of it must call.
 
@@ -131,7 +131,7 @@ def _make_plan(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str,
         raise failure
     if len(known) == _MOST_AGREED:
         known.clear()
-    known[call] = Plan(
+    plan = Plan(
         layout=_compare(options["layout"], replies),
         schedule=Schedule(rings.inner.size, rings.outer.size),
         rings=rings,
@@ -143,7 +143,9 @@ def _make_plan(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str,
         deterministic=options["deterministic"],
         group_bytes=options["group_bytes"],
     )
-    return known[call]
+    ring.reserve(plan, q, k, with_backward=mine["need of a gradient"])
+    known[call] = plan
+    return plan
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -33,12 +33,14 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tens
 
 
 def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
-    """Fills total (B, S, ...) with the sum of `parts`: (span, gradient (B, T, ...))."""
+    """Fills total (B, S, ...) with the sum of `parts`: (span, gradient (B, T, ...)). Total may be a part, whole."""
     batch, tokens = total.shape[:2]
     width = total[0, 0].numel()
+    flat = [part if part[0].is_contiguous() else part.contiguous() for _, part in parts]
     _sum_gradients[(triton.cdiv(tokens * width, _BLOCK), batch)](
         total,
-        tuple(part.contiguous() for _, part in parts),
+        tuple(flat),
+        tuple(part.stride(0) for part in flat),
         tuple(start * width for (start, _), _ in parts),
         tuple(stop * width for (_, stop), _ in parts),
         tokens * width,
@@ -89,12 +91,12 @@ def _merge_outputs(
 
 
 @triton.jit
-def _sum_gradients(total, parts, starts, stops, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_gradients(total, parts, strides, starts, stops, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     batch = tl.program_id(1).to(tl.int64)
     wide = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(PARTS):
         mask = (entry >= starts[i]) & (entry < stops[i])
-        part = tl.load(parts[i] + batch * (stops[i] - starts[i]) + entry - starts[i], mask=mask, other=0.0)
+        part = tl.load(parts[i] + batch * strides[i] + entry - starts[i], mask=mask, other=0.0)
         wide += part.to(tl.float32)
     tl.store(total + batch * size + entry, wide.to(total.dtype.element_ty), mask=entry < size)

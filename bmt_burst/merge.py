@@ -61,12 +61,20 @@ class Gradients:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, limit: int = 0):
         self.shape, self.dtype, self.device, self.limit = torch.Size(shape), dtype, device, limit
         self.parts: list[tuple[Span, Tensor]] = []
+        self.total: Tensor | None = None  # once folded, the first of the parts
 
     def add(self, span: Span, grad: Tensor) -> None:
         """The part of tokens span[0]..span[1] - 1: (B, T, ...), any float dtype."""
         self.parts.append((span, grad))
         if len(self.parts) > 1 and sum(grad.nbytes for _, grad in self.parts) > self.limit:
-            self.parts = [((0, self.shape[1]), self.result(accumulator_dtype(self.dtype)))]
+            self.fold()
+
+    def fold(self) -> None:
+        """Adds up what has come, in the accumulator's dtype; memory of the parts is not read again."""
+        if self.total is None:
+            self.total = torch.empty(self.shape, dtype=accumulator_dtype(self.dtype), device=self.device)
+        _backend(self.total, "sum_gradients")(self.total, self.parts)
+        self.parts = [((0, self.shape[1]), self.total)]
 
     def result(self, dtype: torch.dtype | None = None) -> Tensor:
         """The sum, in `dtype` (by default the tensor's), contiguous; 0 where no part came."""
@@ -91,7 +99,7 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tens
 
 
 def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
-    """Fills total (B, S, ...) with the sum of `parts`. Specifies the fused kernel."""
+    """Fills total (B, S, ...) with the sum of `parts`, of which it may be one, whole. Specifies the fused kernel."""
     wide = torch.zeros_like(total, dtype=accumulator_dtype(total.dtype))
     for span, part in parts:
         wide[:, slice(*span)].add_(part)

@@ -4,8 +4,8 @@
     backward, "kv"      queries stay, (k, v) travel, their gradients come back
     backward, "q"       keys stay, (q, dout, lse, delta) travel, dq comes back (BurstAttention, arXiv 2403.09347)
 
-Everything here composes: the schedule says who moves where, the layout what is visible, a kernel computes a tile,
-`merge` adds up, a transport moves tensors. Nothing here writes to the caller's tensors.
+Everything here composes: the schedule says who moves where, the layout what is visible, `routes` which tokens go where,
+a kernel computes a tile, `merge` adds up, a transport moves bytes. Nothing here writes to the caller's tensors.
 
 Blocks arrive in groups, as many at once as `Plan.group_bytes` allows: the tokens of a group that this rank looks at lie
 one after the other, and what looks at them alike is one kernel call. While a group is computed the next one is on its
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +29,15 @@ from .groups import Rings
 from .kernels import Kernel
 from .layout import Layout, Tile
 from .merge import Gradients, Outputs, Span, accumulator_dtype
-from .schedule import Schedule, Step
-from .transport import Messages, Ticket
+from .packing import Packing
+from .routes import Group, Incoming, Outgoing, Piece, Routes
+from .schedule import Schedule
+from .transport import Arrival, Delivery, Parcel, Ticket
+
+# Partial results are read once more each time they are folded, and stay in memory until they are: so many groups' bytes
+# of them wait. In the backward memory is short and kernels take longer.
+_OUTPUTS_WAITING = 4
+_GRADIENTS_WAITING = 2
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Plan:
 
     backward     "q" or "kv": the side that travels in the backward
     send_out     in a "q" backward let out travel itself instead of delta = rowsum(out * dout)
-    group_bytes  most bytes of travelling blocks in one group, and of partial results kept before they are added up
+    group_bytes  most bytes of travelling blocks in one group, at least one block
     """
 
     layout: Layout
@@ -60,38 +68,11 @@ class Plan:
     def kernel_options(self) -> dict:
         return {"scale": self.scale, "deterministic": self.deterministic}
 
-    def tile(self, home: int, block: int, travels: str) -> Tile | None:
-        """What rank `home` computes with the block of rank `block`, whose q or kv side travels."""
-        q_rank, kv_rank = (block, home) if travels == "q" else (home, block)
-        return self.layout.tile(q_rank, kv_rank, self.causal)
-
-    def rounds(self, block_bytes: int) -> list[list[tuple[Step, ...]]]:
-        """The steps of each round in groups, for blocks of `block_bytes`; the block that opens it is a group alone."""
-        steps, width = self.schedule.steps(self.rank), self.rings.inner.size
-        size = max(1, int(min(self.group_bytes // block_bytes, width)))
-        rounds = [steps[start : start + width] for start in range(0, len(steps), width)]
-        return [[r[:1], *(r[i : i + size] for i in range(1, width, size))] for r in rounds]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The part of a group that came from one block: its tile, and where its tokens lie in the group."""
-
-    step: Step
-    tile: Tile
-    at: Span
-
-
-@dataclass(frozen=True)
-class Group:
-    """Tokens of one or more blocks, one after the other in each tensor (B, T, ...), in `pieces`' order.
-
-    Pieces that more of the home tokens look at come first.
-    """
-
-    steps: tuple[Step, ...]
-    pieces: tuple[Piece, ...]
-    tensors: tuple[Tensor, ...]
+    def routes(self, travels: str, packing: Packing) -> Routes:
+        """The routes of blocks packed so."""
+        longest = -(-self.layout.seq_len // self.layout.size)
+        width = min(max(self.group_bytes // (packing.token_bytes() * longest), 1), self.rings.inner.size)
+        return Routes(self.layout, self.schedule, self.causal, travels, width)
 
 
 @dataclass(frozen=True)
@@ -107,9 +88,8 @@ class Queries:
 
 def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of this rank's q over the whole sequence: out (B, S, H, D) in q's dtype, lse (B, H, S) fp32 / fp64."""
-    total = Outputs(q, plan.group_bytes)
-    for group in _visits(plan, (k.contiguous(), v.contiguous()), travels="kv"):
-        k_group, v_group = group.tensors
+    total = Outputs(q, _OUTPUTS_WAITING * plan.group_bytes)
+    for group, (k_group, v_group) in _visits(plan, "kv", _packing(plan, "kv", q, k), (k, v)):
         for rows, columns, causal in _calls_by_query(group.pieces):
             k_call, v_call = _rows(k_group, columns), _rows(v_group, columns)
             out, lse = plan.kernel.forward(_rows(q, rows), k_call, v_call, causal=causal, **plan.kernel_options)
@@ -122,27 +102,41 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's tokens, in the inputs' dtype."""
     home = Queries(q, dout, out, lse)
-    dq, dk, dv = (Gradients(x.shape, x.dtype, x.device, plan.group_bytes) for x in (q, k, v))
-    partial_dtype = plan.kernel.partial_dtype(q.dtype)
+    waiting = _GRADIENTS_WAITING * plan.group_bytes
+    dq, dk, dv = (Gradients(x.shape, x.dtype, x.device, waiting) for x in (q, k, v))
+    packing = _packing(plan, plan.backward, q, k)
     if plan.backward == "kv":
-        homecoming = _Homecoming(plan, (dk, dv), "kv", partial_dtype)
-        for group in _visits(plan, (k.contiguous(), v.contiguous()), travels="kv"):
-            for tile in _calls_by_block(group.pieces, travels="kv"):
-                dq_call, dk_call, dv_call = _tile_backward(plan, tile, home, *group.tensors)
+        homecoming = _Homecoming(plan, (dk, dv), _return_packing(plan, q, k))
+        for group, (k_group, v_group) in _visits(plan, "kv", packing, (k, v)):
+            for tile in _calls_by_block(group.pieces, "kv"):
+                dq_call, dk_call, dv_call = _tile_backward(plan, tile, home, k_group, v_group)
                 dq.add(tile.q, dq_call)
                 homecoming.take(tile.kv, (dk_call, dv_call))
             homecoming.depart(group)
     else:
-        homecoming = _Homecoming(plan, (dq,), "q", partial_dtype)
-        for group, visitors in _query_visits(plan, home):
-            for tile in _calls_by_block(group.pieces, travels="q"):
+        homecoming = _Homecoming(plan, (dq,), _return_packing(plan, q, k))
+        for group, visitors in _query_visits(plan, packing, home):
+            for tile in _calls_by_block(group.pieces, "q"):
                 dq_call, dk_call, dv_call = _tile_backward(plan, tile, visitors, k, v)
                 dk.add(tile.kv, dk_call)
                 dv.add(tile.kv, dv_call)
                 homecoming.take(tile.q, (dq_call,))
             homecoming.depart(group)
-    homecoming.finish()
-    return dq.result(), dk.result(), dv.result()
+    with homecoming.completed():
+        return dq.result(), dk.result(), dv.result()
+
+
+def reserve(plan: Plan, q: Tensor, k: Tensor, with_backward: bool) -> None:
+    """Lets the transport prepare for what will land on ranks of this host; all ranks call it alike."""
+    sides = ("kv", plan.backward) if with_backward else ("kv",)
+    visit = home = 0
+    for travels in sides:
+        packing = _packing(plan, travels, q, k)
+        tokens, home_tokens = plan.routes(travels, packing).landing_tokens(plan.rings.outer.rank)
+        visit = max(visit, packing.nbytes(tokens))
+    if with_backward:
+        home = _return_packing(plan, q, k).nbytes(home_tokens)
+    plan.rings.inner.reserve({"visit": visit, "return": home}, q.device)
 
 
 def travelling_bytes(kernel: Kernel, q: Tensor, k: Tensor, send_out: bool = False) -> dict[str, int]:
@@ -174,58 +168,72 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     return (unit * factor).to(dout.dtype)
 
 
-def _visits(plan: Plan, home: tuple[Tensor, ...], travels: str) -> Iterator[Group]:
-    """The blocks of all ranks in groups, this rank's own first. `home`: this rank's, (B, S, ...), contiguous."""
-    batch, longest = home[0].shape[0], -(-plan.layout.seq_len // plan.layout.size)
-    block_bytes = sum(x[0, 0].nbytes for x in home) * batch * longest
-    rounds, root = plan.rounds(block_bytes), home
-    for number, groups in enumerate(rounds):
-        [opening] = groups[0]
-        leap = None
-        if opening.outer:
-            [following] = rounds[number + 1][0]
-            incoming = tuple(x.new_empty(_with_tokens(x.shape, plan.layout.length(following.block))) for x in home)
-            sends = [(x, opening.outer.send_to) for x in root]
-            leap = plan.rings.outer.exchange(sends, [(x, opening.outer.recv_from) for x in incoming])
-        arriving = _opening_group(plan, opening, root, travels), None
-        for index in range(len(groups)):
-            (group, ticket), arriving = arriving, None
-            if index + 1 < len(groups):
-                arriving = _fetch(plan, groups[index + 1], root, travels)
-            if ticket:
-                ticket.wait()
-            yield group
+def _packing(plan: Plan, travels: str, q: Tensor, k: Tensor) -> Packing:
+    """Of what travels: k and v, or q, dout and (lse, delta) side by side, or q, dout, lse and out."""
+    heads, wide = q.shape[2], accumulator_dtype(q.dtype)
+    q_row, k_row = (tuple(q.shape[2:]), q.dtype), (tuple(k.shape[2:]), k.dtype)
+    if travels == "kv":
+        return Packing(q.shape[0], (k_row, k_row))
+    if plan.send_out:
+        return Packing(q.shape[0], (q_row, q_row, ((heads,), wide), q_row))
+    return Packing(q.shape[0], (q_row, q_row, ((2 * heads,), wide)))
+
+
+def _return_packing(plan: Plan, q: Tensor, k: Tensor) -> Packing:
+    """Of the gradients that come home in the backward, as the kernel makes them."""
+    partial = plan.kernel.partial_dtype(q.dtype)
+    if plan.backward == "kv":
+        return Packing(q.shape[0], ((tuple(k.shape[2:]), partial),) * 2)
+    return Packing(q.shape[0], ((tuple(q.shape[2:]), partial),))
+
+
+def _visits(
+    plan: Plan, travels: str, packing: Packing, home: tuple[Tensor, ...]
+) -> Iterator[tuple[Group, tuple[Tensor, ...]]]:
+    """The groups of all rounds and their tokens, tensors (B, T, ...) that are good until the next group.
+
+    This rank's own block, `home`, is first.
+    """
+    root = tuple(x.contiguous() for x in home)
+    rounds = plan.routes(travels, packing).rounds(plan.rank)
+    for number, (opening, *groups) in enumerate(rounds):
+        leap, incoming = None, ()
+        if step := opening.steps[0].outer:
+            tokens = rounds[number + 1][0].tokens
+            incoming = tuple(x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in root)
+            sends = [(x, step.send_to) for x in root]
+            leap = plan.rings.outer.exchange(sends, [(x, step.recv_from) for x in incoming])
+        arriving = _fetch(plan, groups[0], packing, root) if groups else None
+        yield opening, root
+        for group, following in itertools.zip_longest(groups, groups[1:]):
+            here, arriving = arriving, _fetch(plan, following, packing, root) if following else None
+            here.wait()
+            yield group, packing.views(here.memory, group.tokens)
+            here.release()
         if leap:
             leap.wait()
             root = incoming
 
 
-def _opening_group(plan: Plan, step: Step, root: tuple[Tensor, ...], travels: str) -> Group:
-    """The group of the block that is here already, whole."""
-    tile = plan.tile(plan.rank, step.block, travels)
-    pieces = (Piece(step, tile, _side(tile, travels)),) if tile else ()
-    return Group((step,), pieces, root)
+def _fetch(plan: Plan, group: Group, packing: Packing, root: tuple[Tensor, ...]) -> Delivery:
+    """Starts to bring in the tokens of the group, and to send out what others look at of the root."""
+    sends = [parcel for leg in group.sends for parcel in _parcels(packing, leg, root, leg.span)]
+    arrivals = [
+        Arrival(piece.step.inner.recv_from, offset, nbytes)
+        for piece in group.pieces
+        for _, _, offset, nbytes in packing.messages(group.tokens, piece.at)
+    ]
+    return plan.rings.inner.deliver("visit", packing.nbytes(group.tokens), sends, arrivals, root[0].device)
 
 
-def _fetch(plan: Plan, steps: tuple[Step, ...], root: tuple[Tensor, ...], travels: str) -> tuple[Group, Ticket]:
-    """Starts to bring in the tokens of the steps' blocks that this rank looks at, and to send out the root's."""
-    sends: Messages = []
-    for step in steps:
-        if tile := plan.tile(plan.rings.rank_of_place(step.inner.send_to), step.root, travels):
-            sends += [(m, step.inner.send_to) for x in root for m in _messages(_rows(x, _side(tile, travels)))]
-    seen = [(step, tile) for step in steps if (tile := plan.tile(plan.rank, step.block, travels))]
-    seen.sort(key=lambda entry: _length(_home_side(entry[1], travels)), reverse=True)
-    pieces, tokens = [], 0
-    for step, tile in seen:
-        length = _length(_side(tile, travels))
-        pieces.append(Piece(step, tile, (tokens, tokens + length)))
-        tokens += length
-    tensors = tuple(x.new_empty(_with_tokens(x.shape, tokens)) for x in root)
-    recvs = [(m, p.step.inner.recv_from) for p in pieces for x in tensors for m in _messages(_rows(x, p.at))]
-    return Group(steps, tuple(pieces), tensors), plan.rings.inner.exchange(sends, recvs)
+def _parcels(packing: Packing, leg: Outgoing, tensors: Sequence[Tensor], span: Span) -> Iterator[Parcel]:
+    """The messages of tokens `span` of `tensors` (B, ...) on a leg."""
+    landing = leg.at, leg.at + span[1] - span[0]
+    for index, batch, offset, _ in packing.messages(leg.total, landing):
+        yield Parcel(tensors[index][batch, slice(*span)].contiguous(), leg.peer, offset)
 
 
-def _query_visits(plan: Plan, home: Queries) -> Iterator[tuple[Group, Queries]]:
+def _query_visits(plan: Plan, packing: Packing, home: Queries) -> Iterator[tuple[Group, Queries]]:
     """The query sides of all ranks in groups. What has a value per head and token travels as (B, S, heads)."""
     heads = home.q.shape[2]
     if plan.send_out:
@@ -233,8 +241,7 @@ def _query_visits(plan: Plan, home: Queries) -> Iterator[tuple[Group, Queries]]:
     else:
         delta = (home.out.to(home.lse.dtype) * home.dout).sum(-1)
         tensors = home.q, home.dout, torch.cat((home.lse.transpose(1, 2), delta), -1)
-    for group in _visits(plan, tuple(x.contiguous() for x in tensors), travels="q"):
-        q, dout, rows, *out = group.tensors
+    for group, (q, dout, rows, *out) in _visits(plan, "q", packing, tensors):
         lse = rows[..., :heads].transpose(1, 2)
         if group.steps[0].block == plan.rank:
             yield group, home
@@ -266,7 +273,7 @@ def _calls_by_block(pieces: Sequence[Piece], travels: str) -> Iterator[Tile]:
     """Kernel calls in which every token of the group stands in one call: tiles of home tokens and group's tokens."""
     calls: list[tuple[Span, Span, bool]] = []  # home tokens, group's tokens, causal
     for piece in pieces:
-        home, causal = _home_side(piece.tile, travels), piece.tile.causal
+        home, causal = piece.tile.kv if travels == "q" else piece.tile.q, piece.tile.causal
         if calls and not causal and calls[-1][0] == home and calls[-1][1][1] == piece.at[0]:
             calls[-1] = home, (calls[-1][1][0], piece.at[1]), False
         else:
@@ -284,95 +291,114 @@ def _tile_backward(plan: Plan, tile: Tile, side: Queries, k: Tensor, v: Tensor) 
 
 
 class _Homecoming:
-    """Brings the gradients of travelling blocks home and adds them up in `own`.
+    """Brings the gradients of travelling blocks home and adds them up in `own`; `packing` says how they travel.
 
     Per group: `take` each call's gradients, then `depart`. They arrive while the next group is computed, a host's share
-    while the next round is.
+    while the next round is. The sums are whole within `completed()`.
     """
 
-    def __init__(self, plan: Plan, own: tuple[Gradients, ...], travels: str, partial_dtype: torch.dtype):
-        self.plan, self.own, self.travels, self.partial_dtype = plan, own, travels, partial_dtype
+    def __init__(self, plan: Plan, own: tuple[Gradients, ...], packing: Packing):
+        self.plan, self.own, self.packing = plan, own, packing
         self.shares = {plan.rank: own}  # by the block that opened a round: this host's share of its gradients
         self.taken: list[tuple[Span, tuple[Tensor, ...]]] = []
         self.inner: _Return | None = None
-        self.outer: _Return | None = None
+        self.outer: _OuterReturn | None = None
 
     def take(self, at: Span, grads: tuple[Tensor, ...]) -> None:
         """Gradients of the group's tokens at[0]..at[1] - 1."""
         self.taken.append((at, grads))
 
     def depart(self, group: Group) -> None:
-        self.inner = _settled(self.inner)
-        root, last = group.steps[0].root, group.steps[-1]
+        self._settle_inner()
+        last = group.steps[-1]
         if last.inner_return:
-            self.inner = self._return_to_roots(group, root)
+            self.inner = self._send_home(group)
         else:
             for at, grads in self.taken:
-                _add(self._share(root), at, grads)
+                _add(self._share(group.root), at, grads)
         self.taken = []
         if last.outer_return:
-            self.inner = _settled(self.inner)  # the host's share is complete before it leaves
-            self.outer = _settled(self.outer)
+            self._settle_inner()  # the host's share is complete before it leaves
+            self._settle_outer()
             wide = accumulator_dtype(self.own[0].dtype)
-            share = tuple(x.result(wide) for x in self._share(root))
-            del self.shares[root]
+            share = tuple(x.result(wide) for x in self._share(group.root))
+            del self.shares[group.root]
             incoming = tuple(torch.empty(x.shape, dtype=wide, device=x.device) for x in self.own)
             ticket = self.plan.rings.outer.exchange(
                 [(x, last.outer_return.send_to) for x in share], [(x, last.outer_return.recv_from) for x in incoming]
             )
-            whole = 0, self.plan.layout.length(self.plan.rank)
-            self.outer = _Return(ticket, self.own, [(whole, incoming)])
+            self.outer = _OuterReturn(ticket, incoming)
 
-    def finish(self) -> None:
-        """Waits for what is still on its way."""
-        self.inner = _settled(self.inner)
-        self.outer = _settled(self.outer)
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """Waits for what is still on its way; until the context ends the sums may be read, and not later."""
+        self._settle_outer()
+        if self.inner:
+            self.inner.arrive()
+        yield
+        if self.inner:
+            self.inner.delivery.release()
 
-    def _return_to_roots(self, group: Group, root: int) -> _Return:
-        """Sends the group's gradients to the ranks that opened the round with its blocks; takes in those of `root`."""
-        sends: Messages = []
-        for piece in group.pieces:
-            [(start, grads)] = [(at[0], g) for at, g in self.taken if at[0] <= piece.at[0] and piece.at[1] <= at[1]]
-            span = piece.at[0] - start, piece.at[1] - start
-            peer = piece.step.inner_return.send_to
-            sends += [(m, peer) for grad in grads for m in _messages(_rows(grad, span))]
-        share, incoming, recvs = self._share(root), [], []
-        for step in group.steps:
-            peer = step.inner_return.recv_from
-            if tile := self.plan.tile(self.plan.rings.rank_of_place(peer), root, self.travels):
-                span = _side(tile, self.travels)
-                parts = tuple(
-                    torch.empty(_with_tokens(x.shape, _length(span)), dtype=self.partial_dtype, device=x.device)
-                    for x in share
-                )
-                incoming.append((span, parts))
-                recvs += [(m, peer) for part in parts for m in _messages(part)]
-        return _Return(self.plan.rings.inner.exchange(sends, recvs), share, incoming)
+    def _send_home(self, group: Group) -> _Return:
+        """Sends the group's gradients to the ranks that opened the round with its blocks, takes in the root's."""
+        sends = []
+        for leg in group.returns:
+            [(start, grads)] = [(at[0], g) for at, g in self.taken if at[0] <= leg.span[0] and leg.span[1] <= at[1]]
+            sends += _parcels(self.packing, leg, grads, (leg.span[0] - start, leg.span[1] - start))
+        arrivals = [
+            Arrival(entry.peer, offset, nbytes)
+            for entry in group.homecoming
+            for _, _, offset, nbytes in self.packing.messages(group.home_tokens, entry.at)
+        ]
+        nbytes, device = self.packing.nbytes(group.home_tokens), self.own[0].device
+        delivery = self.plan.rings.inner.deliver("return", nbytes, sends, arrivals, device)
+        grads = self.packing.views(delivery.memory, group.home_tokens)
+        return _Return(delivery, group.homecoming, grads, self._share(group.root))
+
+    def _settle_inner(self) -> None:
+        if self.inner:
+            self.inner.arrive()
+            for total in self.inner.sums:
+                total.fold()
+            self.inner.delivery.release()
+            self.inner = None
+
+    def _settle_outer(self) -> None:
+        if self.outer:
+            self.outer.ticket.wait()
+            _add(self.own, (0, self.own[0].shape[1]), self.outer.grads)
+            self.outer = None
 
     def _share(self, root: int) -> tuple[Gradients, ...]:
         if root not in self.shares:
             tokens = self.plan.layout.length(root)
             self.shares[root] = tuple(
-                Gradients(_with_tokens(x.shape, tokens), x.dtype, x.device, self.plan.group_bytes) for x in self.own
+                Gradients((x.shape[0], tokens, *x.shape[2:]), x.dtype, x.device, x.limit) for x in self.own
             )
         return self.shares[root]
 
 
 @dataclass(frozen=True)
 class _Return:
-    """Gradients under way, and the sums that they will be added to."""
+    """Gradients on their way home within the host, and the sums that they will be added to."""
+
+    delivery: Delivery
+    entries: tuple[Incoming, ...]
+    grads: tuple[Tensor, ...]
+    sums: tuple[Gradients, ...]
+
+    def arrive(self) -> None:
+        self.delivery.wait()
+        for entry in self.entries:
+            _add(self.sums, entry.span, [_rows(x, entry.at) for x in self.grads])
+
+
+@dataclass(frozen=True)
+class _OuterReturn:
+    """Another host's share of this rank's gradients, under way."""
 
     ticket: Ticket
-    sums: tuple[Gradients, ...]
-    incoming: list[tuple[Span, tuple[Tensor, ...]]]
-
-
-def _settled(under_way: _Return | None) -> None:
-    """Waits for gradients under way, if any, and adds them up; what is under way then is nothing."""
-    if under_way:
-        under_way.ticket.wait()
-        for span, parts in under_way.incoming:
-            _add(under_way.sums, span, parts)
+    grads: tuple[Tensor, ...]
 
 
 def _add(sums: Sequence[Gradients], span: Span, parts: Sequence[Tensor]) -> None:
@@ -380,30 +406,6 @@ def _add(sums: Sequence[Gradients], span: Span, parts: Sequence[Tensor]) -> None
         total.add(span, part)
 
 
-def _side(tile: Tile, travels: str) -> Span:
-    """The travelling side of a tile."""
-    return tile.q if travels == "q" else tile.kv
-
-
-def _home_side(tile: Tile, travels: str) -> Span:
-    """The side of a tile that stays."""
-    return tile.kv if travels == "q" else tile.q
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]
-
-
 def _rows(x: Tensor, span: Span) -> Tensor:
     """Tokens span[0]..span[1] - 1 of (B, S, ...), a view."""
     return x[:, slice(*span)]
-
-
-def _with_tokens(shape: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """The shape of a tensor (B, S, ...) with another number of tokens."""
-    return (shape[0], tokens, *shape[2:])
-
-
-def _messages(x: Tensor) -> list[Tensor]:
-    """Contiguous tensors that make up x (B, T, ...), whose tokens may lie in a larger tensor: one per batch row."""
-    return [row.contiguous() for row in x]

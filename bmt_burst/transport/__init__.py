@@ -1,6 +1,7 @@
 """Transports: how bytes move between the ranks of one ring. One backend a file.
 
 torch_dist    torch.distributed process groups: gloo on CPU, NCCL on GPU
+copy_engine   deliveries between the GPUs of a host without NCCL; torch_dist uses it where it can
 simulator     ranks as threads of one process, for tests
 Alone (here)  a ring of one rank, which never communicates
 """
@@ -8,14 +9,16 @@ Alone (here)  a ring of one rank, which never communicates
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 Messages = list[tuple[Tensor, int]]  # tensors and the ranks that they go to or come from
 MESSAGE_BYTES = 1024  # the longest message that `gather` carries
+LANES = {"visit": 2, "return": 1}  # kinds of deliveries, and how many of a kind may land before the first is released
 
 
 class Ticket(Protocol):
@@ -26,6 +29,37 @@ class Ticket(Protocol):
 
         On CUDA both hold for work enqueued on the current stream from now on; the host does not wait.
         """
+
+
+class Parcel(NamedTuple):
+    """A contiguous tensor for a rank, and where it lands: bytes from the start of what that rank receives into."""
+
+    tensor: Tensor
+    peer: int
+    offset: int
+
+
+class Arrival(NamedTuple):
+    """A place, in bytes, in the memory that this rank receives into, which a rank will fill."""
+
+    peer: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What an exchange of parcels brings: lands in `memory` (bytes, uint8)."""
+
+    memory: Tensor
+    ticket: Ticket
+
+    def wait(self) -> None:
+        """As a Ticket's."""
+        self.ticket.wait()
+
+    def release(self) -> None:
+        """Says, once, that work enqueued on the current stream from now on does not read `memory`."""
 
 
 class Transport(ABC):
@@ -46,6 +80,22 @@ class Transport(ABC):
         ticket was waited for. Returns without waiting.
         """
 
+    def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:  # noqa: B027 - nothing to do here
+        """Prepares for deliveries of up to so many bytes a lane. All ranks call it alike, between deliveries."""
+
+    def deliver(
+        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
+    ) -> Delivery:
+        """Starts an exchange whose messages land in `nbytes` of memory on `device`, and returns without waiting.
+
+        Parcels and arrivals of a pair of ranks are in one order. On a lane (one of LANES) deliveries are released in
+        the order they began, and no more than the lane's number are unreleased at a time.
+        """
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        recvs = [(memory[a.offset : a.offset + a.nbytes], a.peer) for a in arrivals]
+        ticket = self.exchange([(_bytes(p.tensor), p.peer) for p in sends], recvs)
+        return Delivery(memory, ticket)
+
     def all_gather(self, tensors: list[Tensor], shapes: Sequence[Sequence[torch.Size]]) -> list[list[Tensor]]:
         """The contiguous tensors of all ranks, of one dtype, in rank order; `shapes` are those of all ranks."""
         everyone = [[tensors[0].new_empty(shape) for shape in theirs] for theirs in shapes]
@@ -64,6 +114,10 @@ class Transport(ABC):
             raise ValueError(f"a message has {len(message)} bytes, more than {MESSAGE_BYTES}")
         mine = torch.frombuffer(bytearray(message.ljust(MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
         return [bytes(reply.tolist()).rstrip(b"\0") for [reply] in self.all_gather([mine], [[mine.shape]] * self.size)]
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
 
 
 class Alone(Transport):

@@ -2,22 +2,24 @@
 
     outputs = simulate(3, lambda ring: work(ring.rank, process_group=ring))
 
-It is stricter than a real network: a receive buffer holds NaN bytes until the exchange is waited for, and a send
-buffer that changed in flight is an error. It counts: `ring.traffic` lists (peer, bytes) of every message sent.
+It is stricter than a real network. A receive buffer holds NaN bytes until the exchange is waited for, and so does what
+was delivered once it is released. Errors are: a send buffer that changed in flight, a parcel that is not for the place
+where its receiver expects one, a delivery while too many are unreleased. It counts: `ring.traffic` lists (peer, bytes)
+of every message sent.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from . import Messages, Transport
+from . import LANES, Arrival, Delivery, Messages, Parcel, Transport
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
@@ -68,6 +70,23 @@ class _Ticket:
             raise AssertionError("a send buffer was overwritten while its exchange was under way")
 
 
+@dataclass(frozen=True)
+class _Delivery(Delivery):
+    ring: SimulatedRing
+    arrivals: Sequence[Arrival]
+    unreleased: list[Delivery]
+
+    def wait(self) -> None:
+        super().wait()
+        for arrival in self.arrivals:
+            place = self.ring.network.take("place", self.ring.members, arrival.peer, self.ring.rank)
+            assert place == (arrival.offset, arrival.nbytes), f"{arrival} is not where its sender puts it, {place}"
+
+    def release(self) -> None:
+        assert self.unreleased.pop(0) is self, "deliveries of a lane are released in the order they began"
+        self.memory.fill_(0xFF)
+
+
 class SimulatedRing(Transport):
     """One rank's end of a simulated ring over `members`, thread numbers in rank order."""
 
@@ -75,6 +94,8 @@ class SimulatedRing(Transport):
         self.network, self.members = network, members
         self.rank, self.size = members.index(thread), len(members)
         self.traffic: list[tuple[int, int]] = []
+        self.reserved: dict[str, int] = {}
+        self.unreleased: dict[str, list[Delivery]] = {lane: [] for lane in LANES}
 
     def subring(self, members: Iterable[int]) -> SimulatedRing:
         """A ring of some of this ring's ranks, this one among them."""
@@ -93,6 +114,26 @@ class SimulatedRing(Transport):
         for tensor, _ in recvs:
             tensor.view(-1).view(torch.uint8).fill_(0xFF)
         return _Ticket(self, sent, recvs)
+
+    def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
+        self.reserved = dict(lane_bytes)
+        for peer in range(self.size):
+            self.network.lane("reserve", self.members, self.rank, peer).put(self.reserved)
+        for peer in range(self.size):
+            theirs = self.network.take("reserve", self.members, peer, self.rank)
+            assert theirs == self.reserved, f"ranks reserve unlike amounts: {self.reserved}, rank {peer} {theirs}"
+
+    def deliver(
+        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
+    ) -> _Delivery:
+        unreleased = self.unreleased[lane]
+        assert len(unreleased) < LANES[lane], f"{len(unreleased)} deliveries of lane {lane} are unreleased"
+        assert nbytes <= self.reserved[lane], f"{nbytes} bytes on lane {lane}, reserved are {self.reserved[lane]}"
+        for parcel in sends:
+            self.network.lane("place", self.members, self.rank, parcel.peer).put((parcel.offset, parcel.tensor.nbytes))
+        delivery = super().deliver(lane, nbytes, sends, arrivals, device)
+        unreleased.append(_Delivery(delivery.memory, delivery.ticket, self, arrivals, unreleased))
+        return unreleased[-1]
 
 
 def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]:

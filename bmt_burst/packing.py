@@ -1,0 +1,61 @@
+"""How tensors (B, T, ...) that travel together lie in one piece of memory, for any number of tokens T.
+
+One tensor after the other, each from a multiple of 256 bytes on and contiguous. A message is a batch row's share of a
+range of tokens of one tensor: contiguous at both ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .merge import Span
+
+_ALIGNMENT = 256  # bytes; what GPU allocators give and kernels may expect
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Tensors of batch size `batch`; `rows` are (shape of a token's entries, dtype) of each."""
+
+    batch: int
+    rows: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    def token_bytes(self) -> int:
+        """Bytes of one token, over the batch."""
+        return self.batch * sum(map(_row_bytes, self.rows))
+
+    def nbytes(self, tokens: int) -> int:
+        return self._starts(tokens)[-1]
+
+    def views(self, memory: Tensor, tokens: int) -> tuple[Tensor, ...]:
+        """The tensors (B, tokens, ...) in `memory`, uint8."""
+        views = []
+        for start, (shape, dtype) in zip(self._starts(tokens), self.rows, strict=False):
+            size = self.batch * tokens * _row_bytes((shape, dtype))
+            views.append(memory[start : start + size].view(dtype).view(self.batch, tokens, *shape))
+        return tuple(views)
+
+    def messages(self, tokens: int, at: Span) -> Iterator[tuple[int, int, int, int]]:
+        """(tensor, batch row, byte offset, bytes) of each message of tokens at[0]..at[1] - 1 where `tokens` lie."""
+        for index, (start, row) in enumerate(zip(self._starts(tokens), self.rows, strict=False)):
+            size = _row_bytes(row)
+            for batch in range(self.batch):
+                yield index, batch, start + (batch * tokens + at[0]) * size, (at[1] - at[0]) * size
+
+    def _starts(self, tokens: int) -> list[int]:
+        """Where each tensor begins, and where the last one ends, in bytes."""
+        starts = [0]
+        for row in self.rows:
+            size = self.batch * tokens * _row_bytes(row)
+            starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        return starts
+
+
+def _row_bytes(row: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = row
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,192 @@
+"""Routes: which tokens go to whom for each group of blocks, and where in the receiver's memory they land.
+
+Blocks arrive in groups. The tokens of a group that a rank looks at land one after the other, and what looks at them
+alike is one kernel call. Gradients of a group's blocks go home the same way: at home they land one sender's after the
+other. Both ends of a message compute its place from the same data, so a transport may write it there without asking.
+
+Pure functions of layout and schedule, no tensors. Try `print(*Routes(Layout("zigzag", 96, 4), Schedule(4), True, "kv",
+2).rounds(1)[0], sep="\n")`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+from .layout import Layout, Tile
+from .merge import Span
+from .schedule import Schedule, Step
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a group that came from one block: its tile, and where its tokens lie in the group."""
+
+    step: Step
+    tile: Tile
+    at: Span
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Tokens `span` of what the sender has, for place `peer` of its ring, where `total` tokens land in all.
+
+    They land from token `at` on.
+    """
+
+    peer: int
+    span: Span
+    at: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """Tokens from place `peer` of the ring that land at tokens `at`; they are tokens `span` of the receiver's block."""
+
+    peer: int
+    span: Span
+    at: Span
+
+
+@dataclass(frozen=True)
+class Group:
+    """The blocks of one or more steps, as one rank sees them.
+
+    pieces      what this rank looks at; pieces that more of the home tokens look at come first
+    tokens      of all pieces
+    sends       parts of this rank's root block that others look at in this group; none for the group that opens a round
+    returns     gradients of the pieces, for the ranks that opened the round with their blocks
+    homecoming  gradients of the root block from those who looked at it in this group
+    """
+
+    steps: tuple[Step, ...]
+    pieces: tuple[Piece, ...]
+    tokens: int
+    sends: tuple[Outgoing, ...] = ()
+    returns: tuple[Outgoing, ...] = ()
+    homecoming: tuple[Incoming, ...] = ()
+
+    @property
+    def root(self) -> int:
+        """Owner of the block with which this rank opened the round."""
+        return self.steps[0].root
+
+    @property
+    def home_tokens(self) -> int:
+        return _end(self.homecoming)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of all ranks if the `travels` side ("q" or "kv") of blocks travels, at most `width` blocks a group."""
+
+    layout: Layout
+    schedule: Schedule
+    causal: bool
+    travels: str
+    width: int
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - small, frozen and hashable
+    def rounds(self, rank: int) -> tuple[tuple[Group, ...], ...]:
+        """The groups of each round of `rank`; the first of a round is the block that is there already, whole."""
+        inner = self.schedule.inner
+        steps = self.schedule.steps(rank)
+        rounds = []
+        for start in range(0, len(steps), inner):
+            hops = _cut(inner - 1, self.width)
+            groups = [self._group(rank, start + 1 + a, start + 1 + b) for a, b in hops]
+            rounds.append((self._opening(rank, steps[start]), *groups))
+        return tuple(rounds)
+
+    def landing_tokens(self, host: int) -> tuple[int, int]:
+        """The most tokens that land on any rank of a host at once: of a group, and of gradients on their way home."""
+        inner = self.schedule.inner
+        groups = [
+            group
+            for rank in range(host * inner, (host + 1) * inner)
+            for round_ in self.rounds(rank)
+            for group in round_[1:]
+        ]
+        return max((g.tokens for g in groups), default=0), max((g.home_tokens for g in groups), default=0)
+
+    def home_side(self, tile: Tile) -> Span:
+        """The side of a tile that stays."""
+        return tile.kv if self.travels == "q" else tile.q
+
+    def _side(self, tile: Tile) -> Span:
+        """The side that travels."""
+        return tile.q if self.travels == "q" else tile.kv
+
+    def _tile(self, home: int, block: int) -> Tile | None:
+        """What rank `home` computes with the block of rank `block`."""
+        q_rank, kv_rank = (block, home) if self.travels == "q" else (home, block)
+        return self.layout.tile(q_rank, kv_rank, self.causal)
+
+    def _opening(self, rank: int, step: Step) -> Group:
+        tile = self._tile(rank, step.block)
+        pieces = (Piece(step, tile, self._side(tile)),) if tile else ()
+        return Group((step,), pieces, self.layout.length(step.block))
+
+    def _group(self, rank: int, start: int, stop: int) -> Group:
+        """The group of `rank`'s steps start..stop - 1."""
+        steps = self.schedule.steps(rank)[start:stop]
+        host = rank // self.schedule.inner * self.schedule.inner
+        root = steps[0].root
+        sends, returns = [], []
+        for step in steps:
+            there = self._pieces(host + step.inner.send_to, start, stop)
+            sends += [
+                Outgoing(step.inner.send_to, self._side(p.tile), p.at[0], _end(there))
+                for p in there
+                if p.step.block == root
+            ]
+        pieces = self._pieces(rank, start, stop)
+        for piece in pieces:
+            peer = piece.step.inner_return.send_to
+            there = self._homecoming(host + peer, start, stop)
+            returns += [
+                Outgoing(peer, piece.at, entry.at[0], _end(there)) for entry in there if host + entry.peer == rank
+            ]
+        return Group(steps, pieces, _end(pieces), tuple(sends), tuple(returns), self._homecoming(rank, start, stop))
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def _pieces(self, rank: int, start: int, stop: int) -> tuple[Piece, ...]:
+        seen = [(s, tile) for s in self.schedule.steps(rank)[start:stop] if (tile := self._tile(rank, s.block))]
+        seen.sort(key=lambda entry: _length(self.home_side(entry[1])), reverse=True)
+        pieces: list[Piece] = []
+        for step, tile in seen:
+            tokens = _end(pieces)
+            pieces.append(Piece(step, tile, (tokens, tokens + _length(self._side(tile)))))
+        return tuple(pieces)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def _homecoming(self, rank: int, start: int, stop: int) -> tuple[Incoming, ...]:
+        host = rank // self.schedule.inner * self.schedule.inner
+        entries: list[Incoming] = []
+        for step in self.schedule.steps(rank)[start:stop]:
+            peer = step.inner_return.recv_from
+            if tile := self._tile(host + peer, step.root):
+                span, tokens = self._side(tile), _end(entries)
+                entries.append(Incoming(peer, span, (tokens, tokens + _length(span))))
+        return tuple(entries)
+
+
+def _cut(count: int, width: int) -> list[Span]:
+    """0..count - 1 in as few ranges of at most `width` as will do, nearly equal; shorter ones first.
+
+    The first exchange has only the own block's time to finish, so it is not the longest.
+    """
+    parts = -(-count // width)
+    bounds = [count * i // parts for i in range(parts + 1)] if parts else [0]
+    return list(itertools.pairwise(bounds))
+
+
+def _end(entries: tuple | list) -> int:
+    """Tokens of all entries, which lie one after the other."""
+    return entries[-1].at[1] if entries else 0
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]

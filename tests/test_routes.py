@@ -1,0 +1,109 @@
+"""Routes by brute force: every visible pair once, both ends of a message at one place, nothing on top of another."""
+
+import pytest
+import torch
+
+from bmt_burst import Layout, Schedule
+from bmt_burst.packing import Packing
+from bmt_burst.routes import Routes
+
+GRIDS = [(2, 1), (3, 1), (8, 1), (3, 2), (2, 3), (4, 2)]
+
+
+def all_routes(inner, outer, tokens_a_rank=7):
+    size = inner * outer
+    for layout in ("zigzag", "striped", "contiguous"):
+        for causal in (True, False):
+            for travels in ("q", "kv"):
+                for width in (1, 2, 3, inner):
+                    whole = Layout(layout, size * tokens_a_rank + size // 2, size)
+                    yield Routes(whole, Schedule(inner, outer), causal, travels, width)
+
+
+@pytest.mark.parametrize(("inner", "outer"), GRIDS)
+def test_tokens_of_a_group_are_those_that_are_looked_at(inner, outer):
+    """Following the legs, the token that lands at each place of a group is the one that the piece's tile names."""
+    for routes in all_routes(inner, outer):
+        for rank in range(inner * outer):
+            host, place = divmod(rank, inner)
+            for number, groups in enumerate(routes.rounds(rank)):
+                for index, group in enumerate(groups[1:], 1):
+                    landed = [None] * group.tokens
+                    for peer in range(inner):
+                        there = routes.rounds(host * inner + peer)[number][index]
+                        for leg in there.sends:
+                            if leg.peer == place:
+                                assert leg.total == group.tokens
+                                for i, token in enumerate(range(*leg.span)):
+                                    assert landed[leg.at + i] is None
+                                    landed[leg.at + i] = there.root, token
+                    expected = [
+                        (p.step.block, t)
+                        for p in group.pieces
+                        for t in range(*(p.tile.q if routes.travels == "q" else p.tile.kv))
+                    ]
+                    assert landed == expected
+
+
+@pytest.mark.parametrize(("inner", "outer"), GRIDS)
+def test_gradients_come_home_to_the_tokens_they_belong_to(inner, outer):
+    for routes in all_routes(inner, outer):
+        for rank in range(inner * outer):
+            host, place = divmod(rank, inner)
+            for number, groups in enumerate(routes.rounds(rank)):
+                for index, group in enumerate(groups[1:], 1):
+                    landed = [None] * group.home_tokens
+                    for peer in range(inner):
+                        there = routes.rounds(host * inner + peer)[number][index]
+                        names = {
+                            at: (p.step.block, token)
+                            for p in there.pieces
+                            for at, token in zip(
+                                range(*p.at), range(*(p.tile.q if routes.travels == "q" else p.tile.kv)), strict=True
+                            )
+                        }
+                        for leg in there.returns:
+                            if leg.peer == place:
+                                assert leg.total == group.home_tokens
+                                for i, at in enumerate(range(*leg.span)):
+                                    assert landed[leg.at + i] is None
+                                    landed[leg.at + i] = peer, names[at]
+                    expected = [
+                        (entry.peer, (group.root, token)) for entry in group.homecoming for token in range(*entry.span)
+                    ]
+                    assert landed == expected
+
+
+@pytest.mark.parametrize(("inner", "outer"), GRIDS)
+def test_every_block_is_in_one_group_and_no_group_is_wider_than_allowed(inner, outer):
+    for routes in all_routes(inner, outer):
+        visits, homes = zip(*(routes.landing_tokens(host) for host in range(outer)), strict=True)
+        for rank in range(inner * outer):
+            groups = [group for round_ in routes.rounds(rank) for group in round_]
+            assert sorted(s.block for g in groups for s in g.steps) == list(range(inner * outer))
+            assert all(len(g.steps) <= routes.width for g in groups)
+            for groups in routes.rounds(rank):
+                sizes = [len(g.steps) for g in groups[1:]]
+                assert sizes == sorted(sizes), "the first exchange is not the longest"
+                assert max((g.tokens for g in groups[1:]), default=0) <= visits[rank // inner]
+                assert max((g.home_tokens for g in groups[1:]), default=0) <= homes[rank // inner]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_packed_tensors_do_not_overlap_and_messages_are_where_the_views_are(batch):
+    packing = Packing(batch, (((3, 5), torch.bfloat16), ((7,), torch.float32), ((3, 5), torch.bfloat16)))
+    tokens, span = 11, (4, 9)
+    memory = torch.zeros(packing.nbytes(tokens), dtype=torch.uint8)
+    views = packing.views(memory, tokens)
+    for view, (shape, dtype) in zip(views, packing.rows, strict=True):
+        assert view.shape == (batch, tokens, *shape)
+        assert view.dtype == dtype
+        assert (view.data_ptr() - memory.data_ptr()) % 256 == 0
+    for index, row, offset, nbytes in packing.messages(tokens, span):
+        assert not memory[offset : offset + nbytes].any()
+        memory[offset : offset + nbytes] = 1
+        part = views[index][row, slice(*span)]
+        assert part.is_contiguous()
+        assert (part.data_ptr() - memory.data_ptr(), part.nbytes) == (offset, nbytes)
+    assert packing.token_bytes() == batch * (15 * 2 + 7 * 4 + 15 * 2)
+    assert memory.sum() == packing.token_bytes() * 5
