@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .layout import Layout
 from .transport import MESSAGE_BYTES, Alone, Transport
-from .transport.torch_dist import TorchTransport
+from .transport.torch_dist import torch_transport
 
 Group = Any  # a torch.distributed ProcessGroup or a Transport
 
@@ -92,11 +92,11 @@ def _transport(group: Group | None) -> Transport:
     if isinstance(group, Transport):
         return group
     if group is None:
-        return TorchTransport(dist.group.WORLD) if dist.is_initialized() else Alone()
+        return torch_transport(dist.group.WORLD) if dist.is_initialized() else Alone()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
     if isinstance(group, dist.ProcessGroup):
-        return TorchTransport(group)
+        return torch_transport(group)
     raise TypeError(f"a group must be a torch.distributed ProcessGroup or a Transport, got {type(group).__name__}")
 
 
@@ -159,7 +159,7 @@ def init_sequence_parallel(
     sp_size = world if sp_size is None else sp_size
     inner_size = sp_size if inner_size is None else inner_size
     arguments = f"sp_size={sp_size!r}, inner_size={inner_size!r}, layout={layout!r}"
-    calls = TorchTransport(dist.group.WORLD).gather(arguments.encode("ascii", "replace")[:MESSAGE_BYTES])
+    calls = torch_transport(dist.group.WORLD).gather(arguments.encode("ascii", "replace")[:MESSAGE_BYTES])
     if len(set(calls)) > 1:
         raise ValueError(f"ranks differ in init_sequence_parallel's arguments: {[call.decode() for call in calls]}")
     if sp_size < 1 or world % sp_size:

@@ -1,0 +1,190 @@
+"""Deliveries by copy engines: their protocol, on threads in place of streams, which copy when they like."""
+
+import queue
+import random
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bmt_burst import Layout, burst_attn_func, simulate
+from bmt_burst.transport import LANES, Arrival, Parcel
+from bmt_burst.transport.copy_engine import CopyEngines, Device
+from bmt_burst.transport.simulator import SimulatedRing
+from tests.helpers import dense_attention, random_qkv, relative_error, ring_arguments
+
+_PATIENCE = 20.0  # seconds
+
+
+class ThreadStream:
+    """A stream whose work a thread does, in order and late. `work` is its queue, which may be shared."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def copy(self, target, source):
+        def late():
+            time.sleep(random.random() * 2e-3)
+            half = source.numel() // 2  # not at one go
+            target[:half] = source[:half]
+            time.sleep(random.random() * 1e-3)
+            target[half:] = source[half:]
+
+        self.work.put(late)
+
+    def write(self, flags, value):
+        def now():
+            for flag in flags:
+                flag.fill_(value)
+
+        self.work.put(now)
+
+    def wait(self, flags, value):
+        self.work.put(lambda: spin(lambda: all(int(flag) >= value for flag in flags)))
+
+    def record(self):
+        event = threading.Event()
+        self.work.put(event.set)
+        return event
+
+    def follow(self, event):
+        self.work.put(lambda: spin(event.is_set))
+
+
+def started_queue():
+    def run():
+        while True:
+            work.get()()
+
+    work = queue.SimpleQueue()
+    threading.Thread(target=run, daemon=True).start()
+    return work
+
+
+class Inline:
+    """The queue of the stream that computes: the rank's own thread, which may have to wait for its turn in `work`."""
+
+    def __init__(self, work=None):
+        self.shared = work
+
+    def put(self, work):
+        if self.shared is None:
+            work()
+        else:
+            done = threading.Event()
+            self.shared.put(lambda: (work(), done.set()))
+            assert done.wait(_PATIENCE), "a deadlock"
+
+
+def spin(ready):
+    end = time.monotonic() + _PATIENCE
+    while not ready():
+        assert time.monotonic() < end, "a deadlock"
+        time.sleep(1e-5)
+
+
+class EngineRing(SimulatedRing):
+    """A simulated ring whose deliveries go by copy engines."""
+
+    arenas: dict  # of all ranks
+
+    def _device(self):
+        shared = started_queue() if self.one_queue else None
+
+        def settle():
+            self.gather(b"")
+
+        def allocate(nbytes):
+            self.arenas[self.members, self.rank] = torch.full((nbytes,), 255, dtype=torch.uint8)
+            settle()
+            return [self.arenas[self.members, rank] for rank in range(self.size)]
+
+        stream = lambda: ThreadStream(shared or started_queue())  # noqa: E731
+        return Device(stream, lambda: ThreadStream(Inline(shared)), allocate, settle)
+
+    def reserve(self, lane_bytes, device):
+        super().reserve(lane_bytes, device)
+        if not hasattr(self, "engines"):
+            self.engines = CopyEngines(self.rank, self.size, self._device())
+        if not self.engines.fits(lane_bytes):
+            self.engines.reserve(lane_bytes)
+
+    def deliver(self, lane, nbytes, sends, arrivals, device):
+        for parcel in sends:
+            self.traffic.append((parcel.peer, parcel.tensor.nbytes))
+        return self.engines.deliver(lane, nbytes, sends, arrivals)
+
+
+def engine_ring(ring, arenas, one_queue):
+    ring.__class__ = EngineRing
+    ring.arenas, ring.one_queue = arenas, one_queue
+    return ring
+
+
+@pytest.mark.parametrize("one_queue", [True, False])
+@pytest.mark.parametrize(("inner", "outer"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue):
+    """Several calls after each other, of growing and shrinking size, with all group sizes; one queue for all streams
+    of a rank must do, since a GPU may have no more.
+    """
+    size, arenas = inner * outer, {}
+    calls = [(23 * size, 0), (31 * size + 1, 1 << 30), (9 * size, 20_000)]
+
+    def work(ring):
+        rings = ring_arguments(ring, inner)
+        for end in (rings.get("process_group") or rings["double_group"][0],):
+            engine_ring(end, arenas, one_queue)
+        worst = 0.0
+        for repeat in range(3):
+            for tokens, group_bytes in calls:
+                layout = Layout("zigzag", tokens, size)
+                q, k, v, dout = random_qkv(2, tokens, 4, 2, 16, seed=repeat)
+                shards = [layout.shard(x, ring.rank).requires_grad_() for x in (q, k, v)]
+                options = {"causal": True, "backward": backward, "group_bytes": group_bytes}
+                out = burst_attn_func(*shards, 0.3, **options, **rings)
+                got = [out, *torch.autograd.grad(out, shards, layout.shard(dout, ring.rank))]
+                whole = [x.requires_grad_() for x in (q, k, v)]
+                exact, _ = dense_attention(*whole, True, 0.3)
+                exact = [exact, *torch.autograd.grad(exact, whole, dout)]
+                pairs = zip(got, exact, strict=True)
+                worst = max(worst, *(relative_error(a, layout.shard(b.detach(), ring.rank)) for a, b in pairs))
+        return worst
+
+    assert max(simulate(size, work)) < 1e-13
+
+
+def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait():
+    """With a stream that computes late, as on a GPU: it fills each parcel, reads what came, and spoils the parcel.
+
+    A rank that reads late keeps its peer from the slot.
+    """
+    arenas = {}
+
+    def work(ring):
+        engine_ring(ring, arenas, one_queue=False)
+        ring.reserve(dict.fromkeys(LANES, 64), torch.device("cpu"))
+        current = ThreadStream(started_queue())
+        ring.engines = CopyEngines(ring.rank, 2, replace(ring.engines.device, current=lambda: current))
+        ring.engines.reserve(dict.fromkeys(LANES, 64))
+        peer, seen, under_way = 1 - ring.rank, [], []
+        for value in range(12):
+            parcel = Parcel(torch.full((64,), 255, dtype=torch.uint8), peer, 0)
+            current.work.put(lambda: time.sleep(2e-3))
+            current.work.put(lambda x=parcel.tensor, value=value: x.fill_(value))
+            under_way.append((ring.deliver("visit", 64, [parcel], [Arrival(peer, 0, 64)], None), parcel.tensor))
+            if len(under_way) == LANES["visit"]:
+                delivery, sent = under_way.pop(0)
+                delivery.wait()
+                current.work.put(lambda: time.sleep(4e-3 * ring.rank))
+                current.work.put(lambda delivery=delivery: seen.append(delivery.memory.tolist()))
+                delivery.release()
+                current.work.put(lambda sent=sent: sent.fill_(254))
+        end = current.record()
+        spin(end.is_set)
+        return seen
+
+    for seen in simulate(2, work):
+        assert seen == [[value] * 64 for value in range(11)]
