@@ -10,6 +10,7 @@ gloo, so that the script itself is tested.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -34,12 +35,16 @@ from bench.implementations import (
     Case,
     Implementation,
     Unavailable,
+    held_bytes,
     kernel_alone,
     kernel_name,
 )
 from bmt_burst import Layout, SequenceParallel, init_sequence_parallel
+from bmt_burst.transport import Arrival, Parcel
+from bmt_burst.transport.torch_dist import TorchTransport
 
 GIB = 1 << 30
+_LONG_MS = 2000.0  # after which there is little use in repeating
 
 
 class Machine:
@@ -56,24 +61,24 @@ class Machine:
         self.name = torch.cuda.get_device_name() if self.cuda else platform.processor() or "CPU"
 
     def time_ms(self, work: Callable[[], object], repeats: int) -> float:
-        """Median milliseconds of `work` on the slowest rank."""
-        for _ in range(3):
+        """Median milliseconds of `work` on the slowest rank; fewer repeats, but three, where it takes long."""
+        work()
+        once = self.slowest(self._once_ms(work))
+        repeats = min(repeats, max(3, int(_LONG_MS / once)))
+        return self.slowest(statistics.median(self._once_ms(work) for _ in range(repeats)))
+
+    def _once_ms(self, work: Callable[[], object]) -> float:
+        self.settle()
+        if not self.cuda:
+            began = time.perf_counter()
             work()
-        times = []
-        for _ in range(repeats):
-            self.settle()
-            if self.cuda:
-                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                work()
-                stop.record()
-                stop.synchronize()
-                times.append(start.elapsed_time(stop))
-            else:
-                began = time.perf_counter()
-                work()
-                times.append((time.perf_counter() - began) * 1e3)
-        return self.slowest(statistics.median(times))
+            return (time.perf_counter() - began) * 1e3
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
 
     def settle(self) -> None:
         """All ranks at one point, with nothing under way."""
@@ -86,8 +91,8 @@ class Machine:
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         return float(worst)
 
-    def extra_gib(self, work: Callable[[], object]) -> float | None:
-        """Peak memory of `work` beyond what was allocated before it."""
+    def extra_gib(self, work: Callable[[], object], held: int) -> float | None:
+        """Peak memory of `work` beyond what was allocated before it, and `held` bytes that nobody else counts."""
         if not self.cuda:
             return None
         self.settle()
@@ -95,7 +100,7 @@ class Machine:
         torch.cuda.reset_peak_memory_stats()
         work()
         torch.cuda.synchronize()
-        return self.slowest((torch.cuda.max_memory_allocated() - before) / GIB)
+        return self.slowest((torch.cuda.max_memory_allocated() - before + held) / GIB)
 
 
 def flops(case: Case) -> float:
@@ -130,7 +135,7 @@ def measure(case: Case, attention: Attention, tokens: int, gpus: int, machine: M
         "fwd_bwd_ms": both_ms,
         "fwd_tflops_per_gpu": flops(case) / gpus / forward_ms / 1e9,
         "fwd_bwd_tflops_per_gpu": 3.5 * flops(case) / gpus / both_ms / 1e9,
-        "peak_extra_gib": machine.extra_gib(both),
+        "peak_extra_gib": machine.extra_gib(both, held_bytes(attention)),
     }
 
 
@@ -171,12 +176,14 @@ def _float64(tensors: list[Tensor], dout: Tensor, causal: bool) -> list[Tensor]:
 
 
 def links(sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
-    """What the links give alone: a neighbour exchange, an exchange with all at once, an all-gather; GiB/s received."""
+    """What the links give alone, in GiB/s received: over NCCL and by copy engines, with one neighbour and with all."""
     sizes = (16 << 20, 256 << 20) if machine.cuda else (1 << 16,)
     for size in sizes:
         mine = torch.zeros(size, dtype=torch.uint8, device=machine.device)
         gathered = torch.empty(size * sp.size, dtype=torch.uint8, device=machine.device)
         slots = list(gathered.chunk(sp.size))
+        transport = TorchTransport(sp.process_group)
+        transport.reserve({"visit": size * sp.size, "return": 0}, machine.device)
 
         def exchange(distances, mine=mine, slots=slots) -> None:
             ops = []
@@ -190,11 +197,21 @@ def links(sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
         def gather(mine=mine, slots=slots) -> None:
             dist.all_gather(slots, mine, group=sp.process_group)
 
+        def deliver(distances, mine=mine, size=size, transport=transport) -> None:
+            parcels = [Parcel(mine, (sp.rank + d) % sp.size, sp.rank * size) for d in distances]
+            arrivals = [Arrival(source := (sp.rank - d) % sp.size, source * size, size) for d in distances]
+            delivery = transport.deliver("visit", size * sp.size, parcels, arrivals, machine.device)
+            delivery.wait()
+            delivery.release()
+
         ways = {
             "neighbour": (lambda: exchange([1]), 1),
             "all at once": (lambda: exchange(range(1, sp.size)), sp.size - 1),
             "all-gather": (gather, sp.size - 1),
         }
+        if transport.copy_engines:
+            ways["copy engines, neighbour"] = (lambda: deliver([1]), 1)
+            ways["copy engines, all at once"] = (lambda: deliver(range(1, sp.size)), sp.size - 1)
         for way, (work, messages) in ways.items():
             ms = machine.time_ms(work, 10)
             yield {
@@ -228,12 +245,16 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         alone = measure(own, kernel_alone(own), tokens, 1, machine, args.repeats)
         yield {"kind": "attention", "impl": "kernel alone", "gpus": 1, **facts, "seq_len": tokens, **alone}
         for name, implementation in chosen.items():
+            if tokens > (implementation.most_tokens or tokens):
+                continue
             row = {"kind": "attention", "impl": name, "gpus": machine.size, "inner_size": args.inner_size, **facts}
             try:
                 attention = implementation.make(case, sp)
                 row |= measure(case, attention, tokens, machine.size, machine, args.repeats)
             except Unavailable as reason:
                 row["unavailable"] = str(reason)
+            attention = None
+            gc.collect()  # an arena is part of a cycle
             yield row
     if args.errors:
         for heads, kv_heads in args.heads:
@@ -251,7 +272,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
 def _error_cases(
     chosen: dict[str, Implementation], sp: SequenceParallel
 ) -> dict[str, tuple[SequenceParallel, Implementation]]:
-    alone = {"kernel alone": (SequenceParallel(), IMPLEMENTATIONS["bmt_burst"])}
+    alone = {"kernel alone": (SequenceParallel(), Implementation("zigzag", lambda case, _: kernel_alone(case)))}
     return alone | {name: (sp, implementation) for name, implementation in chosen.items()}
 
 

@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmt_burst import SequenceParallel, Transport, burst_attn_func, kernels
-from bmt_burst.groups import make_rings
-from bmt_burst.transport import Done, Messages, Ticket
+from bmt_burst.transport import Delivery, Done
+from bmt_burst.transport.torch_dist import TorchTransport
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -41,33 +42,58 @@ class Case:
 
 @dataclass(frozen=True)
 class Implementation:
+    """most_tokens: how many tokens a GPU it is measured with at most; variants of one thing need no more."""
+
     layout: str
     make: Callable[[Case, SequenceParallel], Attention]
+    most_tokens: int | None = None
 
 
-def _burst(case: Case, sp: SequenceParallel, **options) -> Attention:
-    return partial(burst_attn_func, causal=case.causal, flash=case.kernel, **sp.groups, **options)
+class Burst:
+    """Ours, over a transport of its own, so that the memory it holds is this case's."""
+
+    def __init__(self, case: Case, sp: SequenceParallel, transport: Callable[[Any], Transport], **options):
+        groups = dict(sp.groups)
+        if sp.process_group is None:
+            intra, inter = sp.double_group
+            self.transport = transport(intra)
+            groups["double_group"] = self.transport, inter
+        else:
+            self.transport = groups["process_group"] = transport(sp.process_group)
+        self.options = {"causal": case.causal, "flash": case.kernel, **groups, **options}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return burst_attn_func(q, k, v, **self.options)
 
 
-class _Waiting(Transport):
-    """A ring whose exchanges are over before anything else begins: shows what overlap is worth."""
+class _Waiting(TorchTransport):
+    """A ring whose deliveries are there before anything else begins: shows what overlap is worth."""
 
-    def __init__(self, ring: Transport):
-        self.ring, self.rank, self.size, self.device_types = ring, ring.rank, ring.size, ring.device_types
-
-    def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
-        self.ring.exchange(sends, recvs).wait()
-        return Done()
-
-    def gather(self, message: bytes) -> list[bytes]:
-        return self.ring.gather(message)
+    def deliver(self, *args) -> Delivery:
+        delivery = super().deliver(*args)
+        delivery.wait()
+        return _Arrived(delivery.memory, Done(), delivery)
 
 
-def _burst_without_overlap(case: Case, sp: SequenceParallel) -> Attention:
-    if sp.process_group is None:
-        raise Unavailable("is measured on a single ring")
-    rings = make_rings(sp.process_group, (None, None))
-    return partial(burst_attn_func, causal=case.causal, flash=case.kernel, process_group=_Waiting(rings.inner))
+@dataclass(frozen=True)
+class _Arrived(Delivery):
+    """A delivery that was waited for already."""
+
+    original: Delivery
+
+    def release(self) -> None:
+        self.original.release()
+
+
+def _burst(
+    case: Case, sp: SequenceParallel, transport: Callable[[Any], Transport] = TorchTransport, **options
+) -> Attention:
+    return Burst(case, sp, transport, **options)
+
+
+def held_bytes(attention: Attention) -> int:
+    """Memory that an implementation keeps beyond what torch's allocator counts."""
+    return attention.transport.held_bytes if isinstance(attention, Burst) else 0
 
 
 def _ulysses(case: Case, sp: SequenceParallel) -> Attention:
@@ -130,12 +156,17 @@ def _torch_context_parallel(case: Case, sp: SequenceParallel) -> Attention:
     return attention
 
 
+_VARIANTS = 1 << 15
+_over_nccl = partial(TorchTransport, copy_engines=False)
+
 IMPLEMENTATIONS = {
     "bmt_burst": Implementation("zigzag", _burst),
-    "bmt_burst q": Implementation("zigzag", partial(_burst, backward="q")),
-    "bmt_burst kv": Implementation("zigzag", partial(_burst, backward="kv")),
+    "bmt_burst q": Implementation("zigzag", partial(_burst, backward="q"), _VARIANTS),
+    "bmt_burst kv": Implementation("zigzag", partial(_burst, backward="kv"), _VARIANTS),
     "bmt_burst low memory": Implementation("zigzag", partial(_burst, group_bytes=0)),
-    "bmt_burst no overlap": Implementation("zigzag", _burst_without_overlap),
+    "bmt_burst wide": Implementation("zigzag", partial(_burst, group_bytes=1 << 30), _VARIANTS),
+    "bmt_burst nccl": Implementation("zigzag", partial(_burst, transport=_over_nccl), _VARIANTS),
+    "bmt_burst no overlap": Implementation("zigzag", partial(_burst, transport=_Waiting), _VARIANTS),
     "ulysses": Implementation("contiguous", _ulysses),
     "ring_flash_attn zigzag": Implementation("zigzag", _ring_flash_attn),
     "torch context_parallel": Implementation("zigzag", _torch_context_parallel),
@@ -144,7 +175,7 @@ IMPLEMENTATIONS = {
 
 def kernel_alone(case: Case) -> Attention:
     """The block kernel on one GPU with the whole case: the limit."""
-    return _burst(case, SequenceParallel())
+    return partial(burst_attn_func, causal=case.causal, flash=case.kernel, **SequenceParallel().groups)
 
 
 def kernel_name(case: Case, device: torch.device, dtype: torch.dtype) -> str:

@@ -21,8 +21,7 @@ from .schedule import Schedule
 
 BACKWARDS = ("auto", "q", "kv")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_agreed: dict[Rings, dict[str, Plan]] = {}  # calls on GPUs, by ring: its ranks agree on each once
-_MOST_AGREED = 1024  # of a ring, after which all its ranks begin anew
+_MOST_AGREED = 1024  # calls on GPUs that a ring remembers; then all its ranks begin anew
 
 
 def burst_attn_func(
@@ -122,7 +121,7 @@ def _make_plan(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str,
         mine = {"failure": _plain_text(f"{type(caught).__name__}: {caught}")}
     call, known = json.dumps(mine), {}
     if mine.get("device type") == "cuda":
-        known = _agreed.setdefault(rings, known)
+        known = rings.inner.agreed.setdefault(rings, known)
     if call in known:
         return known[call]
     mine["process"] = uuid.uuid4().hex

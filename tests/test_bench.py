@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from bench.timeline import Activity, breakdown
 from tests.helpers import ROOT
 
 KEYS = {
@@ -37,3 +38,18 @@ def test_benchmark_runs_and_reports(tmp_path):
     assert "% of kernel alone" in report
     assert "Not measured: ring_flash_attn zigzag" in report
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_timeline_adds_up_by_kind():
+    activities = [
+        Activity("Memcpy DtoD", 20, 0.0, 5000.0),
+        Activity("flash_fwd_kernel", 7, 1000.0, 3000.0),
+        Activity("_merge_outputs", 7, 3500.0, 4000.0),
+        Activity("ncclDevKernel_SendRecv", 9, 3000.0, 6000.0),
+        Activity("flash_bwd_kernel", 7, 4000.0, 9000.0),
+        Activity("elementwise", 7, 9000.0, 9500.0),
+    ]
+    assert breakdown(activities) == {
+        **{"attention": 7.0, "merge": 0.5, "copies": 5.0, "nccl": 3.0, "other": 0.5},
+        **{"span": 8.0, "idle": 0.5},
+    }

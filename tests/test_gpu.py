@@ -1,11 +1,13 @@
 """What only GPUs can show: kernels, streams, memory, NCCL. Needs two GPUs at least; uses four if they are there."""
 
 import itertools
+import random
 
 import pytest
 import torch
 
 from bmt_burst import Layout, burst_attn_func, init_sequence_parallel, kernels
+from bmt_burst.transport.torch_dist import TorchTransport
 from tests.helpers import dense_attention, random_qkv, relative_error, run_ranks
 
 GPUS = torch.cuda.device_count()
@@ -84,44 +86,44 @@ def test_head_size_80_is_not_left_to_fa4():
     assert kernels.pick("auto", q, k).name in ("cudnn", "fa2", "aten")
 
 
-def ring_case(rank, size, groups, tokens, heads, kv_heads, head_size, dtype=torch.bfloat16, seed=0, **options):
-    """This rank's out, lse, dq, dk, dv and the whole's float64 values, cut alike."""
-    whole = Layout(options.get("layout", "zigzag"), tokens, size)
-    tensors = [x.cuda() for x in random_qkv(1, tokens, heads, kv_heads, head_size, dtype, seed)]
-    shards = [whole.shard(x, rank).requires_grad_() for x in tensors[:3]]
+def ring_call(shards, dout, **options):
+    """This rank's out, lse, dq, dk, dv; asserts that inputs stay as they are."""
     before = [x.detach().clone() for x in shards]
-    dout = whole.shard(tensors[3], rank)
-    out, lse = burst_attn_func(*shards, 0.1, return_lse=True, **options, **groups)
+    out, lse = burst_attn_func(*shards, 0.1, return_lse=True, **options)
     grads = torch.autograd.grad(out, shards, dout)
     assert all(a.equal(b) for a, b in zip(shards, before, strict=True))
-    expected = reference(*tensors, options.get("causal", False), 0.1)
-    cut = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(expected)]
-    return [out.detach(), lse, *grads], cut
+    return [out.detach(), lse, *grads]
+
+
+def rings(size: int) -> dict[str, dict]:
+    """Group arguments by name: copy engines as they are taken by default, NCCL, and a double ring if there are four."""
+    sp = init_sequence_parallel(size)
+    single = {
+        "by copy engines": TorchTransport(sp.process_group, copy_engines=True),
+        "by NCCL": TorchTransport(sp.process_group, copy_engines=False),
+    }
+    found = {name: {"process_group": transport} for name, transport in single.items()}
+    if size == 4:
+        found["double"] = {"double_group": init_sequence_parallel(size, inner_size=2).double_group}
+    return found
 
 
 def equality(rank: int, size: int) -> dict[str, float]:
     """The worst error of each of many cases."""
-    errors = {}
-    rings = {"single": init_sequence_parallel(size)}
-    if size == 4:
-        rings["double"] = init_sequence_parallel(size, inner_size=2)
-    lengths = (1024, 1031)
-    for (ring, sp), layout, causal, backward, (heads, kv_heads), tokens, group_bytes in itertools.product(
-        rings.items(),
-        ("zigzag", "striped", "contiguous"),
-        (True, False),
-        ("q", "kv"),
-        ((4, 4), (8, 2)),
-        lengths,
-        (0, 1 << 30),
-    ):
-        groups = {"process_group": sp.process_group, "double_group": sp.double_group}
-        got, expected = ring_case(
-            rank, size, groups, tokens, heads, kv_heads, 64,
-            layout=layout, causal=causal, backward=backward, group_bytes=group_bytes,
-        )  # fmt: skip
-        name = f"{ring} {layout} causal={causal} {backward} {heads}:{kv_heads} {tokens} {group_bytes}"
-        errors[name] = max(relative_error(a, b) for a, b in zip(got, expected, strict=True))
+    errors, groups = {}, rings(size)
+    cases = itertools.product(("zigzag", "striped", "contiguous"), (True, False), ((4, 4), (8, 2)), (1024, 1031))
+    for layout, causal, (heads, kv_heads), tokens in cases:
+        whole = Layout(layout, tokens, size)
+        tensors = cuda_qkv(2, tokens, heads, kv_heads, 64)
+        *shards, dout = (whole.shard(x, rank) for x in tensors)
+        shards = [x.requires_grad_() for x in shards]
+        exact = reference(*tensors, causal, 0.1)
+        expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
+        for (ring, group), backward, group_bytes in itertools.product(groups.items(), ("q", "kv"), (0, 1 << 30)):
+            options = {"layout": layout, "causal": causal, "backward": backward, "group_bytes": group_bytes}
+            got = ring_call(shards, dout, **options, **group)
+            name = f"{ring} {layout} causal={causal} {backward} {heads}:{kv_heads} {tokens} {group_bytes}"
+            errors[name] = max(relative_error(a, b) for a, b in zip(got, expected, strict=True))
     return errors
 
 
@@ -133,54 +135,60 @@ def test_ring_equals_dense(size):
 
 
 def late_ranks(rank: int, size: int) -> None:
-    """A kernel that sleeps on one rank's stream changes nothing."""
-    sp = init_sequence_parallel(size)
-    for backward, group_bytes in itertools.product(("q", "kv"), (0, 1 << 30)):
-        results = []
-        for late in range(-1, size):
+    """A kernel that sleeps on one rank's stream, some time or other, changes no bit."""
+    *shards, dout = cuda_qkv(1, 2048, 4, 4, 64, seed=rank)
+    shards = [x.requires_grad_() for x in shards]
+    chance = random.Random(0)  # the same on all ranks
+    for (name, group), backward, group_bytes in itertools.product(rings(size).items(), ("q", "kv"), (0, 1 << 30)):
+        options = {"causal": True, "backward": backward, "group_bytes": group_bytes, "deterministic": True, **group}
+        first = None
+        for late in (None, *range(size), *range(size)):
+            out, lse = burst_attn_func(*shards, 0.1, return_lse=True, **options)
             if late == rank:
-                torch.cuda._sleep(200_000_000)
-            options = {"causal": True, "backward": backward, "group_bytes": group_bytes, "deterministic": True}
-            results.append(ring_case(rank, size, sp.groups | options, 2048, 4, 4, 64)[0])
-        for other in results[1:]:
-            assert all(a.equal(b) for a, b in zip(results[0], other, strict=True)), (backward, group_bytes)
+                torch.cuda._sleep(int(chance.random() * 100_000_000))
+            got = [out.detach(), lse, *torch.autograd.grad(out, shards, dout)]
+            if late is not None and late != rank:
+                torch.cuda._sleep(int(chance.random() * 10_000_000))
+            first = first or got
+            assert all(a.equal(b) for a, b in zip(first, got, strict=True)), (name, backward, group_bytes, late)
 
 
 def repeats(rank: int, size: int) -> None:
     """1000 times the same bits, and no memory that grows."""
-    sp = init_sequence_parallel(size)
-    q, k, v, dout = (x.cuda() for x in random_qkv(1, 700, 8, 2, 128, torch.bfloat16, seed=rank))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    first, reserved = None, 0
-    for step in range(1000):
-        out = burst_attn_func(*inputs, causal=True, deterministic=True, **sp.groups)
-        got = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
-        first = first or [x.clone() for x in got]
-        assert all(a.equal(b) for a, b in zip(got, first, strict=True)), step
-        if step == 100:
-            reserved = torch.cuda.memory_reserved()
-    assert torch.cuda.memory_reserved() == reserved
+    *inputs, dout = cuda_qkv(1, 700, 8, 2, 128, seed=rank)
+    inputs = [x.requires_grad_() for x in inputs]
+    for name, group in rings(size).items():
+        first, free = None, 0
+        for step in range(1000):
+            out = burst_attn_func(*inputs, causal=True, deterministic=True, **group)
+            got = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+            first = first or [x.clone() for x in got]
+            assert all(a.equal(b) for a, b in zip(got, first, strict=True)), (name, step)
+            if step == 100:
+                free, _ = torch.cuda.mem_get_info()
+        assert torch.cuda.mem_get_info()[0] >= free, name
 
 
 def host_never_waits(rank: int, size: int) -> None:
     """A step is enqueued while the GPU still sleeps, and the profiler sees no synchronization."""
-    sp = init_sequence_parallel(size)
-    inputs = [x.cuda().requires_grad_() for x in random_qkv(1, 512, 4, 4, 64, torch.bfloat16)[:3]]
+    *inputs, dout = cuda_qkv(1, 512, 4, 4, 64)
+    inputs = [x.requires_grad_() for x in inputs]
+    for name, group in rings(size).items():
 
-    def step():
-        burst_attn_func(*inputs, causal=True, **sp.groups).sum().backward()
+        def step(group=group):
+            torch.autograd.grad(burst_attn_func(*inputs, causal=True, **group), inputs, dout)
 
-    step()
-    torch.cuda.synchronize()
-    done = torch.cuda.Event()
-    with torch.profiler.profile() as profile:
-        torch.cuda._sleep(2_000_000_000)
         step()
-        done.record()
-        assert not done.query(), "the host waited for the GPU"
-    waits = [event.key for event in profile.key_averages() if "Synchronize" in event.key and "Device" not in event.key]
-    assert not waits
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        done = torch.cuda.Event()
+        with torch.profiler.profile() as profile:
+            torch.cuda._sleep(2_000_000_000)
+            step()
+            done.record()
+            assert not done.query(), f"{name}: the host waited for the GPU"
+        waits = {e.key for e in profile.key_averages() if "Synchronize" in e.key} - {"cudaDeviceSynchronize"}
+        assert not waits, name  # the profiler itself synchronizes the device when it ends
+        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("work", [late_ranks, repeats, host_never_waits])

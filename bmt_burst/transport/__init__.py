@@ -8,10 +8,11 @@ Alone (here)  a ring of one rank, which never communicates
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +72,12 @@ class Transport(ABC):
     rank: int
     size: int
     device_types: frozenset[str] = frozenset({"cpu"})
+    held_bytes: int = 0  # of memory that this transport keeps for deliveries
+
+    @functools.cached_property
+    def agreed(self) -> dict[Any, Any]:
+        """What its users' ranks have agreed on and need not ask each other again; a place to remember it."""
+        return {}
 
     @abstractmethod
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:

@@ -78,6 +78,10 @@ class TorchTransport(Transport):
             self.wants_copy_engines = False
         logger.info("deliveries go %s", f"over NCCL: {reason}" if reason else "by the GPUs' copy engines")
 
+    @property
+    def held_bytes(self) -> int:
+        return self.copy_engines.arena_bytes if self.copy_engines else 0
+
     def deliver(
         self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
     ) -> Delivery:

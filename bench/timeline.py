@@ -1,0 +1,137 @@
+"""Where the time of one implementation goes: a profile of each rank's GPU, by kind of work, and a trace to look at.
+
+    torchrun --nproc-per-node 8 bench/timeline.py --tokens 65536 --heads 32:32 --output bench/results/timeline.jsonl
+
+A row of JSON a rank: milliseconds a step of attention kernels, of passes that merge and sum, of copies, of NCCL, of all
+else, and how long the compute stream was idle. Copies and NCCL run beside the kernels; the others one after the other.
+With --trace FOLDER also Chrome traces. Needs GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.attention import Machine, commit, heads, inputs, kernel_name, versions
+from bench.implementations import IMPLEMENTATIONS, Case
+from bmt_burst import init_sequence_parallel
+
+STEPS = 3
+_KINDS = {  # a kernel is of the first kind one of whose words its name has
+    "merge": ("_merge_outputs", "_sum_gradients"),
+    "nccl": ("nccl",),
+    "copies": ("memcpy",),
+    "attention": ("flash", "fmha", "cudnn", "attn"),
+}
+
+
+class Activity(NamedTuple):
+    """Something that a GPU did; microseconds."""
+
+    name: str
+    stream: int
+    start: float
+    stop: float
+
+
+def kind(name: str) -> str:
+    lower = name.lower()
+    return next((k for k, words in _KINDS.items() if any(word in lower for word in words)), "other")
+
+
+def breakdown(activities: Iterable[Activity]) -> dict[str, float]:
+    """Milliseconds by kind; "idle" is the time between the first and last attention kernel, in which nothing of its
+    stream ran, and "span" all of that time.
+    """
+    activities = sorted(activities, key=lambda a: a.start)
+    spent = Counter()
+    for activity in activities:
+        spent[kind(activity.name)] += (activity.stop - activity.start) / 1e3
+    attention = [a for a in activities if kind(a.name) == "attention"]
+    start, stop = attention[0].start, max(a.stop for a in attention)
+    busy, until = 0.0, start
+    for activity in activities:
+        if activity.stream == attention[0].stream and kind(activity.name) not in ("copies", "nccl"):
+            busy += max(0.0, min(activity.stop, stop) - max(activity.start, until))
+            until = max(until, activity.stop)
+    return {**spent, "span": (stop - start) / 1e3, "idle": (stop - start - busy) / 1e3}
+
+
+def activities_of(profile: torch.profiler.profile) -> list[Activity]:
+    """What the GPU did, as Kineto saw it."""
+    events = profile.profiler.kineto_results.events()
+    return [
+        Activity(e.name(), e.device_resource_id(), e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3)
+        for e in events
+        if e.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65536], help="of the whole sequence")
+    parser.add_argument("--heads", type=heads, nargs="+", default=[(32, 32)], metavar="Q:KV")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--implementations", nargs="+", choices=list(IMPLEMENTATIONS), default=["bmt_burst"])
+    parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
+    parser.add_argument("--trace", type=Path, help="folder for Chrome traces")
+    args, machine = parser.parse_args(), Machine()
+    if not machine.cuda:
+        raise SystemExit("a timeline of GPUs needs GPUs")
+    sp = init_sequence_parallel()
+    for tokens in args.tokens:
+        for q_heads, kv_heads in args.heads:
+            for name in args.implementations:
+                case = Case(tokens, 1, q_heads, kv_heads, args.head_dim, True, args.kernel)
+                measure(case, name, sp, machine, args)
+    dist.destroy_process_group()
+
+
+def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespace) -> None:
+    attention = IMPLEMENTATIONS[name].make(case, sp)
+    tensors, dout = inputs(case, case.seq_len // machine.size, machine, seed=machine.rank)
+
+    def step() -> None:
+        torch.autograd.grad(attention(*tensors), tensors, dout)
+
+    step()
+    machine.settle()
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+    if args.trace:
+        args.trace.mkdir(parents=True, exist_ok=True)
+        file = f"{name}-{case.seq_len}-{case.heads}-{case.kv_heads}-rank{machine.rank}.json.gz".replace(" ", "_")
+        profile.export_chrome_trace(str(args.trace / file))
+    spent = {key: value / STEPS for key, value in breakdown(activities_of(profile)).items()}
+    rows: list = [None] * machine.size
+    dist.all_gather_object(rows, spent)
+    if machine.rank == 0:
+        facts = {**vars(case), "kernel": kernel_name(case, machine.device, machine.dtype), "gpus": machine.size}
+        common = {"gpu_name": machine.name, "versions": versions(), "commit": commit()}
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        with open(args.output, "a") as file:
+            for rank, row in enumerate(rows):
+                line = {"kind": "timeline", "impl": name, "rank": rank, **facts, "ms": row, **common}
+                file.write(json.dumps(line) + "\n")
+        for rank, row in enumerate(rows):
+            text = " ".join(f"{key} {value:.3f}" for key, value in sorted(row.items()))
+            print(f"{name} {case.seq_len} {case.heads}:{case.kv_heads} rank {rank}: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
