@@ -50,6 +50,11 @@ def test_timeline_adds_up_by_kind():
         Activity("elementwise", 7, 9000.0, 9500.0),
     ]
     assert breakdown(activities) == {
-        **{"attention": 7.0, "merge": 0.5, "copies": 5.0, "nccl": 3.0, "other": 0.5},
-        **{"span": 8.0, "idle": 0.5},
+        "attention": 7.0,
+        "merge": 0.5,
+        "copies": 5.0,
+        "nccl": 3.0,
+        "other": 0.5,
+        "span": 8.0,
+        "idle": 0.5,
     }
