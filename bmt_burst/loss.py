@@ -1,16 +1,75 @@
-"""Cross entropy over a shard of a sequence.
+"""Cross entropy over a shard of a sequence, together with the projection to the vocabulary or after it.
 
 A mean over a shard is not a share of the mean over the sequence: shards differ in valid targets, and one may have
 none. So the loss of a shard is a sum and a count; the caller divides by the count over the global batch.
+
+Letters: N tokens, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .layout import IGNORE_INDEX
+from .merge import accumulator_dtype
+
+# Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in fp32. The gradient of the hidden
+# states is added up over the entries, that of the weights over the tokens, which therefore come in few parts.
+_TILE_TOKENS = 1 << 15
+_TILE_ENTRIES = 1 << 10
+
+
+def linear_cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """`cross_entropy_sum` of the logits hidden @ weight^T, without ever holding them all.
+
+    hidden: (B, S, E); weight: (V, E) of the same dtype; labels: (B, S) int64. Logits are rounded to the inputs' dtype,
+    as a linear layer's, and taken in fp32 (fp64). The backward forms them once more and goes back through each tile:
+    with P = softmax(logits), dlogits = dloss (P - onehot(label)), and 0 for tokens without a target.
+    Differentiable (once) in hidden and weight. Raises ValueError for a label outside the vocabulary; on GPUs, where the
+    host does not wait for it, that is a device-side assertion.
+    """
+    _check_labels(labels, weight.shape[0])
+    total = _LinearCrossEntropySum.apply(hidden.flatten(0, -2), weight, labels.flatten())
+    return total, count_targets(labels)
+
+
+class _LinearCrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        wide = accumulator_dtype(hidden.dtype)
+        lse = torch.full(labels.shape, -torch.inf, dtype=wide, device=hidden.device)
+        target = torch.zeros_like(lse)
+        for rows in _cut(len(labels), _TILE_TOKENS):
+            for entries in _cut(len(weight), _TILE_ENTRIES):
+                logits = _logits(hidden[rows], weight[entries])
+                lse[rows] = torch.logaddexp(lse[rows], logits.logsumexp(-1))
+                column, inside = _columns(labels[rows], entries)
+                target[rows] += logits.gather(1, column).squeeze(1).where(inside, 0.0)
+        ctx.save_for_backward(hidden, weight, labels, lse)
+        return (lse - target).where(labels != IGNORE_INDEX, 0.0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dtotal: Tensor):
+        hidden, weight, labels, lse = ctx.saved_tensors
+        factor = dtotal.to(lse.dtype) * (labels != IGNORE_INDEX).unsqueeze(1)
+        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
+        for rows in _cut(len(labels), _TILE_TOKENS):
+            total = torch.zeros_like(hidden[rows], dtype=lse.dtype)
+            for entries in _cut(len(weight), _TILE_ENTRIES):
+                dlogits = _logits(hidden[rows], weight[entries]).sub_(lse[rows].unsqueeze(1)).exp_()
+                column, inside = _columns(labels[rows], entries)
+                dlogits.scatter_add_(1, column, -inside.to(dlogits.dtype).unsqueeze(1))
+                dlogits = dlogits.mul_(factor[rows]).to(hidden.dtype)
+                total += dlogits @ weight[entries]
+                dweight[entries] += dlogits.T @ hidden[rows]
+            dhidden[rows] = total
+        return dhidden, dweight, None
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,3 +85,25 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def count_targets(labels: Tensor) -> Tensor:
     """Number of valid targets: int64 scalar."""
     return (labels != IGNORE_INDEX).sum(dtype=torch.int64)
+
+
+def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    outside = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocabulary))
+    if labels.is_cuda:
+        torch._assert_async(~outside.any(), "a label is not in the vocabulary")
+    elif outside.any():
+        raise ValueError(f"label {int(labels[outside][0])} is not in a vocabulary of {vocabulary}")
+
+
+def _cut(count: int, width: int) -> Iterator[slice]:
+    return (slice(start, min(start + width, count)) for start in range(0, count, width))
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    return (hidden @ weight.T).to(accumulator_dtype(hidden.dtype))
+
+
+def _columns(labels: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+    """Where each label stands in a tile, (N, 1), anywhere in it if it is not there; and whether it is, (N,)."""
+    inside = (labels >= entries.start) & (labels < entries.stop)
+    return (labels - entries.start).where(inside, 0).unsqueeze(1), inside

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmt_burst.groups import SequenceParallel
-from bmt_burst.loss import cross_entropy_sum
+from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.nn import BurstAttention, KVCache, rope_tables
 
 from .config import CPMConfig
@@ -99,8 +99,9 @@ class CPM(nn.Module):
         cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
         x = self.norm(self.layers(x, cos, sin, cache)) / self.config.width_scale
         head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
-        logits = F.linear(x, head.weight)
-        return logits if labels is None else cross_entropy_sum(logits, labels)
+        if labels is None:
+            return F.linear(x, head.weight)
+        return linear_cross_entropy_sum(x, head.weight, labels)
 
     def init_parameter(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         """Fills the whole parameter called `name`, in place, with its starting values."""

@@ -8,7 +8,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bmt_burst import IGNORE_INDEX, SequenceParallel, shift_labels, simulate
-from bmt_burst.loss import cross_entropy_sum
 from bmt_burst.nn import BurstAttention, apply_rope, rope_tables
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
@@ -189,16 +188,3 @@ def test_sampling_is_seeded_and_settings_are_checked():
     assert generate(model, tokenizer, "ab", 5, temperature=0) == generate(model, tokenizer, "ab", 5, top_k=1)
     with pytest.raises(ValueError, match="top_p"):
         generate(model, tokenizer, "ab", 5, top_p=0.0)
-
-
-def test_loss_is_a_sum_and_a_count():
-    logits = torch.randn(2, 5, 7, requires_grad=True)
-    labels = torch.randint(0, 7, (2, 5))
-    labels[0, :3] = IGNORE_INDEX
-    total, count = cross_entropy_sum(logits, labels)
-    mean = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    assert int(count) == 7
-    assert torch.allclose(total / count, mean)
-    nothing, none = cross_entropy_sum(logits, torch.full_like(labels, IGNORE_INDEX))
-    assert (float(nothing.detach()), int(none)) == (0.0, 0)
-    assert not torch.autograd.grad(nothing, logits)[0].any()
