@@ -82,13 +82,18 @@ class BurstAttention(nn.Module):
 
         With a cache, x continues the tokens that the cache holds, on one rank.
         """
+        return self.o_proj(self.attend(*self.project(x, cos, sin), cache))
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x to q (B, S, H, D), rotated, k, rotated, and v (B, S, G, D)."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The attention itself, with heads side by side: (B, S, H * D)."""
         if cache is None:
-            out = burst_attn_func(q, k, v, causal=True, **self.options, **self.sp.groups)
-        else:
-            out = _attend_to_cache(q, *cache.extend(self.layer, k, v))
-        return self.o_proj(out.flatten(2))
+            return burst_attn_func(q, k, v, causal=True, **self.options, **self.sp.groups).flatten(2)
+        return _attend_to_cache(q, *cache.extend(self.layer, k, v)).flatten(2)
 
 
 def _attend_to_cache(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,15 +9,55 @@ Letters: B batch, S tokens of this rank, E hidden size, F intermediate size, V v
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bmt_burst.groups import SequenceParallel
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.nn import BurstAttention, KVCache, rope_tables
+from bmt_burst.offload import Offload
 
 from .config import CPMConfig
+
+CHECKPOINTING = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a block keeps from its forward for its backward.
+
+    checkpointing  "none": all; "selective": its input and q, k, v, out and lse of the attention, all else is computed
+                   again (the ring is not); "full": its input only
+    offload        keep that in host memory; not with "none", which would move the weights too
+    """
+
+    checkpointing: str = "none"
+    offload: Offload | None = None
+
+    def __post_init__(self):
+        if self.checkpointing not in CHECKPOINTING:
+            raise ValueError(f"checkpointing must be one of {', '.join(CHECKPOINTING)}, got {self.checkpointing!r}")
+        if self.offload and self.checkpointing == "none":
+            raise ValueError("offloading needs checkpointing, selective or full")
+
+    def block(self) -> AbstractContextManager:
+        """To be around a block's forward."""
+        return self.offload.block() if self.offload else nullcontext()
+
+
+def _recomputed(function: Callable, *args):
+    """function(*args), of which only `args` are kept for the backward."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _called(function: Callable, *args):
+    return function(*args)
 
 
 class RMSNorm(nn.Module):
@@ -47,8 +87,9 @@ class SwiGLU(nn.Module):
 class CPMBlock(nn.Module):
     """x + scale * attention(norm(x)), then x + scale * feed_forward(norm(x))."""
 
-    def __init__(self, config: CPMConfig, sp: SequenceParallel, layer: int, **attention):
+    def __init__(self, config: CPMConfig, sp: SequenceParallel, layer: int, saving: Saving, **attention):
         super().__init__()
+        self.saving = saving
         self.scale = config.residual_scale
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = BurstAttention(
@@ -58,7 +99,24 @@ class CPMBlock(nn.Module):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
-        x = x + self.scale * self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        if cache is not None or not torch.is_grad_enabled():
+            return self._whole(x, cos, sin, cache)
+        with self.saving.block():
+            if self.saving.checkpointing == "full":
+                return _recomputed(self._whole, x, cos, sin)
+            return self._whole(x, cos, sin, run=_recomputed if self.saving.checkpointing == "selective" else _called)
+
+    def _whole(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, run: Callable = _called
+    ) -> Tensor:
+        q, k, v = run(self._before, x, cos, sin)
+        return run(self._after, x, self.self_attn.attend(q, k, v, cache))
+
+    def _before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def _after(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.scale * self.self_attn.o_proj(attended)
         return x + self.scale * self.mlp(self.post_attention_layernorm(x))
 
 
@@ -74,15 +132,17 @@ class CPMLayers(nn.ModuleList):
 class CPM(nn.Module):
     """A decoder-only language model over this rank's part of a sequence.
 
-    `attention` are options of BurstAttention: flash, deterministic.
+    `saving` says what blocks save for the backward, `attention` are options of BurstAttention: flash, deterministic.
     """
 
-    def __init__(self, config: CPMConfig, sp: SequenceParallel | None = None, **attention):
+    def __init__(
+        self, config: CPMConfig, sp: SequenceParallel | None = None, saving: Saving | None = None, **attention
+    ):
         super().__init__()
         self.config = config
-        sp = sp or SequenceParallel()
+        sp, saving = sp or SequenceParallel(), saving or Saving()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = CPMLayers(CPMBlock(config, sp, layer, **attention) for layer in range(config.num_layers))
+        self.layers = CPMLayers(CPMBlock(config, sp, layer, saving, **attention) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bmt_burst import IGNORE_INDEX, SequenceParallel, shift_labels, simulate
 from bmt_burst.nn import BurstAttention, apply_rope, rope_tables
+from bmt_burst.offload import Offload
 from models.config import PRESETS, CPMConfig
-from models.cpm import CPM
+from models.cpm import CHECKPOINTING, CPM, Saving
 from models.huggingface import HFWeights, config_from_hf, config_to_hf, load_cpm, save_weights
 from train.generate import Cache, generate
 from train.tokenizer import ByteTokenizer
@@ -151,6 +153,40 @@ def test_sequence_parallel_model_equals_whole_model():
     assert torch.allclose(sum(losses), total, rtol=1e-6)
     for name, parameter in whole.named_parameters():
         assert torch.allclose(sum(g[name] for g in grads), parameter.grad, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_checkpointing_changes_what_is_saved_and_nothing_else(checkpointing):
+    """Losses and gradients bit for bit; the ring runs again in the backward only if blocks are recomputed in full."""
+    tokens = torch.randint(0, 300, (1, 46), generator=torch.Generator().manual_seed(3))
+    labels = shift_labels(tokens)
+
+    def run(ring, saving):
+        sp = SequenceParallel(ring.rank, ring.size, process_group=ring)
+        model = initialized(SMALL, sp=sp, saving=saving)
+        saved = []
+        with saved_tensors_hooks(lambda x: saved.append(x.nbytes) or x, lambda x: x):
+            loss, _ = model(sp.shard(tokens), sp.positions(46), sp.shard(labels))
+        forward = len(ring.traffic)
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        return loss.detach(), grads, sum(saved), forward, len(ring.traffic)
+
+    plain = simulate(2, lambda ring: run(ring, Saving()))
+    mine = simulate(2, lambda ring: run(ring, Saving(checkpointing)))
+    for (loss, grads, saved, forward, total), (same, expected, all_saved, _, all_sent) in zip(mine, plain, strict=True):
+        assert loss.equal(same)
+        assert all(grad.equal(expected[name]) for name, grad in grads.items())
+        again = forward if checkpointing == "full" else 0  # agreement included
+        assert total == all_sent + again
+        assert saved <= all_saved * {"none": 1.0, "selective": 0.5, "full": 0.25}[checkpointing]
+
+
+def test_saving_is_checked():
+    with pytest.raises(ValueError, match="none, selective, full"):
+        Saving("some")
+    with pytest.raises(ValueError, match="offloading needs checkpointing"):
+        Saving("none", Offload())
 
 
 def test_rope_depends_on_distance_alone_and_stays_exact_far_out():
