@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bmt_burst.layout import LAYOUTS
+from bmt_burst.offload import Offload
 from models.config import PRESETS, CPMConfig
+from models.cpm import CHECKPOINTING, Saving
 from models.huggingface import read_config
 from train.schedule import SCHEDULES
 
@@ -56,6 +58,14 @@ class TrainConfig:
     flash: str = option("auto", PARALLEL, "the attention kernel, see bmt_burst.burst_attn_func")
     deterministic: bool = option(False, PARALLEL, "kernels that give equal bits in every run (CPU kernels always do)")
 
+    checkpointing: str = option(
+        "none", PARALLEL, "what is computed again in the backward instead of saved; selective: all but the attention",
+        choices=CHECKPOINTING,
+    )  # fmt: skip
+    offload: bool = option(
+        False, PARALLEL, "keep what is saved in host memory; needs checkpointing, and a GPU to matter"
+    )
+
     steps: int = option(1000, OPTIMIZER, "optimizer steps of the whole run")
     lr: float = option(1e-3, OPTIMIZER, "peak learning rate")
     schedule: str = option("wsd", OPTIMIZER, "learning rate after warm-up", choices=tuple(SCHEDULES))
@@ -66,6 +76,9 @@ class TrainConfig:
     beta1: float = option(0.9, OPTIMIZER, "AdamW's beta 1")
     beta2: float = option(0.95, OPTIMIZER, "AdamW's beta 2")
     clip: float = option(1.0, OPTIMIZER, "largest global gradient norm")
+    max_skips: int = option(
+        10, OPTIMIZER, "so many steps in a row skipped, since loss or gradients are not finite, end the run"
+    )
 
     output: str = option("runs/cpm", RUN, "folder for checkpoints, logs and curves")
     resume: str = option(
@@ -77,18 +90,20 @@ class TrainConfig:
     keep_last: int = option(2, RUN, "checkpoints to keep")
     eval_every: int = option(100, RUN, "steps between evaluations on --val-data; 0: only after the last")
     eval_sequences: int = option(32, RUN, "sequences in one evaluation")
+    timeout: float = option(1800.0, RUN, "seconds without a sign of life after which a rank shows its stacks and ends")
 
     def __post_init__(self):
         positive = ("seq_len", "batch_size", "micro_batch_size", "processes", "sp_size", "steps", "keep_last")
-        for name in (*positive, "eval_sequences"):
+        for name in (*positive, "eval_sequences", "max_skips"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("warmup", "decay", "save_every", "eval_every", "weight_decay", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("lr", "clip"):
+        for name in ("lr", "clip", "timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        Saving(self.checkpointing, Offload() if self.offload else None)  # refuses what does not go together
         if not 0 < self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio must be above 0 and at most 1, got {self.min_lr_ratio}")
         for f in dataclasses.fields(self):

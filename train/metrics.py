@@ -11,11 +11,23 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+_WINDOW = 64  # records that a loss is compared with
+_SHOWN = {
+    "loss": "loss {:.4f}",
+    "skipped": "skipped ({} in all)",
+    "grad_norm": "gradient norm {:.3f}",
+    "lr": "lr {:.2e}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+    "peak_gib": "{:.1f} GiB",
+}
 
 
 class Metrics:
@@ -27,7 +39,9 @@ class Metrics:
         self.records = _keep_until(folder / "metrics.jsonl", start)
         self._file = open(folder / "metrics.jsonl", "a")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
-        self._bar = tqdm(total=steps, initial=start, unit="step", desc="training", dynamic_ncols=True)
+        self.steps = steps
+        # In a terminal a bar, in a log file a line a step.
+        self._bar = tqdm(total=steps, initial=start, unit="step", desc="training", dynamic_ncols=True, disable=None)
 
     def record(self, step: int, **values: float) -> None:
         """Writes one record; non-integers with full precision."""
@@ -38,10 +52,24 @@ class Metrics:
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
-    def progress(self, loss: float, tokens_per_s: float) -> None:
-        """Moves the bar by a step; tqdm shows the time left."""
-        self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
-        self._bar.update()
+    def progress(self, step: int) -> None:
+        """Shows the last record, which is that of `step`, and says so if its loss is far above those before."""
+        record = self.records[-1]
+        if (usual := self._usual_loss()) and record.get("loss", 0.0) > usual:
+            self.say(f"step {step}: loss spike, {record['loss']:.4f} where at most {usual:.4f} is usual")
+        line = ", ".join(text.format(record[name]) for name, text in _SHOWN.items() if name in record)
+        if self._bar.disable:
+            print(f"step {step}/{self.steps}: {line}", flush=True)
+        else:
+            self._bar.set_postfix_str(line, refresh=False)
+            self._bar.update()
+
+    def _usual_loss(self) -> float | None:
+        """Mean plus six standard deviations of the losses before the last record; None while there are few."""
+        losses = [r["loss"] for r in self.records[-_WINDOW - 1 : -1] if "loss" in r]
+        if len(losses) < _WINDOW // 2:
+            return None
+        return statistics.fmean(losses) + 6 * statistics.pstdev(losses)
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""

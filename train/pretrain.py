@@ -9,12 +9,14 @@ code 0; --resume auto goes on from there with the same losses as if it had not s
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -28,15 +30,19 @@ from bmt_burst import Layout, init_sequence_parallel, kernels
 from bmt_burst.engine import AdamW, Engine, Shard
 from bmt_burst.engine.torch import TorchEngine
 from bmt_burst.loss import count_targets
-from models.cpm import CPM
+from bmt_burst.offload import Offload
+from models.cpm import CPM, Saving
 from models.huggingface import HFWeights
 from train import checkpoint, ranks
+from train.clock import Clock
 from train.config import TrainConfig, parse_config
 from train.data import Sequences, TokenFile
+from train.flops import peak_tflops, step_flops
 from train.launch import die_with_launcher, launch
 from train.metrics import Metrics
 from train.schedule import learning_rate
 from train.tokenizer import load_tokenizer
+from train.watchdog import Watchdog
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,10 +61,11 @@ class StopSignal:
 
 @dataclass
 class Progress:
-    """How far a run has come: optimizer steps, and samples read by all ranks together."""
+    """How far a run has come: steps, samples read by all ranks together, and steps skipped as not finite."""
 
     step: int = 0
     samples: int = 0
+    skipped: int = 0
 
 
 class Trainer:
@@ -74,14 +81,18 @@ class Trainer:
         self.dp_rank, self.dp_size = self.rank // self.sp.size, dist.get_world_size() // self.sp.size
         ranks.together(self._check_sizes)
         self.positions = self.sp.positions(config.seq_len, device)
+        saving = Saving(config.checkpointing, Offload() if config.offload else None)
         self.engine: Engine = TorchEngine(
-            lambda: CPM(self.model_config, self.sp, flash=config.flash, deterministic=config.deterministic),
+            lambda: CPM(self.model_config, self.sp, saving, flash=config.flash, deterministic=config.deterministic),
             device=device,
             dtype=DTYPES[config.dtype],
             seed=config.seed,
             adamw=AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay),
         )
         self.progress = self._resume()
+        self.skips_in_a_row = 0
+        self.clock = Clock(device)
+        self.watchdog = Watchdog(self.root / "stacks", self.rank, config.timeout)
         self.metrics = Metrics(self.root, self.progress.step, config.steps) if self.rank == 0 else None
 
     def run(self) -> bool:
@@ -92,45 +103,84 @@ class Trainer:
         self._say(self._description())
         stopping = False
         while progress.step < config.steps and not stopping:
+            self.watchdog.alive(f"step {progress.step + 1}")
             stopping = self._train_step()
             last = progress.step == config.steps
             if self.val_data and (last or (_due(progress.step, config.eval_every) and not stopping)):
                 self._record(val_loss=self._evaluate())
-            if last or stopping or _due(progress.step, config.save_every):
+            due = _due(progress.step, config.save_every) and not self.skips_in_a_row
+            if last or stopping or due:
+                self.watchdog.alive(f"saving step {progress.step}")
                 path = checkpoint.save(self.root, self._state(), self.engine.state(), config.keep_last)
                 self._say(f"step {progress.step}: saved {path}")
         if self.metrics:
             self.metrics.close()
+        self.watchdog.close()
         return progress.step >= config.steps
 
     def _train_step(self) -> bool:
-        """One optimizer step; returns whether any rank was told to stop."""
+        """One step; returns whether any rank was told to stop."""
         began, config, progress = time.perf_counter(), self.config, self.progress
-        micro_batches = [self._shard(*batch) for batch in self._read_batch()]
-        [targets] = self.engine.sum([sum(int(count_targets(labels)) for _, labels in micro_batches)])
+        with self.clock.phase("data"):
+            micro_batches = [self._shard(*batch) for batch in self._read_batch()]
+            [targets] = self.engine.sum([sum(int(count_targets(labels)) for _, labels in micro_batches)])
         losses = []
         for tokens, labels in micro_batches:
-            loss, _ = self.engine.model(tokens, self.positions, labels)
-            self.engine.backward(loss / max(targets, 1))
+            with self.clock.phase("forward"):
+                loss, _ = self.engine.model(tokens, self.positions, labels)
+            with self.clock.phase("backward"):
+                self.engine.backward(loss / max(targets, 1))
             losses.append(loss.detach())
+        loss, stops = self.engine.sum([float(torch.stack(losses).double().sum()), float(self.stop.received)])
+        loss /= max(targets, 1)
         progress.step += 1
         progress.samples += config.batch_size
         lr = learning_rate(progress.step, config)
-        grad_norm = self._optimize(lr)
-        loss, stops = self.engine.sum([float(torch.stack(losses).double().sum()), float(self.stop.received)])
-        loss /= max(targets, 1)
-        tokens_per_s = config.batch_size * config.seq_len / (time.perf_counter() - began)
-        self._record(loss=loss, grad_norm=grad_norm, lr=lr, samples=progress.samples, tokens_per_s=tokens_per_s)
+        with self.clock.phase("optimizer"):
+            outcome = self._optimize(loss, lr)
+        phases = self.clock.read()
+        speed = self._speed(time.perf_counter() - began)
+        split = {f"{name}_s": seconds for name, seconds in phases.items()}
+        self._record(**outcome, lr=lr, samples=progress.samples, **speed, **split)
         if self.metrics:
-            self.metrics.progress(loss, tokens_per_s)
+            self.metrics.progress(progress.step)
         return stops > 0
 
-    def _optimize(self, lr: float) -> float:
+    def _optimize(self, loss: float, lr: float) -> dict[str, float]:
+        """Steps, unless loss or gradients are not finite; returns what there is to record.
+
+        Raises FloatingPointError on every rank if too many steps in a row were skipped.
+        """
         try:
-            return self.engine.step(lr, self.config.clip)
+            if not math.isfinite(loss):
+                self.engine.clear_gradients()
+                raise FloatingPointError(f"the loss is {loss}")
+            grad_norm = self.engine.step(lr, self.config.clip)
         except FloatingPointError as error:
-            last = next(iter(checkpoint.listed(self.root)), "none")
-            raise FloatingPointError(f"step {self.progress.step}: {error}; the last checkpoint is {last}") from error
+            self.progress.skipped += 1
+            self.skips_in_a_row += 1
+            self._say(f"step {self.progress.step}: skipped, {error}; {self.skips_in_a_row} in a row")
+            if self.skips_in_a_row == self.config.max_skips:
+                last = next(iter(checkpoint.listed(self.root)), "none")
+                raise FloatingPointError(
+                    f"step {self.progress.step}: {error}; {self.skips_in_a_row} steps in a row were skipped; "
+                    f"the last good checkpoint is {last}"
+                ) from error
+            return {"skipped": self.progress.skipped}
+        self.skips_in_a_row = 0
+        return {"loss": loss, "grad_norm": grad_norm}
+
+    def _speed(self, seconds: float) -> dict[str, float]:
+        """Tokens a second over all ranks, TFLOP/s and MFU of a rank, and peak memory."""
+        config = self.config
+        per_rank = step_flops(self.model_config, config.seq_len, config.batch_size) / dist.get_world_size()
+        tflops = per_rank / seconds / 1e12
+        values = {"tokens_per_s": config.batch_size * config.seq_len / seconds, "tflops_per_rank": tflops}
+        if peak := peak_tflops(self.device, DTYPES[config.dtype]):
+            values["mfu"] = tflops / peak
+        if self.device.type == "cuda":
+            values["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return values
 
     def _read_batch(self) -> list[tuple[Tensor, Tensor]]:
         """This step's micro-batches of this data parallel group: whole sequences, the same on all its ranks.
@@ -153,6 +203,7 @@ class Trainer:
         chosen: list[int | None] = [i * len(data) // count for i in range(count)]
         chosen += [None] * (-count % (size * self.dp_size))  # all ranks must take part equally often
         loss = targets = 0.0
+        self.watchdog.alive(f"evaluation after step {self.progress.step}")
         for start in range(self.dp_rank * size, len(chosen), size * self.dp_size):
             tokens, labels = self._shard(*data.batch(chosen[start : start + size]))
             batch_loss, batch_targets = self.engine.model(tokens, self.positions, labels)
@@ -220,11 +271,12 @@ class Trainer:
         self._name_changes(saved.state["config"])
         self.engine.load(saved.read, saved.state["optimizer_steps"])
         saved.restore_rng(self.rank)
-        return Progress(saved.state["step"], saved.state["samples"])
+        return Progress(saved.state["step"], saved.state["samples"], saved.state.get("skipped", 0))
 
     def _name_changes(self, before: dict) -> None:
         """Says which settings that matter for the result differ from those of the run that is resumed."""
         technical = {"resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences"}
+        technical |= {"checkpointing", "offload", "max_skips", "timeout"}
         now = self.config.to_dict()
         changed = [f"{k} {before.get(k)} -> {v}" for k, v in now.items() if k not in technical and before.get(k) != v]
         if changed and self.rank == 0:
@@ -247,6 +299,7 @@ class Trainer:
         return {
             "step": self.progress.step,
             "samples": self.progress.samples,
+            "skipped": self.progress.skipped,
             "optimizer_steps": self.engine.optimizer_steps,
             "data": self._data_identity(),
             "model": self.model_config.to_dict(),
@@ -280,8 +333,10 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _init_distributed(wanted: str) -> torch.device:
+def _init_distributed(wanted: str, timeout: float) -> torch.device:
     """Joins the process group that the environment names, or makes one of this process alone; returns the device.
+
+    Its own timeout is longer than `timeout`, so that the watchdog is the first to notice.
 
     Raises ValueError if GPUs are wanted and there are fewer than processes on this machine.
     """
@@ -294,7 +349,7 @@ def _init_distributed(wanted: str) -> torch.device:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout + 120))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
@@ -307,7 +362,7 @@ def main(argv: Sequence[str]) -> int:
     die_with_launcher()
     stop = StopSignal()
     try:
-        trainer = Trainer(config, _init_distributed(config.device), stop)
+        trainer = Trainer(config, _init_distributed(config.device, config.timeout), stop)
         finished = trainer.run()
     except (ranks.RankError, FloatingPointError) as error:  # alike on every rank
         if ranks.rank() == 0:

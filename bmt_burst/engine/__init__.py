@@ -51,9 +51,13 @@ class Engine(ABC):
     def step(self, lr: float, max_norm: float) -> float:
         """One AdamW step with gradients clipped to a global norm of `max_norm`; clears them.
 
-        Returns the norm over all parameters of all ranks before clipping. Raises FloatingPointError on every rank,
-        with nothing changed, if the norm is not finite.
+        Returns the norm over all parameters of all ranks before clipping. Raises FloatingPointError on every rank if
+        that is not finite; then nothing else changed but that gradients are cleared.
         """
+
+    @abstractmethod
+    def clear_gradients(self) -> None:
+        """Forgets what `backward` accumulated."""
 
     @abstractmethod
     def state(self) -> dict[str, Shard]:

@@ -82,19 +82,23 @@ class TorchEngine(Engine):
         for name, p in self._local.items():
             p.grad = self._sharded[name].grad.to_local()
             grads.append(p.grad)
-        [square] = self.sum([sum(float(g.double().square().sum()) for g in grads)])
+        [square] = self.sum([float(torch.stack(torch._foreach_norm(grads)).double().square().sum())])
         norm = math.sqrt(square)
         if not math.isfinite(norm):
+            self.clear_gradients()
             raise FloatingPointError(f"the gradient norm is {norm}")
         if norm > max_norm:
             torch._foreach_mul_(grads, max_norm / norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
-        self._adamw.zero_grad()
-        self.model.zero_grad()
+        self.clear_gradients()
         self._steps += 1
         return norm
+
+    def clear_gradients(self) -> None:
+        self._adamw.zero_grad()
+        self.model.zero_grad()
 
     def state(self) -> dict[str, Shard]:
         shards = self._shards()

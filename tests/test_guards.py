@@ -1,0 +1,88 @@
+"""What a run does when something goes wrong in the middle: a NaN on one rank, a rank that hangs, a loss that jumps."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.test_train import command, curve, folder  # noqa: F401 - a fixture
+from train.metrics import Metrics
+from train.watchdog import EXIT_CODE
+
+PATCHED = """
+import os, sys
+sys.path.insert(0, {root!r})
+from bmt_burst.engine.torch import TorchEngine
+import train.pretrain as pretrain
+
+plain, steps = TorchEngine.backward, 0
+
+def backward(engine, loss):
+    global steps
+    steps += 1
+    plain(engine, loss)
+    if engine.rank == 1 and steps in {steps}:
+        {fault}
+
+TorchEngine.backward = backward
+code = pretrain.main(sys.argv[1:])
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)
+"""
+SPOIL = "next(iter(engine.model.parameters())).grad.to_local().view(-1)[0] = float('nan')"
+SLEEP = "import time; time.sleep(1000)"
+
+
+def run(folder, output, fault, steps, **options):  # noqa: F811
+    """Two ranks of pretrain.py under torchrun, with a fault in rank 1's backward of some steps."""
+    script = folder / f"{output}.py"
+    script.write_text(PATCHED.format(root=str(ROOT), steps=steps, fault=fault))
+    [_, _, *flags] = command(folder, output, sp_size=2, batch_size=1, **options)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, *flags]
+    return subprocess.run(launcher, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_a_nan_on_one_rank_skips_the_step_on_all(folder):  # noqa: F811
+    done = run(folder, "nan", SPOIL, (3, 5, 6))
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (folder / "nan/metrics.jsonl").read_text().splitlines()]
+    assert [(r["step"], r["skipped"]) for r in records if "skipped" in r] == [(3, 1), (5, 2), (6, 3)]
+    assert len(curve(folder, "nan")) == 17
+    assert "step 6: skipped, the gradient norm is nan; 2 in a row" in done.stdout
+    saved = json.loads((folder / "nan/step_00000020/state.json").read_text())
+    assert (saved["step"], saved["optimizer_steps"], saved["skipped"]) == (20, 17, 3)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_run_with_everyones_stacks(folder):  # noqa: F811
+    began = time.monotonic()
+    done = run(folder, "hang", SLEEP, (2,), timeout=5)
+    assert done.returncode != 0
+    assert time.monotonic() - began < 60
+    assert f"exitcode  : {EXIT_CODE}" in done.stderr
+    for rank in range(2):
+        text = (folder / f"hang/stacks/rank_{rank:05d}.txt").read_text()
+        assert f"rank {rank}: no sign of life for" in text
+        assert "in step 2" in text
+        assert "pretrain.py" in text
+        assert f"rank {rank}: no sign of life for" in done.stderr
+    assert "in backward" in text  # where rank 1 sleeps
+
+
+def test_a_jump_of_the_loss_is_said(tmp_path, capsys):
+    metrics = Metrics(tmp_path, 0, 100)
+    for step in range(1, 41):
+        metrics.record(step, loss=2.0 + 0.01 * (step % 5), lr=1e-3, tokens_per_s=1000.0)
+        metrics.progress(step)
+    assert "spike" not in capsys.readouterr().out
+    metrics.record(41, loss=2.5, lr=1e-3, tokens_per_s=1234.5)
+    metrics.progress(41)
+    metrics.close()
+    said = capsys.readouterr().out
+    assert "step 41: loss spike, 2.5000 where at most 2.1" in said
+    assert "step 41/100: loss 2.5000, lr 1.00e-03, 1,234 tokens/s" in said

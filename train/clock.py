@@ -1,0 +1,40 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Clock:
+    """Seconds by phase. On GPUs a phase lasts as the device sees it, by events, and nothing waits until `read`."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._marks = defaultdict(list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = self._mark()
+        yield
+        self._marks[name].append((start, self._mark()))
+
+    def read(self) -> dict[str, float]:
+        """The phases since the last call."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        seconds = {name: sum(self._seconds(*pair) for pair in pairs) for name, pairs in self._marks.items()}
+        self._marks.clear()
+        return seconds
+
+    def _mark(self):
+        if not self._cuda:
+            return time.perf_counter()
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+
+    def _seconds(self, start, stop) -> float:
+        return start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
