@@ -1,6 +1,6 @@
 """Which ranks share a sequence, and the rings between them.
 
-    sp = init_sequence_parallel(sp_size=4)        # after torch.distributed.init_process_group, on every rank
+    sp = init_sequence_parallel(sp_size=4)        # after the one or the other's init, on every rank
     tokens, labels = sp.shard(tokens), sp.shard(shift_labels(tokens))
     positions = sp.positions(seq_len)
     out = burst_attn_func(q, k, v, causal=True, **sp.groups)
@@ -10,6 +10,8 @@ Consecutive ranks share a sequence: sequence parallel group i is ranks i * sp_si
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import Layout
-from .transport import MESSAGE_BYTES, Alone, Transport
+from .transport import Alone, Transport
+from .transport.bmtrain import BMTrainTransport, bmtrain_transport, initialized_bmtrain, new_communicator
+from .transport.copy_engine import host_name
 from .transport.torch_dist import torch_transport
 
-Group = Any  # a torch.distributed ProcessGroup or a Transport
+Group = Any  # a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport
+_groups_made = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,11 @@ class Rings:
 def make_rings(process_group: Group | None, double_group: Sequence[Group | None]) -> Rings:
     """The rings that `burst_attn_func`'s arguments name.
 
-    Without a double group: one ring over `process_group`, by default all ranks of torch.distributed, or this process
-    alone where that is not initialised. With double_group=(intra, inter): an inner ring over intra, the ranks of a
-    host, and an outer one over inter, the ranks at one place of all hosts; process_group must then be None. A rank's
+    Without a double group: one ring over `process_group`, by default all ranks of BMTrain or torch.distributed, or this
+    process alone where neither is initialised. With double_group=(intra, inter): an inner ring over intra, the ranks of
+    a host, and an outer one over inter, the ranks at one place of all hosts; process_group must then be None. A rank's
     number in the sequence is then (its rank in inter) * (size of intra) + (its rank in intra). A group is a
-    torch.distributed ProcessGroup or a Transport.
+    torch.distributed ProcessGroup, after bmtrain.init_distributed also a bmtrain NCCLCommunicator, or a Transport.
 
     Raises TypeError for anything else, ValueError if this rank is in none of the groups or both kinds are given.
     """
@@ -91,13 +96,21 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
 def _transport(group: Group | None) -> Transport:
     if isinstance(group, Transport):
         return group
+    bmtrain = initialized_bmtrain()
+    if bmtrain and isinstance(group, bmtrain.nccl.NCCLCommunicator):
+        return bmtrain_transport(group)
+    if group is None and bmtrain:
+        return bmtrain_transport(bmtrain.config["comm"])
     if group is None:
         return torch_transport(dist.group.WORLD) if dist.is_initialized() else Alone()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
     if isinstance(group, dist.ProcessGroup):
         return torch_transport(group)
-    raise TypeError(f"a group must be a torch.distributed ProcessGroup or a Transport, got {type(group).__name__}")
+    raise TypeError(
+        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got "
+        f"{type(group).__name__}"
+    )
 
 
 @dataclass(frozen=True)
@@ -145,41 +158,76 @@ class SequenceParallel:
 def init_sequence_parallel(
     sp_size: int | None = None, *, layout: str = "zigzag", inner_size: int | None = None
 ) -> SequenceParallel:
-    """Makes the process groups of sequence parallelism; every rank of torch.distributed must call it, with one meaning.
+    """Makes the groups of sequence parallelism; every rank must call it, with one meaning.
+
+    Over BMTrain's ranks after bmtrain.init_distributed, else over torch.distributed's.
 
     sp_size     ranks that share a sequence, by default all; must divide the world size
-    inner_size  ranks of a host, for the double ring; must divide sp_size. By default a single ring.
+    inner_size  ranks of a host, for the double ring; must divide sp_size. By default as the ranks lie on hosts: a
+                double ring if each sequence has the same number on each of several hosts, else a single one.
 
-    Raises ValueError on every rank where a size does not divide or ranks differ, RuntimeError if torch.distributed is
-    not initialised.
+    Raises ValueError on every rank where a size does not divide, ranks differ, or BMTrain runs with tensor or pipeline
+    parallelism; RuntimeError if neither BMTrain nor torch.distributed is initialised.
     """
-    if not dist.is_initialized():
-        raise RuntimeError("init_sequence_parallel needs torch.distributed.init_process_group to have been called")
-    world = dist.get_world_size()
-    sp_size = world if sp_size is None else sp_size
-    inner_size = sp_size if inner_size is None else inner_size
-    arguments = f"sp_size={sp_size!r}, inner_size={inner_size!r}, layout={layout!r}"
-    calls = torch_transport(dist.group.WORLD).gather(arguments.encode("ascii", "replace")[:MESSAGE_BYTES])
+    world = _world()
+    sp_size = world.size if sp_size is None else sp_size
+    arguments = f"sp_size={sp_size!r}, inner_size={inner_size!r}, layout={layout!r}".encode("ascii", "replace")[:300]
+    replies = world.gather(json.dumps([arguments.decode(), host_name().decode()]).encode())
+    calls, hosts = zip(*map(json.loads, replies), strict=True)
     if len(set(calls)) > 1:
-        raise ValueError(f"ranks differ in init_sequence_parallel's arguments: {[call.decode() for call in calls]}")
-    if sp_size < 1 or world % sp_size:
-        raise ValueError(f"sp_size={sp_size} does not divide the world of {world} ranks")
+        raise ValueError(f"ranks differ in init_sequence_parallel's arguments: {list(calls)}")
+    if sp_size < 1 or world.size % sp_size:
+        raise ValueError(f"sp_size={sp_size} does not divide the world of {world.size} ranks")
+    inner_size = _ranks_a_host(hosts, sp_size) if inner_size is None else inner_size
     if inner_size < 1 or sp_size % inner_size:
         raise ValueError(f"inner_size={inner_size} does not divide sp_size={sp_size}")
     Layout(layout, sp_size, sp_size)  # refuses an unknown name now
-    rank = dist.get_rank() % sp_size
-    sequences = [range(start, start + sp_size) for start in range(0, world, sp_size)]
+    rank = world.rank % sp_size
+    sequences = [range(start, start + sp_size) for start in range(0, world.size, sp_size)]
     if sp_size == 1:
         return SequenceParallel(layout=layout)
     if inner_size in (1, sp_size):
-        return SequenceParallel(rank, sp_size, layout, process_group=_own_group(sequences))
-    hosts = [ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)]
-    places = [ranks[i::inner_size] for ranks in sequences for i in range(inner_size)]
-    return SequenceParallel(rank, sp_size, layout, None, double_group=(_own_group(hosts), _own_group(places)))
+        return SequenceParallel(rank, sp_size, layout, process_group=_own_group(world, sequences))
+    by_host = [ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)]
+    by_place = [ranks[i::inner_size] for ranks in sequences for i in range(inner_size)]
+    return SequenceParallel(rank, sp_size, layout, None, (_own_group(world, by_host), _own_group(world, by_place)))
 
 
-def _own_group(partition: list[range]) -> dist.ProcessGroup:
+def _world() -> Transport:
+    """All ranks, of BMTrain or torch.distributed."""
+    if bmtrain := initialized_bmtrain():
+        config = bmtrain.config
+        if config["tp_size"] > 1 or config["pipe_enabled"]:
+            raise ValueError(
+                f"sequence parallelism does not go with BMTrain's tensor or pipeline parallelism yet: tp_size is "
+                f"{config['tp_size']}, pipe_size {config['pipe_size']}"
+            )
+        return bmtrain_transport(config["comm"])
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "init_sequence_parallel needs bmtrain.init_distributed or torch.distributed.init_process_group to have "
+            "been called"
+        )
+    return torch_transport(dist.group.WORLD)
+
+
+def _ranks_a_host(hosts: Sequence[str], sp_size: int) -> int:
+    """How many consecutive ranks of each sequence share a host, if that is everywhere the same; else sp_size."""
+    sizes = set()
+    for start in range(0, len(hosts), sp_size):
+        runs = [(name, len(list(ranks))) for name, ranks in itertools.groupby(hosts[start : start + sp_size])]
+        if len({name for name, _ in runs}) < len(runs):
+            return sp_size  # ranks of a host are not consecutive
+        sizes |= {size for _, size in runs}
+    return sizes.pop() if len(sizes) == 1 else sp_size
+
+
+def _own_group(world: Transport, partition: list[range]) -> Group:
     """Makes a group for each part, as every rank must, and returns the one that this rank is in."""
+    if isinstance(world, BMTrainTransport):
+        part = next(part for part in partition if world.rank in part)
+        name = f"{world.name}/group/{next(_groups_made)}/{part.start}"
+        return bmtrain_transport(new_communicator(name, part.index(world.rank), len(part)))
     ranks = [list(part) for part in partition]
     if "nccl" not in dist.get_backend_config():
         return dist.new_subgroups_by_enumeration(ranks)[0]

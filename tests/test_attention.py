@@ -60,7 +60,11 @@ WRONG_OPTIONS = [
     ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
     ({"softmax_scale": "x"}, TypeError, "softmax_scale must be a number"),
     ({"softmax_scale": float("inf")}, ValueError, "softmax_scale must be finite"),
-    ({"process_group": 0}, TypeError, "a group must be a torch.distributed ProcessGroup or a Transport, got int"),
+    (
+        {"process_group": 0},
+        TypeError,
+        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got int",
+    ),
     ({"process_group": [0, 1]}, TypeError, "a group must be a torch.distributed ProcessGroup or a Transport, got list"),
     ({"process_group": "world"}, TypeError, "a group must be a torch.distributed ProcessGroup or a Transport, got str"),
     ({"double_group": None}, TypeError, "double_group must be a pair"),

@@ -1,12 +1,14 @@
 """Real processes over gloo: equality, agreement and groups."""
 
 import itertools
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from bmt_burst import Layout, burst_attn_func, init_sequence_parallel
+from bmt_burst.groups import _ranks_a_host
 from tests.helpers import dense_attention, random_qkv, relative_error, run_ranks
 
 CASES = list(itertools.product(("zigzag", "striped", "contiguous"), (True, False), ("q", "kv"), (13, 32)))
@@ -105,3 +107,33 @@ def test_misuse_on_one_rank_is_an_error_on_all():
 def test_without_torch_distributed_there_are_no_groups_to_make():
     with pytest.raises(RuntimeError, match="init_process_group"):
         init_sequence_parallel()
+
+
+def hosts_found(rank: int) -> tuple[int, int] | None:
+    """Sizes of the double ring's groups where two ranks each have a host of their own."""
+    os.environ["NCCL_HOSTID"] = f"host{rank // 2}"
+    intra, inter = init_sequence_parallel().double_group
+    assert init_sequence_parallel(2).process_group is not None
+    assert init_sequence_parallel(inner_size=4).process_group is not None
+    return intra.size(), inter.size()
+
+
+def test_hosts_are_found_for_the_double_ring():
+    assert run_ranks(4, hosts_found) == [(2, 2)] * 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sp_size", "ranks_a_host"),
+    [
+        ("aaaa", 4, 4),
+        ("aabb", 4, 2),
+        ("aabb", 2, 2),
+        ("aaab", 4, 4),  # hosts of unlike size
+        ("abab", 4, 4),  # ranks of a host are not neighbours
+        ("aaaabbbb", 8, 4),
+        ("aaaaaabb", 4, 4),  # one sequence on one host, one on two
+        ("abcd", 4, 1),
+    ],
+)
+def test_ranks_of_a_host(hosts, sp_size, ranks_a_host):
+    assert _ranks_a_host(hosts, sp_size) == ranks_a_host

@@ -18,6 +18,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import os
+import platform
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,7 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Parcel
+from . import LANES, Arrival, Delivery, Parcel, Transport
+
+logger = logging.getLogger("bmt_burst")
 
 _FLAG_BYTES = 128  # flags are this far apart
 _SLOT_BYTES = 1 << 21  # slots are a multiple of this, so that growing by little does not mean a new arena
@@ -163,22 +169,87 @@ class _LaneDelivery(Delivery):
         lane.device.current().write(lane.freed_there, self.ticket.number)
 
 
-def cuda_device(group: dist.ProcessGroup, barrier: Callable[[], object]) -> Device:
-    """This rank's current GPU, for the ranks of `group`; `barrier` holds the hosts until all are there."""
+class GpuTransport(Transport):
+    """A transport whose deliveries between GPUs go by their copy engines where they can, and by `exchange` elsewhere.
+
+    copy_engines  whether they do: False never, True or an error, None where all ranks are on one host and can reach
+                  each other's memory
+    """
+
+    def __init__(self, copy_engines: bool | None = None):
+        self.wants_copy_engines = copy_engines
+        self.copy_engines: CopyEngines | None = None
+
+    @abstractmethod
+    def symmetric_memory(self, nbytes: int) -> list[Tensor]:
+        """So many bytes on each rank's current GPU, as seen from here, in rank order. All ranks call it."""
+
+    @property
+    def held_bytes(self) -> int:
+        return self.copy_engines.arena_bytes if self.copy_engines else 0
+
+    def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
+        """Raises RuntimeError on every rank if copy engines were asked for by name and a rank cannot use them."""
+        if device.type != "cuda" or self.size == 1 or self.wants_copy_engines is False:
+            return
+        engines = self.copy_engines or CopyEngines(self.rank, self.size, self._device())
+        if engines.fits(lane_bytes):
+            return
+        reason = self._several_hosts()
+        if reason is None:
+            reason = self._first_failure(lambda: engines.reserve(lane_bytes))
+        if reason is None:
+            self.copy_engines = engines
+        elif self.wants_copy_engines or self.copy_engines:
+            raise RuntimeError(f"copy engines cannot be used: {reason}")
+        else:
+            self.wants_copy_engines = False
+        logger.info("deliveries go %s", f"over NCCL: {reason}" if reason else "by the GPUs' copy engines")
+
+    def deliver(
+        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
+    ) -> Delivery:
+        if self.copy_engines and device.type == "cuda":
+            return self.copy_engines.deliver(lane, nbytes, sends, arrivals)
+        return super().deliver(lane, nbytes, sends, arrivals, device)
+
+    def _device(self) -> Device:
+        def settle() -> None:
+            torch.cuda.synchronize()
+            self.gather(b"")
+
+        return Device(CudaStream, lambda: CudaStream(torch.cuda.current_stream()), self.symmetric_memory, settle)
+
+    def _several_hosts(self) -> str | None:
+        """A reason if the ranks are on several hosts."""
+        hosts = sorted({name.decode() for name in self.gather(host_name())})
+        return f"the ranks are on several hosts, {hosts}" if len(hosts) > 1 else None
+
+    def _first_failure(self, attempt: Callable[[], None]) -> str | None:
+        """Attempts on every rank; the first rank's failure, alike on all."""
+        failure = ""
+        try:
+            attempt()
+        except (RuntimeError, OSError) as caught:
+            failure = f"{type(caught).__name__}: {caught}"
+        replies = self.gather(failure.encode("ascii", "replace")[:400])
+        return next((f"rank {rank}: {reply.decode()}" for rank, reply in enumerate(replies) if reply), None)
+
+
+def host_name() -> bytes:
+    """This machine's name, as NCCL tells hosts apart."""
+    return (os.environ.get("NCCL_HOSTID") or platform.node()).encode("ascii", "replace")[:300]
+
+
+def rendezvous(nbytes: int, group: dist.ProcessGroup | str) -> list[Tensor]:
+    """Symmetric memory of the ranks of a process group, or of a group that torch's symmetric memory knows by name."""
     import torch.distributed._symmetric_memory as symmetric
 
-    def allocate(nbytes: int) -> list[Tensor]:
-        mine = symmetric.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
-        handle = symmetric.rendezvous(mine, group)
-        everyone = [handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(handle.world_size)]
-        everyone[handle.rank] = mine
-        return everyone
-
-    def settle() -> None:
-        torch.cuda.synchronize()
-        barrier()
-
-    return Device(CudaStream, lambda: CudaStream(torch.cuda.current_stream()), allocate, settle)
+    mine = symmetric.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+    handle = symmetric.rendezvous(mine, group)
+    everyone = [handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(handle.world_size)]
+    everyone[handle.rank] = mine
+    return everyone
 
 
 class CudaStream:
