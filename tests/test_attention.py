@@ -65,7 +65,11 @@ WRONG_OPTIONS = [
         TypeError,
         "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got int",
     ),
-    ({"process_group": [0, 1]}, TypeError, "a group must be a torch.distributed ProcessGroup or a Transport, got list"),
+    (
+        {"process_group": [0, 1]},
+        TypeError,
+        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got list",
+    ),
     ({"process_group": "world"}, TypeError, "a group must be a torch.distributed ProcessGroup or a Transport, got str"),
     ({"double_group": None}, TypeError, "double_group must be a pair"),
 ]
