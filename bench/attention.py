@@ -61,7 +61,7 @@ class Machine:
         self.name = torch.cuda.get_device_name() if self.cuda else platform.processor() or "CPU"
 
     def time_ms(self, work: Callable[[], object], repeats: int) -> float:
-        """Median milliseconds of `work` on the slowest rank; fewer repeats, but three, where it takes long."""
+        """Median milliseconds of `work` on the slowest rank; of at most `repeats`, three where it takes long."""
         work()
         once = self.slowest(self._once_ms(work))
         repeats = min(repeats, max(3, int(_LONG_MS / once)))
@@ -179,48 +179,54 @@ def links(sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
     """What the links give alone, in GiB/s received: over NCCL and by copy engines, with one neighbour and with all."""
     sizes = (16 << 20, 256 << 20) if machine.cuda else (1 << 16,)
     for size in sizes:
-        mine = torch.zeros(size, dtype=torch.uint8, device=machine.device)
-        gathered = torch.empty(size * sp.size, dtype=torch.uint8, device=machine.device)
-        slots = list(gathered.chunk(sp.size))
-        transport = TorchTransport(sp.process_group)
-        transport.reserve({"visit": size * sp.size, "return": 0}, machine.device)
+        yield from _links(size, sp, machine)
+        gc.collect()  # an arena is part of a cycle
 
-        def exchange(distances, mine=mine, slots=slots) -> None:
-            ops = []
-            for d in distances:
-                ops.append(dist.P2POp(dist.isend, mine, group=sp.process_group, group_peer=(sp.rank + d) % sp.size))
-                source = (sp.rank - d) % sp.size
-                ops.append(dist.P2POp(dist.irecv, slots[source], group=sp.process_group, group_peer=source))
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
 
-        def gather(mine=mine, slots=slots) -> None:
-            dist.all_gather(slots, mine, group=sp.process_group)
+def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
+    """`links` for messages of `size` bytes."""
+    mine = torch.zeros(size, dtype=torch.uint8, device=machine.device)
+    gathered = torch.empty(size * sp.size, dtype=torch.uint8, device=machine.device)
+    slots = list(gathered.chunk(sp.size))
+    transport = TorchTransport(sp.process_group)
+    transport.reserve({"visit": size * sp.size, "return": 0}, machine.device)
 
-        def deliver(distances, mine=mine, size=size, transport=transport) -> None:
-            parcels = [Parcel(mine, (sp.rank + d) % sp.size, sp.rank * size) for d in distances]
-            arrivals = [Arrival(source := (sp.rank - d) % sp.size, source * size, size) for d in distances]
-            delivery = transport.deliver("visit", size * sp.size, parcels, arrivals, machine.device)
-            delivery.wait()
-            delivery.release()
+    def exchange(distances) -> None:
+        ops = []
+        for d in distances:
+            ops.append(dist.P2POp(dist.isend, mine, group=sp.process_group, group_peer=(sp.rank + d) % sp.size))
+            source = (sp.rank - d) % sp.size
+            ops.append(dist.P2POp(dist.irecv, slots[source], group=sp.process_group, group_peer=source))
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
 
-        ways = {
-            "neighbour": (lambda: exchange([1]), 1),
-            "all at once": (lambda: exchange(range(1, sp.size)), sp.size - 1),
-            "all-gather": (gather, sp.size - 1),
+    def gather() -> None:
+        dist.all_gather(slots, mine, group=sp.process_group)
+
+    def deliver(distances) -> None:
+        parcels = [Parcel(mine, (sp.rank + d) % sp.size, sp.rank * size) for d in distances]
+        arrivals = [Arrival(source := (sp.rank - d) % sp.size, source * size, size) for d in distances]
+        delivery = transport.deliver("visit", size * sp.size, parcels, arrivals, machine.device)
+        delivery.wait()
+        delivery.release()
+
+    ways = {
+        "neighbour": (lambda: exchange([1]), 1),
+        "all at once": (lambda: exchange(range(1, sp.size)), sp.size - 1),
+        "all-gather": (gather, sp.size - 1),
+    }
+    if transport.copy_engines:
+        ways["copy engines, neighbour"] = (lambda: deliver([1]), 1)
+        ways["copy engines, all at once"] = (lambda: deliver(range(1, sp.size)), sp.size - 1)
+    for way, (work, messages) in ways.items():
+        ms = machine.time_ms(work, 10)
+        yield {
+            "kind": "links",
+            "impl": way,
+            "message_mib": size / 2**20,
+            "ms": ms,
+            "gib_per_s": messages * size / GIB / ms * 1e3,
         }
-        if transport.copy_engines:
-            ways["copy engines, neighbour"] = (lambda: deliver([1]), 1)
-            ways["copy engines, all at once"] = (lambda: deliver(range(1, sp.size)), sp.size - 1)
-        for way, (work, messages) in ways.items():
-            ms = machine.time_ms(work, 10)
-            yield {
-                "kind": "links",
-                "impl": way,
-                "message_mib": size / 2**20,
-                "ms": ms,
-                "gib_per_s": messages * size / GIB / ms * 1e3,
-            }
 
 
 def cases(args: argparse.Namespace, size: int) -> Iterator[Case]:
@@ -254,7 +260,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
             except Unavailable as reason:
                 row["unavailable"] = str(reason)
             attention = None
-            gc.collect()  # an arena is part of a cycle
+            gc.collect()
             yield row
     if args.errors:
         for heads, kv_heads in args.heads:
@@ -266,6 +272,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
                     row |= errors(case, implementation, ranks, machine)
                 except Unavailable as reason:
                     row["unavailable"] = str(reason)
+                gc.collect()
                 yield row
 
 

@@ -58,6 +58,8 @@ class Burst:
             intra, inter = sp.double_group
             self.transport = transport(intra)
             groups["double_group"] = self.transport, inter
+        elif isinstance(sp.process_group, Transport):  # alone
+            self.transport = sp.process_group
         else:
             self.transport = groups["process_group"] = transport(sp.process_group)
         self.options = {"causal": case.causal, "flash": case.kernel, **groups, **options}
@@ -72,10 +74,10 @@ class _Waiting(TorchTransport):
     def deliver(self, *args) -> Delivery:
         delivery = super().deliver(*args)
         delivery.wait()
-        return _Arrived(delivery.memory, Done(), delivery)
+        return _Arrived(delivery.memory, Done(), delivery.recycled, original=delivery)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Arrived(Delivery):
     """A delivery that was waited for already."""
 

@@ -62,7 +62,7 @@ def breakdown(activities: Iterable[Activity]) -> dict[str, float]:
     start, stop = attention[0].start, max(a.stop for a in attention)
     busy, until = 0.0, start
     for activity in activities:
-        if activity.stream == attention[0].stream and kind(activity.name) not in ("copies", "nccl"):
+        if activity.stream == attention[0].stream:
             busy += max(0.0, min(activity.stop, stop) - max(activity.start, until))
             until = max(until, activity.stop)
     return {**spent, "span": (stop - start) / 1e3, "idle": (stop - start - busy) / 1e3}
@@ -74,7 +74,7 @@ def activities_of(profile: torch.profiler.profile) -> list[Activity]:
     return [
         Activity(e.name(), e.device_resource_id(), e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3)
         for e in events
-        if e.device_type() == torch.autograd.DeviceType.CUDA
+        if e.device_type() == torch.autograd.DeviceType.CUDA and not e.is_user_annotation()
     ]
 
 

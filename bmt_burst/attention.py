@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import threading
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +23,8 @@ from .schedule import Schedule
 
 BACKWARDS = ("auto", "q", "kv")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MOST_AGREED = 1024  # calls on GPUs that a ring remembers; then all its ranks begin anew
+_PROCESS = uuid.uuid4().hex
+_MOST_PLANS = 1024  # of a ring; then it begins anew
 
 
 def burst_attn_func(
@@ -83,8 +86,13 @@ def burst_attn_func(
         "backward": backward,
         "group_bytes": group_bytes,
     }
-    out, lse = _BurstAttention.apply(q, k, v, _make_plan(rings, q, k, v, options))
+    with torch.cuda.device(q.device) if _is_on_gpu(q) else contextlib.nullcontext():  # which kernels take for granted
+        out, lse = _BurstAttention.apply(q, k, v, _make_plan(rings, q, k, v, options))
     return (out, lse) if return_lse else out
+
+
+def _is_on_gpu(q: Any) -> bool:
+    return isinstance(q, Tensor) and q.is_cuda
 
 
 class _BurstAttention(torch.autograd.Function):
@@ -107,7 +115,8 @@ class _BurstAttention(torch.autograd.Function):
 def _make_plan(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Plan:
     """Checks the arguments of every rank and returns the plan they agree on, or raises on every rank.
 
-    On GPUs the ranks agree on a call once and not when it is repeated: the host would have to wait for the others.
+    A rank cannot know alone what a call means: the same number of tokens here may be part of sequences of several
+    lengths. So the ranks ask each other every time, and remember the plan that follows from the same replies.
     """
     failure, kernel = None, None
     try:
@@ -119,19 +128,15 @@ def _make_plan(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str,
     except Exception as caught:  # noqa: BLE001 - raised below, once the other ranks know of it
         failure = caught
         mine = {"failure": _plain_text(f"{type(caught).__name__}: {caught}")}
-    call, known = json.dumps(mine), {}
-    if mine.get("device type") == "cuda":
-        known = rings.inner.agreed.setdefault(rings, known)
-    if call in known:
-        return known[call]
-    mine["process"] = uuid.uuid4().hex
-    replies = [json.loads(reply) for reply in rings.gather(json.dumps(mine).encode())]
+    mine["process"] = f"{_PROCESS} {threading.get_ident()}"
+    answers = tuple(rings.gather(json.dumps(mine).encode()))
     if failure:
         raise failure
-    if len(known) == _MOST_AGREED:
-        known.clear()
+    plans = rings.inner.plans.setdefault(rings, {})
+    if answers in plans:
+        return plans[answers]
     plan = Plan(
-        layout=_compare(options["layout"], replies),
+        layout=_compare(options["layout"], [json.loads(answer) for answer in answers]),
         schedule=Schedule(rings.inner.size, rings.outer.size),
         rings=rings,
         kernel=kernel,
@@ -143,7 +148,9 @@ def _make_plan(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str,
         group_bytes=options["group_bytes"],
     )
     ring.reserve(plan, q, k, with_backward=mine["need of a gradient"])
-    known[call] = plan
+    if len(plans) == _MOST_PLANS:
+        plans.clear()
+    plans[answers] = plan
     return plan
 
 

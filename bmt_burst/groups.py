@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import Layout
-from .transport import Alone, Transport
+from .transport import MESSAGE_BYTES, Alone, Transport
 from .transport.bmtrain import BMTrainTransport, bmtrain_transport, initialized_bmtrain, new_communicator
-from .transport.copy_engine import host_name
+from .transport.processes import host_name
 from .transport.torch_dist import torch_transport
 
 Group = Any  # a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport
@@ -46,20 +46,20 @@ class Rings:
     def rank(self) -> int:
         return self.outer.rank * self.inner.size + self.inner.rank
 
-    def rank_of_place(self, place: int) -> int:
-        """The rank at a place of this rank's host."""
-        return self.outer.rank * self.inner.size + place
-
     def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks in rank order, over both rings. Raises ValueError if these are no grid of ranks."""
+        """The messages of all ranks (a line each) in rank order, over both rings.
+
+        Raises ValueError if these are no grid of ranks.
+        """
         if not self.double:
             return self.inner.gather(message)
         shape = f"{self.inner.size} x {self.outer.size}".encode()
         shapes = {s.decode() for ring in (self.inner, self.outer) for s in ring.gather(shape)}
         if len(shapes) > 1:
             raise ValueError(f"double_group's rings differ in size between ranks: {sorted(shapes)}")
-        by_place = [self.outer.gather(m) for m in self.inner.gather(message)]
-        return [hosts[host] for host in range(self.outer.size) for hosts in by_place]
+        here = b"\n".join(self.inner.gather(message))
+        hosts = self.outer.gather(here, longest=self.inner.size * (MESSAGE_BYTES + 1))
+        return [reply for host in hosts for reply in host.split(b"\n")]
 
     def gather_tensors(self, x: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """Contiguous x of all ranks in rank order; `shapes` are those of all ranks."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -89,11 +89,12 @@ class Queries:
 def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of this rank's q over the whole sequence: out (B, S, H, D) in q's dtype, lse (B, H, S) fp32 / fp64."""
     total = Outputs(q, _OUTPUTS_WAITING * plan.group_bytes)
-    for group, (k_group, v_group) in _visits(plan, "kv", _packing(plan, "kv", q, k), (k, v)):
-        for rows, columns, causal in _calls_by_query(group.pieces):
-            k_call, v_call = _rows(k_group, columns), _rows(v_group, columns)
-            out, lse = plan.kernel.forward(_rows(q, rows), k_call, v_call, causal=causal, **plan.kernel_options)
-            total.add(rows, out, lse)
+    with closing(_visits(plan, "kv", _packing(plan, "kv", q, k), (k, v))) as visits:
+        for group, (k_group, v_group) in visits:
+            for rows, columns, causal in _calls_by_query(group.pieces):
+                k_call, v_call = _rows(k_group, columns), _rows(v_group, columns)
+                out, lse = plan.kernel.forward(_rows(q, rows), k_call, v_call, causal=causal, **plan.kernel_options)
+                total.add(rows, out, lse)
     return total.result()
 
 
@@ -105,24 +106,26 @@ def backward(
     waiting = _GRADIENTS_WAITING * plan.group_bytes
     dq, dk, dv = (Gradients(x.shape, x.dtype, x.device, waiting) for x in (q, k, v))
     packing = _packing(plan, plan.backward, q, k)
-    if plan.backward == "kv":
-        homecoming = _Homecoming(plan, (dk, dv), _return_packing(plan, q, k))
-        for group, (k_group, v_group) in _visits(plan, "kv", packing, (k, v)):
-            for tile in _calls_by_block(group.pieces, "kv"):
-                dq_call, dk_call, dv_call = _tile_backward(plan, tile, home, k_group, v_group)
-                dq.add(tile.q, dq_call)
-                homecoming.take(tile.kv, (dk_call, dv_call))
-            homecoming.depart(group)
-    else:
-        homecoming = _Homecoming(plan, (dq,), _return_packing(plan, q, k))
-        for group, visitors in _query_visits(plan, packing, home):
-            for tile in _calls_by_block(group.pieces, "q"):
-                dq_call, dk_call, dv_call = _tile_backward(plan, tile, visitors, k, v)
-                dk.add(tile.kv, dk_call)
-                dv.add(tile.kv, dv_call)
-                homecoming.take(tile.q, (dq_call,))
-            homecoming.depart(group)
-    with homecoming.completed():
+    own = (dk, dv) if plan.backward == "kv" else (dq,)
+    with _Homecoming(plan, own, _return_packing(plan, q, k)) as homecoming:
+        if plan.backward == "kv":
+            with closing(_visits(plan, "kv", packing, (k, v))) as visits:
+                for group, (k_group, v_group) in visits:
+                    for tile in _calls_by_block(group.pieces, "kv"):
+                        dq_call, dk_call, dv_call = _tile_backward(plan, tile, home, k_group, v_group)
+                        dq.add(tile.q, dq_call)
+                        homecoming.take(tile.kv, (dk_call, dv_call))
+                    homecoming.depart(group)
+        else:
+            with closing(_query_visits(plan, packing, home)) as visits:
+                for group, visitors in visits:
+                    for tile in _calls_by_block(group.pieces, "q"):
+                        dq_call, dk_call, dv_call = _tile_backward(plan, tile, visitors, k, v)
+                        dk.add(tile.kv, dk_call)
+                        dv.add(tile.kv, dv_call)
+                        homecoming.take(tile.q, (dq_call,))
+                    homecoming.depart(group)
+        homecoming.finish()
         return dq.result(), dk.result(), dv.result()
 
 
@@ -203,13 +206,24 @@ def _visits(
             incoming = tuple(x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in root)
             sends = [(x, step.send_to) for x in root]
             leap = plan.rings.outer.exchange(sends, [(x, step.recv_from) for x in incoming])
-        arriving = _fetch(plan, groups[0], packing, root) if groups else None
-        yield opening, root
-        for group, following in itertools.zip_longest(groups, groups[1:]):
-            here, arriving = arriving, _fetch(plan, following, packing, root) if following else None
-            here.wait()
-            yield group, packing.views(here.memory, group.tokens)
-            here.release()
+        under_way = [_fetch(plan, groups[0], packing, root)] if groups else []
+        here = None
+        try:
+            yield opening, root
+            for group, following in itertools.zip_longest(groups, groups[1:]):
+                if following:
+                    under_way.append(_fetch(plan, following, packing, root))
+                here = under_way.pop(0)
+                here.wait()
+                yield group, packing.views(here.memory, group.tokens)
+                here.release()
+                here = None
+        finally:  # if the caller gives up, the next call must find all as it should be
+            if here:
+                here.release()
+            for delivery in under_way:
+                delivery.wait()
+                delivery.release()
         if leap:
             leap.wait()
             root = incoming
@@ -241,18 +255,19 @@ def _query_visits(plan: Plan, packing: Packing, home: Queries) -> Iterator[tuple
     else:
         delta = (home.out.to(home.lse.dtype) * home.dout).sum(-1)
         tensors = home.q, home.dout, torch.cat((home.lse.transpose(1, 2), delta), -1)
-    for group, (q, dout, rows, *out) in _visits(plan, "q", packing, tensors):
-        lse = rows[..., :heads].transpose(1, 2)
-        if group.steps[0].block == plan.rank:
-            yield group, home
-        elif plan.send_out:
-            yield group, Queries(q, dout, *out, lse)
-        else:
-            delta = rows[..., heads:].transpose(1, 2)
-            if plan.kernel.takes_delta:
-                yield group, Queries(q, dout, None, lse, delta)
+    with closing(_visits(plan, "q", packing, tensors)) as visits:
+        for group, (q, dout, rows, *out) in visits:
+            lse = rows[..., :heads].transpose(1, 2)
+            if group.steps[0].block == plan.rank:
+                yield group, home
+            elif plan.send_out:
+                yield group, Queries(q, dout, *out, lse)
             else:
-                yield group, Queries(q, dout, surrogate_out(dout, delta), lse)
+                delta = rows[..., heads:].transpose(1, 2)
+                if plan.kernel.takes_delta:
+                    yield group, Queries(q, dout, None, lse, delta)
+                else:
+                    yield group, Queries(q, dout, surrogate_out(dout, delta), lse)
 
 
 def _calls_by_query(pieces: Sequence[Piece]) -> Iterator[tuple[Span, Span, bool]]:
@@ -294,7 +309,7 @@ class _Homecoming:
     """Brings the gradients of travelling blocks home and adds them up in `own`; `packing` says how they travel.
 
     Per group: `take` each call's gradients, then `depart`. They arrive while the next group is computed, a host's share
-    while the next round is. The sums are whole within `completed()`.
+    while the next round is. After `finish` the sums are whole; they may be read as long as the context lasts.
     """
 
     def __init__(self, plan: Plan, own: tuple[Gradients, ...], packing: Packing):
@@ -302,6 +317,7 @@ class _Homecoming:
         self.shares = {plan.rank: own}  # by the block that opened a round: this host's share of its gradients
         self.taken: list[tuple[Span, tuple[Tensor, ...]]] = []
         self.inner: _Return | None = None
+        self.landed: Delivery | None = None  # the last one, added to the sums but not folded
         self.outer: _OuterReturn | None = None
 
     def take(self, at: Span, grads: tuple[Tensor, ...]) -> None:
@@ -329,15 +345,24 @@ class _Homecoming:
             )
             self.outer = _OuterReturn(ticket, incoming)
 
-    @contextmanager
-    def completed(self) -> Iterator[None]:
-        """Waits for what is still on its way; until the context ends the sums may be read, and not later."""
+    def finish(self) -> None:
+        """Waits for what is still on its way."""
         self._settle_outer()
         if self.inner:
             self.inner.arrive()
-        yield
+            self.landed, self.inner = self.inner.delivery, None
+
+    def __enter__(self) -> _Homecoming:
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        if self.outer:
+            self.outer.ticket.wait()
         if self.inner:
-            self.inner.delivery.release()
+            self.inner.delivery.wait()
+            self.landed = self.inner.delivery
+        if self.landed:
+            self.landed.release()
 
     def _send_home(self, group: Group) -> _Return:
         """Sends the group's gradients to the ranks that opened the round with its blocks, takes in the root's."""
@@ -358,8 +383,9 @@ class _Homecoming:
     def _settle_inner(self) -> None:
         if self.inner:
             self.inner.arrive()
-            for total in self.inner.sums:
-                total.fold()
+            if self.inner.delivery.recycled:
+                for total in self.inner.sums:
+                    total.fold()
             self.inner.delivery.release()
             self.inner = None
 

@@ -70,7 +70,11 @@ WRONG_OPTIONS = [
         TypeError,
         "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got list",
     ),
-    ({"process_group": "world"}, TypeError, "a group must be a torch.distributed ProcessGroup or a Transport, got str"),
+    (
+        {"process_group": "world"},
+        TypeError,
+        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got str",
+    ),
     ({"double_group": None}, TypeError, "double_group must be a pair"),
 ]
 

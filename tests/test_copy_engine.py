@@ -5,11 +5,12 @@ import random
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from bmt_burst import Layout, burst_attn_func, simulate
+from bmt_burst import Layout, burst_attn_func, kernels, simulate
 from bmt_burst.transport import LANES, Arrival, Parcel
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.simulator import SimulatedRing
@@ -21,12 +22,14 @@ _PATIENCE = 20.0  # seconds
 class ThreadStream:
     """A stream whose work a thread does, in order and late. `work` is its queue, which may be shared."""
 
+    longest_copy = 2e-3  # seconds
+
     def __init__(self, work):
         self.work = work
 
     def copy(self, target, source):
         def late():
-            time.sleep(random.random() * 2e-3)
+            time.sleep(random.random() * self.longest_copy)
             half = source.numel() // 2  # not at one go
             target[:half] = source[:half]
             time.sleep(random.random() * 1e-3)
@@ -93,25 +96,35 @@ class EngineRing(SimulatedRing):
     def _device(self):
         shared = started_queue() if self.one_queue else None
 
-        def settle():
+        def connect(mine):
+            self.arenas[self.members, self.rank] = mine.fill_(255)
             self.gather(b"")
-
-        def allocate(nbytes):
-            self.arenas[self.members, self.rank] = torch.full((nbytes,), 255, dtype=torch.uint8)
-            settle()
+            mine.zero_()
+            self.gather(b"")
             return [self.arenas[self.members, rank] for rank in range(self.size)]
 
-        stream = lambda: ThreadStream(shared or started_queue())  # noqa: E731
-        return Device(stream, lambda: ThreadStream(Inline(shared)), allocate, settle)
+        def stream():
+            lanes.append(ThreadStream(shared or started_queue()))
+            return lanes[-1]
+
+        def synchronize():
+            for event in [lane.record() for lane in lanes]:
+                spin(event.is_set)
+
+        lanes = []
+        allocate = partial(torch.empty, dtype=torch.uint8)
+        return Device(stream, lambda: ThreadStream(Inline(shared)), synchronize, allocate, connect)
 
     def reserve(self, lane_bytes, device):
         super().reserve(lane_bytes, device)
         if not hasattr(self, "engines"):
             self.engines = CopyEngines(self.rank, self.size, self._device())
         if not self.engines.fits(lane_bytes):
-            self.engines.reserve(lane_bytes)
+            for step in self.engines.growth(lane_bytes):
+                step()
+                self.gather(b"")
 
-    def deliver(self, lane, nbytes, sends, arrivals, device):
+    def _deliver(self, lane, nbytes, sends, arrivals, device):
         for parcel in sends:
             self.traffic.append((parcel.peer, parcel.tensor.nbytes))
         return self.engines.deliver(lane, nbytes, sends, arrivals)
@@ -156,35 +169,75 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue):
     assert max(simulate(size, work)) < 1e-13
 
 
-def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait():
-    """With a stream that computes late, as on a GPU: it fills each parcel, reads what came, and spoils the parcel.
+@pytest.mark.parametrize("count", [1, 2])
+def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait(count):
+    """With streams that compute late, as on a GPU: they fill each parcel, read what came, and spoil the parcel.
 
-    A rank that reads late keeps its peer from the slot.
+    A rank that reads late keeps its peer from the slot, also if the next one is read before, on another stream.
     """
     arenas = {}
 
     def work(ring):
         engine_ring(ring, arenas, one_queue=False)
+        streams = [ThreadStream(started_queue()) for _ in range(count)]
+        current = streams[0]
         ring.reserve(dict.fromkeys(LANES, 64), torch.device("cpu"))
-        current = ThreadStream(started_queue())
-        ring.engines = CopyEngines(ring.rank, 2, replace(ring.engines.device, current=lambda: current))
-        ring.engines.reserve(dict.fromkeys(LANES, 64))
-        peer, seen, under_way = 1 - ring.rank, [], []
+        engines = CopyEngines(ring.rank, 2, replace(ring.engines.device, current=lambda: current))
+        for step in engines.growth(dict.fromkeys(LANES, 64)):
+            step()
+            ring.gather(b"")
+        peer, seen, under_way = 1 - ring.rank, {}, []
         for value in range(12):
+            current = streams[value % count]
             parcel = Parcel(torch.full((64,), 255, dtype=torch.uint8), peer, 0)
             current.work.put(lambda: time.sleep(2e-3))
             current.work.put(lambda x=parcel.tensor, value=value: x.fill_(value))
-            under_way.append((ring.deliver("visit", 64, [parcel], [Arrival(peer, 0, 64)], None), parcel.tensor))
+            under_way.append((engines.deliver("visit", 64, [parcel], [Arrival(peer, 0, 64)]), parcel.tensor))
             if len(under_way) == LANES["visit"]:
                 delivery, sent = under_way.pop(0)
                 delivery.wait()
-                current.work.put(lambda: time.sleep(4e-3 * ring.rank))
-                current.work.put(lambda delivery=delivery: seen.append(delivery.memory.tolist()))
-                delivery.release()
                 current.work.put(lambda sent=sent: sent.fill_(254))
-        end = current.record()
-        spin(end.is_set)
+                current.work.put(lambda late=value % 2: time.sleep(0.04 * late * ring.rank))
+                current.work.put(lambda v=value, d=delivery: seen.update({v - 1: d.memory.tolist()}))
+                delivery.release()
+        for stream in streams:
+            spin(stream.record().is_set)
         return seen
 
-    for seen in simulate(2, work):
-        assert seen == [[value] * 64 for value in range(11)]
+    ThreadStream.longest_copy = 0.02
+    try:
+        for seen in simulate(2, work):
+            assert seen == {value: [value] * 64 for value in range(11)}
+    finally:
+        ThreadStream.longest_copy = 2e-3
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("failing_call", [1, 2, 3])
+def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(backward, failing_call, monkeypatch):
+    """As when memory runs out and the caller goes on with less."""
+    arenas, kernel, calls = {}, kernels.load("cpu"), threading.local()
+    plain = kernel.backward
+
+    def failing(*args, **options):
+        calls.left = getattr(calls, "left", failing_call) - 1
+        if calls.left == 0:
+            raise MemoryError("no memory left")
+        return plain(*args, **options)
+
+    monkeypatch.setattr(kernel, "backward", failing)
+    layout = Layout("zigzag", 30, 3)
+    q, k, v, dout = random_qkv(1, 30, 2, 2, 8)
+
+    def work(ring):
+        engine_ring(ring, arenas, one_queue=False)
+        shards = [layout.shard(x, ring.rank).requires_grad_() for x in (q, k, v)]
+        options = {"causal": False, "backward": backward, "group_bytes": 0, "process_group": ring}
+        with pytest.raises(MemoryError):
+            torch.autograd.grad(burst_attn_func(*shards, 0.3, **options), shards, layout.shard(dout, ring.rank))
+        return torch.autograd.grad(burst_attn_func(*shards, 0.3, **options), shards, layout.shard(dout, ring.rank))
+
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    exact = torch.autograd.grad(dense_attention(*whole, False, 0.3)[0], whole, dout)
+    for i, expected in enumerate(exact):
+        assert relative_error(layout.unshard([grads[i] for grads in simulate(3, work)]), expected) < 1e-13

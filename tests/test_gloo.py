@@ -109,6 +109,23 @@ def test_without_torch_distributed_there_are_no_groups_to_make():
         init_sequence_parallel()
 
 
+def lengths_that_look_alike(rank: int) -> list[float]:
+    """Sequences of 16 and 15 tokens are both 8 tokens to rank 0."""
+    return [worst_error_of(tokens, rank) for tokens in (16, 15, 16, 15, 14)]
+
+
+def worst_error_of(tokens: int, rank: int) -> float:
+    whole = Layout("zigzag", tokens, 2)
+    tensors = random_qkv(1, tokens, 2, 2, 8)[:3]
+    out = burst_attn_func(*(whole.shard(x, rank) for x in tensors), 0.3, causal=True)
+    return relative_error(out, whole.shard(dense_attention(*tensors, True, 0.3)[0], rank))
+
+
+def test_calls_are_not_confused_with_those_that_look_alike_here():
+    for errors in run_ranks(2, lengths_that_look_alike):
+        assert max(errors) < 1e-13
+
+
 def hosts_found(rank: int) -> tuple[int, int] | None:
     """Sizes of the double ring's groups where two ranks each have a host of their own."""
     os.environ["NCCL_HOSTID"] = f"host{rank // 2}"

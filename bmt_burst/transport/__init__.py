@@ -1,7 +1,8 @@
 """Transports: how bytes move between the ranks of one ring. One backend a file.
 
 torch_dist    torch.distributed process groups: gloo on CPU, NCCL on GPU
-copy_engine   deliveries between the GPUs of a host without NCCL; torch_dist uses it where it can
+bmtrain       BMTrain's NCCL communicators
+processes     what these two share: on one host messages through memory (host_memory), deliveries by copy_engine
 simulator     ranks as threads of one process, for tests
 Alone (here)  a ring of one rank, which never communicates
 """
@@ -50,10 +51,14 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Delivery:
-    """What an exchange of parcels brings: lands in `memory` (bytes, uint8)."""
+    """What an exchange of parcels brings: lands in `memory` (bytes, uint8).
+
+    recycled  whether memory will be written to again once it is released; else it lasts while it is referred to
+    """
 
     memory: Tensor
     ticket: Ticket
+    recycled: bool = False
 
     def wait(self) -> None:
         """As a Ticket's."""
@@ -75,8 +80,8 @@ class Transport(ABC):
     held_bytes: int = 0  # of memory that this transport keeps for deliveries
 
     @functools.cached_property
-    def agreed(self) -> dict[Any, Any]:
-        """What its users' ranks have agreed on and need not ask each other again; a place to remember it."""
+    def plans(self) -> dict[Any, Any]:
+        """What its users have made for it and may need again."""
         return {}
 
     @abstractmethod
@@ -88,7 +93,10 @@ class Transport(ABC):
         """
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:  # noqa: B027 - nothing to do here
-        """Prepares for deliveries of up to so many bytes a lane. All ranks call it alike, between deliveries."""
+        """Prepares for deliveries of up to so many bytes a lane. All ranks call it alike, between deliveries.
+
+        What was prepared before stays so.
+        """
 
     def deliver(
         self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
@@ -112,14 +120,18 @@ class Transport(ABC):
         self.exchange(sends, [(tensor, peer) for peer in others for tensor in everyone[peer]]).wait()
         return everyone
 
-    def gather(self, message: bytes) -> list[bytes]:
-        """The messages (at most MESSAGE_BYTES each, ending in no zero) of all ranks, in rank order. Waits for them.
+    def gather(self, message: bytes, longest: int = MESSAGE_BYTES) -> list[bytes]:
+        """The messages of all ranks (text of at most `longest` bytes), in rank order.
 
-        The host waits, no GPU stream does.
+        The host waits for them, no GPU stream does. Raises ValueError for a longer message.
         """
-        if len(message) > MESSAGE_BYTES:
-            raise ValueError(f"a message has {len(message)} bytes, more than {MESSAGE_BYTES}")
-        mine = torch.frombuffer(bytearray(message.ljust(MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
+        if len(message) > longest:
+            raise ValueError(f"a message has {len(message)} bytes, more than {longest}")
+        return self._gather(message, longest)
+
+    def _gather(self, message: bytes, longest: int) -> list[bytes]:
+        """As `gather`; here for transports that exchange CPU tensors."""
+        mine = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
         return [bytes(reply.tolist()).rstrip(b"\0") for [reply] in self.all_gather([mine], [[mine.shape]] * self.size)]
 
 

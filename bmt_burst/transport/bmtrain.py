@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import MESSAGE_BYTES, Messages
-from .copy_engine import GpuTransport, rendezvous
+from . import Messages
+from .processes import ProcessTransport
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Ticket:
         torch.cuda.current_stream().wait_event(self.done)
 
 
-class BMTrainTransport(GpuTransport):
+class BMTrainTransport(ProcessTransport):
     """Over the ranks of `comm`, a bmtrain NCCLCommunicator; all of them make it at the same point."""
 
     device_types = frozenset({"cuda"})
@@ -69,9 +69,7 @@ class BMTrainTransport(GpuTransport):
             self.nccl.groupEnd()
         return _Ticket(self.stream.record_event(), (sends, recvs))
 
-    def gather(self, message: bytes) -> list[bytes]:
-        if len(message) > MESSAGE_BYTES:
-            raise ValueError(f"a message has {len(message)} bytes, more than {MESSAGE_BYTES}")
+    def _gather_remotely(self, message: bytes, longest: int) -> list[bytes]:
         self.gathers += 1
         store().set(self._key(self.gathers, self.rank), message)
         replies = [store().get(self._key(self.gathers, peer)) for peer in range(self.size)]
@@ -79,11 +77,11 @@ class BMTrainTransport(GpuTransport):
             store().delete_key(self._key(self.gathers - 1, self.rank))
         return replies
 
-    def symmetric_memory(self, nbytes: int) -> list[Tensor]:
+    def symmetric_group(self) -> str:
         if not self.is_named:
             torch._C._distributed_c10d._SymmetricMemory.set_group_info(self.name, self.rank, self.size, store())
             self.is_named = True
-        return rendezvous(nbytes, self.name)
+        return self.name
 
     def warm_up(self) -> None:
         """Connects to every rank now, which the first exchange would wait for."""

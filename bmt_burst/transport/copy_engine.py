@@ -18,21 +18,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import os
-import platform
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Parcel, Transport
-
-logger = logging.getLogger("bmt_burst")
+from . import LANES, Arrival, Delivery, Parcel
 
 _FLAG_BYTES = 128  # flags are this far apart
 _SLOT_BYTES = 1 << 21  # slots are a multiple of this, so that growing by little does not mean a new arena
@@ -61,16 +54,18 @@ class Stream(Protocol):
 class Device:
     """What deliveries need from a device.
 
-    stream    makes a new stream
-    current   the stream that computes
-    allocate  makes so many bytes that peers can write to; returns every rank's, in rank order. All ranks call it.
-    settle    the host waits until all ranks are here and all that they enqueued is done
+    stream       makes a new stream
+    current      the stream that computes
+    synchronize  the host waits until all that was enqueued is done
+    allocate     makes so many bytes that peers will be able to write to
+    connect      takes what `allocate` made and returns every rank's, in rank order; all ranks call it
     """
 
     stream: Callable[[], Stream]
     current: Callable[[], Stream]
-    allocate: Callable[[int], list[Tensor]]
-    settle: Callable[[], None]
+    synchronize: Callable[[], None]
+    allocate: Callable[[int], Tensor]
+    connect: Callable[[Tensor], list[Tensor]]
 
 
 class CopyEngines:
@@ -80,29 +75,50 @@ class CopyEngines:
         self.rank, self.size, self.device = rank, size, device
         self.slot_bytes = dict.fromkeys(LANES, 0)
         self.lanes: dict[str, _Lane] = {}
-        self.arena_bytes = 0
+        self.arena: Tensor | None = None
+
+    @property
+    def arena_bytes(self) -> int:
+        return 0 if self.arena is None else self.arena.numel()
 
     def fits(self, lane_bytes: Mapping[str, int]) -> bool:
         """Whether there is room for deliveries of so many bytes."""
         return bool(self.lanes) and all(lane_bytes[lane] <= self.slot_bytes[lane] for lane in LANES)
 
-    def reserve(self, lane_bytes: Mapping[str, int]) -> None:
-        """Makes an arena in place of one that is too small. All ranks call it alike, between deliveries."""
-        self.device.settle()
-        self.lanes.clear()  # with them the old arena goes
-        for lane in LANES:
-            self.slot_bytes[lane] = max(-(-lane_bytes[lane] // _SLOT_BYTES) * _SLOT_BYTES, self.slot_bytes[lane])
-        flags = 2 * self.size * _FLAG_BYTES
-        self.arena_bytes = sum(slots * self.slot_bytes[lane] + flags for lane, slots in LANES.items())
-        arenas = self.device.allocate(self.arena_bytes)
-        arenas[self.rank].zero_()
-        self.device.settle()
-        start = 0
-        for lane, slots in LANES.items():
-            stop = start + slots * self.slot_bytes[lane] + flags
-            parts = [arena[start:stop] for arena in arenas]
-            self.lanes[lane] = _Lane(self.rank, parts, slots, self.slot_bytes[lane], self.device)
-            start = stop
+    def growth(self, lane_bytes: Mapping[str, int]) -> list[Callable[[], None]]:
+        """Steps that make an arena with room for so many bytes in place of the present one.
+
+        All ranks take them alike, between deliveries; none takes a step before all have taken the one before, or any
+        step after one that failed on any rank: then these engines cannot be used any more.
+        """
+        needed = {lane: -(-lane_bytes[lane] // _SLOT_BYTES) * _SLOT_BYTES for lane in LANES}
+        slot_bytes = {lane: max(needed[lane], self.slot_bytes[lane]) for lane in LANES}
+
+        def allocate() -> None:
+            self.lanes.clear()
+            self.arena = None
+            with torch.inference_mode(False):
+                self.arena = self.device.allocate(sum(_lane_bytes(lane, slot_bytes[lane], self.size) for lane in LANES))
+                self.arena.zero_()
+            self.device.synchronize()
+
+        def connect() -> None:
+            start = 0
+            with torch.inference_mode(False):
+                arenas = self.device.connect(self.arena)
+                for lane, slots in LANES.items():
+                    stop = start + _lane_bytes(lane, slot_bytes[lane], self.size)
+                    parts = [arena[start:stop] for arena in arenas]
+                    self.lanes[lane] = _Lane(self.rank, parts, slots, slot_bytes[lane], self.device)
+                    start = stop
+            self.slot_bytes = slot_bytes
+
+        def try_out() -> None:
+            for lane in self.lanes.values():
+                lane.try_out()
+            self.device.synchronize()
+
+        return [self.device.synchronize, allocate, connect, try_out]
 
     def deliver(self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival]) -> Delivery:
         """As Transport.deliver."""
@@ -119,6 +135,7 @@ class _Lane:
         self.rank, self.parts, self.slots, self.slot_bytes, self.device = rank, parts, slots, slot_bytes, device
         self.stream = device.stream()
         self.number = 0
+        self.released = None  # event of the last release
         peers = range(len(parts))
         self.arrived = [self._flag(rank, 2 * peer) for peer in peers]  # here, written by peer
         self.freed = [self._flag(rank, 2 * peer + 1) for peer in peers]
@@ -139,6 +156,23 @@ class _Lane:
             self.stream.write([self.arrived_there[peer]], self.number)
         memory = self.parts[self.rank][start : start + nbytes]
         return _LaneDelivery(memory, _Arrivals(self, self.number, sources, self.stream.record(), sends))
+
+    def release(self, number: int) -> None:
+        """Says to all that delivery `number`, and so all before it, has been read by the current stream."""
+        current = self.device.current()
+        if self.released:
+            current.follow(self.released)  # which another stream may have read
+        current.write(self.freed_there, number)
+        self.released = current.record()
+
+    def try_out(self) -> None:
+        """Does once what deliveries do, so that a device that refuses says so now; changes nothing."""
+        self.stream.write([self.arrived[self.rank]], 1)
+        self.stream.wait([self.arrived[self.rank]], 1)
+        for peer, part in enumerate(self.parts):
+            if self.slot_bytes:
+                self.stream.copy(part[self.rank : self.rank + 1], self.parts[self.rank][:1])
+            self.stream.write([self.arrived_there[peer]], int(peer == self.rank))
 
     def _flag(self, owner: int, index: int) -> Tensor:
         at = self.slots * self.slot_bytes + index * _FLAG_BYTES
@@ -161,95 +195,18 @@ class _Arrivals:
         current.follow(self.departed)
 
 
+@dataclass(frozen=True)
 class _LaneDelivery(Delivery):
     ticket: _Arrivals
+    recycled: bool = True
 
     def release(self) -> None:
-        lane = self.ticket.lane
-        lane.device.current().write(lane.freed_there, self.ticket.number)
+        self.ticket.lane.release(self.ticket.number)
 
 
-class GpuTransport(Transport):
-    """A transport whose deliveries between GPUs go by their copy engines where they can, and by `exchange` elsewhere.
-
-    copy_engines  whether they do: False never, True or an error, None where all ranks are on one host and can reach
-                  each other's memory
-    """
-
-    def __init__(self, copy_engines: bool | None = None):
-        self.wants_copy_engines = copy_engines
-        self.copy_engines: CopyEngines | None = None
-
-    @abstractmethod
-    def symmetric_memory(self, nbytes: int) -> list[Tensor]:
-        """So many bytes on each rank's current GPU, as seen from here, in rank order. All ranks call it."""
-
-    @property
-    def held_bytes(self) -> int:
-        return self.copy_engines.arena_bytes if self.copy_engines else 0
-
-    def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
-        """Raises RuntimeError on every rank if copy engines were asked for by name and a rank cannot use them."""
-        if device.type != "cuda" or self.size == 1 or self.wants_copy_engines is False:
-            return
-        engines = self.copy_engines or CopyEngines(self.rank, self.size, self._device())
-        if engines.fits(lane_bytes):
-            return
-        reason = self._several_hosts()
-        if reason is None:
-            reason = self._first_failure(lambda: engines.reserve(lane_bytes))
-        if reason is None:
-            self.copy_engines = engines
-        elif self.wants_copy_engines or self.copy_engines:
-            raise RuntimeError(f"copy engines cannot be used: {reason}")
-        else:
-            self.wants_copy_engines = False
-        logger.info("deliveries go %s", f"over NCCL: {reason}" if reason else "by the GPUs' copy engines")
-
-    def deliver(
-        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
-    ) -> Delivery:
-        if self.copy_engines and device.type == "cuda":
-            return self.copy_engines.deliver(lane, nbytes, sends, arrivals)
-        return super().deliver(lane, nbytes, sends, arrivals, device)
-
-    def _device(self) -> Device:
-        def settle() -> None:
-            torch.cuda.synchronize()
-            self.gather(b"")
-
-        return Device(CudaStream, lambda: CudaStream(torch.cuda.current_stream()), self.symmetric_memory, settle)
-
-    def _several_hosts(self) -> str | None:
-        """A reason if the ranks are on several hosts."""
-        hosts = sorted({name.decode() for name in self.gather(host_name())})
-        return f"the ranks are on several hosts, {hosts}" if len(hosts) > 1 else None
-
-    def _first_failure(self, attempt: Callable[[], None]) -> str | None:
-        """Attempts on every rank; the first rank's failure, alike on all."""
-        failure = ""
-        try:
-            attempt()
-        except (RuntimeError, OSError) as caught:
-            failure = f"{type(caught).__name__}: {caught}"
-        replies = self.gather(failure.encode("ascii", "replace")[:400])
-        return next((f"rank {rank}: {reply.decode()}" for rank, reply in enumerate(replies) if reply), None)
-
-
-def host_name() -> bytes:
-    """This machine's name, as NCCL tells hosts apart."""
-    return (os.environ.get("NCCL_HOSTID") or platform.node()).encode("ascii", "replace")[:300]
-
-
-def rendezvous(nbytes: int, group: dist.ProcessGroup | str) -> list[Tensor]:
-    """Symmetric memory of the ranks of a process group, or of a group that torch's symmetric memory knows by name."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    mine = symmetric.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
-    handle = symmetric.rendezvous(mine, group)
-    everyone = [handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(handle.world_size)]
-    everyone[handle.rank] = mine
-    return everyone
+def _lane_bytes(lane: str, slot_bytes: int, size: int) -> int:
+    """Bytes of a lane's part of an arena: slots, and two flags a rank."""
+    return LANES[lane] * slot_bytes + 2 * size * _FLAG_BYTES
 
 
 class CudaStream:

@@ -70,14 +70,15 @@ class _Ticket:
             raise AssertionError("a send buffer was overwritten while its exchange was under way")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Delivery(Delivery):
+    delivery: Delivery
     ring: SimulatedRing
     arrivals: Sequence[Arrival]
     unreleased: list[Delivery]
 
     def wait(self) -> None:
-        super().wait()
+        self.delivery.wait()
         for arrival in self.arrivals:
             place = self.ring.network.take("place", self.ring.members, arrival.peer, self.ring.rank)
             assert place == (arrival.offset, arrival.nbytes), f"{arrival} is not where its sender puts it, {place}"
@@ -85,6 +86,7 @@ class _Delivery(Delivery):
     def release(self) -> None:
         assert self.unreleased.pop(0) is self, "deliveries of a lane are released in the order they began"
         self.memory.fill_(0xFF)
+        self.delivery.release()
 
 
 class SimulatedRing(Transport):
@@ -94,7 +96,7 @@ class SimulatedRing(Transport):
         self.network, self.members = network, members
         self.rank, self.size = members.index(thread), len(members)
         self.traffic: list[tuple[int, int]] = []
-        self.reserved: dict[str, int] = {}
+        self.reserved = dict.fromkeys(LANES, 0)
         self.unreleased: dict[str, list[Delivery]] = {lane: [] for lane in LANES}
 
     def subring(self, members: Iterable[int]) -> SimulatedRing:
@@ -116,7 +118,7 @@ class SimulatedRing(Transport):
         return _Ticket(self, sent, recvs)
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
-        self.reserved = dict(lane_bytes)
+        self.reserved = {lane: max(lane_bytes[lane], self.reserved[lane]) for lane in LANES}
         for peer in range(self.size):
             self.network.lane("reserve", self.members, self.rank, peer).put(self.reserved)
         for peer in range(self.size):
@@ -131,9 +133,13 @@ class SimulatedRing(Transport):
         assert nbytes <= self.reserved[lane], f"{nbytes} bytes on lane {lane}, reserved are {self.reserved[lane]}"
         for parcel in sends:
             self.network.lane("place", self.members, self.rank, parcel.peer).put((parcel.offset, parcel.tensor.nbytes))
-        delivery = super().deliver(lane, nbytes, sends, arrivals, device)
-        unreleased.append(_Delivery(delivery.memory, delivery.ticket, self, arrivals, unreleased))
+        delivery = self._deliver(lane, nbytes, sends, arrivals, device)
+        guards = {"delivery": delivery, "ring": self, "arrivals": arrivals, "unreleased": unreleased}
+        unreleased.append(_Delivery(delivery.memory, delivery.ticket, recycled=True, **guards))
         return unreleased[-1]
+
+    def _deliver(self, *arguments) -> Delivery:
+        return super().deliver(*arguments)
 
 
 def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]:

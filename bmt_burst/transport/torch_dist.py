@@ -8,10 +8,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from . import Messages
-from .copy_engine import GpuTransport, rendezvous
+from . import Messages, Transport
+from .processes import ProcessTransport
 
 _AGREEMENT_TIMEOUT = timedelta(minutes=2)  # after which a rank that did not take part is an error
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
@@ -27,8 +26,8 @@ class _Ticket:
             work.wait()
 
 
-class TorchTransport(GpuTransport):
-    """Raises ValueError if this process is not a member of `group`; `copy_engines` is a GpuTransport's."""
+class TorchTransport(ProcessTransport):
+    """Raises ValueError if this process is not a member of `group`; `copy_engines` is a ProcessTransport's."""
 
     def __init__(self, group: dist.ProcessGroup, copy_engines: bool | None = None):
         super().__init__(copy_engines)
@@ -51,16 +50,18 @@ class TorchTransport(GpuTransport):
         ]
         return _Ticket(dist.batch_isend_irecv(ops) if ops else [], (sends, recvs))
 
-    def symmetric_memory(self, nbytes: int) -> list[Tensor]:
-        return rendezvous(nbytes, self.group)
+    def symmetric_group(self) -> dist.ProcessGroup:
+        return self.group
 
-    def gather(self, message: bytes) -> list[bytes]:
-        return super().gather(message) if "cpu" in self.device_types else _companion(self.group).gather(message)
+    def _gather_remotely(self, message: bytes, longest: int) -> list[bytes]:
+        if "cpu" in self.device_types:
+            return Transport._gather(self, message, longest)
+        return _companion(self.group)._gather_remotely(message, longest)
 
 
 @functools.cache
 def torch_transport(group: dist.ProcessGroup) -> TorchTransport:
-    """The transport over `group`, one for all calls."""
+    """The transport over `group`, one for all calls; kept for as long as the process lives."""
     return TorchTransport(group)
 
 

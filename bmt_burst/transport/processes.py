@@ -1,0 +1,128 @@
+"""What transports between processes have in common, whatever carries their tensors: quick messages, quick deliveries.
+
+Ranks of one host exchange messages through memory that they share, and their GPUs deliveries by copy engines.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import MESSAGE_BYTES, Arrival, Delivery, Parcel, Transport
+from .copy_engine import CopyEngines, CudaStream, Device
+from .host_memory import HostMemory, open_host_memory
+
+logger = logging.getLogger("bmt_burst")
+
+_REASON = 400  # characters of a reason that ranks tell each other
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class ProcessTransport(Transport):
+    """A transport between processes.
+
+    copy_engines  whether deliveries between GPUs go by their copy engines: False never, True or an error, None where
+                  all ranks are on one host and can reach each other's memory; else they are exchanges
+    """
+
+    def __init__(self, copy_engines: bool | None = None):
+        self.wants_copy_engines = copy_engines
+        self.copy_engines: CopyEngines | None = None
+        self._host_memory: HostMemory | None = None
+        self._sought_host_memory = False
+
+    @abstractmethod
+    def _gather_remotely(self, message: bytes, longest: int) -> list[bytes]:
+        """As `gather`, wherever the ranks are."""
+
+    @abstractmethod
+    def symmetric_group(self) -> dist.ProcessGroup | str:
+        """These ranks, as torch's symmetric memory knows them. All ranks call it."""
+
+    def _gather(self, message: bytes, longest: int) -> list[bytes]:
+        if not self._sought_host_memory:
+            self._sought_host_memory = True
+            remotely = functools.partial(self._gather_remotely, longest=MESSAGE_BYTES)
+            self._host_memory = open_host_memory(self.rank, self.size, MESSAGE_BYTES, remotely)
+        if self._host_memory and longest <= MESSAGE_BYTES:
+            return self._host_memory.gather(message)
+        return self._gather_remotely(message, longest)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.copy_engines.arena_bytes if self.copy_engines else 0
+
+    def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
+        """Raises RuntimeError on every rank if copy engines were asked for by name and a rank cannot use them."""
+        if device.type != "cuda" or self.size == 1 or self.wants_copy_engines is False:
+            return
+        engines = self.copy_engines or CopyEngines(self.rank, self.size, self._device())
+        if engines.fits(lane_bytes):
+            return
+        reason = self._several_hosts()
+        for step in engines.growth(lane_bytes):
+            reason = reason or self._first_failure(step)
+        self.copy_engines = None if reason else engines
+        if reason and self.wants_copy_engines:
+            raise RuntimeError(f"copy engines cannot be used: {reason}")
+        if reason:
+            self.wants_copy_engines = False
+        logger.info("deliveries go %s", f"over NCCL: {reason}" if reason else "by the GPUs' copy engines")
+
+    def deliver(
+        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
+    ) -> Delivery:
+        if self.copy_engines and device.type == "cuda":
+            return self.copy_engines.deliver(lane, nbytes, sends, arrivals)
+        return super().deliver(lane, nbytes, sends, arrivals, device)
+
+    def _device(self) -> Device:
+        """This rank's current GPU."""
+        memory = torch._C._distributed_c10d._SymmetricMemory
+        here = torch.device("cuda", torch.cuda.current_device())
+
+        def allocate(nbytes: int) -> Tensor:
+            return memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, here)
+
+        def connect(mine: Tensor) -> list[Tensor]:
+            from torch.distributed._symmetric_memory import rendezvous
+
+            handle = rendezvous(mine, self.symmetric_group())
+            everyone = [handle.get_buffer(peer, tuple(mine.shape), torch.uint8) for peer in range(self.size)]
+            everyone[self.rank] = mine
+            return everyone
+
+        return Device(
+            CudaStream, lambda: CudaStream(torch.cuda.current_stream()), torch.cuda.synchronize, allocate, connect
+        )
+
+    def _several_hosts(self) -> str | None:
+        """A reason if the ranks are on several hosts."""
+        hosts = sorted({name.decode() for name in self.gather(host_name())})
+        return f"the ranks are on several hosts, {hosts}" if len(hosts) > 1 else None
+
+    def _first_failure(self, attempt: Callable[[], None]) -> str | None:
+        """Attempts on every rank; the first rank's failure, alike on all, once all have tried."""
+        failure = ""
+        try:
+            attempt()
+        except Exception as caught:  # noqa: BLE001 - every rank must come to know, whatever it is
+            failure = f"{type(caught).__name__}: {caught}"
+        replies = self.gather(failure.encode("ascii", "replace")[:_REASON])
+        return next((f"rank {rank}: {reply.decode()}" for rank, reply in enumerate(replies) if reply), None)
+
+
+def host_name() -> bytes:
+    """This machine's name, as NCCL tells hosts apart; at most 300 bytes."""
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    name = os.environ.get("NCCL_HOSTID") or f"{platform.node()[:200]} {boot}"
+    return name.encode("ascii", "replace")[:300]

@@ -1,0 +1,80 @@
+"""Messages through shared memory: between threads here, which share it as processes do, and between processes."""
+
+import mmap
+import random
+import threading
+import time
+
+import pytest
+
+from bmt_burst.transport import host_memory
+from bmt_burst.transport.host_memory import HostMemory, _place_bytes, open_host_memory
+from tests.helpers import run_ranks
+
+LONGEST = 100
+
+
+def test_everyone_reads_everyones_messages_in_order():
+    size, rounds = 4, 500
+    memory = mmap.mmap(-1, 2 * size * _place_bytes(LONGEST))
+    failures = []
+
+    def work(rank):
+        mine, chance = HostMemory(rank, size, memory, LONGEST), random.Random(rank)
+        for number in range(rounds):
+            if chance.random() < 0.05:
+                time.sleep(chance.random() * 2e-3)
+            expected = [f"{number} {peer}".encode() * (number % 7) for peer in range(size)]
+            if mine.gather(expected[rank]) != expected:
+                failures.append((rank, number))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_rank_that_does_not_call_is_named(monkeypatch):
+    monkeypatch.setattr(host_memory, "_TIMEOUT", 0.05)
+    memory = mmap.mmap(-1, 4 * _place_bytes(LONGEST))
+    with pytest.raises(TimeoutError, match="rank 1 of the group did not make this call"):
+        HostMemory(0, 2, memory, LONGEST).gather(b"here")
+
+
+def test_a_message_counts_once_it_is_whole(monkeypatch):
+    """A head that is seen before its message does not make it one."""
+    monkeypatch.setattr(host_memory, "_TIMEOUT", 0.05)
+    memory = mmap.mmap(-1, 4 * _place_bytes(LONGEST))
+    HostMemory(1, 2, memory, LONGEST)  # a place of rank 1, as if only the head were there yet
+    at = (2 * 1 + 1) * _place_bytes(LONGEST)
+    memory[at : at + host_memory._HEAD.size] = host_memory._HEAD.pack(1, 5, 12345)
+    with pytest.raises(TimeoutError):
+        HostMemory(0, 2, memory, LONGEST).gather(b"here")
+
+
+def test_without_common_memory_there_is_none_on_any_rank():
+    """Rank 1 finds no file where rank 0 says it is, as on another host."""
+    asked = []
+
+    def gather(message):
+        asked.append(message)
+        return [message, b"" if len(asked) == 2 else message]
+
+    assert open_host_memory(0, 2, LONGEST, gather) is None
+
+
+def longest_of_many(rank: int) -> float:
+    from bmt_burst.groups import make_rings
+
+    ring = make_rings(None, (None, None)).inner
+    for number in range(200):
+        assert ring.gather(f"{rank} {number}".encode()) == [f"{peer} {number}".encode() for peer in range(ring.size)]
+    assert ring._host_memory is not None
+    return ring.size
+
+
+def test_processes_of_a_host_use_it():
+    assert run_ranks(3, longest_of_many) == [3] * 3
