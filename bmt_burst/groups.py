@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import Layout
-from .transport import MESSAGE_BYTES, Alone, Transport
+from .transport import ALONE, MESSAGE_BYTES, Transport
 from .transport.bmtrain import BMTrainTransport, bmtrain_transport, initialized_bmtrain, new_communicator
 from .transport.processes import host_name
 from .transport.torch_dist import torch_transport
@@ -87,7 +87,7 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
     if (intra is None) != (inter is None):
         raise ValueError(f"double_group needs both groups or neither, got {double_group!r}")
     if intra is None:
-        return Rings(_transport(process_group), Alone())
+        return Rings(_transport(process_group), ALONE)
     if process_group is not None:
         raise ValueError("give either process_group or double_group: the double group alone names all ranks")
     return Rings(_transport(intra), _transport(inter), double=True)
@@ -102,7 +102,7 @@ def _transport(group: Group | None) -> Transport:
     if group is None and bmtrain:
         return bmtrain_transport(bmtrain.config["comm"])
     if group is None:
-        return torch_transport(dist.group.WORLD) if dist.is_initialized() else Alone()
+        return torch_transport(dist.group.WORLD) if dist.is_initialized() else ALONE
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
     if isinstance(group, dist.ProcessGroup):
@@ -123,7 +123,7 @@ class SequenceParallel:
     rank: int = 0
     size: int = 1
     layout: str = "zigzag"
-    process_group: Group | None = field(default_factory=Alone)
+    process_group: Group | None = ALONE
     double_group: tuple[Group | None, Group | None] = (None, None)
 
     @property

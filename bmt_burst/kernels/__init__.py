@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Container
@@ -123,6 +124,14 @@ def refuses_half(q: Tensor, capability: tuple[int, int], head_sizes: Container[i
     if q.shape[-1] not in head_sizes:
         return f"head size {q.shape[-1]} is not one of {list(head_sizes)}"
     return None
+
+
+@functools.cache
+def installed(module: str) -> bool:
+    """Whether a module, and each package that it is in, can be found; cached, since looking takes long."""
+    names = module.split(".")
+    parents = (".".join(names[: i + 1]) for i in range(len(names)))
+    return all(importlib.util.find_spec(name) is not None for name in parents)
 
 
 @functools.cache

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Kernel, refuses_half
+from . import Kernel, installed, refuses_half
 
 
 class Fa2Kernel(Kernel):
     name = "fa2"
 
     def refuses(self, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
-        if importlib.util.find_spec("flash_attn_2_cuda") is None:
+        if not installed("flash_attn_2_cuda"):
             return "the package flash-attn (2.6 to 2.8) is not installed"
         return refuses_half(q, capability=(8, 0), head_sizes=range(8, 257, 8))
 

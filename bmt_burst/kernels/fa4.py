@@ -6,12 +6,11 @@ Kernels are compiled when a combination of dtype, head size and mask is first us
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 from torch import Tensor
 
-from . import Kernel, refuses_half
+from . import Kernel, installed, refuses_half
 
 # 4.0.0b36 computes wrong gradients for other sizes, 80 among them, and says nothing.
 _HEAD_SIZES = (64, 96, 128, 192, 256)
@@ -22,7 +21,7 @@ class Fa4Kernel(Kernel):
     takes_delta = True
 
     def refuses(self, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
-        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+        if not installed("flash_attn.cute"):
             return "the package flash-attn-4 is not installed"
         return refuses_half(q, capability=(9, 0), head_sizes=_HEAD_SIZES)
 

@@ -144,15 +144,12 @@ class Alone(Transport):
 
     rank, size = 0, 1
 
-    def __eq__(self, other) -> bool:
-        return isinstance(other, Alone)
-
-    def __hash__(self) -> int:
-        return hash(Alone)
-
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         assert not sends and not recvs, "a ring of one rank has nobody to exchange with"
         return Done()
+
+
+ALONE = Alone()
 
 
 class Done:
