@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_burst.engine import AdamW
+from bmt_burst.engine.common import AdamW
 from bmt_burst.engine.torch import TorchEngine
 from models.cpm import CPM
 from tests.helpers import run_ranks

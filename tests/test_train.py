@@ -244,6 +244,8 @@ def is_running(pid: int) -> bool:
         ({"resume": "nowhere"}, "there is no checkpoint in nowhere"),
         ({"flash": "cuda"}, "no kernel for flash='cuda'"),
         ({"device": "cuda", "processes": 2}, "--device cuda needs a GPU for each of 2 processes"),
+        ({"device": "cpu", "engine": "bmtrain"}, "--engine bmtrain needs GPUs and the package bmtrain"),
+        ({"device": "cpu", "dtype": "fp16"}, "need --engine bmtrain"),
     ],
 )
 def test_wrong_runs_are_refused(folder, options, message):

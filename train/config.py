@@ -38,7 +38,7 @@ class TrainConfig:
     )  # fmt: skip
     dtype: str = option(
         "fp32", MODEL, "weights and activations in forward and backward; masters and AdamW are always fp32",
-        choices=("fp32", "bf16"),
+        choices=("fp32", "bf16", "fp16"),
     )  # fmt: skip
 
     data: str = option("data/stdlib/train", DATA, "folder of training tokens, from prepare_data.py")
@@ -51,6 +51,10 @@ class TrainConfig:
     sp_size: int = option(1, PARALLEL, "ranks that share a sequence; the others are data parallel")
     inner_size: int | None = option(None, PARALLEL, "ranks of a host, for the double ring", kind=int)
     layout: str = option("zigzag", PARALLEL, "how a sequence is cut over its ranks", choices=tuple(LAYOUTS))
+    engine: str = option(
+        "auto", PARALLEL, "who shards and steps: bmtrain on GPUs, torch (FSDP2) anywhere; auto: bmtrain if possible",
+        choices=("auto", "torch", "bmtrain"),
+    )  # fmt: skip
     device: str = option(
         "auto", PARALLEL, "where to train; auto: on GPUs if there is one for each process of this machine",
         choices=("auto", "cpu", "cuda"),
@@ -64,6 +68,9 @@ class TrainConfig:
     )  # fmt: skip
     offload: bool = option(
         False, PARALLEL, "keep what is saved in host memory; needs checkpointing, and a GPU to matter"
+    )
+    offload_optimizer: bool = option(
+        False, PARALLEL, "keep masters and AdamW's state in host memory; engine bmtrain only"
     )
 
     steps: int = option(1000, OPTIMIZER, "optimizer steps of the whole run")

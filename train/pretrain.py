@@ -27,10 +27,13 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bmt_burst import Layout, init_sequence_parallel, kernels
-from bmt_burst.engine import AdamW, Engine, Shard
+from bmt_burst.engine import Engine, Shard
+from bmt_burst.engine.bmtrain import BMTrainEngine
+from bmt_burst.engine.common import AdamW
 from bmt_burst.engine.torch import TorchEngine
 from bmt_burst.loss import count_targets
 from bmt_burst.offload import Offload
+from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.cpm import CPM, Saving
 from models.huggingface import HFWeights
 from train import checkpoint, ranks
@@ -44,7 +47,7 @@ from train.schedule import learning_rate
 from train.tokenizer import load_tokenizer
 from train.watchdog import Watchdog
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StopSignal:
@@ -81,19 +84,26 @@ class Trainer:
         self.dp_rank, self.dp_size = self.rank // self.sp.size, dist.get_world_size() // self.sp.size
         ranks.together(self._check_sizes)
         self.positions = self.sp.positions(config.seq_len, device)
-        saving = Saving(config.checkpointing, Offload() if config.offload else None)
-        self.engine: Engine = TorchEngine(
-            lambda: CPM(self.model_config, self.sp, saving, flash=config.flash, deterministic=config.deterministic),
-            device=device,
-            dtype=DTYPES[config.dtype],
-            seed=config.seed,
-            adamw=AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay),
-        )
+        self.engine = self._make_engine()
         self.progress = self._resume()
         self.skips_in_a_row = 0
         self.clock = Clock(device)
         self.watchdog = Watchdog(self.root / "stacks", self.rank, config.timeout)
         self.metrics = Metrics(self.root, self.progress.step, config.steps) if self.rank == 0 else None
+
+    def _make_engine(self) -> Engine:
+        config = self.config
+        saving = Saving(config.checkpointing, Offload() if config.offload else None)
+        attention = {"flash": config.flash, "deterministic": config.deterministic}
+        common = {
+            "build": lambda: CPM(self.model_config, self.sp, saving, **attention),
+            "dtype": DTYPES[config.dtype],
+            "seed": config.seed,
+            "adamw": AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay),
+        }
+        if initialized_bmtrain():
+            return BMTrainEngine(**common, offload=config.offload_optimizer)
+        return TorchEngine(**common, device=self.device)
 
     def run(self) -> bool:
         """Trains to the last step or until told to stop; returns whether the last step was reached."""
@@ -270,13 +280,15 @@ class Trainer:
             raise ValueError(f"{path} was reading {saved.state['data']}, this run reads {self._data_identity()}")
         self._name_changes(saved.state["config"])
         self.engine.load(saved.read, saved.state["optimizer_steps"])
+        if self.engine.loss_scale > 1:
+            self.engine.loss_scale = saved.state.get("loss_scale", self.engine.loss_scale)
         saved.restore_rng(self.rank)
         return Progress(saved.state["step"], saved.state["samples"], saved.state.get("skipped", 0))
 
     def _name_changes(self, before: dict) -> None:
         """Says which settings that matter for the result differ from those of the run that is resumed."""
         technical = {"resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences"}
-        technical |= {"checkpointing", "offload", "max_skips", "timeout"}
+        technical |= {"checkpointing", "offload", "offload_optimizer", "max_skips", "timeout"}
         now = self.config.to_dict()
         changed = [f"{k} {before.get(k)} -> {v}" for k, v in now.items() if k not in technical and before.get(k) != v]
         if changed and self.rank == 0:
@@ -301,6 +313,7 @@ class Trainer:
             "samples": self.progress.samples,
             "skipped": self.progress.skipped,
             "optimizer_steps": self.engine.optimizer_steps,
+            "loss_scale": self.engine.loss_scale,
             "data": self._data_identity(),
             "model": self.model_config.to_dict(),
             "config": self.config.to_dict(),
@@ -314,7 +327,7 @@ class Trainer:
         c, resumed = self.config, f", resumed after step {self.progress.step}" if self.progress.step else ""
         name, size = c.init_from or c.model, self.model_config.num_parameters
         return (
-            f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}; "
+            f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, {type(self.engine).__name__}; "
             f"{self.dp_size} data parallel x {self.sp.size} sequence parallel ranks; "
             f"{c.batch_size} sequences of {c.seq_len} tokens a step; "
             f"{len(self.train_data):,} sequences an epoch{resumed}"
@@ -333,25 +346,43 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _init_distributed(wanted: str, timeout: float) -> torch.device:
-    """Joins the process group that the environment names, or makes one of this process alone; returns the device.
+def _init_distributed(config: TrainConfig) -> torch.device:
+    """Joins the ranks that the environment names, or stays alone; returns the device.
 
-    Its own timeout is longer than `timeout`, so that the watchdog is the first to notice.
-
-    Raises ValueError if GPUs are wanted and there are fewer than processes on this machine.
+    Raises ValueError for a device or an engine that cannot be had, or does not go with other settings.
     """
+    device = _device(config.device)
+    engine = config.engine
+    if engine == "auto":
+        engine = "bmtrain" if device.type == "cuda" and kernels.installed("bmtrain") else "torch"
+    if engine == "bmtrain" and not (device.type == "cuda" and kernels.installed("bmtrain")):
+        raise ValueError("--engine bmtrain needs GPUs and the package bmtrain: see train/install_gpu.sh")
+    if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
+        raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain, on GPUs")
+    # Beside BMTrain torch.distributed is there for messages between hosts only.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and engine == "torch" else "gloo"
+    if "RANK" in os.environ:
+        # Its timeout is longer than the watchdog's, which is to be the first to notice.
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout + 120))
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if engine == "bmtrain":
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # NCCL's way to run several communicators at once
+        import bmtrain
+
+        bmtrain.init_distributed(seed=config.seed)
+    return device
+
+
+def _device(wanted: str) -> torch.device:
+    """This process's device. Raises ValueError if GPUs are wanted and there are fewer than processes here."""
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if wanted == "cuda" and gpus < here:
         raise ValueError(f"--device cuda needs a GPU for each of {here} processes, this machine has {gpus}")
-    device = torch.device("cpu")
-    if wanted != "cpu" and gpus >= here:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout + 120))
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if wanted == "cpu" or gpus < here:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
     return device
 
 
@@ -362,7 +393,7 @@ def main(argv: Sequence[str]) -> int:
     die_with_launcher()
     stop = StopSignal()
     try:
-        trainer = Trainer(config, _init_distributed(config.device, config.timeout), stop)
+        trainer = Trainer(config, _init_distributed(config), stop)
         finished = trainer.run()
     except (ranks.RankError, FloatingPointError) as error:  # alike on every rank
         if ranks.rank() == 0:

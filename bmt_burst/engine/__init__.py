@@ -1,6 +1,8 @@
 """Engines: how a model of plain torch modules is spread over ranks and trained. One engine a file.
 
-torch    FSDP2 over torch.distributed: gloo on CPU, NCCL on GPU
+torch     FSDP2 over torch.distributed: gloo on CPU, NCCL on GPU
+bmtrain   ZeRO-3 of BMTrain, on GPUs
+common    what both build on: starting weights, AdamW over pieces of weights
 
 A model is written once, as torch modules with a `layers` module list of blocks and an `init_parameter` method. An
 engine shards it, keeps fp32 master weights and AdamW state, and exposes both as flat shards, so that a checkpoint does
@@ -18,15 +20,6 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """Settings of decoupled Adam (arXiv 1711.05101). Matrices decay, vectors (norm weights) do not."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-
-
-@dataclass(frozen=True)
 class Shard:
     """Entries start, start + 1, ... of a flattened tensor of `shape`; `flat` is a view of this rank's memory."""
 
@@ -36,8 +29,13 @@ class Shard:
 
 
 class Engine(ABC):
-    """One model under training. All methods that communicate must be called by every rank."""
+    """One model under training. All methods that communicate must be called by every rank.
 
+    loss_scale  of fp16 training: gradients are those of the loss times this until the step, so that small ones do not
+                vanish; it halves when they overflow and doubles after many steps without. 1 in other dtypes.
+    """
+
+    loss_scale: float = 1.0
     rank: int
     world_size: int
     device: torch.device

@@ -86,6 +86,11 @@ class Kernel(ABC):
         """
 
 
+def names() -> list[str]:
+    """All kernels, the fastest first."""
+    return list(_BACKENDS)
+
+
 @functools.cache
 def load(name: str) -> Kernel:
     """The kernel called `name`."""
@@ -97,12 +102,12 @@ def pick(name: str, q: Tensor, k: Tensor, deterministic: bool = False) -> Kernel
 
     Raises ValueError, with every candidate's reason, if none can or the name is unknown.
     """
-    names = list(_BACKENDS) if name == "auto" else _ALIASES.get(name, (name,))
-    if unknown := [n for n in names if n not in _BACKENDS]:
+    candidates = names() if name == "auto" else _ALIASES.get(name, (name,))
+    if unknown := [n for n in candidates if n not in _BACKENDS]:
         expected = ["auto", *_ALIASES, *_BACKENDS]
         raise ValueError(f"unknown kernel flash={unknown[0]!r}; expected one of {expected}")
     reasons = []
-    for candidate in map(load, names):
+    for candidate in map(load, candidates):
         reason = candidate.refuses(q, k, deterministic)
         if reason is None:
             if name == "auto":
@@ -129,8 +134,8 @@ def refuses_half(q: Tensor, capability: tuple[int, int], head_sizes: Container[i
 @functools.cache
 def installed(module: str) -> bool:
     """Whether a module, and each package that it is in, can be found; cached, since looking takes long."""
-    names = module.split(".")
-    parents = (".".join(names[: i + 1]) for i in range(len(names)))
+    parts = module.split(".")
+    parents = (".".join(parts[: i + 1]) for i in range(len(parts)))
     return all(importlib.util.find_spec(name) is not None for name in parents)
 
 

@@ -1,0 +1,176 @@
+"""Says what is there and whether it works: python -m bmt_burst.doctor
+
+GPUs and their links, NCCL, every kernel (a forward and a backward against the reference), BMTrain, and a ring between
+two processes. A line each, with what to do about what is missing or broken. The exit code is 1 if anything that is
+there does not work.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+from . import Layout, burst_attn_func, init_sequence_parallel, kernels
+from .groups import make_rings
+from .transport import ALONE
+
+_RING_CODE = "from bmt_burst import doctor; doctor.ring_rank()"
+_RING_TIMEOUT = 120  # seconds
+_BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # relative errors that no working kernel comes near to
+
+
+class Missing(Exception):
+    """Something that is not there, and what to do about it."""
+
+
+def main() -> int:
+    broken = False
+    for name, check in checks():
+        try:
+            mark, text = "ok", check()
+        except Missing as reason:
+            mark, text = "--", str(reason)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong is what we are here to say
+            mark, text, broken = "!!", f"{type(error).__name__}: {error}", True
+        print(f"{mark}  {name:<12} {text}", flush=True)
+    print("\nok works   -- not there   !! does not work")
+    return int(broken)
+
+
+def checks() -> Iterator[tuple[str, Callable[[], str]]]:
+    yield "torch", _torch
+    yield "GPUs", _gpus
+    yield "links", _links
+    yield "NCCL", _nccl
+    for name in kernels.names():
+        yield name, lambda name=name: _kernel(name)
+    yield "fused sums", _fused
+    yield "BMTrain", _bmtrain
+    yield "ring", _ring
+
+
+def _torch() -> str:
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    return f"{torch.__version__} ({built}), Python {sys.version.split()[0]}"
+
+
+def _gpus() -> str:
+    if not torch.cuda.is_available():
+        why = "torch is a CPU build" if torch.version.cuda is None else "no NVIDIA driver or GPU"
+        raise Missing(f"{why}: everything runs on the CPU, slowly")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) + f", {memory:.0f} GiB each"
+
+
+def _links() -> str:
+    count = torch.cuda.device_count()
+    if count < 2:
+        raise Missing("fewer than two GPUs here")
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    reach = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
+    if len(reach) < len(pairs):
+        return f"{len(reach)} of {len(pairs)} pairs of GPUs reach each other's memory: deliveries go over NCCL"
+    return "all GPUs reach each other's memory: deliveries go by copy engines"
+
+
+def _nccl() -> str:
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise Missing("needs GPUs and a CUDA build of torch")
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _kernel(name: str) -> str:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 256, h, 64, device=device, dtype=dtype, generator=generator) for h in (4, 2, 2, 4))
+    if reason := kernels.load(name).refuses(q, k, deterministic=False):
+        raise Missing(reason)
+    mine = _results(kernels.load(name), q, k, v, dout)
+    exact = _results(kernels.load("reference"), *(x.double() for x in (q, k, v, dout)))
+    worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(mine, exact, strict=True))
+    if not worst < _BOUNDS[dtype]:
+        raise RuntimeError(f"results are wrong by {worst:.1e} (relative): do not use it, and report this")
+    return f"{dtype} on {device}, error {worst:.1e}"
+
+
+def _results(kernel: kernels.Kernel, q, k, v, dout) -> list[torch.Tensor]:
+    options = {"scale": 0.125, "causal": True, "deterministic": False}
+    out, lse = kernel.forward(q, k, v, **options)
+    return [out, *kernel.backward(dout, q, k, v, out, lse, **options)]
+
+
+def _fused() -> str:
+    if not torch.cuda.is_available():
+        raise Missing("Triton's kernels run on GPUs; here torch does their work")
+    from . import fused
+
+    parts = [((0, 64), torch.ones(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16))] * 2
+    total = torch.empty(1, 64, 2, 64, device="cuda")
+    fused.sum_gradients(total, parts)
+    if not total.eq(2).all():
+        raise RuntimeError("a sum is wrong: do not use this Triton, and report this")
+    return f"Triton {version('triton')}"
+
+
+def _bmtrain() -> str:
+    try:
+        found = version("bmtrain")
+    except PackageNotFoundError:
+        raise Missing("not installed: bash train/install_gpu.sh; training then uses FSDP2") from None
+    if not torch.cuda.is_available():
+        raise Missing(f"{found} is installed, but runs on GPUs only")
+    import bmtrain  # noqa: F401 - after torch, which brings NCCL
+
+    return found
+
+
+def _ring() -> str:
+    """Two processes, and the attention of one against that of both."""
+    gpus = torch.cuda.device_count()
+    environment = {**os.environ, "BMT_BURST_DOCTOR_DEVICE": "cuda" if gpus >= 2 else "cpu", "OMP_NUM_THREADS": "1"}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command = [sys.executable, *command, sys.executable, "-c", _RING_CODE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_RING_TIMEOUT)
+    said = [line for line in done.stdout.splitlines() if line.startswith("ring: ")]
+    if done.returncode or not said:
+        raise RuntimeError(f"two processes could not do a ring:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
+    return said[0].removeprefix("ring: ")
+
+
+def ring_rank() -> None:
+    """One of two processes of `_ring`."""
+    cuda = os.environ["BMT_BURST_DOCTOR_DEVICE"] == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    sp = init_sequence_parallel(inner_size=2)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    whole = torch.randn(1, 513, 4, 64, device=device, dtype=dtype, generator=generator)
+    mine = sp.shard(whole)
+    with torch.no_grad():
+        out = burst_attn_func(mine, mine, mine, causal=True, **sp.groups)
+        alone = burst_attn_func(whole, whole, whole, causal=True, process_group=ALONE)
+    exact = Layout("zigzag", 513, 2).shard(alone, sp.rank)
+    error = float((out.double() - exact).norm() / exact.double().norm())
+    if not error < _BOUNDS[dtype]:
+        raise RuntimeError(f"the ring's result is wrong by {error:.1e} (relative)")
+    ring = make_rings(sp.process_group, (None, None)).inner
+    way = "by copy engines" if ring.held_bytes else "over NCCL" if cuda else "over gloo"
+    if sp.rank == 0:
+        print(f"ring: two processes {way}, error {error:.1e}", flush=True)
+    dist.barrier()
+    os._exit(0)  # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the process
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, AdamW on each rank's pieces, on GPU or offloaded.
+
+Parameters become DistributedParameters and blocks a TransformerBlockList, so `bmtrain.save` and `bmtrain.load` work on
+`engine.model` under the model's own names. Blocks are not checkpointed by BMTrain, which would send the ring's blocks
+once more in the backward: what is computed again is the model's business.
+
+Gradients are reduced, and added up over micro-batches, in the weights' dtype; masters and AdamW are fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from . import Engine, Shard
+from .common import AdamW, Piece, ShardedAdamW, initial_weight
+
+_FIRST_LOSS_SCALE = 2.0**16
+_DOUBLE_EVERY = 1024  # optimizer steps
+
+
+class BMTrainEngine(Engine):
+    """Shards `build()` over all of BMTrain's ranks, after bmtrain.init_distributed.
+
+    build    makes the model; called on the meta device
+    dtype    of weights and activations, and of reduced gradients
+    seed     of the starting weights, which do not depend on the number of ranks
+    offload  keep masters and AdamW's state in host memory and step there
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        adamw: AdamW | None = None,
+        offload: bool = False,
+    ):
+        import bmtrain
+
+        from ..bmtrain import distribute
+
+        self._bmtrain = bmtrain
+        self.rank, self.world_size = bmtrain.rank(), bmtrain.world_size()
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        if dtype == torch.float16:
+            self.loss_scale = _FIRST_LOSS_SCALE
+        with torch.device("meta"):
+            self.model = build()
+        self._parameters = distribute(
+            self.model, lambda name, p: initial_weight(self.model, name, tuple(p.shape), seed, self.device).to(dtype)
+        )
+        # Each block keeps its parameters in one storage; a parameter's own data is then this rank's piece of it.
+        self._blocks = [bmtrain.Block(block, use_checkpoint=False) for block in self.model.layers]
+        self.model.layers = bmtrain.TransformerBlockList(self._blocks)
+        self._optimizer = ShardedAdamW(
+            {name: self._piece(p, offload) for name, p in self._parameters.items()}, adamw or AdamW()
+        )
+        self._start_masters(seed)
+
+    def _piece(self, p: nn.Parameter, offload: bool) -> Piece:
+        master = p.data.detach().to("cpu" if offload else self.device, torch.float32)
+        return Piece(master, (p._start_partition or 0) if master.numel() else 0, tuple(p._original_shape))
+
+    def _start_masters(self, seed: int) -> None:
+        """Gives masters the bits of the starting weights that the weights' dtype rounds away."""
+        for name, piece in self._optimizer.pieces.items():
+            whole = initial_weight(self.model, name, piece.shape, seed, self.device)
+            piece.master.copy_(whole.flatten()[piece.start : piece.start + piece.master.numel()])
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * self.loss_scale).backward()
+        torch.cuda.current_stream().wait_stream(self._bmtrain.config["load_stream"])  # where gradients are reduced
+
+    def step(self, lr: float, max_norm: float) -> float:
+        grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in self._parameters.items()}
+        try:
+            norm = self._optimizer.step(grads, lr, max_norm, self.sum, self.loss_scale)
+        except FloatingPointError as error:
+            if self.loss_scale > 1:
+                self.loss_scale /= 2
+                raise FloatingPointError(f"{error}; the loss scale is now {self.loss_scale:.0f}") from error
+            raise
+        finally:
+            self.clear_gradients()
+        self._store_weights()
+        if self.loss_scale > 1 and self.optimizer_steps % _DOUBLE_EVERY == 0:
+            self.loss_scale *= 2
+        return norm
+
+    def _store_weights(self) -> None:
+        """Rounds the masters to the weights; what is gathered next waits for it."""
+        for name, piece in self._optimizer.pieces.items():
+            weight = self._parameters[name].data
+            if weight.data_ptr() != piece.master.data_ptr():
+                weight.copy_(piece.master)
+        self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
+
+    def clear_gradients(self) -> None:
+        for block in self._blocks:
+            for storage in block._storage_params.values():
+                storage.grad = None
+        for p in self._parameters.values():
+            p.grad = None
+
+    def state(self) -> dict[str, Shard]:
+        return self._optimizer.state()
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self._optimizer.steps
+
+    def load(self, read: Callable[[str, Shard], Tensor], optimizer_steps: int) -> None:
+        self._optimizer.load(read, optimizer_steps)
+        self._store_weights()
+
+    def sum(self, values: list[float]) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self._bmtrain.nccl.allReduce(total.storage(), total.storage(), "sum", self._bmtrain.config["comm"])
+        return total.tolist()

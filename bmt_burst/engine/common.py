@@ -1,0 +1,108 @@
+"""What engines have in common: starting weights, and AdamW over this rank's pieces of a model's weights, in fp32."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from . import Shard
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Settings of decoupled Adam (arXiv 1711.05101). Matrices decay, vectors (norm weights) do not."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's piece of a weight of `shape`: entries start, start + 1, ... of the flattened whole, in fp32."""
+
+    master: Tensor
+    start: int
+    shape: tuple[int, ...]
+
+
+class ShardedAdamW:
+    """AdamW's state for `pieces` by name; on the pieces' device. Pieces may be empty."""
+
+    def __init__(self, pieces: Mapping[str, Piece], settings: AdamW):
+        self.pieces = dict(pieces)
+        self._masters = {name: nn.Parameter(piece.master) for name, piece in pieces.items() if piece.master.numel()}
+        decay = [p for name, p in self._masters.items() if len(pieces[name].shape) > 1]
+        no_decay = [p for name, p in self._masters.items() if len(pieces[name].shape) <= 1]
+        groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        self._adamw = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True) if groups else None
+        for p in self._masters.values():
+            state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            self._adamw.state[p] = {"step": torch.zeros((), device=p.device), **state}
+        self.steps = 0
+
+    def step(
+        self,
+        grads: Mapping[str, Tensor],
+        lr: float,
+        max_norm: float,
+        sum_over_ranks: Callable[[list[float]], list[float]],
+        loss_scale: float = 1.0,
+    ) -> float:
+        """One step with this rank's pieces of the gradients, which are those of the loss times `loss_scale`.
+
+        Returns the global norm of the loss's gradients before they are clipped to `max_norm`; raises FloatingPointError
+        on every rank, with nothing changed, if that is not finite.
+        """
+        grads = [grads[name] for name in self._masters]
+        square = torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).double().square().sum() if grads else 0.0
+        [square] = sum_over_ranks([float(square)])
+        norm = math.sqrt(square) / loss_scale
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}")
+        factor = min(1.0, max_norm / norm if norm else 1.0) / loss_scale
+        for p, grad in zip(self._masters.values(), grads, strict=True):
+            p.grad = grad.to(p.device, torch.float32).view(p.shape)
+        if self._adamw:
+            if factor != 1.0:
+                torch._foreach_mul_([p.grad for p in self._masters.values()], factor)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            self._adamw.zero_grad()
+        self.steps += 1
+        return norm
+
+    def state(self) -> dict[str, Shard]:
+        """As Engine.state."""
+        state = {}
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            for name, piece in self.pieces.items():
+                flat = piece.master.detach().flatten()
+                if kind != "weight" and flat.numel():
+                    flat = self._adamw.state[self._masters[name]][kind].flatten()
+                state[f"{kind}/{name}"] = Shard(flat, piece.start, piece.shape)
+        return state
+
+    def load(self, read: Callable[[str, Shard], Tensor], steps: int) -> None:
+        """As Engine.load."""
+        for key, shard in self.state().items():
+            shard.flat.copy_(read(key, shard))
+        self.steps = steps
+        for p in self._masters.values():
+            self._adamw.state[p]["step"].fill_(steps)
+
+
+def initial_weight(model: nn.Module, name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
+    """The whole parameter `name` of a model at the start of training, fp32; it depends on no rank."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    whole = torch.empty(shape, device=device)
+    model.init_parameter(name, whole, generator)
+    return whole

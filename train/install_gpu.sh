@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Installs what training on GPUs needs into .venv: torch, FlashAttention, BMTrain and bmt_burst itself.
+#
+#     bash train/install_gpu.sh                  from the package index
+#     bash train/install_gpu.sh --from FOLDER    from a folder of wheels and sdists, without network
+#
+# Where the Python at hand has a CUDA build of torch, that one is used. BMTrain is built from its sdist for the GPUs of
+# this machine, against the NCCL that torch brings: its wheels know no Hopper, and its requirement nvidia-nccl-cu11 would
+# overwrite torch's NCCL. Needs CUDA's nvcc. Afterwards: .venv/bin/python -m bmt_burst.doctor
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+index=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --from) index=(--no-index --find-links "$(cd "${2:?--from needs a folder}" && pwd)"); shift ;;
+        *) echo "usage: install_gpu.sh [--from FOLDER]" >&2; exit 2 ;;
+    esac
+    shift
+done
+
+has_cuda_torch() { "$1" -c 'import torch, sys; sys.exit(torch.version.cuda is None)' 2>/dev/null; }
+if [ ! -f .venv/bin/activate ]; then
+    if has_cuda_torch python3; then
+        python3 -m venv --system-site-packages .venv
+        # of a virtual environment too, whose packages --system-site-packages does not mean
+        python3 -c 'import site, sysconfig; print(sysconfig.get_path("purelib"))' \
+            >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
+    else
+        python3 -m venv .venv
+    fi
+fi
+. .venv/bin/activate
+install() { python -m pip install --quiet --disable-pip-version-check "${index[@]}" "$@"; }
+
+has_cuda_torch python || install torch
+command -v nvcc >/dev/null || { echo "install_gpu.sh: nvcc is not on the PATH; BMTrain's build needs CUDA's compiler" >&2; exit 1; }
+architectures=$(python - <<'FIND'
+import torch
+if not torch.cuda.is_available():
+    raise SystemExit("install_gpu.sh: torch sees no GPU")
+print(";".join(sorted({"%d%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})))
+FIND
+)
+echo "torch $(python -c 'import torch; print(torch.__version__)'), GPUs of architecture $architectures"
+
+have() { python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>/dev/null; }
+if [ "${architectures%%;*}" -ge 90 ]; then
+    have flash_attn.cute || install --pre flash-attn-4 ||
+        echo "flash-attn-4 could not be installed: attention will run on cuDNN" >&2
+else
+    have flash_attn_2_cuda || install --no-build-isolation flash-attn ||
+        echo "flash-attn could not be installed: attention will run on torch's own kernel" >&2
+fi
+
+if ! python -c 'import torch, bmtrain' 2>/dev/null; then
+    for tool in setuptools wheel cmake ninja pybind11; do have $tool || command -v $tool >/dev/null || install $tool; done
+    build=$(mktemp -d)
+    trap 'rm -rf "$build"' EXIT
+    python -m pip download --quiet --disable-pip-version-check "${index[@]}" --no-deps --no-build-isolation \
+        --no-binary=bmtrain --dest "$build" bmtrain==1.0.1
+    tar -xzf "$build"/bmtrain-*.tar.gz -C "$build"
+    # Only the architectures at hand: CUDA 13 refuses the old ones that the file lists.
+    sed -i -e 's/-gencode=arch=compute_[0-9]*,code=sm_[0-9]*//g' \
+        -e "s/CUDA_ARCHITECTURES \"[0-9;]*\"/CUDA_ARCHITECTURES \"$architectures\"/" "$build"/bmtrain-*/CMakeLists.txt
+    nccl=$(python -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])' 2>/dev/null) &&
+        export NCCL_ROOT_DIR=$nccl
+    install --no-deps --no-build-isolation "$build"/bmtrain-*/
+fi
+
+have numpy && have safetensors && have tqdm && have tensorboard && have tokenizers && have sentencepiece &&
+    have matplotlib && have huggingface_hub && deps=--no-deps
+install --no-build-isolation ${deps:-} --editable '.[train]'
+python -m bmt_burst.doctor
