@@ -267,6 +267,20 @@ def test_export_and_generate_from_a_run(folder, whole_run):
     assert all(exported[name].equal(weight) for name, weight in weights.items())
 
 
+def test_weights_go_to_bmtrains_format_and_come_back(folder, whole_run):
+    """The first loss of a run from them is the last validation loss of the run that made them."""
+    export = [sys.executable, ROOT / "train/export.py", "--run", folder / "whole", "--output", folder / "bmtrain"]
+    subprocess.run([*export, "--format", "bmtrain"], check=True, capture_output=True)
+    source, shape = folder / "bmtrain/model.pt", folder / "bmtrain/model.json"
+    options = {"val_data": folder / "data/train", "eval_sequences": 5, "steps": 1, "lr": 1e-30}
+    train(folder, "from-bmtrain", model=shape, init_from=source, **options)
+    last = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()][-1]
+    first = [json.loads(line) for line in (folder / "from-bmtrain/metrics.jsonl").read_text().splitlines()][-1]
+    assert first["val_loss"] == pytest.approx(last["val_loss"], rel=1e-6)
+    said = train(folder, "from-other", code=2, model="cpm-tiny", init_from=source)
+    assert "does not hold the weights of model 'cpm-tiny'" in said
+
+
 def test_training_goes_on_from_hugging_face_weights(folder):
     """The first loss is that of the weights, on two ranks too."""
     model = initialized(SMALL)

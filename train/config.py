@@ -33,8 +33,8 @@ class TrainConfig:
 
     model: str = option("cpm-tiny", MODEL, f"a preset ({', '.join(PRESETS)}) or a JSON file with CPMConfig's fields")
     init_from: str | None = option(
-        None, MODEL, "a Hugging Face folder of a Llama or MiniCPM to take shape and starting weights from; --model is "
-        "then not used", kind=str,
+        None, MODEL, "starting weights: a Hugging Face folder of a Llama or MiniCPM, whose shape is then taken too and "
+        "not --model's; or a file that bmtrain.save wrote, ending in .pt, of --model", kind=str,
     )  # fmt: skip
     dtype: str = option(
         "fp32", MODEL, "weights and activations in forward and backward; masters and AdamW are always fp32",
@@ -129,7 +129,7 @@ class TrainConfig:
         return self.steps // 5 if self.decay_steps is None else self.decay_steps
 
     def model_config(self) -> CPMConfig:
-        if self.init_from:
+        if self.init_from and not self.init_from.endswith(".pt"):
             return read_config(Path(self.init_from))
         if self.model in PRESETS:
             return PRESETS[self.model]

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -296,7 +296,7 @@ class Trainer:
 
     def _start(self) -> Progress:
         if self.config.init_from:
-            weights = HFWeights(self.config.init_from)
+            weights = self._starting_weights(self.config.init_from)
 
             def read(key: str, shard: Shard) -> Tensor:
                 kind, name = key.split("/")
@@ -306,6 +306,21 @@ class Trainer:
 
             self.engine.load(read, optimizer_steps=0)
         return Progress()
+
+    def _starting_weights(self, source: str) -> Mapping[str, Tensor]:
+        if not source.endswith(".pt"):
+            return HFWeights(source)
+        weights = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
+        expected = {name: shard.shape for name, shard in self._weight_shards().items()}
+        found = {name: tuple(weight.shape) for name, weight in weights.items()}
+        if found != expected:
+            wrong = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
+            raise ValueError(f"{source} does not hold the weights of model {self.config.model!r}: {wrong[:5]} differ")
+        return weights
+
+    def _weight_shards(self) -> dict[str, Shard]:
+        shards = self.engine.state().items()
+        return {key.removeprefix("weight/"): shard for key, shard in shards if key.startswith("weight/")}
 
     def _state(self) -> dict:
         return {
