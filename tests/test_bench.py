@@ -40,6 +40,28 @@ def test_benchmark_runs_and_reports(tmp_path):
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+def test_training_benchmark(tmp_path):
+    (tmp_path / "text.txt").write_text("a line of text\n" * 500)
+    prepare = ["train/prepare_data.py", "--input", tmp_path / "text.txt", "--output", tmp_path / "data"]
+    subprocess.run([sys.executable, *prepare], cwd=ROOT, check=True, capture_output=True)
+    output = tmp_path / "rows.jsonl"
+    options = ["--gpus", "2", "--seq-len", "64", "--steps", "4", "--layers", "2", "--data", tmp_path / "data/train"]
+    command = ["bench/training.py", *options, "--output", output, "--", "--layout", "striped"]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["checkpointing"] for row in rows] == ["selective", "full"]
+    for row in rows:
+        assert (row["kind"], row["layers"], row["sp"], row["seq_len"]) == ("train", 2, 2, 64)
+        assert row.keys() >= {"model", "engine", "gpus", "tokens_per_s_per_gpu", "step_s", "versions", "commit"}
+        assert len(row["losses"]) == 4
+    assert rows[0]["losses"] == rows[1]["losses"]
+    failing = subprocess.run([sys.executable, *command, "--clip", "-1"], cwd=ROOT, capture_output=True, text=True)
+    assert failing.returncode == 1
+    assert "clip must be positive" in failing.stdout
+
+
 def test_timeline_adds_up_by_kind():
     activities = [
         Activity("Memcpy DtoD", 20, 0.0, 5000.0),

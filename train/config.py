@@ -93,6 +93,7 @@ class TrainConfig:
         "never: refuse an --output that has checkpoints; or the folder of a checkpoint",
     )  # fmt: skip
     seed: int = option(0, RUN, "of starting weights and data order")
+    save: bool = option(True, RUN, "write checkpoints; without, a run leaves its curves only")
     save_every: int = option(200, RUN, "steps between checkpoints; the last step is always saved; 0: only the last")
     keep_last: int = option(2, RUN, "checkpoints to keep")
     eval_every: int = option(100, RUN, "steps between evaluations on --val-data; 0: only after the last")

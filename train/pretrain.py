@@ -119,7 +119,7 @@ class Trainer:
             if self.val_data and (last or (_due(progress.step, config.eval_every) and not stopping)):
                 self._record(val_loss=self._evaluate())
             due = _due(progress.step, config.save_every) and not self.skips_in_a_row
-            if last or stopping or due:
+            if config.save and (last or stopping or due):
                 self.watchdog.alive(f"saving step {progress.step}")
                 path = checkpoint.save(self.root, self._state(), self.engine.state(), config.keep_last)
                 self._say(f"step {progress.step}: saved {path}")
@@ -149,9 +149,10 @@ class Trainer:
         with self.clock.phase("optimizer"):
             outcome = self._optimize(loss, lr)
         phases = self.clock.read()
-        speed = self._speed(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        speed = self._speed(seconds)
         split = {f"{name}_s": seconds for name, seconds in phases.items()}
-        self._record(**outcome, lr=lr, samples=progress.samples, **speed, **split)
+        self._record(**outcome, lr=lr, samples=progress.samples, **speed, step_s=seconds, **split)
         if self.metrics:
             self.metrics.progress(progress.step)
         return stops > 0
@@ -288,7 +289,7 @@ class Trainer:
     def _name_changes(self, before: dict) -> None:
         """Says which settings that matter for the result differ from those of the run that is resumed."""
         technical = {"resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences"}
-        technical |= {"checkpointing", "offload", "offload_optimizer", "max_skips", "timeout"}
+        technical |= {"checkpointing", "offload", "offload_optimizer", "max_skips", "timeout", "save"}
         now = self.config.to_dict()
         changed = [f"{k} {before.get(k)} -> {v}" for k, v in now.items() if k not in technical and before.get(k) != v]
         if changed and self.rank == 0:
