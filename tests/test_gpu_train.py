@@ -1,0 +1,157 @@
+"""Training on GPUs: engines and sequence parallel sizes agree, memory is what it should be, BMTrain's examples run."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bmt_burst import kernels
+from bmt_burst.loss import linear_cross_entropy_sum
+from bmt_burst.offload import Offload
+from models.config import CPMConfig
+from models.cpm import CPM, Saving
+from tests.helpers import ROOT, relative_error
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 NVIDIA GPUs, this machine has {GPUS}")]
+needs_bmtrain = pytest.mark.skipif(not kernels.installed("bmtrain"), reason="needs the package bmtrain")
+
+SHAPE = CPMConfig(320, 256, 512, 3, 4, 2, 64, scale_emb=12.0, scale_depth=1.4, dim_model_base=128, init_std=0.1)
+GIB = 2**30
+
+
+def test_the_whole_logits_never_exist():
+    """MiniCPM-2B's head over 128K tokens: less than 2 GiB for forward and backward, both gradients included."""
+    tokens, vocabulary, size = 128 * 1024, 122_753, 2304
+    hidden = torch.randn(1, tokens, size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocabulary, size, device="cuda", dtype=torch.bfloat16) * 0.02).requires_grad_()
+    labels = torch.randint(0, vocabulary, (1, tokens), device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    total, count = linear_cross_entropy_sum(hidden, weight, labels)
+    dhidden, dweight = torch.autograd.grad(total / count, (hidden, weight))
+    assert torch.cuda.max_memory_allocated() - before < 2 * GIB
+    rows = torch.arange(0, tokens, 512, device="cuda")
+    logits = (hidden[0, rows] @ weight.T).double()
+    expected = (logits.softmax(-1).scatter_add(1, labels[0, rows, None], -torch.ones_like(logits[:, :1])) / count).to(
+        torch.float64
+    ) @ weight.double()
+    assert relative_error(dhidden[0, rows], expected) < 5e-3  # two roundings to bf16
+    assert dweight.isfinite().all()
+
+
+def saved_in(saving, tokens):
+    """Gradients and peak memory of a model that saves so."""
+    torch.manual_seed(0)
+    config = CPMConfig(512, 1024, 2048, 6, 8, 8, 128)
+    model = CPM(config, saving=saving).to("cuda", torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    peaks, positions = [], torch.arange(tokens.shape[1], device="cuda")
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        loss, count = model(tokens, positions, tokens)
+        grads = torch.autograd.grad(loss / count, list(model.parameters()))
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    return grads, peaks
+
+
+def test_offloading_and_recomputing_save_memory_and_change_no_bit():
+    tokens = torch.randint(0, 512, (1, 16384), device="cuda")
+    names = {"selective": Saving("selective"), "offloaded": Saving("selective", Offload()), "full": Saving("full")}
+    results = {name: saved_in(saving, tokens) for name, saving in {"none": Saving(), **names}.items()}
+    for name in names:
+        assert all(a.equal(b) for a, b in zip(results[name][0], results["none"][0], strict=True)), name
+        assert results[name][1][-1] < results["none"][1][-1], name
+        assert results[name][1][1] == results[name][1][2], f"{name}: memory grows"
+    assert results["offloaded"][1][-1] < results["selective"][1][-1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    (folder / "text.txt").write_text("".join(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(3000)))
+    (folder / "model.json").write_text(json.dumps(SHAPE.to_dict()))
+    prepare = ["train/prepare_data.py", "--input", folder / "text.txt", "--output", folder / "data"]
+    subprocess.run([sys.executable, *prepare], cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def torchrun(gpus, *command, code=0):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    done = subprocess.run([*launcher, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout + done.stderr
+
+
+def curve(folder, gpus, name, **options):
+    """Losses and gradient norms of a run."""
+    defaults = {"model": folder / "model.json", "data": folder / "data/train", "seq_len": 1021, "batch_size": 4}
+    defaults |= {"micro_batch_size": 1, "save_every": 0, "lr": 3e-3, "steps": 50, "output": folder / name}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in (defaults | options).items()]
+    torchrun(gpus, "train/pretrain.py", *flags)
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [(r["loss"], r["grad_norm"]) for r in records if "loss" in r]
+
+
+SIZES = [n for n in (1, 2, 4) if n <= GPUS]
+
+
+@needs_bmtrain
+@pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-6), ("bf16", 1e-2)])
+def test_engines_and_sizes_agree(folder, dtype, bound):
+    """fp32: rounding that Adam carries on; the first ten steps, in which it has not grown. bf16: all 50."""
+    steps = 10 if dtype == "fp32" else 50
+    expected = curve(folder, 1, f"{dtype}-torch-1", engine="torch", dtype=dtype)[:steps]
+    for engine in ("torch", "bmtrain"):
+        for size in SIZES:
+            got = curve(folder, size, f"{dtype}-{engine}-{size}-sp", engine=engine, sp_size=size, dtype=dtype)[:steps]
+            for (loss, norm), (exact_loss, exact_norm) in zip(got, expected, strict=True):
+                assert loss == pytest.approx(exact_loss, rel=bound), (engine, size)
+                assert norm == pytest.approx(exact_norm, rel=10 * bound), (engine, size)
+
+
+@needs_bmtrain
+def test_bmtrain_resumes_on_another_number_of_ranks(folder):
+    options = {"engine": "bmtrain", "dtype": "bf16", "sp_size": 2, "schedule": "linear", "warmup_steps": 1}
+    whole = curve(folder, 2, "whole", **options)
+    curve(folder, 2, "stopped", **options, save_every=20, keep_last=9)
+    for step in (40, 50):
+        subprocess.run(["rm", "-r", folder / f"stopped/step_{step:08d}"], check=True)
+    resumed = curve(folder, 1, "stopped", **(options | {"sp_size": 1}), resume="auto")
+    for mine, expected in zip(resumed[20:], whole[20:], strict=True):
+        assert mine == pytest.approx(expected, rel=2e-2)
+
+
+@needs_bmtrain
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_optimizer_may_be_offloaded(folder, dtype):
+    options = {"engine": "bmtrain", "dtype": dtype, "sp_size": 2, "steps": 20}
+    (folder / "offload.json").write_text(json.dumps({"offload_optimizer": True}))
+    on_gpu = curve(folder, 2, f"{dtype}-on-gpu", **options)
+    in_memory = curve(folder, 2, f"{dtype}-in-memory", **options, config=folder / "offload.json")
+    for mine, expected in zip(in_memory, on_gpu, strict=True):
+        assert mine == pytest.approx(expected, rel=1e-2)
+
+
+@needs_bmtrain
+def test_a_few_lines_make_a_bmtrain_script_sequence_parallel():
+    """One rank with a whole sequence, and two ranks with a half each."""
+    said = [torchrun(gpus, f"train/examples/bmtrain_{name}.py") for gpus, name in ((1, "before"), (2, "after"))]
+    curves = [re.findall(r"step \d+: loss ([\d.]+), gradient norm ([\d.]+)", text) for text in said]
+    assert len(curves[0]) == len(curves[1]) == 20
+    for before, after in zip(*curves, strict=True):
+        assert float(after[0]) == pytest.approx(float(before[0]), rel=1e-2)
+        assert float(after[1]) == pytest.approx(float(before[1]), rel=5e-2)
+
+
+def test_doctor_finds_nothing_broken():
+    done = subprocess.run([sys.executable, "-m", "bmt_burst.doctor"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"ok +ring +two processes (by copy engines|over NCCL)", done.stdout)
