@@ -68,11 +68,11 @@ class Plan:
     def kernel_options(self) -> dict:
         return {"scale": self.scale, "deterministic": self.deterministic}
 
-    def routes(self, travels: str, packing: Packing) -> Routes:
-        """The routes of blocks packed so."""
+    def routes(self, travels: str, packing: Packing, returning: bool) -> Routes:
+        """The routes of blocks packed so, and of their gradients if those are `returning`."""
         longest = -(-self.layout.seq_len // self.layout.size)
         width = min(max(self.group_bytes // (packing.token_bytes() * longest), 1), self.rings.inner.size)
-        return Routes(self.layout, self.schedule, self.causal, travels, width)
+        return Routes(self.layout, self.schedule, self.causal, travels, width, returning)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Queries:
 def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of this rank's q over the whole sequence: out (B, S, H, D) in q's dtype, lse (B, H, S) fp32 / fp64."""
     total = Outputs(q, _OUTPUTS_WAITING * plan.group_bytes)
-    with closing(_visits(plan, "kv", _packing(plan, "kv", q, k), (k, v))) as visits:
+    packing = _packing(plan, "kv", q, k)
+    with closing(_visits(plan, plan.routes("kv", packing, returning=False), packing, (k, v))) as visits:
         for group, (k_group, v_group) in visits:
             for rows, columns, causal in _calls_by_query(group.pieces):
                 k_call, v_call = _rows(k_group, columns), _rows(v_group, columns)
@@ -106,10 +107,11 @@ def backward(
     waiting = _GRADIENTS_WAITING * plan.group_bytes
     dq, dk, dv = (Gradients(x.shape, x.dtype, x.device, waiting) for x in (q, k, v))
     packing = _packing(plan, plan.backward, q, k)
+    routes = plan.routes(plan.backward, packing, returning=True)
     own = (dk, dv) if plan.backward == "kv" else (dq,)
     with _Homecoming(plan, own, _return_packing(plan, q, k)) as homecoming:
         if plan.backward == "kv":
-            with closing(_visits(plan, "kv", packing, (k, v))) as visits:
+            with closing(_visits(plan, routes, packing, (k, v))) as visits:
                 for group, (k_group, v_group) in visits:
                     for tile in _calls_by_block(group.pieces, "kv"):
                         dq_call, dk_call, dv_call = _tile_backward(plan, tile, home, k_group, v_group)
@@ -117,7 +119,7 @@ def backward(
                         homecoming.take(tile.kv, (dk_call, dv_call))
                     homecoming.depart(group)
         else:
-            with closing(_query_visits(plan, packing, home)) as visits:
+            with closing(_query_visits(plan, routes, packing, home)) as visits:
                 for group, visitors in visits:
                     for tile in _calls_by_block(group.pieces, "q"):
                         dq_call, dk_call, dv_call = _tile_backward(plan, tile, visitors, k, v)
@@ -131,14 +133,13 @@ def backward(
 
 def reserve(plan: Plan, q: Tensor, k: Tensor, with_backward: bool) -> None:
     """Lets the transport prepare for what will land on ranks of this host; all ranks call it alike."""
-    sides = ("kv", plan.backward) if with_backward else ("kv",)
-    visit = home = 0
-    for travels in sides:
+    host, visit, home = plan.rings.outer.rank, 0, 0
+    for travels, returning in (("kv", False), *([(plan.backward, True)] if with_backward else [])):
         packing = _packing(plan, travels, q, k)
-        tokens, home_tokens = plan.routes(travels, packing).landing_tokens(plan.rings.outer.rank)
+        tokens, home_tokens = plan.routes(travels, packing, returning).landing_tokens(host)
         visit = max(visit, packing.nbytes(tokens))
-    if with_backward:
-        home = _return_packing(plan, q, k).nbytes(home_tokens)
+        if returning:
+            home = _return_packing(plan, q, k).nbytes(home_tokens)
     plan.rings.inner.reserve({"visit": visit, "return": home}, q.device)
 
 
@@ -191,14 +192,14 @@ def _return_packing(plan: Plan, q: Tensor, k: Tensor) -> Packing:
 
 
 def _visits(
-    plan: Plan, travels: str, packing: Packing, home: tuple[Tensor, ...]
+    plan: Plan, routes: Routes, packing: Packing, home: tuple[Tensor, ...]
 ) -> Iterator[tuple[Group, tuple[Tensor, ...]]]:
     """The groups of all rounds and their tokens, tensors (B, T, ...) that are good until the next group.
 
     This rank's own block, `home`, is first.
     """
     root = tuple(x.contiguous() for x in home)
-    rounds = plan.routes(travels, packing).rounds(plan.rank)
+    rounds = routes.rounds(plan.rank)
     for number, (opening, *groups) in enumerate(rounds):
         leap, incoming = None, ()
         if step := opening.steps[0].outer:
@@ -247,7 +248,7 @@ def _parcels(packing: Packing, leg: Outgoing, tensors: Sequence[Tensor], span: S
         yield Parcel(tensors[index][batch, slice(*span)].contiguous(), leg.peer, offset)
 
 
-def _query_visits(plan: Plan, packing: Packing, home: Queries) -> Iterator[tuple[Group, Queries]]:
+def _query_visits(plan: Plan, routes: Routes, packing: Packing, home: Queries) -> Iterator[tuple[Group, Queries]]:
     """The query sides of all ranks in groups. What has a value per head and token travels as (B, S, heads)."""
     heads = home.q.shape[2]
     if plan.send_out:
@@ -255,7 +256,7 @@ def _query_visits(plan: Plan, packing: Packing, home: Queries) -> Iterator[tuple
     else:
         delta = (home.out.to(home.lse.dtype) * home.dout).sum(-1)
         tensors = home.q, home.dout, torch.cat((home.lse.transpose(1, 2), delta), -1)
-    with closing(_visits(plan, "q", packing, tensors)) as visits:
+    with closing(_visits(plan, routes, packing, tensors)) as visits:
         for group, (q, dout, rows, *out) in visits:
             lse = rows[..., :heads].transpose(1, 2)
             if group.steps[0].block == plan.rank:

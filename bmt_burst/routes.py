@@ -80,13 +80,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of all ranks if the `travels` side ("q" or "kv") of blocks travels, at most `width` blocks a group."""
+    """The routes of all ranks.
+
+    travels   the side of blocks that does, "q" or "kv"
+    width     most blocks of a group
+    returning whether gradients come back: the last of them come back with nothing left to compute meanwhile, so the
+              last group is not the longest; without, the first, which has only the own block's time to arrive
+    """
 
     layout: Layout
     schedule: Schedule
     causal: bool
     travels: str
     width: int
+    returning: bool = False
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - small, frozen and hashable
     def rounds(self, rank: int) -> tuple[tuple[Group, ...], ...]:
@@ -95,7 +102,7 @@ class Routes:
         steps = self.schedule.steps(rank)
         rounds = []
         for start in range(0, len(steps), inner):
-            hops = _cut(inner - 1, self.width)
+            hops = _cut(inner - 1, self.width, longer_first=self.returning)
             groups = [self._group(rank, start + 1 + a, start + 1 + b) for a, b in hops]
             rounds.append((self._opening(rank, steps[start]), *groups))
         return tuple(rounds)
@@ -173,14 +180,13 @@ class Routes:
         return tuple(entries)
 
 
-def _cut(count: int, width: int) -> list[Span]:
-    """0..count - 1 in as few ranges of at most `width` as will do, nearly equal; shorter ones first.
-
-    The first exchange has only the own block's time to finish, so it is not the longest.
-    """
+def _cut(count: int, width: int, longer_first: bool) -> list[Span]:
+    """0..count - 1 in as few ranges of at most `width` as will do, nearly equal."""
     parts = -(-count // width)
-    bounds = [count * i // parts for i in range(parts + 1)] if parts else [0]
-    return list(itertools.pairwise(bounds))
+    if not parts:
+        return []
+    up = parts - 1 if longer_first else 0
+    return list(itertools.pairwise((count * i + up) // parts for i in range(parts + 1)))
 
 
 def _end(entries: tuple | list) -> int:
