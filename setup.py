@@ -13,8 +13,8 @@ setup(
     packages=find_packages(include=["bmt_burst", "bmt_burst.*"]),
     install_requires=["torch>=2.11"],
     extras_require={
-        "bmtrain": ["bmtrain>=1.0.1", "model-center>=1.0.2"],
         "flash-attn": ["flash-attn>=2.6"],
+        # BMTrain is no extra: it requires nvidia-nccl-cu11, which overwrites torch's NCCL. See train/install_gpu.sh.
         "train": TRAIN,
         "test": [*TRAIN, "triton", "pytest", "ruff==0.17.5", "transformers"],
     },

@@ -56,8 +56,8 @@ def burst_attn_func(
         causal: whether a token sees only tokens at its own or earlier positions, as `layout` gives them.
         optimize_bwd_comm: where queries travel in the backward, let delta = rowsum(out * dout) travel instead of out.
         deterministic: results that are equal bit for bit between runs.
-        process_group: the ranks that share the sequence, by default all (or this process alone if torch.distributed
-            is not initialised): a torch.distributed ProcessGroup or a bmt_burst Transport.
+        process_group: the ranks that share the sequence: a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator
+            or a bmt_burst Transport; by default all ranks of BMTrain or torch.distributed, or this process alone.
         double_group: (intra, inter) groups for a double ring, instead of `process_group`.
         layout: which positions the ranks own, see `bmt_burst.Layout`: "zigzag", "striped" or "contiguous".
         backward: what travels in the backward: "kv" (keys and values), "q" (queries and the output's gradient) or

@@ -1,4 +1,4 @@
-"""For scripts on BMTrain: sequence parallel attention in its module classes. Import it after bmtrain.init_distributed.
+"""For scripts on BMTrain: sequence parallel attention in its module classes. Layers need bmtrain.init_distributed.
 
 sp = bmt_burst.init_sequence_parallel(sp_size=8)
 self.attention = BurstAttention(4096, 32, num_kv_heads=8, sp=sp, dtype=torch.bfloat16)

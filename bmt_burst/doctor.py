@@ -8,6 +8,7 @@ there does not work.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -138,10 +139,16 @@ def _ring() -> str:
     environment = {**os.environ, "BMT_BURST_DOCTOR_DEVICE": "cuda" if gpus >= 2 else "cpu", "OMP_NUM_THREADS": "1"}
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     command = [sys.executable, *command, sys.executable, "-c", _RING_CODE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_RING_TIMEOUT)
-    said = [line for line in done.stdout.splitlines() if line.startswith("ring: ")]
-    if done.returncode or not said:
-        raise RuntimeError(f"two processes could not do a ring:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    try:
+        output, _ = run.communicate(timeout=_RING_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)  # the launcher and its processes
+        raise
+    said = [line for line in output.splitlines() if line.startswith("ring: ")]
+    if run.returncode or not said:
+        raise RuntimeError(f"two processes could not do a ring:\n{output[-4000:]}")
     return said[0].removeprefix("ring: ")
 
 

@@ -227,7 +227,9 @@ def _own_group(world: Transport, partition: list[range]) -> Group:
     if isinstance(world, BMTrainTransport):
         part = next(part for part in partition if world.rank in part)
         name = f"{world.name}/group/{next(_groups_made)}/{part.start}"
-        return bmtrain_transport(new_communicator(name, part.index(world.rank), len(part)))
+        transport = bmtrain_transport(new_communicator(name, part.index(world.rank), len(part)))
+        transport.warm_up()
+        return transport
     ranks = [list(part) for part in partition]
     if "nccl" not in dist.get_backend_config():
         return dist.new_subgroups_by_enumeration(ranks)[0]

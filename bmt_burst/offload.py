@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _LEAST_BYTES = 1 << 20  # smaller tensors are not worth a copy
 
@@ -35,33 +36,37 @@ class Offload:
         """What is saved within is kept in host memory; comes back in one go, with the block before on its way too."""
         block = _Block(self._last)
         self._last = weakref.ref(block)
-        with saved_tensors_hooks(lambda x: self._park(block, x), self._bring_back):
-            yield
+        try:
+            with saved_tensors_hooks(lambda x: self._park(block, x), self._bring_back):
+                yield
+        finally:
+            block.names.clear()  # from now on only the graph keeps what is parked
 
-    def _park(self, block: _Block, x: Tensor) -> Tensor | _Parked:
+    def _park(self, block: _Block, x: Tensor) -> Tensor | tuple[_Parked, torch.Size]:
         if not x.is_cuda or x.nbytes < _LEAST_BYTES:
             return x
-        name = (x.data_ptr(), x._version, x.dtype, x.shape, x.stride())
-        if name not in block.names:  # an operation and the one after it may save the same tensor
+        parked, owner = block.names.get(_name(x), (None, None))
+        if parked is None or owner.expired():  # else an operation before saved the same memory
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
             x.record_stream(self._stream)
-            block.names[name] = _Parked(block, host, x.device)
-            block.parked.append(weakref.ref(block.names[name]))
-        return block.names[name]
+            parked = _Parked(block, host, x.device)
+            block.names[_name(x)] = parked, StorageWeakRef(x.untyped_storage())
+            block.parked.append(weakref.ref(parked))
+        return parked, x.shape
 
-    def _bring_back(self, saved: Tensor | _Parked) -> Tensor:
+    def _bring_back(self, saved: Tensor | tuple[_Parked, torch.Size]) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        saved.block.names.clear()  # the forward is over: only the graph keeps what is parked
-        previous = saved.block.previous and saved.block.previous()
-        for block in (saved.block, previous):
-            for parked in block.parked if block else ():
-                self._fetch(parked())
-        torch.cuda.current_stream().wait_event(saved.arrived)
-        return saved.back
+        parked, shape = saved
+        previous = parked.block.previous and parked.block.previous()
+        for block in (parked.block, previous):
+            for other in block.parked if block else ():
+                self._fetch(other())
+        torch.cuda.current_stream().wait_event(parked.arrived)
+        return parked.back if parked.back.shape == shape else parked.back.view(shape)
 
     def _fetch(self, parked: _Parked | None) -> None:
         if parked is None or parked.back is not None:
@@ -74,11 +79,14 @@ class Offload:
 
 
 class _Block:
-    """What one block has parked; `names` while its forward may park the same tensor again."""
+    """What one block has parked; `names` while its forward may save the same memory again, by what memory it is.
+
+    An allocator may give memory that was freed to the next tensor, so an entry counts while its owner lives.
+    """
 
     def __init__(self, previous: weakref.ref[_Block] | None):
         self.previous = previous
-        self.names: dict[tuple[Any, ...], _Parked] = {}
+        self.names: dict[tuple[Any, ...], tuple[_Parked, StorageWeakRef]] = {}
         self.parked: list[weakref.ref[_Parked]] = []
 
 
@@ -89,3 +97,9 @@ class _Parked:
         self.block, self.host, self.device = block, host, device
         self.back: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
+
+
+def _name(x: Tensor) -> tuple[Any, ...]:
+    """What memory x is, in which order of entries; views of one shape or another are alike if they are contiguous."""
+    order = () if x.is_contiguous() else (x.shape, x.stride())
+    return (x.data_ptr(), x.nbytes, x.dtype, x._version, order)

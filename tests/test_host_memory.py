@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from bmt_burst import transport
 from bmt_burst.transport import host_memory
 from bmt_burst.transport.host_memory import HostMemory, _place_bytes, open_host_memory
 from tests.helpers import run_ranks
@@ -38,7 +39,7 @@ def test_everyone_reads_everyones_messages_in_order():
 
 
 def test_a_rank_that_does_not_call_is_named(monkeypatch):
-    monkeypatch.setattr(host_memory, "_TIMEOUT", 0.05)
+    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
     memory = mmap.mmap(-1, 4 * _place_bytes(LONGEST))
     with pytest.raises(TimeoutError, match="rank 1 of the group did not make this call"):
         HostMemory(0, 2, memory, LONGEST).gather(b"here")
@@ -46,7 +47,7 @@ def test_a_rank_that_does_not_call_is_named(monkeypatch):
 
 def test_a_message_counts_once_it_is_whole(monkeypatch):
     """A head that is seen before its message does not make it one."""
-    monkeypatch.setattr(host_memory, "_TIMEOUT", 0.05)
+    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
     memory = mmap.mmap(-1, 4 * _place_bytes(LONGEST))
     HostMemory(1, 2, memory, LONGEST)  # a place of rank 1, as if only the head were there yet
     at = (2 * 1 + 1) * _place_bytes(LONGEST)

@@ -6,8 +6,11 @@ import torch
 
 from models.config import CPMConfig
 
-# Dense 16-bit TFLOP/s by the vendors' datasheets, by a word of the device's name.
+# Dense 16-bit TFLOP/s by the vendors' datasheets: for the first entry whose words are all in the device's name.
 _PEAK_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H200 NVL": 835.0,
     "H20": 148.0,
     "H200": 989.0,
     "H100": 989.0,
@@ -38,5 +41,5 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
     """What a device can do in 16 bits, TFLOP/s; None if it is not known."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
-    words = torch.cuda.get_device_name(device).replace("-", " ").split()
-    return next((peak for name, peak in _PEAK_TFLOPS.items() if name in words), None)
+    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
+    return next((peak for name, peak in _PEAK_TFLOPS.items() if words.issuperset(name.split())), None)

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from train.watchdog import EXIT_CODE
+
 _LAUNCHER = "BMT_BURST_LAUNCHER"  # environment variable: the launcher's process id
 _PR_SET_PDEATHSIG = 1
 _EXPLAINED = 2  # exit code of a rank that has said what is wrong
@@ -64,7 +66,8 @@ def die_with_launcher() -> None:
 
 def _stop_others(ranks: list[subprocess.Popen]) -> int:
     """Stops what still runs after a failure; returns the code of a rank that knew why it failed, else of the first."""
-    time.sleep(1.0)  # ranks that fail for the same reason may still say so
+    hung = any(rank.poll() == EXIT_CODE for rank in ranks)
+    time.sleep(5.0 if hung else 1.0)  # ranks that fail for the same reason may still say so, and leave their stacks
     codes = {number: _exit_code(rank) for number, rank in enumerate(ranks) if rank.poll()}
     _kill(ranks)
     ended = ", ".join(f"rank {number} ended with code {code}" for number, code in codes.items())

@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +29,7 @@ from torch import Tensor
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bmt_burst import Layout, init_sequence_parallel, kernels
+from bmt_burst import Layout, init_sequence_parallel, kernels, transport
 from bmt_burst.engine import Engine, Shard
 from bmt_burst.engine.bmtrain import BMTrainEngine
 from bmt_burst.engine.common import AdamW
@@ -113,7 +116,6 @@ class Trainer:
         self._say(self._description())
         stopping = False
         while progress.step < config.steps and not stopping:
-            self.watchdog.alive(f"step {progress.step + 1}")
             stopping = self._train_step()
             last = progress.step == config.steps
             if self.val_data and (last or (_due(progress.step, config.eval_every) and not stopping)):
@@ -131,11 +133,13 @@ class Trainer:
     def _train_step(self) -> bool:
         """One step; returns whether any rank was told to stop."""
         began, config, progress = time.perf_counter(), self.config, self.progress
+        self.watchdog.alive(f"reading for step {progress.step + 1}")
         with self.clock.phase("data"):
             micro_batches = [self._shard(*batch) for batch in self._read_batch()]
             [targets] = self.engine.sum([sum(int(count_targets(labels)) for _, labels in micro_batches)])
         losses = []
         for tokens, labels in micro_batches:
+            self.watchdog.alive(f"step {progress.step + 1}")
             with self.clock.phase("forward"):
                 loss, _ = self.engine.model(tokens, self.positions, labels)
             with self.clock.phase("backward"):
@@ -214,8 +218,8 @@ class Trainer:
         chosen: list[int | None] = [i * len(data) // count for i in range(count)]
         chosen += [None] * (-count % (size * self.dp_size))  # all ranks must take part equally often
         loss = targets = 0.0
-        self.watchdog.alive(f"evaluation after step {self.progress.step}")
         for start in range(self.dp_rank * size, len(chosen), size * self.dp_size):
+            self.watchdog.alive(f"evaluation after step {self.progress.step}")
             tokens, labels = self._shard(*data.batch(chosen[start : start + size]))
             batch_loss, batch_targets = self.engine.model(tokens, self.positions, labels)
             loss, targets = loss + float(batch_loss), targets + float(batch_targets)
@@ -281,7 +285,7 @@ class Trainer:
             raise ValueError(f"{path} was reading {saved.state['data']}, this run reads {self._data_identity()}")
         self._name_changes(saved.state["config"])
         self.engine.load(saved.read, saved.state["optimizer_steps"])
-        if self.engine.loss_scale > 1:
+        if saved.state["config"]["dtype"] == self.config.dtype:
             self.engine.loss_scale = saved.state.get("loss_scale", self.engine.loss_scale)
         saved.restore_rng(self.rank)
         return Progress(saved.state["step"], saved.state["samples"], saved.state.get("skipped", 0))
@@ -368,6 +372,7 @@ def _init_distributed(config: TrainConfig) -> torch.device:
     Raises ValueError for a device or an engine that cannot be had, or does not go with other settings.
     """
     device = _device(config.device)
+    transport.AGREEMENT_TIMEOUT = config.timeout + 120  # the watchdog is to be the first to notice a rank that hangs
     engine = config.engine
     if engine == "auto":
         engine = "bmtrain" if device.type == "cuda" and kernels.installed("bmtrain") else "torch"
@@ -378,16 +383,23 @@ def _init_distributed(config: TrainConfig) -> torch.device:
     # Beside BMTrain torch.distributed is there for messages between hosts only.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and engine == "torch" else "gloo"
     if "RANK" in os.environ:
-        # Its timeout is longer than the watchdog's, which is to be the first to notice.
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout + 120))
+        dist.init_process_group(backend, timeout=timedelta(seconds=transport.AGREEMENT_TIMEOUT))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if engine == "bmtrain":
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # NCCL's way to run several communicators at once
+        if "RANK" not in os.environ:  # or two runs on one machine would meet at BMTrain's own port
+            os.environ["MASTER_PORT"] = str(_free_port())
         import bmtrain
 
         bmtrain.init_distributed(seed=config.seed)
     return device
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _device(wanted: str) -> torch.device:
@@ -419,13 +431,27 @@ def main(argv: Sequence[str]) -> int:
         print(f"pretrain.py: rank {ranks.rank()}: {error}", file=sys.stderr)
         return 2
     if trainer.rank == 0 and not finished:
-        print(f"stopped after step {trainer.progress.step}; to go on, run the same command with --resume auto")
+        how = "to go on, run the same command with --resume auto" if config.save else "nothing was saved"
+        print(f"stopped after step {trainer.progress.step}; {how}")
     dist.destroy_process_group()
     return 0
 
 
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
+def _leave(code: int) -> NoReturn:
+    """Ends the process at once: interpreter shutdown may wait for collectives that never end.
+
+    torch 2.13 has a reason of its own: a gloo thread that drops a tensor meanwhile aborts the process.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the process
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        _leave(main(sys.argv[1:]))
+    except SystemExit as given:  # by argparse, which has said why
+        _leave(given.code if isinstance(given.code, int) else 1)
+    except BaseException:  # noqa: BLE001 - every way out leads through _leave
+        traceback.print_exc()
+        _leave(1)

@@ -1,8 +1,9 @@
 """The BMTrain engine: BMTrain's ZeRO-3 for plain modules, AdamW on each rank's pieces, on GPU or offloaded.
 
-Parameters become DistributedParameters and blocks a TransformerBlockList, so `bmtrain.save` and `bmtrain.load` work on
-`engine.model` under the model's own names. Blocks are not checkpointed by BMTrain, which would send the ring's blocks
-once more in the backward: what is computed again is the model's business.
+Parameters become DistributedParameters and blocks a TransformerBlockList: `bmtrain.save(engine.model, file)` writes
+the model under its own names, and after `bmtrain.load(engine.model, file)` the engine takes over with `adopt_weights`.
+Blocks are not checkpointed by BMTrain, which would send the ring's blocks once more in the backward: what is computed
+again is the model's business.
 
 Gradients are reduced, and added up over micro-batches, in the weights' dtype; masters and AdamW are fp32.
 """
@@ -18,7 +19,7 @@ from . import Engine, Shard
 from .common import AdamW, Piece, ShardedAdamW, initial_weight
 
 _FIRST_LOSS_SCALE = 2.0**16
-_DOUBLE_EVERY = 1024  # optimizer steps
+_DOUBLE_EVERY = 1024  # steps in a row that did not overflow
 
 
 class BMTrainEngine(Engine):
@@ -46,8 +47,9 @@ class BMTrainEngine(Engine):
         self._bmtrain = bmtrain
         self.rank, self.world_size = bmtrain.rank(), bmtrain.world_size()
         self.device = torch.device("cuda", torch.cuda.current_device())
-        if dtype == torch.float16:
-            self.loss_scale = _FIRST_LOSS_SCALE
+        self._scales_loss = dtype == torch.float16
+        self.loss_scale = _FIRST_LOSS_SCALE if self._scales_loss else 1.0
+        self._steps_at_scale = 0
         with torch.device("meta"):
             self.model = build()
         self._parameters = distribute(
@@ -60,6 +62,7 @@ class BMTrainEngine(Engine):
             {name: self._piece(p, offload) for name, p in self._parameters.items()}, adamw or AdamW()
         )
         self._start_masters(seed)
+        self._store_weights()
 
     def _piece(self, p: nn.Parameter, offload: bool) -> Piece:
         master = p.data.detach().to("cpu" if offload else self.device, torch.float32)
@@ -80,16 +83,22 @@ class BMTrainEngine(Engine):
         try:
             norm = self._optimizer.step(grads, lr, max_norm, self.sum, self.loss_scale)
         except FloatingPointError as error:
-            if self.loss_scale > 1:
-                self.loss_scale /= 2
-                raise FloatingPointError(f"{error}; the loss scale is now {self.loss_scale:.0f}") from error
-            raise
+            if not self._scales_loss:
+                raise
+            self.loss_scale, self._steps_at_scale = self.loss_scale / 2, 0
+            raise FloatingPointError(f"{error}; the loss scale is now {self.loss_scale:g}") from error
         finally:
             self.clear_gradients()
         self._store_weights()
-        if self.loss_scale > 1 and self.optimizer_steps % _DOUBLE_EVERY == 0:
-            self.loss_scale *= 2
+        self._steps_at_scale += 1
+        if self._scales_loss and self._steps_at_scale == _DOUBLE_EVERY:
+            self.loss_scale, self._steps_at_scale = self.loss_scale * 2, 0
         return norm
+
+    def adopt_weights(self) -> None:
+        """Takes the model's weights, which were filled by others, for the masters'."""
+        for name, piece in self._optimizer.pieces.items():
+            piece.master.copy_(self._parameters[name].data)
 
     def _store_weights(self) -> None:
         """Rounds the masters to the weights; what is gathered next waits for it."""

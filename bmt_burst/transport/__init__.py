@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 Messages = list[tuple[Tensor, int]]  # tensors and the ranks that they go to or come from
+AGREEMENT_TIMEOUT = 120.0  # seconds after which a rank that takes no part is an error; may be set before the first call
 MESSAGE_BYTES = 1024  # the longest message that `gather` carries
 LANES = {"visit": 2, "return": 1}  # kinds of deliveries, and how many of a kind may land before the first is released
 

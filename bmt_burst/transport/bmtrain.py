@@ -56,7 +56,8 @@ class BMTrainTransport(ProcessTransport):
         self.rank, self.size = nccl.commRank(comm), nccl.commCount(comm)
         self.stream = torch.cuda.Stream(priority=-1)
         self.name = self._draw_name()
-        self.gathers, self.is_named = 0, False
+        self.group: dist.ProcessGroup | None = None
+        self.gathers = 0
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -78,9 +79,9 @@ class BMTrainTransport(ProcessTransport):
         return replies
 
     def symmetric_group(self) -> str:
-        if not self.is_named:
-            torch._C._distributed_c10d._SymmetricMemory.set_group_info(self.name, self.rank, self.size, store())
-            self.is_named = True
+        if self.group is None:  # a group without any backend, by whose store the ranks find each other's memory
+            self.group = dist.ProcessGroup(dist.PrefixStore(self.name, store()), self.rank, self.size)
+            torch._C._distributed_c10d._register_process_group(self.name, self.group)
         return self.name
 
     def warm_up(self) -> None:
@@ -103,10 +104,8 @@ class BMTrainTransport(ProcessTransport):
 
 @functools.cache
 def bmtrain_transport(comm) -> BMTrainTransport:
-    """The transport over `comm`, one for all calls; connected. All its ranks make it at the same point."""
-    transport = BMTrainTransport(comm)
-    transport.warm_up()
-    return transport
+    """The transport over `comm`, one for all calls. All its ranks make it at the same point."""
+    return BMTrainTransport(comm)
 
 
 def new_communicator(name: str, rank: int, size: int):

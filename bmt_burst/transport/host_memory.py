@@ -15,8 +15,9 @@ import time
 import zlib
 from collections.abc import Callable
 
+from bmt_burst import transport
+
 _HEAD = struct.Struct("<qqq")  # number, length, checksum
-_TIMEOUT = 120.0  # seconds, after which a rank that did not take part is an error
 _SPINS = 200  # looks without a pause, some 0.1 ms
 _PAUSE = 5e-5
 
@@ -48,8 +49,9 @@ class HostMemory:
             looks += 1
             if looks > _SPINS:
                 time.sleep(_PAUSE)
-            if time.monotonic() - began > _TIMEOUT:
-                raise TimeoutError(f"rank {peer} of the group did not make this call within {_TIMEOUT:.0f} s")
+            if time.monotonic() - began > transport.AGREEMENT_TIMEOUT:
+                waited = f"within {transport.AGREEMENT_TIMEOUT:.0f} s"
+                raise TimeoutError(f"rank {peer} of the group did not make this call {waited}")
 
     def _place(self, rank: int) -> int:
         return (2 * rank + self.number % 2) * self.place_bytes

@@ -9,10 +9,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from bmt_burst import transport
+
 from . import Messages, Transport
 from .processes import ProcessTransport
 
-_AGREEMENT_TIMEOUT = timedelta(minutes=2)  # after which a rank that did not take part is an error
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
 
 
@@ -69,4 +70,5 @@ def torch_transport(group: dist.ProcessGroup) -> TorchTransport:
 def _companion(group: dist.ProcessGroup) -> TorchTransport:
     """A gloo group of the same ranks, for messages between hosts. Made when all of them first call it."""
     members = dist.get_process_group_ranks(group)
-    return TorchTransport(dist.new_group(members, _AGREEMENT_TIMEOUT, "gloo", use_local_synchronization=True))
+    timeout = timedelta(seconds=transport.AGREEMENT_TIMEOUT)
+    return TorchTransport(dist.new_group(members, timeout, "gloo", use_local_synchronization=True))

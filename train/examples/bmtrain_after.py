@@ -1,6 +1,8 @@
 """The training loop of bmtrain_before.py, sequence parallel: all ranks have a part of the same sequences.
 
-torchrun --nproc-per-node 2 train/examples/bmtrain_after.py
+NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 train/examples/bmtrain_after.py
+
+The environment variable is NCCL's way to run several communicators at once.
 """
 
 import bmtrain as bmt
@@ -13,6 +15,9 @@ from bmt_burst.nn import apply_rope, rope_tables
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, STEPS = 512, 256, 4, 2, 1024, 20
 DTYPE = torch.bfloat16
 
+bmt.init_distributed(seed=0)
+sp = init_sequence_parallel()
+
 
 class Attention(bmt.DistributedModule):
     def __init__(self):
@@ -23,7 +28,7 @@ class Attention(bmt.DistributedModule):
     def forward(self, x, cos, sin):
         q, k, v = self.project_qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        out = burst_attn_func(q, k, v, causal=True)
+        out = burst_attn_func(q, k, v, causal=True, **sp.groups)
         return self.project_out(out.flatten(2))
 
 
@@ -60,8 +65,6 @@ def sequences(step, reader):
 
 
 def main():
-    bmt.init_distributed(seed=0)
-    sp = init_sequence_parallel()
     model = Model()
     bmt.init_parameters(model)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)

@@ -13,6 +13,8 @@ from bmt_burst.nn import apply_rope, rope_tables
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, STEPS = 512, 256, 4, 2, 1024, 20
 DTYPE = torch.bfloat16
 
+bmt.init_distributed(seed=0)
+
 
 class Attention(bmt.DistributedModule):
     def __init__(self):
@@ -61,7 +63,6 @@ def sequences(step, reader):
 
 
 def main():
-    bmt.init_distributed(seed=0)
     model = Model()
     bmt.init_parameters(model)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)

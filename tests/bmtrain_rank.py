@@ -1,0 +1,130 @@
+"""One of BMTrain's ranks on CPUs, see fake_cuda.py: python -O tests/bmtrain_rank.py RESULTS WHAT
+
+What it finds goes to RESULTS/RANK.json.
+"""
+
+import dataclasses
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests import fake_cuda
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+STEPS = 6
+
+
+def curve(engine, sp) -> list[float]:
+    """Losses and gradient norms of steps of two micro-batches, and a loss without gradient."""
+    from bmt_burst import shift_labels
+
+    found = []
+    for step in range(STEPS):
+        tokens = torch.randint(0, 300, (2, 41), generator=torch.Generator().manual_seed(step))
+        labels = shift_labels(tokens)
+        labels[:, :30] = -100  # most ranks have few targets
+        losses = []
+        for row in range(2):
+            part = sp.shard(tokens[row : row + 1]), sp.positions(41), sp.shard(labels[row : row + 1])
+            loss, _ = engine.model(*part)
+            engine.backward(loss / 20)
+            losses.append(float(loss.detach()))
+        found += [engine.sum([sum(losses)])[0] / 20, engine.step(1e-2, 0.5)]
+    with torch.no_grad():
+        loss, _ = engine.model(*part)
+    return [*found, *engine.sum([float(loss)])]
+
+
+def engines(folder: Path) -> dict:
+    import bmtrain
+
+    from bmt_burst import init_sequence_parallel
+    from bmt_burst.engine.bmtrain import BMTrainEngine
+    from models.config import CPMConfig
+    from models.cpm import CPM, Saving
+
+    results, sp = {}, init_sequence_parallel()
+    shape = CPMConfig(300, **SIZES, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1)
+    for checkpointing, tied, offload in (("selective", True, False), ("none", False, True), ("full", True, False)):
+        config = dataclasses.replace(shape, tie_embeddings=tied)
+        build = lambda config=config, mode=checkpointing: CPM(config, sp, Saving(mode))  # noqa: E731
+        engine = BMTrainEngine(build, dtype=torch.float32, seed=3, offload=offload)
+        results[f"{checkpointing} {tied}"] = curve(engine, sp)
+    file = folder / "model.pt"
+    bmtrain.save(engine.model, str(file))
+    before = {key: shard.flat.clone() for key, shard in engine.state().items()}
+    saved = torch.load(file)
+    results["saved"] = sorted(saved)
+    other = BMTrainEngine(build, dtype=torch.float32, seed=4)
+    bmtrain.load(other.model, str(file))
+    other.adopt_weights()
+    other.step(0.0, 1.0)  # with gradients of nothing: weights are what was loaded
+    results["loaded"] = all(
+        shard.flat.equal(before[key]) for key, shard in other.state().items() if key.startswith("weight/")
+    )
+    try:
+        other.model.norm._parameters["weight"].grad = torch.full_like(other.model.norm._parameters["weight"], torch.nan)
+        other.step(1e-2, 1.0)
+        results["nan"] = "no error"
+    except FloatingPointError as error:
+        results["nan"] = str(error)
+    refused = bmtrain.config["tp_size"]
+    bmtrain.config["tp_size"] = 2
+    try:
+        init_sequence_parallel()
+    except ValueError as error:
+        results["refused"] = str(error)
+    bmtrain.config["tp_size"] = refused
+    return results
+
+
+def layer(folder: Path) -> dict:
+    """BurstAttention in BMTrain's classes against the same in torch's, over all ranks."""
+    import bmtrain
+
+    from bmt_burst import init_sequence_parallel
+    from bmt_burst.bmtrain import BurstAttention
+    from bmt_burst.nn import BurstAttention as TorchBurstAttention
+    from bmt_burst.nn import rope_tables
+
+    sp = init_sequence_parallel()
+    mine = BurstAttention(16, 4, num_kv_heads=2, sp=sp, dtype=torch.float32)
+    bmtrain.init_parameters(mine)
+    plain = TorchBurstAttention(16, 4, num_kv_heads=2)
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            getattr(plain, name).weight.copy_(getattr(mine, name).weight)
+    x = torch.randn(1, 21, 16, generator=torch.Generator().manual_seed(0))
+    expected = sp.shard(plain(x, *rope_tables(torch.arange(21), 4)))
+    got = mine(sp.shard(x), *rope_tables(sp.positions(21), 4))
+    grads = torch.autograd.grad(got.sum(), mine.q_proj._parameters["weight"])
+    return {"error": float((got - expected).abs().max()), "gradient": len(grads[0]), "name": type(mine).__name__}
+
+
+def example(folder: Path, name: str) -> dict:
+    """Runs an example in fp32, which needs none of BMTrain's CUDA kernels."""
+    source = (Path(__file__).parents[1] / f"train/examples/bmtrain_{name}.py").read_text()
+    changes = {"torch.bfloat16": "torch.float32", "512, 256, 4, 2, 1024, 20": "512, 64, 4, 2, 128, 5"}
+    changes |= {"bmt.init_distributed(seed=0)": "", '"cuda"': '"cpu"'}
+    for there, here in changes.items():
+        source = source.replace(there, here)
+    script = folder / f"example-{name}-{dist.get_rank()}.py"
+    script.write_text(source)
+    runpy.run_path(str(script), run_name="__main__")
+    return {}
+
+
+if __name__ == "__main__":
+    results, what, *arguments = sys.argv[1:]
+    dist.init_process_group("gloo")
+    fake_cuda.install()
+    found = {"engines": engines, "layer": layer, "example": example}[what](Path(results), *arguments)
+    (Path(results) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)

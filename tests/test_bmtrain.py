@@ -1,0 +1,79 @@
+"""The BMTrain engine, transport, layer and examples over BMTrain's own Python code, on CPUs: see fake_cuda.py."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bmt_burst import SequenceParallel, kernels
+from bmt_burst.engine.torch import TorchEngine
+from models.config import CPMConfig
+from models.cpm import CPM
+from tests.bmtrain_rank import SIZES, curve
+from tests.helpers import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not kernels.installed("bmtrain"), reason="needs the package bmtrain"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs test_gpu_train.py runs BMTrain as it is"),
+]
+
+
+def run(size: int, folder, what: str, *arguments: str) -> tuple[list[dict], str]:
+    """What each of `size` ranks found, and what they said."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "--no-python"]
+    rank = [sys.executable, "-O", "-W", "ignore", "tests/bmtrain_rank.py", str(folder), what, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *launcher, *rank], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)], done.stdout
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[bool, list[float]]:
+    """The torch engine's curve on one rank, with tied and untied embeddings."""
+    shape = CPMConfig(300, **SIZES, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        configs = {tied: dataclasses.replace(shape, tie_embeddings=tied) for tied in (True, False)}
+        engines = {
+            tied: TorchEngine(lambda c=c: CPM(c), device=torch.device("cpu"), seed=3) for tied, c in configs.items()
+        }
+        return {tied: curve(engine, SequenceParallel()) for tied, engine in engines.items()}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_engine_equals_the_torch_engine(tmp_path, expected, size):
+    """Losses and gradient norms, sequence parallel over BMTrain's communicators, in fp32; what is saved and loaded."""
+    for found in run(size, tmp_path, "engines")[0]:
+        for name, tied in (("selective True", True), ("none False", False), ("full True", True)):
+            assert found[name] == pytest.approx(expected[tied], rel=1e-5), name
+        assert "layers.2.self_attn.q_proj.weight" in found["saved"]
+        assert found["loaded"]
+        assert found["nan"] == "the gradient norm is nan"
+        assert "does not go with BMTrain's tensor or pipeline parallelism yet: tp_size is 2" in found["refused"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_layer_equals_torchs(tmp_path, size):
+    for found in run(size, tmp_path, "layer")[0]:
+        assert found["error"] < 1e-6
+        assert found["name"] == "BurstAttention"
+
+
+def test_a_few_lines_make_a_script_sequence_parallel(tmp_path):
+    """One rank with a whole sequence, and two ranks with a half each."""
+    said = [run(size, tmp_path, "example", name)[1] for size, name in ((1, "before"), (2, "after"))]
+    before, after = (re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", text) for text in said)
+    assert len(before) == 5
+    assert before == after
