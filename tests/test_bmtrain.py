@@ -15,8 +15,11 @@ from bmt_burst import SequenceParallel, kernels
 from bmt_burst.engine.torch import TorchEngine
 from models.config import CPMConfig
 from models.cpm import CPM
-from tests.bmtrain_rank import SIZES, curve
+from tests.bmtrain_rank import SIZES
+from tests.bmtrain_rank import curve as engine_curve
 from tests.helpers import ROOT
+from tests.test_train import command, curve, folder, train  # noqa: F401 - folder is a fixture
+from train import checkpoint
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,16 +28,16 @@ pytestmark = [
 ]
 
 
-def run(size: int, folder, what: str, *arguments: str) -> tuple[list[dict], str]:
+def run(size: int, results, what: str, *arguments: str) -> tuple[list[dict], str]:
     """What each of `size` ranks found, and what they said."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "--no-python"]
-    rank = [sys.executable, "-O", "-W", "ignore", "tests/bmtrain_rank.py", str(folder), what, *arguments]
+    rank = [sys.executable, "-O", "-W", "ignore", "tests/bmtrain_rank.py", str(results), what, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *launcher, *rank], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)], done.stdout
+    return [json.loads((results / f"{rank}.json").read_text()) for rank in range(size)], done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def expected() -> dict[bool, list[float]]:
         engines = {
             tied: TorchEngine(lambda c=c: CPM(c), device=torch.device("cpu"), seed=3) for tied, c in configs.items()
         }
-        return {tied: curve(engine, SequenceParallel()) for tied, engine in engines.items()}
+        return {tied: engine_curve(engine, SequenceParallel()) for tied, engine in engines.items()}
     finally:
         dist.destroy_process_group()
 
@@ -69,6 +72,33 @@ def test_layer_equals_torchs(tmp_path, size):
     for found in run(size, tmp_path, "layer")[0]:
         assert found["error"] < 1e-6
         assert found["name"] == "BurstAttention"
+
+
+def test_pretraining_and_checkpoints_do_not_depend_on_the_engine(tmp_path, folder):  # noqa: F811
+    """Two ranks on BMTrain; from step 6 on again on torch, one process; from step 12 on again BMTrain, three ranks."""
+    train(folder, "torch-alone")
+    expected = [pytest.approx(row, rel=1e-5) for row in curve(folder, "torch-alone", "loss", "grad_norm")]
+    options = {"save_every": 6, "keep_last": 9, "resume": "auto"}
+    said = run_pretrain(2, tmp_path, command(folder, "engines", sp_size=2, **options))
+    assert "BMTrainEngine" in said
+    assert curve(folder, "engines", "loss", "grad_norm") == expected
+    forget(folder / "engines", 12, 18, 20)
+    train(folder, "engines", **options)
+    assert curve(folder, "engines", "loss", "grad_norm") == expected
+    forget(folder / "engines", 18, 20)
+    run_pretrain(3, tmp_path, command(folder, "engines", sp_size=3, **options))
+    assert curve(folder, "engines", "loss", "grad_norm") == expected
+
+
+def run_pretrain(size, results, command_line) -> str:
+    found, said = run(size, results, "pretrain", *command_line[2:])
+    assert [rank["code"] for rank in found] == [0] * size
+    return said
+
+
+def forget(output, *steps) -> None:
+    for step in steps:
+        checkpoint._remove(output / f"step_{step:08d}")
 
 
 def test_a_few_lines_make_a_script_sequence_parallel(tmp_path):

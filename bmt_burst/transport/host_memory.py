@@ -60,13 +60,11 @@ class HostMemory:
 def open_host_memory(rank: int, size: int, longest: int, gather: Callable[[bytes], list[bytes]]) -> HostMemory | None:
     """Memory that all ranks share, or None on all of them if there is none. `gather` is another way for messages."""
     path, memory, nbytes = b"", None, 2 * size * _place_bytes(longest)
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    if rank == 0:
-        descriptor, name = tempfile.mkstemp(prefix="bmt_burst-", dir=folder)
-        os.truncate(descriptor, nbytes)
-        os.close(descriptor)
-        path = os.fsencode(name)
-    [path, *_] = gather(path)
+    try:
+        if rank == 0:
+            path = _new_file(nbytes)
+    finally:  # whatever happens here, the others wait for it
+        [path, *_] = gather(path)
     try:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), nbytes)
@@ -76,6 +74,13 @@ def open_host_memory(rank: int, size: int, longest: int, gather: Callable[[bytes
     if rank == 0:
         os.unlink(path)
     return HostMemory(rank, size, memory, longest) if all(opened) else None
+
+
+def _new_file(nbytes: int) -> bytes:
+    descriptor, name = tempfile.mkstemp(prefix="bmt_burst-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    os.truncate(descriptor, nbytes)
+    os.close(descriptor)
+    return os.fsencode(name)
 
 
 def _place_bytes(longest: int) -> int:
