@@ -59,28 +59,34 @@ class HostMemory:
 
 def open_host_memory(rank: int, size: int, longest: int, gather: Callable[[bytes], list[bytes]]) -> HostMemory | None:
     """Memory that all ranks share, or None on all of them if there is none. `gather` is another way for messages."""
-    path, memory, nbytes = b"", None, 2 * size * _place_bytes(longest)
-    try:
-        if rank == 0:
-            path = _new_file(nbytes)
-    finally:  # whatever happens here, the others wait for it
-        [path, *_] = gather(path)
-    try:
-        with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), nbytes)
-    except OSError:  # another host, or another container
-        pass
+    nbytes = 2 * size * _place_bytes(longest)
+    made = _new_file(nbytes) if rank == 0 else b""
+    [path, *_] = gather(made)
+    memory = _map(path, nbytes)
     opened = gather(b"opened" if memory else b"")
-    if rank == 0:
-        os.unlink(path)
+    if made:
+        os.unlink(made)
     return HostMemory(rank, size, memory, longest) if all(opened) else None
 
 
 def _new_file(nbytes: int) -> bytes:
-    descriptor, name = tempfile.mkstemp(prefix="bmt_burst-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-    os.truncate(descriptor, nbytes)
-    os.close(descriptor)
+    """A file's path, in memory where that can be; empty if there is no place for one."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="bmt_burst-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        with open(descriptor, "wb") as file:
+            file.truncate(nbytes)
+    except OSError:
+        return b""
     return os.fsencode(name)
+
+
+def _map(path: bytes, nbytes: int) -> mmap.mmap | None:
+    """The file's memory, or None if it is not there: on another host, or in another container."""
+    try:
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), nbytes)
+    except OSError:
+        return None
 
 
 def _place_bytes(longest: int) -> int:
