@@ -141,6 +141,16 @@ def test_the_optimizer_may_be_offloaded(folder, dtype):
 
 
 @needs_bmtrain
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_five_hundred_steps_beside_zeros_collectives(folder, layout):
+    """The ring's exchanges and BMTrain's all-gathers and reduce-scatters at once, without a hang or a bad number."""
+    options = {"engine": "bmtrain", "dtype": "bf16", "sp_size": 2, "layout": layout, "seq_len": 4093, "steps": 500}
+    losses = [loss for loss, _ in curve(folder, GPUS - GPUS % 2, f"soak-{layout}", **options)]
+    assert len(losses) == 500
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@needs_bmtrain
 def test_a_few_lines_make_a_bmtrain_script_sequence_parallel():
     """One rank with a whole sequence, and two ranks with a half each."""
     said = [torchrun(gpus, f"train/examples/bmtrain_{name}.py") for gpus, name in ((1, "before"), (2, "after"))]
