@@ -165,7 +165,7 @@ IMPLEMENTATIONS = {
     "bmt_burst": Implementation("zigzag", _burst),
     "bmt_burst q": Implementation("zigzag", partial(_burst, backward="q"), _VARIANTS),
     "bmt_burst kv": Implementation("zigzag", partial(_burst, backward="kv"), _VARIANTS),
-    "bmt_burst low memory": Implementation("zigzag", partial(_burst, group_bytes=0)),
+    "bmt_burst low memory": Implementation("zigzag", partial(_burst, group_bytes=1 << 27)),
     "bmt_burst wide": Implementation("zigzag", partial(_burst, group_bytes=1 << 30), _VARIANTS),
     "bmt_burst nccl": Implementation("zigzag", partial(_burst, transport=_over_nccl), _VARIANTS),
     "bmt_burst no overlap": Implementation("zigzag", partial(_burst, transport=_Waiting), _VARIANTS),

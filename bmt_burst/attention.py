@@ -42,7 +42,7 @@ def burst_attn_func(
     layout: str = "zigzag",
     backward: str = "auto",
     return_lse: bool = False,
-    group_bytes: int = 1 << 28,
+    group_bytes: int = 5 << 26,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is cut over the ranks of a group; every rank of it must call.
 
@@ -63,8 +63,9 @@ def burst_attn_func(
         backward: what travels in the backward: "kv" (keys and values), "q" (queries and the output's gradient) or
             "auto", the one with fewer bytes.
         return_lse: also return the logsumexp.
-        group_bytes: how many bytes of travelling blocks may come in together, at least one block: more means fewer and
-            larger kernel calls, less means less memory.
+        group_bytes: how many bytes of travelling blocks may come in together: more means fewer and larger kernel calls,
+            less means less memory. Blocks of which a single one is more go round in several passes, each of some of
+            the heads.
 
     Returns:
         out (B, S_local, H, D) in q's dtype, and with return_lse also lse (B, H, S_local), fp32 (fp64 for fp64

@@ -10,7 +10,8 @@ a kernel computes a tile, `merge` adds up, a transport moves bytes. Nothing here
 Blocks arrive in groups, as many at once as `Plan.group_bytes` allows: the tokens of a group that this rank looks at lie
 one after the other, and what looks at them alike is one kernel call. While a group is computed the next one is on its
 way, and so are the gradients of the one before. One block a group needs the least memory; all blocks in one group is
-attention over gathered keys and values.
+attention over gathered keys and values. Where a single block is more than that, heads are computed a part at a time,
+each with a pass round the ring, so that memory stays bounded at any length.
 
 Letters: B batch, S tokens of a rank, T tokens of a group, H query heads, G kv heads, D head size.
 """
@@ -37,7 +38,7 @@ from .transport import Arrival, Delivery, Parcel, Ticket
 # Partial results are read once more each time they are folded, and stay in memory until they are: so many groups' bytes
 # of them wait. In the backward memory is short and kernels take longer.
 _OUTPUTS_WAITING = 4
-_GRADIENTS_WAITING = 2
+_GRADIENTS_WAITING = 1.5
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Plan:
 
     backward     "q" or "kv": the side that travels in the backward
     send_out     in a "q" backward let out travel itself instead of delta = rowsum(out * dout)
-    group_bytes  most bytes of travelling blocks in one group, at least one block
+    group_bytes  most bytes of travelling blocks in one group, at least one block of one kv head
     """
 
     layout: Layout
@@ -70,9 +71,19 @@ class Plan:
 
     def routes(self, travels: str, packing: Packing, returning: bool) -> Routes:
         """The routes of blocks packed so, and of their gradients if those are `returning`."""
-        longest = -(-self.layout.seq_len // self.layout.size)
-        width = min(max(self.group_bytes // (packing.token_bytes() * longest), 1), self.rings.inner.size)
+        width = min(max(self.group_bytes // self._block_bytes(packing), 1), self.rings.inner.size)
         return Routes(self.layout, self.schedule, self.causal, travels, width, returning)
+
+    def passes(self, travels: str, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+        """The parts of q's and k's heads that go round one after the other: as few as keep a block in group_bytes."""
+        kv_heads, ratio = k.shape[2], q.shape[2] // k.shape[2]
+        block_bytes = self._block_bytes(_packing(self, travels, q, k)) if self.rings.size > 1 else 0
+        parts = min(kv_heads, max(-(-block_bytes // max(self.group_bytes, 1)), 1))
+        cuts = itertools.pairwise(kv_heads * i // parts for i in range(parts + 1))
+        return [(slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts]
+
+    def _block_bytes(self, packing: Packing) -> int:
+        return packing.token_bytes() * -(-self.layout.seq_len // self.layout.size)
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,18 @@ class Queries:
 
 def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of this rank's q over the whole sequence: out (B, S, H, D) in q's dtype, lse (B, H, S) fp32 / fp64."""
+    passes = plan.passes("kv", q, k)
+    if len(passes) == 1:
+        return _forward_pass(plan, q, k, v)
+    batch, tokens, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype), device=q.device)
+    for at, kv_at in passes:
+        out[:, :, at], lse[:, at] = _forward_pass(plan, q[:, :, at], k[:, :, kv_at], v[:, :, kv_at])
+    return out, lse
+
+
+def _forward_pass(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     total = Outputs(q, _OUTPUTS_WAITING * plan.group_bytes)
     packing = _packing(plan, "kv", q, k)
     with closing(_visits(plan, plan.routes("kv", packing, returning=False), packing, (k, v))) as visits:
@@ -103,8 +126,20 @@ def backward(
     plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's tokens, in the inputs' dtype."""
-    home = Queries(q, dout, out, lse)
-    waiting = _GRADIENTS_WAITING * plan.group_bytes
+    passes = plan.passes(plan.backward, q, k)
+    if len(passes) == 1:
+        return _backward_pass(plan, k, v, Queries(q, dout, out, lse))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    for at, kv_at in passes:
+        home = Queries(q[:, :, at], dout[:, :, at], out[:, :, at], lse[:, at])
+        grads = _backward_pass(plan, k[:, :, kv_at], v[:, :, kv_at], home)
+        dq[:, :, at], dk[:, :, kv_at], dv[:, :, kv_at] = grads
+    return dq, dk, dv
+
+
+def _backward_pass(plan: Plan, k: Tensor, v: Tensor, home: Queries) -> tuple[Tensor, Tensor, Tensor]:
+    q = home.q
+    waiting = int(_GRADIENTS_WAITING * plan.group_bytes)
     dq, dk, dv = (Gradients(x.shape, x.dtype, x.device, waiting) for x in (q, k, v))
     packing = _packing(plan, plan.backward, q, k)
     routes = plan.routes(plan.backward, packing, returning=True)
@@ -135,11 +170,13 @@ def reserve(plan: Plan, q: Tensor, k: Tensor, with_backward: bool) -> None:
     """Lets the transport prepare for what will land on ranks of this host; all ranks call it alike."""
     host, visit, home = plan.rings.outer.rank, 0, 0
     for travels, returning in (("kv", False), *([(plan.backward, True)] if with_backward else [])):
-        packing = _packing(plan, travels, q, k)
-        tokens, home_tokens = plan.routes(travels, packing, returning).landing_tokens(host)
-        visit = max(visit, packing.nbytes(tokens))
-        if returning:
-            home = _return_packing(plan, q, k).nbytes(home_tokens)
+        for at, kv_at in plan.passes(travels, q, k):
+            q_part, k_part = q[:, :, at], k[:, :, kv_at]
+            packing = _packing(plan, travels, q_part, k_part)
+            tokens, home_tokens = plan.routes(travels, packing, returning).landing_tokens(host)
+            visit = max(visit, packing.nbytes(tokens))
+            if returning:
+                home = max(home, _return_packing(plan, q_part, k_part).nbytes(home_tokens))
     plan.rings.inner.reserve({"visit": visit, "return": home}, q.device)
 
 

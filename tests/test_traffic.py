@@ -43,11 +43,31 @@ Q = S * H * D * ITEM
 ROW = S * H * 4  # lse or delta, fp32
 
 
+BLOCK = 2 * B * K
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("group_bytes", [0, 1 << 30])
-def test_forward_sends_keys_and_values_to_every_rank(size, group_bytes):
+@pytest.mark.parametrize(("group_bytes", "passes"), [(0, G), (BLOCK - 1, 2), (BLOCK, 1), (1 << 30, 1)])
+def test_forward_sends_keys_and_values_to_every_rank(size, group_bytes, passes):
+    """In one pass round the ring, or with some of the heads each where a block is more than may come in together."""
     [forward], _ = traffic(size, size, "kv", causal=False, group_bytes=group_bytes)
-    assert forward == [K] * (2 * B * (size - 1))
+    assert forward == [K // passes] * (2 * B * (size - 1) * passes)
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("share", [0.3, 0.5, 1, 2.5])
+def test_what_lands_together_is_bounded(backward, share):
+    """Visits by group_bytes, also for blocks that are longer; gradients by what their visits were."""
+    heads, tokens, group_bytes = 12, 64, int(share * 2 * 16 * 12 * 8 * 4)  # of the kv side's block
+
+    def work(ring):
+        q, k, v, _ = (x[:, :16].requires_grad_() for x in random_qkv(1, 16, heads, heads, 8, torch.float32))
+        burst_attn_func(q, k, v, process_group=ring, backward=backward, group_bytes=group_bytes)
+        return ring.reserved
+
+    for reserved in simulate(tokens // 16, work):
+        assert 0 < reserved["visit"] <= group_bytes
+        assert 0 < reserved["return"] <= group_bytes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -82,7 +102,7 @@ def test_double_ring_crosses_hosts_once_a_round():
     assert outer_back == [K * B] * 4  # the block, and its host's share of the gradient in fp32
 
 
-@pytest.mark.parametrize(("blocks", "calls"), [(0, 8), (1, 8), (3, 5), (7, 3)])
+@pytest.mark.parametrize(("blocks", "calls"), [(1, 8), (3, 5), (7, 3)])
 def test_blocks_of_a_group_are_one_call(blocks, calls, monkeypatch):
     """Rank 1 of 8, causal zigzag, sees its own block, one earlier, six later ones. What comes in together is looked at
     in one call, or two if some is earlier: the early half of the queries sees that, the late half sees all.
