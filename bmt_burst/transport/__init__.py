@@ -109,7 +109,7 @@ class Transport(ABC):
         """
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         recvs = [(memory[a.offset : a.offset + a.nbytes], a.peer) for a in arrivals]
-        ticket = self.exchange([(_bytes(p.tensor), p.peer) for p in sends], recvs)
+        ticket = self.exchange([(as_bytes(p.tensor), p.peer) for p in sends], recvs)
         return Delivery(memory, ticket)
 
     def all_gather(self, tensors: list[Tensor], shapes: Sequence[Sequence[torch.Size]]) -> list[list[Tensor]]:
@@ -136,8 +136,9 @@ class Transport(ABC):
         return [bytes(reply.tolist()).rstrip(b"\0") for [reply] in self.all_gather([mine], [[mine.shape]] * self.size)]
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)
+def as_bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor's memory as (bytes,) uint8. A view would mind the strides of dimensions of one entry."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class Alone(Transport):

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Parcel
+from . import LANES, Arrival, Delivery, Parcel, as_bytes
 
 _FLAG_BYTES = 128  # flags are this far apart
 _SLOT_BYTES = 1 << 21  # slots are a multiple of this, so that growing by little does not mean a new arena
@@ -150,7 +150,7 @@ class _Lane:
         for peer in dict.fromkeys(parcel.peer for parcel in sends):
             self.stream.wait([self.freed[peer]], self.number - self.slots)
             for tensor, _, offset in (parcel for parcel in sends if parcel.peer == peer):
-                source = tensor.view(-1).view(torch.uint8)
+                source = as_bytes(tensor)
                 at = start + offset
                 self.stream.copy(self.parts[peer][at : at + source.numel()], source)
             self.stream.write([self.arrived_there[peer]], self.number)

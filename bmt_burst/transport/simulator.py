@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Messages, Parcel, Transport
+from . import LANES, Arrival, Delivery, Messages, Parcel, Transport, as_bytes
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
@@ -114,7 +114,7 @@ class SimulatedRing(Transport):
             self.network.lane(self.members, self.rank, peer).put(copy)
             self.traffic.append((peer, copy.nbytes))
         for tensor, _ in recvs:
-            tensor.view(-1).view(torch.uint8).fill_(0xFF)
+            as_bytes(tensor).fill_(0xFF)
         return _Ticket(self, sent, recvs)
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:

@@ -6,12 +6,11 @@ import functools
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from bmt_burst import transport
 
-from . import Messages, Transport
+from . import Messages, Transport, as_bytes
 from .processes import ProcessTransport
 
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
@@ -45,7 +44,7 @@ class TorchTransport(ProcessTransport):
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
         ops = [
-            dist.P2POp(op, tensor.view(-1).view(torch.uint8), group=self.group, group_peer=peer)
+            dist.P2POp(op, as_bytes(tensor), group=self.group, group_peer=peer)
             for op, messages in ((dist.isend, sends), (dist.irecv, recvs))
             for tensor, peer in messages
         ]
