@@ -34,6 +34,7 @@ from bmt_burst.engine import Engine, Shard
 from bmt_burst.engine.bmtrain import BMTrainEngine
 from bmt_burst.engine.common import AdamW
 from bmt_burst.engine.torch import TorchEngine
+from bmt_burst.groups import make_rings
 from bmt_burst.loss import count_targets
 from bmt_burst.offload import Offload
 from bmt_burst.transport.bmtrain import initialized_bmtrain
@@ -194,7 +195,10 @@ class Trainer:
         if peak := peak_tflops(self.device, DTYPES[config.dtype]):
             values["mfu"] = tflops / peak
         if self.device.type == "cuda":
-            values["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            held = make_rings(
+                self.sp.process_group, self.sp.double_group
+            ).inner.held_bytes  # which torch does not count
+            values["peak_gib"] = (torch.cuda.max_memory_allocated() + held) / 2**30
         return values
 
     def _read_batch(self) -> list[tuple[Tensor, Tensor]]:
