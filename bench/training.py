@@ -89,11 +89,12 @@ def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
     measured = steps[_WARM_UP:]
     if not measured:
         return {"error": f"{len(records) - len(steps)} of {len(records)} steps were skipped: " + done.stdout[-2000:]}
-    medians = {
+    medians: dict = {
         name: statistics.median(r[name] for r in measured)
         for name in ("tokens_per_s", "tflops_per_rank", "mfu", "peak_gib", "step_s", *_PHASES)
         if name in measured[0]
     }
+    medians["engine"] = "bmtrain" if "BMTrainEngine" in done.stdout else "torch"
     medians["tokens_per_s_per_gpu"] = medians.pop("tokens_per_s") / args.gpus
     return {**medians, "losses": [r["loss"] for r in steps], "grad_norms": [r["grad_norm"] for r in steps]}
 

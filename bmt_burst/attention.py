@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import threading
 import uuid
@@ -129,7 +130,7 @@ def _make_plan(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str,
     except Exception as caught:  # noqa: BLE001 - raised below, once the other ranks know of it
         failure = caught
         mine = {"failure": _plain_text(f"{type(caught).__name__}: {caught}")}
-    mine["process"] = f"{_PROCESS} {threading.get_ident()}"
+    mine["process"] = f"{_PROCESS} {os.getpid()} {threading.get_ident()}"  # ranks may be forks, or threads of a test
     answers = tuple(rings.gather(json.dumps(mine).encode()))
     if failure:
         raise failure

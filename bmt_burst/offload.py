@@ -12,7 +12,7 @@ backward is still busy with the block after. CPU tensors stay where they are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,9 +32,12 @@ class Offload:
         self._last: weakref.ref[_Block] | None = None
 
     @contextmanager
-    def block(self) -> Iterator[None]:
-        """What is saved within is kept in host memory; comes back in one go, with the block before on its way too."""
-        block = _Block(self._last)
+    def block(self, keep: Sequence[Tensor] = ()) -> Iterator[None]:
+        """What is saved within is kept in host memory; comes back in one go, with the block before on its way too.
+
+        Tensors to `keep` stay on the device: others need them there anyway.
+        """
+        block = _Block(self._last, {x.data_ptr() for x in keep})
         self._last = weakref.ref(block)
         try:
             with saved_tensors_hooks(lambda x: self._park(block, x), self._bring_back):
@@ -43,7 +46,7 @@ class Offload:
             block.names.clear()  # from now on only the graph keeps what is parked
 
     def _park(self, block: _Block, x: Tensor) -> Tensor | tuple[_Parked, torch.Size]:
-        if not x.is_cuda or x.nbytes < _LEAST_BYTES:
+        if not x.is_cuda or x.nbytes < _LEAST_BYTES or x.data_ptr() in block.kept:
             return x
         parked, owner = block.names.get(_name(x), (None, None))
         if parked is None or owner.expired():  # else an operation before saved the same memory
@@ -72,6 +75,7 @@ class Offload:
         if parked is None or parked.back is not None:
             return
         parked.back = torch.empty_like(parked.host, device=parked.device)  # on the stream that will use it
+        parked.back.record_stream(self._stream)  # which may never use it
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             parked.back.copy_(parked.host, non_blocking=True)
@@ -84,8 +88,8 @@ class _Block:
     An allocator may give memory that was freed to the next tensor, so an entry counts while its owner lives.
     """
 
-    def __init__(self, previous: weakref.ref[_Block] | None):
-        self.previous = previous
+    def __init__(self, previous: weakref.ref[_Block] | None, kept: set[int]):
+        self.previous, self.kept = previous, kept
         self.names: dict[tuple[Any, ...], tuple[_Parked, StorageWeakRef]] = {}
         self.parked: list[weakref.ref[_Parked]] = []
 

@@ -11,7 +11,7 @@ Blocks arrive in groups, as many at once as `Plan.group_bytes` allows: the token
 one after the other, and what looks at them alike is one kernel call. While a group is computed the next one is on its
 way, and so are the gradients of the one before. One block a group needs the least memory; all blocks in one group is
 attention over gathered keys and values. Where a single block is more than that, heads are computed a part at a time,
-each with a pass round the ring, so that memory stays bounded at any length.
+down to one kv head and its query heads, each with a pass round the ring.
 
 Letters: B batch, S tokens of a rank, T tokens of a group, H query heads, G kv heads, D head size.
 """
@@ -75,10 +75,15 @@ class Plan:
         return Routes(self.layout, self.schedule, self.causal, travels, width, returning)
 
     def passes(self, travels: str, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-        """The parts of q's and k's heads that go round one after the other: as few as keep a block in group_bytes."""
+        """The parts of q's and k's heads that go round one after the other: as few as keep a block in group_bytes.
+
+        A part is at least one kv head, whatever that is in bytes.
+        """
         kv_heads, ratio = k.shape[2], q.shape[2] // k.shape[2]
-        block_bytes = self._block_bytes(_packing(self, travels, q, k)) if self.rings.size > 1 else 0
-        parts = min(kv_heads, max(-(-block_bytes // max(self.group_bytes, 1)), 1))
+        most = kv_heads
+        if self.rings.size > 1:
+            most = max(kv_heads * self.group_bytes // self._block_bytes(_packing(self, travels, q, k)), 1)
+        parts = -(-kv_heads // most)
         cuts = itertools.pairwise(kv_heads * i // parts for i in range(parts + 1))
         return [(slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts]
 
@@ -143,25 +148,23 @@ def _backward_pass(plan: Plan, k: Tensor, v: Tensor, home: Queries) -> tuple[Ten
     dq, dk, dv = (Gradients(x.shape, x.dtype, x.device, waiting) for x in (q, k, v))
     packing = _packing(plan, plan.backward, q, k)
     routes = plan.routes(plan.backward, packing, returning=True)
-    own = (dk, dv) if plan.backward == "kv" else (dq,)
-    with _Homecoming(plan, own, _return_packing(plan, q, k)) as homecoming:
-        if plan.backward == "kv":
-            with closing(_visits(plan, routes, packing, (k, v))) as visits:
-                for group, (k_group, v_group) in visits:
-                    for tile in _calls_by_block(group.pieces, "kv"):
-                        dq_call, dk_call, dv_call = _tile_backward(plan, tile, home, k_group, v_group)
-                        dq.add(tile.q, dq_call)
-                        homecoming.take(tile.kv, (dk_call, dv_call))
-                    homecoming.depart(group)
-        else:
-            with closing(_query_visits(plan, routes, packing, home)) as visits:
-                for group, visitors in visits:
-                    for tile in _calls_by_block(group.pieces, "q"):
-                        dq_call, dk_call, dv_call = _tile_backward(plan, tile, visitors, k, v)
-                        dk.add(tile.kv, dk_call)
-                        dv.add(tile.kv, dv_call)
-                        homecoming.take(tile.q, (dq_call,))
-                    homecoming.depart(group)
+    travels = plan.backward
+    visits = _visits(plan, routes, packing, (k, v)) if travels == "kv" else _query_visits(plan, routes, packing, home)
+    own = (dk, dv) if travels == "kv" else (dq,)
+    # Left in this order also if a kernel fails: what is on its way home began before the last visits.
+    with closing(visits), _Homecoming(plan, own, _return_packing(plan, q, k)) as homecoming:
+        for group, visitors in visits:
+            for tile in _calls_by_block(group.pieces, travels):
+                if travels == "kv":
+                    dq_call, dk_call, dv_call = _tile_backward(plan, tile, home, *visitors)
+                    dq.add(tile.q, dq_call)
+                    homecoming.take(tile.kv, (dk_call, dv_call))
+                else:
+                    dq_call, dk_call, dv_call = _tile_backward(plan, tile, visitors, k, v)
+                    dk.add(tile.kv, dk_call)
+                    dv.add(tile.kv, dv_call)
+                    homecoming.take(tile.q, (dq_call,))
+            homecoming.depart(group)
         homecoming.finish()
         return dq.result(), dk.result(), dv.result()
 
@@ -262,9 +265,9 @@ def _visits(
             for delivery in under_way:
                 delivery.wait()
                 delivery.release()
-        if leap:
-            leap.wait()
-            root = incoming
+            if leap:
+                leap.wait()
+        root = incoming
 
 
 def _fetch(plan: Plan, group: Group, packing: Packing, root: tuple[Tensor, ...]) -> Delivery:

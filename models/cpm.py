@@ -46,9 +46,9 @@ class Saving:
         if self.offload and self.checkpointing == "none":
             raise ValueError("offloading needs checkpointing, selective or full")
 
-    def block(self) -> AbstractContextManager:
-        """To be around a block's forward."""
-        return self.offload.block() if self.offload else nullcontext()
+    def block(self, *shared: Tensor) -> AbstractContextManager:
+        """To be around a block's forward; `shared` are tensors that all blocks save."""
+        return self.offload.block(keep=shared) if self.offload else nullcontext()
 
 
 def _recomputed(function: Callable, *args):
@@ -101,7 +101,7 @@ class CPMBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         if cache is not None or not torch.is_grad_enabled():
             return self._whole(x, cos, sin, cache)
-        with self.saving.block():
+        with self.saving.block(cos, sin):
             if self.saving.checkpointing == "full":
                 return _recomputed(self._whole, x, cos, sin)
             return self._whole(x, cos, sin, run=_recomputed if self.saving.checkpointing == "selective" else _called)

@@ -102,8 +102,16 @@ def layer(folder: Path) -> dict:
     x = torch.randn(1, 21, 16, generator=torch.Generator().manual_seed(0))
     expected = sp.shard(plain(x, *rope_tables(torch.arange(21), 4)))
     got = mine(sp.shard(x), *rope_tables(sp.positions(21), 4))
-    grads = torch.autograd.grad(got.sum(), mine.q_proj._parameters["weight"])
-    return {"error": float((got - expected).abs().max()), "gradient": len(grads[0]), "name": type(mine).__name__}
+    weight = mine.q_proj._parameters["weight"]
+    [piece] = torch.autograd.grad(got.sum(), weight)  # of the sum over ranks
+    positions = rope_tables(torch.arange(21), 4)
+    [whole] = torch.autograd.grad(plain(x, *positions).sum(), plain.q_proj.weight)
+    expected_piece = whole.flatten()[weight._start_partition : weight._end_partition]
+    return {
+        "error": float((got - expected).abs().max()),
+        "gradient_error": float((piece - expected_piece).abs().max()),
+        "is_distributed": isinstance(mine.q_proj, bmtrain.DistributedModule),
+    }
 
 
 def pretrain(folder: Path, *arguments: str) -> dict:

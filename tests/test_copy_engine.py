@@ -212,12 +212,15 @@ def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait(count):
         ThreadStream.longest_copy = 2e-3
 
 
-@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("inner", [4, 2])
+@pytest.mark.parametrize(("method", "backward"), [("forward", "kv"), ("backward", "q"), ("backward", "kv")])
 @pytest.mark.parametrize("failing_call", [1, 2, 3])
-def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(backward, failing_call, monkeypatch):
+def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
+    inner, method, backward, failing_call, monkeypatch
+):
     """As when memory runs out and the caller goes on with less."""
     arenas, kernel, calls = {}, kernels.load("cpu"), threading.local()
-    plain = kernel.backward
+    plain = getattr(kernel, method)
 
     def failing(*args, **options):
         calls.left = getattr(calls, "left", failing_call) - 1
@@ -225,19 +228,25 @@ def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(backward, 
             raise MemoryError("no memory left")
         return plain(*args, **options)
 
-    monkeypatch.setattr(kernel, "backward", failing)
-    layout = Layout("zigzag", 30, 3)
-    q, k, v, dout = random_qkv(1, 30, 2, 2, 8)
+    monkeypatch.setattr(kernel, method, failing)
+    layout = Layout("zigzag", 40, 4)
+    q, k, v, dout = random_qkv(1, 40, 1, 1, 8)
 
     def work(ring):
-        engine_ring(ring, arenas, one_queue=False)
+        rings = ring_arguments(ring, inner)
+        engine_ring(rings.get("process_group") or rings["double_group"][0], arenas, one_queue=False)
         shards = [layout.shard(x, ring.rank).requires_grad_() for x in (q, k, v)]
-        options = {"causal": False, "backward": backward, "group_bytes": 0, "process_group": ring}
+
+        def call():
+            out = burst_attn_func(*shards, 0.3, backward=backward, group_bytes=0, **rings)
+            return torch.autograd.grad(out, shards, layout.shard(dout, ring.rank))
+
         with pytest.raises(MemoryError):
-            torch.autograd.grad(burst_attn_func(*shards, 0.3, **options), shards, layout.shard(dout, ring.rank))
-        return torch.autograd.grad(burst_attn_func(*shards, 0.3, **options), shards, layout.shard(dout, ring.rank))
+            call()
+        return call()
 
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     exact = torch.autograd.grad(dense_attention(*whole, False, 0.3)[0], whole, dout)
+    results = simulate(4, work)
     for i, expected in enumerate(exact):
-        assert relative_error(layout.unshard([grads[i] for grads in simulate(3, work)]), expected) < 1e-13
+        assert relative_error(layout.unshard([grads[i] for grads in results]), expected) < 1e-13

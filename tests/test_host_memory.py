@@ -56,6 +56,24 @@ def test_a_message_counts_once_it_is_whole(monkeypatch):
         HostMemory(0, 2, memory, LONGEST).gather(b"here")
 
 
+def test_a_number_alone_does_not_make_an_older_message_new(monkeypatch):
+    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
+    memory = mmap.mmap(-1, 4 * _place_bytes(LONGEST))
+    mine, theirs = HostMemory(0, 2, memory, LONGEST), HostMemory(1, 2, memory, LONGEST)
+    for number in range(2):
+        for end in (theirs, mine):
+            end.number = number
+            at = (2 * end.rank + (number + 1) % 2) * _place_bytes(LONGEST)
+            message = b"old"
+            head = host_memory._HEAD.pack(number + 1, len(message), host_memory._checksum(number + 1, message))
+            memory[at : at + len(head) + len(message)] = head + message
+    at = (2 * 1 + 1) * _place_bytes(LONGEST)  # where rank 1 will write its third message
+    memory[at : at + 8] = (3).to_bytes(8, "little")
+    mine.number = 2
+    with pytest.raises(TimeoutError):
+        mine.gather(b"new")
+
+
 def test_without_common_memory_there_is_none_on_any_rank():
     """Rank 1 finds no file where rank 0 says it is, as on another host."""
     asked = []

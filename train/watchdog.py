@@ -25,7 +25,7 @@ class Watchdog:
         self.rank, self.timeout = rank, timeout
         self.file = folder / f"rank_{rank:05d}.txt"
         folder.mkdir(parents=True, exist_ok=True)
-        self._stream = open(self.file, "w")
+        self._stream = open(self.file, "a")  # it may hold the stacks of a run that this one goes on from
         self._over = threading.Event()
         self.alive("start")
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -40,7 +40,8 @@ class Watchdog:
         self._over.set()
         faulthandler.cancel_dump_traceback_later()
         self._stream.close()
-        self.file.unlink()
+        if not self.file.stat().st_size:
+            self.file.unlink()
 
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self.timeout / 4)):
@@ -50,6 +51,7 @@ class Watchdog:
 
     def _bark(self, waited: float) -> None:
         text = f"rank {self.rank}: no sign of life for {waited:.0f} s in {self._doing}; stacks in {self.file}\n"
+        self._stream.write(time.strftime("%F %T "))
         for stream in (self._stream, sys.stderr):
             stream.write(text)
             stream.flush()

@@ -10,10 +10,13 @@ import functools
 import sys
 import uuid
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from bmt_burst import transport
 
 from . import Messages
 from .processes import ProcessTransport
@@ -129,4 +132,5 @@ def store() -> dist.Store:
     from bmtrain import config
 
     found, _, _ = next(dist.rendezvous("env://", config["rank"], config["world_size"]))
+    found.set_timeout(timedelta(seconds=transport.AGREEMENT_TIMEOUT))
     return dist.PrefixStore("bmt_burst", found)

@@ -1,7 +1,7 @@
 """Messages between the processes of one host, through memory that they share: microseconds, where sockets take more.
 
-Every rank has two places, used in turn, that hold the number of the message, its length, its checksum and itself. A
-rank overwrites a place only after everyone has written the message after it, and so has read this one. The checksum
+Every rank has two places, used in turn, that hold the number of a message, its length, a checksum of all, and itself.
+A rank overwrites a place only after everyone has written the message after it, and so has read this one. The checksum
 makes a message count only once it is all there, in whichever order a processor lets its parts be seen.
 """
 
@@ -34,7 +34,7 @@ class HostMemory:
         """The messages of all ranks, in rank order. Raises TimeoutError if a rank does not write one."""
         self.number += 1
         at = self._place(self.rank)
-        head = _HEAD.pack(self.number, len(message), zlib.crc32(message))
+        head = _HEAD.pack(self.number, len(message), _checksum(self.number, message))
         self.memory[at : at + _HEAD.size + len(message)] = head + message
         return [message if peer == self.rank else self._read(peer) for peer in range(self.size)]
 
@@ -44,7 +44,7 @@ class HostMemory:
             number, length, checksum = _HEAD.unpack_from(self.memory, at)
             if number == self.number:
                 message = self.memory[at + _HEAD.size : at + _HEAD.size + length]
-                if zlib.crc32(message) == checksum:
+                if _checksum(number, message) == checksum:
                     return message
             looks += 1
             if looks > _SPINS:
@@ -63,19 +63,24 @@ def open_host_memory(rank: int, size: int, longest: int, gather: Callable[[bytes
     made = _new_file(nbytes) if rank == 0 else b""
     [path, *_] = gather(made)
     memory = _map(path, nbytes)
-    opened = gather(b"opened" if memory else b"")
-    if made:
-        os.unlink(made)
+    try:
+        opened = gather(b"opened" if memory else b"")
+    finally:
+        if made:
+            os.unlink(made)
     return HostMemory(rank, size, memory, longest) if all(opened) else None
 
 
 def _new_file(nbytes: int) -> bytes:
     """A file's path, in memory where that can be; empty if there is no place for one."""
+    name = None
     try:
         descriptor, name = tempfile.mkstemp(prefix="bmt_burst-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         with open(descriptor, "wb") as file:
-            file.truncate(nbytes)
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # or the first write to a full file system would be fatal
     except OSError:
+        if name:
+            os.unlink(name)
         return b""
     return os.fsencode(name)
 
@@ -87,6 +92,10 @@ def _map(path: bytes, nbytes: int) -> mmap.mmap | None:
             return mmap.mmap(file.fileno(), nbytes)
     except OSError:
         return None
+
+
+def _checksum(number: int, message: bytes) -> int:
+    return zlib.crc32(message, zlib.crc32(_HEAD.pack(number, len(message), 0)))
 
 
 def _place_bytes(longest: int) -> int:
