@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -302,6 +303,18 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def origin(gpu_name: str) -> dict[str, Any]:
+    """What every row says of where it was measured."""
+    return {"gpu_name": gpu_name, "versions": versions(), "commit": commit()}
+
+
+def append(file: Path, row: dict) -> None:
+    """Adds a line of JSON."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a") as lines:
+        lines.write(json.dumps(row) + "\n")
+
+
 def heads(text: str) -> tuple[int, int]:
     q, kv = text.split(":")
     return int(q), int(kv)
@@ -335,12 +348,10 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args, machine = parse_args(), Machine()
-    common = {"gpu_name": machine.name, "versions": versions(), "commit": commit()}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    common = origin(machine.name)
     for row in run(args, machine):
         if machine.rank == 0:
-            with open(args.output, "a") as file:
-                file.write(json.dumps(row | common) + "\n")
+            append(args.output, row | common)
             shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}
             print(" ".join(f"{k}={v}" for k, v in shown.items()), flush=True)
     dist.destroy_process_group()

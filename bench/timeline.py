@@ -10,7 +10,6 @@ With --trace FOLDER also Chrome traces. Needs GPUs.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import Machine, commit, heads, inputs, kernel_name, versions
+from bench.attention import Machine, append, heads, inputs, kernel_name, origin
 from bench.implementations import IMPLEMENTATIONS, Case
 from bmt_burst import init_sequence_parallel
 
@@ -122,13 +121,9 @@ def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespac
     dist.all_gather_object(rows, spent)
     if machine.rank == 0:
         facts = {**vars(case), "kernel": kernel_name(case, machine.device, machine.dtype), "gpus": machine.size}
-        common = {"gpu_name": machine.name, "versions": versions(), "commit": commit()}
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.output, "a") as file:
-            for rank, row in enumerate(rows):
-                line = {"kind": "timeline", "impl": name, "rank": rank, **facts, "ms": row, **common}
-                file.write(json.dumps(line) + "\n")
+        common = origin(machine.name)
         for rank, row in enumerate(rows):
+            append(args.output, {"kind": "timeline", "impl": name, "rank": rank, **facts, "ms": row, **common})
             text = " ".join(f"{key} {value:.3f}" for key, value in sorted(row.items()))
             print(f"{name} {case.seq_len} {case.heads}:{case.kv_heads} rank {rank}: {text}", flush=True)
 

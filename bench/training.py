@@ -25,7 +25,7 @@ import torch
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import commit, versions
+from bench.attention import append, origin
 from models.config import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +37,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
     model = dataclasses.replace(model, num_layers=args.layers or model.num_layers)
     sp_size = args.sp_size or args.gpus
     batch_size = args.batch_size or args.gpus // sp_size
+    common = origin(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")
     for seq_len in args.seq_len:
         for checkpointing in args.checkpointing:
             row = {
@@ -51,9 +52,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
                 "dtype": args.dtype,
                 "checkpointing": checkpointing,
                 "offload": args.offload,
-                "gpu_name": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-                "versions": versions(),
-                "commit": commit(),
+                **common,
             }
             with tempfile.TemporaryDirectory() as folder:
                 shape = Path(folder) / "model.json"
@@ -128,11 +127,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args, failed = parse_args(), 0
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     for row in rows(args):
         failed += "error" in row
-        with open(args.output, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        append(args.output, row)
         names = ("model", "seq_len", "checkpointing", "tokens_per_s_per_gpu", "mfu", "peak_gib", "step_s", "error")
         print(" ".join(f"{name}={row[name]}" for name in names if name in row), flush=True)
     return 1 if failed else 0

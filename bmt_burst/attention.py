@@ -19,7 +19,7 @@ from . import ring
 from .groups import Group, Rings, make_rings
 from .kernels import Kernel, pick
 from .layout import LAYOUTS, Layout
-from .ring import Plan, travelling_bytes
+from .plan import Plan, travelling_bytes
 from .schedule import Schedule
 
 BACKWARDS = ("auto", "q", "kv")

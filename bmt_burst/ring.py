@@ -26,69 +26,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .groups import Rings
-from .kernels import Kernel
-from .layout import Layout, Tile
+from .layout import Tile
 from .merge import Gradients, Outputs, Span, accumulator_dtype
 from .packing import Packing
+from .plan import Plan
 from .routes import Group, Incoming, Outgoing, Piece, Routes
-from .schedule import Schedule
 from .transport import Arrival, Delivery, Parcel, Ticket
 
 # Partial results are read once more each time they are folded, and stay in memory until they are: so many groups' bytes
 # of them wait. In the backward memory is short and kernels take longer.
 _OUTPUTS_WAITING = 4
 _GRADIENTS_WAITING = 1.5
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that the ring needs to know besides the tensors; the same on every rank but for the rank itself.
-
-    backward     "q" or "kv": the side that travels in the backward
-    send_out     in a "q" backward let out travel itself instead of delta = rowsum(out * dout)
-    group_bytes  most bytes of travelling blocks in one group, at least one block of one kv head
-    """
-
-    layout: Layout
-    schedule: Schedule
-    rings: Rings
-    kernel: Kernel
-    scale: float
-    causal: bool
-    backward: str
-    send_out: bool
-    deterministic: bool
-    group_bytes: int
-
-    @property
-    def rank(self) -> int:
-        return self.rings.rank
-
-    @property
-    def kernel_options(self) -> dict:
-        return {"scale": self.scale, "deterministic": self.deterministic}
-
-    def routes(self, travels: str, packing: Packing, returning: bool) -> Routes:
-        """The routes of blocks packed so, and of their gradients if those are `returning`."""
-        width = min(max(self.group_bytes // self._block_bytes(packing), 1), self.rings.inner.size)
-        return Routes(self.layout, self.schedule, self.causal, travels, width, returning)
-
-    def passes(self, travels: str, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-        """The parts of q's and k's heads that go round one after the other: as few as keep a block in group_bytes.
-
-        A part is at least one kv head, whatever that is in bytes.
-        """
-        kv_heads, ratio = k.shape[2], q.shape[2] // k.shape[2]
-        most = kv_heads
-        if self.rings.size > 1:
-            most = max(kv_heads * self.group_bytes // self._block_bytes(_packing(self, travels, q, k)), 1)
-        parts = -(-kv_heads // most)
-        cuts = itertools.pairwise(kv_heads * i // parts for i in range(parts + 1))
-        return [(slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts]
-
-    def _block_bytes(self, packing: Packing) -> int:
-        return packing.token_bytes() * -(-self.layout.seq_len // self.layout.size)
 
 
 @dataclass(frozen=True)
@@ -117,7 +65,7 @@ def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 def _forward_pass(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     total = Outputs(q, _OUTPUTS_WAITING * plan.group_bytes)
-    packing = _packing(plan, "kv", q, k)
+    packing = plan.packing("kv", q, k)
     with closing(_visits(plan, plan.routes("kv", packing, returning=False), packing, (k, v))) as visits:
         for group, (k_group, v_group) in visits:
             for rows, columns, causal in _calls_by_query(group.pieces):
@@ -146,15 +94,15 @@ def _backward_pass(plan: Plan, k: Tensor, v: Tensor, home: Queries) -> tuple[Ten
     q = home.q
     waiting = int(_GRADIENTS_WAITING * plan.group_bytes)
     dq, dk, dv = (Gradients(x.shape, x.dtype, x.device, waiting) for x in (q, k, v))
-    packing = _packing(plan, plan.backward, q, k)
+    packing = plan.packing(plan.backward, q, k)
     routes = plan.routes(plan.backward, packing, returning=True)
     travels = plan.backward
     visits = _visits(plan, routes, packing, (k, v)) if travels == "kv" else _query_visits(plan, routes, packing, home)
     own = (dk, dv) if travels == "kv" else (dq,)
     # Left in this order also if a kernel fails: what is on its way home began before the last visits.
-    with closing(visits), _Homecoming(plan, own, _return_packing(plan, q, k)) as homecoming:
+    with closing(visits), _Homecoming(plan, own, plan.return_packing(q, k)) as homecoming:
         for group, visitors in visits:
-            for tile in _calls_by_block(group.pieces, travels):
+            for tile in _calls_by_block(routes, group.pieces):
                 if travels == "kv":
                     dq_call, dk_call, dv_call = _tile_backward(plan, tile, home, *visitors)
                     dq.add(tile.q, dq_call)
@@ -175,27 +123,12 @@ def reserve(plan: Plan, q: Tensor, k: Tensor, with_backward: bool) -> None:
     for travels, returning in (("kv", False), *([(plan.backward, True)] if with_backward else [])):
         for at, kv_at in plan.passes(travels, q, k):
             q_part, k_part = q[:, :, at], k[:, :, kv_at]
-            packing = _packing(plan, travels, q_part, k_part)
+            packing = plan.packing(travels, q_part, k_part)
             tokens, home_tokens = plan.routes(travels, packing, returning).landing_tokens(host)
             visit = max(visit, packing.nbytes(tokens))
             if returning:
-                home = max(home, _return_packing(plan, q_part, k_part).nbytes(home_tokens))
+                home = max(home, plan.return_packing(q_part, k_part).nbytes(home_tokens))
     plan.rings.inner.reserve({"visit": visit, "return": home}, q.device)
-
-
-def travelling_bytes(kernel: Kernel, q: Tensor, k: Tensor, send_out: bool = False) -> dict[str, int]:
-    """Bytes per token and hop, there and back, if the q side or the kv side travels: what backward="auto" compares.
-
-    Without what a causal mask saves, which is alike on both sides, and without what crosses between hosts.
-    """
-    itemsize, partial = q.dtype.itemsize, kernel.partial_dtype(q.dtype).itemsize
-    heads, kv_heads, head_size = q.shape[2], k.shape[2], q.shape[3]
-    lse = heads * accumulator_dtype(q.dtype).itemsize
-    out_or_delta = heads * head_size * itemsize if send_out else lse
-    return {
-        "q": heads * head_size * (2 * itemsize + partial) + lse + out_or_delta,
-        "kv": 2 * kv_heads * head_size * (itemsize + partial),
-    }
 
 
 def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
@@ -210,25 +143,6 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     divisor = unit.square().sum(-1, keepdim=True) * largest
     factor = delta.transpose(1, 2).unsqueeze(-1) / divisor.masked_fill(divisor == 0, 1.0)
     return (unit * factor).to(dout.dtype)
-
-
-def _packing(plan: Plan, travels: str, q: Tensor, k: Tensor) -> Packing:
-    """Of what travels: k and v, or q, dout and (lse, delta) side by side, or q, dout, lse and out."""
-    heads, wide = q.shape[2], accumulator_dtype(q.dtype)
-    q_row, k_row = (tuple(q.shape[2:]), q.dtype), (tuple(k.shape[2:]), k.dtype)
-    if travels == "kv":
-        return Packing(q.shape[0], (k_row, k_row))
-    if plan.send_out:
-        return Packing(q.shape[0], (q_row, q_row, ((heads,), wide), q_row))
-    return Packing(q.shape[0], (q_row, q_row, ((2 * heads,), wide)))
-
-
-def _return_packing(plan: Plan, q: Tensor, k: Tensor) -> Packing:
-    """Of the gradients that come home in the backward, as the kernel makes them."""
-    partial = plan.kernel.partial_dtype(q.dtype)
-    if plan.backward == "kv":
-        return Packing(q.shape[0], ((tuple(k.shape[2:]), partial),) * 2)
-    return Packing(q.shape[0], ((tuple(q.shape[2:]), partial),))
 
 
 def _visits(
@@ -273,12 +187,24 @@ def _visits(
 def _fetch(plan: Plan, group: Group, packing: Packing, root: tuple[Tensor, ...]) -> Delivery:
     """Starts to bring in the tokens of the group, and to send out what others look at of the root."""
     sends = [parcel for leg in group.sends for parcel in _parcels(packing, leg, root, leg.span)]
+    sources = [(piece.step.inner.recv_from, piece.at) for piece in group.pieces]
+    return _deliver(plan, "visit", packing, group.tokens, sends, sources, root[0].device)
+
+
+def _deliver(
+    plan: Plan,
+    lane: str,
+    packing: Packing,
+    tokens: int,
+    sends: Sequence[Parcel],
+    sources: Sequence[tuple[int, Span]],
+    device: torch.device,
+) -> Delivery:
+    """Starts a delivery in which `tokens` land here, parts of them from each of `sources`: (rank of the ring, part)."""
     arrivals = [
-        Arrival(piece.step.inner.recv_from, offset, nbytes)
-        for piece in group.pieces
-        for _, _, offset, nbytes in packing.messages(group.tokens, piece.at)
+        Arrival(peer, offset, nbytes) for peer, at in sources for _, _, offset, nbytes in packing.messages(tokens, at)
     ]
-    return plan.rings.inner.deliver("visit", packing.nbytes(group.tokens), sends, arrivals, root[0].device)
+    return plan.rings.inner.deliver(lane, packing.nbytes(tokens), sends, arrivals, device)
 
 
 def _parcels(packing: Packing, leg: Outgoing, tensors: Sequence[Tensor], span: Span) -> Iterator[Parcel]:
@@ -325,17 +251,17 @@ def _calls_by_query(pieces: Sequence[Piece]) -> Iterator[tuple[Span, Span, bool]
             yield rows, (seen[0][0], seen[-1][1]), False
 
 
-def _calls_by_block(pieces: Sequence[Piece], travels: str) -> Iterator[Tile]:
+def _calls_by_block(routes: Routes, pieces: Sequence[Piece]) -> Iterator[Tile]:
     """Kernel calls in which every token of the group stands in one call: tiles of home tokens and group's tokens."""
     calls: list[tuple[Span, Span, bool]] = []  # home tokens, group's tokens, causal
     for piece in pieces:
-        home, causal = piece.tile.kv if travels == "q" else piece.tile.q, piece.tile.causal
+        home, causal = routes.home_side(piece.tile), piece.tile.causal
         if calls and not causal and calls[-1][0] == home and calls[-1][1][1] == piece.at[0]:
             calls[-1] = home, (calls[-1][1][0], piece.at[1]), False
         else:
             calls.append((home, piece.at, causal))
     for home, at, causal in calls:
-        yield Tile(at, home, causal) if travels == "q" else Tile(home, at, causal)
+        yield Tile(at, home, causal) if routes.travels == "q" else Tile(home, at, causal)
 
 
 def _tile_backward(plan: Plan, tile: Tile, side: Queries, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -411,13 +337,8 @@ class _Homecoming:
         for leg in group.returns:
             [(start, grads)] = [(at[0], g) for at, g in self.taken if at[0] <= leg.span[0] and leg.span[1] <= at[1]]
             sends += _parcels(self.packing, leg, grads, (leg.span[0] - start, leg.span[1] - start))
-        arrivals = [
-            Arrival(entry.peer, offset, nbytes)
-            for entry in group.homecoming
-            for _, _, offset, nbytes in self.packing.messages(group.home_tokens, entry.at)
-        ]
-        nbytes, device = self.packing.nbytes(group.home_tokens), self.own[0].device
-        delivery = self.plan.rings.inner.deliver("return", nbytes, sends, arrivals, device)
+        sources, device = [(entry.peer, entry.at) for entry in group.homecoming], self.own[0].device
+        delivery = _deliver(self.plan, "return", self.packing, group.home_tokens, sends, sources, device)
         grads = self.packing.views(delivery.memory, group.home_tokens)
         return _Return(delivery, group.homecoming, grads, self._share(group.root))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -58,6 +60,14 @@ def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank_main, args=(size, folder, backend, work, args), nprocs=size)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 200, **options):
+    """A script and its arguments on `size` ranks under torchrun; `python` are flags of the interpreter."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    interpreter = ["--no-python", sys.executable, *python] if python else []
+    line = [sys.executable, *launcher, *interpreter, *map(str, command)]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
 
 
 def _rank_main(rank: int, size: int, folder: str, backend: str, work: Callable, args: tuple) -> None:

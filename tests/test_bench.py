@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.timeline import Activity, breakdown
-from tests.helpers import ROOT
+from tests.helpers import ROOT, torchrun
 
 KEYS = {
     *("kind", "impl", "gpus", "gpu_name", "seq_len", "batch", "heads", "kv_heads", "head_dim", "causal", "kernel"),
@@ -21,8 +21,7 @@ KEYS = {
 def test_benchmark_runs_and_reports(tmp_path):
     output = tmp_path / "rows.jsonl"
     options = ["--tokens-per-gpu", "32", "64", "--full", "--output", str(output)]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "bench/attention.py", *options]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = torchrun(2, "bench/attention.py", *options, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     measured = [r for r in rows if r["kind"] == "attention" and "unavailable" not in r]

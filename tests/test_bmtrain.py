@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from models.config import CPMConfig
 from models.cpm import CPM
 from tests.bmtrain_rank import SIZES
 from tests.bmtrain_rank import curve as engine_curve
-from tests.helpers import ROOT
+from tests.helpers import ROOT, torchrun
 from tests.test_train import command, curve, folder, train  # noqa: F401 - folder is a fixture
 from train import checkpoint
 
@@ -30,12 +28,9 @@ pytestmark = [
 
 def run(size: int, results, what: str, *arguments: str) -> tuple[list[dict], str]:
     """What each of `size` ranks found, and what they said."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "--no-python"]
-    rank = [sys.executable, "-O", "-W", "ignore", "tests/bmtrain_rank.py", str(results), what, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *launcher, *rank], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
+    rank = ["tests/bmtrain_rank.py", results, what, *arguments]
+    done = torchrun(size, *rank, python=["-O", "-W", "ignore"], env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
     return [json.loads((results / f"{rank}.json").read_text()) for rank in range(size)], done.stdout
 

@@ -13,7 +13,7 @@ from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.offload import Offload
 from models.config import CPMConfig
 from models.cpm import CPM, Saving
-from tests.helpers import ROOT, relative_error
+from tests.helpers import ROOT, relative_error, torchrun
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 NVIDIA GPUs, this machine has {GPUS}")]
@@ -83,10 +83,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def torchrun(gpus, *command, code=0):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    done = subprocess.run([*launcher, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-5000:]
+def said_by(gpus, *command):
+    done = torchrun(gpus, *command, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done.stdout + done.stderr
 
 
@@ -95,7 +94,7 @@ def curve(folder, gpus, name, **options):
     defaults = {"model": folder / "model.json", "data": folder / "data/train", "seq_len": 1021, "batch_size": 4}
     defaults |= {"micro_batch_size": 1, "save_every": 0, "lr": 3e-3, "steps": 50, "output": folder / name}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in (defaults | options).items()]
-    torchrun(gpus, "train/pretrain.py", *flags)
+    said_by(gpus, "train/pretrain.py", *flags)
     records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return [(r["loss"], r["grad_norm"]) for r in records if "loss" in r]
 
@@ -153,7 +152,7 @@ def test_five_hundred_steps_beside_zeros_collectives(folder, layout):
 @needs_bmtrain
 def test_a_few_lines_make_a_bmtrain_script_sequence_parallel():
     """One rank with a whole sequence, and two ranks with a half each."""
-    said = [torchrun(gpus, f"train/examples/bmtrain_{name}.py") for gpus, name in ((1, "before"), (2, "after"))]
+    said = [said_by(gpus, f"train/examples/bmtrain_{name}.py") for gpus, name in ((1, "before"), (2, "after"))]
     curves = [re.findall(r"step \d+: loss ([\d.]+), gradient norm ([\d.]+)", text) for text in said]
     assert len(curves[0]) == len(curves[1]) == 20
     for before, after in zip(*curves, strict=True):

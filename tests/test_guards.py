@@ -1,13 +1,11 @@
 """What a run does when something goes wrong in the middle: a NaN on one rank, a rank that hangs, a loss that jumps."""
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, torchrun
 from tests.test_train import command, curve, folder  # noqa: F401 - a fixture
 from train.metrics import Metrics
 from train.watchdog import EXIT_CODE
@@ -42,8 +40,7 @@ def run(folder, output, fault, steps, **options):  # noqa: F811
     script = folder / f"{output}.py"
     script.write_text(PATCHED.format(root=str(ROOT), steps=steps, fault=fault))
     [_, _, *flags] = command(folder, output, sp_size=2, batch_size=1, **options)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, *flags]
-    return subprocess.run(launcher, capture_output=True, text=True, timeout=120)
+    return torchrun(2, script, *flags, timeout=120)
 
 
 @pytest.mark.slow

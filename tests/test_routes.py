@@ -1,5 +1,7 @@
 """Routes by brute force: every visible pair once, both ends of a message at one place, nothing on top of another."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -20,58 +22,54 @@ def all_routes(inner, outer, tokens_a_rank=7):
                     yield Routes(whole, Schedule(inner, outer), causal, travels, width, width % 2 == 0)
 
 
+def all_groups(inner, outer):
+    """(routes, place of a rank on its host, a group of it, the same group of every rank of the host), of all."""
+    for routes in all_routes(inner, outer):
+        for host, place in itertools.product(range(outer), range(inner)):
+            by_place = [routes.rounds(host * inner + other) for other in range(inner)]
+            for number, groups in enumerate(by_place[place]):
+                for index, group in enumerate(groups[1:], 1):
+                    yield routes, place, group, [rounds[number][index] for rounds in by_place]
+
+
+def landed(total, arriving):
+    """What lies at each of `total` places, given legs and the names of what they bring, in order."""
+    places = [None] * total
+    for leg, names in arriving:
+        assert leg.total == total
+        assert len(names) == leg.span[1] - leg.span[0]
+        for at, name in enumerate(names, leg.at):
+            assert places[at] is None
+            places[at] = name
+    return places
+
+
+def named(routes, piece):
+    """(block, token) of each token of a piece."""
+    return [(piece.step.block, t) for t in range(*(piece.tile.q if routes.travels == "q" else piece.tile.kv))]
+
+
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
 def test_tokens_of_a_group_are_those_that_are_looked_at(inner, outer):
     """Following the legs, the token that lands at each place of a group is the one that the piece's tile names."""
-    for routes in all_routes(inner, outer):
-        for rank in range(inner * outer):
-            host, place = divmod(rank, inner)
-            for number, groups in enumerate(routes.rounds(rank)):
-                for index, group in enumerate(groups[1:], 1):
-                    landed = [None] * group.tokens
-                    for peer in range(inner):
-                        there = routes.rounds(host * inner + peer)[number][index]
-                        for leg in there.sends:
-                            if leg.peer == place:
-                                assert leg.total == group.tokens
-                                for i, token in enumerate(range(*leg.span)):
-                                    assert landed[leg.at + i] is None
-                                    landed[leg.at + i] = there.root, token
-                    expected = [
-                        (p.step.block, t)
-                        for p in group.pieces
-                        for t in range(*(p.tile.q if routes.travels == "q" else p.tile.kv))
-                    ]
-                    assert landed == expected
+    for routes, place, group, peers in all_groups(inner, outer):
+        legs = [(there, leg) for there in peers for leg in there.sends if leg.peer == place]
+        arriving = [(leg, [(there.root, token) for token in range(*leg.span)]) for there, leg in legs]
+        assert landed(group.tokens, arriving) == [name for p in group.pieces for name in named(routes, p)]
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
 def test_gradients_come_home_to_the_tokens_they_belong_to(inner, outer):
-    for routes in all_routes(inner, outer):
-        for rank in range(inner * outer):
-            host, place = divmod(rank, inner)
-            for number, groups in enumerate(routes.rounds(rank)):
-                for index, group in enumerate(groups[1:], 1):
-                    landed = [None] * group.home_tokens
-                    for peer in range(inner):
-                        there = routes.rounds(host * inner + peer)[number][index]
-                        names = {
-                            at: (p.step.block, token)
-                            for p in there.pieces
-                            for at, token in zip(
-                                range(*p.at), range(*(p.tile.q if routes.travels == "q" else p.tile.kv)), strict=True
-                            )
-                        }
-                        for leg in there.returns:
-                            if leg.peer == place:
-                                assert leg.total == group.home_tokens
-                                for i, at in enumerate(range(*leg.span)):
-                                    assert landed[leg.at + i] is None
-                                    landed[leg.at + i] = peer, names[at]
-                    expected = [
-                        (entry.peer, (group.root, token)) for entry in group.homecoming for token in range(*entry.span)
-                    ]
-                    assert landed == expected
+    for routes, place, group, peers in all_groups(inner, outer):
+        arriving = []
+        for peer, there in enumerate(peers):
+            in_group = [zip(range(*p.at), named(routes, p), strict=True) for p in there.pieces]
+            names = dict(itertools.chain.from_iterable(in_group))
+            legs = [leg for leg in there.returns if leg.peer == place]
+            arriving += [(leg, [(peer, names[at]) for at in range(*leg.span)]) for leg in legs]
+        assert landed(group.home_tokens, arriving) == [
+            (entry.peer, (group.root, token)) for entry in group.homecoming for token in range(*entry.span)
+        ]
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)

@@ -12,13 +12,11 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,7 +27,7 @@ from torch import Tensor
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bmt_burst import Layout, init_sequence_parallel, kernels, transport
+from bmt_burst import Layout, init_sequence_parallel, kernels
 from bmt_burst.engine import Engine, Shard
 from bmt_burst.engine.bmtrain import BMTrainEngine
 from bmt_burst.engine.common import AdamW
@@ -44,6 +42,7 @@ from train import checkpoint, ranks
 from train.clock import Clock
 from train.config import TrainConfig, parse_config
 from train.data import Sequences, TokenFile
+from train.distributed import init_distributed
 from train.flops import peak_tflops, step_flops
 from train.launch import die_with_launcher, launch
 from train.metrics import Metrics
@@ -195,9 +194,7 @@ class Trainer:
         if peak := peak_tflops(self.device, DTYPES[config.dtype]):
             values["mfu"] = tflops / peak
         if self.device.type == "cuda":
-            held = make_rings(
-                self.sp.process_group, self.sp.double_group
-            ).inner.held_bytes  # which torch does not count
+            held = make_rings(self.sp.process_group, self.sp.double_group).inner.held_bytes  # torch does not count them
             values["peak_gib"] = (torch.cuda.max_memory_allocated() + held) / 2**30
         return values
 
@@ -370,54 +367,6 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _init_distributed(config: TrainConfig) -> torch.device:
-    """Joins the ranks that the environment names, or stays alone; returns the device.
-
-    Raises ValueError for a device or an engine that cannot be had, or does not go with other settings.
-    """
-    device = _device(config.device)
-    transport.AGREEMENT_TIMEOUT = config.timeout + 120  # the watchdog is to be the first to notice a rank that hangs
-    engine = config.engine
-    if engine == "auto":
-        engine = "bmtrain" if device.type == "cuda" and kernels.installed("bmtrain") else "torch"
-    if engine == "bmtrain" and not (device.type == "cuda" and kernels.installed("bmtrain")):
-        raise ValueError("--engine bmtrain needs GPUs and the package bmtrain: see train/install_gpu.sh")
-    if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
-        raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain, on GPUs")
-    # Beside BMTrain torch.distributed is there for messages between hosts only.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and engine == "torch" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(seconds=transport.AGREEMENT_TIMEOUT))
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if engine == "bmtrain":
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # NCCL's way to run several communicators at once
-        if "RANK" not in os.environ:  # or two runs on one machine would meet at BMTrain's own port
-            os.environ["MASTER_PORT"] = str(_free_port())
-        import bmtrain
-
-        bmtrain.init_distributed(seed=config.seed)
-    return device
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _device(wanted: str) -> torch.device:
-    """This process's device. Raises ValueError if GPUs are wanted and there are fewer than processes here."""
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if wanted == "cuda" and gpus < here:
-        raise ValueError(f"--device cuda needs a GPU for each of {here} processes, this machine has {gpus}")
-    if wanted == "cpu" or gpus < here:
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    return device
-
-
 def main(argv: Sequence[str]) -> int:
     config = parse_config(argv)
     if config.processes > 1 and "RANK" not in os.environ:
@@ -425,7 +374,7 @@ def main(argv: Sequence[str]) -> int:
     die_with_launcher()
     stop = StopSignal()
     try:
-        trainer = Trainer(config, _init_distributed(config), stop)
+        trainer = Trainer(config, init_distributed(config), stop)
         finished = trainer.run()
     except (ranks.RankError, FloatingPointError) as error:  # alike on every rank
         if ranks.rank() == 0:

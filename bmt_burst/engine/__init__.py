@@ -2,7 +2,7 @@
 
 torch     FSDP2 over torch.distributed: gloo on CPU, NCCL on GPU
 bmtrain   ZeRO-3 of BMTrain, on GPUs
-common    what both build on: starting weights, AdamW over pieces of weights
+common    what both build on: masters, their start, AdamW over them
 
 A model is written once, as torch modules with a `layers` module list of blocks and an `init_parameter` method. An
 engine shards it, keeps fp32 master weights and AdamW state, and exposes both as flat shards, so that a checkpoint does

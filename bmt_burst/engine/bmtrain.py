@@ -15,14 +15,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from . import Engine, Shard
-from .common import AdamW, Piece, ShardedAdamW, initial_weight
+from . import Shard
+from .common import AdamW, MasterEngine, Piece, ShardedAdamW
 
 _FIRST_LOSS_SCALE = 2.0**16
 _DOUBLE_EVERY = 1024  # steps in a row that did not overflow
 
 
-class BMTrainEngine(Engine):
+class BMTrainEngine(MasterEngine):
     """Shards `build()` over all of BMTrain's ranks, after bmtrain.init_distributed.
 
     build    makes the model; called on the meta device
@@ -52,9 +52,8 @@ class BMTrainEngine(Engine):
         self._steps_at_scale = 0
         with torch.device("meta"):
             self.model = build()
-        self._parameters = distribute(
-            self.model, lambda name, p: initial_weight(self.model, name, tuple(p.shape), seed, self.device).to(dtype)
-        )
+        empty = {"dtype": dtype, "device": self.device}  # until the masters' start is stored below
+        self._parameters = distribute(self.model, lambda _, p: torch.empty(p.shape, **empty))
         # Each block keeps its parameters in one storage; a parameter's own data is then this rank's piece of it.
         self._blocks = [bmtrain.Block(block, use_checkpoint=False) for block in self.model.layers]
         self.model.layers = bmtrain.TransformerBlockList(self._blocks)
@@ -67,12 +66,6 @@ class BMTrainEngine(Engine):
     def _piece(self, p: nn.Parameter, offload: bool) -> Piece:
         master = p.data.detach().to("cpu" if offload else self.device, torch.float32)
         return Piece(master, (p._start_partition or 0) if master.numel() else 0, tuple(p._original_shape))
-
-    def _start_masters(self, seed: int) -> None:
-        """Gives masters the bits of the starting weights that the weights' dtype rounds away."""
-        for name, piece in self._optimizer.pieces.items():
-            whole = initial_weight(self.model, name, piece.shape, seed, self.device)
-            piece.master.copy_(whole.flatten()[piece.start : piece.start + piece.master.numel()])
 
     def backward(self, loss: Tensor) -> None:
         (loss * self.loss_scale).backward()
@@ -115,15 +108,8 @@ class BMTrainEngine(Engine):
         for p in self._parameters.values():
             p.grad = None
 
-    def state(self) -> dict[str, Shard]:
-        return self._optimizer.state()
-
-    @property
-    def optimizer_steps(self) -> int:
-        return self._optimizer.steps
-
     def load(self, read: Callable[[str, Shard], Tensor], optimizer_steps: int) -> None:
-        self._optimizer.load(read, optimizer_steps)
+        super().load(read, optimizer_steps)
         self._store_weights()
 
     def sum(self, values: list[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What engines have in common: starting weights, and AdamW over this rank's pieces of a model's weights, in fp32."""
+"""What engines have in common: fp32 masters of this rank's pieces of a model, their start, and AdamW over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import Shard
+from . import Engine, Shard
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,29 @@ class ShardedAdamW:
             self._adamw.state[p]["step"].fill_(steps)
 
 
-def initial_weight(model: nn.Module, name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
+class MasterEngine(Engine):
+    """An engine that steps fp32 masters; for engines that shard in their own ways."""
+
+    _optimizer: ShardedAdamW
+
+    def _start_masters(self, seed: int) -> None:
+        """Fills the masters with the starting weights."""
+        for name, piece in self._optimizer.pieces.items():
+            whole = _starting_weight(self.model, name, piece.shape, seed, self.device)
+            piece.master.view(-1).copy_(whole.flatten()[piece.start : piece.start + piece.master.numel()])
+
+    def state(self) -> dict[str, Shard]:
+        return self._optimizer.state()
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self._optimizer.steps
+
+    def load(self, read: Callable[[str, Shard], Tensor], optimizer_steps: int) -> None:
+        self._optimizer.load(read, optimizer_steps)
+
+
+def _starting_weight(model: nn.Module, name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     """The whole parameter `name` of a model at the start of training, fp32; it depends on no rank."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from . import Engine, Shard
-from .common import AdamW, Piece, ShardedAdamW, initial_weight
+from .common import AdamW, MasterEngine, Piece, ShardedAdamW
 
 
-class TorchEngine(Engine):
+class TorchEngine(MasterEngine):
     """Shards `build()` over all ranks of torch.distributed, block by block.
 
     build   makes the model; called on the meta device
@@ -38,7 +37,7 @@ class TorchEngine(Engine):
         self._shard_model(dtype)
         self._sharded = dict(self.model.named_parameters())
         self._optimizer = ShardedAdamW({name: self._piece(p) for name, p in self._sharded.items()}, adamw or AdamW())
-        self._init_weights(seed)
+        self._start_masters(seed)
 
     def _shard_model(self, dtype: torch.dtype) -> None:
         mesh = init_device_mesh(self.device.type, (self.world_size,))
@@ -56,11 +55,6 @@ class TorchEngine(Engine):
         start = min(self.rank * rows, p.shape[0]) * (p.numel() // p.shape[0])
         return Piece(p.to_local().detach(), start, tuple(p.shape))
 
-    def _init_weights(self, seed: int) -> None:
-        for name, piece in self._optimizer.pieces.items():
-            whole = initial_weight(self.model, name, piece.shape, seed, self.device)
-            piece.master.view(-1).copy_(whole.flatten()[piece.start : piece.start + piece.master.numel()])
-
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
@@ -73,16 +67,6 @@ class TorchEngine(Engine):
 
     def clear_gradients(self) -> None:
         self.model.zero_grad()
-
-    def state(self) -> dict[str, Shard]:
-        return self._optimizer.state()
-
-    @property
-    def optimizer_steps(self) -> int:
-        return self._optimizer.steps
-
-    def load(self, read: Callable[[str, Shard], Tensor], optimizer_steps: int) -> None:
-        self._optimizer.load(read, optimizer_steps)
 
     def sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)

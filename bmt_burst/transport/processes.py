@@ -37,8 +37,6 @@ class ProcessTransport(Transport):
     def __init__(self, copy_engines: bool | None = None):
         self.wants_copy_engines = copy_engines
         self.copy_engines: CopyEngines | None = None
-        self._host_memory: HostMemory | None = None
-        self._sought_host_memory = False
 
     @abstractmethod
     def _gather_remotely(self, message: bytes, longest: int) -> list[bytes]:
@@ -49,13 +47,15 @@ class ProcessTransport(Transport):
         """These ranks, as torch's symmetric memory knows them. All ranks call it."""
 
     def _gather(self, message: bytes, longest: int) -> list[bytes]:
-        if not self._sought_host_memory:
-            self._sought_host_memory = True
-            remotely = functools.partial(self._gather_remotely, longest=MESSAGE_BYTES)
-            self._host_memory = open_host_memory(self.rank, self.size, MESSAGE_BYTES, remotely)
-        if self._host_memory and longest <= MESSAGE_BYTES:
+        if self._host_memory and longest <= MESSAGE_BYTES:  # sought at the first call, however long that is
             return self._host_memory.gather(message)
         return self._gather_remotely(message, longest)
+
+    @functools.cached_property
+    def _host_memory(self) -> HostMemory | None:
+        """Memory that these ranks share, opened when all of them first gather; None if they are on several hosts."""
+        remotely = functools.partial(self._gather_remotely, longest=MESSAGE_BYTES)
+        return open_host_memory(self.rank, self.size, MESSAGE_BYTES, remotely)
 
     @property
     def held_bytes(self) -> int:
