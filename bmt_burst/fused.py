@@ -1,4 +1,4 @@
-"""Triton kernels that add up partial results in one pass: `bmt_burst.merge` has their specification."""
+"""Triton kernels that add up in one pass: `bmt_burst.merge` has their specification."""
 
 from __future__ import annotations
 
@@ -46,6 +46,27 @@ def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
         tokens * width,
         PARTS=len(parts),
         BLOCK=_BLOCK,
+    )
+
+
+def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
+    """Fills rows (B, S, 2H) with lse (B, H, S) and rowsum(out * dout) of out, dout (B, S, H, D) of any strides."""
+    batch, tokens, heads, head_size = out.shape
+    width = triton.next_power_of_2(head_size)
+    many = max(1, _BLOCK // width)
+    _fill_query_rows[(triton.cdiv(tokens * heads, many), batch)](
+        rows,
+        out,
+        dout,
+        lse,
+        out.stride(),
+        dout.stride(),
+        lse.stride(),
+        tokens,
+        heads,
+        head_size,
+        ROWS=many,
+        WIDTH=width,
     )
 
 
@@ -100,3 +121,26 @@ def _sum_gradients(total, parts, strides, starts, stops, size, PARTS: tl.constex
         part = tl.load(parts[i] + batch * strides[i] + entry - starts[i], mask=mask, other=0.0)
         wide += part.to(tl.float32)
     tl.store(total + batch * size + entry, wide.to(total.dtype.element_ty), mask=entry < size)
+
+
+@triton.jit
+def _fill_query_rows(
+    rows, out, dout, lse, out_strides, dout_strides, lse_strides, tokens, heads, head_size,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
+    batch = tl.program_id(1).to(tl.int64)
+    token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = row < tokens * heads
+    mask = inside[:, None] & (column < head_size)[None, :]
+
+    at = batch * out_strides[0] + token * out_strides[1] + head * out_strides[2]
+    o = tl.load(out + at[:, None] + column[None, :] * out_strides[3], mask=mask, other=0.0).to(tl.float32)
+    at = batch * dout_strides[0] + token * dout_strides[1] + head * dout_strides[2]
+    do = tl.load(dout + at[:, None] + column[None, :] * dout_strides[3], mask=mask, other=0.0).to(tl.float32)
+    row_lse = tl.load(lse + batch * lse_strides[0] + head * lse_strides[1] + token * lse_strides[2], mask=inside)
+
+    place = rows + (batch * tokens + token) * 2 * heads + head
+    tl.store(place, row_lse, mask=inside)
+    tl.store(place + heads, tl.sum(o * do, 1), mask=inside)

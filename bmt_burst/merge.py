@@ -1,10 +1,11 @@
-"""Adding up partial results: attention outputs and gradients.
+"""Adding up: partial attention outputs, partial gradients, and delta.
 
 Outputs. With o_i the attention output over key set i and l_i = logsumexp of its scores (natural log), that over all
 sets is  o = sum_i exp(l_i - l) o_i  with  l = logsumexp_i l_i.  No exponent is positive, so nothing overflows at any
 difference. A row that has seen nothing has o = 0 and l = -inf and leaves the others exactly alone.
 
-Gradients are plain sums.
+Gradients are plain sums, and so is delta = rowsum(out * dout), by which a backward corrects for the softmax's divisor
+(FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
 Partial results are kept as the kernels made them until there is enough to add up, so that each is read once; the
 arithmetic is fp32, or fp64 for fp64 inputs.
@@ -86,6 +87,14 @@ class Gradients:
         return total
 
 
+def query_rows(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
+    """lse (B, H, S) and delta side by side, as they travel: (B, S, 2H) in lse's dtype; out, dout (B, S, H, D)."""
+    batch, tokens, heads, _ = out.shape
+    rows = torch.empty(batch, tokens, 2 * heads, dtype=lse.dtype, device=out.device)
+    _backend(out, "fill_query_rows")(rows, out, dout, lse)
+    return rows
+
+
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tensor]]) -> None:
     """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`. Specifies the fused kernel."""
     total = torch.zeros_like(out, dtype=lse.dtype)
@@ -104,6 +113,13 @@ def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
     for span, part in parts:
         wide[:, slice(*span)].add_(part)
     total.copy_(wide)
+
+
+def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
+    """Fills rows as `query_rows` returns them. Specifies the fused kernel."""
+    heads = out.shape[2]
+    rows[..., :heads] = lse.transpose(1, 2)
+    rows[..., heads:] = (out.to(rows.dtype) * dout).sum(-1)
 
 
 def _share(lse: Tensor, other: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .layout import Tile
-from .merge import Gradients, Outputs, Span, accumulator_dtype
+from .merge import Gradients, Outputs, Span, accumulator_dtype, query_rows
 from .packing import Packing
 from .plan import Plan
 from .routes import Group, Incoming, Outgoing, Piece, Routes
@@ -220,8 +220,7 @@ def _query_visits(plan: Plan, routes: Routes, packing: Packing, home: Queries) -
     if plan.send_out:
         tensors = home.q, home.dout, home.lse.transpose(1, 2), home.out
     else:
-        delta = (home.out.to(home.lse.dtype) * home.dout).sum(-1)
-        tensors = home.q, home.dout, torch.cat((home.lse.transpose(1, 2), delta), -1)
+        tensors = home.q, home.dout, query_rows(home.out, home.dout, home.lse)
     with closing(_visits(plan, routes, packing, tensors)) as visits:
         for group, (q, dout, rows, *out) in visits:
             lse = rows[..., :heads].transpose(1, 2)

@@ -1,9 +1,17 @@
-"""The fused kernels against their specification: on GPUs where there are some, else in Triton's interpreter."""
+"""The fused kernels against their specification: on GPUs where there are some, else in Triton's interpreter.
+
+The interpreter accepts more than the compiler, so without GPUs they are compiled for some as well.
+"""
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from bmt_burst import fused, merge
+from tests.helpers import ROOT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPANS = [(0, 30), (15, 30), (0, 7), (29, 30), (2, 22)]
@@ -30,6 +38,29 @@ def test_fused_sums_equal_their_specification(head_size, count, dtype):
         results.append((out, lse, total))
     for mine, exact in zip(*results, strict=True):
         assert torch.allclose(mine, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head_size", [8, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_query_rows_equal_their_specification(head_size, dtype):
+    torch.manual_seed(0)
+    out = torch.randn(2, 5, 30, head_size, dtype=dtype, device=DEVICE).transpose(1, 2)  # (B, S, H, D) of all strides
+    dout = torch.randn(2, 30, head_size, 1, dtype=dtype, device=DEVICE).expand(2, 30, head_size, 8).transpose(2, 3)
+    lse = torch.randn(2, 8, 30, device=DEVICE)
+    lse[:, :, ::3] = -torch.inf
+    results = [torch.empty(2, 30, 10, device=DEVICE) for _ in range(2)]
+    for rows, module in zip(results, (fused, merge), strict=True):
+        module.fill_query_rows(rows, out, dout[:, :, 1:6], lse[:, 3:])
+    assert torch.allclose(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile them")
+def test_fused_kernels_compile_for_gpus(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.compile_fused"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["_merge_outputs", "_sum_gradients", "_fill_query_rows"]
 
 
 def test_fused_merge_does_not_hide_nan():
