@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bmt_burst import kernels
+from bmt_burst.kernels import fa4
 from tests.helpers import dense_attention, random_qkv, relative_error
 
 OPTIONS = {"scale": 0.3, "deterministic": False}
@@ -66,6 +68,28 @@ def test_delta_stands_for_out():
     delta = (out * dout).sum(-1).transpose(1, 2)
     got = kernel.backward(dout, q, k, v, None, lse, delta, causal=True, **OPTIONS)
     assert all(relative_error(a, b) < 1e-14 for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_size", "deterministic", "refusal"),
+    [
+        ((8, 0), 128, False, "is older than compute capability"),
+        ((9, 0), 192, True, None),
+        ((9, 0), 80, False, "head size 80 is not one of"),
+        ((10, 0), 128, True, None),
+        ((10, 0), 256, False, "head size 256 is not one of"),
+        ((12, 0), 128, False, None),
+        ((12, 0), 128, True, "no fixed order"),
+    ],
+)
+def test_fa4_knows_what_each_gpu_can_do(monkeypatch, capability, head_size, deterministic, refusal):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "this GPU")
+    monkeypatch.setattr(fa4, "installed", lambda module: True)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 2, head_size, dtype=torch.bfloat16, device="cuda")
+        reason = kernels.load("fa4").refuses(q, q, deterministic)
+    assert (reason is None) if refusal is None else (refusal in reason)
 
 
 def test_every_kernel_says_why_it_refuses():
