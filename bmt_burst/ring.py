@@ -36,7 +36,7 @@ from .transport import Arrival, Delivery, Parcel, Ticket
 # Partial results are read once more each time they are folded, and stay in memory until they are: so many groups' bytes
 # of them wait. In the backward memory is short and kernels take longer.
 _OUTPUTS_WAITING = 4
-_GRADIENTS_WAITING = 1.5
+_GRADIENTS_WAITING = 1.25
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""How much memory attention takes beside its inputs, for lengths that no CPU computes: allocations without values.
+
+One rank runs alone over fake tensors; what would arrive from its peers has its size and nothing else.
+"""
+
+import json
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bmt_burst import burst_attn_func, kernels, merge
+from bmt_burst.kernels import Kernel
+from bmt_burst.transport import LANES, Delivery, Done, Transport
+
+GIB = 1 << 30
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the storages that come into being while it is on: now, and at most."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.known = {x.untyped_storage()._cdata for x in before}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.known:
+                storage = x.untyped_storage()
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        return results
+
+    def gone(self, storage, nbytes):
+        self.known.remove(storage)
+        self.now -= nbytes
+
+
+class LonelyRing(Transport):
+    """A rank whose peers are imagined: they say what it says; their deliveries land in slots, as on copy engines."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def exchange(self, sends, recvs):
+        raise AssertionError("a single ring delivers")
+
+    def reserve(self, lane_bytes, device):
+        self.slots = {lane: torch.empty(nbytes, dtype=torch.uint8) for lane, nbytes in lane_bytes.items()}
+        self.held_bytes = sum(LANES[lane] * nbytes for lane, nbytes in lane_bytes.items())
+
+    def deliver(self, lane, nbytes, sends, arrivals, device):
+        return Delivery(self.slots[lane][:nbytes], Done(), recycled=True)
+
+    def _gather(self, message, longest):
+        terms = json.loads(message)
+        return [json.dumps({**terms, "process": str(rank)}).encode() for rank in range(self.size)]
+
+
+class Allocator(Kernel):
+    """Allocates what FlashAttention-4 (4.0.0b36) does on Hopper, for lengths that its tiles divide."""
+
+    name = "allocator"
+    takes_delta = True
+
+    def refuses(self, q, k, deterministic):
+        return None
+
+    def partial_dtype(self, dtype):
+        return dtype
+
+    def forward(self, q, k, v, *, scale, causal, deterministic):
+        return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+    def backward(self, dout, q, k, v, out, lse, delta=None, *, scale, causal, deterministic):
+        grads = tuple(torch.empty_like(x) for x in (q, k, v))
+        sums = [q, lse, lse] if q.shape[2] == k.shape[2] else [q, lse, lse, k, v]
+        _held = [torch.empty_like(x, dtype=torch.float32) for x in sums]
+        return grads
+
+
+def peak_extra_gib(monkeypatch, rank, tokens, heads, kv_heads, **options):
+    """As bench/attention.py counts it: of a forward and backward, with what the transport holds."""
+    monkeypatch.setattr(kernels, "load", lambda name: Allocator())
+    for name in ("merge_outputs", "sum_gradients", "fill_query_rows"):  # fused ones need no memory
+        monkeypatch.setattr(merge, name, lambda *args: None)
+    with FakeTensorMode():
+        q, dout = (torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.empty(1, tokens, kv_heads, 128, dtype=torch.bfloat16) for _ in range(2))
+        inputs, ring = [x.requires_grad_() for x in (q, k, v)], LonelyRing(rank, 8)
+        options = {"causal": True, "process_group": ring, "flash": "reference", **options}
+        burst_attn_func(*inputs, **options)  # makes the plan
+        with Allocations([*inputs, dout, *ring.slots.values()]) as allocations:
+            torch.autograd.grad(burst_attn_func(*inputs, **options), inputs, dout)
+    return (allocations.peak + ring.held_bytes) / GIB
+
+
+@pytest.mark.parametrize("rank", [0, 3, 7])
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "options", "limit"),
+    [
+        (16384, 32, {}, 2.5),
+        (16384, 32, {"group_bytes": 128 << 20}, 1.94),  # what the official BurstAttention takes
+        (16384, 8, {}, 2.5),
+        (131072, 32, {}, 8),
+        (131072, 32, {"group_bytes": 128 << 20}, 5.5),
+        (131072, 8, {}, 9),
+    ],
+)
+def test_peak_memory_on_8_gpus(monkeypatch, rank, tokens, kv_heads, options, limit):
+    """128K tokens, and a million, over 8 ranks; 32 heads of 128."""
+    assert peak_extra_gib(monkeypatch, rank, tokens, 32, kv_heads, **options) < limit
