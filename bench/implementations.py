@@ -52,13 +52,15 @@ class Implementation:
 class Burst:
     """Ours, over a transport of its own, so that the memory it holds is this case's."""
 
-    def __init__(self, case: Case, sp: SequenceParallel, transport: Callable[[Any], Transport], **options):
+    def __init__(
+        self, case: Case, sp: SequenceParallel, transport: Callable[[Any], Transport] = TorchTransport, **options
+    ):
         groups = dict(sp.groups)
         if sp.process_group is None:
             intra, inter = sp.double_group
             self.transport = transport(intra)
             groups["double_group"] = self.transport, inter
-        elif isinstance(sp.process_group, Transport):  # alone
+        elif isinstance(sp.process_group, Transport):  # alone, or imagined
             self.transport = sp.process_group
         else:
             self.transport = groups["process_group"] = transport(sp.process_group)
@@ -85,12 +87,6 @@ class _Arrived(Delivery):
 
     def release(self) -> None:
         self.original.release()
-
-
-def _burst(
-    case: Case, sp: SequenceParallel, transport: Callable[[Any], Transport] = TorchTransport, **options
-) -> Attention:
-    return Burst(case, sp, transport, **options)
 
 
 def held_bytes(attention: Attention) -> int:
@@ -162,13 +158,13 @@ _VARIANTS = 1 << 15
 _over_nccl = partial(TorchTransport, copy_engines=False)
 
 IMPLEMENTATIONS = {
-    "bmt_burst": Implementation("zigzag", _burst),
-    "bmt_burst q": Implementation("zigzag", partial(_burst, backward="q"), _VARIANTS),
-    "bmt_burst kv": Implementation("zigzag", partial(_burst, backward="kv"), _VARIANTS),
-    "bmt_burst low memory": Implementation("zigzag", partial(_burst, group_bytes=1 << 27)),
-    "bmt_burst wide": Implementation("zigzag", partial(_burst, group_bytes=1 << 30), _VARIANTS),
-    "bmt_burst nccl": Implementation("zigzag", partial(_burst, transport=_over_nccl), _VARIANTS),
-    "bmt_burst no overlap": Implementation("zigzag", partial(_burst, transport=_Waiting), _VARIANTS),
+    "bmt_burst": Implementation("zigzag", Burst),
+    "bmt_burst q": Implementation("zigzag", partial(Burst, backward="q"), _VARIANTS),
+    "bmt_burst kv": Implementation("zigzag", partial(Burst, backward="kv"), _VARIANTS),
+    "bmt_burst low memory": Implementation("zigzag", partial(Burst, group_bytes=1 << 27)),
+    "bmt_burst wide": Implementation("zigzag", partial(Burst, group_bytes=1 << 30), _VARIANTS),
+    "bmt_burst nccl": Implementation("zigzag", partial(Burst, transport=_over_nccl), _VARIANTS),
+    "bmt_burst no overlap": Implementation("zigzag", partial(Burst, transport=_Waiting), _VARIANTS),
     "ulysses": Implementation("contiguous", _ulysses),
     "ring_flash_attn zigzag": Implementation("zigzag", _ring_flash_attn),
     "torch context_parallel": Implementation("zigzag", _torch_context_parallel),

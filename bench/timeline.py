@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from bmt_burst import init_sequence_parallel
 
 STEPS = 3
 _KINDS = {  # a kernel is of the first kind one of whose words its name has
-    "merge": ("_merge_outputs", "_sum_gradients"),
+    "merge": ("_merge_outputs", "_sum_gradients", "_fill_query_rows"),
     "nccl": ("nccl",),
     "copies": ("memcpy",),
     "attention": ("flash", "fmha", "cudnn", "attn"),
@@ -77,6 +77,21 @@ def activities_of(profile: torch.profiler.profile) -> list[Activity]:
     ]
 
 
+def profiled(step: Callable[[], None]) -> torch.profiler.profile:
+    """The profile of STEPS steps."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+    return profile
+
+
+def milliseconds(profile: torch.profiler.profile) -> dict[str, float]:
+    """`breakdown` of one of the steps that were profiled."""
+    return {key: value / STEPS for key, value in breakdown(activities_of(profile)).items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[65536], help="of the whole sequence")
@@ -107,16 +122,12 @@ def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespac
 
     step()
     machine.settle()
-    activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
-        for _ in range(STEPS):
-            step()
-        torch.cuda.synchronize()
+    profile = profiled(step)
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
         file = f"{name}-{case.seq_len}-{case.heads}-{case.kv_heads}-rank{machine.rank}.json.gz".replace(" ", "_")
         profile.export_chrome_trace(str(args.trace / file))
-    spent = {key: value / STEPS for key, value in breakdown(activities_of(profile)).items()}
+    spent = milliseconds(profile)
     rows: list = [None] * machine.size
     dist.all_gather_object(rows, spent)
     if machine.rank == 0:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -18,6 +19,14 @@ from torch import Tensor
 from bmt_burst.transport.simulator import SimulatedRing
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+GPUS = torch.cuda.device_count()
+
+
+def needs_gpus(count: int):
+    """A mark that skips a test where there are fewer."""
+    return pytest.mark.skipif(count > GPUS, reason=f"needs NVIDIA GPUs, {count} or more; this machine has {GPUS}")
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

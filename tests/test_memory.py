@@ -3,7 +3,7 @@
 One rank runs alone over fake tensors; what would arrive from its peers has its size and nothing else.
 """
 
-import json
+import itertools
 import weakref
 
 import pytest
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from bmt_burst import burst_attn_func, kernels, merge
 from bmt_burst.kernels import Kernel
-from bmt_burst.transport import LANES, Delivery, Done, Transport
+from bmt_burst.transport.simulator import ImaginedRing
 
 GIB = 1 << 30
 
@@ -41,27 +41,6 @@ class Allocations(TorchDispatchMode):
     def gone(self, storage, nbytes):
         self.known.remove(storage)
         self.now -= nbytes
-
-
-class LonelyRing(Transport):
-    """A rank whose peers are imagined: they say what it says; their deliveries land in slots, as on copy engines."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-
-    def exchange(self, sends, recvs):
-        raise AssertionError("a single ring delivers")
-
-    def reserve(self, lane_bytes, device):
-        self.slots = {lane: torch.empty(nbytes, dtype=torch.uint8) for lane, nbytes in lane_bytes.items()}
-        self.held_bytes = sum(LANES[lane] * nbytes for lane, nbytes in lane_bytes.items())
-
-    def deliver(self, lane, nbytes, sends, arrivals, device):
-        return Delivery(self.slots[lane][:nbytes], Done(), recycled=True)
-
-    def _gather(self, message, longest):
-        terms = json.loads(message)
-        return [json.dumps({**terms, "process": str(rank)}).encode() for rank in range(self.size)]
 
 
 class Allocator(Kernel):
@@ -94,10 +73,10 @@ def peak_extra_gib(monkeypatch, rank, tokens, heads, kv_heads, **options):
     with FakeTensorMode():
         q, dout = (torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.empty(1, tokens, kv_heads, 128, dtype=torch.bfloat16) for _ in range(2))
-        inputs, ring = [x.requires_grad_() for x in (q, k, v)], LonelyRing(rank, 8)
+        inputs, ring = [x.requires_grad_() for x in (q, k, v)], ImaginedRing(rank, 8)
         options = {"causal": True, "process_group": ring, "flash": "reference", **options}
         burst_attn_func(*inputs, **options)  # makes the plan
-        with Allocations([*inputs, dout, *ring.slots.values()]) as allocations:
+        with Allocations([*inputs, dout, *itertools.chain(*ring.slots.values())]) as allocations:
             torch.autograd.grad(burst_attn_func(*inputs, **options), inputs, dout)
     return (allocations.peak + ring.held_bytes) / GIB
 

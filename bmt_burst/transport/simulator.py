@@ -1,4 +1,4 @@
-"""Transport in one process: ranks are threads, messages are queues. For tests.
+"""Transports in one process, for tests and measurements: ranks are threads, or there is but one.
 
     outputs = simulate(3, lambda ring: work(ring.rank, process_group=ring))
 
@@ -6,10 +6,15 @@ It is stricter than a real network. A receive buffer holds NaN bytes until the e
 was delivered once it is released. Errors are: a send buffer that changed in flight, a parcel that is not for the place
 where its receiver expects one, a delivery while too many are unreleased. It counts: `ring.traffic` lists (peer, bytes)
 of every message sent.
+
+    ring = ImaginedRing(rank=3, size=8)
+
+is one rank alone, whose peers are imagined: it computes what it would and takes the memory it would.
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Messages, Parcel, Transport, as_bytes
+from . import LANES, Arrival, Delivery, Done, Messages, Parcel, Transport, as_bytes
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
@@ -140,6 +145,44 @@ class SimulatedRing(Transport):
 
     def _deliver(self, *arguments) -> Delivery:
         return super().deliver(*arguments)
+
+
+class ImaginedRing(Transport):
+    """A rank whose peers are imagined: they say what it says, and their deliveries have landed, whatever is in them.
+
+    As with copy engines they land in slots that this rank keeps, `held_bytes`. All ranks must own as many tokens.
+    """
+
+    device_types = frozenset({"cpu", "cuda"})
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self.slots: dict[str, list[Tensor]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(slot.nbytes for slots in self.slots.values() for slot in slots)
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Done:
+        raise NotImplementedError("peers that are imagined take deliveries only")
+
+    def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
+        for lane, count in LANES.items():
+            held = self.slots[lane][0].nbytes if lane in self.slots else 0
+            if lane_bytes[lane] > held:
+                shape = (lane_bytes[lane],)
+                self.slots[lane] = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(count)]
+
+    def deliver(
+        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
+    ) -> Delivery:
+        slots = self.slots[lane]
+        slots.append(slots.pop(0))
+        return Delivery(slots[0][:nbytes], Done(), recycled=True)
+
+    def _gather(self, message: bytes, longest: int) -> list[bytes]:
+        terms = json.loads(message)
+        return [json.dumps({**terms, "process": str(rank)}).encode() for rank in range(self.size)]
 
 
 def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]:

@@ -1,0 +1,113 @@
+"""How fast one rank of a ring computes while its peers are imagined and nothing has to travel. One GPU does for it.
+
+    torchrun --nproc-per-node 1 bench/one_rank.py --size 8 --tokens-per-gpu 8192 --output bench/results/one-rank.jsonl
+
+What is left are the block kernels, the passes that merge and sum, and the host: what the ring reaches at best, whatever
+the links. A row for each of a few ranks, as bench/attention.py's with "kind" one of its own, and beside the times of a
+forward and backward a profile of it, by kind of work (see bench/timeline.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.attention import Machine, append, heads, inputs, kernel_name, measure, origin
+from bench.implementations import Burst, Case, kernel_alone
+from bench.timeline import milliseconds, profiled
+from bmt_burst import SequenceParallel
+from bmt_burst.transport.simulator import ImaginedRing
+
+VARIANTS = {
+    "bmt_burst": {},
+    "bmt_burst q": {"backward": "q"},
+    "bmt_burst kv": {"backward": "kv"},
+    "bmt_burst low memory": {"group_bytes": 1 << 27},
+    "bmt_burst wide": {"group_bytes": 1 << 30},
+}
+
+
+def one_rank(case: Case, rank: int, size: int, machine: Machine, repeats: int, options: dict) -> dict:
+    """Times, rates and memory of a rank, and where its time goes."""
+    tokens = case.seq_len // size
+    attention = Burst(case, SequenceParallel(rank, size, process_group=ImaginedRing(rank, size)), **options)
+    tensors, dout = inputs(case, tokens, machine)
+
+    def step() -> None:
+        torch.autograd.grad(attention(*tensors), tensors, dout)
+
+    step()
+    for slots in attention.transport.slots.values():
+        for slot in slots:  # zeros would take less power, and so less time
+            slot.view(machine.dtype).normal_()
+    row = measure(case, attention, tokens, size, machine, repeats)
+    return row | ({"ms": milliseconds(profiled(step))} if machine.cuda else {})
+
+
+def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
+    ranks = sorted({0, args.size // 2, args.size - 1})
+    for q_heads, kv_heads in args.heads:
+        for tokens in args.tokens_per_gpu:
+            case = Case(tokens * args.size, 1, q_heads, kv_heads, args.head_dim, not args.full, args.kernel)
+            facts = {**vars(case), "kernel": kernel_name(case, machine.device, machine.dtype)}
+            own = Case(**{**vars(case), "seq_len": tokens})
+            alone = measure(own, kernel_alone(own), tokens, 1, machine, args.repeats)
+            yield {"kind": "one rank", "impl": "kernel alone", "gpus": 1, **facts, "seq_len": tokens, **alone}
+            for name in args.variants:
+                for rank in ranks:
+                    found = one_rank(case, rank, args.size, machine, args.repeats, VARIANTS[name])
+                    yield {"kind": "one rank", "impl": name, "gpus": args.size, "rank": rank, **facts, **found}
+                    gc.collect()
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=8, help="ranks of the ring, of which there is one")
+    parser.add_argument("--tokens-per-gpu", type=int, nargs="+", default=[8192, 16384, 32768] if cuda else [64])
+    default_heads = [(32, 32), (32, 8)] if cuda else [(4, 2)]
+    parser.add_argument("--heads", type=heads, nargs="+", default=default_heads, metavar="Q:KV")
+    parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
+    parser.add_argument("--full", action="store_true", help="without causal mask")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--repeats", type=int, default=5 if cuda else 2)
+    parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
+    args, machine = parser.parse_args(), Machine()
+    common = origin(machine.name)
+    for row in run(args, machine):
+        append(args.output, row | common)
+        shown = (
+            "impl",
+            "rank",
+            "seq_len",
+            "heads",
+            "kv_heads",
+            "kernel",
+            "fwd_ms",
+            "fwd_bwd_ms",
+            "peak_extra_gib",
+            "ms",
+        )
+        shown = {key: row[key] for key in (*shown, "fwd_tflops_per_gpu", "fwd_bwd_tflops_per_gpu") if key in row}
+        print(" ".join(f"{k}={_rounded(v)}" for k, v in shown.items()), flush=True)
+    dist.destroy_process_group()
+
+
+def _rounded(value):
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return round(value, 3) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()
