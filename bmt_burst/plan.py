@@ -16,6 +16,9 @@ from .routes import Routes
 from .schedule import Schedule
 
 
+_ENOUGH_ROWS = 1 << 18  # rows of queries, over all heads, that keep a GPU busy: some sixteen tiles for each SM
+
+
 @dataclass(frozen=True)
 class Plan:
     """All that the ring needs to know besides the tensors; the same on every rank but for the rank itself.
@@ -50,14 +53,18 @@ class Plan:
         return Routes(self.layout, self.schedule, self.causal, travels, width, returning)
 
     def passes(self, travels: str, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-        """The parts of q's and k's heads that go round one after the other: as few as keep a block in group_bytes.
+        """The parts of q's and k's heads that go round one after the other, so that a block of a part is in group_bytes.
 
-        A part is at least one kv head, whatever that is in bytes.
+        If one part does not do, two blocks are to be in group_bytes as long as kernels have enough to do: sums are
+        folded less often then, and take less memory. A part is at least one kv head, whatever that is in bytes.
         """
         kv_heads, ratio = k.shape[2], q.shape[2] // k.shape[2]
         most = kv_heads
         if self.rings.size > 1:
             most = max(kv_heads * self.group_bytes // self._block_bytes(self.packing(travels, q, k)), 1)
+        if most < kv_heads:
+            enough = -(-_ENOUGH_ROWS // (q.shape[0] * self._most_tokens * ratio))
+            most = min(most, max(most // 2, enough))
         parts = -(-kv_heads // most)
         cuts = itertools.pairwise(kv_heads * i // parts for i in range(parts + 1))
         return [(slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts]
@@ -80,7 +87,12 @@ class Plan:
         return Packing(q.shape[0], ((tuple(q.shape[2:]), partial),))
 
     def _block_bytes(self, packing: Packing) -> int:
-        return packing.token_bytes() * -(-self.layout.seq_len // self.layout.size)
+        return packing.token_bytes() * self._most_tokens
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens of the rank that has most, on every rank."""
+        return -(-self.layout.seq_len // self.layout.size)
 
 
 def travelling_bytes(kernel: Kernel, q: Tensor, k: Tensor, send_out: bool = False) -> dict[str, int]:
