@@ -15,7 +15,6 @@ from .packing import Packing
 from .routes import Routes
 from .schedule import Schedule
 
-
 _ENOUGH_ROWS = 1 << 18  # rows of queries, over all heads, that keep a GPU busy: some sixteen tiles for each SM
 
 
@@ -53,9 +52,9 @@ class Plan:
         return Routes(self.layout, self.schedule, self.causal, travels, width, returning)
 
     def passes(self, travels: str, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-        """The parts of q's and k's heads that go round one after the other, so that a block of a part is in group_bytes.
+        """The parts of q's and k's heads that go round one after the other: a block of a part is within group_bytes.
 
-        If one part does not do, two blocks are to be in group_bytes as long as kernels have enough to do: sums are
+        If one part does not do, two blocks are to be within group_bytes as long as kernels have enough to do: sums are
         folded less often then, and take less memory. A part is at least one kv head, whatever that is in bytes.
         """
         kv_heads, ratio = k.shape[2], q.shape[2] // k.shape[2]
