@@ -1,10 +1,12 @@
-"""Layers: rotary embedding by explicit positions, and self-attention that is sequence parallel.
+"""Layers: rotary embedding by explicit positions, SwiGLU, and self-attention that is sequence parallel.
 
 Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size, E model width.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,6 +15,17 @@ from torch import Tensor, nn
 
 from .attention import burst_attn_func
 from .groups import SequenceParallel
+
+
+def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` of tensors, made one pass over memory by torch.compile where the first of them is on a GPU."""
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
+
+    @functools.wraps(function)
+    def call(x: Tensor, *args: Tensor) -> Tensor:
+        return (compiled() if x.is_cuda else function)(x, *args)
+
+    return call
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
@@ -25,11 +38,18 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tup
     return phases.cos().float(), phases.sin().float()
 
 
+@fused_on_gpus
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) in fp32; returns x's dtype."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+@fused_on_gpus
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, elementwise. (arXiv 2002.05202.)"""
+    return F.silu(gate) * up
 
 
 class KVCache(Protocol):

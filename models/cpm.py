@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst.groups import SequenceParallel
 from bmt_burst.loss import linear_cross_entropy_sum
-from bmt_burst.nn import BurstAttention, KVCache, rope_tables
+from bmt_burst.nn import BurstAttention, KVCache, rope_tables, swiglu
 from bmt_burst.offload import Offload
 
 from .config import CPMConfig
@@ -61,7 +61,7 @@ def _called(function: Callable, *args):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) in fp32, rounded to x's dtype, times weight."""
+    """x / sqrt(mean(x^2) + eps) * weight, in fp32, rounded to x's dtype."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -69,8 +69,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class SwiGLU(nn.Module):
@@ -81,7 +80,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class CPMBlock(nn.Module):
@@ -116,8 +115,8 @@ class CPMBlock(nn.Module):
         return self.self_attn.project(self.input_layernorm(x), cos, sin)
 
     def _after(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + self.scale * self.self_attn.o_proj(attended)
-        return x + self.scale * self.mlp(self.post_attention_layernorm(x))
+        x = torch.add(x, self.self_attn.o_proj(attended), alpha=self.scale)
+        return torch.add(x, self.mlp(self.post_attention_layernorm(x)), alpha=self.scale)
 
 
 class CPMLayers(nn.ModuleList):

@@ -176,8 +176,8 @@ class ThreadRing(Transport):
 
 
 def on_threads(size: int, work) -> list:
-    """Runs `work(ring)` on ranks that are threads, after each has run alone: to compile or load a kernel may mean to wait
-    for the whole GPU, and so for ranks that wait for this one's thread.
+    """Runs `work(ring)` on ranks that are threads, after each has run alone: compiling or loading a kernel may wait for
+    the whole GPU, and so for ranks that wait for this one's thread.
     """
     arenas: dict = {}
 

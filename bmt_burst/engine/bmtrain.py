@@ -5,7 +5,7 @@ the model under its own names, and after `bmtrain.load(engine.model, file)` the 
 Blocks are not checkpointed by BMTrain, which would send the ring's blocks once more in the backward: what is computed
 again is the model's business.
 
-Gradients are reduced, and added up over micro-batches, in the weights' dtype; masters and AdamW are fp32.
+Gradients are reduced in the weights' dtype; their sum over micro-batches, masters and AdamW are fp32.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class BMTrainEngine(MasterEngine):
         self._optimizer = ShardedAdamW(
             {name: self._piece(p, offload) for name, p in self._parameters.items()}, adamw or AdamW()
         )
+        self._grads: dict[str, Tensor] = {}  # of the micro-batches since the last step
         self._start_masters(seed)
         self._store_weights()
 
@@ -70,9 +71,14 @@ class BMTrainEngine(MasterEngine):
     def backward(self, loss: Tensor) -> None:
         (loss * self.loss_scale).backward()
         torch.cuda.current_stream().wait_stream(self._bmtrain.config["load_stream"])  # where gradients are reduced
+        for name, p in self._parameters.items():
+            if p.grad is not None:
+                so_far = self._grads.get(name)
+                self._grads[name] = p.grad if so_far is None else so_far.float().add_(p.grad)
+        self._drop_gradients()
 
     def step(self, lr: float, max_norm: float) -> float:
-        grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in self._parameters.items()}
+        grads = {name: self._grads.get(name, torch.zeros_like(p)) for name, p in self._parameters.items()}
         try:
             norm = self._optimizer.step(grads, lr, max_norm, self.sum, self.loss_scale)
         except FloatingPointError as error:
@@ -102,6 +108,11 @@ class BMTrainEngine(MasterEngine):
         self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
 
     def clear_gradients(self) -> None:
+        self._grads.clear()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Of the last micro-batch, which BMTrain would add the next one's to in the weights' dtype."""
         for block in self._blocks:
             for storage in block._storage_params.values():
                 storage.grad = None
