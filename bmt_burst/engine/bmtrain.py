@@ -60,7 +60,7 @@ class BMTrainEngine(MasterEngine):
         self._optimizer = ShardedAdamW(
             {name: self._piece(p, offload) for name, p in self._parameters.items()}, adamw or AdamW()
         )
-        self._grads: dict[str, Tensor] = {}  # of the micro-batches since the last step
+        self._grads: dict[str, Tensor] = {}  # sums over the micro-batches since the last step
         self._start_masters(seed)
         self._store_weights()
 
@@ -69,15 +69,12 @@ class BMTrainEngine(MasterEngine):
         return Piece(master, (p._start_partition or 0) if master.numel() else 0, tuple(p._original_shape))
 
     def backward(self, loss: Tensor) -> None:
+        self._collect_gradients()  # of the micro-batch before; BMTrain would add to them in the weights' dtype
         (loss * self.loss_scale).backward()
         torch.cuda.current_stream().wait_stream(self._bmtrain.config["load_stream"])  # where gradients are reduced
-        for name, p in self._parameters.items():
-            if p.grad is not None:
-                so_far = self._grads.get(name)
-                self._grads[name] = p.grad if so_far is None else so_far.float().add_(p.grad)
-        self._drop_gradients()
 
     def step(self, lr: float, max_norm: float) -> float:
+        self._collect_gradients()
         grads = {name: self._grads.get(name, torch.zeros_like(p)) for name, p in self._parameters.items()}
         try:
             norm = self._optimizer.step(grads, lr, max_norm, self.sum, self.loss_scale)
@@ -108,11 +105,15 @@ class BMTrainEngine(MasterEngine):
         self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
 
     def clear_gradients(self) -> None:
+        self._collect_gradients()
         self._grads.clear()
-        self._drop_gradients()
 
-    def _drop_gradients(self) -> None:
-        """Of the last micro-batch, which BMTrain would add the next one's to in the weights' dtype."""
+    def _collect_gradients(self) -> None:
+        """Adds the last micro-batch's to the sums."""
+        for name, p in self._parameters.items():
+            if p.grad is not None:
+                so_far = self._grads.get(name)
+                self._grads[name] = p.grad if so_far is None else so_far.float().add_(p.grad)
         for block in self._blocks:
             for storage in block._storage_params.values():
                 storage.grad = None
