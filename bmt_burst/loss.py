@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .compiled import fused_on_gpus
 from .layout import IGNORE_INDEX
 from .merge import accumulator_dtype
 
-# Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in fp32. The gradient of the hidden
+# Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in bf16. The gradient of the hidden
 # states is added up over the entries, that of the weights over the tokens, which therefore come in few parts.
 _TILE_TOKENS = 1 << 15
-_TILE_ENTRIES = 1 << 10
+_TILE_ENTRIES = 1 << 11
 
 
 def linear_cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,8 +47,8 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         target = torch.zeros_like(lse)
         for rows in _cut(len(labels), _TILE_TOKENS):
             for entries in _cut(len(weight), _TILE_ENTRIES):
-                logits = _logits(hidden[rows], weight[entries])
-                lse[rows] = torch.logaddexp(lse[rows], logits.logsumexp(-1))
+                logits = hidden[rows] @ weight[entries].T
+                lse[rows] = torch.logaddexp(lse[rows], _logsumexp(logits))
                 column, inside = _columns(labels[rows], entries)
                 target[rows] += logits.gather(1, column).squeeze(1).where(inside, 0.0)
         ctx.save_for_backward(hidden, weight, labels, lse)
@@ -57,15 +58,13 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dtotal: Tensor):
         hidden, weight, labels, lse = ctx.saved_tensors
-        factor = dtotal.to(lse.dtype) * (labels != IGNORE_INDEX).unsqueeze(1)
+        factor = dtotal.to(lse.dtype) * (labels != IGNORE_INDEX)
         dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
         for rows in _cut(len(labels), _TILE_TOKENS):
             total = torch.zeros_like(hidden[rows], dtype=lse.dtype)
             for entries in _cut(len(weight), _TILE_ENTRIES):
-                dlogits = _logits(hidden[rows], weight[entries]).sub_(lse[rows].unsqueeze(1)).exp_()
-                column, inside = _columns(labels[rows], entries)
-                dlogits.scatter_add_(1, column, -inside.to(dlogits.dtype).unsqueeze(1))
-                dlogits = dlogits.mul_(factor[rows]).to(hidden.dtype)
+                logits, column = hidden[rows] @ weight[entries].T, labels[rows] - entries.start
+                dlogits = _logits_gradient(logits, lse[rows], column, factor[rows])
                 total += dlogits @ weight[entries]
                 dweight[entries] += dlogits.T @ hidden[rows]
             dhidden[rows] = total
@@ -99,8 +98,18 @@ def _cut(count: int, width: int) -> Iterator[slice]:
     return (slice(start, min(start + width, count)) for start in range(0, count, width))
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    return (hidden @ weight.T).to(accumulator_dtype(hidden.dtype))
+@fused_on_gpus
+def _logsumexp(logits: Tensor) -> Tensor:
+    """Of a tile's rows: (N, V) to (N,), in the accumulator's dtype."""
+    return logits.to(accumulator_dtype(logits.dtype)).logsumexp(-1)
+
+
+@fused_on_gpus
+def _logits_gradient(logits: Tensor, lse: Tensor, column: Tensor, factor: Tensor) -> Tensor:
+    """(softmax - onehot(column)) * factor of a tile (N, V), in its dtype; the rest are (N,), columns may be outside."""
+    probs = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp()
+    onehot = column.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
+    return ((probs - onehot.to(probs.dtype)) * factor.unsqueeze(1)).to(logits.dtype)
 
 
 def _columns(labels: Tensor, entries: slice) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,6 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size,
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,18 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import burst_attn_func
+from .compiled import fused_on_gpus
 from .groups import SequenceParallel
-
-
-def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` of tensors, made one pass over memory by torch.compile where the first of them is on a GPU."""
-    compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
-
-    @functools.wraps(function)
-    def call(x: Tensor, *args: Tensor) -> Tensor:
-        return (compiled() if x.is_cuda else function)(x, *args)
-
-    return call
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
