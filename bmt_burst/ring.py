@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .compiled import fused_on_gpus
 from .layout import Tile
 from .merge import Gradients, Outputs, Span, accumulator_dtype, query_rows
 from .packing import Packing
@@ -131,6 +132,7 @@ def reserve(plan: Plan, q: Tensor, k: Tensor, with_backward: bool) -> None:
     plan.rings.inner.reserve({"visit": visit, "return": home}, q.device)
 
 
+@fused_on_gpus
 def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     """A tensor o' (B, S, H, D) in dout's dtype with rowsum(o' * dout) = delta (B, H, S), for kernels that need out.
 

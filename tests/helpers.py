@@ -64,7 +64,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:
     """Runs `work(rank, *args)` in `size` joined processes; returns the results, or raises the first failure.
 
-    `work` must be a module's function. With backend "nccl" each process has a GPU.
+    `work` must be a module's function. With backend "nccl" each process has a GPU, or all share one.
     """
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank_main, args=(size, folder, backend, work, args), nprocs=size)
@@ -82,7 +82,7 @@ def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 2
 def _rank_main(rank: int, size: int, folder: str, backend: str, work: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % GPUS)
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
