@@ -53,7 +53,9 @@ class Machine:
 
     def __init__(self):
         self.cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.cuda else torch.device("cpu")
+        self.device = torch.device("cpu")
+        if self.cuda:  # ranks may share a GPU, which is good for errors only
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         if self.cuda:
             torch.cuda.set_device(self.device)
@@ -85,7 +87,7 @@ class Machine:
         """All ranks at one point, with nothing under way."""
         if self.cuda:
             torch.cuda.synchronize()
-        dist.barrier()
+        self.slowest(0.0)
 
     def slowest(self, value: float) -> float:
         worst = torch.tensor([value], dtype=torch.float64)
@@ -324,7 +326,7 @@ def parse_args() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lengths = [8192, 16384, 32768] if cuda else [64]
-    parser.add_argument("--tokens-per-gpu", type=int, nargs="+", default=lengths)
+    parser.add_argument("--tokens-per-gpu", type=int, nargs="*", default=lengths)
     parser.add_argument("--batches", type=int, nargs="*", default=[], help="batch sizes at the first length")
     parser.add_argument(
         "--heads", type=heads, nargs="+", default=[(32, 32), (32, 8)] if cuda else [(4, 2)], metavar="Q:KV"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Measures attention on this machine's GPUs, beside the peers that are installed, and writes tables and plots:
+# Measures attention on this machine's GPUs, beside the peers that are installed, and writes tables and plots. On a
+# single GPU: the kernel, and one rank of eight whose peers are imagined (bench/one_rank.py).
 #
 #     bash bench/bench.sh [--quick] [--gpus N]
 #
@@ -32,6 +33,8 @@ else
     # 64K to 1M tokens on 8 GPUs, and batches of 64K
     arguments=(--tokens-per-gpu 8192 16384 32768 65536 131072 --batches 2 4 8 --full)
 fi
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
-    bench/attention.py --output "$output" "${arguments[@]}"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+ranks() { python3 -m torch.distributed.run --standalone --nproc-per-node "$@"; }
+ranks "$gpus" bench/attention.py --output "$output" "${arguments[@]}"
+[ "$gpus" -ne 1 ] || ranks 1 bench/one_rank.py --output "$output" --tokens-per-gpu 8192 16384
 python3 bench/report.py "$output"

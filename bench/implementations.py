@@ -94,17 +94,23 @@ def held_bytes(attention: Attention) -> int:
     return attention.transport.held_bytes if isinstance(attention, Burst) else 0
 
 
+def _single_ring(sp: SequenceParallel) -> dist.ProcessGroup:
+    """The process group that peers run over."""
+    if not isinstance(sp.process_group, dist.ProcessGroup):
+        raise Unavailable("is measured on a single ring of several ranks")
+    return sp.process_group
+
+
 def _ulysses(case: Case, sp: SequenceParallel) -> Attention:
     """Ulysses (arXiv 2309.14509): every rank gets whole sequences of some heads, and the same kernel."""
-    if sp.process_group is None:
-        raise Unavailable("is measured on a single ring")
+    group = _single_ring(sp)
     if case.heads % sp.size or case.kv_heads % sp.size:
         raise Unavailable(f"{case.heads}:{case.kv_heads} heads do not divide over {sp.size} ranks")
     alone = kernel_alone(case)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (_AllToAll.apply(x, 2, 1, sp.process_group) for x in (q, k, v))
-        return _AllToAll.apply(alone(q, k, v), 1, 2, sp.process_group)
+        q, k, v = (_AllToAll.apply(x, 2, 1, group) for x in (q, k, v))
+        return _AllToAll.apply(alone(q, k, v), 1, 2, group)
 
     return attention
 
@@ -132,7 +138,7 @@ def _ring_flash_attn(case: Case, sp: SequenceParallel) -> Attention:
         raise Unavailable("needs the packages ring-flash-attn and flash-attn 2")
     from ring_flash_attn import zigzag_ring_flash_attn_func
 
-    return partial(zigzag_ring_flash_attn_func, causal=case.causal, group=sp.process_group)
+    return partial(zigzag_ring_flash_attn_func, causal=case.causal, group=_single_ring(sp))
 
 
 def _torch_context_parallel(case: Case, sp: SequenceParallel) -> Attention:
@@ -143,6 +149,7 @@ def _torch_context_parallel(case: Case, sp: SequenceParallel) -> Attention:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    _single_ring(sp)
     mesh = init_device_mesh("cuda", (sp.size,))
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tables (Markdown, on stdout) and plots (PNG, beside the results) of what bench/attention.py measured.
+"""Tables (Markdown, on stdout) and plots (PNG, beside the results) of what this folder's scripts measured.
 
 python bench/report.py bench/results/attention-8-nvidia-h200-*.jsonl
 """
@@ -36,14 +36,14 @@ def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
     return groups
 
 
-def alone(rows: list[Row], row: Row) -> Row:
-    """The measurement of the kernel alone that belongs to a row."""
+def alone(rows: list[Row], row: Row, kind: str = "attention") -> Row:
+    """The measurement of the kernel alone that belongs to a row of this kind."""
     same = ("batch", "heads", "kv_heads", "head_dim", "causal", "kernel")
     return next(
         other
         for other in rows
         if other["impl"] == "kernel alone"
-        and other["kind"] == "attention"
+        and other["kind"] == kind
         and other["seq_len"] * row["gpus"] == row["seq_len"]
         and all(other[name] == row[name] for name in same)
     )
@@ -70,7 +70,7 @@ def attention_tables(rows: list[Row]) -> str:
     for case, group in attention_groups(rows).items():
         lines = [
             [
-                f"{row['seq_len'] // 1024}K" if row["seq_len"] >= 1024 else row["seq_len"],
+                tokens(row),
                 row["impl"],
                 row["fwd_ms"],
                 row["fwd_bwd_ms"],
@@ -85,8 +85,57 @@ def attention_tables(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
+def one_rank_table(rows: list[Row]) -> str:
+    """The slowest of the ranks measured, and the profile of where its time goes."""
+    cases: dict[tuple, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "one rank" and "rank" in row:
+            cases[tuple(row[name] for name in (*CASE, "impl", "seq_len"))].append(row)
+    header = [
+        "heads",
+        "kernel",
+        "tokens",
+        "implementation",
+        "fwd",
+        "fwd+bwd",
+        "kernel alone",
+        "sums %",
+        "idle %",
+        "GiB",
+    ]
+    lines = []
+    for ranks in cases.values():
+        row, limit = max(ranks, key=lambda r: r["fwd_bwd_ms"]), alone(rows, ranks[0], "one rank")
+        spent = row.get("ms") or dict.fromkeys(("merge", "idle"), 0.0) | {"span": 1.0}
+        shares = [100 * spent.get(name, 0.0) / spent["span"] for name in ("merge", "idle")]
+        gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
+        rates = [round(r) for r in (row["fwd_tflops_per_gpu"], row["fwd_bwd_tflops_per_gpu"])]
+        case = [f"{row['heads']}:{row['kv_heads']}", row["kernel"], tokens(row), row["impl"]]
+        lines.append([*case, *rates, round(limit["fwd_bwd_tflops_per_gpu"]), *shares, gib])
+    return table(header, lines) if lines else ""
+
+
+def training_table(rows: list[Row]) -> str:
+    names = ("model", "layers", "engine", "gpus", "seq_len", "checkpointing")
+    lines = [
+        [*(row[n] for n in names), round(row["tokens_per_s_per_gpu"]), 100 * row["mfu"], row["peak_gib"], row["step_s"]]
+        for row in rows
+        if row["kind"] == "train" and "step_s" in row
+    ]
+    header = ["model", "layers", "engine", "GPUs", "tokens", "checkpointing", "tokens/s/GPU", "MFU %", "GiB", "s/step"]
+    return table(header, lines) if lines else ""
+
+
+def tokens(row: Row) -> str:
+    return f"{row['seq_len'] // 1024}K" if row["seq_len"] >= 1024 else str(row["seq_len"])
+
+
 def other_tables(rows: list[Row]) -> str:
     parts = []
+    if ranks := one_rank_table(rows):
+        parts.append("### One rank whose peers are imagined: TFLOP/s without links\n\n" + ranks)
+    if training := training_table(rows):
+        parts.append("### Training\n\n" + training)
     links = [[r["impl"], r["message_mib"], r["gib_per_s"]] for r in rows if r["kind"] == "links"]
     if links:
         parts.append("### Links alone\n\n" + table(["way", "message MiB", "GiB/s received"], links))
@@ -94,10 +143,18 @@ def other_tables(rows: list[Row]) -> str:
     if errors:
         names = ["out", "dq", "dk", "dv"]
         lines = [
-            [r["impl"], f"{r['heads']}:{r['kv_heads']}", r["seq_len"], *(f"{r[n]:.2e}" for n in names)] for r in errors
+            [
+                r["impl"],
+                f"{r['heads']}:{r['kv_heads']}",
+                r["kernel"],
+                "causal" if r["causal"] else "full",
+                r["seq_len"],
+                *(f"{r[n]:.2e}" for n in names),
+            ]
+            for r in errors
         ]
         title = "### Error against float64 (relative L2)\n\n"
-        parts.append(title + table(["implementation", "heads", "tokens", *names], lines))
+        parts.append(title + table(["implementation", "heads", "kernel", "mask", "tokens", *names], lines))
     missing = sorted({(r["impl"], r["unavailable"]) for r in rows if "unavailable" in r})
     parts += [f"Not measured: {name}: {reason}" for name, reason in missing]
     return "\n\n".join(parts)
@@ -136,7 +193,7 @@ def main() -> None:
     rows = read_rows(args.results)
     first = rows[0]
     print(f"{first['gpu_name']}, commit {first['commit']}, {first['versions']}\n")
-    print(attention_tables(rows) + "\n\n" + other_tables(rows))
+    print("\n\n".join(part for part in (attention_tables(rows), other_tables(rows)) if part))
     plot(rows, args.results[0].with_suffix(".png"))
 
 
