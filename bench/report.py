@@ -1,17 +1,20 @@
 """Tables (Markdown, on stdout) and plots (PNG, beside the results) of what this folder's scripts measured.
 
 python bench/report.py bench/results/attention-8-nvidia-h200-*.jsonl
+python bench/report.py --readme        # writes the README's tables anew, from the results that it names
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 CASE = ("gpus", "batch", "heads", "kv_heads", "head_dim", "causal", "kernel")
 
@@ -107,7 +110,7 @@ def one_rank_table(rows: list[Row]) -> str:
     for ranks in cases.values():
         row, limit = max(ranks, key=lambda r: r["fwd_bwd_ms"]), alone(rows, ranks[0], "one rank")
         spent = row.get("ms") or dict.fromkeys(("merge", "idle"), 0.0) | {"span": 1.0}
-        shares = [100 * spent.get(name, 0.0) / spent["span"] for name in ("merge", "idle")]
+        shares = [f"{100 * spent.get(name, 0.0) / spent['span']:.1f}" for name in ("merge", "idle")]
         gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
         rates = [round(r) for r in (row["fwd_tflops_per_gpu"], row["fwd_bwd_tflops_per_gpu"])]
         case = [f"{row['heads']}:{row['kv_heads']}", row["kernel"], tokens(row), row["impl"]]
@@ -118,7 +121,13 @@ def one_rank_table(rows: list[Row]) -> str:
 def training_table(rows: list[Row]) -> str:
     names = ("model", "layers", "engine", "gpus", "seq_len", "checkpointing")
     lines = [
-        [*(row[n] for n in names), round(row["tokens_per_s_per_gpu"]), 100 * row["mfu"], row["peak_gib"], row["step_s"]]
+        [
+            *(tokens(row) if n == "seq_len" else row[n] for n in names),
+            round(row["tokens_per_s_per_gpu"]),
+            100 * row["mfu"],
+            row["peak_gib"],
+            row["step_s"],
+        ]
         for row in rows
         if row["kind"] == "train" and "step_s" in row
     ]
@@ -130,31 +139,37 @@ def tokens(row: Row) -> str:
     return f"{row['seq_len'] // 1024}K" if row["seq_len"] >= 1024 else str(row["seq_len"])
 
 
-def other_tables(rows: list[Row]) -> str:
-    parts = []
-    if ranks := one_rank_table(rows):
-        parts.append("### One rank whose peers are imagined: TFLOP/s without links\n\n" + ranks)
-    if training := training_table(rows):
-        parts.append("### Training\n\n" + training)
-    links = [[r["impl"], r["message_mib"], r["gib_per_s"]] for r in rows if r["kind"] == "links"]
-    if links:
-        parts.append("### Links alone\n\n" + table(["way", "message MiB", "GiB/s received"], links))
-    errors = [r for r in rows if r["kind"] == "errors" and "dq" in r]
-    if errors:
-        names = ["out", "dq", "dk", "dv"]
-        lines = [
-            [
-                r["impl"],
-                f"{r['heads']}:{r['kv_heads']}",
-                r["kernel"],
-                "causal" if r["causal"] else "full",
-                r["seq_len"],
-                *(f"{r[n]:.2e}" for n in names),
-            ]
-            for r in errors
+def error_table(rows: list[Row]) -> str:
+    names = ["out", "dq", "dk", "dv"]
+    lines = [
+        [
+            r["impl"],
+            f"{r['heads']}:{r['kv_heads']}",
+            r["kernel"],
+            "causal" if r["causal"] else "full",
+            tokens(r),
+            *(f"{r[n]:.2e}" for n in names),
         ]
-        title = "### Error against float64 (relative L2)\n\n"
-        parts.append(title + table(["implementation", "heads", "kernel", "mask", "tokens", *names], lines))
+        for r in rows
+        if r["kind"] == "errors" and "dq" in r
+    ]
+    return table(["implementation", "heads", "kernel", "mask", "tokens", *names], lines) if lines else ""
+
+
+def link_table(rows: list[Row]) -> str:
+    lines = [[r["impl"], r["message_mib"], r["gib_per_s"]] for r in rows if r["kind"] == "links"]
+    return table(["way", "message MiB", "GiB/s received"], lines) if lines else ""
+
+
+def other_tables(rows: list[Row], titles: bool = True) -> str:
+    """Those of all kinds but attention; and what could not be measured."""
+    tables = {
+        "One rank whose peers are imagined: TFLOP/s": one_rank_table(rows),
+        "Training": training_table(rows),
+        "Links alone": link_table(rows),
+        "Error against float64 (relative L2)": error_table(rows),
+    }
+    parts = [f"### {title}\n\n{text}" if titles else text for title, text in tables.items() if text]
     missing = sorted({(r["impl"], r["unavailable"]) for r in rows if "unavailable" in r})
     parts += [f"Not measured: {name}: {reason}" for name, reason in missing]
     return "\n\n".join(parts)
@@ -186,10 +201,25 @@ def plot(rows: list[Row], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+_MARKED = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_tables(readme: str) -> str:
+    """The README's text with its tables as the results have them."""
+    return _MARKED.sub(lambda m: f"{m[1]}{other_tables(read_rows([_ROOT / m[2]]), titles=False)}\n{m[3]}", readme)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="files of JSON lines")
+    parser.add_argument("results", type=Path, nargs="*", help="files of JSON lines")
+    parser.add_argument("--readme", action="store_true", help="write the README's tables instead")
     args = parser.parse_args()
+    if args.readme == bool(args.results):
+        parser.error("give either files of results or --readme")
+    if args.readme:
+        readme = _ROOT / "README.md"
+        readme.write_text(with_tables(readme.read_text()))
+        return
     rows = read_rows(args.results)
     first = rows[0]
     print(f"{first['gpu_name']}, commit {first['commit']}, {first['versions']}\n")

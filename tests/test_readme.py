@@ -4,6 +4,7 @@ import re
 
 import torch
 
+from bench.report import with_tables
 from tests.helpers import ROOT
 
 
@@ -14,6 +15,12 @@ def test_the_simulated_example_prints_rounding():
     [difference] = printed
     assert isinstance(difference, torch.Tensor)
     assert 0 <= difference < 1e-5
+
+
+def test_its_tables_are_those_of_the_results():
+    text = (ROOT / "README.md").read_text()
+    assert "<!-- results:" in text
+    assert with_tables(text) == text
 
 
 def test_every_file_it_names_is_there():
