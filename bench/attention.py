@@ -345,7 +345,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--no-links", action="store_true", help="do not measure the links")
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.batches and not args.tokens_per_gpu:
+        parser.error("--batches needs a length, --tokens-per-gpu")
+    return args
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ else
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 ranks() { python3 -m torch.distributed.run --standalone --nproc-per-node "$@"; }
+[ "$gpus" -gt 1 ] || arguments+=(--implementations bmt_burst)
 ranks "$gpus" bench/attention.py --output "$output" "${arguments[@]}"
-[ "$gpus" -ne 1 ] || ranks 1 bench/one_rank.py --output "$output" --tokens-per-gpu 8192 16384
+[ "$gpus" -gt 1 ] || ranks 1 bench/one_rank.py --output "$output" --tokens-per-gpu 8192 16384
 python3 bench/report.py "$output"

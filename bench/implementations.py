@@ -61,6 +61,8 @@ class Burst:
             self.transport = transport(intra)
             groups["double_group"] = self.transport, inter
         elif isinstance(sp.process_group, Transport):  # alone, or imagined
+            if transport is not TorchTransport:
+                raise Unavailable("needs several ranks")
             self.transport = sp.process_group
         else:
             self.transport = groups["process_group"] = transport(sp.process_group)

@@ -54,8 +54,7 @@ def alone(rows: list[Row], row: Row, kind: str = "attention") -> Row:
 
 def describe(case: tuple) -> str:
     gpus, batch, heads, kv_heads, head_dim, causal, kernel = case
-    mask = "causal" if causal else "full"
-    return f"{gpus} ranks, batch {batch}, {heads}:{kv_heads} heads of {head_dim}, {mask}, kernel {kernel}"
+    return f"{gpus} ranks, batch {batch}, {heads}:{kv_heads} heads of {head_dim}, {mask(causal)}, kernel {kernel}"
 
 
 def attention_tables(rows: list[Row]) -> str:
@@ -94,18 +93,8 @@ def one_rank_table(rows: list[Row]) -> str:
     for row in rows:
         if row["kind"] == "one rank" and "rank" in row:
             cases[tuple(row[name] for name in (*CASE, "impl", "seq_len"))].append(row)
-    header = [
-        "heads",
-        "kernel",
-        "tokens",
-        "implementation",
-        "fwd",
-        "fwd+bwd",
-        "kernel alone",
-        "sums %",
-        "idle %",
-        "GiB",
-    ]
+    facts = ["ranks", "heads", "mask", "kernel", "tokens", "implementation"]
+    header = [*facts, "fwd", "fwd+bwd", "kernel alone", "sums %", "idle %", "GiB"]
     lines = []
     for ranks in cases.values():
         row, limit = max(ranks, key=lambda r: r["fwd_bwd_ms"]), alone(rows, ranks[0], "one rank")
@@ -113,7 +102,8 @@ def one_rank_table(rows: list[Row]) -> str:
         shares = [f"{100 * spent.get(name, 0.0) / spent['span']:.1f}" for name in ("merge", "idle")]
         gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
         rates = [round(r) for r in (row["fwd_tflops_per_gpu"], row["fwd_bwd_tflops_per_gpu"])]
-        case = [f"{row['heads']}:{row['kv_heads']}", row["kernel"], tokens(row), row["impl"]]
+        heads = f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"
+        case = [row["gpus"], heads, mask(row["causal"]), row["kernel"], tokens(row), row["impl"]]
         lines.append([*case, *rates, round(limit["fwd_bwd_tflops_per_gpu"]), *shares, gib])
     return table(header, lines) if lines else ""
 
@@ -124,15 +114,18 @@ def training_table(rows: list[Row]) -> str:
         [
             *(tokens(row) if n == "seq_len" else row[n] for n in names),
             round(row["tokens_per_s_per_gpu"]),
-            100 * row["mfu"],
-            row["peak_gib"],
+            *("-" if row.get(n) is None else row[n] for n in ("mfu", "peak_gib")),
             row["step_s"],
         ]
         for row in rows
         if row["kind"] == "train" and "step_s" in row
     ]
-    header = ["model", "layers", "engine", "GPUs", "tokens", "checkpointing", "tokens/s/GPU", "MFU %", "GiB", "s/step"]
+    header = ["model", "layers", "engine", "GPUs", "tokens", "checkpointing", "tokens/s/GPU", "MFU", "GiB", "s/step"]
     return table(header, lines) if lines else ""
+
+
+def mask(causal: bool) -> str:
+    return "causal" if causal else "full"
 
 
 def tokens(row: Row) -> str:
@@ -146,7 +139,7 @@ def error_table(rows: list[Row]) -> str:
             r["impl"],
             f"{r['heads']}:{r['kv_heads']}",
             r["kernel"],
-            "causal" if r["causal"] else "full",
+            mask(r["causal"]),
             tokens(r),
             *(f"{r[n]:.2e}" for n in names),
         ]

@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` of tensors, where the first of them is on a GPU compiled: at the first call, for all shapes."""
+    """`function` of tensors; where the first of them is on a GPU compiled, and then differentiable once.
+
+    Compiled when first called, once more for sizes of 1, and with and without gradient.
+    """
     compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
 
     @functools.wraps(function)

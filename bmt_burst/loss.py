@@ -19,7 +19,8 @@ from .compiled import fused_on_gpus
 from .layout import IGNORE_INDEX
 from .merge import accumulator_dtype
 
-# Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in bf16. The gradient of the hidden
+# Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in bf16; on CPUs there is one in fp32
+# beside it, on GPUs that lives in registers. The gradient of the hidden
 # states is added up over the entries, that of the weights over the tokens, which therefore come in few parts.
 _TILE_TOKENS = 1 << 15
 _TILE_ENTRIES = 1 << 11
@@ -107,9 +108,9 @@ def _logsumexp(logits: Tensor) -> Tensor:
 @fused_on_gpus
 def _logits_gradient(logits: Tensor, lse: Tensor, column: Tensor, factor: Tensor) -> Tensor:
     """(softmax - onehot(column)) * factor of a tile (N, V), in its dtype; the rest are (N,), columns may be outside."""
-    probs = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp()
+    probs = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp_()
     onehot = column.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
-    return ((probs - onehot.to(probs.dtype)) * factor.unsqueeze(1)).to(logits.dtype)
+    return probs.sub_(onehot.to(torch.uint8)).mul_(factor.unsqueeze(1)).to(logits.dtype)
 
 
 def _columns(labels: Tensor, entries: slice) -> tuple[Tensor, Tensor]:

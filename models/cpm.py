@@ -69,7 +69,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 class SwiGLU(nn.Module):

@@ -73,6 +73,12 @@ def engines(folder: Path) -> dict:
         results["nan"] = "no error"
     except FloatingPointError as error:
         results["nan"] = str(error)
+    engine = BMTrainEngine(build, dtype=torch.bfloat16, seed=3)
+    norm = engine.model.norm._parameters["weight"]
+    for value in (1.0, 2**-9, 2**-9):  # in bf16 the sum would stay 1
+        norm.grad = torch.full_like(norm, value)
+        engine._collect_gradients()
+    results["summed"] = sorted(set(engine._grads["norm.weight"].tolist()))
     refused = bmtrain.config["tp_size"]
     bmtrain.config["tp_size"] = 2
     try:

@@ -64,7 +64,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:
     """Runs `work(rank, *args)` in `size` joined processes; returns the results, or raises the first failure.
 
-    `work` must be a module's function. With backend "nccl" each process has a GPU, or all share one.
+    `work` must be a module's function. With backend "nccl" each process has a GPU, or they share those there are.
     """
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank_main, args=(size, folder, backend, work, args), nprocs=size)

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from bench.report import training_table
 from bench.timeline import Activity, breakdown
 from tests.helpers import ROOT, torchrun
 
@@ -56,6 +57,7 @@ def test_training_benchmark(tmp_path):
         assert row.keys() >= {"model", "engine", "gpus", "tokens_per_s_per_gpu", "step_s", "versions", "commit"}
         assert len(row["losses"]) == 4
     assert rows[0]["losses"] == rows[1]["losses"]
+    assert training_table(rows).count("| cpm-tiny | 2 | torch | 2 | 64 | ") == 2
     failing = subprocess.run([sys.executable, *command, "--clip", "-1"], cwd=ROOT, capture_output=True, text=True)
     assert failing.returncode == 1
     assert "clip must be positive" in failing.stdout

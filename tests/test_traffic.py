@@ -1,11 +1,14 @@
 """Messages and bytes on the wire against the closed forms, and the simulator's own guards."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bmt_burst import Layout, burst_attn_func, kernels, simulate
+from bmt_burst.groups import Rings
+from bmt_burst.plan import Plan
 from bmt_burst.transport import MESSAGE_BYTES
 from bmt_burst.transport.simulator import Aborted
 from tests.helpers import random_qkv, ring_arguments
@@ -44,6 +47,15 @@ ROW = S * H * 4  # lse or delta, fp32
 
 
 BLOCK = 2 * B * K
+
+
+@pytest.mark.parametrize(("tokens", "parts"), [(256, 2), (16384, 4)])
+def test_two_blocks_are_to_be_in_a_group_if_that_leaves_kernels_enough_to_do(tokens, parts):
+    """Blocks twice as large as group_bytes: two parts would do, four are better where there are many tokens."""
+    q = torch.empty(1, tokens, 64, 128, device="meta", dtype=torch.bfloat16)
+    rings = Rings(SimpleNamespace(size=4), SimpleNamespace(size=1))
+    plan = Plan(Layout("zigzag", 4 * tokens, 4), None, rings, None, 1.0, True, "q", False, False, q.nbytes)
+    assert len(plan.passes("kv", q, q)) == parts
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

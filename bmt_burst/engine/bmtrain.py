@@ -75,7 +75,10 @@ class BMTrainEngine(MasterEngine):
 
     def step(self, lr: float, max_norm: float) -> float:
         self._collect_gradients()
-        grads = {name: self._grads.get(name, torch.zeros_like(p)) for name, p in self._parameters.items()}
+        grads = {
+            name: self._grads[name] if name in self._grads else torch.zeros_like(p)
+            for name, p in self._parameters.items()
+        }
         try:
             norm = self._optimizer.step(grads, lr, max_norm, self.sum, self.loss_scale)
         except FloatingPointError as error:
@@ -105,8 +108,8 @@ class BMTrainEngine(MasterEngine):
         self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
 
     def clear_gradients(self) -> None:
-        self._collect_gradients()
         self._grads.clear()
+        self._drop_gradients()
 
     def _collect_gradients(self) -> None:
         """Adds the last micro-batch's to the sums."""
@@ -114,6 +117,11 @@ class BMTrainEngine(MasterEngine):
             if p.grad is not None:
                 so_far = self._grads.get(name)
                 self._grads[name] = p.grad if so_far is None else so_far.float().add_(p.grad)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Those that BMTrain holds; its stream may write to their memory once what reads them is over."""
+        self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
         for block in self._blocks:
             for storage in block._storage_params.values():
                 storage.grad = None

@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Done, Messages, Parcel, Transport, as_bytes
+from . import LANES, Arrival, Delivery, Messages, Parcel, Ticket, Transport, as_bytes
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
@@ -147,6 +147,16 @@ class SimulatedRing(Transport):
         return super().deliver(*arguments)
 
 
+@dataclass(frozen=True)
+class _Imagined:
+    """The ticket of a delivery that nobody makes; holds the parcels as if they had to leave."""
+
+    sends: Sequence[Parcel]
+
+    def wait(self) -> None:
+        """It is there."""
+
+
 class ImaginedRing(Transport):
     """A rank whose peers are imagined: they say what it says, and their deliveries have landed, whatever is in them.
 
@@ -163,7 +173,7 @@ class ImaginedRing(Transport):
     def held_bytes(self) -> int:
         return sum(slot.nbytes for slots in self.slots.values() for slot in slots)
 
-    def exchange(self, sends: Messages, recvs: Messages) -> Done:
+    def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         raise NotImplementedError("peers that are imagined take deliveries only")
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
@@ -178,7 +188,7 @@ class ImaginedRing(Transport):
     ) -> Delivery:
         slots = self.slots[lane]
         slots.append(slots.pop(0))
-        return Delivery(slots[0][:nbytes], Done(), recycled=True)
+        return Delivery(slots[0][:nbytes], _Imagined(sends), recycled=True)
 
     def _gather(self, message: bytes, longest: int) -> list[bytes]:
         terms = json.loads(message)
