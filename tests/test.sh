@@ -6,6 +6,7 @@ set -euo pipefail
 if [ "${1:-}" = gpu ]; then
     cd "$(dirname "$0")/.."
     shift
+    export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1} # many processes, few kernels
     exec python3 -m pytest -m gpu "$@"
 fi
 . "$(dirname "$0")/../train/venv.sh" test
