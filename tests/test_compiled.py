@@ -5,6 +5,9 @@ import torch
 
 from bmt_burst import loss, nn, ring
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
 N, V = 6, 10
 CASES = {
     "apply_rope": (nn.apply_rope, [(2, 5, 3, 8), (5, 4), (5, 4)]),
@@ -18,17 +21,18 @@ CASES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(CASES))
 def test_compiled_equals_written(name, dtype):
-    """As torch traces it, with gradients; without generated code, which is for GPUs."""
+    """With gradients; on CPUs as torch traces it, without generated code."""
     torch._dynamo.reset()
     function, shapes = CASES[name]
-    compiled = torch.compile(function.__wrapped__, dynamic=True, fullgraph=True, backend="aot_eager")
+    traced = torch.compile(function.__wrapped__, dynamic=True, fullgraph=True, backend="aot_eager")
+    compiled = function if DEVICE == "cuda" else traced
     for factor in (1, 2):  # the second time with more rows, for which nothing is compiled anew
         results = []
-        for each in (compiled, function):
+        for each in (compiled, function.__wrapped__):
             torch.manual_seed(factor)
             tensors = [torch.arange(N * factor) - 1 if s is None else torch.randn(grown(s, factor)) for s in shapes]
             half = {0} if name != "swiglu" else {0, 1}
-            tensors = [x.to(dtype) if i in half else x for i, x in enumerate(tensors)]
+            tensors = [x.to(DEVICE, dtype if i in half else x.dtype) for i, x in enumerate(tensors)]
             differentiable = name in ("apply_rope", "swiglu")
             tensors = [x.requires_grad_(differentiable and i in half) for i, x in enumerate(tensors)]
             out = each(*tensors)

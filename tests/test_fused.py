@@ -14,6 +14,7 @@ from bmt_burst import fused, merge
 from tests.helpers import ROOT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 SPANS = [(0, 30), (15, 30), (0, 7), (29, 30), (2, 22)]
 
 
