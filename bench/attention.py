@@ -10,6 +10,7 @@ gloo, so that the script itself is tested.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -142,6 +143,19 @@ def measure(case: Case, attention: Attention, tokens: int, gpus: int, machine: M
     }
 
 
+def facts_of(case: Case, machine: Machine) -> dict[str, Any]:
+    """What a row says of its case."""
+    return {**vars(case), "kernel": kernel_name(case, machine.device, machine.dtype)}
+
+
+def measure_alone(case: Case, gpus: int, machine: Machine, repeats: int) -> dict:
+    """`measure` of the kernel alone with a rank's tokens of a case on `gpus`, and the facts of that."""
+    tokens = case.seq_len // gpus
+    own = dataclasses.replace(case, seq_len=tokens)
+    alone = measure(own, kernel_alone(own), tokens, 1, machine, repeats)
+    return {"impl": "kernel alone", "gpus": 1, **facts_of(own, machine), **alone}
+
+
 def errors(case: Case, implementation: Implementation, sp: SequenceParallel, machine: Machine) -> dict[str, float]:
     """Relative L2 errors of out, dq, dk, dv over the whole sequence against float64."""
     tensors, dout = inputs(case, case.seq_len, machine)  # the same on every rank
@@ -248,11 +262,8 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     if not args.no_links and sp.process_group is not None and sp.size > 1:
         yield from links(sp, machine)
     for case in cases(args, machine.size):
-        facts = {**vars(case), "kernel": kernel_name(case, machine.device, machine.dtype)}
-        tokens = case.seq_len // machine.size
-        own = Case(**{**vars(case), "seq_len": tokens})  # per GPU: what one GPU takes alone in about that time
-        alone = measure(own, kernel_alone(own), tokens, 1, machine, args.repeats)
-        yield {"kind": "attention", "impl": "kernel alone", "gpus": 1, **facts, "seq_len": tokens, **alone}
+        facts, tokens = facts_of(case, machine), case.seq_len // machine.size
+        yield {"kind": "attention", **measure_alone(case, machine.size, machine, args.repeats)}
         for name, implementation in chosen.items():
             if tokens > (implementation.most_tokens or tokens):
                 continue
@@ -268,7 +279,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     if args.errors:
         for heads, kv_heads in args.heads:
             case = Case(args.errors, 1, heads, kv_heads, args.head_dim, True, args.kernel)
-            facts = {**vars(case), "kernel": kernel_name(case, machine.device, machine.dtype)}
+            facts = facts_of(case, machine)
             for name, (ranks, implementation) in _error_cases(chosen, sp).items():
                 row = {"kind": "errors", "impl": name, "gpus": ranks.size, **facts}
                 try:
@@ -317,6 +328,17 @@ def append(file: Path, row: dict) -> None:
         lines.write(json.dumps(row) + "\n")
 
 
+def show(row: dict) -> None:
+    """Prints what a row says but where it was measured."""
+    print(" ".join(f"{key}={_rounded(value)}" for key, value in row.items()), flush=True)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return round(value, 5) if isinstance(value, float) else value
+
+
 def heads(text: str) -> tuple[int, int]:
     q, kv = text.split(":")
     return int(q), int(kv)
@@ -357,8 +379,7 @@ def main() -> None:
     for row in run(args, machine):
         if machine.rank == 0:
             append(args.output, row | common)
-            shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}
-            print(" ".join(f"{k}={v}" for k, v in shown.items()), flush=True)
+            show(row)
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the process

@@ -21,32 +21,27 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import Machine, append, heads, inputs, kernel_name, measure, origin
-from bench.implementations import Burst, Case, kernel_alone
+from bench.attention import Machine, append, facts_of, heads, inputs, measure, measure_alone, origin, show
+from bench.implementations import IMPLEMENTATIONS, Case
 from bench.timeline import milliseconds, profiled
 from bmt_burst import SequenceParallel
 from bmt_burst.transport.simulator import ImaginedRing
 
-VARIANTS = {
-    "bmt_burst": {},
-    "bmt_burst q": {"backward": "q"},
-    "bmt_burst kv": {"backward": "kv"},
-    "bmt_burst low memory": {"group_bytes": 1 << 27},
-    "bmt_burst wide": {"group_bytes": 1 << 30},
-}
+VARIANTS = ("bmt_burst", "bmt_burst q", "bmt_burst kv", "bmt_burst low memory", "bmt_burst wide")
 
 
-def one_rank(case: Case, rank: int, size: int, machine: Machine, repeats: int, options: dict) -> dict:
+def one_rank(name: str, case: Case, rank: int, size: int, machine: Machine, repeats: int) -> dict:
     """Times, rates and memory of a rank, and where its time goes."""
     tokens = case.seq_len // size
-    attention = Burst(case, SequenceParallel(rank, size, process_group=ImaginedRing(rank, size)), **options)
+    ring = ImaginedRing(rank, size)
+    attention = IMPLEMENTATIONS[name].make(case, SequenceParallel(rank, size, process_group=ring))
     tensors, dout = inputs(case, tokens, machine)
 
     def step() -> None:
         torch.autograd.grad(attention(*tensors), tensors, dout)
 
     step()
-    for slots in attention.transport.slots.values():
+    for slots in ring.slots.values():
         for slot in slots:  # zeros would take less power, and so less time
             slot.view(machine.dtype).normal_()
     row = measure(case, attention, tokens, size, machine, repeats)
@@ -58,13 +53,11 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     for q_heads, kv_heads in args.heads:
         for tokens in args.tokens_per_gpu:
             case = Case(tokens * args.size, 1, q_heads, kv_heads, args.head_dim, not args.full, args.kernel)
-            facts = {**vars(case), "kernel": kernel_name(case, machine.device, machine.dtype)}
-            own = Case(**{**vars(case), "seq_len": tokens})
-            alone = measure(own, kernel_alone(own), tokens, 1, machine, args.repeats)
-            yield {"kind": "one rank", "impl": "kernel alone", "gpus": 1, **facts, "seq_len": tokens, **alone}
+            facts = facts_of(case, machine)
+            yield {"kind": "one rank", **measure_alone(case, args.size, machine, args.repeats)}
             for name in args.variants:
                 for rank in ranks:
-                    found = one_rank(case, rank, args.size, machine, args.repeats, VARIANTS[name])
+                    found = one_rank(name, case, rank, args.size, machine, args.repeats)
                     yield {"kind": "one rank", "impl": name, "gpus": args.size, "rank": rank, **facts, **found}
                     gc.collect()
 
@@ -79,34 +72,15 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
     parser.add_argument("--full", action="store_true", help="without causal mask")
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="NAME")
     parser.add_argument("--repeats", type=int, default=5 if cuda else 2)
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
     args, machine = parser.parse_args(), Machine()
     common = origin(machine.name)
     for row in run(args, machine):
         append(args.output, row | common)
-        shown = (
-            "impl",
-            "rank",
-            "seq_len",
-            "heads",
-            "kv_heads",
-            "kernel",
-            "fwd_ms",
-            "fwd_bwd_ms",
-            "peak_extra_gib",
-            "ms",
-        )
-        shown = {key: row[key] for key in (*shown, "fwd_tflops_per_gpu", "fwd_bwd_tflops_per_gpu") if key in row}
-        print(" ".join(f"{k}={_rounded(v)}" for k, v in shown.items()), flush=True)
+        show(row)
     dist.destroy_process_group()
-
-
-def _rounded(value):
-    if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    return round(value, 3) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import Machine, append, heads, inputs, kernel_name, origin
+from bench.attention import Machine, append, facts_of, heads, inputs, origin
 from bench.implementations import IMPLEMENTATIONS, Case
 from bmt_burst import init_sequence_parallel
 
@@ -131,7 +131,7 @@ def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespac
     rows: list = [None] * machine.size
     dist.all_gather_object(rows, spent)
     if machine.rank == 0:
-        facts = {**vars(case), "kernel": kernel_name(case, machine.device, machine.dtype), "gpus": machine.size}
+        facts = {**facts_of(case, machine), "gpus": machine.size}
         common = origin(machine.name)
         for rank, row in enumerate(rows):
             append(args.output, {"kind": "timeline", "impl": name, "rank": rank, **facts, "ms": row, **common})

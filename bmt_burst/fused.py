@@ -13,22 +13,17 @@ _BLOCK = 2048  # entries that a program handles
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tensor]]) -> None:
     """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`: (span, out (B, T, H, D), lse (B, H, T))."""
-    batch, tokens, heads, head_size = out.shape
-    width = triton.next_power_of_2(head_size)
-    rows = max(1, _BLOCK // width)
-    _merge_outputs[(triton.cdiv(tokens * heads, rows), batch)](
+    grid, sizes, constants = _by_rows(out)
+    _merge_outputs[grid](
         out,
         lse,
         tuple(part.contiguous() for _, part, _ in parts),
         tuple(part_lse.contiguous() for _, _, part_lse in parts),
         tuple(start for (start, _), _, _ in parts),
         tuple(stop for (_, stop), _, _ in parts),
-        tokens,
-        heads,
-        head_size,
+        *sizes,
         PARTS=len(parts),
-        ROWS=rows,
-        WIDTH=width,
+        **constants,
     )
 
 
@@ -51,23 +46,16 @@ def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
 
 def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
     """Fills rows (B, S, 2H) with lse (B, H, S) and rowsum(out * dout) of out, dout (B, S, H, D) of any strides."""
-    batch, tokens, heads, head_size = out.shape
+    grid, sizes, constants = _by_rows(out)
+    _fill_query_rows[grid](rows, out, dout, lse, out.stride(), dout.stride(), lse.stride(), *sizes, **constants)
+
+
+def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]:
+    """Programs that take some of the S * H rows of x (B, S, H, D) each: the grid, (S, H, D), rows and their width."""
+    batch, tokens, heads, head_size = x.shape
     width = triton.next_power_of_2(head_size)
-    many = max(1, _BLOCK // width)
-    _fill_query_rows[(triton.cdiv(tokens * heads, many), batch)](
-        rows,
-        out,
-        dout,
-        lse,
-        out.stride(),
-        dout.stride(),
-        lse.stride(),
-        tokens,
-        heads,
-        head_size,
-        ROWS=many,
-        WIDTH=width,
-    )
+    rows = max(1, _BLOCK // width)
+    return (triton.cdiv(tokens * heads, rows), batch), (tokens, heads, head_size), {"ROWS": rows, "WIDTH": width}
 
 
 @triton.jit

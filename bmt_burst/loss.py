@@ -20,8 +20,8 @@ from .layout import IGNORE_INDEX
 from .merge import accumulator_dtype
 
 # Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in bf16; on CPUs there is one in fp32
-# beside it, on GPUs that lives in registers. The gradient of the hidden
-# states is added up over the entries, that of the weights over the tokens, which therefore come in few parts.
+# beside it, on GPUs that lives in registers. The gradient of the hidden states is added up over the entries, that of
+# the weights over the tokens, which therefore come in few parts.
 _TILE_TOKENS = 1 << 15
 _TILE_ENTRIES = 1 << 11
 

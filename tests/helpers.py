@@ -76,8 +76,9 @@ def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:
 def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 200, **options):
     """A script and its arguments on `size` ranks under torchrun; `python` are flags of the interpreter."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "--no-python"]
-    # The launcher numbers ranks; a rank's GPU has a number that is there.
-    place = ["bash", "-c", f'LOCAL_RANK=$((LOCAL_RANK % {GPUS})) exec "$@"', "rank"] if 0 < GPUS < size else []
+    place = []
+    if 0 < GPUS < size:  # a rank is to find as many ranks on its host as there are GPUs, and take one that is there
+        place = ["bash", "-c", f'LOCAL_RANK=$((LOCAL_RANK % {GPUS})) LOCAL_WORLD_SIZE={GPUS} exec "$@"', "rank"]
     line = [sys.executable, *launcher, *place, sys.executable, *python, *map(str, command)]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
 

@@ -58,7 +58,7 @@ def test_engine_equals_the_torch_engine(tmp_path, expected, size):
             assert found[name] == pytest.approx(expected[tied], rel=1e-5), name
         assert "layers.2.self_attn.q_proj.weight" in found["saved"]
         assert found["loaded"]
-        assert found["summed"] in ([1 + 2**-8], [])  # a rank's piece may be empty
+        assert found["summed"] == [1 + 2**-8]
         assert found["nan"] == "the gradient norm is nan"
         assert "does not go with BMTrain's tensor or pipeline parallelism yet: tp_size is 2" in found["refused"]
 

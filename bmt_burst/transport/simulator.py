@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Messages, Parcel, Ticket, Transport, as_bytes
+from . import LANES, Arrival, Delivery, Done, Messages, Parcel, Ticket, Transport, as_bytes
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
@@ -148,13 +148,10 @@ class SimulatedRing(Transport):
 
 
 @dataclass(frozen=True)
-class _Imagined:
+class _Imagined(Done):
     """The ticket of a delivery that nobody makes; holds the parcels as if they had to leave."""
 
     sends: Sequence[Parcel]
-
-    def wait(self) -> None:
-        """It is there."""
 
 
 class ImaginedRing(Transport):
@@ -174,7 +171,7 @@ class ImaginedRing(Transport):
         return sum(slot.nbytes for slots in self.slots.values() for slot in slots)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
-        raise NotImplementedError("peers that are imagined take deliveries only")
+        raise RuntimeError("peers that are imagined exchange nothing: they take deliveries of a single ring")
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         for lane, count in LANES.items():
