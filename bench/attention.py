@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 8 bench/attention.py --tokens-per-gpu 8192 16384 32768 --output bench/results/mine.jsonl
 
-Times are medians over repeats by device events, after warm-up, and of the slowest rank. A row of JSON per case and
-implementation; bench/report.py makes tables and plots of them. On a machine without GPUs it runs a tiny version over
-gloo, so that the script itself is tested.
+Times are of the slowest rank: medians over calls that follow one another as in training, where the host runs ahead of
+the GPU, by device events, after as long a warm-up: GPUs that have idled run faster than their power lets them for long.
+A row of JSON per case and implementation; bench/report.py makes tables and plots of them. On a machine without GPUs it
+runs a tiny version over gloo, so that the script itself is tested.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import platform
@@ -46,7 +48,8 @@ from bmt_burst.transport import Arrival, Parcel
 from bmt_burst.transport.torch_dist import TorchTransport
 
 GIB = 1 << 30
-_LONG_MS = 2000.0  # after which there is little use in repeating
+_SERIES_MS = 500.0  # of calls that are measured, and as many before them
+_FEWEST, _MOST = 2, 50  # calls of a series
 
 
 class Machine:
@@ -64,25 +67,32 @@ class Machine:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.name = torch.cuda.get_device_name() if self.cuda else platform.processor() or "CPU"
 
-    def time_ms(self, work: Callable[[], object], repeats: int) -> float:
-        """Median milliseconds of `work` on the slowest rank; of at most `repeats`, three where it takes long."""
+    def time_ms(self, work: Callable[[], object]) -> float:
+        """Median milliseconds of a call of `work` on the slowest rank."""
         work()
-        once = self.slowest(self._once_ms(work))
-        repeats = min(repeats, max(3, int(_LONG_MS / once)))
-        return self.slowest(statistics.median(self._once_ms(work) for _ in range(repeats)))
+        once = self.slowest(max(self._series_ms(work, 1)))
+        calls = min(max(int(_SERIES_MS / once), _FEWEST), _MOST) if self.cuda else _FEWEST
+        warm_up = calls if once < _SERIES_MS else 0  # it has just been warmed up
+        return self.slowest(statistics.median(self._series_ms(work, warm_up + calls)[warm_up:]))
 
-    def _once_ms(self, work: Callable[[], object]) -> float:
+    def _series_ms(self, work: Callable[[], object], calls: int) -> list[float]:
+        """Milliseconds of calls that all ranks begin together."""
         self.settle()
-        if not self.cuda:
-            began = time.perf_counter()
+        times = [self._now()]
+        for _ in range(calls):
             work()
-            return (time.perf_counter() - began) * 1e3
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop)
+            times.append(self._now())
+        if not self.cuda:
+            return [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in itertools.pairwise(times)]
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def settle(self) -> None:
         """All ranks at one point, with nothing under way."""
@@ -122,7 +132,7 @@ def inputs(case: Case, tokens: int, machine: Machine, seed: int = 0) -> tuple[li
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
-def measure(case: Case, attention: Attention, tokens: int, gpus: int, machine: Machine, repeats: int) -> dict:
+def measure(case: Case, attention: Attention, tokens: int, gpus: int, machine: Machine) -> dict:
     """Times, rates and memory of one implementation; `tokens` are this rank's, `gpus` share the case."""
     tensors, dout = inputs(case, tokens, machine, seed=machine.rank)
 
@@ -133,7 +143,7 @@ def measure(case: Case, attention: Attention, tokens: int, gpus: int, machine: M
     def both() -> None:
         torch.autograd.grad(attention(*tensors), tensors, dout)
 
-    forward_ms, both_ms = machine.time_ms(forward, repeats), machine.time_ms(both, repeats)
+    forward_ms, both_ms = machine.time_ms(forward), machine.time_ms(both)
     return {
         "fwd_ms": forward_ms,
         "fwd_bwd_ms": both_ms,
@@ -148,11 +158,11 @@ def facts_of(case: Case, machine: Machine) -> dict[str, Any]:
     return {**vars(case), "kernel": kernel_name(case, machine.device, machine.dtype)}
 
 
-def measure_alone(case: Case, gpus: int, machine: Machine, repeats: int) -> dict:
+def measure_alone(case: Case, gpus: int, machine: Machine) -> dict:
     """`measure` of the kernel alone with a rank's tokens of a case on `gpus`, and the facts of that."""
     tokens = case.seq_len // gpus
     own = dataclasses.replace(case, seq_len=tokens)
-    alone = measure(own, kernel_alone(own), tokens, 1, machine, repeats)
+    alone = measure(own, kernel_alone(own), tokens, 1, machine)
     return {"impl": "kernel alone", "gpus": 1, **facts_of(own, machine), **alone}
 
 
@@ -236,7 +246,7 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
         ways["copy engines, neighbour"] = (lambda: deliver([1]), 1)
         ways["copy engines, all at once"] = (lambda: deliver(range(1, sp.size)), sp.size - 1)
     for way, (work, messages) in ways.items():
-        ms = machine.time_ms(work, 10)
+        ms = machine.time_ms(work)
         yield {
             "kind": "links",
             "impl": way,
@@ -255,6 +265,11 @@ def cases(args: argparse.Namespace, size: int) -> Iterator[Case]:
                 yield Case(args.tokens_per_gpu[0] * size, batch, heads, kv_heads, args.head_dim, causal, args.kernel)
 
 
+def inner_size(sp: SequenceParallel) -> int:
+    """Ranks of a host in a double ring, all of them in a single one."""
+    return sp.size if sp.process_group is not None else sp.double_group[0].size()
+
+
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     """All rows."""
     sp = init_sequence_parallel(inner_size=args.inner_size)
@@ -263,14 +278,14 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         yield from links(sp, machine)
     for case in cases(args, machine.size):
         facts, tokens = facts_of(case, machine), case.seq_len // machine.size
-        yield {"kind": "attention", **measure_alone(case, machine.size, machine, args.repeats)}
+        yield {"kind": "attention", **measure_alone(case, machine.size, machine)}
         for name, implementation in chosen.items():
             if tokens > (implementation.most_tokens or tokens):
                 continue
-            row = {"kind": "attention", "impl": name, "gpus": machine.size, "inner_size": args.inner_size, **facts}
+            row = {"kind": "attention", "impl": name, "gpus": machine.size, "inner_size": inner_size(sp), **facts}
             try:
                 attention = implementation.make(case, sp)
-                row |= measure(case, attention, tokens, machine.size, machine, args.repeats)
+                row |= measure(case, attention, tokens, machine.size, machine)
             except Unavailable as reason:
                 row["unavailable"] = str(reason)
             attention = None
@@ -356,12 +371,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
     parser.add_argument("--full", action="store_true", help="also without causal mask")
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--inner-size", type=int, help="GPUs of a host, for the double ring")
+    parser.add_argument("--inner-size", type=int, help="GPUs of a host, for the double ring; by default as they lie")
     names = list(IMPLEMENTATIONS)
     parser.add_argument(
         "--implementations", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names)
     )
-    parser.add_argument("--repeats", type=int, default=7 if cuda else 2)
     parser.add_argument(
         "--errors", type=int, default=8192 if cuda else 128, help="length for errors against float64; 0: none"
     )

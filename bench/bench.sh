@@ -2,7 +2,10 @@
 # Measures attention on this machine's GPUs, beside the peers that are installed, and writes tables and plots. On a
 # single GPU: the kernel, and one rank of eight whose peers are imagined (bench/one_rank.py).
 #
-#     bash bench/bench.sh [--quick] [--gpus N]
+#     bash bench/bench.sh [--quick | --two-hosts] [--gpus N]
+#
+# With --two-hosts the GPUs' halves look like two hosts with a slow link between them (bench/two_hosts.sh): the single ring
+# against the double one, and what is cheaper to move in the backward.
 #
 # Sets itself up where torch is missing. Raw rows go to bench/results/, see bench/attention.py for what they hold. On a
 # machine without GPUs it runs a tiny version, which says nothing about speed.
@@ -10,12 +13,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python3 -c "import torch, matplotlib" 2>/dev/null || . train/venv.sh train
 
-quick= gpus=
+quick= two_hosts= gpus=
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) quick=1 ;;
+        --two-hosts) two_hosts=1 ;;
         --gpus) gpus=${2:?--gpus needs a number}; shift ;;
-        *) echo "usage: bench.sh [--quick] [--gpus N]" >&2; exit 2 ;;
+        *) echo "usage: bench.sh [--quick | --two-hosts] [--gpus N]" >&2; exit 2 ;;
     esac
     shift
 done
@@ -24,9 +28,11 @@ gpus=${gpus:-$found}
 name=$(python3 -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-').lower() if torch.cuda.is_available() else 'cpu')")
 output=bench/results/attention-$gpus-$name-$(date +%Y%m%d-%H%M%S).jsonl
 
+arguments=()
 if [ "$found" -eq 0 ]; then
-    gpus=2 output=$(mktemp -d)/attention-cpu.jsonl
-    arguments=()
+    gpus=$((two_hosts ? 4 : 2)) output=$(mktemp -d)/attention-cpu.jsonl
+elif [ -n "$two_hosts" ]; then
+    arguments=(--tokens-per-gpu 8192 16384)
 elif [ -n "$quick" ]; then
     arguments=(--tokens-per-gpu 8192 16384)
 else
@@ -35,7 +41,14 @@ else
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 ranks() { python3 -m torch.distributed.run --standalone --nproc-per-node "$@"; }
-[ "$gpus" -gt 1 ] || arguments+=(--implementations bmt_burst)
-ranks "$gpus" bench/attention.py --output "$output" "${arguments[@]}"
-[ "$gpus" -gt 1 ] || ranks 1 bench/one_rank.py --output "$output" --tokens-per-gpu 8192 16384
+if [ -n "$two_hosts" ]; then
+    for inner_size in "$gpus" $((gpus / 2)); do
+        ranks "$gpus" --no-python bench/two_hosts.sh python3 bench/attention.py --output "$output" --inner-size $inner_size \
+            --errors 0 --implementations "bmt_burst q" "bmt_burst kv" "${arguments[@]}"
+    done
+else
+    [ "$gpus" -gt 1 ] || arguments+=(--implementations bmt_burst)
+    ranks "$gpus" bench/attention.py --output "$output" "${arguments[@]}"
+    [ "$gpus" -gt 1 ] || ranks 1 bench/one_rank.py --output "$output" --tokens-per-gpu 8192 16384
+fi
 python3 bench/report.py "$output"

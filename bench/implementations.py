@@ -5,10 +5,11 @@ An implementation is made once per case and then called with this rank's q, k, v
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -144,23 +145,37 @@ def _ring_flash_attn(case: Case, sp: SequenceParallel) -> Attention:
 
 
 def _torch_context_parallel(case: Case, sp: SequenceParallel) -> Attention:
-    """torch's ring attention over cuDNN, in its own load-balanced layout (which is zigzag)."""
+    """torch's attention over gathered keys and values by cuDNN, in its own load-balanced layout (which is zigzag)."""
     if not torch.cuda.is_available():
         raise Unavailable("torch's context parallel attention needs GPUs")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
+    if not case.causal:
+        raise Unavailable("torch's context parallel attention is measured with a causal mask, for which it is balanced")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    _single_ring(sp)
-    mesh = init_device_mesh("cuda", (sp.size,))
+    _replace_torch_attention(_single_ring(sp))
+    grouped = case.heads != case.kv_heads
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with context_parallel(mesh), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=case.heads != case.kv_heads)
-        return out.transpose(1, 2)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
     return attention
+
+
+@cache
+def _replace_torch_attention(group: dist.ProcessGroup) -> contextlib.ExitStack:
+    """Enters torch's context_parallel, in which a backward has to run too, for good: nobody else here needs torch's
+    attention. It wants a buffer to cut, whose tokens are 2 a rank at least.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    buffer = torch.zeros(2 * dist.get_world_size(group), device="cuda")
+    options = {"buffers": [buffer], "buffer_seq_dims": [0], "no_restore_buffers": {buffer}}
+    entered = contextlib.ExitStack()
+    entered.enter_context(context_parallel(DeviceMesh.from_group(group, "cuda"), **options))
+    return entered
 
 
 _VARIANTS = 1 << 15
@@ -170,7 +185,7 @@ IMPLEMENTATIONS = {
     "bmt_burst": Implementation("zigzag", Burst),
     "bmt_burst q": Implementation("zigzag", partial(Burst, backward="q"), _VARIANTS),
     "bmt_burst kv": Implementation("zigzag", partial(Burst, backward="kv"), _VARIANTS),
-    "bmt_burst low memory": Implementation("zigzag", partial(Burst, group_bytes=1 << 27)),
+    "bmt_burst low memory": Implementation("zigzag", partial(Burst, group_bytes=9 << 24)),
     "bmt_burst wide": Implementation("zigzag", partial(Burst, group_bytes=1 << 30), _VARIANTS),
     "bmt_burst nccl": Implementation("zigzag", partial(Burst, transport=_over_nccl), _VARIANTS),
     "bmt_burst no overlap": Implementation("zigzag", partial(Burst, transport=_Waiting), _VARIANTS),

@@ -30,7 +30,7 @@ from bmt_burst.transport.simulator import ImaginedRing
 VARIANTS = ("bmt_burst", "bmt_burst q", "bmt_burst kv", "bmt_burst low memory", "bmt_burst wide")
 
 
-def one_rank(name: str, case: Case, rank: int, size: int, machine: Machine, repeats: int) -> dict:
+def one_rank(name: str, case: Case, rank: int, size: int, machine: Machine) -> dict:
     """Times, rates and memory of a rank, and where its time goes."""
     tokens = case.seq_len // size
     ring = ImaginedRing(rank, size)
@@ -44,7 +44,7 @@ def one_rank(name: str, case: Case, rank: int, size: int, machine: Machine, repe
     for slots in ring.slots.values():
         for slot in slots:  # zeros would take less power, and so less time
             slot.view(machine.dtype).normal_()
-    row = measure(case, attention, tokens, size, machine, repeats)
+    row = measure(case, attention, tokens, size, machine)
     return row | ({"ms": milliseconds(profiled(step))} if machine.cuda else {})
 
 
@@ -54,10 +54,10 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         for tokens in args.tokens_per_gpu:
             case = Case(tokens * args.size, 1, q_heads, kv_heads, args.head_dim, not args.full, args.kernel)
             facts = facts_of(case, machine)
-            yield {"kind": "one rank", **measure_alone(case, args.size, machine, args.repeats)}
+            yield {"kind": "one rank", **measure_alone(case, args.size, machine)}
             for name in args.variants:
                 for rank in ranks:
-                    found = one_rank(name, case, rank, args.size, machine, args.repeats)
+                    found = one_rank(name, case, rank, args.size, machine)
                     yield {"kind": "one rank", "impl": name, "gpus": args.size, "rank": rank, **facts, **found}
                     gc.collect()
 
@@ -73,7 +73,6 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="without causal mask")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="NAME")
-    parser.add_argument("--repeats", type=int, default=5 if cuda else 2)
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
     args, machine = parser.parse_args(), Machine()
     common = origin(machine.name)

@@ -73,7 +73,7 @@ def attention_tables(rows: list[Row]) -> str:
         lines = [
             [
                 tokens(row),
-                row["impl"],
+                implementation(row),
                 row["fwd_ms"],
                 row["fwd_bwd_ms"],
                 row["fwd_tflops_per_gpu"],
@@ -122,6 +122,10 @@ def training_table(rows: list[Row]) -> str:
     ]
     header = ["model", "layers", "engine", "GPUs", "tokens", "checkpointing", "tokens/s/GPU", "MFU", "GiB", "s/step"]
     return table(header, lines) if lines else ""
+
+
+def implementation(row: Row) -> str:
+    return row["impl"] + (", double ring" if row["inner_size"] < row["gpus"] else "")
 
 
 def mask(causal: bool) -> str:
@@ -180,9 +184,9 @@ def plot(rows: list[Row], file: Path) -> None:
         return
     figure, panels = plt.subplots(1, len(groups), figsize=(6 * len(groups), 4.5), squeeze=False, layout="constrained")
     for panel, (case, group) in zip(panels[0], groups.items(), strict=True):
-        for impl in dict.fromkeys(row["impl"] for row in group):
-            points = sorted((row["seq_len"], row["fwd_bwd_tflops_per_gpu"]) for row in group if row["impl"] == impl)
-            panel.plot(*zip(*points, strict=True), marker="o", label=impl)
+        for impl in dict.fromkeys(implementation(row) for row in group):
+            points = [(r["seq_len"], r["fwd_bwd_tflops_per_gpu"]) for r in group if implementation(r) == impl]
+            panel.plot(*zip(*sorted(points), strict=True), marker="o", label=impl)
         lengths = sorted({row["seq_len"] for row in group})
         limits = [alone(rows, next(r for r in group if r["seq_len"] == length)) for length in lengths]
         panel.plot(lengths, [r["fwd_bwd_tflops_per_gpu"] for r in limits], "k--", label="kernel alone")

@@ -42,6 +42,15 @@ def test_benchmark_runs_and_reports(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+def test_benchmark_of_two_hosts(tmp_path):
+    command = ["bash", "bench/bench.sh", "--two-hosts"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120)
+    for ring in ("bmt_burst q", "bmt_burst kv", "bmt_burst q, double ring", "bmt_burst kv, double ring"):
+        assert f"| 256 | {ring} |" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_training_benchmark(tmp_path):
     (tmp_path / "text.txt").write_text("a line of text\n" * 500)
     prepare = ["train/prepare_data.py", "--input", tmp_path / "text.txt", "--output", tmp_path / "data"]
