@@ -257,7 +257,7 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
 
 
 def cases(args: argparse.Namespace, size: int) -> Iterator[Case]:
-    for causal in (True, False) if args.full else (True,):
+    for causal in (mask == "causal" for mask in args.masks):
         for heads, kv_heads in args.heads:
             for tokens in args.tokens_per_gpu:
                 yield Case(tokens * size, 1, heads, kv_heads, args.head_dim, causal, args.kernel)
@@ -369,7 +369,7 @@ def parse_args() -> argparse.Namespace:
         "--heads", type=heads, nargs="+", default=[(32, 32), (32, 8)] if cuda else [(4, 2)], metavar="Q:KV"
     )
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
-    parser.add_argument("--full", action="store_true", help="also without causal mask")
+    parser.add_argument("--masks", nargs="+", choices=("causal", "full"), default=["causal"])
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--inner-size", type=int, help="GPUs of a host, for the double ring; by default as they lie")
     names = list(IMPLEMENTATIONS)

@@ -37,7 +37,7 @@ elif [ -n "$quick" ]; then
     arguments=(--tokens-per-gpu 8192 16384)
 else
     # 64K to 1M tokens on 8 GPUs, and batches of 64K
-    arguments=(--tokens-per-gpu 8192 16384 32768 65536 131072 --batches 2 4 8 --full)
+    arguments=(--tokens-per-gpu 8192 16384 32768 65536 131072 --batches 2 4 8 --masks causal full)
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 ranks() { python3 -m torch.distributed.run --standalone --nproc-per-node "$@"; }

@@ -21,7 +21,7 @@ KEYS = {
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_benchmark_runs_and_reports(tmp_path):
     output = tmp_path / "rows.jsonl"
-    options = ["--tokens-per-gpu", "32", "64", "--full", "--output", str(output)]
+    options = ["--tokens-per-gpu", "32", "64", "--masks", "causal", "full", "--output", str(output)]
     done = torchrun(2, "bench/attention.py", *options, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in output.read_text().splitlines()]
