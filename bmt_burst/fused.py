@@ -12,11 +12,16 @@ _BLOCK = 2048  # entries that a program handles
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tensor]]) -> None:
-    """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`: (span, out (B, T, H, D), lse (B, H, T))."""
+    """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`: (span, out (B, T, H, D), lse (B, H, T)).
+
+    Out and lse may be of any strides.
+    """
     grid, sizes, constants = _by_rows(out)
     _merge_outputs[grid](
         out,
         lse,
+        out.stride(),
+        lse.stride(),
         tuple(part.contiguous() for _, part, _ in parts),
         tuple(part_lse.contiguous() for _, _, part_lse in parts),
         tuple(start for (start, _), _, _ in parts),
@@ -28,19 +33,19 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tens
 
 
 def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
-    """Fills total (B, S, ...) with the sum of `parts`: (span, gradient (B, T, ...)). Total may be a part, whole."""
-    batch, tokens = total.shape[:2]
-    width = total[0, 0].numel()
-    flat = [part if part[0].is_contiguous() else part.contiguous() for _, part in parts]
-    _sum_gradients[(triton.cdiv(tokens * width, _BLOCK), batch)](
+    """Fills total (B, S, H, D) with the sum of `parts`: (span, gradient (B, T, H, D)). Total may be a part, whole."""
+    grid, sizes, constants = _by_rows(total)
+    rows = [part if part[0].is_contiguous() else part.contiguous() for _, part in parts]
+    _sum_gradients[grid](
         total,
-        tuple(flat),
-        tuple(part.stride(0) for part in flat),
-        tuple(start * width for (start, _), _ in parts),
-        tuple(stop * width for (_, stop), _ in parts),
-        tokens * width,
+        total.stride(),
+        tuple(rows),
+        tuple(part.stride(0) for part in rows),
+        tuple(start for (start, _), _ in parts),
+        tuple(stop for (_, stop), _ in parts),
+        *sizes,
         PARTS=len(parts),
-        BLOCK=_BLOCK,
+        **constants,
     )
 
 
@@ -60,7 +65,7 @@ def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str
 
 @triton.jit
 def _merge_outputs(
-    out, lse, parts, part_lses, starts, stops, tokens, heads, head_size,
+    out, lse, out_strides, lse_strides, parts, part_lses, starts, stops, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
@@ -92,23 +97,33 @@ def _merge_outputs(
 
     divisor = tl.where(weights == 0.0, 1.0, weights)  # 0: nothing seen
     total = total / divisor[:, None]
-    place = ((batch * tokens + token) * heads + head) * head_size
+    token, head = token.to(tl.int64), head.to(tl.int64)
+    place = batch * out_strides[0] + token * out_strides[1] + head * out_strides[2]
     mask = inside[:, None] & (column < head_size)[None, :]
-    tl.store(out + place[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place[:, None] + column[None, :] * out_strides[3], total.to(out.dtype.element_ty), mask=mask)
     total_lse = tl.where(weights == 0.0, -float("inf"), shift + tl.log(divisor))
-    tl.store(lse + (batch * heads + head) * tokens + token, total_lse, mask=inside)
+    tl.store(lse + batch * lse_strides[0] + head * lse_strides[1] + token * lse_strides[2], total_lse, mask=inside)
 
 
 @triton.jit
-def _sum_gradients(total, parts, strides, starts, stops, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _sum_gradients(
+    total, total_strides, parts, part_strides, starts, stops, tokens, heads, head_size,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
     batch = tl.program_id(1).to(tl.int64)
-    wide = tl.zeros((BLOCK,), tl.float32)
+    token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = (row < tokens * heads)[:, None] & (column < head_size)[None, :]
+
+    wide = tl.zeros((ROWS, WIDTH), tl.float32)
     for i in tl.static_range(PARTS):
-        mask = (entry >= starts[i]) & (entry < stops[i])
-        part = tl.load(parts[i] + batch * strides[i] + entry - starts[i], mask=mask, other=0.0)
-        wide += part.to(tl.float32)
-    tl.store(total + batch * size + entry, wide.to(total.dtype.element_ty), mask=entry < size)
+        mask = inside & ((token >= starts[i]) & (token < stops[i]))[:, None]
+        at = batch * part_strides[i] + ((token - starts[i]) * heads + head) * head_size
+        wide += tl.load(parts[i] + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    at = batch * total_strides[0] + token * total_strides[1] + head * total_strides[2]
+    place = total + at[:, None] + column[None, :] * total_strides[3]
+    tl.store(place, wide.to(total.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -42,22 +42,23 @@ class Outputs:
         if len(self.parts) > 1 and sum(out.nbytes for _, out, _ in self.parts) > self.limit:
             self.parts = [((0, self.shape[1]), *self._merged(accumulator_dtype(self.dtype)))]
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """out (B, S, H, D) in q's dtype and lse (B, H, S), fp32 or fp64."""
-        return self._merged(self.dtype)
+    def result(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """out (B, S, H, D) in q's dtype and lse (B, H, S), fp32 or fp64; written to `into` if that is given."""
+        return self._merged(self.dtype, into)
 
-    def _merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _merged(self, dtype: torch.dtype, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         batch, tokens, heads, _ = self.shape
-        if _is_whole(self.parts, tokens, dtype):
+        if into is None and _is_whole(self.parts, tokens, dtype):
             return self.parts[0][1:]
-        out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        lse = torch.empty(batch, heads, tokens, dtype=accumulator_dtype(self.dtype), device=self.device)
-        _backend(out, "merge_outputs")(out, lse, self.parts)
-        return out, lse
+        if into is None:
+            out = torch.empty(self.shape, dtype=dtype, device=self.device)
+            into = out, torch.empty(batch, heads, tokens, dtype=accumulator_dtype(self.dtype), device=self.device)
+        _backend(into[0], "merge_outputs")(*into, self.parts)
+        return into
 
 
 class Gradients:
-    """Adds up the gradient of a tensor (B, S, ...) as its parts come; `limit` as for Outputs."""
+    """Adds up the gradient of a tensor (B, S, H, D) as its parts come; `limit` as for Outputs."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, limit: int = 0):
         self.shape, self.dtype, self.device, self.limit = torch.Size(shape), dtype, device, limit
@@ -77,12 +78,12 @@ class Gradients:
         _backend(self.total, "sum_gradients")(self.total, self.parts)
         self.parts = [((0, self.shape[1]), self.total)]
 
-    def result(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum, in `dtype` (by default the tensor's), contiguous; 0 where no part came."""
+    def result(self, dtype: torch.dtype | None = None, into: Tensor | None = None) -> Tensor:
+        """The sum, 0 where no part came: in `dtype` (by default the tensor's) and contiguous, or written to `into`."""
         dtype = dtype or self.dtype
-        if _is_whole(self.parts, self.shape[1], dtype):
+        if into is None and _is_whole(self.parts, self.shape[1], dtype):
             return self.parts[0][1].contiguous()
-        total = torch.empty(self.shape, dtype=dtype, device=self.device)
+        total = torch.empty(self.shape, dtype=dtype, device=self.device) if into is None else into
         _backend(total, "sum_gradients")(total, self.parts)
         return total
 

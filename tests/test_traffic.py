@@ -78,8 +78,8 @@ def test_what_lands_together_is_bounded(backward, share):
         return ring.reserved
 
     for reserved in simulate(tokens // 16, work):
-        assert 0 < reserved["visit"] <= group_bytes
-        assert 0 < reserved["return"] <= group_bytes
+        assert 0 < reserved["visit 0"] <= group_bytes
+        assert 0 < reserved["return 0"] <= group_bytes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
