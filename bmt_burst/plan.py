@@ -20,8 +20,8 @@ from .transport import TRACKS
 
 _TRACK_DEVICES = {"cuda"}  # where tracks pay
 _ENOUGH_ROWS = 1 << 18  # rows of queries, over all heads, that keep a GPU busy: some sixteen tiles for each SM
-_ENOUGH_ROWS_OF_A_TRACK = 1 << 16
-_WIDTH = 2
+_ENOUGH_ROWS_OF_A_TRACK = 1 << 16  # beside another track
+_WIDTH = 4  # blocks in a group
 
 
 class Pass(NamedTuple):
