@@ -44,7 +44,7 @@ from bench.implementations import (
     kernel_name,
 )
 from bmt_burst import Layout, SequenceParallel, init_sequence_parallel
-from bmt_burst.transport import LANES, Arrival, Parcel
+from bmt_burst.transport import Arrival, Parcel
 from bmt_burst.transport.torch_dist import TorchTransport
 
 GIB = 1 << 30
@@ -216,7 +216,7 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
     gathered = torch.empty(size * sp.size, dtype=torch.uint8, device=machine.device)
     slots = list(gathered.chunk(sp.size))
     transport = TorchTransport(sp.process_group)
-    transport.reserve(dict.fromkeys(LANES, 0) | {"visit 0": size * sp.size}, machine.device)
+    transport.reserve({"visit": size * sp.size, "return": 0}, machine.device)
 
     def exchange(distances) -> None:
         ops = []
@@ -233,7 +233,7 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
     def deliver(distances) -> None:
         parcels = [Parcel(mine, (sp.rank + d) % sp.size, sp.rank * size) for d in distances]
         arrivals = [Arrival(source := (sp.rank - d) % sp.size, source * size, size) for d in distances]
-        delivery = transport.deliver("visit 0", size * sp.size, parcels, arrivals, machine.device)
+        delivery = transport.deliver("visit", size * sp.size, parcels, arrivals, machine.device)
         delivery.wait()
         delivery.release()
 

@@ -72,7 +72,7 @@ def attention_tables(rows: list[Row]) -> str:
     for case, group in attention_groups(rows).items():
         lines = [
             [
-                tokens(row),
+                tokens(row["seq_len"]),
                 implementation(row),
                 row["fwd_ms"],
                 row["fwd_bwd_ms"],
@@ -85,6 +85,27 @@ def attention_tables(rows: list[Row]) -> str:
         ]
         parts.append(f"### {describe(case)}\n\n" + table(header, lines))
     return "\n\n".join(parts)
+
+
+def attention_summary(rows: list[Row]) -> str:
+    """Rates of forward / forward and backward by length, and after them the memory at each of these lengths."""
+    rows = [row for row in rows if row["kind"] == "attention" and "fwd_ms" in row]
+    lengths = sorted({row["seq_len"] for row in rows if row["impl"] != "kernel alone"})
+    lines: dict[tuple, dict[int, Row]] = defaultdict(dict)
+    for row in rows:
+        gpus = max(other["gpus"] for other in rows) if row["impl"] == "kernel alone" else row["gpus"]
+        heads = f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"
+        line = heads, mask(row["causal"]), row["kernel"], row["batch"], implementation(row)
+        lines[line].setdefault(row["seq_len"] * gpus // row["gpus"], row)
+    header = ["heads", "mask", "kernel", "batch", "implementation", *map(tokens, lengths), "GiB"]
+    return table(header, [[*line, *_rates(found, lengths)] for line, found in lines.items()]) if lines else ""
+
+
+def _rates(found: dict[int, Row], lengths: list[int]) -> list[str]:
+    measured = [found.get(length) for length in lengths]
+    rates = [f"{r['fwd_tflops_per_gpu']:.0f} / {r['fwd_bwd_tflops_per_gpu']:.0f}" if r else "" for r in measured]
+    gib = [f"{r['peak_extra_gib']:.2f}" for r in measured if r and r["peak_extra_gib"] is not None]
+    return [*rates, ", ".join(gib)]
 
 
 def one_rank_table(rows: list[Row]) -> str:
@@ -103,7 +124,7 @@ def one_rank_table(rows: list[Row]) -> str:
         gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
         rates = [round(r) for r in (row["fwd_tflops_per_gpu"], row["fwd_bwd_tflops_per_gpu"])]
         heads = f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"
-        case = [row["gpus"], heads, mask(row["causal"]), row["kernel"], tokens(row), row["impl"]]
+        case = [row["gpus"], heads, mask(row["causal"]), row["kernel"], tokens(row["seq_len"]), row["impl"]]
         lines.append([*case, *rates, round(limit["fwd_bwd_tflops_per_gpu"]), *shares, gib])
     return table(header, lines) if lines else ""
 
@@ -112,7 +133,7 @@ def training_table(rows: list[Row]) -> str:
     names = ("model", "layers", "engine", "gpus", "seq_len", "checkpointing")
     lines = [
         [
-            *(tokens(row) if n == "seq_len" else row[n] for n in names),
+            *(tokens(row[n]) if n == "seq_len" else row[n] for n in names),
             round(row["tokens_per_s_per_gpu"]),
             *("-" if row.get(n) is None else row[n] for n in ("mfu", "peak_gib")),
             row["step_s"],
@@ -125,15 +146,15 @@ def training_table(rows: list[Row]) -> str:
 
 
 def implementation(row: Row) -> str:
-    return row["impl"] + (", double ring" if row["inner_size"] < row["gpus"] else "")
+    return row["impl"] + (", double ring" if row.get("inner_size", row["gpus"]) < row["gpus"] else "")
 
 
 def mask(causal: bool) -> str:
     return "causal" if causal else "full"
 
 
-def tokens(row: Row) -> str:
-    return f"{row['seq_len'] // 1024}K" if row["seq_len"] >= 1024 else str(row["seq_len"])
+def tokens(length: int) -> str:
+    return f"{length // 1024}K" if length >= 1024 else str(length)
 
 
 def error_table(rows: list[Row]) -> str:
@@ -144,7 +165,7 @@ def error_table(rows: list[Row]) -> str:
             f"{r['heads']}:{r['kv_heads']}",
             r["kernel"],
             mask(r["causal"]),
-            tokens(r),
+            tokens(r["seq_len"]),
             *(f"{r[n]:.2e}" for n in names),
         ]
         for r in rows
@@ -158,7 +179,7 @@ def link_table(rows: list[Row]) -> str:
     return table(["way", "message MiB", "GiB/s received"], lines) if lines else ""
 
 
-def other_tables(rows: list[Row], titles: bool = True) -> str:
+def other_tables(rows: list[Row]) -> str:
     """Those of all kinds but attention; and what could not be measured."""
     tables = {
         "One rank whose peers are imagined: TFLOP/s": one_rank_table(rows),
@@ -166,7 +187,7 @@ def other_tables(rows: list[Row], titles: bool = True) -> str:
         "Links alone": link_table(rows),
         "Error against float64 (relative L2)": error_table(rows),
     }
-    parts = [f"### {title}\n\n{text}" if titles else text for title, text in tables.items() if text]
+    parts = [f"### {title}\n\n{text}" for title, text in tables.items() if text]
     missing = sorted({(r["impl"], r["unavailable"]) for r in rows if "unavailable" in r})
     parts += [f"Not measured: {name}: {reason}" for name, reason in missing]
     return "\n\n".join(parts)
@@ -198,12 +219,18 @@ def plot(rows: list[Row], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-_MARKED = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- results: (\w+) of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLES = {
+    "attention": attention_summary,
+    "errors": error_table,
+    "links": link_table,
+    "train": training_table,
+}
 
 
 def with_tables(readme: str) -> str:
-    """The README's text with its tables as the results have them."""
-    return _MARKED.sub(lambda m: f"{m[1]}{other_tables(read_rows([_ROOT / m[2]]), titles=False)}\n{m[3]}", readme)
+    """The README's text with its tables, each of one kind of a file's rows, as the results have them."""
+    return _MARKED.sub(lambda m: f"{m[1]}{_TABLES[m[2]](read_rows([_ROOT / m[3]]))}\n{m[4]}", readme)
 
 
 def main() -> None:

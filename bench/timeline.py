@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 bench/timeline.py --tokens 65536 --heads 32:32 --output bench/results/timeline.jsonl
 
 A row of JSON a rank: milliseconds a step of attention kernels, of passes that merge and sum, of copies, of NCCL, of all
-else, and how long no kernel computed. Copies and NCCL run beside the kernels, and so do those of two tracks.
+else, and how long the compute stream was idle. Copies and NCCL run beside the kernels; the others one after the other.
 With --trace FOLDER also Chrome traces. Needs GPUs.
 """
 
@@ -50,8 +50,8 @@ def kind(name: str) -> str:
 
 
 def breakdown(activities: Iterable[Activity]) -> dict[str, float]:
-    """Milliseconds by kind; "span" is the time between the start of the first and the end of the last attention kernel,
-    and "idle" what of it no kernel ran in but NCCL's. Kernels of two tracks overlap, so kinds may add up to more.
+    """Milliseconds by kind; "idle" is the time between the first and last attention kernel, in which nothing of its
+    stream ran, and "span" all of that time.
     """
     activities = sorted(activities, key=lambda a: a.start)
     spent = Counter()
@@ -61,7 +61,7 @@ def breakdown(activities: Iterable[Activity]) -> dict[str, float]:
     start, stop = attention[0].start, max(a.stop for a in attention)
     busy, until = 0.0, start
     for activity in activities:
-        if kind(activity.name) not in ("nccl", "copies"):
+        if activity.stream == attention[0].stream:
             busy += max(0.0, min(activity.stop, stop) - max(activity.start, until))
             until = max(until, activity.stop)
     return {**spent, "span": (stop - start) / 1e3, "idle": (stop - start - busy) / 1e3}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,20 +14,8 @@ from .merge import accumulator_dtype
 from .packing import Packing
 from .routes import Routes
 from .schedule import Schedule
-from .transport import TRACKS
 
-_TRACK_DEVICES = {"cuda"}  # where tracks pay
 _ENOUGH_ROWS = 1 << 18  # rows of queries, over all heads, that keep a GPU busy: some sixteen tiles for each SM
-_ENOUGH_ROWS_OF_A_TRACK = 1 << 16  # beside another track
-_WIDTH = 4  # blocks in a group
-
-
-class Pass(NamedTuple):
-    """Some heads that go round together, on the plan's track."""
-
-    plan: Plan
-    heads: slice
-    kv_heads: slice
 
 
 @dataclass(frozen=True)
@@ -38,8 +24,7 @@ class Plan:
 
     backward     "q" or "kv": the side that travels in the backward
     send_out     in a "q" backward let out travel itself instead of delta = rowsum(out * dout)
-    group_bytes  most bytes of travelling blocks in one group of each track together, at least a block of one kv head
-    track        which of the tracks this is the plan of, see `passes`
+    group_bytes  most bytes of travelling blocks in one group, at least one block of one kv head
     """
 
     layout: Layout
@@ -52,7 +37,6 @@ class Plan:
     send_out: bool
     deterministic: bool
     group_bytes: int
-    track: int = 0
 
     @property
     def rank(self) -> int:
@@ -67,27 +51,22 @@ class Plan:
         width = min(max(self.group_bytes // self._block_bytes(packing), 1), self.rings.inner.size)
         return Routes(self.layout, self.schedule, self.causal, travels, width, returning)
 
-    def passes(self, travels: str, q: Tensor, k: Tensor) -> list[Pass]:
-        """The heads that go round one after the other, on each track.
+    def passes(self, travels: str, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+        """The parts of q's and k's heads that go round one after the other: a block of a part is within group_bytes.
 
-        There are several tracks where each has enough to do, and then they share group_bytes. A block of a pass is
-        within that; so that sums are folded less often, and take less memory, _WIDTH blocks are, as long as kernels
-        have enough to do. A pass is at least one kv head, whatever that is in bytes.
+        If one part does not do, two blocks are to be within group_bytes as long as kernels have enough to do: sums are
+        folded less often then, and take less memory. A part is at least one kv head, whatever that is in bytes.
         """
         kv_heads, ratio = k.shape[2], q.shape[2] // k.shape[2]
-        if self.rings.size == 1:
-            return [Pass(self, slice(None), slice(None))]
-        rows = q.shape[0] * self._most_tokens * ratio  # of a kv head
-        tracks = TRACKS if q.device.type in _TRACK_DEVICES and rows * kv_heads >= _ENOUGH_ROWS else 1
-        tracks = min(tracks, kv_heads)
-        plans = [dataclasses.replace(self, group_bytes=self.group_bytes // tracks, track=t) for t in range(tracks)]
-        most = max(kv_heads * plans[0].group_bytes // self._block_bytes(self.packing(travels, q, k)), 1)
-        if most < kv_heads or tracks > 1:
-            enough = _ENOUGH_ROWS_OF_A_TRACK if tracks > 1 else _ENOUGH_ROWS
-            most = min(most, max(most // _WIDTH, -(-enough // rows)))
-        parts = min(-(-kv_heads // most // tracks) * tracks, kv_heads)
+        most = kv_heads
+        if self.rings.size > 1:
+            most = max(kv_heads * self.group_bytes // self._block_bytes(self.packing(travels, q, k)), 1)
+        if most < kv_heads:
+            enough = -(-_ENOUGH_ROWS // (q.shape[0] * self._most_tokens * ratio))
+            most = min(most, max(most // 2, enough))
+        parts = -(-kv_heads // most)
         cuts = itertools.pairwise(kv_heads * i // parts for i in range(parts + 1))
-        return [Pass(plans[i % tracks], slice(a * ratio, b * ratio), slice(a, b)) for i, (a, b) in enumerate(cuts)]
+        return [(slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts]
 
     def packing(self, travels: str, q: Tensor, k: Tensor) -> Packing:
         """Of what travels: k and v, or q, dout and (lse, delta) side by side, or q, dout, lse and out."""

@@ -10,8 +10,8 @@ a kernel computes a tile, `merge` adds up, a transport moves bytes. Nothing here
 Blocks arrive in groups, as many at once as `Plan.group_bytes` allows: the tokens of a group that this rank looks at lie
 one after the other, and what looks at them alike is one kernel call. While a group is computed the next one is on its
 way, and so are the gradients of the one before. One block a group needs the least memory; all blocks in one group is
-attention over gathered keys and values. Heads go round in several passes (`Plan.passes`) where a single block is more
-than that, and on GPUs that two tracks of passes fill better than one.
+attention over gathered keys and values. Where a single block is more than that, heads are computed a part at a time,
+down to one kv head and its query heads, each with a pass round the ring.
 
 Letters: B batch, S tokens of a rank, T tokens of a group, H query heads, G kv heads, D head size.
 """
@@ -19,7 +19,7 @@ Letters: B batch, S tokens of a rank, T tokens of a group, H query heads, G kv h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -30,10 +30,9 @@ from .compiled import fused_on_gpus
 from .layout import Tile
 from .merge import Gradients, Outputs, Span, accumulator_dtype, query_rows
 from .packing import Packing
-from .plan import Pass, Plan
+from .plan import Plan
 from .routes import Group, Incoming, Outgoing, Piece, Routes
-from .tracks import Work, finish, take_turns
-from .transport import LANES, Arrival, Delivery, Parcel, Ticket
+from .transport import Arrival, Delivery, Parcel, Ticket
 
 # Partial results are read once more each time they are folded, and stay in memory until they are: so many groups' bytes
 # of them wait. In the backward memory is short and kernels take longer.
@@ -56,28 +55,19 @@ def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     """Attention of this rank's q over the whole sequence: out (B, S, H, D) in q's dtype, lse (B, H, S) fp32 / fp64."""
     passes = plan.passes("kv", q, k)
     if len(passes) == 1:
-        return finish(_forward_pass(passes[0].plan, q, k, v))
+        return _forward_pass(plan, q, k, v)
     batch, tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype), device=q.device)
-
-    def work(plan: Plan, at: slice, kv_at: slice) -> Work[None]:
-        results = out[:, :, at], lse[:, at]
-        yield from _forward_pass(plan, q[:, :, at], k[:, :, kv_at], v[:, :, kv_at], results)
-
-    _take_turns(passes, work, q.device)
+    for at, kv_at in passes:
+        _forward_pass(plan, q[:, :, at], k[:, :, kv_at], v[:, :, kv_at], (out[:, :, at], lse[:, at]))
     return out, lse
 
 
-def _take_turns(passes: Sequence[Pass], work: Callable[[Plan, slice, slice], Work[None]], device: torch.device) -> None:
-    tracks = sorted({p.plan.track for p in passes})
-    take_turns([[work(*p) for p in passes if p.plan.track == track] for track in tracks], device)
-
-
 def _forward_pass(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, results: tuple[Tensor, Tensor] | None = None
-) -> Work[tuple[Tensor, Tensor]]:
-    """`forward` of some heads; fills `results` if they are given. A step is a group."""
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """`forward` of some heads, written to `into` if that is given."""
     total = Outputs(q, _OUTPUTS_WAITING * plan.group_bytes)
     packing = plan.packing("kv", q, k)
     with closing(_visits(plan, plan.routes("kv", packing, returning=False), packing, (k, v))) as visits:
@@ -86,8 +76,7 @@ def _forward_pass(
                 k_call, v_call = _rows(k_group, columns), _rows(v_group, columns)
                 out, lse = plan.kernel.forward(_rows(q, rows), k_call, v_call, causal=causal, **plan.kernel_options)
                 total.add(rows, out, lse)
-            yield
-    return total.result(results)
+    return total.result(into)
 
 
 def backward(
@@ -96,22 +85,19 @@ def backward(
     """dq, dk, dv of this rank's tokens, in the inputs' dtype."""
     passes = plan.passes(plan.backward, q, k)
     if len(passes) == 1:
-        return finish(_backward_pass(passes[0].plan, k, v, Queries(q, dout, out, lse)))
+        return _backward_pass(plan, k, v, Queries(q, dout, out, lse))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-
-    def work(plan: Plan, at: slice, kv_at: slice) -> Work[None]:
+    for at, kv_at in passes:
         home = Queries(q[:, :, at], dout[:, :, at], out[:, :, at], lse[:, at])
-        results = dq[:, :, at], dk[:, :, kv_at], dv[:, :, kv_at]
-        yield from _backward_pass(plan, k[:, :, kv_at], v[:, :, kv_at], home, results)
-
-    _take_turns(passes, work, q.device)
+        into = dq[:, :, at], dk[:, :, kv_at], dv[:, :, kv_at]
+        _backward_pass(plan, k[:, :, kv_at], v[:, :, kv_at], home, into)
     return dq, dk, dv
 
 
 def _backward_pass(
-    plan: Plan, k: Tensor, v: Tensor, home: Queries, results: tuple[Tensor | None, ...] = (None, None, None)
-) -> Work[tuple[Tensor, ...]]:
-    """`backward` of some heads; fills `results` if they are given. A step is a group."""
+    plan: Plan, k: Tensor, v: Tensor, home: Queries, into: tuple[Tensor | None, ...] = (None, None, None)
+) -> tuple[Tensor, ...]:
+    """`backward` of some heads, written to `into` if that is given."""
     q = home.q
     waiting = int(_GRADIENTS_WAITING * plan.group_bytes)
     dq, dk, dv = (Gradients(x.shape, x.dtype, x.device, waiting) for x in (q, k, v))
@@ -134,25 +120,22 @@ def _backward_pass(
                     dv.add(tile.kv, dv_call)
                     homecoming.take(tile.q, (dq_call,))
             homecoming.depart(group)
-            yield
         homecoming.finish()
-        return tuple(total.result(into=x) for total, x in zip((dq, dk, dv), results, strict=True))
+        return tuple(total.result(into=x) for total, x in zip((dq, dk, dv), into, strict=True))
 
 
 def reserve(plan: Plan, q: Tensor, k: Tensor, with_backward: bool) -> None:
     """Lets the transport prepare for what will land on ranks of this host; all ranks call it alike."""
-    host, lane_bytes = plan.rings.outer.rank, dict.fromkeys(LANES, 0)
+    host, visit, home = plan.rings.outer.rank, 0, 0
     for travels, returning in (("kv", False), *([(plan.backward, True)] if with_backward else [])):
-        for part, at, kv_at in plan.passes(travels, q, k):
+        for at, kv_at in plan.passes(travels, q, k):
             q_part, k_part = q[:, :, at], k[:, :, kv_at]
-            packing = part.packing(travels, q_part, k_part)
-            tokens, home_tokens = part.routes(travels, packing, returning).landing_tokens(host)
-            visit, home = (f"{kind} {part.track}" for kind in ("visit", "return"))
-            lane_bytes[visit] = max(lane_bytes[visit], packing.nbytes(tokens))
+            packing = plan.packing(travels, q_part, k_part)
+            tokens, home_tokens = plan.routes(travels, packing, returning).landing_tokens(host)
+            visit = max(visit, packing.nbytes(tokens))
             if returning:
-                home_bytes = part.return_packing(q_part, k_part).nbytes(home_tokens)
-                lane_bytes[home] = max(lane_bytes[home], home_bytes)
-    plan.rings.inner.reserve(lane_bytes, q.device)
+                home = max(home, plan.return_packing(q_part, k_part).nbytes(home_tokens))
+    plan.rings.inner.reserve({"visit": visit, "return": home}, q.device)
 
 
 @fused_on_gpus
@@ -218,7 +201,7 @@ def _fetch(plan: Plan, group: Group, packing: Packing, root: tuple[Tensor, ...])
 
 def _deliver(
     plan: Plan,
-    kind: str,
+    lane: str,
     packing: Packing,
     tokens: int,
     sends: Sequence[Parcel],
@@ -229,7 +212,7 @@ def _deliver(
     arrivals = [
         Arrival(peer, offset, nbytes) for peer, at in sources for _, _, offset, nbytes in packing.messages(tokens, at)
     ]
-    return plan.rings.inner.deliver(f"{kind} {plan.track}", packing.nbytes(tokens), sends, arrivals, device)
+    return plan.rings.inner.deliver(lane, packing.nbytes(tokens), sends, arrivals, device)
 
 
 def _parcels(packing: Packing, leg: Outgoing, tensors: Sequence[Tensor], span: Span) -> Iterator[Parcel]:
@@ -327,10 +310,10 @@ class _Homecoming:
         if last.outer_return:
             self._settle_inner()  # the host's share is complete before it leaves
             self._settle_outer()
-            wide = accumulator_dtype(self.own[0].dtype)
-            share = tuple(x.result(wide) for x in self._share(group.root))
+            dtype = self.plan.kernel.partial_dtype(self.own[0].dtype)  # links between hosts are slow
+            share = tuple(x.result(dtype) for x in self._share(group.root))
             del self.shares[group.root]
-            incoming = tuple(torch.empty(x.shape, dtype=wide, device=x.device) for x in self.own)
+            incoming = tuple(torch.empty(x.shape, dtype=dtype, device=x.device) for x in self.own)
             ticket = self.plan.rings.outer.exchange(
                 [(x, last.outer_return.send_to) for x in share], [(x, last.outer_return.recv_from) for x in incoming]
             )

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from bmt_burst import plan
 from bmt_burst.transport.simulator import SimulatedRing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,13 +47,6 @@ def random_qkv(batch: int, tokens: int, heads: int, kv_heads: int, head_size: in
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, tokens, h, head_size) for h in (heads, kv_heads, kv_heads, heads)]
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
-
-
-def let_tracks_pay(monkeypatch) -> None:
-    """CPUs and little work go by several tracks too, as only much work on GPUs does."""
-    monkeypatch.setattr(plan, "_TRACK_DEVICES", {"cpu", "cuda"})
-    monkeypatch.setattr(plan, "_ENOUGH_ROWS", 1)
-    monkeypatch.setattr(plan, "_ENOUGH_ROWS_OF_A_TRACK", 1)
 
 
 def ring_arguments(ring: SimulatedRing, inner: int) -> dict:

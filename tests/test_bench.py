@@ -89,5 +89,5 @@ def test_timeline_adds_up_by_kind():
         "nccl": 3.0,
         "other": 0.5,
         "span": 8.0,
-        "idle": 0.5,
+        "idle": 0.25,
     }

@@ -14,7 +14,7 @@ from bmt_burst import Layout, burst_attn_func, kernels, simulate
 from bmt_burst.transport import LANES, Arrival, Parcel
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.simulator import SimulatedRing
-from tests.helpers import dense_attention, let_tracks_pay, random_qkv, relative_error, ring_arguments
+from tests.helpers import dense_attention, random_qkv, relative_error, ring_arguments
 
 _PATIENCE = 20.0  # seconds
 
@@ -139,13 +139,10 @@ def engine_ring(ring, arenas, one_queue):
 @pytest.mark.parametrize("one_queue", [True, False])
 @pytest.mark.parametrize(("inner", "outer"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("tracks", [1, 2])
-def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, tracks, monkeypatch):
+def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue):
     """Several calls after each other, of growing and shrinking size, with all group sizes; one queue for all streams
     of a rank must do, since a GPU may have no more.
     """
-    if tracks > 1:
-        let_tracks_pay(monkeypatch)
     size, arenas = inner * outer, {}
     calls = [(23 * size, 0), (31 * size + 1, 1 << 30), (9 * size, 20_000)]
 
@@ -195,8 +192,8 @@ def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait(count):
             parcel = Parcel(torch.full((64,), 255, dtype=torch.uint8), peer, 0)
             current.work.put(lambda: time.sleep(2e-3))
             current.work.put(lambda x=parcel.tensor, value=value: x.fill_(value))
-            under_way.append((engines.deliver("visit 0", 64, [parcel], [Arrival(peer, 0, 64)]), parcel.tensor))
-            if len(under_way) == LANES["visit 0"]:
+            under_way.append((engines.deliver("visit", 64, [parcel], [Arrival(peer, 0, 64)]), parcel.tensor))
+            if len(under_way) == LANES["visit"]:
                 delivery, sent = under_way.pop(0)
                 delivery.wait()
                 current.work.put(lambda sent=sent: sent.fill_(254))
@@ -217,14 +214,11 @@ def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait(count):
 
 @pytest.mark.parametrize("inner", [4, 2])
 @pytest.mark.parametrize(("method", "backward"), [("forward", "kv"), ("backward", "q"), ("backward", "kv")])
-@pytest.mark.parametrize("tracks", [1, 2])
 @pytest.mark.parametrize("failing_call", [1, 2, 3])
 def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
-    inner, method, backward, failing_call, tracks, monkeypatch
+    inner, method, backward, failing_call, monkeypatch
 ):
     """As when memory runs out and the caller goes on with less."""
-    if tracks > 1:
-        let_tracks_pay(monkeypatch)
     arenas, kernel, calls = {}, kernels.load("cpu"), threading.local()
     plain = getattr(kernel, method)
 
@@ -236,7 +230,7 @@ def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
 
     monkeypatch.setattr(kernel, method, failing)
     layout = Layout("zigzag", 40, 4)
-    q, k, v, dout = random_qkv(1, 40, tracks, tracks, 8)
+    q, k, v, dout = random_qkv(1, 40, 1, 1, 8)
 
     def work(ring):
         rings = ring_arguments(ring, inner)

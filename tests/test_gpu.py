@@ -8,16 +8,7 @@ import torch
 
 from bmt_burst import Layout, burst_attn_func, init_sequence_parallel, kernels
 from bmt_burst.transport.torch_dist import TorchTransport
-from tests.helpers import (
-    GPUS,
-    RANKS,
-    dense_attention,
-    let_tracks_pay,
-    needs_ranks,
-    random_qkv,
-    relative_error,
-    run_ranks,
-)
+from tests.helpers import GPUS, RANKS, dense_attention, needs_ranks, random_qkv, relative_error, run_ranks
 
 pytestmark = [pytest.mark.gpu, needs_ranks(1)]
 
@@ -117,16 +108,6 @@ def rings(size: int) -> dict[str, dict]:
     return found
 
 
-def let_tracks(count: int) -> None:
-    """So many tracks from now on, however little there is to do."""
-    _patched.undo()
-    if count > 1:
-        let_tracks_pay(_patched)
-
-
-_patched = pytest.MonkeyPatch()
-
-
 def equality(rank: int, size: int) -> dict[str, float]:
     """The worst error of each of many cases."""
     errors, groups = {}, rings(size)
@@ -134,7 +115,6 @@ def equality(rank: int, size: int) -> dict[str, float]:
         groups["cudnn"] = {**groups["by copy engines"], "flash": "cudnn"}
     cases = itertools.product(("zigzag", "striped", "contiguous"), (True, False), ((4, 4), (8, 2)), (1024, 1031))
     for layout, causal, (heads, kv_heads), tokens in cases:
-        let_tracks(2 if tokens % 2 else 1)
         whole = Layout(layout, tokens, size)
         tensors = cuda_qkv(2, tokens, heads, kv_heads, 64)
         *shards, dout = (whole.shard(x, rank) for x in tensors)
@@ -172,9 +152,7 @@ def late_ranks(rank: int, size: int) -> None:
         return call
 
     kernel.forward, kernel.backward = sleeping(kernel.forward), sleeping(kernel.backward)
-    calls = itertools.product((1, 2), rings(size).items(), ("q", "kv"), (0, 1 << 30))
-    for tracks, (name, group), backward, group_bytes in calls:
-        let_tracks(tracks)
+    for (name, group), backward, group_bytes in itertools.product(rings(size).items(), ("q", "kv"), (0, 1 << 30)):
         options = {"causal": True, "backward": backward, "group_bytes": group_bytes, "deterministic": True, **group}
         results = []
         for late in (None, *range(size)):  # noqa: B007 - read by `sleeping`
@@ -182,14 +160,13 @@ def late_ranks(rank: int, size: int) -> None:
                 out, lse = burst_attn_func(*shards, 0.1, return_lse=True, **options)
                 results.append([out.detach(), lse, *torch.autograd.grad(out, shards, dout)])
         for got in results[1:]:
-            assert all(a.equal(b) for a, b in zip(results[0], got, strict=True)), (name, tracks, backward, group_bytes)
+            assert all(a.equal(b) for a, b in zip(results[0], got, strict=True)), (name, backward, group_bytes)
 
 
 def repeats(rank: int, size: int) -> None:
     """The same bits every time, and no memory that grows."""
     *inputs, dout = cuda_qkv(1, 700, 8, 2, 128, seed=rank)
     inputs = [x.requires_grad_() for x in inputs]
-    let_tracks(2)
     for name, group in rings(size).items():
         first, free = None, 0
         for step in range(1000 if size <= GPUS else 200):  # processes take turns on a GPU that they share
@@ -206,7 +183,6 @@ def host_never_waits(rank: int, size: int) -> None:
     """A step is enqueued while the GPU still sleeps, and the profiler sees no synchronization."""
     *inputs, dout = cuda_qkv(1, 512, 4, 4, 64)
     inputs = [x.requires_grad_() for x in inputs]
-    let_tracks(2)
     for name, group in rings(size).items():
 
         def step(group=group):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bmt_burst import burst_attn_func, kernels, merge, plan
+from bmt_burst import burst_attn_func, kernels, merge
 from bmt_burst.kernels import Kernel
 from bmt_burst.transport.simulator import ImaginedRing
 
@@ -68,7 +68,6 @@ class Allocator(Kernel):
 def peak_extra_gib(monkeypatch, rank, tokens, heads, kv_heads, **options):
     """As bench/attention.py counts it: of a forward and backward, with what the transport holds."""
     monkeypatch.setattr(kernels, "load", lambda name: Allocator())
-    monkeypatch.setattr(plan, "_TRACK_DEVICES", {"cpu"})
     for name in ("merge_outputs", "sum_gradients", "fill_query_rows"):  # fused ones need no memory
         monkeypatch.setattr(merge, name, lambda *args: None)
     with FakeTensorMode():

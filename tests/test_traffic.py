@@ -49,9 +49,9 @@ ROW = S * H * 4  # lse or delta, fp32
 BLOCK = 2 * B * K
 
 
-@pytest.mark.parametrize(("tokens", "parts"), [(256, 2), (16384, 4), (65536, 8)])
-def test_four_blocks_are_to_be_in_a_group_if_that_leaves_kernels_enough_to_do(tokens, parts):
-    """Blocks twice as large as group_bytes: two parts would do, eight are better where there are many tokens."""
+@pytest.mark.parametrize(("tokens", "parts"), [(256, 2), (16384, 4)])
+def test_two_blocks_are_to_be_in_a_group_if_that_leaves_kernels_enough_to_do(tokens, parts):
+    """Blocks twice as large as group_bytes: two parts would do, four are better where there are many tokens."""
     q = torch.empty(1, tokens, 64, 128, device="meta", dtype=torch.bfloat16)
     rings = Rings(SimpleNamespace(size=4), SimpleNamespace(size=1))
     plan = Plan(Layout("zigzag", 4 * tokens, 4), None, rings, None, 1.0, True, "q", False, False, q.nbytes)
@@ -78,8 +78,8 @@ def test_what_lands_together_is_bounded(backward, share):
         return ring.reserved
 
     for reserved in simulate(tokens // 16, work):
-        assert 0 < reserved["visit 0"] <= group_bytes
-        assert 0 < reserved["return 0"] <= group_bytes
+        assert 0 < reserved["visit"] <= group_bytes
+        assert 0 < reserved["return"] <= group_bytes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -111,7 +111,7 @@ def test_double_ring_crosses_hosts_once_a_round():
     assert inner == [K] * (2 * B * 4)  # two hops in each of two rounds
     assert outer == [K * B] * 2
     assert inner_back == [K] * (4 * B * 4)
-    assert outer_back == [K * B] * 4  # the block, and its host's share of the gradient in fp32
+    assert outer_back == [K * B] * 4  # the block, and its host's share of the gradient
 
 
 @pytest.mark.parametrize(("blocks", "calls"), [(1, 8), (3, 5), (7, 3)])

@@ -21,9 +21,7 @@ from torch import Tensor
 Messages = list[tuple[Tensor, int]]  # tensors and the ranks that they go to or come from
 AGREEMENT_TIMEOUT = 120.0  # seconds after which a rank that takes no part is an error; may be set before the first call
 MESSAGE_BYTES = 1024  # the longest message that `gather` carries
-TRACKS = 2  # of deliveries that go on beside each other
-# Deliveries of each kind and track, and how many may land before the first is released.
-LANES = {f"{kind} {track}": count for track in range(TRACKS) for kind, count in (("visit", 2), ("return", 1))}
+LANES = {"visit": 2, "return": 1}  # kinds of deliveries, and how many of a kind may land before the first is released
 
 
 class Ticket(Protocol):
