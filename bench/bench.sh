@@ -40,6 +40,7 @@ else
     arguments=(--tokens-per-gpu 8192 16384 32768 65536 131072 --batches 2 4 8 --masks causal full)
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1} # many processes, few kernels
 ranks() { python3 -m torch.distributed.run --standalone --nproc-per-node "$@"; }
 if [ -n "$two_hosts" ]; then
     for inner_size in "$gpus" $((gpus / 2)); do

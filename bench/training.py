@@ -3,7 +3,7 @@
     python bench/training.py --gpus 8 --model minicpm4-8b --seq-len 262144 --checkpointing selective full \\
         --data data/corpus/train --output bench/results/training.jsonl
 
-A row holds medians over the steps after the first two: tokens a second and GPU, MFU (its formula is in train/flops.py),
+A row holds medians over the steps after --warm-up: tokens a second and GPU, MFU (its formula is in train/flops.py),
 seconds a step and where they go, peak memory. All GPUs share each sequence unless --sp-size says otherwise. With
 --layers the model has fewer layers than its preset; the row says so. On a machine without GPUs ranks are CPU processes.
 """
@@ -29,7 +29,6 @@ from bench.attention import append, origin
 from models.config import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
-_WARM_UP = 2  # steps
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict]:
@@ -49,6 +48,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
                 "sp": sp_size,
                 "seq_len": seq_len,
                 "batch_size": batch_size,
+                "measured_steps": args.steps - args.warm_up,
                 "dtype": args.dtype,
                 "checkpointing": checkpointing,
                 "offload": args.offload,
@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
         return {"error": (done.stdout + done.stderr)[-6000:]}
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [r for r in records if "loss" in r]
-    measured = steps[_WARM_UP:]
+    measured = steps[args.warm_up :]
     if not measured:
         return {"error": f"{len(records) - len(steps)} of {len(records)} steps were skipped: " + done.stdout[-2000:]}
     medians: dict = {
@@ -115,13 +115,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--engine", choices=("auto", "torch", "bmtrain"), default="auto")
     parser.add_argument("--dtype", default="bf16" if cuda else "fp32")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before those that are measured")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a step that end a run")
     parser.add_argument("--data", type=Path, required=True, help="folder of tokens from prepare_data.py")
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
     parser.add_argument("more", nargs="*", help="further options of pretrain.py, after --")
     args = parser.parse_args()
-    if args.steps <= _WARM_UP:
-        parser.error(f"--steps must be more than {_WARM_UP}, which are not measured")
+    if args.steps <= args.warm_up:
+        parser.error(f"--steps must be more than --warm-up, {args.warm_up}")
     return args
 
 

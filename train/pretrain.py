@@ -372,6 +372,7 @@ def main(argv: Sequence[str]) -> int:
     if config.processes > 1 and "RANK" not in os.environ:
         return launch([__file__, *argv], config.processes)
     die_with_launcher()
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # kernels compiled once are there next time
     stop = StopSignal()
     try:
         trainer = Trainer(config, init_distributed(config), stop)
