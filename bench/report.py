@@ -133,7 +133,7 @@ def training_table(rows: list[Row]) -> str:
     names = ("model", "layers", "engine", "gpus", "seq_len", "checkpointing")
     lines = [
         [
-            *(tokens(row[n]) if n == "seq_len" else row[n] for n in names),
+            *(_SHOWN[n](row) if n in _SHOWN else row[n] for n in names),
             round(row["tokens_per_s_per_gpu"]),
             *("-" if row.get(n) is None else row[n] for n in ("mfu", "peak_gib")),
             row["step_s"],
@@ -147,6 +147,14 @@ def training_table(rows: list[Row]) -> str:
 
 def implementation(row: Row) -> str:
     return row["impl"] + (", double ring" if row.get("inner_size", row["gpus"]) < row["gpus"] else "")
+
+
+_SHOWN = {
+    "seq_len": lambda row: tokens(row["seq_len"]),
+    "checkpointing": lambda row: (
+        row["checkpointing"] + (f", {n} blocks" if (n := row.get("checkpointing_blocks")) else "")
+    ),
+}
 
 
 def mask(causal: bool) -> str:

@@ -51,6 +51,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
                 "measured_steps": args.steps - args.warm_up,
                 "dtype": args.dtype,
                 "checkpointing": checkpointing,
+                "checkpointing_blocks": args.checkpointing_blocks,
                 "offload": args.offload,
                 **common,
             }
@@ -78,6 +79,8 @@ def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
     """Runs pretrain.py; medians of its metrics, or its error."""
     flags = [text for name, value in options.items() for text in ("--" + name.replace("_", "-"), str(value))]
     flags += ["--no-save", "--timeout", str(args.timeout), *(["--offload"] if args.offload else []), *args.more]
+    if args.checkpointing_blocks is not None:
+        flags += ["--checkpointing-blocks", str(args.checkpointing_blocks)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
     command = [sys.executable, *launcher, ROOT / "train/pretrain.py", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -111,6 +114,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sp-size", type=int, help="ranks that share a sequence; by default all")
     parser.add_argument("--batch-size", type=int, help="sequences a step; by default one for each group of ranks")
     parser.add_argument("--checkpointing", nargs="+", default=["selective", "full"])
+    parser.add_argument("--checkpointing-blocks", type=int, help="of the first so many blocks; by default of all")
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--engine", choices=("auto", "torch", "bmtrain"), default="auto")
     parser.add_argument("--dtype", default="bf16" if cuda else "fp32")

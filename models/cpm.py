@@ -30,21 +30,33 @@ CHECKPOINTING = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Saving:
-    """What a block keeps from its forward for its backward.
+    """What blocks keep from their forward for their backward.
 
     checkpointing  "none": all; "selective": its input and q, k, v, out and lse of the attention, all else is computed
                    again (the ring is not); "full": its input only
     offload        keep that in host memory; not with "none", which would move the weights too
+    blocks         how many of a model's blocks this is for, the first ones; the others, whose backward comes first,
+                   keep all. None: for all
     """
 
     checkpointing: str = "none"
     offload: Offload | None = None
+    blocks: int | None = None
 
     def __post_init__(self):
         if self.checkpointing not in CHECKPOINTING:
             raise ValueError(f"checkpointing must be one of {', '.join(CHECKPOINTING)}, got {self.checkpointing!r}")
         if self.offload and self.checkpointing == "none":
             raise ValueError("offloading needs checkpointing, selective or full")
+        if self.blocks is not None and (self.blocks < 0 or self.checkpointing == "none"):
+            raise ValueError(
+                f"checkpointing of some blocks needs a mode, selective or full, and a number of blocks, got "
+                f"{self.checkpointing!r} for {self.blocks}"
+            )
+
+    def of(self, layer: int) -> Saving:
+        """What block number `layer` keeps."""
+        return self if self.blocks is None or layer < self.blocks else Saving()
 
     def block(self, *shared: Tensor) -> AbstractContextManager:
         """To be around a block's forward; `shared` are tensors that all blocks save."""
@@ -141,7 +153,9 @@ class CPM(nn.Module):
         self.config = config
         sp, saving = sp or SequenceParallel(), saving or Saving()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = CPMLayers(CPMBlock(config, sp, layer, saving, **attention) for layer in range(config.num_layers))
+        self.layers = CPMLayers(
+            CPMBlock(config, sp, layer, saving.of(layer), **attention) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

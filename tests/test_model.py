@@ -12,7 +12,7 @@ from bmt_burst import IGNORE_INDEX, SequenceParallel, shift_labels, simulate
 from bmt_burst.nn import BurstAttention, apply_rope, rope_tables
 from bmt_burst.offload import Offload
 from models.config import PRESETS, CPMConfig
-from models.cpm import CHECKPOINTING, CPM, Saving
+from models.cpm import CPM, Saving
 from models.huggingface import HFWeights, config_from_hf, config_to_hf, load_cpm, save_weights
 from train.generate import Cache, generate
 from train.tokenizer import ByteTokenizer
@@ -155,8 +155,16 @@ def test_sequence_parallel_model_equals_whole_model():
         assert torch.allclose(sum(g[name] for g in grads), parameter.grad, rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_checkpointing_changes_what_is_saved_and_nothing_else(checkpointing):
+@pytest.mark.parametrize(
+    ("saving", "share", "recomputed"),
+    [
+        (Saving("none"), 1.0, 0),
+        (Saving("selective"), 0.5, 0),
+        (Saving("full"), 0.25, 1),
+        (Saving("full", blocks=1), 0.75, 1 / SMALL.num_layers),
+    ],
+)
+def test_checkpointing_changes_what_is_saved_and_nothing_else(saving, share, recomputed):
     """Losses and gradients bit for bit; the ring runs again in the backward only if blocks are recomputed in full."""
     tokens = torch.randint(0, 300, (1, 46), generator=torch.Generator().manual_seed(3))
     labels = shift_labels(tokens)
@@ -173,18 +181,21 @@ def test_checkpointing_changes_what_is_saved_and_nothing_else(checkpointing):
         return loss.detach(), grads, sum(saved), forward, len(ring.traffic)
 
     plain = simulate(2, lambda ring: run(ring, Saving()))
-    mine = simulate(2, lambda ring: run(ring, Saving(checkpointing)))
+    mine = simulate(2, lambda ring: run(ring, saving))
     for (loss, grads, saved, forward, total), (same, expected, all_saved, _, all_sent) in zip(mine, plain, strict=True):
         assert loss.equal(same)
         assert all(grad.equal(expected[name]) for name, grad in grads.items())
-        again = forward if checkpointing == "full" else 0  # agreement included
-        assert total == all_sent + again
-        assert saved <= all_saved * {"none": 1.0, "selective": 0.5, "full": 0.25}[checkpointing]
+        assert total == all_sent + recomputed * forward  # agreement included
+        assert saved <= share * all_saved
 
 
 def test_saving_is_checked():
     with pytest.raises(ValueError, match="none, selective, full"):
         Saving("some")
+    with pytest.raises(ValueError, match="of some blocks needs a mode"):
+        Saving("none", blocks=1)
+    with pytest.raises(ValueError, match="a number of blocks, got 'full' for -1"):
+        Saving("full", blocks=-1)
     with pytest.raises(ValueError, match="offloading needs checkpointing"):
         Saving("none", Offload())
 

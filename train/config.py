@@ -66,6 +66,9 @@ class TrainConfig:
         "none", PARALLEL, "what is computed again in the backward instead of saved; selective: all but the attention",
         choices=CHECKPOINTING,
     )  # fmt: skip
+    checkpointing_blocks: int | None = option(
+        None, PARALLEL, "of how many blocks, the first ones; the others save all. By default of all", kind=int
+    )
     offload: bool = option(
         False, PARALLEL, "keep what is saved in host memory; needs checkpointing, and a GPU to matter"
     )
@@ -111,7 +114,7 @@ class TrainConfig:
         for name in ("lr", "clip", "timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        Saving(self.checkpointing, Offload() if self.offload else None)  # refuses what does not go together
+        self.saving()  # refuses what does not go together
         if not 0 < self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio must be above 0 and at most 1, got {self.min_lr_ratio}")
         for f in dataclasses.fields(self):
@@ -120,6 +123,10 @@ class TrainConfig:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {getattr(self, f.name)!r}")
         if self.warmup + self.decay > self.steps and self.schedule == "wsd":
             raise ValueError(f"warm-up ({self.warmup}) and decay ({self.decay}) are longer than the run ({self.steps})")
+
+    def saving(self) -> Saving:
+        """What blocks save for the backward."""
+        return Saving(self.checkpointing, Offload() if self.offload else None, self.checkpointing_blocks)
 
     @property
     def warmup(self) -> int:

@@ -34,9 +34,8 @@ from bmt_burst.engine.common import AdamW
 from bmt_burst.engine.torch import TorchEngine
 from bmt_burst.groups import make_rings
 from bmt_burst.loss import count_targets
-from bmt_burst.offload import Offload
 from bmt_burst.transport.bmtrain import initialized_bmtrain
-from models.cpm import CPM, Saving
+from models.cpm import CPM
 from models.huggingface import HFWeights
 from train import checkpoint, ranks
 from train.clock import Clock
@@ -96,8 +95,7 @@ class Trainer:
 
     def _make_engine(self) -> Engine:
         config = self.config
-        saving = Saving(config.checkpointing, Offload() if config.offload else None)
-        attention = {"flash": config.flash, "deterministic": config.deterministic}
+        saving, attention = config.saving(), {"flash": config.flash, "deterministic": config.deterministic}
         common = {
             "build": lambda: CPM(self.model_config, self.sp, saving, **attention),
             "dtype": DTYPES[config.dtype],
@@ -294,7 +292,8 @@ class Trainer:
     def _name_changes(self, before: dict) -> None:
         """Says which settings that matter for the result differ from those of the run that is resumed."""
         technical = {"resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences"}
-        technical |= {"checkpointing", "offload", "offload_optimizer", "max_skips", "timeout", "save"}
+        technical |= {"checkpointing", "checkpointing_blocks", "offload", "offload_optimizer"}
+        technical |= {"max_skips", "timeout", "save"}
         now = self.config.to_dict()
         changed = [f"{k} {before.get(k)} -> {v}" for k, v in now.items() if k not in technical and before.get(k) != v]
         if changed and self.rank == 0:
