@@ -97,7 +97,7 @@ class Plan:
 def travelling_bytes(kernel: Kernel, q: Tensor, k: Tensor, send_out: bool = False) -> dict[str, int]:
     """Bytes per token and hop, there and back, if the q side or the kv side travels: what backward="auto" compares.
 
-    Without what a causal mask saves, which is alike on both sides, and without what crosses between hosts.
+    Without what a causal mask saves, which is alike on both sides. What crosses between hosts is as much per token.
     """
     itemsize, partial = q.dtype.itemsize, kernel.partial_dtype(q.dtype).itemsize
     heads, kv_heads, head_size = q.shape[2], k.shape[2], q.shape[3]

@@ -32,6 +32,7 @@ from .merge import Gradients, Outputs, Span, accumulator_dtype, query_rows
 from .packing import Packing
 from .plan import Plan
 from .routes import Group, Incoming, Outgoing, Piece, Routes
+from .schedule import Edge
 from .transport import Arrival, Delivery, Parcel, Ticket
 
 # Partial results are read once more each time they are folded, and stay in memory until they are: so many groups' bytes
@@ -167,8 +168,7 @@ def _visits(
         if step := opening.steps[0].outer:
             tokens = rounds[number + 1][0].tokens
             incoming = tuple(x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in root)
-            sends = [(x, step.send_to) for x in root]
-            leap = plan.rings.outer.exchange(sends, [(x, step.recv_from) for x in incoming])
+            leap = _leap(plan, step, [_rows(x, opening.onward) for x in root], incoming)
         under_way = [_fetch(plan, groups[0], packing, root)] if groups else []
         here = None
         try:
@@ -190,6 +190,12 @@ def _visits(
             if leap:
                 leap.wait()
         root = incoming
+
+
+def _leap(plan: Plan, edge: Edge, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> Ticket:
+    """Starts an exchange between hosts, of tensors that may have no tokens, and then do not travel."""
+    there = [(x.contiguous(), edge.send_to) for x in sends if x.numel()]
+    return plan.rings.outer.exchange(there, [(x, edge.recv_from) for x in recvs if x.numel()])
 
 
 def _fetch(plan: Plan, group: Group, packing: Packing, root: tuple[Tensor, ...]) -> Delivery:
@@ -305,19 +311,18 @@ class _Homecoming:
             self.inner = self._send_home(group)
         else:
             for at, grads in self.taken:
-                _add(self._share(group.root), at, grads)
+                _add(self._share(group), at, grads)
         self.taken = []
         if last.outer_return:
             self._settle_inner()  # the host's share is complete before it leaves
             self._settle_outer()
             dtype = self.plan.kernel.partial_dtype(self.own[0].dtype)  # links between hosts are slow
-            share = tuple(x.result(dtype) for x in self._share(group.root))
+            share = [x.result(dtype) for x in self._share(group)]
             del self.shares[group.root]
-            incoming = tuple(torch.empty(x.shape, dtype=dtype, device=x.device) for x in self.own)
-            ticket = self.plan.rings.outer.exchange(
-                [(x, last.outer_return.send_to) for x in share], [(x, last.outer_return.recv_from) for x in incoming]
-            )
-            self.outer = _OuterReturn(ticket, incoming)
+            shapes = [(x.shape[0], group.lent[1] - group.lent[0], *x.shape[2:]) for x in self.own]
+            incoming = tuple(torch.empty(shape, dtype=dtype, device=self.own[0].device) for shape in shapes)
+            ticket = _leap(self.plan, last.outer_return, share, incoming)
+            self.outer = _OuterReturn(ticket, group.lent, incoming)
 
     def finish(self) -> None:
         """Waits for what is still on its way."""
@@ -347,7 +352,7 @@ class _Homecoming:
         sources, device = [(entry.peer, entry.at) for entry in group.homecoming], self.own[0].device
         delivery = _deliver(self.plan, "return", self.packing, group.home_tokens, sends, sources, device)
         grads = self.packing.views(delivery.memory, group.home_tokens)
-        return _Return(delivery, group.homecoming, grads, self._share(group.root))
+        return _Return(delivery, group.homecoming, grads, self._share(group))
 
     def _settle_inner(self) -> None:
         if self.inner:
@@ -361,16 +366,17 @@ class _Homecoming:
     def _settle_outer(self) -> None:
         if self.outer:
             self.outer.ticket.wait()
-            _add(self.own, (0, self.own[0].shape[1]), self.outer.grads)
+            _add(self.own, self.outer.span, self.outer.grads)
             self.outer = None
 
-    def _share(self, root: int) -> tuple[Gradients, ...]:
-        if root not in self.shares:
-            tokens = self.plan.layout.length(root)
-            self.shares[root] = tuple(
+    def _share(self, group: Group) -> tuple[Gradients, ...]:
+        """This host's share of the gradients of what it has of the group's root block."""
+        if group.root not in self.shares:
+            tokens = group.held[1] - group.held[0]
+            self.shares[group.root] = tuple(
                 Gradients((x.shape[0], tokens, *x.shape[2:]), x.dtype, x.device, x.limit) for x in self.own
             )
-        return self.shares[root]
+        return self.shares[group.root]
 
 
 @dataclass(frozen=True)
@@ -390,9 +396,10 @@ class _Return:
 
 @dataclass(frozen=True)
 class _OuterReturn:
-    """Another host's share of this rank's gradients, under way."""
+    """Another host's share of the gradients of this rank's tokens `span`, under way."""
 
     ticket: Ticket
+    span: Span
     grads: tuple[Tensor, ...]
 
 

@@ -43,7 +43,7 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Incoming:
-    """Tokens from place `peer` of the ring that land at tokens `at`; they are tokens `span` of the receiver's block."""
+    """Tokens from place `peer` of the ring that land at tokens `at`; they are tokens `span` of the receiver's root."""
 
     peer: int
     span: Span
@@ -55,7 +55,10 @@ class Group:
     """The blocks of one or more steps, as one rank sees them.
 
     pieces      what this rank looks at; pieces that more of the home tokens look at come first
-    tokens      of all pieces
+    tokens      of all pieces; for the group that opens a round all that is there of the root block
+    held        which tokens of the root block those are; spans of the root block count from the first of them
+    onward      what of the root block goes on to the next host, if the group opens a round
+    lent        tokens of the own block that another host has in this round, whose gradients come home after it
     sends       parts of this rank's root block that others look at in this group; none for the group that opens a round
     returns     gradients of the pieces, for the ranks that opened the round with their blocks
     homecoming  gradients of the root block from those who looked at it in this group
@@ -64,6 +67,9 @@ class Group:
     steps: tuple[Step, ...]
     pieces: tuple[Piece, ...]
     tokens: int
+    held: Span
+    onward: Span
+    lent: Span
     sends: tuple[Outgoing, ...] = ()
     returns: tuple[Outgoing, ...] = ()
     homecoming: tuple[Incoming, ...] = ()
@@ -97,15 +103,26 @@ class Routes:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - small, frozen and hashable
     def rounds(self, rank: int) -> tuple[tuple[Group, ...], ...]:
-        """The groups of each round of `rank`; the first of a round is the block that is there already, whole."""
+        """The groups of each round of `rank`; the first of a round is the block that is there already."""
         inner = self.schedule.inner
         steps = self.schedule.steps(rank)
         rounds = []
         for start in range(0, len(steps), inner):
             hops = _cut(inner - 1, self.width, longer_first=self.returning)
             groups = [self._group(rank, start + 1 + a, start + 1 + b) for a, b in hops]
-            rounds.append((self._opening(rank, steps[start]), *groups))
+            rounds.append((self._opening(rank, start), *groups))
         return tuple(rounds)
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
+    def held(self, owner: int, round_: int) -> Span:
+        """What the host that `owner`'s block visits in a round has of it: all that is looked at from then on."""
+        if not round_:
+            return 0, self.layout.length(owner)
+        inner, outer = self.schedule.inner, self.schedule.outer
+        hosts = [(owner // inner - r) % outer for r in range(round_, outer)]
+        homes = [host * inner + place for host in hosts for place in range(inner)]
+        sides = [self._side(tile) for home in homes if (tile := self._tile(home, owner))]
+        return (min(a for a, _ in sides), max(b for _, b in sides)) if sides else (0, 0)
 
     def landing_tokens(self, host: int) -> tuple[int, int]:
         """The most tokens that land on any rank of a host at once: of a group, and of gradients on their way home."""
@@ -131,21 +148,24 @@ class Routes:
         q_rank, kv_rank = (block, home) if self.travels == "q" else (home, block)
         return self.layout.tile(q_rank, kv_rank, self.causal)
 
-    def _opening(self, rank: int, step: Step) -> Group:
-        tile = self._tile(rank, step.block)
-        pieces = (Piece(step, tile, self._side(tile)),) if tile else ()
-        return Group((step,), pieces, self.layout.length(step.block))
+    def _opening(self, rank: int, start: int) -> Group:
+        step, round_ = self.schedule.steps(rank)[start], start // self.schedule.inner
+        held, tile = self.held(step.root, round_), self._tile(rank, step.root)
+        pieces = (Piece(step, tile, _within(held, self._side(tile))),) if tile else ()
+        onward = _within(held, self.held(step.root, round_ + 1)) if step.outer else (0, 0)
+        return Group((step,), pieces, _length(held), held, onward, self.held(rank, round_))
 
     def _group(self, rank: int, start: int, stop: int) -> Group:
         """The group of `rank`'s steps start..stop - 1."""
         steps = self.schedule.steps(rank)[start:stop]
         host = rank // self.schedule.inner * self.schedule.inner
-        root = steps[0].root
+        root, round_ = steps[0].root, start // self.schedule.inner
+        held = self.held(root, round_)
         sends, returns = [], []
         for step in steps:
             there = self._pieces(host + step.inner.send_to, start, stop)
             sends += [
-                Outgoing(step.inner.send_to, self._side(p.tile), p.at[0], _end(there))
+                Outgoing(step.inner.send_to, _within(held, self._side(p.tile)), p.at[0], _end(there))
                 for p in there
                 if p.step.block == root
             ]
@@ -156,7 +176,9 @@ class Routes:
             returns += [
                 Outgoing(peer, piece.at, entry.at[0], _end(there)) for entry in there if host + entry.peer == rank
             ]
-        return Group(steps, pieces, _end(pieces), tuple(sends), tuple(returns), self._homecoming(rank, start, stop))
+        homecoming = self._homecoming(rank, start, stop)
+        spans = held, (0, 0), self.held(rank, round_)
+        return Group(steps, pieces, _end(pieces), *spans, tuple(sends), tuple(returns), homecoming)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
     def _pieces(self, rank: int, start: int, stop: int) -> tuple[Piece, ...]:
@@ -175,7 +197,8 @@ class Routes:
         for step in self.schedule.steps(rank)[start:stop]:
             peer = step.inner_return.recv_from
             if tile := self._tile(host + peer, step.root):
-                span, tokens = self._side(tile), _end(entries)
+                held = self.held(step.root, start // self.schedule.inner)
+                span, tokens = _within(held, self._side(tile)), _end(entries)
                 entries.append(Incoming(peer, span, (tokens, tokens + _length(span))))
         return tuple(entries)
 
@@ -196,3 +219,8 @@ def _end(entries: tuple | list) -> int:
 
 def _length(span: Span) -> int:
     return span[1] - span[0]
+
+
+def _within(held: Span, span: Span) -> Span:
+    """A part of `held`, counted from its start."""
+    return (span[0] - held[0], span[1] - held[0]) if _length(span) else (0, 0)

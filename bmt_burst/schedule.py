@@ -2,8 +2,9 @@
 
 Ranks lie on a grid of `outer` hosts with `inner` ranks each; rank = host * inner + place. With outer = 1 this is
 the single ring. With more, it is the double ring: in each of `outer` rounds the blocks with which the ranks of a host
-open the round go round the inner ring, while the blocks of the next round come in from the host before, an exchange
-that has the whole round to finish.
+open the round go round the inner ring, while the blocks of the next round come in from the host after, an exchange
+that has the whole round to finish. Blocks go to earlier hosts first, which under a causal mask look at all of them;
+those that they come to at last look at a part, and only that goes on.
 
 At hop h a block goes straight from the rank that opened the round with it to the place h further on. Nothing is
 forwarded, so no hop waits for another, several hops may be one exchange, and only what the receiver will look at is
@@ -35,7 +36,7 @@ class Step:
     block         owner (a rank of the whole grid) of the block that is attended to
     root          owner of the block with which this rank opened the round
     inner         before this step: `root`'s block goes to the place `hop` further on, `block` comes in; None at hop 0
-    outer         set in the first step of a round and runs under all of it: `root`'s block goes to the next host, the
+    outer         set in the first step of a round and runs under all of it: `root`'s block goes to the host before, the
                   next round's comes in
     inner_return  after this step: gradients of `block` go to the place that opened the round with it, gradients of
                   `root` come in; None at hop 0
@@ -74,15 +75,15 @@ class Schedule:
         return tuple(self._step(host, place, round_, hop) for round_ in range(self.outer) for hop in range(self.inner))
 
     def _step(self, host: int, place: int, round_: int, hop: int) -> Step:
-        source = (host - round_) % self.outer
+        source = (host + round_) % self.outer
         first, last = hop == 0, hop == self.inner - 1
         return Step(
             block=source * self.inner + (place - hop) % self.inner,
             root=source * self.inner + place,
             inner=None if first else _edge(place, hop, self.inner),
-            outer=_edge(host, 1, self.outer) if first and round_ < self.outer - 1 else None,
+            outer=_edge(host, -1, self.outer) if first and round_ < self.outer - 1 else None,
             inner_return=None if first else _edge(place, -hop, self.inner),
-            outer_return=_edge(host, -round_, self.outer) if last and round_ else None,
+            outer_return=_edge(host, round_, self.outer) if last and round_ else None,
         )
 
     def __str__(self) -> str:

@@ -54,7 +54,7 @@ def test_tokens_of_a_group_are_those_that_are_looked_at(inner, outer):
     """Following the legs, the token that lands at each place of a group is the one that the piece's tile names."""
     for routes, place, group, peers in all_groups(inner, outer):
         legs = [(there, leg) for there in peers for leg in there.sends if leg.peer == place]
-        arriving = [(leg, [(there.root, token) for token in range(*leg.span)]) for there, leg in legs]
+        arriving = [(leg, [(there.root, there.held[0] + t) for t in range(*leg.span)]) for there, leg in legs]
         assert landed(group.tokens, arriving) == [name for p in group.pieces for name in named(routes, p)]
 
 
@@ -68,8 +68,40 @@ def test_gradients_come_home_to_the_tokens_they_belong_to(inner, outer):
             legs = [leg for leg in there.returns if leg.peer == place]
             arriving += [(leg, [(peer, names[at]) for at in range(*leg.span)]) for leg in legs]
         assert landed(group.home_tokens, arriving) == [
-            (entry.peer, (group.root, token)) for entry in group.homecoming for token in range(*entry.span)
+            (entry.peer, (group.root, group.held[0] + t)) for entry in group.homecoming for t in range(*entry.span)
         ]
+
+
+@pytest.mark.parametrize(("inner", "outer"), GRIDS)
+def test_hosts_hand_on_what_is_looked_at_from_then_on(inner, outer):
+    """Each token that a rank looks at in a round came to its host, none came that nobody looks at there or later."""
+    for routes in all_routes(inner, outer):
+        for rank in range(inner * outer):
+            host, place = divmod(rank, inner)
+            for number, (opening, *groups) in enumerate(routes.rounds(rank)):
+                looked_at = [
+                    (piece.tile.q if routes.travels == "q" else piece.tile.kv)
+                    for later in range(number, outer)
+                    for other in range(inner)
+                    for group in routes.rounds((host - later + number) % outer * inner + other)[later]
+                    for piece in group.pieces
+                    if piece.step.block == opening.root
+                ]
+                if number:
+                    hull = (min(a for a, _ in looked_at), max(b for _, b in looked_at)) if looked_at else (0, 0)
+                    assert opening.held == hull
+                start = opening.held[0]
+                assert opening.tokens == opening.held[1] - start
+                for piece in opening.pieces:
+                    side = piece.tile.q if routes.travels == "q" else piece.tile.kv
+                    assert (piece.at[0] + start, piece.at[1] + start) == side
+                [step] = opening.steps
+                if step.outer:
+                    there = routes.rounds(step.outer.send_to * inner + place)[number + 1][0]
+                    sent = [start + t for t in range(*opening.onward)]
+                    assert (there.root, sent) == (opening.root, list(range(*there.held)))
+                    assert routes.rounds(there.root)[number + 1][-1].lent == there.held
+                assert all(group.held == opening.held for group in groups)
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)

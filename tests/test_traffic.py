@@ -114,6 +114,14 @@ def test_double_ring_crosses_hosts_once_a_round():
     assert outer_back == [K * B] * 4  # the block, and its host's share of the gradient
 
 
+@pytest.mark.parametrize(("rank", "there", "back"), [(0, 2, 1), (3, 1, 2)])
+def test_later_hosts_get_what_they_look_at(rank, there, back):
+    """Half of the first host's tokens cross to the second, and half of their gradients cross back; all the other way."""
+    (_, outer), (_, outer_back) = traffic(4, 2, "kv", causal=True, rank=rank)
+    assert outer == [K * B // there] * 2
+    assert outer_back == [K * B // there] * 2 + [K * B // back] * 2
+
+
 @pytest.mark.parametrize(("blocks", "calls"), [(1, 8), (3, 5), (7, 3)])
 def test_blocks_of_a_group_are_one_call(blocks, calls, monkeypatch):
     """Rank 1 of 8, causal zigzag, sees its own block, one earlier, six later ones. What comes in together is looked at
