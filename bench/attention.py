@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 8 bench/attention.py --tokens-per-gpu 8192 16384 32768 --output bench/results/mine.jsonl
 
-Times are of the slowest rank: medians over calls that follow one another as in training, where the host runs ahead of
-the GPU, by device events, after as long a warm-up: GPUs that have idled run faster than their power lets them for long.
-A row of JSON per case and implementation; bench/report.py makes tables and plots of them. On a machine without GPUs it
+Times are of the slowest rank, by device events: the mean of a series of calls that follow one another as in training,
+where the host runs ahead of the GPU, after as long a warm-up: cool GPUs run faster than warm ones. All implementations
+take turns in several rounds, of which the median counts; rows keep the others ("rounds"), which show what is noise. A
+row of JSON per case and implementation; bench/report.py makes tables and plots of them. On a machine without GPUs it
 runs a tiny version over gloo, so that the script itself is tested.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import itertools
 import json
 import os
 import platform
@@ -22,6 +22,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -45,11 +47,13 @@ from bench.implementations import (
 )
 from bmt_burst import Layout, SequenceParallel, init_sequence_parallel
 from bmt_burst.transport import Arrival, Parcel
+from bmt_burst.transport.processes import host_name
 from bmt_burst.transport.torch_dist import TorchTransport
 
 GIB = 1 << 30
-_SERIES_MS = 500.0  # of calls that are measured, and as many before them
-_FEWEST, _MOST = 2, 50  # calls of a series
+_ROUNDS = 3
+_SERIES_MS = 200.0  # of calls that are measured, and as many before them
+_MOST_CALLS = 50
 
 
 class Machine:
@@ -66,26 +70,33 @@ class Machine:
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.name = torch.cuda.get_device_name() if self.cuda else platform.processor() or "CPU"
+        hosts: list = [None] * self.size
+        dist.all_gather_object(hosts, host_name())
+        self.hosts = len(set(hosts))
 
-    def time_ms(self, work: Callable[[], object]) -> float:
-        """Median milliseconds of a call of `work` on the slowest rank."""
+    def once_ms(self, work: Callable[[], object]) -> float:
+        """Milliseconds of a second call of `work` on the slowest rank."""
         work()
-        once = self.slowest(max(self._series_ms(work, 1)))
-        calls = min(max(int(_SERIES_MS / once), _FEWEST), _MOST) if self.cuda else _FEWEST
-        warm_up = calls if once < _SERIES_MS else 0  # it has just been warmed up
-        return self.slowest(statistics.median(self._series_ms(work, warm_up + calls)[warm_up:]))
+        return self.slowest(self._series_ms(work, 0, 1))
 
-    def _series_ms(self, work: Callable[[], object], calls: int) -> list[float]:
-        """Milliseconds of calls that all ranks begin together."""
+    def time_ms(self, work: Callable[[], object], once: float) -> float:
+        """Mean milliseconds of a call on the slowest rank, in a series of calls that take some `once` milliseconds."""
+        calls = min(max(int(_SERIES_MS / once), 1), _MOST_CALLS) if self.cuda else 1
+        return self.slowest(self._series_ms(work, calls if once < _SERIES_MS else 0, calls))
+
+    def _series_ms(self, work: Callable[[], object], warm_up: int, calls: int) -> float:
+        """Mean milliseconds of calls after a warm-up, which all ranks begin together."""
         self.settle()
-        times = [self._now()]
+        for _ in range(warm_up):
+            work()
+        start = self._now()
         for _ in range(calls):
             work()
-            times.append(self._now())
+        stop = self._now()
         if not self.cuda:
-            return [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
+            return (stop - start) * 1e3 / calls
         torch.cuda.synchronize()
-        return [before.elapsed_time(after) for before, after in itertools.pairwise(times)]
+        return start.elapsed_time(stop) / calls
 
     def _now(self) -> Any:
         if not self.cuda:
@@ -132,25 +143,49 @@ def inputs(case: Case, tokens: int, machine: Machine, seed: int = 0) -> tuple[li
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
-def measure(case: Case, attention: Attention, tokens: int, gpus: int, machine: Machine) -> dict:
-    """Times, rates and memory of one implementation; `tokens` are this rank's, `gpus` share the case."""
-    tensors, dout = inputs(case, tokens, machine, seed=machine.rank)
+@dataclass(frozen=True)
+class Contestant:
+    """An implementation that computes a case on some GPUs; `row` says what it is."""
 
-    def forward() -> None:
-        with torch.no_grad():
-            attention(*tensors)
+    row: dict[str, Any]
+    case: Case
+    attention: Attention
 
-    def both() -> None:
-        torch.autograd.grad(attention(*tensors), tensors, dout)
+    def step(self, tensors: list[Tensor], dout: Tensor) -> None:
+        """Forward and backward."""
+        torch.autograd.grad(self.attention(*tensors), tensors, dout)
 
-    forward_ms, both_ms = machine.time_ms(forward), machine.time_ms(both)
-    return {
-        "fwd_ms": forward_ms,
-        "fwd_bwd_ms": both_ms,
-        "fwd_tflops_per_gpu": flops(case) / gpus / forward_ms / 1e9,
-        "fwd_bwd_tflops_per_gpu": 3.5 * flops(case) / gpus / both_ms / 1e9,
-        "peak_extra_gib": machine.extra_gib(both, held_bytes(attention)),
-    }
+    @torch.no_grad()
+    def forward(self, tensors: list[Tensor]) -> None:
+        self.attention(*tensors)
+
+    def measured(self, times: dict[str, list[float]], extra_gib: float | None) -> dict[str, Any]:
+        """The row with what was measured."""
+        fwd_ms, fwd_bwd_ms = (statistics.median(times[name]) for name in ("fwd_ms", "fwd_bwd_ms"))
+        work = flops(self.case) / self.row["gpus"] / 1e9
+        return self.row | {
+            "fwd_ms": fwd_ms,
+            "fwd_bwd_ms": fwd_bwd_ms,
+            "fwd_tflops_per_gpu": work / fwd_ms,
+            "fwd_bwd_tflops_per_gpu": 3.5 * work / fwd_bwd_ms,
+            "peak_extra_gib": extra_gib,
+            "rounds": times,
+        }
+
+
+def measure(contestants: list[Contestant], tokens: int, machine: Machine) -> Iterator[dict[str, Any]]:
+    """The rows of all contestants, who take turns; each works with `tokens` tokens on a rank."""
+    tensors, dout = inputs(contestants[0].case, tokens, machine, seed=machine.rank)
+    works = [{"fwd_ms": partial(c.forward, tensors), "fwd_bwd_ms": partial(c.step, tensors, dout)} for c in contestants]
+    once = [{name: machine.once_ms(work) for name, work in both.items()} for both in works]
+    times: list[dict[str, list[float]]] = [{name: [] for name in both} for both in works]
+    for _ in range(_ROUNDS):
+        for both, expected, found in zip(works, once, times, strict=True):
+            for name, work in both.items():
+                found[name].append(machine.time_ms(work, expected[name]))
+    for contestant, both, found in zip(contestants, works, times, strict=True):
+        extra_gib = machine.extra_gib(both["fwd_bwd_ms"], held_bytes(contestant.attention))
+        yield contestant.measured(found, extra_gib)
 
 
 def facts_of(case: Case, machine: Machine) -> dict[str, Any]:
@@ -158,12 +193,11 @@ def facts_of(case: Case, machine: Machine) -> dict[str, Any]:
     return {**vars(case), "kernel": kernel_name(case, machine.device, machine.dtype)}
 
 
-def measure_alone(case: Case, gpus: int, machine: Machine) -> dict:
-    """`measure` of the kernel alone with a rank's tokens of a case on `gpus`, and the facts of that."""
-    tokens = case.seq_len // gpus
-    own = dataclasses.replace(case, seq_len=tokens)
-    alone = measure(own, kernel_alone(own), tokens, 1, machine)
-    return {"impl": "kernel alone", "gpus": 1, **facts_of(own, machine), **alone}
+def alone(kind: str, case: Case, gpus: int, machine: Machine) -> Contestant:
+    """The kernel alone with a rank's tokens of a case on `gpus`."""
+    own = dataclasses.replace(case, seq_len=case.seq_len // gpus)
+    row = {"kind": kind, "impl": "kernel alone", "gpus": 1, **facts_of(own, machine)}
+    return Contestant(row, own, kernel_alone(own))
 
 
 def errors(case: Case, implementation: Implementation, sp: SequenceParallel, machine: Machine) -> dict[str, float]:
@@ -204,7 +238,7 @@ def _float64(tensors: list[Tensor], dout: Tensor, causal: bool) -> list[Tensor]:
 
 def links(sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
     """What the links give alone, in GiB/s received: over NCCL and by copy engines, with one neighbour and with all."""
-    sizes = (16 << 20, 256 << 20) if machine.cuda else (1 << 16,)
+    sizes = (64 << 20, 256 << 20) if machine.cuda else (1 << 16,)  # smaller ones measure the host
     for size in sizes:
         yield from _links(size, sp, machine)
         gc.collect()  # an arena is part of a cycle
@@ -246,7 +280,7 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
         ways["copy engines, neighbour"] = (lambda: deliver([1]), 1)
         ways["copy engines, all at once"] = (lambda: deliver(range(1, sp.size)), sp.size - 1)
     for way, (work, messages) in ways.items():
-        ms = machine.time_ms(work)
+        ms = machine.time_ms(work, machine.once_ms(work))
         yield {
             "kind": "links",
             "impl": way,
@@ -276,27 +310,29 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     chosen = {name: IMPLEMENTATIONS[name] for name in args.implementations}
     if not args.no_links and sp.process_group is not None and sp.size > 1:
         yield from links(sp, machine)
+    place = {"gpus": machine.size, "hosts": machine.hosts, "inner_size": inner_size(sp)}
     for case in cases(args, machine.size):
-        facts, tokens = facts_of(case, machine), case.seq_len // machine.size
-        yield {"kind": "attention", **measure_alone(case, machine.size, machine)}
+        tokens, facts = case.seq_len // machine.size, facts_of(case, machine)
+        contestants = [alone("attention", case, machine.size, machine)]
         for name, implementation in chosen.items():
             if tokens > (implementation.most_tokens or tokens):
                 continue
-            row = {"kind": "attention", "impl": name, "gpus": machine.size, "inner_size": inner_size(sp), **facts}
+            row = {"kind": "attention", "impl": name, **place, **facts}
+            row["kernel"] = implementation.kernel or row["kernel"]
             try:
-                attention = implementation.make(case, sp)
-                row |= measure(case, attention, tokens, machine.size, machine)
+                contestants.append(Contestant(row, case, implementation.make(case, sp)))
             except Unavailable as reason:
-                row["unavailable"] = str(reason)
-            attention = None
-            gc.collect()
-            yield row
+                yield row | {"unavailable": str(reason)}
+        yield from measure(contestants, tokens, machine)
+        del contestants
+        gc.collect()
     if args.errors:
         for heads, kv_heads in args.heads:
             case = Case(args.errors, 1, heads, kv_heads, args.head_dim, True, args.kernel)
             facts = facts_of(case, machine)
             for name, (ranks, implementation) in _error_cases(chosen, sp).items():
                 row = {"kind": "errors", "impl": name, "gpus": ranks.size, **facts}
+                row["kernel"] = implementation.kernel or row["kernel"]
                 try:
                     row |= errors(case, implementation, ranks, machine)
                 except Unavailable as reason:
@@ -308,8 +344,8 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
 def _error_cases(
     chosen: dict[str, Implementation], sp: SequenceParallel
 ) -> dict[str, tuple[SequenceParallel, Implementation]]:
-    alone = {"kernel alone": (SequenceParallel(), Implementation("zigzag", lambda case, _: kernel_alone(case)))}
-    return alone | {name: (sp, implementation) for name, implementation in chosen.items()}
+    limit = {"kernel alone": (SequenceParallel(), Implementation("zigzag", lambda case, _: kernel_alone(case)))}
+    return limit | {name: (sp, implementation) for name, implementation in chosen.items()}
 
 
 def versions() -> dict[str, str]:

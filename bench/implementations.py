@@ -43,11 +43,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Implementation:
-    """most_tokens: how many tokens a GPU it is measured with at most; variants of one thing need no more."""
+    """An implementation.
+
+    most_tokens  how many tokens a GPU it is measured with at most; variants of one thing need no more
+    kernel       what it computes with, if not with the case's
+    """
 
     layout: str
     make: Callable[[Case, SequenceParallel], Attention]
     most_tokens: int | None = None
+    kernel: str | None = None
 
 
 class Burst:
@@ -190,13 +195,13 @@ IMPLEMENTATIONS = {
     "bmt_burst nccl": Implementation("zigzag", partial(Burst, transport=_over_nccl), _VARIANTS),
     "bmt_burst no overlap": Implementation("zigzag", partial(Burst, transport=_Waiting), _VARIANTS),
     "ulysses": Implementation("contiguous", _ulysses),
-    "ring_flash_attn zigzag": Implementation("zigzag", _ring_flash_attn),
-    "torch context_parallel": Implementation("zigzag", _torch_context_parallel),
+    "ring_flash_attn zigzag": Implementation("zigzag", _ring_flash_attn, kernel="fa2"),
+    "torch context_parallel": Implementation("zigzag", _torch_context_parallel, kernel="cudnn"),
 }
 
 
 def kernel_alone(case: Case) -> Attention:
-    """The block kernel on one GPU with the whole case: the limit."""
+    """The block kernel on one GPU with the whole case: a yardstick."""
     return partial(burst_attn_func, causal=case.causal, flash=case.kernel, **SequenceParallel().groups)
 
 

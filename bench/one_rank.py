@@ -13,6 +13,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import Machine, append, facts_of, heads, inputs, measure, measure_alone, origin, show
+from bench.attention import Contestant, Machine, alone, append, facts_of, heads, inputs, measure, origin, show
 from bench.implementations import IMPLEMENTATIONS, Case
 from bench.timeline import milliseconds, profiled
 from bmt_burst import SequenceParallel
@@ -30,21 +31,18 @@ from bmt_burst.transport.simulator import ImaginedRing
 VARIANTS = ("bmt_burst", "bmt_burst q", "bmt_burst kv", "bmt_burst low memory", "bmt_burst wide")
 
 
-def one_rank(name: str, case: Case, rank: int, size: int, machine: Machine) -> dict:
-    """Times, rates and memory of a rank, and where its time goes."""
+def one_rank(row: dict, case: Case, rank: int, size: int, machine: Machine) -> dict:
+    """The row of a rank with times, rates and memory, and where its time goes."""
     tokens = case.seq_len // size
     ring = ImaginedRing(rank, size)
-    attention = IMPLEMENTATIONS[name].make(case, SequenceParallel(rank, size, process_group=ring))
-    tensors, dout = inputs(case, tokens, machine)
-
-    def step() -> None:
-        torch.autograd.grad(attention(*tensors), tensors, dout)
-
+    attention = IMPLEMENTATIONS[row["impl"]].make(case, SequenceParallel(rank, size, process_group=ring))
+    contestant = Contestant(row, case, attention)
+    step = partial(contestant.step, *inputs(case, tokens, machine))
     step()
     for slots in ring.slots.values():
         for slot in slots:  # zeros would take less power, and so less time
             slot.view(machine.dtype).normal_()
-    row = measure(case, attention, tokens, size, machine)
+    [row] = measure([contestant], tokens, machine)
     return row | ({"ms": milliseconds(profiled(step))} if machine.cuda else {})
 
 
@@ -52,13 +50,12 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     ranks = sorted({0, args.size // 2, args.size - 1})
     for q_heads, kv_heads in args.heads:
         for tokens in args.tokens_per_gpu:
-            case = Case(tokens * args.size, 1, q_heads, kv_heads, args.head_dim, not args.full, args.kernel)
-            facts = facts_of(case, machine)
-            yield {"kind": "one rank", **measure_alone(case, args.size, machine)}
+            case = Case(tokens * args.size, 1, q_heads, kv_heads, args.head_dim, args.mask == "causal", args.kernel)
+            yield from measure([alone("one rank", case, args.size, machine)], tokens, machine)
             for name in args.variants:
                 for rank in ranks:
-                    found = one_rank(name, case, rank, args.size, machine)
-                    yield {"kind": "one rank", "impl": name, "gpus": args.size, "rank": rank, **facts, **found}
+                    row = {"kind": "one rank", "impl": name, "gpus": args.size, "rank": rank}
+                    yield one_rank(row | facts_of(case, machine), case, rank, args.size, machine)
                     gc.collect()
 
 
@@ -70,7 +67,7 @@ def main() -> None:
     default_heads = [(32, 32), (32, 8)] if cuda else [(4, 2)]
     parser.add_argument("--heads", type=heads, nargs="+", default=default_heads, metavar="Q:KV")
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
-    parser.add_argument("--full", action="store_true", help="without causal mask")
+    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="NAME")
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")

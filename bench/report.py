@@ -16,7 +16,7 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-CASE = ("gpus", "batch", "heads", "kv_heads", "head_dim", "causal", "kernel")
+CASE = ("gpus", "batch", "heads", "kv_heads", "head_dim", "causal")
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
@@ -40,21 +40,22 @@ def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
 
 
 def alone(rows: list[Row], row: Row, kind: str = "attention") -> Row:
-    """The measurement of the kernel alone that belongs to a row of this kind."""
-    same = ("batch", "heads", "kv_heads", "head_dim", "causal", "kernel")
-    return next(
+    """The measurement of the kernel alone that belongs to a row of this kind, if it can be of the row's own kernel."""
+    same = ("batch", "heads", "kv_heads", "head_dim", "causal")
+    found = [
         other
         for other in rows
         if other["impl"] == "kernel alone"
         and other["kind"] == kind
         and other["seq_len"] * row["gpus"] == row["seq_len"]
         and all(other[name] == row[name] for name in same)
-    )
+    ]
+    return max(found, key=lambda other: other["kernel"] == row["kernel"])
 
 
 def describe(case: tuple) -> str:
-    gpus, batch, heads, kv_heads, head_dim, causal, kernel = case
-    return f"{gpus} ranks, batch {batch}, {heads}:{kv_heads} heads of {head_dim}, {mask(causal)}, kernel {kernel}"
+    gpus, batch, heads, kv_heads, head_dim, causal = case
+    return f"{gpus} ranks, batch {batch}, {heads}:{kv_heads} heads of {head_dim}, {mask(causal)}"
 
 
 def attention_tables(rows: list[Row]) -> str:
@@ -62,6 +63,7 @@ def attention_tables(rows: list[Row]) -> str:
     header = [
         "tokens",
         "implementation",
+        "kernel",
         "fwd ms",
         "fwd+bwd ms",
         "fwd TFLOP/s",
@@ -74,6 +76,7 @@ def attention_tables(rows: list[Row]) -> str:
             [
                 tokens(row["seq_len"]),
                 implementation(row),
+                row["kernel"],
                 row["fwd_ms"],
                 row["fwd_bwd_ms"],
                 row["fwd_tflops_per_gpu"],
@@ -91,14 +94,14 @@ def attention_summary(rows: list[Row]) -> str:
     """Rates of forward / forward and backward by length, and after them the memory at each of these lengths."""
     rows = [row for row in rows if row["kind"] == "attention" and "fwd_ms" in row]
     lengths = sorted({row["seq_len"] for row in rows if row["impl"] != "kernel alone"})
+    gpus = max((row["gpus"] for row in rows), default=1)
     lines: dict[tuple, dict[int, Row]] = defaultdict(dict)
     for row in rows:
-        gpus = max(other["gpus"] for other in rows) if row["impl"] == "kernel alone" else row["gpus"]
         heads = f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"
-        line = heads, mask(row["causal"]), row["kernel"], row["batch"], implementation(row)
-        lines[line].setdefault(row["seq_len"] * gpus // row["gpus"], row)
-    header = ["heads", "mask", "kernel", "batch", "implementation", *map(tokens, lengths), "GiB"]
-    return table(header, [[*line, *_rates(found, lengths)] for line, found in lines.items()]) if lines else ""
+        line = row["batch"], heads, mask(row["causal"]), implementation(row), row["kernel"]
+        lines[line][row["seq_len"] * gpus // row["gpus"]] = row  # of the kernel alone: the length whose share it had
+    header = ["batch", "heads", "mask", "implementation", "kernel", *map(tokens, lengths), "GiB"]
+    return table(header, [[*line, *_rates(found, lengths)] for line, found in lines.items()])
 
 
 def _rates(found: dict[int, Row], lengths: list[int]) -> list[str]:
@@ -146,7 +149,7 @@ def training_table(rows: list[Row]) -> str:
 
 
 def implementation(row: Row) -> str:
-    return row["impl"] + (", double ring" if row.get("inner_size", row["gpus"]) < row["gpus"] else "")
+    return row["impl"] + (", double ring" if (row.get("inner_size") or row["gpus"]) < row["gpus"] else "")
 
 
 _SHOWN = {
@@ -213,8 +216,13 @@ def plot(rows: list[Row], file: Path) -> None:
         return
     figure, panels = plt.subplots(1, len(groups), figsize=(6 * len(groups), 4.5), squeeze=False, layout="constrained")
     for panel, (case, group) in zip(panels[0], groups.items(), strict=True):
-        for impl in dict.fromkeys(implementation(row) for row in group):
-            points = [(r["seq_len"], r["fwd_bwd_tflops_per_gpu"]) for r in group if implementation(r) == impl]
+        kernels = {row["kernel"] for row in group}
+
+        def label(row: Row, name_kernel: bool = len(kernels) > 1) -> str:
+            return implementation(row) + (f" ({row['kernel']})" if name_kernel else "")
+
+        for impl in dict.fromkeys(label(row) for row in group):
+            points = [(r["seq_len"], r["fwd_bwd_tflops_per_gpu"]) for r in group if label(r) == impl]
             panel.plot(*zip(*sorted(points), strict=True), marker="o", label=impl)
         lengths = sorted({row["seq_len"] for row in group})
         limits = [alone(rows, next(r for r in group if r["seq_len"] == length)) for length in lengths]
@@ -227,7 +235,7 @@ def plot(rows: list[Row], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-_MARKED = re.compile(r"(<!-- results: (\w+) of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- results: (\w+) of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _TABLES = {
     "attention": attention_summary,
     "errors": error_table,
@@ -238,7 +246,7 @@ _TABLES = {
 
 def with_tables(readme: str) -> str:
     """The README's text with its tables, each of one kind of a file's rows, as the results have them."""
-    return _MARKED.sub(lambda m: f"{m[1]}{_TABLES[m[2]](read_rows([_ROOT / m[3]]))}\n{m[4]}", readme)
+    return MARKED.sub(lambda m: f"{m[1]}{_TABLES[m[2]](read_rows([_ROOT / m[3]]))}\n{m[4]}", readme)
 
 
 def main() -> None:

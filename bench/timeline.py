@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import Machine, append, facts_of, heads, inputs, origin
+from bench.attention import Contestant, Machine, append, facts_of, heads, inputs, origin
 from bench.implementations import IMPLEMENTATIONS, Case
 from bmt_burst import init_sequence_parallel
 
@@ -116,10 +117,7 @@ def main() -> None:
 def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespace) -> None:
     attention = IMPLEMENTATIONS[name].make(case, sp)
     tensors, dout = inputs(case, case.seq_len // machine.size, machine, seed=machine.rank)
-
-    def step() -> None:
-        torch.autograd.grad(attention(*tensors), tensors, dout)
-
+    step = partial(Contestant({}, case, attention).step, tensors, dout)
     step()
     machine.settle()
     profile = profiled(step)

@@ -48,7 +48,6 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
                 "sp": sp_size,
                 "seq_len": seq_len,
                 "batch_size": batch_size,
-                "measured_steps": args.steps - args.warm_up,
                 "dtype": args.dtype,
                 "checkpointing": checkpointing,
                 "checkpointing_blocks": args.checkpointing_blocks,
@@ -96,6 +95,7 @@ def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
         for name in ("tokens_per_s", "tflops_per_rank", "mfu", "peak_gib", "step_s", *_PHASES)
         if name in measured[0]
     }
+    medians["measured_steps"] = len(measured)
     medians["engine"] = "bmtrain" if "BMTrainEngine" in done.stdout else "torch"
     medians["tokens_per_s_per_gpu"] = medians.pop("tokens_per_s") / args.gpus
     return {**medians, "losses": [r["loss"] for r in steps], "grad_norms": [r["grad_norm"] for r in steps]}
@@ -125,8 +125,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
     parser.add_argument("more", nargs="*", help="further options of pretrain.py, after --")
     args = parser.parse_args()
-    if args.steps <= args.warm_up:
-        parser.error(f"--steps must be more than --warm-up, {args.warm_up}")
+    if not 0 <= args.warm_up < args.steps:
+        parser.error(f"--warm-up must be less than --steps, {args.steps}, and not negative")
     return args
 
 

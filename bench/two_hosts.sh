@@ -4,5 +4,9 @@
 #
 #     torchrun --nproc-per-node 4 --no-python bench/two_hosts.sh python3 bench/attention.py ...
 set -euo pipefail
+if [ "${LOCAL_WORLD_SIZE:?is set by torchrun}" -lt 4 ] || [ $((LOCAL_WORLD_SIZE % 2)) -ne 0 ]; then
+    echo "two_hosts.sh: two hosts with a ring each need an even number of ranks, 4 or more, not $LOCAL_WORLD_SIZE" >&2
+    exit 2
+fi
 export NCCL_HOSTID=host$((LOCAL_RANK / (LOCAL_WORLD_SIZE / 2))) NCCL_SOCKET_IFNAME=lo
 exec "$@"

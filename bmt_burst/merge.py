@@ -109,7 +109,7 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tens
 
 
 def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
-    """Fills total (B, S, ...) with the sum of `parts`, of which it may be one, whole. Specifies the fused kernel."""
+    """Fills total (B, S, H, D) with the sum of `parts`, of which it may be one, whole. Specifies the fused kernel."""
     wide = torch.zeros_like(total, dtype=accumulator_dtype(total.dtype))
     for span, part in parts:
         wide[:, slice(*span)].add_(part)

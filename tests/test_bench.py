@@ -1,6 +1,7 @@
 """The benchmark as a newcomer runs it: on a machine without GPUs a tiny version."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -42,11 +43,16 @@ def test_benchmark_runs_and_reports(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
-def test_benchmark_of_two_hosts(tmp_path):
+def test_benchmark_of_two_hosts():
     command = ["bash", "bench/bench.sh", "--two-hosts"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120)
     for ring in ("bmt_burst q", "bmt_burst kv", "bmt_burst q, double ring", "bmt_burst kv, double ring"):
         assert f"| 256 | {ring} |" in done.stdout
+    assert done.stdout.count(" hosts=2 inner_size=4 ") == 2
+    assert done.stdout.count(" hosts=2 inner_size=2 ") == 2
+    environment = {**os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    two = subprocess.run(["bash", "bench/two_hosts.sh", "true"], cwd=ROOT, env=environment, capture_output=True)
+    assert (two.returncode, b"4 or more, not 2" in two.stderr) == (2, True)
 
 
 @pytest.mark.slow

@@ -73,8 +73,8 @@ def test_spans_add_up_whenever_they_are_folded(limit):
 
 
 def test_parts_are_added_up_wide():
-    gradients = Gradients((1, 1, 1), torch.bfloat16, torch.device("cpu"))
+    gradients = Gradients((1, 1, 1, 1), torch.bfloat16, torch.device("cpu"))
     for _ in range(256):
-        gradients.add((0, 1), torch.full((1, 1, 1), 1.0078125, dtype=torch.bfloat16))
+        gradients.add((0, 1), torch.full((1, 1, 1, 1), 1.0078125, dtype=torch.bfloat16))
     assert gradients.result().item() == 258.0  # bf16 alone would have stopped at 256
-    assert Gradients((1, 2, 3), torch.float32, torch.device("cpu")).result().equal(torch.zeros(1, 2, 3))
+    assert Gradients((1, 2, 3, 1), torch.float32, torch.device("cpu")).result().equal(torch.zeros(1, 2, 3, 1))

@@ -17,9 +17,9 @@ B, S, H, G, D = 2, 96, 4, 2, 64  # S tokens of a rank
 ITEM = 4
 
 
-def traffic(size, inner, backward, causal, optimize=True, rank=0, group_bytes=1 << 30):
+def traffic(size, inner, backward, causal, optimize=True, rank=0, group_bytes=1 << 30, dtype=torch.float32):
     """[(bytes of each message) of the forward, of the backward] of `rank`."""
-    tensors = random_qkv(B, S * size, H, G, D, torch.float32)
+    tensors = random_qkv(B, S * size, H, G, D, dtype)
     layout = Layout("zigzag", S * size, size)
 
     def work(ring):
@@ -116,10 +116,16 @@ def test_double_ring_crosses_hosts_once_a_round():
 
 @pytest.mark.parametrize(("rank", "there", "back"), [(0, 2, 1), (3, 1, 2)])
 def test_later_hosts_get_what_they_look_at(rank, there, back):
-    """Half of the first host's tokens cross to the second, and half of their gradients cross back; all the other way."""
+    """Half of the first host's tokens cross to the second, and half of their gradients back; all the other way."""
     (_, outer), (_, outer_back) = traffic(4, 2, "kv", causal=True, rank=rank)
     assert outer == [K * B // there] * 2
     assert outer_back == [K * B // there] * 2 + [K * B // back] * 2
+
+
+def test_sums_cross_hosts_in_the_dtype_of_what_they_add_up():
+    (_, outer), (_, outer_back) = traffic(4, 2, "kv", causal=False, dtype=torch.bfloat16)
+    assert outer == [K * B // 2] * 2
+    assert outer_back == [K * B // 2] * 4
 
 
 @pytest.mark.parametrize(("blocks", "calls"), [(1, 8), (3, 5), (7, 3)])
