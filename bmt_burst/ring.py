@@ -121,8 +121,11 @@ def _backward_pass(
                     dv.add(tile.kv, dv_call)
                     homecoming.take(tile.q, (dq_call,))
             homecoming.depart(group)
-        homecoming.finish()
-        return tuple(total.result(into=x) for total, x in zip((dq, dk, dv), into, strict=True))
+        sums = dict(zip((dq, dk, dv), into, strict=True))
+        results = {total: total.result(into=x) for total, x in sums.items() if total not in own}
+        homecoming.finish()  # the last gradients came home meanwhile
+        results |= {total: total.result(into=x) for total, x in sums.items() if total in own}
+        return tuple(results[total] for total in sums)
 
 
 def reserve(plan: Plan, q: Tensor, k: Tensor, with_backward: bool) -> None:
