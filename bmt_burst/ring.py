@@ -19,9 +19,10 @@ Letters: B batch, S tokens of a rank, T tokens of a group, H query heads, G kv h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from .plan import Plan
 from .routes import Group, Incoming, Outgoing, Piece, Routes
 from .schedule import Edge
 from .transport import Arrival, Delivery, Parcel, Ticket
+
+Result = TypeVar("Result")
 
 # Partial results are read once more each time they are folded, and stay in memory until they are: so many groups' bytes
 # of them wait. In the backward memory is short and kernels take longer.
@@ -86,19 +89,32 @@ def backward(
     """dq, dk, dv of this rank's tokens, in the inputs' dtype."""
     passes = plan.passes(plan.backward, q, k)
     if len(passes) == 1:
-        return _backward_pass(plan, k, v, Queries(q, dout, out, lse))
+        return _finish(_backward_pass(plan, k, v, Queries(q, dout, out, lse)))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    for at, kv_at in passes:
-        home = Queries(q[:, :, at], dout[:, :, at], out[:, :, at], lse[:, at])
-        into = dq[:, :, at], dk[:, :, kv_at], dv[:, :, kv_at]
-        _backward_pass(plan, k[:, :, kv_at], v[:, :, kv_at], home, into)
+    under_way = []
+    try:
+        for at, kv_at in passes:
+            home = Queries(q[:, :, at], dout[:, :, at], out[:, :, at], lse[:, at])
+            into = dq[:, :, at], dk[:, :, kv_at], dv[:, :, kv_at]
+            under_way.append(_backward_pass(plan, k[:, :, kv_at], v[:, :, kv_at], home, into))
+            next(under_way[-1])
+            if len(under_way) > 1:  # the last gradients of the pass before came home meanwhile
+                _finish(under_way.pop(0))
+            next(under_way[-1])
+        _finish(under_way.pop())
+    finally:
+        for work in under_way:
+            work.close()
     return dq, dk, dv
 
 
 def _backward_pass(
     plan: Plan, k: Tensor, v: Tensor, home: Queries, into: tuple[Tensor | None, ...] = (None, None, None)
-) -> tuple[Tensor, ...]:
-    """`backward` of some heads, written to `into` if that is given."""
+) -> Generator[None, None, tuple[Tensor, ...]]:
+    """`backward` of some heads, written to `into` if that is given.
+
+    Yields once this rank's own block is computed, and once all is, with the last gradients still on their way home.
+    """
     q = home.q
     waiting = int(_GRADIENTS_WAITING * plan.group_bytes)
     dq, dk, dv = (Gradients(x.shape, x.dtype, x.device, waiting) for x in (q, k, v))
@@ -121,11 +137,23 @@ def _backward_pass(
                     dv.add(tile.kv, dv_call)
                     homecoming.take(tile.q, (dq_call,))
             homecoming.depart(group)
+            if group.steps[0].block == plan.rank:
+                yield
+        yield
         sums = dict(zip((dq, dk, dv), into, strict=True))
         results = {total: total.result(into=x) for total, x in sums.items() if total not in own}
         homecoming.finish()  # the last gradients came home meanwhile
         results |= {total: total.result(into=x) for total, x in sums.items() if total in own}
         return tuple(results[total] for total in sums)
+
+
+def _finish(work: Generator[None, None, Result]) -> Result:
+    """Runs to the end and returns the result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
 
 
 def reserve(plan: Plan, q: Tensor, k: Tensor, with_backward: bool) -> None:

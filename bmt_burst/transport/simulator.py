@@ -14,6 +14,7 @@ is one rank alone, whose peers are imagined: it computes what it would and takes
 
 from __future__ import annotations
 
+import functools
 import json
 import queue
 import threading
@@ -59,14 +60,34 @@ class _Network:
 
 
 @dataclass
+class _Inbox:
+    """What comes from a peer: messages are for exchanges in the order in which these began, whichever is waited for."""
+
+    take: Callable[[], Tensor]
+    asked: int = 0
+    taken: int = 0
+    early: dict[int, Tensor] = field(default_factory=dict)  # taken, for exchanges that have yet to be waited for
+
+    def ask(self) -> int:
+        self.asked += 1
+        return self.asked
+
+    def get(self, number: int) -> Tensor:
+        while number not in self.early:
+            self.taken += 1
+            self.early[self.taken] = self.take()
+        return self.early.pop(number)
+
+
+@dataclass
 class _Ticket:
     ring: SimulatedRing
     sent: list[tuple[Tensor, Tensor]]  # the caller's tensors and what they held when the exchange began
-    recvs: Messages
+    recvs: list[tuple[Tensor, int, int]]  # tensor, peer, number of the peer's message
 
     def wait(self) -> None:
-        for tensor, peer in self.recvs:
-            message = self.ring.take(peer)
+        for tensor, peer, number in self.recvs:
+            message = self.ring.inbox(peer).get(number)
             if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
                 sent, wanted = (f"{tuple(x.shape)} {x.dtype}" for x in (message, tensor))
                 raise AssertionError(f"rank {peer} sent {sent}, rank {self.ring.rank} waits for {wanted}")
@@ -78,6 +99,7 @@ class _Ticket:
 @dataclass(frozen=True, kw_only=True)
 class _Delivery(Delivery):
     delivery: Delivery
+    lane: str
     ring: SimulatedRing
     arrivals: Sequence[Arrival]
     unreleased: list[Delivery]
@@ -85,7 +107,7 @@ class _Delivery(Delivery):
     def wait(self) -> None:
         self.delivery.wait()
         for arrival in self.arrivals:
-            place = self.ring.network.take("place", self.ring.members, arrival.peer, self.ring.rank)
+            place = self.ring.network.take("place", self.lane, self.ring.members, arrival.peer, self.ring.rank)
             assert place == (arrival.offset, arrival.nbytes), f"{arrival} is not where its sender puts it, {place}"
 
     def release(self) -> None:
@@ -101,6 +123,7 @@ class SimulatedRing(Transport):
         self.network, self.members = network, members
         self.rank, self.size = members.index(thread), len(members)
         self.traffic: list[tuple[int, int]] = []
+        self.inboxes: dict[int, _Inbox] = {}
         self.reserved = dict.fromkeys(LANES, 0)
         self.unreleased: dict[str, list[Delivery]] = {lane: [] for lane in LANES}
 
@@ -109,8 +132,9 @@ class SimulatedRing(Transport):
         threads = tuple(self.members[m] for m in members)
         return SimulatedRing(self.network, threads, self.members[self.rank])
 
-    def take(self, peer: int) -> Tensor:
-        return self.network.take(self.members, peer, self.rank)
+    def inbox(self, peer: int) -> _Inbox:
+        take = functools.partial(self.network.take, self.members, peer, self.rank)
+        return self.inboxes.setdefault(peer, _Inbox(take))
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
         assert all(tensor.is_contiguous() for tensor, _ in [*sends, *recvs])
@@ -120,7 +144,7 @@ class SimulatedRing(Transport):
             self.traffic.append((peer, copy.nbytes))
         for tensor, _ in recvs:
             as_bytes(tensor).fill_(0xFF)
-        return _Ticket(self, sent, recvs)
+        return _Ticket(self, sent, [(tensor, peer, self.inbox(peer).ask()) for tensor, peer in recvs])
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         self.reserved = {lane: max(lane_bytes[lane], self.reserved[lane]) for lane in LANES}
@@ -137,9 +161,10 @@ class SimulatedRing(Transport):
         assert len(unreleased) < LANES[lane], f"{len(unreleased)} deliveries of lane {lane} are unreleased"
         assert nbytes <= self.reserved[lane], f"{nbytes} bytes on lane {lane}, reserved are {self.reserved[lane]}"
         for parcel in sends:
-            self.network.lane("place", self.members, self.rank, parcel.peer).put((parcel.offset, parcel.tensor.nbytes))
+            place = self.network.lane("place", lane, self.members, self.rank, parcel.peer)
+            place.put((parcel.offset, parcel.tensor.nbytes))
         delivery = self._deliver(lane, nbytes, sends, arrivals, device)
-        guards = {"delivery": delivery, "ring": self, "arrivals": arrivals, "unreleased": unreleased}
+        guards = {"delivery": delivery, "lane": lane, "ring": self, "arrivals": arrivals, "unreleased": unreleased}
         unreleased.append(_Delivery(delivery.memory, delivery.ticket, recycled=True, **guards))
         return unreleased[-1]
 
