@@ -143,6 +143,16 @@ def inputs(case: Case, tokens: int, machine: Machine, seed: int = 0) -> tuple[li
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
+@torch.no_grad()
+def forward(attention: Attention, tensors: list[Tensor]) -> None:
+    attention(*tensors)
+
+
+def step(attention: Attention, tensors: list[Tensor], dout: Tensor) -> None:
+    """Forward and backward."""
+    torch.autograd.grad(attention(*tensors), tensors, dout)
+
+
 @dataclass(frozen=True)
 class Contestant:
     """An implementation that computes a case on some GPUs; `row` says what it is."""
@@ -150,14 +160,6 @@ class Contestant:
     row: dict[str, Any]
     case: Case
     attention: Attention
-
-    def step(self, tensors: list[Tensor], dout: Tensor) -> None:
-        """Forward and backward."""
-        torch.autograd.grad(self.attention(*tensors), tensors, dout)
-
-    @torch.no_grad()
-    def forward(self, tensors: list[Tensor]) -> None:
-        self.attention(*tensors)
 
     def measured(self, times: dict[str, list[float]], extra_gib: float | None) -> dict[str, Any]:
         """The row with what was measured."""
@@ -176,7 +178,10 @@ class Contestant:
 def measure(contestants: list[Contestant], tokens: int, machine: Machine) -> Iterator[dict[str, Any]]:
     """The rows of all contestants, who take turns; each works with `tokens` tokens on a rank."""
     tensors, dout = inputs(contestants[0].case, tokens, machine, seed=machine.rank)
-    works = [{"fwd_ms": partial(c.forward, tensors), "fwd_bwd_ms": partial(c.step, tensors, dout)} for c in contestants]
+    works = [
+        {"fwd_ms": partial(forward, c.attention, tensors), "fwd_bwd_ms": partial(step, c.attention, tensors, dout)}
+        for c in contestants
+    ]
     once = [{name: machine.once_ms(work) for name, work in both.items()} for both in works]
     times: list[dict[str, list[float]]] = [{name: [] for name in both} for both in works]
     for _ in range(_ROUNDS):
@@ -188,9 +193,9 @@ def measure(contestants: list[Contestant], tokens: int, machine: Machine) -> Ite
         yield contestant.measured(found, extra_gib)
 
 
-def facts_of(case: Case, machine: Machine) -> dict[str, Any]:
-    """What a row says of its case."""
-    return {**vars(case), "kernel": kernel_name(case, machine.device, machine.dtype)}
+def facts_of(case: Case, machine: Machine, kernel: str | None = None) -> dict[str, Any]:
+    """What a row says of its case; `kernel` if it is not computed with the case's."""
+    return {**vars(case), "kernel": kernel or kernel_name(case, machine.device, machine.dtype)}
 
 
 def alone(kind: str, case: Case, gpus: int, machine: Machine) -> Contestant:
@@ -312,13 +317,12 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         yield from links(sp, machine)
     place = {"gpus": machine.size, "hosts": machine.hosts, "inner_size": inner_size(sp)}
     for case in cases(args, machine.size):
-        tokens, facts = case.seq_len // machine.size, facts_of(case, machine)
+        tokens = case.seq_len // machine.size
         contestants = [alone("attention", case, machine.size, machine)]
         for name, implementation in chosen.items():
             if tokens > (implementation.most_tokens or tokens):
                 continue
-            row = {"kind": "attention", "impl": name, **place, **facts}
-            row["kernel"] = implementation.kernel or row["kernel"]
+            row = {"kind": "attention", "impl": name, **place, **facts_of(case, machine, implementation.kernel)}
             try:
                 contestants.append(Contestant(row, case, implementation.make(case, sp)))
             except Unavailable as reason:
@@ -329,10 +333,9 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     if args.errors:
         for heads, kv_heads in args.heads:
             case = Case(args.errors, 1, heads, kv_heads, args.head_dim, True, args.kernel)
-            facts = facts_of(case, machine)
             for name, (ranks, implementation) in _error_cases(chosen, sp).items():
+                facts = facts_of(case, machine, implementation.kernel)
                 row = {"kind": "errors", "impl": name, "gpus": ranks.size, **facts}
-                row["kernel"] = implementation.kernel or row["kernel"]
                 try:
                     row |= errors(case, implementation, ranks, machine)
                 except Unavailable as reason:
@@ -387,6 +390,8 @@ def show(row: dict) -> None:
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
     return round(value, 5) if isinstance(value, float) else value
 
 

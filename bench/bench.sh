@@ -31,9 +31,7 @@ output=bench/results/attention-$gpus-$name-$(date +%Y%m%d-%H%M%S).jsonl
 arguments=()
 if [ "$found" -eq 0 ]; then
     gpus=$((two_hosts ? 4 : 2)) output=$(mktemp -d)/attention-cpu.jsonl
-elif [ -n "$two_hosts" ]; then
-    arguments=(--tokens-per-gpu 8192 16384)
-elif [ -n "$quick" ]; then
+elif [ -n "$quick$two_hosts" ]; then
     arguments=(--tokens-per-gpu 8192 16384)
 else
     # 64K to 1M tokens on 8 GPUs, and batches of 64K

@@ -22,7 +22,7 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import Contestant, Machine, alone, append, facts_of, heads, inputs, measure, origin, show
+from bench.attention import Contestant, Machine, alone, append, facts_of, heads, inputs, measure, origin, show, step
 from bench.implementations import IMPLEMENTATIONS, Case
 from bench.timeline import milliseconds, profiled
 from bmt_burst import SequenceParallel
@@ -36,14 +36,13 @@ def one_rank(row: dict, case: Case, rank: int, size: int, machine: Machine) -> d
     tokens = case.seq_len // size
     ring = ImaginedRing(rank, size)
     attention = IMPLEMENTATIONS[row["impl"]].make(case, SequenceParallel(rank, size, process_group=ring))
-    contestant = Contestant(row, case, attention)
-    step = partial(contestant.step, *inputs(case, tokens, machine))
-    step()
+    work = partial(step, attention, *inputs(case, tokens, machine))
+    work()
     for slots in ring.slots.values():
         for slot in slots:  # zeros would take less power, and so less time
             slot.view(machine.dtype).normal_()
-    [row] = measure([contestant], tokens, machine)
-    return row | ({"ms": milliseconds(profiled(step))} if machine.cuda else {})
+    [row] = measure([Contestant(row, case, attention)], tokens, machine)
+    return row | ({"ms": milliseconds(profiled(work))} if machine.cuda else {})
 
 
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:

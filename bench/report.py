@@ -30,12 +30,16 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def measured(rows: list[Row]) -> list[Row]:
+    """Rows of attention over several ranks, without what could not be measured."""
+    return [r for r in rows if r["kind"] == "attention" and r["impl"] != "kernel alone" and "fwd_ms" in r]
+
+
 def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
     """Measured rows by everything but length and implementation."""
     groups: dict[tuple, list[Row]] = defaultdict(list)
-    for row in rows:
-        if row["kind"] == "attention" and row["impl"] != "kernel alone" and "fwd_ms" in row:
-            groups[tuple(row[name] for name in CASE)].append(row)
+    for row in measured(rows):
+        groups[tuple(row[name] for name in CASE)].append(row)
     return groups
 
 
@@ -92,14 +96,12 @@ def attention_tables(rows: list[Row]) -> str:
 
 def attention_summary(rows: list[Row]) -> str:
     """Rates of forward / forward and backward by length, and after them the memory at each of these lengths."""
-    rows = [row for row in rows if row["kind"] == "attention" and "fwd_ms" in row]
-    lengths = sorted({row["seq_len"] for row in rows if row["impl"] != "kernel alone"})
-    gpus = max((row["gpus"] for row in rows), default=1)
+    lengths = sorted({row["seq_len"] for row in measured(rows)})
     lines: dict[tuple, dict[int, Row]] = defaultdict(dict)
-    for row in rows:
-        heads = f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"
-        line = row["batch"], heads, mask(row["causal"]), implementation(row), row["kernel"]
-        lines[line][row["seq_len"] * gpus // row["gpus"]] = row  # of the kernel alone: the length whose share it had
+    for row in measured(rows):
+        for shown in (alone(rows, row), row):
+            line = row["batch"], heads(row), mask(row["causal"]), implementation(shown), shown["kernel"]
+            lines[line][row["seq_len"]] = shown
     header = ["batch", "heads", "mask", "implementation", "kernel", *map(tokens, lengths), "GiB"]
     return table(header, [[*line, *_rates(found, lengths)] for line, found in lines.items()])
 
@@ -126,17 +128,17 @@ def one_rank_table(rows: list[Row]) -> str:
         shares = [f"{100 * spent.get(name, 0.0) / spent['span']:.1f}" for name in ("merge", "idle")]
         gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
         rates = [round(r) for r in (row["fwd_tflops_per_gpu"], row["fwd_bwd_tflops_per_gpu"])]
-        heads = f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"
-        case = [row["gpus"], heads, mask(row["causal"]), row["kernel"], tokens(row["seq_len"]), row["impl"]]
+        case = [row["gpus"], heads(row), mask(row["causal"]), row["kernel"], tokens(row["seq_len"]), row["impl"]]
         lines.append([*case, *rates, round(limit["fwd_bwd_tflops_per_gpu"]), *shares, gib])
     return table(header, lines) if lines else ""
 
 
 def training_table(rows: list[Row]) -> str:
-    names = ("model", "layers", "engine", "gpus", "seq_len", "checkpointing")
     lines = [
         [
-            *(_SHOWN[n](row) if n in _SHOWN else row[n] for n in names),
+            *(row[name] for name in ("model", "layers", "engine", "gpus")),
+            tokens(row["seq_len"]),
+            checkpointing(row),
             round(row["tokens_per_s_per_gpu"]),
             *("-" if row.get(n) is None else row[n] for n in ("mfu", "peak_gib")),
             row["step_s"],
@@ -152,12 +154,13 @@ def implementation(row: Row) -> str:
     return row["impl"] + (", double ring" if (row.get("inner_size") or row["gpus"]) < row["gpus"] else "")
 
 
-_SHOWN = {
-    "seq_len": lambda row: tokens(row["seq_len"]),
-    "checkpointing": lambda row: (
-        row["checkpointing"] + (f", {n} blocks" if (n := row.get("checkpointing_blocks")) else "")
-    ),
-}
+def checkpointing(row: Row) -> str:
+    blocks = row.get("checkpointing_blocks")
+    return row["checkpointing"] + ("" if blocks is None else f", {blocks} blocks")
+
+
+def heads(row: Row) -> str:
+    return f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"
 
 
 def mask(causal: bool) -> str:
@@ -216,14 +219,13 @@ def plot(rows: list[Row], file: Path) -> None:
         return
     figure, panels = plt.subplots(1, len(groups), figsize=(6 * len(groups), 4.5), squeeze=False, layout="constrained")
     for panel, (case, group) in zip(panels[0], groups.items(), strict=True):
-        kernels = {row["kernel"] for row in group}
-
-        def label(row: Row, name_kernel: bool = len(kernels) > 1) -> str:
-            return implementation(row) + (f" ({row['kernel']})" if name_kernel else "")
-
-        for impl in dict.fromkeys(label(row) for row in group):
-            points = [(r["seq_len"], r["fwd_bwd_tflops_per_gpu"]) for r in group if label(r) == impl]
-            panel.plot(*zip(*sorted(points), strict=True), marker="o", label=impl)
+        several = len({row["kernel"] for row in group}) > 1
+        lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        for row in group:
+            label = implementation(row) + (f" ({row['kernel']})" if several else "")
+            lines[label].append((row["seq_len"], row["fwd_bwd_tflops_per_gpu"]))
+        for label, points in lines.items():
+            panel.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
         lengths = sorted({row["seq_len"] for row in group})
         limits = [alone(rows, next(r for r in group if r["seq_len"] == length)) for length in lengths]
         panel.plot(lengths, [r["fwd_bwd_tflops_per_gpu"] for r in limits], "k--", label="kernel alone")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import Contestant, Machine, append, facts_of, heads, inputs, origin
+from bench.attention import Machine, append, facts_of, heads, inputs, origin, step
 from bench.implementations import IMPLEMENTATIONS, Case
 from bmt_burst import init_sequence_parallel
 
@@ -115,12 +115,13 @@ def main() -> None:
 
 
 def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespace) -> None:
-    attention = IMPLEMENTATIONS[name].make(case, sp)
+    implementation = IMPLEMENTATIONS[name]
+    attention = implementation.make(case, sp)
     tensors, dout = inputs(case, case.seq_len // machine.size, machine, seed=machine.rank)
-    step = partial(Contestant({}, case, attention).step, tensors, dout)
-    step()
+    work = partial(step, attention, tensors, dout)
+    work()
     machine.settle()
-    profile = profiled(step)
+    profile = profiled(work)
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
         file = f"{name}-{case.seq_len}-{case.heads}-{case.kv_heads}-rank{machine.rank}.json.gz".replace(" ", "_")
@@ -129,7 +130,7 @@ def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespac
     rows: list = [None] * machine.size
     dist.all_gather_object(rows, spent)
     if machine.rank == 0:
-        facts = {**facts_of(case, machine), "gpus": machine.size}
+        facts = {**facts_of(case, machine, implementation.kernel), "gpus": machine.size}
         common = origin(machine.name)
         for rank, row in enumerate(rows):
             append(args.output, {"kind": "timeline", "impl": name, "rank": rank, **facts, "ms": row, **common})

@@ -21,6 +21,11 @@ from torch import Tensor
 Span = tuple[int, int]  # half-open range of tokens
 
 
+def length(span: Span) -> int:
+    """Its tokens."""
+    return span[1] - span[0]
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which partial results of inputs of `dtype` are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32

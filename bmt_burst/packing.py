@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .merge import Span
+from .merge import Span, length
 
 _ALIGNMENT = 256  # bytes; what GPU allocators give and kernels may expect
 
@@ -45,7 +45,7 @@ class Packing:
         for index, (start, row) in enumerate(zip(self._starts(tokens), self.rows, strict=False)):
             size = _row_bytes(row)
             for batch in range(self.batch):
-                yield index, batch, start + (batch * tokens + at[0]) * size, (at[1] - at[0]) * size
+                yield index, batch, start + (batch * tokens + at[0]) * size, length(at) * size
 
     def _starts(self, tokens: int) -> list[int]:
         """Where each tensor begins, and where the last one ends, in bytes."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .compiled import fused_on_gpus
 from .layout import Tile
-from .merge import Gradients, Outputs, Span, accumulator_dtype, query_rows
+from .merge import Gradients, Outputs, Span, accumulator_dtype, length, query_rows
 from .packing import Packing
 from .plan import Plan
 from .routes import Group, Incoming, Outgoing, Piece, Routes
@@ -254,7 +254,7 @@ def _deliver(
 
 def _parcels(packing: Packing, leg: Outgoing, tensors: Sequence[Tensor], span: Span) -> Iterator[Parcel]:
     """The messages of tokens `span` of `tensors` (B, ...) on a leg."""
-    landing = leg.at, leg.at + span[1] - span[0]
+    landing = leg.at, leg.at + length(span)
     for index, batch, offset, _ in packing.messages(leg.total, landing):
         yield Parcel(tensors[index][batch, slice(*span)].contiguous(), leg.peer, offset)
 
@@ -350,7 +350,7 @@ class _Homecoming:
             dtype = self.plan.kernel.partial_dtype(self.own[0].dtype)  # links between hosts are slow
             share = [x.result(dtype) for x in self._share(group)]
             del self.shares[group.root]
-            shapes = [(x.shape[0], group.lent[1] - group.lent[0], *x.shape[2:]) for x in self.own]
+            shapes = [(x.shape[0], length(group.lent), *x.shape[2:]) for x in self.own]
             incoming = tuple(torch.empty(shape, dtype=dtype, device=self.own[0].device) for shape in shapes)
             ticket = _leap(self.plan, last.outer_return, share, incoming)
             self.outer = _OuterReturn(ticket, group.lent, incoming)
@@ -403,9 +403,8 @@ class _Homecoming:
     def _share(self, group: Group) -> tuple[Gradients, ...]:
         """This host's share of the gradients of what it has of the group's root block."""
         if group.root not in self.shares:
-            tokens = group.held[1] - group.held[0]
             self.shares[group.root] = tuple(
-                Gradients((x.shape[0], tokens, *x.shape[2:]), x.dtype, x.device, x.limit) for x in self.own
+                Gradients((x.shape[0], length(group.held), *x.shape[2:]), x.dtype, x.device, x.limit) for x in self.own
             )
         return self.shares[group.root]
 

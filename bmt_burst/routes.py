@@ -15,7 +15,7 @@ import itertools
 from dataclasses import dataclass
 
 from .layout import Layout, Tile
-from .merge import Span
+from .merge import Span, length
 from .schedule import Schedule, Step
 
 
@@ -55,10 +55,10 @@ class Group:
     """The blocks of one or more steps, as one rank sees them.
 
     pieces      what this rank looks at; pieces that more of the home tokens look at come first
-    tokens      of all pieces; for the group that opens a round all that is there of the root block
-    held        which tokens of the root block those are; spans of the root block count from the first of them
-    onward      what of the root block goes on to the next host, if the group opens a round
+    tokens      of all pieces; in the group that opens a round, all that is there of the root block
+    held        the tokens of the root block that are there; spans of it count from the first of them
     lent        tokens of the own block that another host has in this round, whose gradients come home after it
+    onward      what of the root block goes on to the next host; nothing but for the group that opens a round
     sends       parts of this rank's root block that others look at in this group; none for the group that opens a round
     returns     gradients of the pieces, for the ranks that opened the round with their blocks
     homecoming  gradients of the root block from those who looked at it in this group
@@ -68,8 +68,8 @@ class Group:
     pieces: tuple[Piece, ...]
     tokens: int
     held: Span
-    onward: Span
     lent: Span
+    onward: Span = (0, 0)
     sends: tuple[Outgoing, ...] = ()
     returns: tuple[Outgoing, ...] = ()
     homecoming: tuple[Incoming, ...] = ()
@@ -153,7 +153,7 @@ class Routes:
         held, tile = self.held(step.root, round_), self._tile(rank, step.root)
         pieces = (Piece(step, tile, _within(held, self._side(tile))),) if tile else ()
         onward = _within(held, self.held(step.root, round_ + 1)) if step.outer else (0, 0)
-        return Group((step,), pieces, _length(held), held, onward, self.held(rank, round_))
+        return Group((step,), pieces, length(held), held, self.held(rank, round_), onward)
 
     def _group(self, rank: int, start: int, stop: int) -> Group:
         """The group of `rank`'s steps start..stop - 1."""
@@ -176,30 +176,38 @@ class Routes:
             returns += [
                 Outgoing(peer, piece.at, entry.at[0], _end(there)) for entry in there if host + entry.peer == rank
             ]
-        homecoming = self._homecoming(rank, start, stop)
-        spans = held, (0, 0), self.held(rank, round_)
-        return Group(steps, pieces, _end(pieces), *spans, tuple(sends), tuple(returns), homecoming)
+        return Group(
+            steps,
+            pieces,
+            _end(pieces),
+            held,
+            self.held(rank, round_),
+            sends=tuple(sends),
+            returns=tuple(returns),
+            homecoming=self._homecoming(rank, start, stop),
+        )
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
     def _pieces(self, rank: int, start: int, stop: int) -> tuple[Piece, ...]:
         seen = [(s, tile) for s in self.schedule.steps(rank)[start:stop] if (tile := self._tile(rank, s.block))]
-        seen.sort(key=lambda entry: _length(self.home_side(entry[1])), reverse=True)
+        seen.sort(key=lambda entry: length(self.home_side(entry[1])), reverse=True)
         pieces: list[Piece] = []
         for step, tile in seen:
             tokens = _end(pieces)
-            pieces.append(Piece(step, tile, (tokens, tokens + _length(self._side(tile)))))
+            pieces.append(Piece(step, tile, (tokens, tokens + length(self._side(tile)))))
         return tuple(pieces)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
     def _homecoming(self, rank: int, start: int, stop: int) -> tuple[Incoming, ...]:
         host = rank // self.schedule.inner * self.schedule.inner
+        steps = self.schedule.steps(rank)[start:stop]
+        held = self.held(steps[0].root, start // self.schedule.inner)
         entries: list[Incoming] = []
-        for step in self.schedule.steps(rank)[start:stop]:
+        for step in steps:
             peer = step.inner_return.recv_from
             if tile := self._tile(host + peer, step.root):
-                held = self.held(step.root, start // self.schedule.inner)
                 span, tokens = _within(held, self._side(tile)), _end(entries)
-                entries.append(Incoming(peer, span, (tokens, tokens + _length(span))))
+                entries.append(Incoming(peer, span, (tokens, tokens + length(span))))
         return tuple(entries)
 
 
@@ -217,10 +225,6 @@ def _end(entries: tuple | list) -> int:
     return entries[-1].at[1] if entries else 0
 
 
-def _length(span: Span) -> int:
-    return span[1] - span[0]
-
-
 def _within(held: Span, span: Span) -> Span:
     """A part of `held`, counted from its start."""
-    return (span[0] - held[0], span[1] - held[0]) if _length(span) else (0, 0)
+    return (span[0] - held[0], span[1] - held[0]) if length(span) else (0, 0)

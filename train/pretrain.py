@@ -95,9 +95,9 @@ class Trainer:
 
     def _make_engine(self) -> Engine:
         config = self.config
-        saving, attention = config.saving(), {"flash": config.flash, "deterministic": config.deterministic}
+        attention = {"flash": config.flash, "deterministic": config.deterministic}
         common = {
-            "build": lambda: CPM(self.model_config, self.sp, saving, **attention),
+            "build": lambda: CPM(self.model_config, self.sp, config.saving(), **attention),
             "dtype": DTYPES[config.dtype],
             "seed": config.seed,
             "adamw": AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay),

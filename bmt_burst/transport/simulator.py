@@ -87,7 +87,7 @@ class _Ticket:
 
     def wait(self) -> None:
         for tensor, peer, number in self.recvs:
-            message = self.ring.inbox(peer).get(number)
+            message = self.ring.inboxes[peer].get(number)
             if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
                 sent, wanted = (f"{tuple(x.shape)} {x.dtype}" for x in (message, tensor))
                 raise AssertionError(f"rank {peer} sent {sent}, rank {self.ring.rank} waits for {wanted}")
@@ -123,7 +123,8 @@ class SimulatedRing(Transport):
         self.network, self.members = network, members
         self.rank, self.size = members.index(thread), len(members)
         self.traffic: list[tuple[int, int]] = []
-        self.inboxes: dict[int, _Inbox] = {}
+        takes = (functools.partial(network.take, members, peer, self.rank) for peer in range(self.size))
+        self.inboxes = [_Inbox(take) for take in takes]
         self.reserved = dict.fromkeys(LANES, 0)
         self.unreleased: dict[str, list[Delivery]] = {lane: [] for lane in LANES}
 
@@ -131,10 +132,6 @@ class SimulatedRing(Transport):
         """A ring of some of this ring's ranks, this one among them."""
         threads = tuple(self.members[m] for m in members)
         return SimulatedRing(self.network, threads, self.members[self.rank])
-
-    def inbox(self, peer: int) -> _Inbox:
-        take = functools.partial(self.network.take, self.members, peer, self.rank)
-        return self.inboxes.setdefault(peer, _Inbox(take))
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
         assert all(tensor.is_contiguous() for tensor, _ in [*sends, *recvs])
@@ -144,7 +141,7 @@ class SimulatedRing(Transport):
             self.traffic.append((peer, copy.nbytes))
         for tensor, _ in recvs:
             as_bytes(tensor).fill_(0xFF)
-        return _Ticket(self, sent, [(tensor, peer, self.inbox(peer).ask()) for tensor, peer in recvs])
+        return _Ticket(self, sent, [(tensor, peer, self.inboxes[peer].ask()) for tensor, peer in recvs])
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         self.reserved = {lane: max(lane_bytes[lane], self.reserved[lane]) for lane in LANES}
