@@ -121,14 +121,15 @@ def test_engines_and_sizes_agree(folder, dtype, bound):
 @needs_ranks(2)
 @needs_bmtrain
 def test_bmtrain_resumes_on_another_number_of_ranks(folder):
-    options = {"engine": "bmtrain", "dtype": "bf16", "sp_size": 2, "schedule": "linear", "warmup_steps": 1}
+    options = {"engine": "bmtrain", "dtype": "bf16", "sp_size": 2, "schedule": "linear", "warmup_steps": 1, "lr": 3e-4}
     whole = curve(folder, 2, "whole", **options)
     curve(folder, 2, "stopped", **options, save_every=20, keep_last=9)
     for step in (40, 50):
         subprocess.run(["rm", "-r", folder / f"stopped/step_{step:08d}"], check=True)
     resumed = curve(folder, 1, "stopped", **(options | {"sp_size": 1}), resume="auto")
-    for mine, expected in zip(resumed[20:], whole[20:], strict=True):
-        assert mine == pytest.approx(expected, rel=2e-2)
+    for (loss, norm), (whole_loss, whole_norm) in zip(resumed[20:], whole[20:], strict=True):
+        assert loss == pytest.approx(whole_loss, rel=1e-2)
+        assert norm == pytest.approx(whole_norm, rel=5e-2)
 
 
 @needs_bmtrain
