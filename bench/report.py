@@ -49,8 +49,8 @@ def alone(rows: list[Row], row: Row, kind: str = "attention") -> Row:
     found = [
         other
         for other in rows
-        if other["impl"] == "kernel alone"
-        and other["kind"] == kind
+        if other["kind"] == kind
+        and other["impl"] == "kernel alone"
         and other["seq_len"] * row["gpus"] == row["seq_len"]
         and all(other[name] == row[name] for name in same)
     ]
