@@ -14,16 +14,23 @@ _BLOCK = 2048  # entries that a program handles
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tensor]]) -> None:
     """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`: (span, out (B, T, H, D), lse (B, H, T)).
 
-    Out and lse may be of any strides.
+    All may be of any strides. Out may be a part's, whole; lse may not.
     """
     grid, sizes, constants = _by_rows(out)
+    outs, lses = [_dense_rows(part) for _, part, _ in parts], [part_lse for _, _, part_lse in parts]
     _merge_outputs[grid](
         out,
         lse,
         out.stride(),
         lse.stride(),
-        tuple(part.contiguous() for _, part, _ in parts),
-        tuple(part_lse.contiguous() for _, _, part_lse in parts),
+        tuple(outs),
+        tuple(part.stride(0) for part in outs),
+        tuple(part.stride(1) for part in outs),
+        tuple(part.stride(2) for part in outs),
+        tuple(lses),
+        tuple(part_lse.stride(0) for part_lse in lses),
+        tuple(part_lse.stride(1) for part_lse in lses),
+        tuple(part_lse.stride(2) for part_lse in lses),
         tuple(start for (start, _), _, _ in parts),
         tuple(stop for (_, stop), _, _ in parts),
         *sizes,
@@ -33,14 +40,19 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tens
 
 
 def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
-    """Fills total (B, S, H, D) with the sum of `parts`: (span, gradient (B, T, H, D)). Total may be a part, whole."""
+    """Fills total (B, S, H, D) with the sum of `parts`: (span, gradient (B, T, H, D)). Total may be a part, whole.
+
+    All may be of any strides.
+    """
     grid, sizes, constants = _by_rows(total)
-    rows = [part if part[0].is_contiguous() else part.contiguous() for _, part in parts]
+    grads = [_dense_rows(part) for _, part in parts]
     _sum_gradients[grid](
         total,
         total.stride(),
-        tuple(rows),
-        tuple(part.stride(0) for part in rows),
+        tuple(grads),
+        tuple(part.stride(0) for part in grads),
+        tuple(part.stride(1) for part in grads),
+        tuple(part.stride(2) for part in grads),
         tuple(start for (start, _), _ in parts),
         tuple(stop for (_, stop), _ in parts),
         *sizes,
@@ -50,9 +62,14 @@ def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
 
 
 def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
-    """Fills rows (B, S, 2H) with lse (B, H, S) and rowsum(out * dout) of out, dout (B, S, H, D) of any strides."""
+    """Fills rows (B, S, H, 2) with lse (B, H, S) and rowsum(out * dout) of out, dout (B, S, H, D) of any strides."""
     grid, sizes, constants = _by_rows(out)
     _fill_query_rows[grid](rows, out, dout, lse, out.stride(), dout.stride(), lse.stride(), *sizes, **constants)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """x (B, T, H, D) with each row of D entries in one piece."""
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]:
@@ -65,19 +82,22 @@ def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str
 
 @triton.jit
 def _merge_outputs(
-    out, lse, out_strides, lse_strides, parts, part_lses, starts, stops, tokens, heads, head_size,
+    out, lse, out_strides, lse_strides,
+    parts, batch_strides, token_strides, head_strides,
+    part_lses, lse_batch_strides, lse_head_strides, lse_token_strides,
+    starts, stops, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
     batch = tl.program_id(1).to(tl.int64)
-    token, head = row // heads, row % heads
+    token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = row < tokens * heads
 
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for i in tl.static_range(PARTS):
         seen = inside & (token >= starts[i]) & (token < stops[i])
-        at = (batch * heads + head) * (stops[i] - starts[i]) + token - starts[i]
+        at = batch * lse_batch_strides[i] + head * lse_head_strides[i] + (token - starts[i]) * lse_token_strides[i]
         part_lse = tl.load(part_lses[i] + at, mask=seen, other=-float("inf"))
         largest = tl.maximum(largest, part_lse, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(largest == -float("inf"), 0.0, largest)
@@ -86,9 +106,9 @@ def _merge_outputs(
     weights = tl.zeros((ROWS,), tl.float32)
     for i in tl.static_range(PARTS):
         seen = inside & (token >= starts[i]) & (token < stops[i])
-        at = (batch * heads + head) * (stops[i] - starts[i]) + token - starts[i]
+        at = batch * lse_batch_strides[i] + head * lse_head_strides[i] + (token - starts[i]) * lse_token_strides[i]
         weight = tl.exp(tl.load(part_lses[i] + at, mask=seen, other=-float("inf")) - shift)
-        place = ((batch * (stops[i] - starts[i]) + token - starts[i]) * heads + head) * head_size
+        place = batch * batch_strides[i] + (token - starts[i]) * token_strides[i] + head * head_strides[i]
         mask = seen[:, None] & (column < head_size)[None, :]
         total += weight[:, None] * tl.load(parts[i] + place[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
@@ -97,7 +117,6 @@ def _merge_outputs(
 
     divisor = tl.where(weights == 0.0, 1.0, weights)  # 0: nothing seen
     total = total / divisor[:, None]
-    token, head = token.to(tl.int64), head.to(tl.int64)
     place = batch * out_strides[0] + token * out_strides[1] + head * out_strides[2]
     mask = inside[:, None] & (column < head_size)[None, :]
     tl.store(out + place[:, None] + column[None, :] * out_strides[3], total.to(out.dtype.element_ty), mask=mask)
@@ -107,7 +126,8 @@ def _merge_outputs(
 
 @triton.jit
 def _sum_gradients(
-    total, total_strides, parts, part_strides, starts, stops, tokens, heads, head_size,
+    total, total_strides, parts, batch_strides, token_strides, head_strides,
+    starts, stops, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
@@ -119,7 +139,7 @@ def _sum_gradients(
     wide = tl.zeros((ROWS, WIDTH), tl.float32)
     for i in tl.static_range(PARTS):
         mask = inside & ((token >= starts[i]) & (token < stops[i]))[:, None]
-        at = batch * part_strides[i] + ((token - starts[i]) * heads + head) * head_size
+        at = batch * batch_strides[i] + (token - starts[i]) * token_strides[i] + head * head_strides[i]
         wide += tl.load(parts[i] + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     at = batch * total_strides[0] + token * total_strides[1] + head * total_strides[2]
     place = total + at[:, None] + column[None, :] * total_strides[3]
@@ -144,6 +164,6 @@ def _fill_query_rows(
     do = tl.load(dout + at[:, None] + column[None, :] * dout_strides[3], mask=mask, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + batch * lse_strides[0] + head * lse_strides[1] + token * lse_strides[2], mask=inside)
 
-    place = rows + (batch * tokens + token) * 2 * heads + head
+    place = rows + ((batch * tokens + token) * heads + head) * 2
     tl.store(place, row_lse, mask=inside)
-    tl.store(place + heads, tl.sum(o * do, 1), mask=inside)
+    tl.store(place + 1, tl.sum(o * do, 1), mask=inside)

@@ -63,10 +63,15 @@ class Outputs:
 
 
 class Gradients:
-    """Adds up the gradient of a tensor (B, S, H, D) as its parts come; `limit` as for Outputs."""
+    """Adds up the gradient of a tensor (B, S, H, D) as its parts come; `limit` as for Outputs.
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, limit: int = 0):
-        self.shape, self.dtype, self.device, self.limit = torch.Size(shape), dtype, device, limit
+    The sum ends up in `into`, if that is given.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, limit: int = 0, into: Tensor | None = None
+    ):
+        self.shape, self.dtype, self.device, self.limit, self.into = torch.Size(shape), dtype, device, limit, into
         self.parts: list[tuple[Span, Tensor]] = []
         self.total: Tensor | None = None  # once folded, the first of the parts
 
@@ -83,26 +88,29 @@ class Gradients:
         _backend(self.total, "sum_gradients")(self.total, self.parts)
         self.parts = [((0, self.shape[1]), self.total)]
 
-    def result(self, dtype: torch.dtype | None = None, into: Tensor | None = None) -> Tensor:
-        """The sum, 0 where no part came: in `dtype` (by default the tensor's) and contiguous, or written to `into`."""
+    def result(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum, 0 where no part came: in `into`, or contiguous in `dtype` (by default the tensor's)."""
         dtype = dtype or self.dtype
-        if into is None and _is_whole(self.parts, self.shape[1], dtype):
+        if self.into is None and _is_whole(self.parts, self.shape[1], dtype):
             return self.parts[0][1].contiguous()
-        total = torch.empty(self.shape, dtype=dtype, device=self.device) if into is None else into
+        total = torch.empty(self.shape, dtype=dtype, device=self.device) if self.into is None else self.into
         _backend(total, "sum_gradients")(total, self.parts)
         return total
 
 
 def query_rows(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
-    """lse (B, H, S) and delta side by side, as they travel: (B, S, 2H) in lse's dtype; out, dout (B, S, H, D)."""
+    """lse (B, H, S) and delta side by side, as they travel: (B, S, H, 2) in lse's dtype; out, dout (B, S, H, D)."""
     batch, tokens, heads, _ = out.shape
-    rows = torch.empty(batch, tokens, 2 * heads, dtype=lse.dtype, device=out.device)
+    rows = torch.empty(batch, tokens, heads, 2, dtype=lse.dtype, device=out.device)
     _backend(out, "fill_query_rows")(rows, out, dout, lse)
     return rows
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tensor]]) -> None:
-    """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`. Specifies the fused kernel."""
+    """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`. Specifies the fused kernel.
+
+    Out may be a part's, whole; lse may not.
+    """
     total = torch.zeros_like(out, dtype=lse.dtype)
     lse.fill_(-torch.inf)
     for span, part, part_lse in parts:
@@ -123,9 +131,8 @@ def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
 
 def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
     """Fills rows as `query_rows` returns them. Specifies the fused kernel."""
-    heads = out.shape[2]
-    rows[..., :heads] = lse.transpose(1, 2)
-    rows[..., heads:] = (out.to(rows.dtype) * dout).sum(-1)
+    rows[..., 0] = lse.transpose(1, 2)
+    rows[..., 1] = (out.to(rows.dtype) * dout).sum(-1)
 
 
 def _share(lse: Tensor, other: Tensor) -> Tensor:

@@ -19,6 +19,25 @@ _ENOUGH_ROWS = 1 << 18  # rows of queries, over all heads, that keep a GPU busy:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """A way round the ring: the heads that go together, slices of q's and k's, how blocks are packed and where they go.
+
+    return_packing  of the gradients that come home, None if none do
+    """
+
+    q: slice
+    kv: slice
+    packing: Packing
+    return_packing: Packing | None
+    routes: Routes
+
+    @property
+    def away(self) -> slice:
+        """The heads of the side that travels."""
+        return self.q if self.routes.travels == "q" else self.kv
+
+
+@dataclass(frozen=True)
 class Plan:
     """All that the ring needs to know besides the tensors; the same on every rank but for the rank itself.
 
@@ -46,29 +65,33 @@ class Plan:
     def kernel_options(self) -> dict:
         return {"scale": self.scale, "deterministic": self.deterministic}
 
-    def routes(self, travels: str, packing: Packing, returning: bool) -> Routes:
-        """The routes of blocks packed so, and of their gradients if those are `returning`."""
-        width = min(max(self.group_bytes // self._block_bytes(packing), 1), self.rings.inner.size)
-        return Routes(self.layout, self.schedule, self.causal, travels, width, returning)
+    def passes(self, travels: str, q: Tensor, k: Tensor, returning: bool) -> list[Pass]:
+        """The passes in which blocks go round, none if there is nobody else; `returning` if their gradients come back.
 
-    def passes(self, travels: str, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-        """The parts of q's and k's heads that go round one after the other: a block of a part is within group_bytes.
-
-        If one part does not do, two blocks are to be within group_bytes as long as kernels have enough to do: sums are
-        folded less often then, and take less memory. A part is at least one kv head, whatever that is in bytes.
+        Each has as few heads as let the blocks of a whole ring come in one group, which makes partial results few and
+        kernel calls large, but enough heads to keep a GPU busy; a single block is within group_bytes in any case, down
+        to one kv head, whatever that is in bytes.
         """
-        kv_heads, ratio = k.shape[2], q.shape[2] // k.shape[2]
-        most = kv_heads
-        if self.rings.size > 1:
-            most = max(kv_heads * self.group_bytes // self._block_bytes(self.packing(travels, q, k)), 1)
-        if most < kv_heads:
-            enough = -(-_ENOUGH_ROWS // (q.shape[0] * self._most_tokens * ratio))
-            most = min(most, max(most // 2, enough))
-        parts = -(-kv_heads // most)
-        cuts = itertools.pairwise(kv_heads * i // parts for i in range(parts + 1))
-        return [(slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts]
+        if self.rings.size == 1:
+            return []
+        (batch, _, heads, _), kv_heads = q.shape, k.shape[2]
+        ratio, ring = heads // kv_heads, max(self.rings.inner.size - 1, 1)
+        within = self.group_bytes * kv_heads // self._block_bytes(self._packing(travels, q, k))  # heads of one block
+        enough = -(-_ENOUGH_ROWS // (batch * self._most_tokens * ratio))
+        most = min(max(within // ring, enough), max(within, 1), kv_heads)
+        count = -(-kv_heads // most)
+        cuts = itertools.pairwise(kv_heads * i // count for i in range(count + 1))
+        parts = [(slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts]
+        return [self._pass(travels, q[:, :, at], k[:, :, kv_at], returning, at, kv_at) for at, kv_at in parts]
 
-    def packing(self, travels: str, q: Tensor, k: Tensor) -> Packing:
+    def _pass(self, travels: str, q: Tensor, k: Tensor, returning: bool, at: slice, kv_at: slice) -> Pass:
+        """The pass of q's and k's heads `at` and `kv_at`; q and k have no others."""
+        packing = self._packing(travels, q, k)
+        width = min(max(self.group_bytes // self._block_bytes(packing), 1), self.rings.inner.size)
+        routes = Routes(self.layout, self.schedule, self.causal, travels, width, returning)
+        return Pass(at, kv_at, packing, self._return_packing(travels, q, k) if returning else None, routes)
+
+    def _packing(self, travels: str, q: Tensor, k: Tensor) -> Packing:
         """Of what travels: k and v, or q, dout and (lse, delta) side by side, or q, dout, lse and out."""
         heads, wide = q.shape[2], accumulator_dtype(q.dtype)
         q_row, k_row = (tuple(q.shape[2:]), q.dtype), (tuple(k.shape[2:]), k.dtype)
@@ -76,12 +99,12 @@ class Plan:
             return Packing(q.shape[0], (k_row, k_row))
         if self.send_out:
             return Packing(q.shape[0], (q_row, q_row, ((heads,), wide), q_row))
-        return Packing(q.shape[0], (q_row, q_row, ((2 * heads,), wide)))
+        return Packing(q.shape[0], (q_row, q_row, ((heads, 2), wide)))
 
-    def return_packing(self, q: Tensor, k: Tensor) -> Packing:
+    def _return_packing(self, travels: str, q: Tensor, k: Tensor) -> Packing:
         """Of the gradients that come home in the backward, as the kernel makes them."""
         partial = self.kernel.partial_dtype(q.dtype)
-        if self.backward == "kv":
+        if travels == "kv":
             return Packing(q.shape[0], ((tuple(k.shape[2:]), partial),) * 2)
         return Packing(q.shape[0], ((tuple(q.shape[2:]), partial),))
 

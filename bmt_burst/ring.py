@@ -7,20 +7,21 @@
 Everything here composes: the schedule says who moves where, the layout what is visible, `routes` which tokens go where,
 a kernel computes a tile, `merge` adds up, a transport moves bytes. Nothing here writes to the caller's tensors.
 
-Blocks arrive in groups, as many at once as `Plan.group_bytes` allows: the tokens of a group that this rank looks at lie
-one after the other, and what looks at them alike is one kernel call. While a group is computed the next one is on its
-way, and so are the gradients of the one before. One block a group needs the least memory; all blocks in one group is
-attention over gathered keys and values. Where a single block is more than that, heads are computed a part at a time,
-down to one kv head and its query heads, each with a pass round the ring.
+Each rank computes its own block first. Then the others' come by, some heads at a time, each with a pass round the ring,
+and in groups of as many blocks as `Plan.group_bytes` allows: the tokens of a group that this rank looks at lie one
+after the other, and what looks at them alike is one kernel call. While a group is computed the next one is on its way,
+and so are the gradients of the one before, also from one pass to the next. One block of one kv head a group needs the
+least memory; all blocks in one group is attention over gathered keys and values.
 
-Letters: B batch, S tokens of a rank, T tokens of a group, H query heads, G kv heads, D head size.
+Letters: B batch, S tokens of a rank, T tokens of a group, H query heads, G kv heads, D head size. All that travels is
+(B, S, heads, ...).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,14 +30,14 @@ from torch import Tensor
 
 from .compiled import fused_on_gpus
 from .layout import Tile
-from .merge import Gradients, Outputs, Span, accumulator_dtype, length, query_rows
+from .merge import Gradients, Outputs, Span, length, query_rows
 from .packing import Packing
-from .plan import Plan
+from .plan import Pass, Plan
 from .routes import Group, Incoming, Outgoing, Piece, Routes
 from .schedule import Edge
 from .transport import Arrival, Delivery, Parcel, Ticket
 
-Result = TypeVar("Result")
+Summand = TypeVar("Summand")
 
 # Partial results are read once more each time they are folded, and stay in memory until they are: so many groups' bytes
 # of them wait. In the backward memory is short and kernels take longer.
@@ -54,119 +55,76 @@ class Queries:
     lse: Tensor
     delta: Tensor | None = None
 
+    def heads(self, at: slice) -> Queries:
+        """Some of the heads, views."""
+        q, dout, out = (None if x is None else x[:, :, at] for x in (self.q, self.dout, self.out))
+        lse, delta = (None if x is None else x[:, at] for x in (self.lse, self.delta))
+        return Queries(q, dout, out, lse, delta)
+
 
 def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of this rank's q over the whole sequence: out (B, S, H, D) in q's dtype, lse (B, H, S) fp32 / fp64."""
-    passes = plan.passes("kv", q, k)
-    if len(passes) == 1:
-        return _forward_pass(plan, q, k, v)
-    batch, tokens, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype), device=q.device)
-    for at, kv_at in passes:
-        _forward_pass(plan, q[:, :, at], k[:, :, kv_at], v[:, :, kv_at], (out[:, :, at], lse[:, at]))
+    passes = plan.passes("kv", q, k, returning=False)
+    with _Tour(plan, passes, (k, v)) as tour:
+        own_out, own_lse = plan.kernel.forward(q, k, v, causal=plan.causal, **plan.kernel_options)
+        out, lse = _result(own_out, q), torch.empty_like(own_lse) if passes else own_lse
+        for heads in passes:
+            total = Outputs(q[:, :, heads.q], _OUTPUTS_WAITING * plan.group_bytes)
+            total.add((0, q.shape[1]), own_out[:, :, heads.q], own_lse[:, heads.q])
+            for group, (k_group, v_group) in tour.visits(heads):
+                for rows, columns, causal in _calls_by_query(group.pieces):
+                    call = _rows(q, rows)[:, :, heads.q], _rows(k_group, columns), _rows(v_group, columns)
+                    total.add(rows, *plan.kernel.forward(*call, causal=causal, **plan.kernel_options))
+            total.result(into=(out[:, :, heads.q], lse[:, heads.q]))
     return out, lse
-
-
-def _forward_pass(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """`forward` of some heads, written to `into` if that is given."""
-    total = Outputs(q, _OUTPUTS_WAITING * plan.group_bytes)
-    packing = plan.packing("kv", q, k)
-    with closing(_visits(plan, plan.routes("kv", packing, returning=False), packing, (k, v))) as visits:
-        for group, (k_group, v_group) in visits:
-            for rows, columns, causal in _calls_by_query(group.pieces):
-                k_call, v_call = _rows(k_group, columns), _rows(v_group, columns)
-                out, lse = plan.kernel.forward(_rows(q, rows), k_call, v_call, causal=causal, **plan.kernel_options)
-                total.add(rows, out, lse)
-    return total.result(into)
 
 
 def backward(
     plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's tokens, in the inputs' dtype."""
-    passes = plan.passes(plan.backward, q, k)
-    if len(passes) == 1:
-        return _finish(_backward_pass(plan, k, v, Queries(q, dout, out, lse)))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    under_way = []
-    try:
-        for at, kv_at in passes:
-            home = Queries(q[:, :, at], dout[:, :, at], out[:, :, at], lse[:, at])
-            into = dq[:, :, at], dk[:, :, kv_at], dv[:, :, kv_at]
-            under_way.append(_backward_pass(plan, k[:, :, kv_at], v[:, :, kv_at], home, into))
-            next(under_way[-1])
-            if len(under_way) > 1:  # the last gradients of the pass before came home meanwhile
-                _finish(under_way.pop(0))
-            next(under_way[-1])
-        _finish(under_way.pop())
-    finally:
-        for work in under_way:
-            work.close()
+    travels, home, whole = plan.backward, Queries(q, dout, out, lse), (0, q.shape[1])
+    passes = plan.passes(travels, q, k, returning=True)
+    departing = (k, v) if travels == "kv" or not passes else _departing(plan, home)
+    with ExitStack() as stack:
+        tour = stack.enter_context(_Tour(plan, passes, departing))
+        own = _tile_backward(plan, Tile(whole, whole, plan.causal), home, k, v)
+        results = [_result(grad, x) for grad, x in zip(own, (q, k, v), strict=True)]
+        before = None  # the homecoming of the pass before, whose last gradients are on their way
+        for heads in passes:
+            parts = zip(own, results, (heads.q, heads.kv, heads.kv), strict=True)
+            sums = [_begun(plan, grad[:, :, at], into[:, :, at]) for grad, into, at in parts]
+            staying, leaving = _split(travels, sums)
+            homecoming = stack.enter_context(_Homecoming(plan, heads, leaving))
+            here = home.heads(heads.q), (k[:, :, heads.kv], v[:, :, heads.kv])
+            for group, block in tour.visits(heads):
+                queries, keys = (here[0], block) if travels == "kv" else (_visiting(plan, block), here[1])
+                for tile in _calls_by_block(heads.routes, group.pieces):
+                    mine, theirs = _split(travels, _tile_backward(plan, tile, queries, *keys))
+                    _add(staying, heads.routes.home_side(tile), mine)
+                    homecoming.take(heads.routes.away_side(tile), theirs)
+                if before:
+                    before.finish()
+                    before = None
+                homecoming.depart(group)
+            for total in staying:
+                total.result()
+            before = homecoming
+        if before:
+            before.finish()
+    dq, dk, dv = results
     return dq, dk, dv
-
-
-def _backward_pass(
-    plan: Plan, k: Tensor, v: Tensor, home: Queries, into: tuple[Tensor | None, ...] = (None, None, None)
-) -> Generator[None, None, tuple[Tensor, ...]]:
-    """`backward` of some heads, written to `into` if that is given.
-
-    Yields once this rank's own block is computed, and once all is, with the last gradients still on their way home.
-    """
-    q = home.q
-    waiting = int(_GRADIENTS_WAITING * plan.group_bytes)
-    dq, dk, dv = (Gradients(x.shape, x.dtype, x.device, waiting) for x in (q, k, v))
-    packing = plan.packing(plan.backward, q, k)
-    routes = plan.routes(plan.backward, packing, returning=True)
-    travels = plan.backward
-    visits = _visits(plan, routes, packing, (k, v)) if travels == "kv" else _query_visits(plan, routes, packing, home)
-    own = (dk, dv) if travels == "kv" else (dq,)
-    # Left in this order also if a kernel fails: what is on its way home began before the last visits.
-    with closing(visits), _Homecoming(plan, own, plan.return_packing(q, k)) as homecoming:
-        for group, visitors in visits:
-            for tile in _calls_by_block(routes, group.pieces):
-                if travels == "kv":
-                    dq_call, dk_call, dv_call = _tile_backward(plan, tile, home, *visitors)
-                    dq.add(tile.q, dq_call)
-                    homecoming.take(tile.kv, (dk_call, dv_call))
-                else:
-                    dq_call, dk_call, dv_call = _tile_backward(plan, tile, visitors, k, v)
-                    dk.add(tile.kv, dk_call)
-                    dv.add(tile.kv, dv_call)
-                    homecoming.take(tile.q, (dq_call,))
-            homecoming.depart(group)
-            if group.steps[0].block == plan.rank:
-                yield
-        yield
-        sums = dict(zip((dq, dk, dv), into, strict=True))
-        results = {total: total.result(into=x) for total, x in sums.items() if total not in own}
-        homecoming.finish()  # the last gradients came home meanwhile
-        results |= {total: total.result(into=x) for total, x in sums.items() if total in own}
-        return tuple(results[total] for total in sums)
-
-
-def _finish(work: Generator[None, None, Result]) -> Result:
-    """Runs to the end and returns the result."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value
 
 
 def reserve(plan: Plan, q: Tensor, k: Tensor, with_backward: bool) -> None:
     """Lets the transport prepare for what will land on ranks of this host; all ranks call it alike."""
     host, visit, home = plan.rings.outer.rank, 0, 0
     for travels, returning in (("kv", False), *([(plan.backward, True)] if with_backward else [])):
-        for at, kv_at in plan.passes(travels, q, k):
-            q_part, k_part = q[:, :, at], k[:, :, kv_at]
-            packing = plan.packing(travels, q_part, k_part)
-            tokens, home_tokens = plan.routes(travels, packing, returning).landing_tokens(host)
-            visit = max(visit, packing.nbytes(tokens))
-            if returning:
-                home = max(home, plan.return_packing(q_part, k_part).nbytes(home_tokens))
+        for heads in plan.passes(travels, q, k, returning):
+            tokens, home_tokens = heads.routes.landing_tokens(host)
+            visit = max(visit, heads.packing.nbytes(tokens))
+            if heads.return_packing:
+                home = max(home, heads.return_packing.nbytes(home_tokens))
     plan.rings.inner.reserve({"visit": visit, "return": home}, q.device)
 
 
@@ -185,55 +143,92 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     return (unit * factor).to(dout.dtype)
 
 
-def _visits(
-    plan: Plan, routes: Routes, packing: Packing, home: tuple[Tensor, ...]
-) -> Iterator[tuple[Group, tuple[Tensor, ...]]]:
-    """The groups of all rounds and their tokens, tensors (B, T, ...) that are good until the next group.
+class _Tour:
+    """The way of this rank's block `home` round the ring, in each of `passes`, and the others' visits meanwhile.
 
-    This rank's own block, `home`, is first.
+    What a pass needs first is on its way before the last group of the pass before is computed, and what the first one
+    does when the context begins.
     """
-    root = tuple(x.contiguous() for x in home)
-    rounds = routes.rounds(plan.rank)
-    for number, (opening, *groups) in enumerate(rounds):
-        leap, incoming = None, ()
-        if step := opening.steps[0].outer:
-            tokens = rounds[number + 1][0].tokens
-            incoming = tuple(x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in root)
-            leap = _leap(plan, step, [_rows(x, opening.onward) for x in root], incoming)
-        under_way = [_fetch(plan, groups[0], packing, root)] if groups else []
-        here = None
-        try:
-            yield opening, root
+
+    def __init__(self, plan: Plan, passes: Sequence[Pass], home: tuple[Tensor, ...]):
+        self.plan, self.home = plan, home
+        self.to_begin = list(passes)
+        self.root: tuple[Tensor, ...] = ()  # the block that opens the round that began last
+        self.incoming: tuple[Tensor, ...] = ()  # the one that will open the next
+        self.leap: Ticket | None = None
+        self.under_way: list[Delivery] = []
+        self.here: Delivery | None = None
+
+    def __enter__(self) -> _Tour:
+        self._begin_pass()
+        return self
+
+    def __exit__(self, *_exception) -> None:  # if the caller gave up, the next call must find all as it should be
+        if self.here:
+            self.here.release()
+        for delivery in self.under_way:
+            delivery.wait()
+            delivery.release()
+        if self.leap:
+            self.leap.wait()
+
+    def visits(self, heads: Pass) -> Iterator[tuple[Group, tuple[Tensor, ...]]]:
+        """The groups of all rounds of a pass, and their tokens, tensors (B, T, ...) that are good until the next group.
+
+        Passes are to be gone through in their order, each to its end. The own block is not among the visitors.
+        """
+        rounds = heads.routes.rounds(self.plan.rank)
+        for number, (opening, *groups) in enumerate(rounds):
+            (root, self.root), is_last = (self.root, ()), number + 1 == len(rounds)
+            if is_last and not groups:
+                self._begin_pass()
+            if number:
+                yield opening, root
             for group, following in itertools.zip_longest(groups, groups[1:]):
                 if following:
-                    under_way.append(_fetch(plan, following, packing, root))
-                here = under_way.pop(0)
-                here.wait()
-                yield group, packing.views(here.memory, group.tokens)
-                here.release()
-                here = None
-        finally:  # if the caller gives up, the next call must find all as it should be
-            if here:
-                here.release()
-            for delivery in under_way:
-                delivery.wait()
-                delivery.release()
-            if leap:
-                leap.wait()
-        root = incoming
+                    self._fetch(heads, following, root)
+                else:
+                    root = ()  # its memory is free once all has left
+                    if is_last:
+                        self._begin_pass()
+                self.here = self.under_way.pop(0)
+                self.here.wait()
+                yield group, heads.packing.views(self.here.memory, group.tokens)
+                self.here.release()
+                self.here = None
+            if not is_last:
+                self.leap.wait()
+                self._begin_round(heads, number + 1, self.incoming)
+
+    def _begin_pass(self) -> None:
+        if self.to_begin:
+            heads = self.to_begin.pop(0)
+            self._begin_round(heads, 0, tuple(x[:, :, heads.away].contiguous() for x in self.home))
+
+    def _begin_round(self, heads: Pass, number: int, root: tuple[Tensor, ...]) -> None:
+        """Starts what runs under the opening of a round: the way to the next host, and the first group's to here."""
+        rounds = heads.routes.rounds(self.plan.rank)
+        opening, *groups = rounds[number]
+        self.root, self.leap = root, None
+        if step := opening.steps[0].outer:
+            tokens = rounds[number + 1][0].tokens
+            self.incoming = tuple(x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in root)
+            self.leap = _leap(self.plan, step, [_rows(x, opening.onward) for x in root], self.incoming)
+        if groups:
+            self._fetch(heads, groups[0], root)
+
+    def _fetch(self, heads: Pass, group: Group, root: tuple[Tensor, ...]) -> None:
+        """Starts to bring in the tokens of the group, and to send out what others look at of the root."""
+        sends = [parcel for leg in group.sends for parcel in _parcels(heads.packing, leg, root, leg.span)]
+        sources = [(piece.step.inner.recv_from, piece.at) for piece in group.pieces]
+        delivery = _deliver(self.plan, "visit", heads.packing, group.tokens, sends, sources, root[0].device)
+        self.under_way.append(delivery)
 
 
 def _leap(plan: Plan, edge: Edge, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> Ticket:
     """Starts an exchange between hosts, of tensors that may have no tokens, and then do not travel."""
     there = [(x.contiguous(), edge.send_to) for x in sends if x.numel()]
     return plan.rings.outer.exchange(there, [(x, edge.recv_from) for x in recvs if x.numel()])
-
-
-def _fetch(plan: Plan, group: Group, packing: Packing, root: tuple[Tensor, ...]) -> Delivery:
-    """Starts to bring in the tokens of the group, and to send out what others look at of the root."""
-    sends = [parcel for leg in group.sends for parcel in _parcels(packing, leg, root, leg.span)]
-    sources = [(piece.step.inner.recv_from, piece.at) for piece in group.pieces]
-    return _deliver(plan, "visit", packing, group.tokens, sends, sources, root[0].device)
 
 
 def _deliver(
@@ -259,26 +254,40 @@ def _parcels(packing: Packing, leg: Outgoing, tensors: Sequence[Tensor], span: S
         yield Parcel(tensors[index][batch, slice(*span)].contiguous(), leg.peer, offset)
 
 
-def _query_visits(plan: Plan, routes: Routes, packing: Packing, home: Queries) -> Iterator[tuple[Group, Queries]]:
-    """The query sides of all ranks in groups. What has a value per head and token travels as (B, S, heads)."""
-    heads = home.q.shape[2]
+def _departing(plan: Plan, home: Queries) -> tuple[Tensor, ...]:
+    """What travels of the queries: q and dout (B, S, H, D), and of each row lse and delta, or else lse and out."""
     if plan.send_out:
-        tensors = home.q, home.dout, home.lse.transpose(1, 2), home.out
-    else:
-        tensors = home.q, home.dout, query_rows(home.out, home.dout, home.lse)
-    with closing(_visits(plan, routes, packing, tensors)) as visits:
-        for group, (q, dout, rows, *out) in visits:
-            lse = rows[..., :heads].transpose(1, 2)
-            if group.steps[0].block == plan.rank:
-                yield group, home
-            elif plan.send_out:
-                yield group, Queries(q, dout, *out, lse)
-            else:
-                delta = rows[..., heads:].transpose(1, 2)
-                if plan.kernel.takes_delta:
-                    yield group, Queries(q, dout, None, lse, delta)
-                else:
-                    yield group, Queries(q, dout, surrogate_out(dout, delta), lse)
+        return home.q, home.dout, home.lse.transpose(1, 2), home.out
+    return home.q, home.dout, query_rows(home.out, home.dout, home.lse)
+
+
+def _visiting(plan: Plan, block: tuple[Tensor, ...]) -> Queries:
+    """The queries of which `block` has arrived."""
+    q, dout, rows, *out = block
+    if plan.send_out:
+        return Queries(q, dout, *out, rows.transpose(1, 2))
+    lse, delta = (x.transpose(1, 2) for x in rows.unbind(-1))
+    if plan.kernel.takes_delta:
+        return Queries(q, dout, None, lse, delta)
+    return Queries(q, dout, surrogate_out(dout, delta), lse)
+
+
+def _result(own: Tensor, like: Tensor) -> Tensor:
+    """Where a sum that begins with the own block's share ends up, in the dtype of an input: there, if it can be."""
+    return own.to(like.dtype).contiguous()
+
+
+def _begun(plan: Plan, own: Tensor, into: Tensor) -> Gradients:
+    """The sum that begins with the own block's share, (B, S, heads, D) as is `into`, where it ends up."""
+    total = Gradients(into.shape, into.dtype, into.device, int(_GRADIENTS_WAITING * plan.group_bytes), into)
+    total.add((0, into.shape[1]), own)
+    return total
+
+
+def _split(travels: str, of_qkv: Sequence[Summand]) -> tuple[Sequence[Summand], Sequence[Summand]]:
+    """What belongs to dq, dk and dv: those that stay, and those that go home."""
+    of_q, of_kv = of_qkv[:1], of_qkv[1:]
+    return (of_q, of_kv) if travels == "kv" else (of_kv, of_q)
 
 
 def _calls_by_query(pieces: Sequence[Piece]) -> Iterator[tuple[Span, Span, bool]]:
@@ -317,21 +326,21 @@ def _tile_backward(plan: Plan, tile: Tile, side: Queries, k: Tensor, v: Tensor) 
 
 
 class _Homecoming:
-    """Brings the gradients of travelling blocks home and adds them up in `own`; `packing` says how they travel.
+    """Brings the gradients of the blocks of a pass home and adds them up in `own`.
 
     Per group: `take` each call's gradients, then `depart`. They arrive while the next group is computed, a host's share
-    while the next round is. After `finish` the sums are whole; they may be read as long as the context lasts.
+    while the next round is. `finish` completes the sums.
     """
 
-    def __init__(self, plan: Plan, own: tuple[Gradients, ...], packing: Packing):
-        self.plan, self.own, self.packing = plan, own, packing
+    def __init__(self, plan: Plan, heads: Pass, own: Sequence[Gradients]):
+        self.plan, self.own, self.packing = plan, own, heads.return_packing
         self.shares = {plan.rank: own}  # by the block that opened a round: this host's share of its gradients
-        self.taken: list[tuple[Span, tuple[Tensor, ...]]] = []
+        self.taken: list[tuple[Span, Sequence[Tensor]]] = []
         self.inner: _Return | None = None
         self.landed: Delivery | None = None  # the last one, added to the sums but not folded
         self.outer: _OuterReturn | None = None
 
-    def take(self, at: Span, grads: tuple[Tensor, ...]) -> None:
+    def take(self, at: Span, grads: Sequence[Tensor]) -> None:
         """Gradients of the group's tokens at[0]..at[1] - 1."""
         self.taken.append((at, grads))
 
@@ -356,11 +365,15 @@ class _Homecoming:
             self.outer = _OuterReturn(ticket, group.lent, incoming)
 
     def finish(self) -> None:
-        """Waits for what is still on its way."""
+        """Waits for what is still on its way, completes the sums and lets go of them."""
         self._settle_outer()
         if self.inner:
             self.inner.arrive()
             self.landed, self.inner = self.inner.delivery, None
+        for total in self.own:
+            total.result()
+        self.own, self.shares = (), {}
+        self._release()
 
     def __enter__(self) -> _Homecoming:
         return self
@@ -371,8 +384,12 @@ class _Homecoming:
         if self.inner:
             self.inner.delivery.wait()
             self.landed = self.inner.delivery
+        self._release()
+
+    def _release(self) -> None:
         if self.landed:
             self.landed.release()
+            self.landed = None
 
     def _send_home(self, group: Group) -> _Return:
         """Sends the group's gradients to the ranks that opened the round with its blocks, takes in the root's."""
@@ -400,7 +417,7 @@ class _Homecoming:
             _add(self.own, self.outer.span, self.outer.grads)
             self.outer = None
 
-    def _share(self, group: Group) -> tuple[Gradients, ...]:
+    def _share(self, group: Group) -> Sequence[Gradients]:
         """This host's share of the gradients of what it has of the group's root block."""
         if group.root not in self.shares:
             self.shares[group.root] = tuple(
@@ -416,7 +433,7 @@ class _Return:
     delivery: Delivery
     entries: tuple[Incoming, ...]
     grads: tuple[Tensor, ...]
-    sums: tuple[Gradients, ...]
+    sums: Sequence[Gradients]
 
     def arrive(self) -> None:
         self.delivery.wait()

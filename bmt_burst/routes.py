@@ -121,7 +121,7 @@ class Routes:
         inner, outer = self.schedule.inner, self.schedule.outer
         hosts = [(owner // inner - r) % outer for r in range(round_, outer)]
         homes = [host * inner + place for host in hosts for place in range(inner)]
-        sides = [self._side(tile) for home in homes if (tile := self._tile(home, owner))]
+        sides = [self.away_side(tile) for home in homes if (tile := self._tile(home, owner))]
         return (min(a for a, _ in sides), max(b for _, b in sides)) if sides else (0, 0)
 
     def landing_tokens(self, host: int) -> tuple[int, int]:
@@ -139,8 +139,8 @@ class Routes:
         """The side of a tile that stays."""
         return tile.kv if self.travels == "q" else tile.q
 
-    def _side(self, tile: Tile) -> Span:
-        """The side that travels."""
+    def away_side(self, tile: Tile) -> Span:
+        """The side of a tile that travels."""
         return tile.q if self.travels == "q" else tile.kv
 
     def _tile(self, home: int, block: int) -> Tile | None:
@@ -151,7 +151,7 @@ class Routes:
     def _opening(self, rank: int, start: int) -> Group:
         step, round_ = self.schedule.steps(rank)[start], start // self.schedule.inner
         held, tile = self.held(step.root, round_), self._tile(rank, step.root)
-        pieces = (Piece(step, tile, _within(held, self._side(tile))),) if tile else ()
+        pieces = (Piece(step, tile, _within(held, self.away_side(tile))),) if tile else ()
         onward = _within(held, self.held(step.root, round_ + 1)) if step.outer else (0, 0)
         return Group((step,), pieces, length(held), held, self.held(rank, round_), onward)
 
@@ -165,7 +165,7 @@ class Routes:
         for step in steps:
             there = self._pieces(host + step.inner.send_to, start, stop)
             sends += [
-                Outgoing(step.inner.send_to, _within(held, self._side(p.tile)), p.at[0], _end(there))
+                Outgoing(step.inner.send_to, _within(held, self.away_side(p.tile)), p.at[0], _end(there))
                 for p in there
                 if p.step.block == root
             ]
@@ -194,7 +194,7 @@ class Routes:
         pieces: list[Piece] = []
         for step, tile in seen:
             tokens = _end(pieces)
-            pieces.append(Piece(step, tile, (tokens, tokens + length(self._side(tile)))))
+            pieces.append(Piece(step, tile, (tokens, tokens + length(self.away_side(tile)))))
         return tuple(pieces)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
@@ -206,7 +206,7 @@ class Routes:
         for step in steps:
             peer = step.inner_return.recv_from
             if tile := self._tile(host + peer, step.root):
-                span, tokens = _within(held, self._side(tile)), _end(entries)
+                span, tokens = _within(held, self.away_side(tile)), _end(entries)
                 entries.append(Incoming(peer, span, (tokens, tokens + length(span))))
         return tuple(entries)
 

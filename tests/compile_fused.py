@@ -44,7 +44,7 @@ def main():
     lse = torch.zeros(1, 2, 32)
     fused.merge_outputs(wide, lse, [((0, 32), wide, lse), ((16, 32), half, lse[..., :16])])
     fused.sum_gradients(wide, [((0, 32), wide), ((16, 32), half)])
-    fused.fill_query_rows(torch.zeros(1, 16, 4), half, half, lse[..., :16])
+    fused.fill_query_rows(torch.zeros(1, 16, 2, 2), half, half, lse[..., :16])
 
 
 main()

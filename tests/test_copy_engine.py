@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from bmt_burst import Layout, burst_attn_func, kernels, simulate
+from bmt_burst import Layout, burst_attn_func, kernels, plan, simulate
 from bmt_burst.transport import LANES, Arrival, Parcel
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.simulator import SimulatedRing
@@ -139,10 +139,12 @@ def engine_ring(ring, arenas, one_queue):
 @pytest.mark.parametrize("one_queue", [True, False])
 @pytest.mark.parametrize(("inner", "outer"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("backward", ["q", "kv"])
-def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue):
-    """Several calls after each other, of growing and shrinking size, with all group sizes; one queue for all streams
-    of a rank must do, since a GPU may have no more.
+@pytest.mark.parametrize("enough", [1, 1 << 18])
+def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, enough, monkeypatch):
+    """Several calls after each other, of growing and shrinking size, with all group sizes, in one pass or more; one
+    queue for all streams of a rank must do, since a GPU may have no more.
     """
+    monkeypatch.setattr(plan, "_ENOUGH_ROWS", enough)
     size, arenas = inner * outer, {}
     calls = [(23 * size, 0), (31 * size + 1, 1 << 30), (9 * size, 20_000)]
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import Layout, burst_attn_func, simulate
+from bmt_burst import Layout, burst_attn_func, plan, simulate
 from tests.helpers import dense_attention, random_qkv, relative_error, ring_arguments
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (8, 4), (8, 2), (4, 1)]  # ranks, ranks of a host
@@ -66,6 +66,23 @@ def test_ring_equals_dense(size, inner, layout, causal, backward, shape, seed):
     for name, mine, expected in zip(("out", "lse", "dq", "dk", "dv"), got, dense_results(causal, tensors), strict=True):
         assert mine.dtype == torch.float64
         assert relative_error(mine, expected) < 1e-10, name
+
+
+@pytest.mark.parametrize(("size", "inner"), [(2, 2), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)])
+@pytest.mark.parametrize(("layout", "optimize"), [("zigzag", True), ("zigzag", False), ("striped", True)])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_a_pass_for_each_kv_head_equals_dense(size, inner, layout, optimize, backward, blocks, monkeypatch):
+    """In groups of so many blocks."""
+    monkeypatch.setattr(plan, "_ENOUGH_ROWS", 1)
+    tensors = random_qkv(1, 8 * size, 6, 3, 8)
+    options = {
+        "optimize_bwd_comm": optimize,
+        "group_bytes": blocks * 2560,
+    }  # a block of a kv head has 1024 bytes, its two query heads 2304
+    got = ring_attention(size, inner, layout, True, backward, tensors, **options)
+    for mine, expected in zip(got, dense_results(True, tensors), strict=True):
+        assert relative_error(mine, expected) < 1e-10
 
 
 @pytest.mark.parametrize(("size", "inner"), [(3, 3), (4, 2), (2, 1)])

@@ -86,12 +86,12 @@ def peak_extra_gib(monkeypatch, rank, tokens, heads, kv_heads, **options):
     ("tokens", "kv_heads", "options", "limit"),
     [
         (16384, 32, {}, 2.5),
-        (16384, 32, {"group_bytes": 128 << 20}, 1.94),  # what the official BurstAttention takes
-        (16384, 32, {"group_bytes": 9 << 24}, 1.94),  # the benchmark's "low memory"
-        (16384, 8, {}, 2.5),
-        (32768, 32, {}, 3.2),
-        (131072, 32, {}, 6.5),
-        (131072, 32, {"group_bytes": 128 << 20}, 5.5),
+        (16384, 32, {"backward": "kv"}, 2.6),
+        (16384, 32, {"group_bytes": 9 << 24}, 1.94),  # the benchmark's "low memory"; the official BurstAttention: 1.94
+        (16384, 8, {}, 2.1),
+        (32768, 32, {}, 3.0),
+        (131072, 32, {}, 7.0),
+        (131072, 32, {"group_bytes": 9 << 24}, 6.6),
         (131072, 8, {}, 6.5),
     ],
 )

@@ -49,13 +49,13 @@ ROW = S * H * 4  # lse or delta, fp32
 BLOCK = 2 * B * K
 
 
-@pytest.mark.parametrize(("tokens", "parts"), [(256, 2), (16384, 4)])
-def test_two_blocks_are_to_be_in_a_group_if_that_leaves_kernels_enough_to_do(tokens, parts):
-    """Blocks twice as large as group_bytes: two parts would do, four are better where there are many tokens."""
+@pytest.mark.parametrize(("tokens", "passes"), [(256, 2), (16384, 4), (32768, 7)])
+def test_a_pass_has_heads_enough_for_kernels_or_lets_a_whole_ring_come_at_once(tokens, passes):
+    """64 heads, blocks twice as large as group_bytes: two passes are needed, seven let three blocks come at once."""
     q = torch.empty(1, tokens, 64, 128, device="meta", dtype=torch.bfloat16)
     rings = Rings(SimpleNamespace(size=4), SimpleNamespace(size=1))
     plan = Plan(Layout("zigzag", 4 * tokens, 4), None, rings, None, 1.0, True, "q", False, False, q.nbytes)
-    assert len(plan.passes("kv", q, q)) == parts
+    assert len(plan.passes("kv", q, q, returning=False)) == passes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

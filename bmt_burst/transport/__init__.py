@@ -25,7 +25,7 @@ LANES = {"visit": 2, "return": 1}  # kinds of deliveries, and how many of a kind
 
 
 class Ticket(Protocol):
-    """An exchange under way; to be waited for once."""
+    """An exchange under way; to be waited for once. Keeps the messages' memory until then."""
 
     def wait(self) -> None:
         """Returns when the received bytes may be read and the sent ones overwritten.

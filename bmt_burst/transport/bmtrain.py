@@ -37,13 +37,14 @@ class _Bytes:
         return self.tensor.nbytes
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Ticket:
     done: torch.cuda.Event
-    messages: tuple[Messages, Messages]  # kept alive until the exchange is over
+    messages: tuple[Messages, ...]  # kept alive until the exchange is over
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.done)
+        self.messages = ()
 
 
 class BMTrainTransport(ProcessTransport):

@@ -179,9 +179,9 @@ class _Lane:
         return self.parts[owner][at : at + 4].view(torch.int32)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Arrivals:
-    """The ticket of a delivery; holds the parcels until they have left."""
+    """The ticket of a delivery."""
 
     lane: _Lane
     number: int
@@ -193,6 +193,7 @@ class _Arrivals:
         current = self.lane.device.current()
         current.wait([self.lane.arrived[peer] for peer in self.sources], self.number)
         current.follow(self.departed)
+        self.sends = ()
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,15 @@ from .processes import ProcessTransport
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Ticket:
     works: list[dist.Work]
-    messages: tuple[Messages, Messages]  # kept alive until the exchange is over
+    messages: tuple[Messages, ...]  # kept alive until the exchange is over
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+        self.messages = ()
 
 
 class TorchTransport(ProcessTransport):
