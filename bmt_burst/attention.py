@@ -65,8 +65,7 @@ def burst_attn_func(
             "auto", the one with fewer bytes.
         return_lse: also return the logsumexp.
         group_bytes: how many bytes of travelling blocks may come in together: more means fewer and larger kernel calls,
-            less means less memory. Blocks of which a single one is more go round in several passes, each of some of
-            the heads.
+            less means less memory. Long blocks go round in several passes, each of some of the heads.
 
     Returns:
         out (B, S_local, H, D) in q's dtype, and with return_lse also lse (B, H, S_local), fp32 (fp64 for fp64

@@ -197,7 +197,8 @@ class _Tour:
                 self.here.release()
                 self.here = None
             if not is_last:
-                self.leap.wait()
+                leap, self.leap = self.leap, None
+                leap.wait()
                 self._begin_round(heads, number + 1, self.incoming)
 
     def _begin_pass(self) -> None:
@@ -209,7 +210,7 @@ class _Tour:
         """Starts what runs under the opening of a round: the way to the next host, and the first group's to here."""
         rounds = heads.routes.rounds(self.plan.rank)
         opening, *groups = rounds[number]
-        self.root, self.leap = root, None
+        self.root, self.incoming = root, ()
         if step := opening.steps[0].outer:
             tokens = rounds[number + 1][0].tokens
             self.incoming = tuple(x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in root)
