@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +43,7 @@ from bench.implementations import (
     Case,
     Implementation,
     Unavailable,
+    deliveries,
     held_bytes,
     kernel_alone,
     kernel_name,
@@ -73,14 +76,23 @@ class Machine:
         hosts: list = [None] * self.size
         dist.all_gather_object(hosts, host_name())
         self.hosts = len(set(hosts))
+        self.at = ""  # what is being measured
+        self.began = time.monotonic()
+
+    def say(self, what: str) -> None:
+        """Lets the user know that it goes on."""
+        if self.rank == 0:
+            print(f"[{(time.monotonic() - self.began) / 60:.1f} min] {self.at}: {what}", file=sys.stderr, flush=True)
 
     def once_ms(self, work: Callable[[], object]) -> float:
-        """Milliseconds of a second call of `work` on the slowest rank."""
-        work()
+        """Milliseconds of a call of `work`, which is not to be the first, on the slowest rank."""
         return self.slowest(self._series_ms(work, 0, 1))
 
     def time_ms(self, work: Callable[[], object], once: float) -> float:
-        """Mean milliseconds of a call on the slowest rank, in a series of calls that take some `once` milliseconds."""
+        """Mean milliseconds of a call on the slowest rank, in a series of calls that take some `once` milliseconds.
+
+        A call that takes as long as a series is measured alone, right after others.
+        """
         calls = min(max(int(_SERIES_MS / once), 1), _MOST_CALLS) if self.cuda else 1
         return self.slowest(self._series_ms(work, calls if once < _SERIES_MS else 0, calls))
 
@@ -105,6 +117,22 @@ class Machine:
         event.record()
         return event
 
+    def attempt(self, work: Callable[[], object]) -> str | None:
+        """Calls `work`; why that failed, if it did on all ranks. If on some only, those that wait for them are lost."""
+        failure = None
+        try:
+            work()
+        except Exception as caught:  # noqa: BLE001 - a peer's, whatever it is; the row says so
+            reason = str(caught).partition("\n")[0]
+            failure = reason if isinstance(caught, Unavailable) else f"{type(caught).__name__}: {reason}"
+        failures: list = [None] * self.size
+        dist.all_gather_object(failures, failure)
+        if None in failures and any(failures):
+            raise RuntimeError(f"failures by rank: {failures}")
+        if failures[0] and self.cuda:
+            torch.cuda.empty_cache()
+        return failures[0]
+
     def settle(self) -> None:
         """All ranks at one point, with nothing under way."""
         if self.cuda:
@@ -126,6 +154,12 @@ class Machine:
         work()
         torch.cuda.synchronize()
         return self.slowest((torch.cuda.max_memory_allocated() - before + held) / GIB)
+
+
+def describe(case: Case) -> str:
+    mask = "causal" if case.causal else "full"
+    sizes = f"{case.heads}:{case.kv_heads} heads of {case.head_dim}"
+    return f"{case.seq_len:,} tokens, batch {case.batch}, {sizes}, {mask}"
 
 
 def flops(case: Case) -> float:
@@ -178,19 +212,26 @@ class Contestant:
 def measure(contestants: list[Contestant], tokens: int, machine: Machine) -> Iterator[dict[str, Any]]:
     """The rows of all contestants, who take turns; each works with `tokens` tokens on a rank."""
     tensors, dout = inputs(contestants[0].case, tokens, machine, seed=machine.rank)
-    works = [
-        {"fwd_ms": partial(forward, c.attention, tensors), "fwd_bwd_ms": partial(step, c.attention, tensors, dout)}
-        for c in contestants
-    ]
-    once = [{name: machine.once_ms(work) for name, work in both.items()} for both in works]
-    times: list[dict[str, list[float]]] = [{name: [] for name in both} for both in works]
-    for _ in range(_ROUNDS):
-        for both, expected, found in zip(works, once, times, strict=True):
-            for name, work in both.items():
-                found[name].append(machine.time_ms(work, expected[name]))
-    for contestant, both, found in zip(contestants, works, times, strict=True):
-        extra_gib = machine.extra_gib(both["fwd_bwd_ms"], held_bytes(contestant.attention))
-        yield contestant.measured(found, extra_gib)
+    runs = []  # contestant, its works, how long they took once, their times
+    for contestant in contestants:
+        attention = contestant.attention
+        works = {"fwd_ms": partial(forward, attention, tensors), "fwd_bwd_ms": partial(step, attention, tensors, dout)}
+        machine.say(f"{contestant.row['impl']}, first calls")
+        if failure := machine.attempt(lambda: [work() for work in works.values()]):  # noqa: B023
+            yield contestant.row | {"unavailable": failure}
+        else:
+            once = {name: machine.once_ms(work) for name, work in works.items()}
+            runs.append((contestant, works, once, {name: [] for name in works}))
+    for number in range(_ROUNDS):
+        for contestant, works, once, times in runs:
+            machine.say(f"{contestant.row['impl']}, round {number + 1} of {_ROUNDS}")
+            for name, work in works.items():
+                times[name].append(machine.time_ms(work, once[name]))
+    for contestant, works, _, times in runs:
+        extra_gib = machine.extra_gib(works["fwd_bwd_ms"], held_bytes(contestant.attention))
+        row = contestant.measured(times, extra_gib)
+        way = deliveries(contestant.attention) if machine.cuda else None
+        yield row | ({"deliveries": way} if way else {})
 
 
 def facts_of(case: Case, machine: Machine, kernel: str | None = None) -> dict[str, Any]:
@@ -285,6 +326,7 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
         ways["copy engines, neighbour"] = (lambda: deliver([1]), 1)
         ways["copy engines, all at once"] = (lambda: deliver(range(1, sp.size)), sp.size - 1)
     for way, (work, messages) in ways.items():
+        work()
         ms = machine.time_ms(work, machine.once_ms(work))
         yield {
             "kind": "links",
@@ -316,7 +358,9 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     if not args.no_links and sp.process_group is not None and sp.size > 1:
         yield from links(sp, machine)
     place = {"gpus": machine.size, "hosts": machine.hosts, "inner_size": inner_size(sp)}
-    for case in cases(args, machine.size):
+    everything = list(cases(args, machine.size))
+    for number, case in enumerate(everything):
+        machine.at = f"case {number + 1} of {len(everything)}, {describe(case)}"
         tokens = case.seq_len // machine.size
         contestants = [alone("attention", case, machine.size, machine)]
         for name, implementation in chosen.items():
@@ -330,16 +374,17 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         yield from measure(contestants, tokens, machine)
         del contestants
         gc.collect()
-    if args.errors:
-        for heads, kv_heads in args.heads:
-            case = Case(args.errors, 1, heads, kv_heads, args.head_dim, True, args.kernel)
+    length = -(-args.errors // (2 * machine.size)) * 2 * machine.size  # which everyone can cut
+    if length:
+        for (heads, kv_heads), mask in itertools.product(args.heads, args.masks):
+            case = Case(length, 1, heads, kv_heads, args.head_dim, mask == "causal", args.kernel)
+            machine.at = f"errors, {describe(case)}"
             for name, (ranks, implementation) in _error_cases(chosen, sp).items():
                 facts = facts_of(case, machine, implementation.kernel)
                 row = {"kind": "errors", "impl": name, "gpus": ranks.size, **facts}
-                try:
-                    row |= errors(case, implementation, ranks, machine)
-                except Unavailable as reason:
-                    row["unavailable"] = str(reason)
+                machine.say(name)
+                if failure := machine.attempt(lambda: row.update(errors(case, implementation, ranks, machine))):  # noqa: B023
+                    row["unavailable"] = failure
                 gc.collect()
                 yield row
 
@@ -431,10 +476,15 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args, machine = parse_args(), Machine()
     common = origin(machine.name)
-    for row in run(args, machine):
-        if machine.rank == 0:
-            append(args.output, row | common)
-            show(row)
+    try:
+        for row in run(args, machine):
+            if machine.rank == 0:
+                append(args.output, row | common)
+                show(row)
+    except BaseException:  # noqa: BLE001 - Ctrl-C too
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # streams may wait for ranks that are gone
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the process

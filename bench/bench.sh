@@ -5,32 +5,46 @@
 #     bash bench/bench.sh [--quick | --two-hosts] [--gpus N]
 #
 # With --two-hosts the GPUs' halves look like two hosts with a slow link between them (bench/two_hosts.sh): the single ring
-# against the double one, and what is cheaper to move in the backward.
+# against the double one, and what is cheaper to move in the backward. Without either it takes half an hour and more on
+# eight GPUs, most of it for a million tokens; --quick takes a few minutes.
 #
-# Sets itself up where torch is missing. Raw rows go to bench/results/, see bench/attention.py for what they hold. On a
-# machine without GPUs it runs a tiny version, which says nothing about speed.
+# Takes the Python that is active, or else what train/install_gpu.sh made; sets itself up where there is no torch. Raw rows
+# go to bench/results/, see bench/attention.py for what they hold. On a machine without GPUs it runs a tiny version, which
+# says nothing about speed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python3 -c "import torch, matplotlib" 2>/dev/null || . train/venv.sh train
+[ -n "${VIRTUAL_ENV:-}" ] || [ ! -f .venv/bin/activate ] || . .venv/bin/activate
+python3 -c "import torch" 2>/dev/null || . train/venv.sh train
 
+usage() { echo "usage: bench.sh [--quick | --two-hosts] [--gpus N]" >&2; exit 2; }
 quick= two_hosts= gpus=
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) quick=1 ;;
         --two-hosts) two_hosts=1 ;;
         --gpus) gpus=${2:?--gpus needs a number}; shift ;;
-        *) echo "usage: bench.sh [--quick | --two-hosts] [--gpus N]" >&2; exit 2 ;;
+        *) usage ;;
     esac
     shift
 done
 found=$(python3 -c "import torch; print(torch.cuda.device_count())")
+if [ "$found" -eq 0 ]; then gpus=${gpus:-$((two_hosts ? 4 : 2))}; fi
 gpus=${gpus:-$found}
+[[ $gpus =~ ^[1-9][0-9]*$ ]] || usage
+if [ "$found" -gt 0 ] && [ "$gpus" -gt "$found" ]; then
+    echo "bench.sh: --gpus $gpus, but this machine has $found" >&2
+    exit 2
+fi
+if [ -n "$two_hosts" ] && { [ "$gpus" -lt 4 ] || [ $((gpus % 2)) -ne 0 ]; }; then
+    echo "bench.sh: two hosts with a ring each need an even number of GPUs, 4 or more, not $gpus" >&2
+    exit 2
+fi
 name=$(python3 -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-').lower() if torch.cuda.is_available() else 'cpu')")
 output=bench/results/attention-$gpus-$name-$(date +%Y%m%d-%H%M%S).jsonl
 
 arguments=()
 if [ "$found" -eq 0 ]; then
-    gpus=$((two_hosts ? 4 : 2)) output=$(mktemp -d)/attention-cpu.jsonl
+    output=$(mktemp -d)/attention-cpu.jsonl
 elif [ -n "$quick$two_hosts" ]; then
     arguments=(--tokens-per-gpu 8192 16384)
 else
@@ -39,7 +53,9 @@ else
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1} # many processes, few kernels
-ranks() { python3 -m torch.distributed.run --standalone --nproc-per-node "$@"; }
+echo "bench.sh: $gpus ranks, $found GPUs; rows go to $output"
+status=0
+ranks() { python3 -m torch.distributed.run --standalone --nproc-per-node "$@" || status=$?; }
 if [ -n "$two_hosts" ]; then
     for inner_size in "$gpus" $((gpus / 2)); do
         ranks "$gpus" --no-python bench/two_hosts.sh python3 bench/attention.py --output "$output" --inner-size $inner_size \
@@ -48,6 +64,7 @@ if [ -n "$two_hosts" ]; then
 else
     [ "$gpus" -gt 1 ] || arguments+=(--implementations bmt_burst)
     ranks "$gpus" bench/attention.py --output "$output" "${arguments[@]}"
-    [ "$gpus" -gt 1 ] || ranks 1 bench/one_rank.py --output "$output" --tokens-per-gpu 8192 16384
+    [ "$gpus" -gt 1 ] || ranks 1 bench/one_rank.py --output "$output" $([ "$found" -eq 0 ] || echo --tokens-per-gpu 8192 16384)
 fi
-python3 bench/report.py "$output"
+[ ! -f "$output" ] || python3 bench/report.py "$output"
+exit $status

@@ -102,8 +102,17 @@ def held_bytes(attention: Attention) -> int:
     return attention.transport.held_bytes if isinstance(attention, Burst) else 0
 
 
-def _single_ring(sp: SequenceParallel) -> dist.ProcessGroup:
-    """The process group that peers run over."""
+def deliveries(attention: Attention) -> str | None:
+    """How blocks of ours move on GPUs; None for others."""
+    if not isinstance(attention, Burst) or not isinstance(attention.transport, TorchTransport):
+        return None
+    return "copy engines" if attention.transport.copy_engines else "exchanges"
+
+
+def _single_ring(sp: SequenceParallel, case: Case, chunks: int = 1) -> dist.ProcessGroup:
+    """The process group that peers run over, who cut a rank's tokens into equal `chunks`."""
+    if case.seq_len % (chunks * sp.size):
+        raise Unavailable(f"{case.seq_len} tokens do not divide over {sp.size} ranks with {chunks} chunks each")
     if not isinstance(sp.process_group, dist.ProcessGroup):
         raise Unavailable("is measured on a single ring of several ranks")
     return sp.process_group
@@ -111,7 +120,7 @@ def _single_ring(sp: SequenceParallel) -> dist.ProcessGroup:
 
 def _ulysses(case: Case, sp: SequenceParallel) -> Attention:
     """Ulysses (arXiv 2309.14509): every rank gets whole sequences of some heads, and the same kernel."""
-    group = _single_ring(sp)
+    group = _single_ring(sp, case)
     if case.heads % sp.size or case.kv_heads % sp.size:
         raise Unavailable(f"{case.heads}:{case.kv_heads} heads do not divide over {sp.size} ranks")
     alone = kernel_alone(case)
@@ -144,9 +153,11 @@ class _AllToAll(torch.autograd.Function):
 def _ring_flash_attn(case: Case, sp: SequenceParallel) -> Attention:
     if importlib.util.find_spec("ring_flash_attn") is None or importlib.util.find_spec("flash_attn_2_cuda") is None:
         raise Unavailable("needs the packages ring-flash-attn and flash-attn 2")
-    from ring_flash_attn import zigzag_ring_flash_attn_func
-
-    return partial(zigzag_ring_flash_attn_func, causal=case.causal, group=_single_ring(sp))
+    try:
+        from ring_flash_attn import zigzag_ring_flash_attn_func
+    except ImportError as error:  # it names things that some versions of transformers lack
+        raise Unavailable(f"ring-flash-attn does not import: {error}") from error
+    return partial(zigzag_ring_flash_attn_func, causal=case.causal, group=_single_ring(sp, case, chunks=2))
 
 
 def _torch_context_parallel(case: Case, sp: SequenceParallel) -> Attention:
@@ -157,7 +168,7 @@ def _torch_context_parallel(case: Case, sp: SequenceParallel) -> Attention:
         raise Unavailable("torch's context parallel attention is measured with a causal mask, for which it is balanced")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    _replace_torch_attention(_single_ring(sp))
+    _replace_torch_attention(_single_ring(sp, case, chunks=2))
     grouped = case.heads != case.kv_heads
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

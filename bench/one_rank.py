@@ -22,7 +22,20 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import Contestant, Machine, alone, append, facts_of, heads, inputs, measure, origin, show, step
+from bench.attention import (
+    Contestant,
+    Machine,
+    alone,
+    append,
+    describe,
+    facts_of,
+    heads,
+    inputs,
+    measure,
+    origin,
+    show,
+    step,
+)
 from bench.implementations import IMPLEMENTATIONS, Case
 from bench.timeline import milliseconds, profiled
 from bmt_burst import SequenceParallel
@@ -50,9 +63,11 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     for q_heads, kv_heads in args.heads:
         for tokens in args.tokens_per_gpu:
             case = Case(tokens * args.size, 1, q_heads, kv_heads, args.head_dim, args.mask == "causal", args.kernel)
+            machine.at = describe(case)
             yield from measure([alone("one rank", case, args.size, machine)], tokens, machine)
             for name in args.variants:
                 for rank in ranks:
+                    machine.at = f"rank {rank} of {args.size}, {describe(case)}"
                     row = {"kind": "one rank", "impl": name, "gpus": args.size, "rank": rank}
                     yield one_rank(row | facts_of(case, machine), case, rank, args.size, machine)
                     gc.collect()

@@ -209,14 +209,17 @@ def other_tables(rows: list[Row]) -> str:
 
 def plot(rows: list[Row], file: Path) -> None:
     """TFLOP/s per GPU of forward and backward over the sequence length, a panel a case with several lengths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     groups = {c: g for c, g in attention_groups(rows).items() if len({r["seq_len"] for r in g}) > 1}
     if not groups:
         return
+    try:
+        import matplotlib
+    except ImportError:
+        print("No plots: the package matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     figure, panels = plt.subplots(1, len(groups), figsize=(6 * len(groups), 4.5), squeeze=False, layout="constrained")
     for panel, (case, group) in zip(panels[0], groups.items(), strict=True):
         several = len({row["kernel"] for row in group}) > 1
@@ -235,6 +238,7 @@ def plot(rows: list[Row], file: Path) -> None:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
     figure.savefig(file, dpi=120)
+    print(f"\nPlots: {file}")
 
 
 MARKED = re.compile(r"(<!-- results: (\w+) of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -263,6 +267,8 @@ def main() -> None:
         readme.write_text(with_tables(readme.read_text()))
         return
     rows = read_rows(args.results)
+    if not rows:
+        parser.error(f"{', '.join(map(str, args.results))}: nothing was measured")
     first = rows[0]
     print(f"{first['gpu_name']}, commit {first['commit']}, {first['versions']}\n")
     print("\n\n".join(part for part in (attention_tables(rows), other_tables(rows)) if part))

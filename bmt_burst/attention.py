@@ -51,7 +51,7 @@ def burst_attn_func(
         q: (B, S_local, H, D) queries of this rank's tokens; fp16, bf16, fp32 or fp64.
         k, v: (B, S_local, G, D) keys and values of the same tokens; H a multiple of G, query head h attends to kv
             head h // (H // G). They are never repeated.
-        softmax_scale: factor of the scores, by default 1 / sqrt(D).
+        softmax_scale: positive factor of the scores, by default 1 / sqrt(D).
         flash: the block kernel: "auto" for the fastest there is, a name from `bmt_burst.kernels`, or the official
             package's "cuda" or "triton".
         causal: whether a token sees only tokens at its own or earlier positions, as `layout` gives them.
@@ -172,8 +172,9 @@ def _check_options(options: dict[str, Any]) -> None:
     scale = options["softmax_scale"]
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
-    if scale is not None and not abs(scale) <= sys.float_info.max:
-        raise ValueError("softmax_scale must be finite")
+    if scale is not None and not 0 < scale <= sys.float_info.max:  # kernels take their largest score for the scaled one
+        got = scale if isinstance(scale, float) or scale <= 0 else f"a number of {scale.bit_length()} bits"
+        raise ValueError(f"softmax_scale must be positive and finite, got {got}")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

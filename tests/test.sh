@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Sets itself up and runs the linter and all tests. Arguments go to pytest: bash tests/test.sh -k layout
 #
-#     bash tests/test.sh gpu    runs only what needs GPUs, with the Python and packages that are there
+#     bash tests/test.sh gpu    runs only what needs GPUs, with the Python that is active, or what train/install_gpu.sh made
 set -euo pipefail
 if [ "${1:-}" = gpu ]; then
     cd "$(dirname "$0")/.."
     shift
+    [ -n "${VIRTUAL_ENV:-}" ] || [ ! -f .venv/bin/activate ] || . .venv/bin/activate # what train/install_gpu.sh made
     export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1} # many processes, few kernels
     exec python3 -m pytest -m gpu "$@"
 fi

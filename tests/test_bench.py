@@ -41,6 +41,39 @@ def test_benchmark_runs_and_reports(tmp_path):
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+DRIVER = """
+import sys
+sys.path.insert(0, {root!r})
+from bench import attention, implementations
+
+def make(case, sp):
+    def work(q, k, v):
+        if sp.rank in {failing}:
+            raise MemoryError("no memory left")
+        return q * k * v
+    return work
+
+implementations.IMPLEMENTATIONS["ulysses"] = implementations.Implementation("contiguous", make)
+attention.main()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+@pytest.mark.parametrize(("failing", "code"), [([0, 1], 0), ([1], 1)])
+def test_an_implementation_that_fails_does_not_end_the_others(tmp_path, failing, code):
+    """But for those that wait for a rank that failed alone."""
+    (tmp_path / "driver.py").write_text(DRIVER.format(root=str(ROOT), failing=failing))
+    options = ["--tokens-per-gpu", "32", "--heads", "2:2", "--implementations", "ulysses", "bmt_burst"]
+    done = torchrun(2, tmp_path / "driver.py", *options, "--output", tmp_path / "rows.jsonl", timeout=120)
+    assert (done.returncode != 0) == code, done.stderr
+    if code:
+        assert "failures by rank: [None, 'MemoryError: no memory left']" in done.stderr
+        return
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {r["unavailable"] for r in rows if r["impl"] == "ulysses"} == {"MemoryError: no memory left"}
+    assert {r["kind"] for r in rows if r["impl"] == "bmt_burst"} == {"attention", "errors"}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_benchmark_of_two_hosts():

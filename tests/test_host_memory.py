@@ -91,7 +91,7 @@ def longest_of_many(rank: int) -> float:
     ring = make_rings(None, (None, None)).inner
     for number in range(200):
         assert ring.gather(f"{rank} {number}".encode()) == [f"{peer} {number}".encode() for peer in range(ring.size)]
-    assert ring._host_memory is not None
+    assert ring.host_memory
     return ring.size
 
 

@@ -11,8 +11,8 @@ CHECK
 stamp=".venv/installed-$1-$(python -c 'import hashlib; print(hashlib.sha256(open("setup.py", "rb").read()).hexdigest()[:12])')"
 if [ ! -f "$stamp" ]; then
     echo "installing bmt_burst[$1] into .venv"
-    # torch first and by version: a bare "torch" may bring another build.
-    python -m pip install --quiet --disable-pip-version-check "${BMT_BURST_TORCH:-torch==2.13.0}"
+    # torch first and by version: a bare "torch" may bring another build. What install_gpu.sh brought stays.
+    [ -z "${BMT_BURST_TORCH:-}" ] && python -c "import torch" 2>/dev/null || python -m pip install --quiet --disable-pip-version-check "${BMT_BURST_TORCH:-torch==2.13.0}"
     python -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
     touch "$stamp"
 fi

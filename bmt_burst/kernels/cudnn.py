@@ -20,7 +20,7 @@ class CudnnKernel(Kernel):
     def refuses(self, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
         if deterministic:
             return "its backward adds up in no fixed order"
-        return refuses_half(q, capability=(9, 0), head_sizes=range(8, 257, 8))
+        return refuses_half(q, capability=(9, 0), head_sizes=range(8, _most(q) + 1, 8))
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -37,3 +37,9 @@ class CudnnKernel(Kernel):
         unused = q.new_empty(1, dtype=torch.int64), q.new_empty(1, dtype=torch.int64)  # dropout's RNG state
         grads = _backward(dout, q, k, v, out, lse, *unused, None, *sizes, 0.0, causal, scale=scale)
         return tuple(grad.transpose(1, 2) for grad in grads)
+
+
+def _most(q: Tensor) -> int:
+    """The largest head size whose gradient torch asks cuDNN for."""
+    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
+    return 256 if hopper and torch.backends.cudnn.version() >= 91000 else 128

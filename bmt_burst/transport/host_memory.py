@@ -31,12 +31,19 @@ class HostMemory:
         self.number = 0
 
     def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, in rank order. Raises TimeoutError if a rank does not write one."""
+        """The messages of all ranks, in rank order.
+
+        Raises TimeoutError if a rank does not write one, on that rank too once it does: the others did not wait for it.
+        """
         self.number += 1
         at = self._place(self.rank)
         head = _HEAD.pack(self.number, len(message), _checksum(self.number, message))
         self.memory[at : at + _HEAD.size + len(message)] = head + message
-        return [message if peer == self.rank else self._read(peer) for peer in range(self.size)]
+        try:
+            return [message if peer == self.rank else self._read(peer) for peer in range(self.size)]
+        except TimeoutError:
+            self.memory[at : at + _HEAD.size] = _HEAD.pack(-self.number, 0, 0)
+            raise
 
     def _read(self, peer: int) -> bytes:
         at, looks, began = self._place(peer), 0, time.monotonic()
@@ -46,6 +53,8 @@ class HostMemory:
                 message = self.memory[at + _HEAD.size : at + _HEAD.size + length]
                 if _checksum(number, message) == checksum:
                     return message
+            if number == -self.number:
+                raise TimeoutError(f"rank {peer} of the group gave up waiting for others to make this call")
             looks += 1
             if looks > _SPINS:
                 time.sleep(_PAUSE)

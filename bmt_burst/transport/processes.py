@@ -36,6 +36,7 @@ class ProcessTransport(Transport):
 
     def __init__(self, copy_engines: bool | None = None):
         self.wants_copy_engines = copy_engines
+        self.host_memory: HostMemory | bool | None = None  # shared by these ranks; False if they are on several hosts
         self.copy_engines: CopyEngines | None = None
 
     @abstractmethod
@@ -47,15 +48,12 @@ class ProcessTransport(Transport):
         """These ranks, as torch's symmetric memory knows them. All ranks call it."""
 
     def _gather(self, message: bytes, longest: int) -> list[bytes]:
-        if self._host_memory and longest <= MESSAGE_BYTES:  # sought at the first call, however long that is
-            return self._host_memory.gather(message)
+        if self.host_memory is None:  # sought at the first call, however long its message is
+            remotely = functools.partial(self._gather_remotely, longest=MESSAGE_BYTES)
+            self.host_memory = open_host_memory(self.rank, self.size, MESSAGE_BYTES, remotely) or False
+        if self.host_memory and longest <= MESSAGE_BYTES:
+            return self.host_memory.gather(message)
         return self._gather_remotely(message, longest)
-
-    @functools.cached_property
-    def _host_memory(self) -> HostMemory | None:
-        """Memory that these ranks share, opened when all of them first gather; None if they are on several hosts."""
-        remotely = functools.partial(self._gather_remotely, longest=MESSAGE_BYTES)
-        return open_host_memory(self.rank, self.size, MESSAGE_BYTES, remotely)
 
     @property
     def held_bytes(self) -> int:
@@ -68,15 +66,19 @@ class ProcessTransport(Transport):
         engines = self.copy_engines or CopyEngines(self.rank, self.size, self._device())
         if engines.fits(lane_bytes):
             return
-        reason = self._several_hosts()
-        for step in engines.growth(lane_bytes):
-            reason = reason or self._first_failure(step)
+        apart, failure = self._several_hosts(), None
+        for step in [] if apart else engines.growth(lane_bytes):
+            failure = failure or self._first_failure(step)
+        reason = apart or failure
         self.copy_engines = None if reason else engines
         if reason and self.wants_copy_engines:
             raise RuntimeError(f"copy engines cannot be used: {reason}")
         if reason:
             self.wants_copy_engines = False
-        logger.info("deliveries go %s", f"over NCCL: {reason}" if reason else "by the GPUs' copy engines")
+        if failure:
+            logger.warning("deliveries go over NCCL, which is slower: copy engines cannot be used: %s", failure)
+        else:
+            logger.info("deliveries go %s", f"over NCCL: {apart}" if apart else "by the GPUs' copy engines")
 
     def deliver(
         self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
