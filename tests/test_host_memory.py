@@ -6,10 +6,12 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
 from bmt_burst import transport
 from bmt_burst.transport import host_memory
 from bmt_burst.transport.host_memory import HostMemory, _place_bytes, open_host_memory
+from bmt_burst.transport.torch_dist import TorchTransport
 from tests.helpers import run_ranks
 
 LONGEST = 100
@@ -43,6 +45,24 @@ def test_a_rank_that_does_not_call_is_named(monkeypatch):
     memory = mmap.mmap(-1, 4 * _place_bytes(LONGEST))
     with pytest.raises(TimeoutError, match="rank 1 of the group did not make this call"):
         HostMemory(0, 2, memory, LONGEST).gather(b"here")
+
+
+def test_who_comes_late_learns_that_the_others_gave_up_and_may_go_on_with_them(monkeypatch):
+    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
+    memory = mmap.mmap(-1, 4 * _place_bytes(LONGEST))
+    ranks = [HostMemory(rank, 2, memory, LONGEST) for rank in range(2)]
+    with pytest.raises(TimeoutError, match="rank 1 of the group did not make this call"):
+        ranks[0].gather(b"first")
+    with pytest.raises(TimeoutError, match="rank 0 of the group gave up waiting"):
+        ranks[1].gather(b"first")
+    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 20.0)
+    answers = {}
+    again = [threading.Thread(target=lambda end=end: answers.update({end.rank: end.gather(b"again")})) for end in ranks]
+    for thread in again:
+        thread.start()
+    for thread in again:
+        thread.join()
+    assert answers == {0: [b"again"] * 2, 1: [b"again"] * 2}
 
 
 def test_a_message_counts_once_it_is_whole(monkeypatch):
@@ -93,6 +113,27 @@ def longest_of_many(rank: int) -> float:
         assert ring.gather(f"{rank} {number}".encode()) == [f"{peer} {number}".encode() for peer in range(ring.size)]
     assert ring.host_memory
     return ring.size
+
+
+def two_groups_at_once(rank: int) -> int:
+    """Two threads that make the first calls on two groups, on each rank in another order."""
+    rings = [TorchTransport(dist.new_group([0, 1])) for _ in range(2)]
+
+    def first_call(ring, late):
+        time.sleep(0.5 * late)
+        assert ring.gather(b"here") == [b"here"] * 2
+
+    turns = [(rings[rank], False), (rings[1 - rank], True)]
+    threads = [threading.Thread(target=first_call, args=turn, daemon=True) for turn in turns]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return sum(not thread.is_alive() for thread in threads)
+
+
+def test_threads_may_open_groups_in_any_order():
+    assert run_ranks(2, two_groups_at_once) == [2, 2]
 
 
 def test_processes_of_a_host_use_it():
