@@ -141,17 +141,21 @@ class SequenceParallel:
     def unshard(self, x: Tensor, seq_len: int, dim: int = 1) -> Tensor:
         """The whole of what `shard` cut, on every rank, without gradient; every rank must call it with its part `x`.
 
-        Raises ValueError if `x` does not have this rank's number of a sequence of `seq_len` tokens.
+        Raises ValueError on every rank if any rank's `x` does not have its number of a sequence of `seq_len` tokens, or
+        ranks differ in the other dimensions, the dtype or the arguments.
         """
-        layout = Layout(self.layout, seq_len, self.size)
-        if x.shape[dim] != layout.length(self.rank):
-            raise ValueError(
-                f"x has {x.shape[dim]} tokens, rank {self.rank} owns {layout.length(self.rank)} of {seq_len}"
-            )
-        shapes = [list(x.shape) for _ in range(self.size)]
-        for rank, shape in enumerate(shapes):
-            shape[dim] = layout.length(rank)
         rings = make_rings(self.process_group, self.double_group)
+        mine = {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": seq_len, "dim": dim}
+        everyone = [json.loads(reply) for reply in rings.gather(json.dumps(mine).encode())]
+        for rank, theirs in enumerate(everyone):
+            if any(theirs[name] != mine[name] for name in ("dtype", "seq_len", "dim")):
+                raise ValueError(f"ranks differ in what they join: rank {self.rank} has {mine}, rank {rank} {theirs}")
+        layout, shapes = Layout(self.layout, seq_len, self.size), [theirs["shape"] for theirs in everyone]
+        for rank, shape in enumerate(shapes):
+            expected = list(x.shape)
+            expected[dim] = layout.length(rank)
+            if shape != expected:
+                raise ValueError(f"rank {rank}'s x is {shape}, of {seq_len} tokens along {dim} it should be {expected}")
         return layout.unshard(rings.gather_tensors(x.detach().contiguous(), [torch.Size(s) for s in shapes]), dim)
 
 
@@ -176,6 +180,9 @@ def init_sequence_parallel(
     calls, hosts = zip(*map(json.loads, replies), strict=True)
     if len(set(calls)) > 1:
         raise ValueError(f"ranks differ in init_sequence_parallel's arguments: {list(calls)}")
+    for name, value in (("sp_size", sp_size), ("inner_size", inner_size)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
     if sp_size < 1 or world.size % sp_size:
         raise ValueError(f"sp_size={sp_size} does not divide the world of {world.size} ranks")
     inner_size = _ranks_a_host(hosts, sp_size) if inner_size is None else inner_size

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+_KINDS = {"int": int, "float": int | float, "bool": bool}
+
 
 @dataclass(frozen=True)
 class CPMConfig:
@@ -17,7 +19,7 @@ class CPMConfig:
     init_std        standard deviation of embeddings and, divided by sqrt(hidden_size / dim_model_base), of matrices
 
     The scalings and where they enter: MiniCPM, arXiv 2404.06395, appendix A.1 (tensor programs). Raises ValueError for
-    sizes that do not fit together.
+    values of another type, out of range, or that do not fit together.
     """
 
     vocab_size: int
@@ -36,6 +38,16 @@ class CPMConfig:
     init_std: float = 0.02
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            kind, value = str(field.type).removesuffix(" | None"), getattr(self, field.name)
+            if value is None and "None" in str(field.type):
+                continue
+            if not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == "bool"):
+                raise ValueError(f"{field.name} must be {kind}, got {value!r}")
+            if kind == "float" and not 0 < value < math.inf:
+                raise ValueError(f"{field.name} must be positive and finite, got {value}")
+        if self.dim_model_base is not None and self.dim_model_base < 1:
+            raise ValueError(f"dim_model_base must be positive, got {self.dim_model_base}")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

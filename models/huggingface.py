@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .config import CPMConfig
@@ -44,7 +44,10 @@ class HFWeights(Mapping[str, Tensor]):
         self.config = read_config(self.folder)
         self._files = {}
         for path in sorted(self.folder.glob("*.safetensors")):
-            file = safe_open(path, "pt")
+            try:
+                file = safe_open(path, "pt")
+            except SafetensorError as error:
+                raise ValueError(f"{path}: {error}") from error
             self._files |= dict.fromkeys(file.keys(), file)
         self._check()
 
@@ -92,7 +95,13 @@ def read_config(folder: Path) -> CPMConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json: not a Hugging Face model folder")
-    return config_from_hf(json.loads(file.read_text()))
+    try:
+        hf = json.loads(file.read_text())
+        if not isinstance(hf, dict):
+            raise ValueError(f"it holds a {type(hf).__name__}, not names and values")
+        return config_from_hf(hf)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def config_from_hf(hf: dict[str, Any]) -> CPMConfig:

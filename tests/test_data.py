@@ -169,7 +169,7 @@ def test_every_token_is_a_target_once_an_epoch(token_folder):
 def test_half_written_folders_are_refused(token_folder):
     with open(token_folder / "tokens.bin", "r+b") as file:
         file.truncate(100)
-    with pytest.raises(ValueError, match="has 50 tokens, its index says 101"):
+    with pytest.raises(ValueError, match="has 100 bytes, its index says 202"):
         TokenFile(token_folder)
     (token_folder / "index.json").unlink()
     with pytest.raises(ValueError, match="not a folder that prepare_data"):
@@ -190,6 +190,11 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
         (["--seq-len", "0"], "seq_len must be at least 1, got 0"),
         (["--schedule", "sgd"], "invalid choice: 'sgd'"),
         (["--lr", "-1"], "lr must be positive"),
+        (["--lr", "inf"], "lr must be finite, got inf"),
+        (["--weight-decay", "nan"], "weight_decay must be finite, got nan"),
+        (["--beta1", "1.5"], "beta1 must be at least 0 and below 1, got 1.5"),
+        (["--timeout", "1e10"], "timeout must be at most 1e+08 seconds"),
+        (["--config", "CUT"], "cut.json: Expecting"),
         (["--steps", "10", "--warmup-steps", "6", "--decay-steps", "6"], "longer than the run"),
         (["--config", "missing.toml"], "No such file"),
         (["--config", "BAD"], "unknown option 'sequence'"),
@@ -199,9 +204,11 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
     ],
 )
 def test_wrong_configurations_are_refused(arguments, message, tmp_path, capsys):
+    files = {"BAD": "bad.toml", "CUT": "cut.json"}
     (tmp_path / "bad.toml").write_text("sequence = 3\n")
+    (tmp_path / "cut.json").write_text('{"lr": ')
     with pytest.raises(SystemExit) as stopped:
-        parse_config([str(tmp_path / "bad.toml") if a == "BAD" else a for a in arguments])
+        parse_config([str(tmp_path / files.get(a, a)) if a in files else a for a in arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -39,7 +39,7 @@ def equality(rank: int) -> list[float]:
     for sp in [init_sequence_parallel(size), *([init_sequence_parallel(4, inner_size=2)] if size == 4 else [])]:
         assert sp.unshard(sp.shard(x), 13).equal(x)
         assert sp.unshard(sp.shard(x.transpose(0, 1), 0), 13, 0).equal(x.transpose(0, 1))
-        with pytest.raises(ValueError, match=r"owns .* of 99"):
+        with pytest.raises(ValueError, match="of 99 tokens along 1 it should be"):
             sp.unshard(sp.shard(x), 99)
     if size == 4:
         sp = init_sequence_parallel(4, inner_size=2)
@@ -84,6 +84,17 @@ def misuse(rank: int) -> list[str]:
         init_sequence_parallel(2, inner_size=3)
     with pytest.raises(ValueError, match="unknown layout 'ring'"):
         init_sequence_parallel(2, layout="ring")
+    for wrong in ("2", True, 2.0):
+        with pytest.raises(TypeError, match="sp_size must be a whole number, got"):
+            init_sequence_parallel(wrong)
+    sp = init_sequence_parallel(2)
+    for x, message in (
+        (torch.zeros(2 + rank, 3), "rank 1's x is \\[3, 3\\]|rank 0's x is \\[2, 3\\]"),
+        (torch.zeros(2, 3, dtype=(torch.int64, torch.int32)[rank]), "ranks differ in what they join"),
+        (torch.zeros(2, 3 - rank), "rank 1's x is \\[2, 2\\], of 6 tokens along 1 it should be \\[2, 3\\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sp.unshard(x, 6)
     for arguments in ({"sp_size": 2 - rank}, {"sp_size": 2, "layout": ("zigzag", "striped")[rank]}):
         with pytest.raises(ValueError, match="ranks differ in init_sequence_parallel's arguments"):
             init_sequence_parallel(**arguments)

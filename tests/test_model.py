@@ -126,7 +126,22 @@ def test_presets_have_their_size(preset, billions):
     assert config.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-@pytest.mark.parametrize("change", [{"num_kv_heads": 3}, {"head_dim": 7}, {"num_layers": 0}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_kv_heads": 3},
+        {"head_dim": 7},
+        {"num_layers": 0},
+        {"num_layers": 2.5},
+        {"num_layers": True},
+        {"head_dim": None},
+        {"tie_embeddings": "no"},
+        {"rope_theta": 0.0},
+        {"scale_emb": math.nan},
+        {"init_std": -1},
+        {"dim_model_base": 0},
+    ],
+)
 def test_impossible_shapes_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         dataclasses.replace(SMALL, **change)

@@ -140,10 +140,14 @@ def test_an_older_checkpoint_does_not_overwrite_newer_ones(folder, whole_run):
     older = folder / "older/step_00000002"
     options = {"resume": older, "steps": 4}
     assert "checkpoints that" in train(folder, "older", code=2, **options)
+    newest = folder / "older/step_00000004/state.json"
+    newest.write_text(newest.read_text()[:100])
+    assert "step_00000004 is damaged" in train(folder, "older", **options)
     said = train(folder, "branch", lr=0.001, **options)
     assert "changed since the checkpoint: lr 0.003 -> 0.001" in said
     assert [step for step, _ in curve(folder, "branch", "loss")] == [3, 4]
-    assert len(checkpoint.listed(folder / "older")) == 2
+    assert [path.name for path in checkpoint.listed(folder / "older")] == ["step_00000004", "step_00000002"]
+    assert "there is nothing to do: step 4 of 3 is done" in train(folder, "older", resume="auto", steps=3)
 
 
 def test_bf16_follows_fp32(folder, whole_run):
@@ -160,6 +164,27 @@ def test_a_run_that_diverges_stops_before_it_spoils_the_weights(folder):
     assert f"10 steps in a row were skipped; the last good checkpoint is {folder}/diverging/step_00000001" in said
     assert "NaN" not in (folder / "diverging/metrics.jsonl").read_text()
     assert [p.name for p in (folder / "diverging").glob("step_*")] == ["step_00000001"]
+
+
+def test_a_run_that_ends_in_skipped_steps_keeps_all_it_has_and_is_no_success(folder):
+    options = {"lr": 1e30, "schedule": "linear", "warmup_steps": 0, "save_every": 1, "keep_last": 1}
+    said = train(folder, "poisoned", code=2, steps=6, **options)
+    saved = folder / "poisoned/step_00000001"
+    assert f"5 steps in a row were skipped; the last good checkpoint is {saved}" in said
+    assert [path.name for path in checkpoint.listed(folder / "poisoned")] == ["step_00000006", "step_00000001"]
+    said = train(folder, "poisoned", code=2, steps=20, max_skips=7, resume="auto", **options)
+    assert f"7 steps in a row were skipped; the last good checkpoint is {saved}" in said
+
+
+def test_a_folder_has_one_run_at_a_time(folder):
+    first = subprocess.Popen(command(folder, "shared", steps=100_000), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for_steps(folder / "shared", 3, first)
+    before = (folder / "shared/metrics.jsonl").read_text()
+    said = train(folder, "shared", code=2, processes=2, resume="auto")
+    assert f"{folder}/shared is in use by process {first.pid} on " in said
+    assert (folder / "shared/metrics.jsonl").read_text().startswith(before)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 0
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -220,6 +245,21 @@ def test_a_failing_rank_ends_the_run(folder):
     said, _ = run.communicate(timeout=60)
     assert run.returncode != 0
     assert "ended with code" in said
+    assert "rank 0 lost contact with another rank" in said
+    assert "Traceback" not in said
+
+
+def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):
+    arguments = command(folder, "hanging", processes=2, sp_size=2, timeout=6)
+    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while len(children(run.pid)) < 2:
+        time.sleep(0.02)
+    os.kill(children(run.pid)[1], signal.SIGSTOP)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert "rank 0: no sign of life for" in said
+    assert "in waiting for the other ranks to join" in said
+    assert "init_process_group" in said  # where it waits
 
 
 def children(pid: int) -> list[int]:
@@ -237,6 +277,10 @@ def is_running(pid: int) -> bool:
     ("options", "message"),
     [
         ({"data": "nowhere"}, "nowhere has no index.json"),
+        ({"init_from": "junk.pt"}, "junk.pt is no file of weights"),
+        ({"init_from": "list.pt"}, "list.pt does not hold names and tensors"),
+        ({"init_from": "junk"}, "junk/config.json: it holds a list, not names and values"),
+        ({"model": "cut.json"}, "cut.json: Unterminated string"),
         ({"processes": 2, "sp_size": 3}, "sp_size=3 does not divide the world of 2 ranks"),
         ({"batch_size": 3, "micro_batch_size": 2}, "batch_size=3 is not a multiple of micro_batch_size=2"),
         ({"model": "cpm-huge"}, "neither a preset"),
@@ -249,6 +293,11 @@ def is_running(pid: int) -> bool:
     ],
 )
 def test_wrong_runs_are_refused(folder, options, message):
+    (folder / "junk").mkdir(exist_ok=True)
+    for name, text in (("junk.pt", "junk"), ("junk/config.json", "[]"), ("cut.json", '{"hid')):
+        (folder / name).write_text(text)
+    torch.save([1, 2], folder / "list.pt")
+    options = {k: folder / v if isinstance(v, str) and (folder / v).exists() else v for k, v in options.items()}
     said = train(folder, "wrong", code=2, **options)
     assert message in said
     assert "Traceback" not in said

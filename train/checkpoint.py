@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,19 +39,38 @@ class CheckpointError(ranks.RankError):
     """A checkpoint could not be written or read; says why."""
 
 
-def save(root: Path, state: dict[str, Any], shards: dict[str, Shard], keep_last: int) -> Path:
+def save(root: Path, state: dict[str, Any], shards: dict[str, Shard], keep_last: int | None) -> Path:
     """Writes the checkpoint of state["step"] under `root` and removes all but the newest `keep_last`.
 
-    Every rank calls it. Raises CheckpointError on every rank if any rank could not write; what was there stays.
+    None keeps all. Every rank calls it. Raises CheckpointError on every rank if any rank could not write, or if weights
+    or the optimizer's state are not finite on any; what was there stays.
     """
     final = root / f"step_{state['step']:08d}"
     partial = root / f".{final.name}.partial"
     file = partial / f"rank_{ranks.rank():05d}.safetensors"
-    _on_first_rank(lambda: _prepare(partial))
-    written = ranks.together(lambda: _write_shards(file, shards), CheckpointError)
-    files = dict(ranks.gather(written))
-    _on_first_rank(lambda: _finish(partial, final, state, files, keep_last))
+    try:
+        ranks.together(lambda: _check_finite(shards), CheckpointError)
+        _on_first_rank(lambda: _prepare(partial))
+        written = ranks.together(lambda: _write_shards(file, shards), CheckpointError)
+        files = dict(ranks.gather(written))
+        _on_first_rank(lambda: _finish(partial, final, state, files, keep_last))
+    except CheckpointError as error:
+        if ranks.rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
+        good = last_good(root) or "none"
+        raise CheckpointError(f"could not save {final}: {error}; the last good checkpoint is {good}") from error
     return final
+
+
+def last_good(root: Path) -> Path | None:
+    """The newest checkpoint that was not saved amid skipped steps."""
+    for path in listed(root):
+        try:
+            if not Checkpoint(path).state.get("skips_in_a_row"):
+                return path
+        except CheckpointError:  # whoever wants to resume from it will be told
+            continue
+    return None
 
 
 def newest(root: Path, set_aside: bool = False) -> Path | None:
@@ -78,6 +97,7 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
 
 def find(run_or_checkpoint: Path) -> Path:
     """The checkpoint that a path names: itself or the newest whole one in it. Raises CheckpointError if none is."""
+    run_or_checkpoint = run_or_checkpoint.resolve()
     if not _NAME.fullmatch(run_or_checkpoint.name):
         path = newest(run_or_checkpoint)
         if path is None:
@@ -92,6 +112,8 @@ def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
     """What is wrong with the checkpoint in folder `path`, None if it is whole. Hashes every parts-th file."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
+        if not {"state.json", "rank_00000.safetensors"} <= manifest["files"].keys():
+            return f"its manifest names only {sorted(manifest['files'])}"
         for name, expected in sorted(manifest["files"].items())[part::parts]:
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
@@ -110,9 +132,10 @@ class Checkpoint:
         self.path = path
         try:
             self.state = json.loads((path / "state.json").read_text())
-        except (OSError, ValueError) as error:
+            names = sorted(json.loads((path / "manifest.json").read_text())["files"])
+            self._files = [safe_open(path / name, "pt") for name in names if name.startswith("rank_")]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
-        self._files = [safe_open(file, "pt") for file in sorted(path.glob("rank_*.safetensors"))]
         self._pieces: dict[str, list[tuple[int, int, Any]]] = defaultdict(list)  # key -> (start, stop, slice)
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in self._files:
@@ -179,6 +202,12 @@ def _prepare(partial: Path) -> None:
     partial.mkdir()
 
 
+def _check_finite(shards: dict[str, Shard]) -> None:
+    for key, shard in shards.items():
+        if not shard.flat.isfinite().all():
+            raise ValueError(f"{key} is not finite")
+
+
 def _write_shards(file: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, Any]]:
     """Writes one rank's file and returns its name and manifest entry."""
     tensors = {key: shard.flat.cpu() for key, shard in shards.items()}
@@ -188,7 +217,7 @@ def _write_shards(file: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, 
     return file.name, _entry(file)
 
 
-def _finish(partial: Path, final: Path, state: dict[str, Any], files: dict[str, Any], keep_last: int) -> None:
+def _finish(partial: Path, final: Path, state: dict[str, Any], files: dict[str, Any], keep_last: int | None) -> None:
     files["state.json"] = _write_json(partial / "state.json", state)
     _write_json(partial / "manifest.json", {"format": 1, "step": state["step"], "files": files})
     _sync(partial)
@@ -196,7 +225,7 @@ def _finish(partial: Path, final: Path, state: dict[str, Any], files: dict[str, 
         _remove(final)
     partial.rename(final)
     _sync(final.parent)
-    for old in listed(final.parent)[keep_last:]:
+    for old in listed(final.parent)[keep_last:] if keep_last else []:
         _remove(old)
 
 

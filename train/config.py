@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ def option(default: Any, group: str, help: str, **extra) -> Any:
     return field(default=default, metadata={"group": group, "help": help, **extra})
 
 
+_LONGEST_TIMEOUT = 1e8  # seconds; longer ones overflow timers
 MODEL, DATA, PARALLEL, OPTIMIZER, RUN = "model", "data", "parallelism", "optimization", "the run"
 
 
@@ -111,6 +113,14 @@ class TrainConfig:
         for name in ("warmup", "decay", "save_every", "eval_every", "weight_decay", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        if self.timeout > _LONGEST_TIMEOUT:
+            raise ValueError(f"timeout must be at most {_LONGEST_TIMEOUT:.0e} seconds, got {self.timeout}")
         for name in ("lr", "clip", "timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -146,7 +156,7 @@ class TrainConfig:
             raise ValueError(f"model {self.model!r} is neither a preset ({', '.join(PRESETS)}) nor a JSON file")
         try:
             return CPMConfig(**json.loads(path.read_text()))
-        except TypeError as error:  # fields that are missing or unknown
+        except (TypeError, ValueError) as error:  # fields that are missing, unknown or wrong; text that is no JSON
             raise ValueError(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
@@ -191,12 +201,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
-    if path.suffix == ".toml":
-        values = tomllib.loads(path.read_text())
-    elif path.suffix == ".json":
-        values = json.loads(path.read_text())
-    else:
+    formats = {".toml": tomllib.loads, ".json": json.loads}
+    if path.suffix not in formats:
         raise ValueError(f"a config file ends in .toml or .json, got {path}")
+    try:
+        values = formats[path.suffix](path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold names and values, got {type(values).__name__}")
     fields = {f.name: f for f in dataclasses.fields(TrainConfig)}

@@ -30,16 +30,24 @@ class TokenFile:
         index_file = self.folder / "index.json"
         if not index_file.is_file():
             raise ValueError(f"{self.folder} has no index.json: not a folder that prepare_data.py finished")
-        self.index = json.loads(index_file.read_text())
-        if missing := {"tokens", "dtype", "vocab_size"} - set(self.index):
-            raise ValueError(f"{index_file} lacks {sorted(missing)}")
+        try:
+            self.index = json.loads(index_file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{index_file}: {error}") from error
+        for name, kind in (("tokens", int), ("dtype", str), ("vocab_size", int)):
+            if not isinstance(self.index, dict) or not isinstance(self.index.get(name), kind):
+                raise ValueError(f"{index_file} has no {name}, {kind.__name__}")
         if self.index["dtype"] not in ("uint16", "uint32"):
             raise ValueError(f"{index_file} names dtype {self.index['dtype']!r}, not uint16 or uint32")
-        if not (self.folder / "tokens.bin").is_file():
+        file = self.folder / "tokens.bin"
+        if not file.is_file():
             raise ValueError(f"{self.folder} has no tokens.bin")
-        self.tokens = np.memmap(self.folder / "tokens.bin", dtype=self.index["dtype"], mode="r")
-        if len(self.tokens) != self.index["tokens"]:
-            raise ValueError(f"{self.folder} has {len(self.tokens)} tokens, its index says {self.index['tokens']}")
+        expected = self.index["tokens"] * np.dtype(self.index["dtype"]).itemsize
+        if file.stat().st_size != expected:
+            raise ValueError(f"{file} has {file.stat().st_size} bytes, its index says {expected}")
+        if not expected:
+            raise ValueError(f"{file} is empty")
+        self.tokens = np.memmap(file, dtype=self.index["dtype"], mode="r")
 
 
 @dataclass(frozen=True)
@@ -66,9 +74,14 @@ class Sequences:
         return int(_permutation(self.seed, epoch, len(self))[place])
 
     def read(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of sequence `index`: two (seq_len,) int64 tensors."""
+        """Inputs and labels of sequence `index`: two (seq_len,) int64 tensors. Raises ValueError for unknown tokens."""
         start = index * self.seq_len
         window = torch.from_numpy(self.file.tokens[start : start + self.seq_len + 1].astype(np.int64))
+        if window.max() >= self.file.index["vocab_size"]:
+            raise ValueError(
+                f"{self.file.folder}: token {int(window.max())} in tokens {start} to {start + len(window) - 1}, "
+                f"of a vocabulary of {self.file.index['vocab_size']}"
+            )
         inputs = torch.zeros(self.seq_len, dtype=torch.int64)
         labels = torch.full((self.seq_len,), IGNORE_INDEX)
         inputs[: len(window) - 1], labels[: len(window) - 1] = window[:-1], window[1:]

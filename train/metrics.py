@@ -10,8 +10,10 @@ Only rank 0 has a Metrics; its folder gets
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,11 @@ class Metrics:
         """Writes one record; non-integers with full precision."""
         record = {"step": step, **values}
         self.records.append(record)
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from error
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
@@ -98,18 +103,22 @@ def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
             )
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
 
 def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """The records up to `step`; the file is left with just these. A last line that was cut short is dropped."""
+    """The records up to `step`; the file is left with just these. Lines that cannot be read are dropped, and said."""
     records = []
-    if file.is_file():
-        lines = file.read_text().splitlines(keepends=True)
-        records = [json.loads(line) for line in lines if line.endswith("\n")]
-        records = [record for record in records if record["step"] <= step]
+    for number, line in enumerate(file.read_text().splitlines() if file.is_file() else []):
+        try:
+            record = json.loads(line)
+            if record["step"] <= step:
+                records.append(record)
+        except (ValueError, KeyError, TypeError):
+            print(f"{file}: line {number + 1} is no record, and is dropped", file=sys.stderr)
     partial = file.with_name(file.name + ".partial")
     partial.write_text("".join(json.dumps(record) + "\n" for record in records))
     os.replace(partial, file)

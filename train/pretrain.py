@@ -9,8 +9,11 @@ code 0; --resume auto goes on from there with the same losses as if it had not s
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+import pickle
+import re
 import signal
 import sys
 import time
@@ -44,11 +47,13 @@ from train.data import Sequences, TokenFile
 from train.distributed import init_distributed
 from train.flops import peak_tflops, step_flops
 from train.launch import die_with_launcher, launch
+from train.lock import lock
 from train.metrics import Metrics
 from train.schedule import learning_rate
 from train.tokenizer import load_tokenizer
 from train.watchdog import Watchdog
 
+_LOST_CONTACT = re.compile("Connection (closed|reset|refused)|Broken pipe|Socket closed")  # gloo's RuntimeErrors
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -66,32 +71,35 @@ class StopSignal:
 
 @dataclass
 class Progress:
-    """How far a run has come: steps, samples read by all ranks together, and steps skipped as not finite."""
+    """How far a run has come: steps, samples read; steps skipped as not finite, in all and last."""
 
     step: int = 0
     samples: int = 0
     skipped: int = 0
+    skips_in_a_row: int = 0
 
 
 class Trainer:
     """One rank of a run."""
 
-    def __init__(self, config: TrainConfig, device: torch.device, stop: StopSignal):
-        self.config, self.device, self.stop = config, device, stop
+    def __init__(self, config: TrainConfig, device: torch.device, stop: StopSignal, watchdog: Watchdog):
+        self.config, self.device, self.stop, self.watchdog = config, device, stop, watchdog
         self.rank, self.root = dist.get_rank(), Path(config.output)
+        watchdog.alive("opening files and making groups")
         ranks.together(self._check_and_open)
+        ranks.together(lambda: watchdog.write_to(self.root / "stacks"))
         self.sp = ranks.together(
             lambda: init_sequence_parallel(config.sp_size, layout=config.layout, inner_size=config.inner_size)
         )
         self.dp_rank, self.dp_size = self.rank // self.sp.size, dist.get_world_size() // self.sp.size
         ranks.together(self._check_sizes)
         self.positions = self.sp.positions(config.seq_len, device)
+        watchdog.alive("building the model")
         self.engine = self._make_engine()
+        watchdog.alive("reading a checkpoint")
         self.progress = self._resume()
-        self.skips_in_a_row = 0
         self.clock = Clock(device)
-        self.watchdog = Watchdog(self.root / "stacks", self.rank, config.timeout)
-        self.metrics = Metrics(self.root, self.progress.step, config.steps) if self.rank == 0 else None
+        self.metrics = ranks.together(self._open_metrics)
 
     def _make_engine(self) -> Engine:
         config = self.config
@@ -107,25 +115,30 @@ class Trainer:
         return TorchEngine(**common, device=self.device)
 
     def run(self) -> bool:
-        """Trains to the last step or until told to stop; returns whether the last step was reached."""
+        """Trains to the last step or until told to stop; returns whether the last step was reached.
+
+        Raises FloatingPointError on every rank if the last steps were skipped.
+        """
         config, progress = self.config, self.progress
-        if self.rank == 0:
-            load_tokenizer(self.train_data.file.folder).save(self.root / "tokenizer")
         self._say(self._description())
+        if progress.step >= config.steps:
+            self._say(f"there is nothing to do: step {progress.step} of {config.steps} is done")
         stopping = False
         while progress.step < config.steps and not stopping:
             stopping = self._train_step()
             last = progress.step == config.steps
             if self.val_data and (last or (_due(progress.step, config.eval_every) and not stopping)):
                 self._record(val_loss=self._evaluate())
-            due = _due(progress.step, config.save_every) and not self.skips_in_a_row
+            due = _due(progress.step, config.save_every) and not progress.skips_in_a_row
             if config.save and (last or stopping or due):
                 self.watchdog.alive(f"saving step {progress.step}")
-                path = checkpoint.save(self.root, self._state(), self.engine.state(), config.keep_last)
+                keep_last = None if progress.skips_in_a_row else config.keep_last  # one of these may be needed
+                path = checkpoint.save(self.root, self._state(), self.engine.state(), keep_last)
                 self._say(f"step {progress.step}: saved {path}")
         if self.metrics:
             self.metrics.close()
-        self.watchdog.close()
+        if progress.step >= config.steps and progress.skips_in_a_row:
+            raise FloatingPointError(self._skipped("the run ended"))
         return progress.step >= config.steps
 
     def _train_step(self) -> bool:
@@ -171,17 +184,18 @@ class Trainer:
             grad_norm = self.engine.step(lr, self.config.clip)
         except FloatingPointError as error:
             self.progress.skipped += 1
-            self.skips_in_a_row += 1
-            self._say(f"step {self.progress.step}: skipped, {error}; {self.skips_in_a_row} in a row")
-            if self.skips_in_a_row == self.config.max_skips:
-                last = next(iter(checkpoint.listed(self.root)), "none")
-                raise FloatingPointError(
-                    f"step {self.progress.step}: {error}; {self.skips_in_a_row} steps in a row were skipped; "
-                    f"the last good checkpoint is {last}"
-                ) from error
+            self.progress.skips_in_a_row += 1
+            self._say(f"step {self.progress.step}: skipped, {error}; {self.progress.skips_in_a_row} in a row")
+            if self.progress.skips_in_a_row >= self.config.max_skips:
+                raise FloatingPointError(self._skipped(str(error))) from error
             return {"skipped": self.progress.skipped}
-        self.skips_in_a_row = 0
+        self.progress.skips_in_a_row = 0
         return {"loss": loss, "grad_norm": grad_norm}
+
+    def _skipped(self, what: str) -> str:
+        good = checkpoint.last_good(self.root) or "none"
+        skips = f"{self.progress.skips_in_a_row} steps in a row were skipped"
+        return f"step {self.progress.step}: {what}; {skips}; the last good checkpoint is {good}"
 
     def _speed(self, seconds: float) -> dict[str, float]:
         """Tokens a second over all ranks, TFLOP/s and MFU of a rank, and peak memory."""
@@ -229,12 +243,20 @@ class Trainer:
         return self.sp.shard(tokens).to(self.device), self.sp.shard(labels).to(self.device)
 
     def _check_and_open(self) -> None:
-        """What each rank can do on its own: the model's shape, its kernel, the data."""
+        """What each rank can do on its own: the model's shape, its kernel, the data; rank 0 locks the output."""
         config = self.config
+        self.lock = lock(self.root) if self.rank == 0 else None
         self.model_config = config.model_config()
         self._check_kernel()
         self.train_data = self._open(config.data)
         self.val_data = self._open(config.val_data) if config.val_data else None
+        self.tokenizer = load_tokenizer(self.train_data.file.folder)
+
+    def _open_metrics(self) -> Metrics | None:
+        if self.rank:
+            return None
+        self.tokenizer.save(self.root / "tokenizer")
+        return Metrics(self.root, self.progress.step, self.config.steps)
 
     def _check_sizes(self) -> None:
         config = self.config
@@ -267,12 +289,11 @@ class Trainer:
             if checkpoint.listed(self.root):
                 raise ranks.RankError(f"{self.root} has checkpoints: give --resume auto to go on, or another --output")
             return ranks.together(self._start)
-        auto = config.resume == "auto"
-        path = checkpoint.newest(self.root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
+        newest = checkpoint.newest(self.root, set_aside=True)
+        path = newest if config.resume == "auto" else checkpoint.find(Path(config.resume))
         if path is None:
             return ranks.together(self._start)
-        newest = next(iter(checkpoint.listed(self.root)), path)
-        if newest.resolve() != path.resolve():
+        if newest and newest.resolve() != path.resolve():
             raise ranks.RankError(f"{self.root} has checkpoints that {path} does not lead to: give another --output")
         return ranks.together(lambda: self._load(checkpoint.Checkpoint(path)))
 
@@ -287,7 +308,7 @@ class Trainer:
         if saved.state["config"]["dtype"] == self.config.dtype:
             self.engine.loss_scale = saved.state.get("loss_scale", self.engine.loss_scale)
         saved.restore_rng(self.rank)
-        return Progress(saved.state["step"], saved.state["samples"], saved.state.get("skipped", 0))
+        return Progress(**{field.name: saved.state.get(field.name, 0) for field in dataclasses.fields(Progress)})
 
     def _name_changes(self, before: dict) -> None:
         """Says which settings that matter for the result differ from those of the run that is resumed."""
@@ -315,7 +336,12 @@ class Trainer:
     def _starting_weights(self, source: str) -> Mapping[str, Tensor]:
         if not source.endswith(".pt"):
             return HFWeights(source)
-        weights = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
+        try:
+            weights = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{source} is no file of weights: {str(error).splitlines()[0]}") from error
+        if not isinstance(weights, dict) or not all(isinstance(weight, Tensor) for weight in weights.values()):
+            raise ValueError(f"{source} does not hold names and tensors")
         expected = {name: shard.shape for name, shard in self._weight_shards().items()}
         found = {name: tuple(weight.shape) for name, weight in weights.items()}
         if found != expected:
@@ -329,9 +355,7 @@ class Trainer:
 
     def _state(self) -> dict:
         return {
-            "step": self.progress.step,
-            "samples": self.progress.samples,
-            "skipped": self.progress.skipped,
+            **dataclasses.asdict(self.progress),
             "optimizer_steps": self.engine.optimizer_steps,
             "loss_scale": self.engine.loss_scale,
             "data": self._data_identity(),
@@ -373,8 +397,10 @@ def main(argv: Sequence[str]) -> int:
     die_with_launcher()
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # kernels compiled once are there next time
     stop = StopSignal()
+    watchdog = Watchdog(ranks.rank(), config.timeout)
     try:
-        trainer = Trainer(config, init_distributed(config), stop)
+        watchdog.alive("waiting for the other ranks to join")
+        trainer = Trainer(config, init_distributed(config), stop, watchdog)
         finished = trainer.run()
     except (ranks.RankError, FloatingPointError) as error:  # alike on every rank
         if ranks.rank() == 0:
@@ -383,6 +409,14 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"pretrain.py: rank {ranks.rank()}: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not _LOST_CONTACT.search(str(error)):
+            raise
+        lost = f"rank {ranks.rank()} lost contact with another rank, whose own message may say why"
+        print(f"pretrain.py: {lost}; in {watchdog.doing}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    finally:
+        watchdog.close()
     if trainer.rank == 0 and not finished:
         how = "to go on, run the same command with --resume auto" if config.save else "nothing was saved"
         print(f"stopped after step {trainer.progress.step}; {how}")

@@ -126,5 +126,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     spec_file = folder / _SPEC
     if not spec_file.is_file():
         raise ValueError(f"{folder} has no tokenizer ({_SPEC})")
-    spec = json.loads(spec_file.read_text())
-    return _BY_NAME[spec["kind"]](*([folder / spec["file"]] if spec["file"] else []))
+    try:
+        spec = json.loads(spec_file.read_text())
+        kind, file = _BY_NAME[spec["kind"]], spec["file"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}") from error
+    return kind(folder / file) if file else kind()
