@@ -97,7 +97,8 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
 
 def find(run_or_checkpoint: Path) -> Path:
     """The checkpoint that a path names: itself or the newest whole one in it. Raises CheckpointError if none is."""
-    run_or_checkpoint = run_or_checkpoint.resolve()
+    if run_or_checkpoint.is_symlink():
+        run_or_checkpoint = run_or_checkpoint.resolve()
     if not _NAME.fullmatch(run_or_checkpoint.name):
         path = newest(run_or_checkpoint)
         if path is None:
