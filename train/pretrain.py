@@ -117,7 +117,7 @@ class Trainer:
     def run(self) -> bool:
         """Trains to the last step or until told to stop; returns whether the last step was reached.
 
-        Raises FloatingPointError on every rank if the last steps were skipped.
+        Raises FloatingPointError on every rank if the last steps were skipped; a single one may be the loss scale's.
         """
         config, progress = self.config, self.progress
         self._say(self._description())
@@ -137,7 +137,7 @@ class Trainer:
                 self._say(f"step {progress.step}: saved {path}")
         if self.metrics:
             self.metrics.close()
-        if progress.step >= config.steps and progress.skips_in_a_row:
+        if progress.step >= config.steps and progress.skips_in_a_row > 1:
             raise FloatingPointError(self._skipped("the run ended"))
         return progress.step >= config.steps
 
@@ -307,6 +307,7 @@ class Trainer:
         self.engine.load(saved.read, saved.state["optimizer_steps"])
         if saved.state["config"]["dtype"] == self.config.dtype:
             self.engine.loss_scale = saved.state.get("loss_scale", self.engine.loss_scale)
+            self.engine.steps_at_scale = saved.state.get("steps_at_scale", 0)
         saved.restore_rng(self.rank)
         return Progress(**{field.name: saved.state.get(field.name, 0) for field in dataclasses.fields(Progress)})
 
@@ -358,6 +359,7 @@ class Trainer:
             **dataclasses.asdict(self.progress),
             "optimizer_steps": self.engine.optimizer_steps,
             "loss_scale": self.engine.loss_scale,
+            "steps_at_scale": self.engine.steps_at_scale,
             "data": self._data_identity(),
             "model": self.model_config.to_dict(),
             "config": self.config.to_dict(),

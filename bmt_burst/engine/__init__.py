@@ -31,11 +31,13 @@ class Shard:
 class Engine(ABC):
     """One model under training. All methods that communicate must be called by every rank.
 
-    loss_scale  of fp16 training: gradients are those of the loss times this until the step, so that small ones do not
-                vanish; it halves when they overflow and doubles after many steps without. 1 in other dtypes.
+    loss_scale      of fp16 training: gradients are those of the loss times this until the step, so that small ones do
+                    not vanish; it halves when they overflow and doubles after many steps without. 1 in other dtypes.
+    steps_at_scale  steps without overflow since it changed
     """
 
     loss_scale: float = 1.0
+    steps_at_scale: int = 0
     rank: int
     world_size: int
     device: torch.device

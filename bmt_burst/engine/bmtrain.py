@@ -49,7 +49,6 @@ class BMTrainEngine(MasterEngine):
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._scales_loss = dtype == torch.float16
         self.loss_scale = _FIRST_LOSS_SCALE if self._scales_loss else 1.0
-        self._steps_at_scale = 0
         with torch.device("meta"):
             self.model = build()
         empty = {"dtype": dtype, "device": self.device}  # until the masters' start is stored below
@@ -84,14 +83,14 @@ class BMTrainEngine(MasterEngine):
         except FloatingPointError as error:
             if not self._scales_loss:
                 raise
-            self.loss_scale, self._steps_at_scale = self.loss_scale / 2, 0
+            self.loss_scale, self.steps_at_scale = self.loss_scale / 2, 0
             raise FloatingPointError(f"{error}; the loss scale is now {self.loss_scale:g}") from error
         finally:
             self.clear_gradients()
         self._store_weights()
-        self._steps_at_scale += 1
-        if self._scales_loss and self._steps_at_scale == _DOUBLE_EVERY:
-            self.loss_scale, self._steps_at_scale = self.loss_scale * 2, 0
+        self.steps_at_scale += 1
+        if self._scales_loss and self.steps_at_scale == _DOUBLE_EVERY:
+            self.loss_scale, self.steps_at_scale = self.loss_scale * 2, 0
         return norm
 
     def adopt_weights(self) -> None:
