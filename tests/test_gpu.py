@@ -122,7 +122,7 @@ def equality(rank: int, size: int) -> dict[str, float]:
         shards = [x.requires_grad_() for x in shards]
         exact = reference(*tensors, causal, 0.1)
         expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
-        two_blocks = 2 * shards[1][:, :, :1].nbytes * 2 * heads // kv_heads
+        two_blocks = 2 * 2 * tensors[0][:, : -(-tokens // size), : heads // kv_heads].nbytes  # q and dout of a kv head
         sizes = (two_blocks, 1 << 30)
         for (ring, group), backward, group_bytes in itertools.product(groups.items(), ("q", "kv"), sizes):
             options = {"layout": layout, "causal": causal, "backward": backward, "group_bytes": group_bytes}
