@@ -127,7 +127,7 @@ class Machine:
             failure = reason if isinstance(caught, Unavailable) else f"{type(caught).__name__}: {reason}"
         failures: list = [None] * self.size
         dist.all_gather_object(failures, failure)
-        if None in failures and any(failures):
+        if len({failure and failure.partition(":")[0] for failure in failures}) > 1:
             raise RuntimeError(f"failures by rank: {failures}")
         if failures[0] and self.cuda:
             torch.cuda.empty_cache()

@@ -32,34 +32,26 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Outputs:
-    """Adds up the attention output of queries `q` (B, S, H, D) over key sets as they come.
+    """Adds up the attention output over key sets as they come; it ends up in out (B, S, H, D) and lse (B, H, S).
 
-    Partial results are folded into one, in the accumulator's dtype, whenever those that wait exceed `limit` bytes.
+    Partial results are folded into one, in lse's dtype, whenever those that wait exceed `limit` bytes.
     """
 
-    def __init__(self, q: Tensor, limit: int = 0):
-        self.shape, self.dtype, self.device, self.limit = q.shape, q.dtype, q.device, limit
+    def __init__(self, out: Tensor, lse: Tensor, limit: int = 0):
+        self.out, self.lse, self.limit = out, lse, limit
         self.parts: list[tuple[Span, Tensor, Tensor]] = []
 
     def add(self, span: Span, out: Tensor, lse: Tensor) -> None:
         """A partial result of queries span[0]..span[1] - 1: out (B, T, H, D), lse (B, H, T)."""
         self.parts.append((span, out, lse))
         if len(self.parts) > 1 and sum(out.nbytes for _, out, _ in self.parts) > self.limit:
-            self.parts = [((0, self.shape[1]), *self._merged(accumulator_dtype(self.dtype)))]
+            wide = torch.empty(self.out.shape, dtype=self.lse.dtype, device=self.out.device), torch.empty_like(self.lse)
+            _backend(wide[0], "merge_outputs")(*wide, self.parts)
+            self.parts = [((0, self.out.shape[1]), *wide)]
 
-    def result(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """out (B, S, H, D) in q's dtype and lse (B, H, S), fp32 or fp64; written to `into` if that is given."""
-        return self._merged(self.dtype, into)
-
-    def _merged(self, dtype: torch.dtype, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        batch, tokens, heads, _ = self.shape
-        if into is None and _is_whole(self.parts, tokens, dtype):
-            return self.parts[0][1:]
-        if into is None:
-            out = torch.empty(self.shape, dtype=dtype, device=self.device)
-            into = out, torch.empty(batch, heads, tokens, dtype=accumulator_dtype(self.dtype), device=self.device)
-        _backend(into[0], "merge_outputs")(*into, self.parts)
-        return into
+    def result(self) -> None:
+        """Fills out and lse."""
+        _backend(self.out, "merge_outputs")(self.out, self.lse, self.parts)
 
 
 class Gradients:
@@ -89,7 +81,8 @@ class Gradients:
         self.parts = [((0, self.shape[1]), self.total)]
 
     def result(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum, 0 where no part came: in `into`, or contiguous in `dtype` (by default the tensor's)."""
+        """The sum, 0 where no part came: in `into`, else contiguous in `dtype` (by default the tensor's)."""
+        assert dtype is None or self.into is None, "the sum's place has a dtype"
         dtype = dtype or self.dtype
         if self.into is None and _is_whole(self.parts, self.shape[1], dtype):
             return self.parts[0][1].contiguous()

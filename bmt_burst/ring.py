@@ -69,13 +69,13 @@ def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         own_out, own_lse = plan.kernel.forward(q, k, v, causal=plan.causal, **plan.kernel_options)
         out, lse = _result(own_out, q), torch.empty_like(own_lse) if passes else own_lse
         for heads in passes:
-            total = Outputs(q[:, :, heads.q], _OUTPUTS_WAITING * plan.group_bytes)
+            queries = q[:, :, heads.q]
+            total = Outputs(out[:, :, heads.q], lse[:, heads.q], _OUTPUTS_WAITING * plan.group_bytes)
             total.add((0, q.shape[1]), own_out[:, :, heads.q], own_lse[:, heads.q])
-            for group, (k_group, v_group) in tour.visits(heads):
-                for rows, columns, causal in _calls_by_query(group.pieces):
-                    call = _rows(q, rows)[:, :, heads.q], _rows(k_group, columns), _rows(v_group, columns)
-                    total.add(rows, *plan.kernel.forward(*call, causal=causal, **plan.kernel_options))
-            total.result(into=(out[:, :, heads.q], lse[:, heads.q]))
+            for group, block in tour.visits(heads):
+                _attend(plan, group, queries, block, total)
+                del block  # the next one may take its memory
+            total.result()
     return out, lse
 
 
@@ -98,11 +98,9 @@ def backward(
             homecoming = stack.enter_context(_Homecoming(plan, heads, leaving))
             here = home.heads(heads.q), (k[:, :, heads.kv], v[:, :, heads.kv])
             for group, block in tour.visits(heads):
-                queries, keys = (here[0], block) if travels == "kv" else (_visiting(plan, block), here[1])
-                for tile in _calls_by_block(heads.routes, group.pieces):
-                    mine, theirs = _split(travels, _tile_backward(plan, tile, queries, *keys))
-                    _add(staying, heads.routes.home_side(tile), mine)
-                    homecoming.take(heads.routes.away_side(tile), theirs)
+                sides = (here[0], block) if travels == "kv" else (_visiting(plan, block), here[1])
+                _differentiate(plan, heads.routes, group, *sides, staying, homecoming)
+                del block, sides  # the next one may take its memory
                 if before:
                     before.finish()
                     before = None
@@ -160,7 +158,11 @@ class _Tour:
         self.here: Delivery | None = None
 
     def __enter__(self) -> _Tour:
-        self._begin_pass()
+        try:
+            self._begin_pass()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_exception) -> None:  # if the caller gave up, the next call must find all as it should be
@@ -180,7 +182,7 @@ class _Tour:
         rounds = heads.routes.rounds(self.plan.rank)
         for number, (opening, *groups) in enumerate(rounds):
             (root, self.root), is_last = (self.root, ()), number + 1 == len(rounds)
-            if is_last and not groups:
+            if is_last and not groups:  # a host has one rank
                 self._begin_pass()
             if number:
                 yield opening, root
@@ -283,6 +285,29 @@ def _begun(plan: Plan, own: Tensor, into: Tensor) -> Gradients:
     total = Gradients(into.shape, into.dtype, into.device, int(_GRADIENTS_WAITING * plan.group_bytes), into)
     total.add((0, into.shape[1]), own)
     return total
+
+
+def _attend(plan: Plan, group: Group, q: Tensor, block: tuple[Tensor, ...], total: Outputs) -> None:
+    """Adds to `total` what q of the home tokens finds in a group, whose k and v are `block`."""
+    for rows, columns, causal in _calls_by_query(group.pieces):
+        k, v = (_rows(x, columns) for x in block)
+        total.add(rows, *plan.kernel.forward(_rows(q, rows), k, v, causal=causal, **plan.kernel_options))
+
+
+def _differentiate(
+    plan: Plan,
+    routes: Routes,
+    group: Group,
+    queries: Queries,
+    keys: tuple[Tensor, ...],
+    staying: Sequence[Gradients],
+    homecoming: _Homecoming,
+) -> None:
+    """Adds the gradients of a group's tiles to those that stay, and hands over those that go home."""
+    for tile in _calls_by_block(routes, group.pieces):
+        mine, theirs = _split(routes.travels, _tile_backward(plan, tile, queries, *keys))
+        _add(staying, routes.home_side(tile), mine)
+        homecoming.take(routes.away_side(tile), theirs)
 
 
 def _split(travels: str, of_qkv: Sequence[Summand]) -> tuple[Sequence[Summand], Sequence[Summand]]:

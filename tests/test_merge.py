@@ -10,11 +10,12 @@ from tests.helpers import relative_error
 
 
 def merged(parts, dtype=torch.float32):
-    total = Outputs(torch.zeros(1, 1, 1, 2, dtype=dtype))
+    total = Outputs(torch.empty(1, 1, 1, 2, dtype=dtype), torch.empty(1, 1, 1, dtype=accumulator_dtype(dtype)))
     for value, lse in parts:
         out = torch.full((1, 1, 1, 2), value, dtype=dtype)
         total.add((0, 1), out, torch.full((1, 1, 1), lse, dtype=accumulator_dtype(dtype)))
-    out, lse = total.result()
+    total.result()
+    out, lse = total.out, total.lse
     return out[0, 0, 0, 0].item(), lse.item()
 
 
@@ -56,7 +57,8 @@ def test_spans_add_up_whenever_they_are_folded(limit):
     q = torch.randn(2, 7, 3, 4, dtype=torch.float64)
     outs = [torch.randn(2, b - a, 3, 4, dtype=torch.float64) for a, b in SPANS]
     lses = [torch.randn(2, 3, b - a, dtype=torch.float64) for a, b in SPANS]
-    outputs, gradients = Outputs(q, limit), Gradients(q.shape, q.dtype, q.device, limit)
+    outputs = Outputs(torch.empty_like(q), torch.empty(2, 3, 7, dtype=q.dtype), limit)
+    gradients = Gradients(q.shape, q.dtype, q.device, limit)
     weighted, weights, total = torch.zeros_like(q), torch.zeros(2, 7, 3, 1, dtype=torch.float64), torch.zeros_like(q)
     for span, out, lse in zip(SPANS, outs, lses, strict=True):
         outputs.add(span, out, lse)
@@ -65,9 +67,9 @@ def test_spans_add_up_whenever_they_are_folded(limit):
         weighted[:, slice(*span)] += weight * out
         weights[:, slice(*span)] += weight
         total[:, slice(*span)] += out
-    out, lse = outputs.result()
-    assert relative_error(out, weighted / weights) < 1e-14
-    assert relative_error(lse, weights.log().squeeze(-1).transpose(1, 2)) < 1e-14
+    outputs.result()
+    assert relative_error(outputs.out, weighted / weights) < 1e-14
+    assert relative_error(outputs.lse, weights.log().squeeze(-1).transpose(1, 2)) < 1e-14
     assert relative_error(gradients.result(), total) < 1e-14
     assert len(outputs.parts) == (1 if limit == 0 else len(SPANS))
 

@@ -114,7 +114,7 @@ class TrainConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name, value in vars(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
+            if isinstance(value, float) and not math.isfinite(value) and (name, value) != ("clip", math.inf):
                 raise ValueError(f"{name} must be finite, got {value}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:

@@ -72,7 +72,7 @@ def _stop_others(ranks: list[subprocess.Popen]) -> int:
     _kill(ranks)
     ended = ", ".join(f"rank {number} ended with code {code}" for number, code in codes.items())
     print(f"{ended}; the run is over", file=sys.stderr)
-    return _EXPLAINED if _EXPLAINED in codes.values() else next(iter(codes.values()))
+    return next((code for code in (_EXPLAINED, EXIT_CODE) if code in codes.values()), next(iter(codes.values())))
 
 
 def _kill(ranks: list[subprocess.Popen]) -> None:

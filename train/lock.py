@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import socket
@@ -29,8 +28,6 @@ def lock(folder: Path) -> TextIO:
         file.close()
         raise ValueError(f"{folder} is in use by {owner}: wait for it, or give another --output") from None
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
-            raise
         print(f"{folder} cannot be locked ({error.strerror}): let no other run write to it", file=sys.stderr)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

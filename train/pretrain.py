@@ -53,7 +53,8 @@ from train.schedule import learning_rate
 from train.tokenizer import load_tokenizer
 from train.watchdog import Watchdog
 
-_LOST_CONTACT = re.compile("Connection (closed|reset|refused)|Broken pipe|Socket closed")  # gloo's RuntimeErrors
+# What gloo and NCCL say, in RuntimeErrors, when a peer is gone.
+_LOST_CONTACT = re.compile("Connection (closed|reset|refused) by|Broken pipe|Socket closed|remote process exited")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -245,12 +246,12 @@ class Trainer:
     def _check_and_open(self) -> None:
         """What each rank can do on its own: the model's shape, its kernel, the data; rank 0 locks the output."""
         config = self.config
-        self.lock = lock(self.root) if self.rank == 0 else None
         self.model_config = config.model_config()
         self._check_kernel()
         self.train_data = self._open(config.data)
         self.val_data = self._open(config.val_data) if config.val_data else None
         self.tokenizer = load_tokenizer(self.train_data.file.folder)
+        self.lock = lock(self.root) if self.rank == 0 else None
 
     def _open_metrics(self) -> Metrics | None:
         if self.rank:
@@ -289,11 +290,14 @@ class Trainer:
             if checkpoint.listed(self.root):
                 raise ranks.RankError(f"{self.root} has checkpoints: give --resume auto to go on, or another --output")
             return ranks.together(self._start)
-        newest = checkpoint.newest(self.root, set_aside=True)
-        path = newest if config.resume == "auto" else checkpoint.find(Path(config.resume))
+        auto = config.resume == "auto"
+        path = checkpoint.newest(self.root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
         if path is None:
             return ranks.together(self._start)
-        if newest and newest.resolve() != path.resolve():
+        newest = next(iter(checkpoint.listed(self.root)), path)
+        if newest.resolve() != path.resolve():
+            newest = checkpoint.newest(self.root, set_aside=True)  # it may be damaged
+        if newest.resolve() != path.resolve():
             raise ranks.RankError(f"{self.root} has checkpoints that {path} does not lead to: give another --output")
         return ranks.together(lambda: self._load(checkpoint.Checkpoint(path)))
 
@@ -412,18 +416,20 @@ def main(argv: Sequence[str]) -> int:
         print(f"pretrain.py: rank {ranks.rank()}: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not _LOST_CONTACT.search(str(error)):
+        if not _LOST_CONTACT.search(str(error)):
             raise
         lost = f"rank {ranks.rank()} lost contact with another rank, whose own message may say why"
-        print(f"pretrain.py: {lost}; in {watchdog.doing}: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+        print(f"pretrain.py: {lost}; in {watchdog.doing}: {error}", file=sys.stderr)
+        return 1
+    else:
+        if trainer.rank == 0 and not finished:
+            how = "to go on, run the same command with --resume auto" if config.save else "nothing was saved"
+            print(f"stopped after step {trainer.progress.step}; {how}")
+        watchdog.alive("leaving the other ranks")
+        dist.destroy_process_group()
+        return 0
     finally:
         watchdog.close()
-    if trainer.rank == 0 and not finished:
-        how = "to go on, run the same command with --resume auto" if config.save else "nothing was saved"
-        print(f"stopped after step {trainer.progress.step}; {how}")
-    dist.destroy_process_group()
-    return 0
 
 
 def _leave(code: int) -> NoReturn:

@@ -53,7 +53,7 @@ class HostMemory:
                 message = self.memory[at + _HEAD.size : at + _HEAD.size + length]
                 if _checksum(number, message) == checksum:
                     return message
-            if number == -self.number:
+            if number == -self.number or abs(number) > self.number:
                 raise TimeoutError(f"rank {peer} of the group gave up waiting for others to make this call")
             looks += 1
             if looks > _SPINS:
