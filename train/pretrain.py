@@ -72,7 +72,7 @@ class StopSignal:
 
 @dataclass
 class Progress:
-    """How far a run has come: steps, samples read; steps skipped as not finite, in all and last."""
+    """How far a run has come: steps, samples read, steps skipped as not finite, and how many of the last ones were."""
 
     step: int = 0
     samples: int = 0
