@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,12 @@ def test_resuming_is_as_not_stopping(folder, whole_run):
     said = train(folder, "resumed", resume="auto", **options)
     assert "resumed after step 7" in said
     assert curve(folder, "resumed", "loss", "grad_norm", "lr", "samples") == expected
+    dropped = [json.loads(line) for line in (folder / "resumed/metrics.jsonl.dropped").read_text().splitlines()]
+    assert [(r["step"], r["loss"]) for r in dropped if "loss" in r] == [row[:2] for row in expected[7:]]
+    other = shutil.copytree(folder / "data/train", folder / "other text")
+    tokens = (other / "tokens.bin").read_bytes()
+    (other / "tokens.bin").write_bytes(tokens[2:] + tokens[:2])
+    assert "was reading" in train(folder, "resumed", code=2, resume="auto", data=other, **options)
     assert "has checkpoints: give --resume auto" in train(folder, "resumed", code=2, **options)
 
 

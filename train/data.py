@@ -10,9 +10,10 @@ A folder of tokens (written by prepare_data.py):
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from bmt_burst.layout import IGNORE_INDEX
+
+_SAMPLED = 1 << 15  # tokens in a row
 
 
 class TokenFile:
@@ -48,6 +51,12 @@ class TokenFile:
         if not expected:
             raise ValueError(f"{file} is empty")
         self.tokens = np.memmap(file, dtype=self.index["dtype"], mode="r")
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of some of the tokens, from all over the file: tells other text of the same length."""
+        starts = np.linspace(0, max(len(self.tokens) - _SAMPLED, 0), 16, dtype=np.int64)
+        return hashlib.sha256(b"".join(self.tokens[i : i + _SAMPLED].tobytes() for i in starts)).hexdigest()
 
 
 @dataclass(frozen=True)

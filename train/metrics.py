@@ -2,7 +2,8 @@
 
 Only rank 0 has a Metrics; its folder gets
 
-    metrics.jsonl   a record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or {"step", "val_loss"}
+    metrics.jsonl   a record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or {"step", "val_loss"};
+                    what a run that went on from before has replaced is in metrics.jsonl.dropped
     tensorboard/    the same
     loss.png        the curves, drawn at the end
 """
@@ -33,7 +34,7 @@ _SHOWN = {
 
 
 class Metrics:
-    """Records of a run of `steps` that goes on after step `start`; later records, of a lost end, are dropped."""
+    """Records of a run of `steps` that goes on after step `start`; later ones, of a lost end, are put aside."""
 
     def __init__(self, folder: Path, start: int, steps: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,15 +111,18 @@ def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
 
 
 def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """The records up to `step`; the file is left with just these. Lines that cannot be read are dropped, and said."""
-    records = []
+    """The records up to `step`; the file is left with just these. The others go to FILE.dropped, as do broken lines."""
+    records, dropped = [], []
     for number, line in enumerate(file.read_text().splitlines() if file.is_file() else []):
         try:
             record = json.loads(line)
-            if record["step"] <= step:
-                records.append(record)
+            (records if record["step"] <= step else dropped).append(record)
         except (ValueError, KeyError, TypeError):
             print(f"{file}: line {number + 1} is no record, and is dropped", file=sys.stderr)
+            dropped.append(line)
+    if dropped:
+        with open(file.with_name(file.name + ".dropped"), "a") as rest:
+            rest.writelines(json.dumps(record) + "\n" for record in dropped)
     partial = file.with_name(file.name + ".partial")
     partial.write_text("".join(json.dumps(record) + "\n" for record in records))
     os.replace(partial, file)

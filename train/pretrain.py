@@ -305,8 +305,9 @@ class Trainer:
         path = saved.path
         if saved.state["model"] != self.model_config.to_dict():
             raise ValueError(f"{path} holds another model: {saved.state['model']}")
-        if saved.state["data"] != self._data_identity():
-            raise ValueError(f"{path} was reading {saved.state['data']}, this run reads {self._data_identity()}")
+        before, now = saved.state["data"], self._data_identity()
+        if any(now.get(name) != value for name, value in before.items()):
+            raise ValueError(f"{path} was reading {before}, this run reads {now}")
         self._name_changes(saved.state["config"])
         self.engine.load(saved.read, saved.state["optimizer_steps"])
         if saved.state["config"]["dtype"] == self.config.dtype:
@@ -371,7 +372,9 @@ class Trainer:
 
     def _data_identity(self) -> dict:
         """What must not change for the sample count to mean the same samples."""
-        return {"tokens": len(self.train_data.file.tokens), "seq_len": self.config.seq_len, "seed": self.config.seed}
+        file = self.train_data.file
+        order = {"seq_len": self.config.seq_len, "seed": self.config.seed}
+        return {"tokens": len(file.tokens), "digest": file.digest, **order}
 
     def _description(self) -> str:
         c, resumed = self.config, f", resumed after step {self.progress.step}" if self.progress.step else ""
