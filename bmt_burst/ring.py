@@ -101,7 +101,7 @@ def backward(
                 sides = (here[0], block) if travels == "kv" else (_visiting(plan, block), here[1])
                 _differentiate(plan, heads.routes, group, *sides, staying, homecoming)
                 del block, sides  # the next one may take its memory
-                if before:
+                if before and (not before.outer or group.root != plan.rank):  # between hosts it takes up to a round
                     before.finish()
                     before = None
                 homecoming.depart(group)
