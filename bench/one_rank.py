@@ -22,21 +22,9 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import (
-    Contestant,
-    Machine,
-    alone,
-    append,
-    describe,
-    facts_of,
-    heads,
-    inputs,
-    measure,
-    origin,
-    show,
-    step,
-)
+from bench.attention import Contestant, alone, describe, facts_of, heads, inputs, measure, step
 from bench.implementations import IMPLEMENTATIONS, Case
+from bench.machine import Machine, append, origin, show
 from bench.timeline import milliseconds, profiled
 from bmt_burst import SequenceParallel
 from bmt_burst.transport.simulator import ImaginedRing
@@ -63,11 +51,11 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     for q_heads, kv_heads in args.heads:
         for tokens in args.tokens_per_gpu:
             case = Case(tokens * args.size, 1, q_heads, kv_heads, args.head_dim, args.mask == "causal", args.kernel)
-            machine.at = describe(case)
+            machine.at = describe(case, args.size)
             yield from measure([alone("one rank", case, args.size, machine)], tokens, machine)
             for name in args.variants:
                 for rank in ranks:
-                    machine.at = f"rank {rank} of {args.size}, {describe(case)}"
+                    machine.at = f"rank {rank} of {args.size}, {describe(case, args.size)}"
                     row = {"kind": "one rank", "impl": name, "gpus": args.size, "rank": rank}
                     yield one_rank(row | facts_of(case, machine), case, rank, args.size, machine)
                     gc.collect()

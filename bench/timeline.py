@@ -23,8 +23,9 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import Machine, append, facts_of, heads, inputs, origin, step
+from bench.attention import facts_of, heads, inputs, step
 from bench.implementations import IMPLEMENTATIONS, Case
+from bench.machine import Machine, append, origin
 from bmt_burst import init_sequence_parallel
 
 STEPS = 3

@@ -25,7 +25,7 @@ import torch
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import append, origin
+from bench.machine import append, origin
 from models.config import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,6 +26,11 @@ def length(span: Span) -> int:
     return span[1] - span[0]
 
 
+def tokens_at(x: Tensor, span: Span) -> Tensor:
+    """Tokens span[0]..span[1] - 1 of (B, S, ...), a view."""
+    return x[:, slice(*span)]
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which partial results of inputs of `dtype` are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -91,6 +96,12 @@ class Gradients:
         return total
 
 
+def add_each(sums: Sequence[Gradients], span: Span, parts: Sequence[Tensor]) -> None:
+    """Adds to each of `sums` its part of tokens span[0]..span[1] - 1."""
+    for total, part in zip(sums, parts, strict=True):
+        total.add(span, part)
+
+
 def query_rows(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
     """lse (B, H, S) and delta side by side, as they travel: (B, S, H, 2) in lse's dtype; out, dout (B, S, H, D)."""
     batch, tokens, heads, _ = out.shape
@@ -107,7 +118,7 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tens
     total = torch.zeros_like(out, dtype=lse.dtype)
     lse.fill_(-torch.inf)
     for span, part, part_lse in parts:
-        rows, row_lse = total[:, slice(*span)], lse[:, :, slice(*span)]
+        rows, row_lse = tokens_at(total, span), lse[:, :, slice(*span)]
         old, new = _share(row_lse, part_lse), _share(part_lse, row_lse)
         rows.mul_(old).add_(part.to(lse.dtype) * new)
         row_lse.copy_(torch.logaddexp(row_lse, part_lse.to(lse.dtype)))
@@ -118,7 +129,7 @@ def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
     """Fills total (B, S, H, D) with the sum of `parts`, of which it may be one, whole. Specifies the fused kernel."""
     wide = torch.zeros_like(total, dtype=accumulator_dtype(total.dtype))
     for span, part in parts:
-        wide[:, slice(*span)].add_(part)
+        tokens_at(wide, span).add_(part)
     total.copy_(wide)
 
 

@@ -44,16 +44,11 @@ class CPMConfig:
                 continue
             if not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == "bool"):
                 raise ValueError(f"{field.name} must be {kind}, got {value!r}")
-            if kind == "float" and not 0 < value < math.inf:
+            if kind != "bool" and not 0 < value < math.inf:
                 raise ValueError(f"{field.name} must be positive and finite, got {value}")
-        if self.dim_model_base is not None and self.dim_model_base < 1:
-            raise ValueError(f"dim_model_base must be positive, got {self.dim_model_base}")
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
-        if self.head_dim < 2 or self.head_dim % 2:
+        if self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
 
     @property

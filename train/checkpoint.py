@@ -63,13 +63,15 @@ def save(root: Path, state: dict[str, Any], shards: dict[str, Shard], keep_last:
 
 
 def last_good(root: Path) -> Path | None:
-    """The newest checkpoint that was not saved amid skipped steps."""
+    """The newest checkpoint that was not saved amid skipped steps. Damaged ones are named on stderr."""
     for path in listed(root):
         try:
-            if not Checkpoint(path).state.get("skips_in_a_row"):
-                return path
-        except CheckpointError:  # whoever wants to resume from it will be told
+            state = Checkpoint(path).state
+        except CheckpointError as error:
+            _name_damaged(path, str(error))
             continue
+        if not state.get("skips_in_a_row"):
+            return path
     return None
 
 
@@ -84,8 +86,7 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
         problem = _damage_on_any_rank(path)
         if problem:
             damaged.append(path)
-            if ranks.rank() == 0:
-                print(f"checkpoint {path} is damaged: {problem}", file=sys.stderr)
+            _name_damaged(path, problem)
             continue
         if set_aside:
             _on_first_rank(lambda: _set_aside(damaged))
@@ -187,6 +188,11 @@ def _damage_on_any_rank(path: Path) -> str | None:
 def _on_first_rank(work: Callable[[], None]) -> None:
     """Does `work` on rank 0 while the others wait. Raises CheckpointError on every rank if it fails."""
     ranks.together(lambda: work() if ranks.rank() == 0 else None, CheckpointError)
+
+
+def _name_damaged(path: Path, problem: str) -> None:
+    if ranks.rank() == 0:
+        print(f"checkpoint {path} is damaged: {problem}", file=sys.stderr)
 
 
 def _set_aside(damaged: list[Path]) -> None:

@@ -295,9 +295,9 @@ class Trainer:
         if path is None:
             return ranks.together(self._start)
         newest = next(iter(checkpoint.listed(self.root)), path)
-        if newest.resolve() != path.resolve():
-            newest = checkpoint.newest(self.root, set_aside=True)  # it may be damaged
-        if newest.resolve() != path.resolve():
+        if not newest.samefile(path):
+            newest = checkpoint.newest(self.root, set_aside=True)  # that one may be damaged
+        if not newest.samefile(path):
             raise ranks.RankError(f"{self.root} has checkpoints that {path} does not lead to: give another --output")
         return ranks.together(lambda: self._load(checkpoint.Checkpoint(path)))
 

@@ -12,7 +12,9 @@ stamp=".venv/installed-$1-$(python -c 'import hashlib; print(hashlib.sha256(open
 if [ ! -f "$stamp" ]; then
     echo "installing bmt_burst[$1] into .venv"
     # torch first and by version: a bare "torch" may bring another build. What install_gpu.sh brought stays.
-    [ -z "${BMT_BURST_TORCH:-}" ] && python -c "import torch" 2>/dev/null || python -m pip install --quiet --disable-pip-version-check "${BMT_BURST_TORCH:-torch==2.13.0}"
+    if [ -n "${BMT_BURST_TORCH:-}" ] || ! python -c "import torch" 2>/dev/null; then
+        python -m pip install --quiet --disable-pip-version-check "${BMT_BURST_TORCH:-torch==2.13.0}"
+    fi
     python -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
     touch "$stamp"
 fi

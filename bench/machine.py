@@ -1,0 +1,165 @@
+"""What every benchmark needs: a rank's device and how to measure on it, and the rows that come of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.implementations import Unavailable
+from bmt_burst.transport.processes import host_name
+
+GIB = 1 << 30
+_SERIES_MS = 200.0  # of calls that are measured, and as many before them
+_MOST_CALLS = 50
+
+
+class Machine:
+    """This rank's device, and how to measure on it."""
+
+    def __init__(self):
+        self.cuda = torch.cuda.is_available()
+        self.device = torch.device("cpu")
+        if self.cuda:  # ranks may share a GPU, which is good for errors only
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.name = torch.cuda.get_device_name() if self.cuda else platform.processor() or "CPU"
+        hosts: list = [None] * self.size
+        dist.all_gather_object(hosts, host_name())
+        self.hosts = len(set(hosts))
+        self.at = ""  # what is being measured
+        self.began = time.monotonic()
+
+    def say(self, what: str) -> None:
+        """Lets the user know that it goes on."""
+        if self.rank == 0:
+            print(f"[{(time.monotonic() - self.began) / 60:.1f} min] {self.at}: {what}", file=sys.stderr, flush=True)
+
+    def once_ms(self, work: Callable[[], object]) -> float:
+        """Milliseconds of a call of `work`, which is not to be the first, on the slowest rank."""
+        return self.slowest(self._series_ms(work, 0, 1))
+
+    def time_ms(self, work: Callable[[], object], once: float) -> float:
+        """Mean milliseconds of a call on the slowest rank, in a series of calls that take some `once` milliseconds.
+
+        A call that takes as long as a series is measured alone, right after others.
+        """
+        calls = min(max(int(_SERIES_MS / once), 1), _MOST_CALLS) if self.cuda else 1
+        return self.slowest(self._series_ms(work, calls if once < _SERIES_MS else 0, calls))
+
+    def _series_ms(self, work: Callable[[], object], warm_up: int, calls: int) -> float:
+        """Mean milliseconds of calls after a warm-up, which all ranks begin together."""
+        self.settle()
+        for _ in range(warm_up):
+            work()
+        start = self._now()
+        for _ in range(calls):
+            work()
+        stop = self._now()
+        if not self.cuda:
+            return (stop - start) * 1e3 / calls
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop) / calls
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def attempt(self, work: Callable[[], object]) -> str | None:
+        """Calls `work`; why that failed, if it did on all ranks. If on some only, those that wait for them are lost."""
+        failure = None
+        try:
+            work()
+        except Exception as caught:  # noqa: BLE001 - a peer's, whatever it is; the row says so
+            reason = str(caught).partition("\n")[0]
+            failure = reason if isinstance(caught, Unavailable) else f"{type(caught).__name__}: {reason}"
+        failures: list = [None] * self.size
+        dist.all_gather_object(failures, failure)
+        if len({failure and failure.partition(":")[0] for failure in failures}) > 1:
+            raise RuntimeError(f"failures by rank: {failures}")
+        if failures[0] and self.cuda:
+            torch.cuda.empty_cache()
+        return failures[0]
+
+    def settle(self) -> None:
+        """All ranks at one point, with nothing under way."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.slowest(0.0)
+
+    def slowest(self, value: float) -> float:
+        worst = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return float(worst)
+
+    def extra_gib(self, work: Callable[[], object], held: int) -> float | None:
+        """Peak memory of `work` beyond what was allocated before it, and `held` bytes that nobody else counts."""
+        if not self.cuda:
+            return None
+        self.settle()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        return self.slowest((torch.cuda.max_memory_allocated() - before + held) / GIB)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    installed = {package.name: package.version for package in distributions()}
+    packages = ("triton", "flash-attn-4", "flash-attn", "ring-flash-attn")
+    return found | {name: installed[name] for name in packages if name in installed}
+
+
+def commit() -> str:
+    if "BENCH_COMMIT" in os.environ:
+        return os.environ["BENCH_COMMIT"]
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def origin(gpu_name: str) -> dict[str, Any]:
+    """What every row says of where it was measured."""
+    return {"gpu_name": gpu_name, "versions": versions(), "commit": commit()}
+
+
+def append(file: Path, row: dict) -> None:
+    """Adds a line of JSON."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a") as lines:
+        lines.write(json.dumps(row) + "\n")
+
+
+def show(row: dict) -> None:
+    """Prints what a row says but where it was measured."""
+    print(" ".join(f"{key}={_rounded(value)}" for key, value in row.items()), flush=True)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    return round(value, 5) if isinstance(value, float) else value
