@@ -259,9 +259,9 @@ def test_a_failing_rank_ends_the_run(folder):
 def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):
     arguments = command(folder, "hanging", processes=2, sp_size=2, timeout=6)
     run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while len(children(run.pid)) < 2:
-        time.sleep(0.02)
-    os.kill(children(run.pid)[1], signal.SIGSTOP)
+    while not (started := [pid for pid in children(run.pid) if b"LOCAL_RANK=1" in environment(pid)]):
+        time.sleep(0.02)  # until it is more than the launcher's fork, which waits for it to be that
+    os.kill(started[0], signal.SIGSTOP)
     said, _ = run.communicate(timeout=60)
     assert run.returncode != 0
     assert "rank 0: no sign of life for" in said
@@ -271,6 +271,10 @@ def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def environment(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def is_running(pid: int) -> bool:
