@@ -21,6 +21,7 @@ from train.watchdog import EXIT_CODE
 
 _LAUNCHER = "BMT_BURST_LAUNCHER"  # environment variable: the launcher's process id
 _PR_SET_PDEATHSIG = 1
+_GRACE = 5.0  # seconds for ranks to end by themselves once one has failed
 _EXPLAINED = 2  # exit code of a rank that has said what is wrong
 
 
@@ -66,8 +67,9 @@ def die_with_launcher() -> None:
 
 def _stop_others(ranks: list[subprocess.Popen]) -> int:
     """Stops what still runs after a failure; returns the code of a rank that knew why it failed, else of the first."""
-    hung = any(rank.poll() == EXIT_CODE for rank in ranks)
-    time.sleep(5.0 if hung else 1.0)  # ranks that fail for the same reason may still say so, and leave their stacks
+    deadline = time.monotonic() + _GRACE  # ranks that fail for the same reason may still say so, and leave their stacks
+    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+        time.sleep(0.1)
     codes = {number: _exit_code(rank) for number, rank in enumerate(ranks) if rank.poll()}
     _kill(ranks)
     ended = ", ".join(f"rank {number} ended with code {code}" for number, code in codes.items())
