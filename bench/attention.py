@@ -118,8 +118,8 @@ def measure(contestants: list[Contestant], tokens: int, machine: Machine) -> Ite
             once = {name: machine.once_ms(work) for name, work in works.items()}
             runs.append((contestant, works, once, {name: [] for name in works}))
     for number in range(_ROUNDS):
-        for contestant, works, once, times in runs:
-            machine.say(f"{contestant.row['impl']}, round {number + 1} of {_ROUNDS}")
+        machine.say(f"round {number + 1} of {_ROUNDS}")
+        for _, works, once, times in runs:
             for name, work in works.items():
                 times[name].append(machine.time_ms(work, once[name]))
     for contestant, works, _, times in runs:

@@ -202,7 +202,6 @@ IMPLEMENTATIONS = {
     "bmt_burst q": Implementation("zigzag", partial(Burst, backward="q"), _VARIANTS),
     "bmt_burst kv": Implementation("zigzag", partial(Burst, backward="kv"), _VARIANTS),
     "bmt_burst low memory": Implementation("zigzag", partial(Burst, group_bytes=9 << 24)),
-    "bmt_burst wide": Implementation("zigzag", partial(Burst, group_bytes=1 << 30), _VARIANTS),
     "bmt_burst nccl": Implementation("zigzag", partial(Burst, transport=_over_nccl), _VARIANTS),
     "bmt_burst no overlap": Implementation("zigzag", partial(Burst, transport=_Waiting), _VARIANTS),
     "ulysses": Implementation("contiguous", _ulysses),

@@ -29,7 +29,7 @@ from bench.timeline import milliseconds, profiled
 from bmt_burst import SequenceParallel
 from bmt_burst.transport.simulator import ImaginedRing
 
-VARIANTS = ("bmt_burst", "bmt_burst q", "bmt_burst kv", "bmt_burst low memory", "bmt_burst wide")
+VARIANTS = ("bmt_burst", "bmt_burst q", "bmt_burst kv", "bmt_burst low memory")
 
 
 def one_rank(row: dict, case: Case, rank: int, size: int, machine: Machine) -> dict:

@@ -7,6 +7,7 @@ them on disk if the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED 
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
 from torch import Tensor
@@ -51,4 +52,6 @@ class Fa4Kernel(Kernel):
 def _interface():
     from flash_attn.cute import interface
 
+    # Every process says so for every kernel that it compiles, of an argument of the package's own that is not in use.
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning, module="cutlass")
     return interface
