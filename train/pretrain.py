@@ -12,13 +12,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import pickle
-import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -31,7 +29,7 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bmt_burst import Layout, init_sequence_parallel, kernels
-from bmt_burst.engine import Engine, Shard
+from bmt_burst.engine import Engine
 from bmt_burst.engine.bmtrain import BMTrainEngine
 from bmt_burst.engine.common import AdamW
 from bmt_burst.engine.torch import TorchEngine
@@ -39,7 +37,6 @@ from bmt_burst.groups import make_rings
 from bmt_burst.loss import count_targets
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.cpm import CPM
-from models.huggingface import HFWeights
 from train import checkpoint, ranks
 from train.clock import Clock
 from train.config import TrainConfig, parse_config
@@ -52,9 +49,8 @@ from train.metrics import Metrics
 from train.schedule import learning_rate
 from train.tokenizer import load_tokenizer
 from train.watchdog import Watchdog
+from train.weights import load_weights
 
-# What gloo and NCCL say, in RuntimeErrors, when a peer is gone.
-_LOST_CONTACT = re.compile("Connection (closed|reset|refused) by|Broken pipe|Socket closed|remote process exited")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -328,36 +324,8 @@ class Trainer:
 
     def _start(self) -> Progress:
         if self.config.init_from:
-            weights = self._starting_weights(self.config.init_from)
-
-            def read(key: str, shard: Shard) -> Tensor:
-                kind, name = key.split("/")
-                if kind != "weight":
-                    return torch.zeros_like(shard.flat)
-                return weights[name].flatten()[shard.start : shard.start + shard.flat.numel()]
-
-            self.engine.load(read, optimizer_steps=0)
+            load_weights(self.config.init_from, self.engine, self.config.model)
         return Progress()
-
-    def _starting_weights(self, source: str) -> Mapping[str, Tensor]:
-        if not source.endswith(".pt"):
-            return HFWeights(source)
-        try:
-            weights = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{source} is no file of weights: {str(error).splitlines()[0]}") from error
-        if not isinstance(weights, dict) or not all(isinstance(weight, Tensor) for weight in weights.values()):
-            raise ValueError(f"{source} does not hold names and tensors")
-        expected = {name: shard.shape for name, shard in self._weight_shards().items()}
-        found = {name: tuple(weight.shape) for name, weight in weights.items()}
-        if found != expected:
-            wrong = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
-            raise ValueError(f"{source} does not hold the weights of model {self.config.model!r}: {wrong[:5]} differ")
-        return weights
-
-    def _weight_shards(self) -> dict[str, Shard]:
-        shards = self.engine.state().items()
-        return {key.removeprefix("weight/"): shard for key, shard in shards if key.startswith("weight/")}
 
     def _state(self) -> dict:
         return {
@@ -419,7 +387,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"pretrain.py: rank {ranks.rank()}: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        if not _LOST_CONTACT.search(str(error)):
+        if not ranks.lost_contact(error):
             raise
         lost = f"rank {ranks.rank()} lost contact with another rank, whose own message may say why"
         print(f"pretrain.py: {lost}; in {watchdog.doing}: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 Result = TypeVar("Result")
+
+_LOST_CONTACT = re.compile("Connection (closed|reset|refused) by|Broken pipe|Socket closed|remote process exited")
 
 
 class RankError(RuntimeError):
@@ -48,3 +51,8 @@ def together(work: Callable[[], Result], raising: type[Exception] | None = None)
         if theirs is not None:
             raise (raising or RankError)(f"rank {number}: {theirs}" if world_size() > 1 else theirs)
     return result
+
+
+def lost_contact(error: RuntimeError) -> bool:
+    """Whether it is what gloo or NCCL say when a peer is gone."""
+    return bool(_LOST_CONTACT.search(str(error)))
