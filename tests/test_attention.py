@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from bmt_burst import Transport, burst_attn_func, simulate
+from bmt_burst import Transport, burst_attn_func, shard, simulate, unshard
 from bmt_burst.ring import surrogate_out
 from tests.helpers import ROOT, dense_attention, random_qkv, relative_error
 
@@ -271,17 +271,45 @@ def test_auto_says_once_what_it_took(caplog):
     assert [r.getMessage() for r in caplog.records] == ["flash='auto' took the cpu kernel for torch.float32 on cpu"]
 
 
-@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
-def test_surrogate_out_has_the_right_delta(magnitude):
-    _, _, _, dout = random_qkv(2, 5, 3, 3, 16, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("magnitude", "head_size"), [(1e-30, 16), (1.0, 16), (1e30, 16), (1.0, 2), (1.0, 80)])
+def test_surrogate_out_has_the_right_delta(magnitude, head_size, dtype):
+    """To far less than o' is rounded to, but where fp16 has no numbers so small or two entries are all there are."""
+    dout = random_qkv(2, 5, 3, 3, head_size, dtype)[3]
+    if dtype == torch.float16:
+        magnitude = 1.0
     dout = dout * magnitude
     dout[0, 0] = 0
+    dout[1, 1, :, 1:] = 0
     delta = torch.randn(2, 3, 5) * magnitude
     delta[0, :, 0] = 0
+    delta[1, :, 1] = 0.375 * dout[1, 1, :, 0].float()  # an out in dout's dtype has that one
     out = surrogate_out(dout, delta)
+    assert out.dtype == dtype
     assert out.isfinite().all()
     got = (out.double() * dout.double()).sum(-1).transpose(1, 2)
-    assert relative_error(got, delta) < 1e-6
+    bound = 2e-5 if head_size == 2 else 1e-6
+    assert relative_error(got, delta) < bound
+
+
+@pytest.mark.parametrize("scale", [10.0, 500.0])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_saturated_softmax_has_the_gradients_of_one_rank(size, scale):
+    """There dq and dk are what cancellation leaves, so a delta that is rounded to bf16 would be most of it."""
+    *inputs, dout = random_qkv(1, 64, 4, 4, 32, torch.bfloat16)
+    whole = [x.double().requires_grad_() for x in inputs]
+    exact = torch.autograd.grad(dense_attention(*whole, True, scale)[0], whole, dout.double())
+
+    def errors(ranks):
+        def work(ring):
+            shards = [shard(x, ring.rank, ranks).requires_grad_() for x in inputs]
+            out = burst_attn_func(*shards, scale, "cpu", causal=True, backward="q", process_group=ring)
+            return torch.autograd.grad(out, shards, shard(dout, ring.rank, ranks))
+
+        grads = zip(*simulate(ranks, work), strict=True)
+        return [relative_error(unshard(mine), expected) for mine, expected in zip(grads, exact, strict=True)]
+
+    assert all(mine < 1.2 * alone for mine, alone in zip(errors(size), errors(1), strict=True))
 
 
 class Recorder(Transport):
