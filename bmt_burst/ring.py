@@ -67,7 +67,10 @@ def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     passes = plan.passes("kv", q, k, returning=False)
     with Tour(plan, passes, (k, v)) as tour:
         own_out, own_lse = plan.kernel.forward(q, k, v, causal=plan.causal, **plan.kernel_options)
-        out, lse = _result(own_out, q), torch.empty_like(own_lse) if passes else own_lse
+        if not passes:
+            return _result(own_out, q), own_lse
+        # Not merged into the kernel's own memory: a policy of activation checkpointing may have saved that.
+        out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(own_lse)
         for heads in passes:
             queries = q[:, :, heads.q]
             total = Outputs(out[:, :, heads.q], lse[:, heads.q], _OUTPUTS_WAITING * plan.group_bytes)

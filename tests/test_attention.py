@@ -3,10 +3,12 @@
 import logging
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bmt_burst import Transport, burst_attn_func, shard, simulate, unshard
 from bmt_burst.ring import surrogate_out
@@ -310,6 +312,26 @@ def test_a_saturated_softmax_has_the_gradients_of_one_rank(size, scale):
         return [relative_error(unshard(mine), expected) for mine, expected in zip(grads, exact, strict=True)]
 
     assert all(mine < 1.2 * alone for mine, alone in zip(errors(size), errors(1), strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_policy_of_activation_checkpointing_may_save_what_kernels_return(size):
+    def policy(_context, operation, *_args, **_options):
+        return CheckpointPolicy.MUST_SAVE if "attention" in str(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def work(ring):
+        *inputs, dout = (shard(x, ring.rank, size) for x in random_qkv(1, 24, 4, 2, 8, torch.bfloat16))
+        inputs = [x.requires_grad_() for x in inputs]
+
+        def attend(*qkv):
+            return burst_attn_func(*(x * 1.5 for x in qkv), causal=True, process_group=ring)
+
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        outs = attend(*inputs), checkpoint(attend, *inputs, use_reentrant=False, context_fn=contexts)
+        plain, selective = ([out, *torch.autograd.grad(out, inputs, dout)] for out in outs)
+        return all(a.equal(b) for a, b in zip(plain, selective, strict=True))
+
+    assert all(simulate(size, work))
 
 
 class Recorder(Transport):
