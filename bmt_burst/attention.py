@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from . import ring
 from .agreement import compare, plain_text, terms
 from .checks import check_device, check_options, check_tensors
+from .compiled import not_compiled
 from .groups import Group, Rings, make_rings
 from .kernels import pick
 from .plan import Plan
@@ -26,6 +27,7 @@ _PROCESS = uuid.uuid4().hex
 _MOST_PLANS = 1024  # of a ring; then it begins anew
 
 
+@not_compiled
 def burst_attn_func(
     q: Tensor,
     k: Tensor,

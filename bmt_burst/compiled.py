@@ -1,4 +1,4 @@
-"""Elementwise functions in one pass over memory, by torch.compile."""
+"""What torch.compile does for this library, elementwise functions in one pass over memory, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+
+# For functions that ranks call together, or that do more than tensors show: a compiler would trace them again for other
+# lengths, at other times on other ranks. This is torch.compiler.disable, but it loads the compiler when the function is
+# first called, not with this library.
+not_compiled = _disable_dynamo
 
 
 def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -18,6 +24,7 @@ def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(function)
     def call(x: Tensor, *args: Tensor) -> Tensor:
-        return (compiled() if x.is_cuda else function)(x, *args)
+        outermost = x.is_cuda and not torch.compiler.is_compiling()
+        return (compiled() if outermost else function)(x, *args)
 
     return call

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .compiled import fused_on_gpus
+from .compiled import fused_on_gpus, not_compiled
 from .layout import IGNORE_INDEX
 from .merge import accumulator_dtype
 
@@ -26,6 +26,7 @@ _TILE_TOKENS = 1 << 15
 _TILE_ENTRIES = 1 << 11
 
 
+@not_compiled
 def linear_cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """`cross_entropy_sum` of the logits hidden @ weight^T, without ever holding them all.
 

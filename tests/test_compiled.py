@@ -1,9 +1,14 @@
-"""The functions that are compiled on GPUs: what is compiled is what is written, for shapes as they come."""
+"""What torch.compile makes of the library: functions that are compiled on GPUs are what is written, for shapes as they
+come; models of its users go on over several ranks as if they were not compiled.
+"""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from bmt_burst import loss, nn, ring
+from bmt_burst import init_sequence_parallel, loss, nn, ring
+from bmt_burst.loss import linear_cross_entropy_sum
+from tests.helpers import relative_error, run_ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -46,3 +51,42 @@ def test_compiled_equals_written(name, dtype):
 def grown(shape, factor):
     """With more tokens or rows."""
     return tuple(n * factor if n in (5, N) else n for n in shape)
+
+
+class Model(torch.nn.Module):
+    """A layer of attention between what a compiler may fuse, and a loss."""
+
+    def __init__(self, sp):
+        super().__init__()
+        self.attention = nn.BurstAttention(16, 4, 2, sp=sp)
+        self.head = torch.nn.Parameter(torch.randn(11, 16))
+
+    def forward(self, x, positions, labels):
+        cos, sin = nn.rope_tables(positions, self.attention.head_dim)
+        x = x + self.attention(F.layer_norm(x, (16,)), cos, sin)
+        total, _ = linear_cross_entropy_sum(x, self.head, labels)
+        return total + (F.gelu(x) ** 2).sum()
+
+
+def worst_differences(rank: int) -> list[float]:
+    """Of losses and gradients, compiled and not, over batches of several sizes; every rank compiles for itself."""
+    sp, worst = init_sequence_parallel(), []
+    torch.manual_seed(0)
+    model = Model(sp)
+    for backend in ("eager", "aot_eager", "inductor"):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend)
+        for batch, tokens in ((1, 16), (2, 24), (3, 9)):
+            x, labels = torch.randn(batch, tokens, 16), torch.randint(0, 11, (batch, tokens))
+            arguments = sp.shard(x), sp.positions(tokens), sp.shard(labels)
+            results = []
+            for function in (model, compiled):
+                loss = function(*arguments)
+                results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+            worst.append(max(relative_error(a, b) for a, b in zip(*results, strict=True)))
+    return worst
+
+
+def test_a_compiled_model_of_several_ranks_takes_every_length():
+    for differences in run_ranks(2, worst_differences):
+        assert max(differences) < 2e-6
