@@ -18,9 +18,9 @@ from . import ring
 from .agreement import compare, plain_text, terms
 from .checks import check_device, check_options, check_tensors
 from .compiled import not_compiled
-from .groups import Group, Rings, make_rings
 from .kernels import pick
 from .plan import Plan
+from .rings import Group, Rings, make_rings
 from .schedule import Schedule
 
 _PROCESS = uuid.uuid4().hex

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .groups import Rings
 from .layout import LAYOUTS
+from .rings import Rings
 
 BACKWARDS = ("auto", "q", "kv")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

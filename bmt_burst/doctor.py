@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import Layout, burst_attn_func, init_sequence_parallel, kernels
-from .groups import make_rings
+from .rings import make_rings
 from .transport import ALONE
 
 _RING_CODE = "from bmt_burst import doctor; doctor.ring_rank()"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .groups import Rings
 from .kernels import Kernel
 from .layout import Layout
 from .merge import accumulator_dtype
 from .packing import Packing
+from .rings import Rings
 from .routes import Routes
 from .schedule import Schedule
 

@@ -33,8 +33,8 @@ from bmt_burst.engine import Engine
 from bmt_burst.engine.bmtrain import BMTrainEngine
 from bmt_burst.engine.common import AdamW
 from bmt_burst.engine.torch import TorchEngine
-from bmt_burst.groups import make_rings
 from bmt_burst.loss import count_targets
+from bmt_burst.rings import make_rings
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.cpm import CPM
 from train import checkpoint, ranks
