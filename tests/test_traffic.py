@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmt_burst import Layout, burst_attn_func, kernels, simulate
-from bmt_burst.groups import Rings
+from bmt_burst.rings import Rings
 from bmt_burst.plan import Plan
 from bmt_burst.transport import MESSAGE_BYTES
 from bmt_burst.transport.simulator import Aborted
