@@ -1,8 +1,16 @@
-"""What the ranks of a call tell each other before they start, and what follows from it."""
+"""What ranks tell each other before they begin something together, and what follows from it.
+
+A rank says a line of JSON: what it is "doing", with the terms of that, or the "failure" that keeps it from it. All hear
+the same, so all go on or all raise. Ranks number their calls, and the backward of a call is agreed on as well: what two
+ranks make of unlike calls would add up to gradients that are wrong and say nothing.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +18,67 @@ from torch import Tensor
 from .kernels import Kernel
 from .layout import Layout
 from .plan import travelling_bytes
+from .rings import Rings
+
+Result = TypeVar("Result")
+
+
+def tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tuple[bytes, ...]:
+    """What every rank says, in rank order, once all have: see `read`.
+
+    If `terms` fails, the others are told, and its failure is raised here once they know.
+    """
+    failure = None
+    try:
+        mine = json.dumps({"doing": doing, **terms()})
+    except Exception as caught:  # noqa: BLE001 - raised below, once the other ranks know of it
+        failure, mine = caught, _failed(doing, caught)
+    said = tuple(rings.gather(mine.encode()))
+    if failure:
+        raise failure
+    return said
+
+
+def read(said: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The terms that the ranks said. Raises ValueError, alike on every rank, if one failed or does something else."""
+    replies = [_parse(line) for line in said]
+    for rank, reply in enumerate(replies):
+        if "failure" in reply:
+            raise ValueError(f"rank {rank} of the group was given wrong arguments: {reply['failure']}")
+    doing = [reply.pop("doing") for reply in replies]
+    for rank, other in enumerate(doing):
+        if other != doing[0]:
+            raise ValueError(f"ranks do not do the same: rank 0 begins {doing[0]}, rank {rank} begins {other}")
+    return replies
+
+
+def together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
+    """What `work` returns on this rank, once it has succeeded on all ranks and all are `doing` the same.
+
+    Raises its failure where it failed, elsewhere ValueError.
+    """
+    results = []
+
+    def terms() -> dict[str, Any]:
+        results.append(work())
+        return {}
+
+    said = tell(rings, doing, terms)
+    if any(line != said[0] for line in said):
+        read(said)
+    return results[0]
+
+
+@contextmanager
+def taking_part(rings: Rings, doing: str) -> Iterator[None]:
+    """Around what ranks do once they have agreed on it: one that fails lets the others know."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"rank {rings.rank} was doing {doing} of its group")
+        rings.give_up(_failed(doing, error).encode())
+        raise
+    rings.enqueued(doing)
 
 
 def terms(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> dict[str, Any]:
@@ -27,15 +96,9 @@ def terms(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, options: dict[str, An
     return {**shape, "dtype": str(q.dtype), "device type": q.device.type, **mine}
 
 
-def compare(layout: str, replies: list[dict[str, Any]]) -> Layout:
+def compare(layout: str, said: Sequence[bytes]) -> Layout:
     """The layout of the sequence that the ranks' terms describe. Raises ValueError, alike on every rank."""
-    if len({reply.pop("process") for reply in replies}) < len(replies):
-        raise ValueError(
-            "double_group has a process at two places: intra must be a host's ranks, inter one of each host"
-        )
-    for rank, reply in enumerate(replies):
-        if "failure" in reply:
-            raise ValueError(f"rank {rank} of the group was given wrong arguments: {reply['failure']}")
+    replies = read(said)
     for rank, reply in enumerate(replies):
         for term, value in replies[0].items():
             if term != "tokens" and reply[term] != value:
@@ -51,6 +114,16 @@ def compare(layout: str, replies: list[dict[str, Any]]) -> Layout:
     return whole
 
 
-def plain_text(text: str) -> str:
-    """Text that fits a message as JSON: printable ASCII, 400 characters at most."""
-    return "".join(c if c.isprintable() and c.isascii() else "?" for c in text[:400])
+def _failed(doing: str, error: BaseException) -> str:
+    """What a rank says that cannot be doing what it should; its reason in printable ASCII, 400 characters at most."""
+    reason = f"{type(error).__name__}: {error}"[:400]
+    plain = "".join(c if c.isprintable() and c.isascii() else "?" for c in reason)
+    return json.dumps({"doing": doing, "failure": plain})
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """What a rank said; words of another kind are what it is doing."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {"doing": f"'{line.decode(errors='replace')[:200]}'"}

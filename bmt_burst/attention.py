@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import threading
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import ring
-from .agreement import compare, plain_text, terms
+from .agreement import compare, taking_part, tell, terms, together
 from .checks import check_device, check_options, check_tensors
 from .compiled import not_compiled
 from .kernels import pick
@@ -23,7 +20,6 @@ from .plan import Plan
 from .rings import Group, Rings, make_rings
 from .schedule import Schedule
 
-_PROCESS = uuid.uuid4().hex
 _MOST_PLANS = 1024  # of a ring; then it begins anew
 
 
@@ -88,7 +84,7 @@ def burst_attn_func(
         "group_bytes": group_bytes,
     }
     with torch.cuda.device(q.device) if _is_on_gpu(q) else contextlib.nullcontext():  # which kernels take for granted
-        out, lse = _BurstAttention.apply(q, k, v, _make_plan(rings, q, k, v, options))
+        out, lse = _BurstAttention.apply(q, k, v, rings, *_agree(rings, q, k, v, options))
     return (out, lse) if return_lse else out
 
 
@@ -98,58 +94,59 @@ def _is_on_gpu(q: Any) -> bool:
 
 class _BurstAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse = ring.forward(plan, q, k, v)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, rings: Rings, plan: Plan, call: int) -> tuple[Tensor, Tensor]:
+        with torch.autocast(q.device.type, enabled=False), taking_part(rings, f"call {call}"):
+            out, lse = ring.forward(plan, rings, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan = plan
+        ctx.rings, ctx.plan, ctx.call = rings, plan, call
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor, _dlse: Tensor):
-        with torch.autocast(dout.device.type, enabled=False):
-            return *ring.backward(ctx.plan, dout, *ctx.saved_tensors), None
+        doing = f"the backward of call {ctx.call}"
+        saved = together(ctx.rings, doing, lambda: ctx.saved_tensors)
+        with torch.autocast(dout.device.type, enabled=False), taking_part(ctx.rings, doing):
+            return *ring.backward(ctx.plan, ctx.rings, dout, *saved), None, None, None
 
 
-def _make_plan(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Plan:
-    """Checks the arguments of every rank and returns the plan they agree on, or raises on every rank.
+def _agree(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Plan, int]:
+    """Checks the arguments of every rank; returns the plan they agree on and the number of the call, or raises on all.
 
     A rank cannot know alone what a call means: the same number of tokens here may be part of sequences of several
     lengths. So the ranks ask each other every time, and remember the plan that follows from the same replies.
     """
-    failure, kernel = None, None
-    try:
+    kernel = None
+
+    def mine() -> dict[str, Any]:
+        nonlocal kernel
         check_options(options)
         check_tensors(q, k, v)
         check_device(rings, q)
         kernel = pick(options["flash"], q, k, options["deterministic"])
-        mine = terms(kernel, q, k, v, options)
-    except Exception as caught:  # noqa: BLE001 - raised below, once the other ranks know of it
-        failure = caught
-        mine = {"failure": plain_text(f"{type(caught).__name__}: {caught}")}
-    mine["process"] = f"{_PROCESS} {os.getpid()} {threading.get_ident()}"  # ranks may be forks, or threads of a test
-    answers = tuple(rings.gather(json.dumps(mine).encode()))
-    if failure:
-        raise failure
-    plans = rings.inner.plans.setdefault(rings, {})
-    if answers in plans:
-        return plans[answers]
-    plan = Plan(
-        layout=compare(options["layout"], [json.loads(answer) for answer in answers]),
-        schedule=Schedule(rings.inner.size, rings.outer.size),
-        rings=rings,
-        kernel=kernel,
-        scale=mine["softmax_scale"],
-        causal=options["causal"],
-        backward=mine["backward"],
-        send_out=not options["optimize_bwd_comm"],
-        deterministic=options["deterministic"],
-        group_bytes=options["group_bytes"],
-    )
-    ring.reserve(plan, q, k, with_backward=mine["need of a gradient"])
-    if len(plans) == _MOST_PLANS:
-        plans.clear()
-    plans[answers] = plan
-    return plan
+        return terms(kernel, q, k, v, options)
+
+    history = rings.history
+    said = tell(rings, "a call of burst_attn_func", mine)
+    plan = history.plans.get(said)
+    if plan is None:
+        layout, agreed = compare(options["layout"], said), json.loads(said[rings.rank])
+        plan = Plan(
+            layout=layout,
+            schedule=Schedule(rings.inner.size, rings.outer.size),
+            rank=rings.rank,
+            kernel=kernel,
+            scale=agreed["softmax_scale"],
+            causal=agreed["causal"],
+            backward=agreed["backward"],
+            send_out=not agreed["optimize_bwd_comm"],
+            deterministic=agreed["deterministic"],
+            group_bytes=agreed["group_bytes"],
+        )
+        ring.reserve(plan, rings, q, k, with_backward=agreed["need of a gradient"])
+        if len(history.plans) == _MOST_PLANS:
+            history.plans.clear()
+        history.plans[said] = plan
+    history.calls += 1
+    return plan, history.calls

@@ -62,9 +62,19 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k has {k.shape[2]} heads, which does not divide q's {q.shape[2]}")
 
 
-def check_device(rings: Rings, q: Tensor) -> None:
+def check_device(rings: Rings, x: Tensor) -> None:
+    """Whether the rings can move a tensor that lies where x does."""
     for transport in (rings.inner, rings.outer):
-        if transport.size > 1 and q.device.type not in transport.device_types:
+        if transport.size > 1 and x.device.type not in transport.device_types:
             raise ValueError(
-                f"q is on {q.device}, but the group moves tensors on {sorted(transport.device_types)} only"
+                f"inputs are on {x.device}, but the group moves tensors on {sorted(transport.device_types)} only"
             )
+
+
+def check_shard(rings: Rings, x: Tensor, dim: int) -> None:
+    """A rank's part of what is joined along `dim`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"x of shape {tuple(x.shape)} has no dimension {dim!r}")
+    check_device(rings, x)

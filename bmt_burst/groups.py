@@ -10,8 +10,10 @@ Consecutive ranks share a sequence: sequence parallel group i is ranks i * sp_si
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import read, taking_part, tell
+from .checks import check_shard
+from .compiled import not_compiled
 from .layout import Layout
 from .rings import Group, make_rings
 from .transport import ALONE, Transport
@@ -35,6 +40,11 @@ class SequenceParallel:
     """This rank's place among the ranks that share its sequence, and the layout of that sequence; by default alone.
 
     `groups` are the keyword arguments that burst_attn_func takes to run over these ranks.
+
+    A copy by copy.copy or copy.deepcopy has the same groups. What is pickled, also with a module by torch.save, is the
+    number of ranks and the layout: read in another process or on another rank, it has the groups and the rank that
+    init_sequence_parallel last made there for so many ranks. Raises RuntimeError if it has made none, and TypeError
+    when groups that it did not make are pickled.
     """
 
     rank: int = 0
@@ -42,6 +52,23 @@ class SequenceParallel:
     layout: str = "zigzag"
     process_group: Group | None = ALONE
     double_group: tuple[Group | None, Group | None] = (None, None)
+
+    def __copy__(self) -> SequenceParallel:
+        return self
+
+    def __deepcopy__(self, _memo) -> SequenceParallel:
+        return self
+
+    def __reduce__(self):
+        if self.process_group is ALONE:
+            return _found_again, (1, None, self.layout)
+        mine = self.process_group, self.double_group
+        key = next((key for key, sp in _made.items() if (sp.process_group, sp.double_group) == mine), None)
+        if key is None:
+            raise TypeError(
+                "only groups that init_sequence_parallel made can be found again, so only those are pickled"
+            )
+        return _found_again, (*key, self.layout)
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -55,25 +82,49 @@ class SequenceParallel:
         """This rank's part of `x`, which is whole and the same on every rank, cut along `dim`."""
         return Layout(self.layout, x.shape[dim], self.size).shard(x, self.rank, dim)
 
+    @not_compiled
     def unshard(self, x: Tensor, seq_len: int, dim: int = 1) -> Tensor:
         """The whole of what `shard` cut, on every rank, without gradient; every rank must call it with its part `x`.
 
-        Raises ValueError on every rank if any rank's `x` does not have its number of a sequence of `seq_len` tokens, or
-        ranks differ in the other dimensions, the dtype or the arguments.
+        Raises ValueError or TypeError on every rank if any rank's `x` is no tensor on a device of the group, does not
+        have its number of a sequence of `seq_len` tokens, or ranks differ in other dimensions, dtype or arguments.
         """
         rings = make_rings(self.process_group, self.double_group)
-        mine = {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": seq_len, "dim": dim}
-        everyone = [json.loads(reply) for reply in rings.gather(json.dumps(mine).encode())]
+
+        def mine() -> dict[str, Any]:
+            check_shard(rings, x, dim)
+            return {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": seq_len, "dim": dim}
+
+        everyone = read(tell(rings, "a call of unshard", mine))
         for rank, theirs in enumerate(everyone):
-            if any(theirs[name] != mine[name] for name in ("dtype", "seq_len", "dim")):
-                raise ValueError(f"ranks differ in what they join: rank {self.rank} has {mine}, rank {rank} {theirs}")
+            if any(theirs[name] != everyone[0][name] for name in ("dtype", "seq_len", "dim")):
+                raise ValueError(f"ranks differ in what they join: rank 0 has {everyone[0]}, rank {rank} {theirs}")
         layout, shapes = Layout(self.layout, seq_len, self.size), [theirs["shape"] for theirs in everyone]
         for rank, shape in enumerate(shapes):
-            expected = list(x.shape)
+            expected = list(everyone[0]["shape"])
             expected[dim] = layout.length(rank)
             if shape != expected:
                 raise ValueError(f"rank {rank}'s x is {shape}, of {seq_len} tokens along {dim} it should be {expected}")
-        return layout.unshard(rings.gather_tensors(x.detach().contiguous(), [torch.Size(s) for s in shapes]), dim)
+        with taking_part(rings, "a call of unshard"):
+            parts = rings.gather_tensors(x.detach().contiguous(), [torch.Size(shape) for shape in shapes])
+        return layout.unshard(parts, dim)
+
+
+# What init_sequence_parallel made last, by the number of ranks that share a sequence and of those on a host, if it made
+# a double ring; for as long as it is in use.
+_made: weakref.WeakValueDictionary[tuple[int, int | None], SequenceParallel] = weakref.WeakValueDictionary()
+
+
+def _found_again(size: int, inner_size: int | None, layout: str) -> SequenceParallel:
+    """What was pickled of a SequenceParallel, with the groups of this process."""
+    if size == 1:
+        return SequenceParallel(layout=layout)
+    if (size, inner_size) not in _made:
+        call = f"init_sequence_parallel({size}{f', inner_size={inner_size}' if inner_size else ''})"
+        raise RuntimeError(
+            f"this was saved by one of {size} ranks that shared sequences: before it is read, call {call}"
+        )
+    return dataclasses.replace(_made[size, inner_size], layout=layout)
 
 
 def init_sequence_parallel(
@@ -111,10 +162,14 @@ def init_sequence_parallel(
     if sp_size == 1:
         return SequenceParallel(layout=layout)
     if inner_size in (1, sp_size):
-        return SequenceParallel(rank, sp_size, layout, process_group=_own_group(world, sequences))
+        sp = SequenceParallel(rank, sp_size, layout, process_group=_own_group(world, sequences))
+        _made[sp_size, None] = sp
+        return sp
     by_host = [ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)]
     by_place = [ranks[i::inner_size] for ranks in sequences for i in range(inner_size)]
-    return SequenceParallel(rank, sp_size, layout, None, (_own_group(world, by_host), _own_group(world, by_place)))
+    sp = SequenceParallel(rank, sp_size, layout, None, (_own_group(world, by_host), _own_group(world, by_place)))
+    _made[sp_size, inner_size] = sp
+    return sp
 
 
 def _world() -> Transport:

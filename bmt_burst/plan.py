@@ -11,7 +11,6 @@ from .kernels import Kernel
 from .layout import Layout
 from .merge import accumulator_dtype
 from .packing import Packing
-from .rings import Rings
 from .routes import Routes
 from .schedule import Schedule
 
@@ -39,7 +38,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that the ring needs to know besides the tensors; the same on every rank but for the rank itself.
+    """All that the ring needs to know besides tensors and rings; the same on every rank but for the rank itself.
 
     backward     "q" or "kv": the side that travels in the backward
     send_out     in a "q" backward let out travel itself instead of delta = rowsum(out * dout)
@@ -48,7 +47,7 @@ class Plan:
 
     layout: Layout
     schedule: Schedule
-    rings: Rings
+    rank: int
     kernel: Kernel
     scale: float
     causal: bool
@@ -56,10 +55,6 @@ class Plan:
     send_out: bool
     deterministic: bool
     group_bytes: int
-
-    @property
-    def rank(self) -> int:
-        return self.rings.rank
 
     @property
     def kernel_options(self) -> dict:
@@ -72,10 +67,10 @@ class Plan:
         kernel calls large, but enough heads to keep a GPU busy; a single block is within group_bytes in any case, down
         to one kv head, whatever that is in bytes.
         """
-        if self.rings.size == 1:
+        if self.layout.size == 1:
             return []
         (batch, _, heads, _), kv_heads = q.shape, k.shape[2]
-        ratio, ring = heads // kv_heads, max(self.rings.inner.size - 1, 1)
+        ratio, ring = heads // kv_heads, max(self.schedule.inner - 1, 1)
         within = self.group_bytes * kv_heads // self._block_bytes(self._packing(travels, q, k))  # heads of one block
         enough = -(-_ENOUGH_ROWS // (batch * self._most_tokens * ratio))
         most = min(max(within // ring, enough), max(within, 1), kv_heads)
@@ -87,7 +82,7 @@ class Plan:
     def _pass(self, travels: str, q: Tensor, k: Tensor, returning: bool, at: slice, kv_at: slice) -> Pass:
         """The pass of q's and k's heads `at` and `kv_at`; q and k have no others."""
         packing = self._packing(travels, q, k)
-        width = min(max(self.group_bytes // self._block_bytes(packing), 1), self.rings.inner.size)
+        width = min(max(self.group_bytes // self._block_bytes(packing), 1), self.schedule.inner)
         routes = Routes(self.layout, self.schedule, self.causal, travels, width, returning)
         return Pass(at, kv_at, packing, self._return_packing(travels, q, k) if returning else None, routes)
 

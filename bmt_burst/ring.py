@@ -33,6 +33,7 @@ from .compiled import fused_on_gpus
 from .layout import Tile
 from .merge import Gradients, Outputs, Span, add_each, query_rows, tokens_at
 from .plan import Plan
+from .rings import Rings
 from .routes import Group, Piece, Routes
 from .tour import Homecoming, Tour
 
@@ -62,10 +63,10 @@ class Queries:
         return Queries(q, dout, out, lse, delta)
 
 
-def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def forward(plan: Plan, rings: Rings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of this rank's q over the whole sequence: out (B, S, H, D) in q's dtype, lse (B, H, S) fp32 / fp64."""
     passes = plan.passes("kv", q, k, returning=False)
-    with Tour(plan, passes, (k, v)) as tour:
+    with Tour(plan, rings, passes, (k, v)) as tour:
         own_out, own_lse = plan.kernel.forward(q, k, v, causal=plan.causal, **plan.kernel_options)
         if not passes:
             return _result(own_out, q), own_lse
@@ -83,14 +84,14 @@ def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 def backward(
-    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    plan: Plan, rings: Rings, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's tokens, in the inputs' dtype."""
     travels, home, whole = plan.backward, Queries(q, dout, out, lse), (0, q.shape[1])
     passes = plan.passes(travels, q, k, returning=True)
     departing = (k, v) if travels == "kv" or not passes else _departing(plan, home)
     with ExitStack() as stack:
-        tour = stack.enter_context(Tour(plan, passes, departing))
+        tour = stack.enter_context(Tour(plan, rings, passes, departing))
         own = _tile_backward(plan, Tile(whole, whole, plan.causal), home, k, v)
         results = [_result(grad, x) for grad, x in zip(own, (q, k, v), strict=True)]
         before = None  # the homecoming of the pass before, whose last gradients are on their way
@@ -98,7 +99,7 @@ def backward(
             parts = zip(own, results, (heads.q, heads.kv, heads.kv), strict=True)
             sums = [_begun(plan, grad[:, :, at], into[:, :, at]) for grad, into, at in parts]
             staying, leaving = _split(travels, sums)
-            homecoming = stack.enter_context(Homecoming(plan, heads, leaving))
+            homecoming = stack.enter_context(Homecoming(plan, rings, heads, leaving))
             here = home.heads(heads.q), (k[:, :, heads.kv], v[:, :, heads.kv])
             for group, block in tour.visits(heads):
                 sides = (here[0], block) if travels == "kv" else (_visiting(plan, block), here[1])
@@ -117,16 +118,16 @@ def backward(
     return dq, dk, dv
 
 
-def reserve(plan: Plan, q: Tensor, k: Tensor, with_backward: bool) -> None:
+def reserve(plan: Plan, rings: Rings, q: Tensor, k: Tensor, with_backward: bool) -> None:
     """Lets the transport prepare for what will land on ranks of this host; all ranks call it alike."""
-    host, visit, home = plan.rings.outer.rank, 0, 0
+    host, visit, home = rings.outer.rank, 0, 0
     for travels, returning in (("kv", False), *([(plan.backward, True)] if with_backward else [])):
         for heads in plan.passes(travels, q, k, returning):
             tokens, home_tokens = heads.routes.landing_tokens(host)
             visit = max(visit, heads.packing.nbytes(tokens))
             if heads.return_packing:
                 home = max(home, heads.return_packing.nbytes(home_tokens))
-    plan.rings.inner.reserve({"visit": visit, "return": home}, q.device)
+    rings.inner.reserve({"visit": visit, "return": home}, q.device)
 
 
 @fused_on_gpus

@@ -1,20 +1,41 @@
-"""The rings between the ranks of a call, and what they tell each other over them."""
+"""The rings between the ranks of a call, and how they tell each other things over them."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import threading
+import uuid
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .transport import ALONE, MESSAGE_BYTES, Transport
+from .transport import ALONE, Transport
 from .transport.bmtrain import bmtrain_transport, initialized_bmtrain
 from .transport.torch_dist import torch_transport
 
+_PROCESS = uuid.uuid4().hex  # ranks may be forks, or threads of a test
+
 Group = Any  # a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport
+
+
+@dataclass
+class History:
+    """What the ranks of some rings did together so far.
+
+    calls    how many; every rank counts alike, since all agree on each
+    plans    of calls, by what the ranks said of them
+    is_grid  whether a double ring is known to be a grid of ranks
+    """
+
+    calls: int = 0
+    plans: dict[tuple[bytes, ...], Any] = field(default_factory=dict)
+    is_grid: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,20 +54,58 @@ class Rings:
     def rank(self) -> int:
         return self.outer.rank * self.inner.size + self.inner.rank
 
-    def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks (a line each) in rank order, over both rings.
+    @property
+    def history(self) -> History:
+        return self.inner.histories.setdefault((self.outer, self.double), History())
 
-        Raises ValueError if these are no grid of ranks.
+    def gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks (a line of text each) in rank order, over both rings.
+
+        Raises ValueError on every rank if double rings are no grid of ranks.
         """
         if not self.double:
             return self.inner.gather(message)
-        shape = f"{self.inner.size} x {self.outer.size}".encode()
-        shapes = {s.decode() for ring in (self.inner, self.outer) for s in ring.gather(shape)}
-        if len(shapes) > 1:
-            raise ValueError(f"double_group's rings differ in size between ranks: {sorted(shapes)}")
-        here = b"\n".join(self.inner.gather(message))
-        hosts = self.outer.gather(here, longest=self.inner.size * (MESSAGE_BYTES + 1))
-        return [reply for host in hosts for reply in host.split(b"\n")]
+        if not self.history.is_grid:
+            self._check_grid()
+            self.history.is_grid = True
+        return self._gather_over_both(message)
+
+    def _gather_over_both(self, message: bytes) -> list[bytes]:
+        here = zlib.compress(b"\n".join(self.inner.gather(message)), 1)
+        return [reply for host in self.outer.gather(here) for reply in zlib.decompress(host).split(b"\n")]
+
+    def _check_grid(self) -> None:
+        """Ranks of a host must have one place among hosts, those at one place of all hosts one place in them.
+
+        A rank that finds a fault says so over both rings, so that all that it is connected with raise too.
+        """
+        inner, outer, fault = self.inner, self.outer, ""
+        for ring, role in ((inner, "intra"), (outer, "inter")):
+            for rank, said in enumerate(ring.gather(_place(role, inner.rank, inner.size, outer.rank, outer.size))):
+                place, host = (rank, outer.rank) if role == "intra" else (inner.rank, rank)
+                expected = _place(role, place, inner.size, host, outer.size)
+                if said != expected and not fault:
+                    fault = f"rank {rank} of an {role} group is '{said.decode()[:200]}', not '{expected.decode()}'"
+        for ring in (inner, outer, inner):
+            fault = next((told.decode() for told in ring.gather(fault.encode()) if told), "")
+        if fault:
+            raise ValueError(f"double_group's groups are no grid of hosts and places in them: {fault}")
+        # Groups may also connect two grids so that each rank sees one; then a host's ranks see unlike ones.
+        everyone = self._gather_over_both(f"{_PROCESS} {os.getpid()} {threading.get_ident()}".encode())
+        digest = hashlib.sha256(b"\n".join(everyone)).hexdigest().encode()
+        if any(theirs != digest for theirs in inner.gather(digest)):
+            raise ValueError(
+                "double_group's inter groups lead from the ranks of one host to unlike ranks: they are no grid"
+            )
+
+    def give_up(self, words: bytes) -> None:
+        """As Transport.give_up, over both rings."""
+        for ring in (self.inner, self.outer):
+            ring.give_up(words)
+
+    def enqueued(self, doing: str) -> None:
+        """As Transport.enqueued, over the ring that may leave streams waiting."""
+        self.inner.enqueued(doing)
 
     def gather_tensors(self, x: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """Contiguous x of all ranks in rank order; `shapes` are those of all ranks."""
@@ -55,6 +114,10 @@ class Rings:
         host_shapes = [shapes[i : i + self.inner.size] for i in range(0, self.size, self.inner.size)]
         hosts = self.outer.all_gather([tensor for [tensor] in here], host_shapes)
         return [tensor for host in hosts for tensor in host]
+
+
+def _place(role: str, place: int, places: int, host: int, hosts: int) -> bytes:
+    return f"{role} group, place {place} of {places} on host {host} of {hosts}".encode()
 
 
 def make_rings(process_group: Group | None, double_group: Sequence[Group | None]) -> Rings:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .merge import Gradients, Span, add_each, length, tokens_at
 from .packing import Packing
 from .plan import Pass, Plan
+from .rings import Rings
 from .routes import Group, Incoming, Outgoing
 from .schedule import Edge
 from .transport import Arrival, Delivery, Parcel, Ticket
@@ -27,8 +28,8 @@ class Tour:
     does when the context begins.
     """
 
-    def __init__(self, plan: Plan, passes: Sequence[Pass], home: tuple[Tensor, ...]):
-        self.plan, self.home = plan, home
+    def __init__(self, plan: Plan, rings: Rings, passes: Sequence[Pass], home: tuple[Tensor, ...]):
+        self.plan, self.rings, self.home = plan, rings, home
         self.to_begin = list(passes)
         self.root: tuple[Tensor, ...] = ()  # the block that opens the round that began last
         self.incoming: tuple[Tensor, ...] = ()  # the one that will open the next
@@ -95,7 +96,7 @@ class Tour:
         if step := opening.steps[0].outer:
             tokens = rounds[number + 1][0].tokens
             self.incoming = tuple(x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in root)
-            self.leap = _leap(self.plan, step, [tokens_at(x, opening.onward) for x in root], self.incoming)
+            self.leap = _leap(self.rings, step, [tokens_at(x, opening.onward) for x in root], self.incoming)
         if groups:
             self._fetch(heads, groups[0], root)
 
@@ -103,7 +104,7 @@ class Tour:
         """Starts to bring in the tokens of the group, and to send out what others look at of the root."""
         sends = [parcel for leg in group.sends for parcel in _parcels(heads.packing, leg, root, leg.span)]
         sources = [(piece.step.inner.recv_from, piece.at) for piece in group.pieces]
-        delivery = _deliver(self.plan, "visit", heads.packing, group.tokens, sends, sources, root[0].device)
+        delivery = _deliver(self.rings, "visit", heads.packing, group.tokens, sends, sources, root[0].device)
         self.under_way.append(delivery)
 
 
@@ -114,8 +115,8 @@ class Homecoming:
     while the next round is. `finish` completes the sums.
     """
 
-    def __init__(self, plan: Plan, heads: Pass, own: Sequence[Gradients]):
-        self.plan, self.own, self.packing = plan, own, heads.return_packing
+    def __init__(self, plan: Plan, rings: Rings, heads: Pass, own: Sequence[Gradients]):
+        self.plan, self.rings, self.own, self.packing = plan, rings, own, heads.return_packing
         self.shares = {plan.rank: own}  # by the block that opened a round: this host's share of its gradients
         self.taken: list[tuple[Span, Sequence[Tensor]]] = []
         self.inner: _Return | None = None
@@ -143,7 +144,7 @@ class Homecoming:
             del self.shares[group.root]
             shapes = [(x.shape[0], length(group.lent), *x.shape[2:]) for x in self.own]
             incoming = tuple(torch.empty(shape, dtype=dtype, device=self.own[0].device) for shape in shapes)
-            ticket = _leap(self.plan, last.outer_return, share, incoming)
+            ticket = _leap(self.rings, last.outer_return, share, incoming)
             self.outer = _OuterReturn(ticket, group.lent, incoming)
 
     def finish(self) -> None:
@@ -180,7 +181,7 @@ class Homecoming:
             [(start, grads)] = [(at[0], g) for at, g in self.taken if at[0] <= leg.span[0] and leg.span[1] <= at[1]]
             sends += _parcels(self.packing, leg, grads, (leg.span[0] - start, leg.span[1] - start))
         sources, device = [(entry.peer, entry.at) for entry in group.homecoming], self.own[0].device
-        delivery = _deliver(self.plan, "return", self.packing, group.home_tokens, sends, sources, device)
+        delivery = _deliver(self.rings, "return", self.packing, group.home_tokens, sends, sources, device)
         grads = self.packing.views(delivery.memory, group.home_tokens)
         return _Return(delivery, group.homecoming, grads, self._share(group))
 
@@ -232,14 +233,14 @@ class _OuterReturn:
     grads: tuple[Tensor, ...]
 
 
-def _leap(plan: Plan, edge: Edge, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> Ticket:
+def _leap(rings: Rings, edge: Edge, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> Ticket:
     """Starts an exchange between hosts, of tensors that may have no tokens, and then do not travel."""
     there = [(x.contiguous(), edge.send_to) for x in sends if x.numel()]
-    return plan.rings.outer.exchange(there, [(x, edge.recv_from) for x in recvs if x.numel()])
+    return rings.outer.exchange(there, [(x, edge.recv_from) for x in recvs if x.numel()])
 
 
 def _deliver(
-    plan: Plan,
+    rings: Rings,
     lane: str,
     packing: Packing,
     tokens: int,
@@ -251,7 +252,7 @@ def _deliver(
     arrivals = [
         Arrival(peer, offset, nbytes) for peer, at in sources for _, _, offset, nbytes in packing.messages(tokens, at)
     ]
-    return plan.rings.inner.deliver(lane, packing.nbytes(tokens), sends, arrivals, device)
+    return rings.inner.deliver(lane, packing.nbytes(tokens), sends, arrivals, device)
 
 
 def _parcels(packing: Packing, leg: Outgoing, tensors: Sequence[Tensor], span: Span) -> Iterator[Parcel]:

@@ -19,7 +19,7 @@ LONGEST = 100
 
 def test_everyone_reads_everyones_messages_in_order():
     size, rounds = 4, 500
-    memory = mmap.mmap(-1, 2 * size * _place_bytes(LONGEST))
+    memory = mmap.mmap(-1, 3 * size * _place_bytes(LONGEST))
     failures = []
 
     def work(rank):
@@ -42,14 +42,14 @@ def test_everyone_reads_everyones_messages_in_order():
 
 def test_a_rank_that_does_not_call_is_named(monkeypatch):
     monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
-    memory = mmap.mmap(-1, 4 * _place_bytes(LONGEST))
+    memory = mmap.mmap(-1, 6 * _place_bytes(LONGEST))
     with pytest.raises(TimeoutError, match="rank 1 of the group did not make this call"):
         HostMemory(0, 2, memory, LONGEST).gather(b"here")
 
 
 def test_who_comes_late_learns_that_the_others_gave_up_and_may_go_on_with_them(monkeypatch):
     monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
-    memory = mmap.mmap(-1, 4 * _place_bytes(LONGEST))
+    memory = mmap.mmap(-1, 6 * _place_bytes(LONGEST))
     ranks = [HostMemory(rank, 2, memory, LONGEST) for rank in range(2)]
     with pytest.raises(TimeoutError, match="rank 1 of the group did not make this call"):
         ranks[0].gather(b"first")
@@ -68,9 +68,9 @@ def test_who_comes_late_learns_that_the_others_gave_up_and_may_go_on_with_them(m
 def test_a_message_counts_once_it_is_whole(monkeypatch):
     """A head that is seen before its message does not make it one."""
     monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
-    memory = mmap.mmap(-1, 4 * _place_bytes(LONGEST))
+    memory = mmap.mmap(-1, 6 * _place_bytes(LONGEST))
     HostMemory(1, 2, memory, LONGEST)  # a place of rank 1, as if only the head were there yet
-    at = (2 * 1 + 1) * _place_bytes(LONGEST)
+    at = (3 * 1 + 1) * _place_bytes(LONGEST)
     memory[at : at + host_memory._HEAD.size] = host_memory._HEAD.pack(1, 5, 12345)
     with pytest.raises(TimeoutError):
         HostMemory(0, 2, memory, LONGEST).gather(b"here")
@@ -78,16 +78,16 @@ def test_a_message_counts_once_it_is_whole(monkeypatch):
 
 def test_a_number_alone_does_not_make_an_older_message_new(monkeypatch):
     monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
-    memory = mmap.mmap(-1, 4 * _place_bytes(LONGEST))
+    memory = mmap.mmap(-1, 6 * _place_bytes(LONGEST))
     mine, theirs = HostMemory(0, 2, memory, LONGEST), HostMemory(1, 2, memory, LONGEST)
     for number in range(2):
         for end in (theirs, mine):
             end.number = number
-            at = (2 * end.rank + (number + 1) % 2) * _place_bytes(LONGEST)
+            at = (3 * end.rank + (number + 1) % 2) * _place_bytes(LONGEST)
             message = b"old"
             head = host_memory._HEAD.pack(number + 1, len(message), host_memory._checksum(number + 1, message))
             memory[at : at + len(head) + len(message)] = head + message
-    at = (2 * 1 + 1) * _place_bytes(LONGEST)  # where rank 1 will write its third message
+    at = (3 * 1 + 1) * _place_bytes(LONGEST)  # where rank 1 will write its third message
     memory[at : at + 8] = (3).to_bytes(8, "little")
     mine.number = 2
     with pytest.raises(TimeoutError):

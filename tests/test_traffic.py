@@ -1,14 +1,13 @@
 """Messages and bytes on the wire against the closed forms, and the simulator's own guards."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bmt_burst import Layout, burst_attn_func, kernels, simulate
-from bmt_burst.rings import Rings
 from bmt_burst.plan import Plan
+from bmt_burst.schedule import Schedule
 from bmt_burst.transport import MESSAGE_BYTES
 from bmt_burst.transport.simulator import Aborted
 from tests.helpers import random_qkv, ring_arguments
@@ -38,7 +37,7 @@ def traffic(size, inner, backward, causal, optimize=True, rank=0, group_bytes=1 
 
 def tensor_messages(ring):
     """Bytes of each message but those by which the ranks agree on a call."""
-    return [size for _, size in ring.traffic if size != MESSAGE_BYTES and size % (MESSAGE_BYTES + 1)]
+    return [size for _, size in ring.traffic if size != MESSAGE_BYTES + 4]
 
 
 K = S * G * D * ITEM  # one batch row of keys, of values or of their gradients: one message
@@ -53,8 +52,7 @@ BLOCK = 2 * B * K
 def test_a_pass_has_heads_enough_for_kernels_or_lets_a_whole_ring_come_at_once(tokens, passes):
     """64 heads, blocks twice as large as group_bytes: two passes are needed, seven let three blocks come at once."""
     q = torch.empty(1, tokens, 64, 128, device="meta", dtype=torch.bfloat16)
-    rings = Rings(SimpleNamespace(size=4), SimpleNamespace(size=1))
-    plan = Plan(Layout("zigzag", 4 * tokens, 4), None, rings, None, 1.0, True, "q", False, False, q.nbytes)
+    plan = Plan(Layout("zigzag", 4 * tokens, 4), Schedule(4), 0, None, 1.0, True, "q", False, False, q.nbytes)
     assert len(plan.passes("kv", q, q, returning=False)) == passes
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 Messages = list[tuple[Tensor, int]]  # tensors and the ranks that they go to or come from
 AGREEMENT_TIMEOUT = 120.0  # seconds after which a rank that takes no part is an error; may be set before the first call
-MESSAGE_BYTES = 1024  # the longest message that `gather` carries
+MESSAGE_BYTES = 4096  # the longest message that `gather` carries
 LANES = {"visit": 2, "return": 1}  # kinds of deliveries, and how many of a kind may land before the first is released
 
 
@@ -81,8 +81,8 @@ class Transport(ABC):
     held_bytes: int = 0  # of memory that this transport keeps for deliveries
 
     @functools.cached_property
-    def plans(self) -> dict[Any, Any]:
-        """What its users have made for it and may need again."""
+    def histories(self) -> dict[Any, Any]:
+        """What its users keep for it."""
         return {}
 
     @abstractmethod
@@ -121,19 +121,31 @@ class Transport(ABC):
         self.exchange(sends, [(tensor, peer) for peer in others for tensor in everyone[peer]]).wait()
         return everyone
 
-    def gather(self, message: bytes, longest: int = MESSAGE_BYTES) -> list[bytes]:
-        """The messages of all ranks (text of at most `longest` bytes), in rank order.
+    def gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks (at most MESSAGE_BYTES), in rank order.
 
         The host waits for them, no GPU stream does. Raises ValueError for a longer message.
         """
-        if len(message) > longest:
-            raise ValueError(f"a message has {len(message)} bytes, more than {longest}")
-        return self._gather(message, longest)
+        if len(message) > MESSAGE_BYTES:
+            raise ValueError(f"a message has {len(message)} bytes, more than {MESSAGE_BYTES}")
+        return self._gather(message)
 
-    def _gather(self, message: bytes, longest: int) -> list[bytes]:
+    def give_up(self, words: bytes) -> None:  # noqa: B027 - as far as that goes
+        """Says, with `words` of text, that this rank breaks off what all ranks had begun together.
+
+        Ranks that wait for this one fail with its words. Unless all ranks give up the same, the ring is of no use any
+        more: later messages on it fail too.
+        """
+
+    def enqueued(self, doing: str) -> None:  # noqa: B027 - nothing to watch here
+        """Says that this rank has enqueued all of what it was `doing` with the others on its device."""
+
+    def _gather(self, message: bytes) -> list[bytes]:
         """As `gather`; here for transports that exchange CPU tensors."""
-        mine = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
-        return [bytes(reply.tolist()).rstrip(b"\0") for [reply] in self.all_gather([mine], [[mine.shape]] * self.size)]
+        head = len(message).to_bytes(4, "little")
+        mine = torch.frombuffer(bytearray((head + message).ljust(MESSAGE_BYTES + len(head), b"\0")), dtype=torch.uint8)
+        replies = [bytes(reply.tolist()) for [reply] in self.all_gather([mine], [[mine.shape]] * self.size)]
+        return [reply[len(head) :][: int.from_bytes(reply[: len(head)], "little")] for reply in replies]
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -142,9 +154,12 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 class Alone(Transport):
-    """A ring of one."""
+    """A ring of one. There is one such, ALONE, which a copy is too."""
 
     rank, size = 0, 1
+
+    def __reduce__(self) -> str:
+        return "ALONE"
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         assert not sends and not recvs, "a ring of one rank has nobody to exchange with"

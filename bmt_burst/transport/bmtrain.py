@@ -74,7 +74,7 @@ class BMTrainTransport(ProcessTransport):
             self.nccl.groupEnd()
         return _Ticket(self.stream.record_event(), (sends, recvs))
 
-    def _gather_remotely(self, message: bytes, longest: int) -> list[bytes]:
+    def _gather_remotely(self, message: bytes) -> list[bytes]:
         self.gathers += 1
         store().set(self._key(self.gathers, self.rank), message)
         replies = [store().get(self._key(self.gathers, peer)) for peer in range(self.size)]

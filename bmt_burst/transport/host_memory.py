@@ -3,6 +3,9 @@
 Every rank has two places, used in turn, that hold the number of a message, its length, a checksum of all, and itself.
 A rank overwrites a place only after everyone has written the message after it, and so has read this one. The checksum
 makes a message count only once it is all there, in whichever order a processor lets its parts be seen.
+
+A third place holds a rank's last words, which it leaves when it breaks off what all had begun together. Who waits for a
+rank that has left some, or whose process has ended, learns of it at once.
 """
 
 from __future__ import annotations
@@ -13,71 +16,183 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from bmt_burst import transport
 
 _HEAD = struct.Struct("<qqq")  # number, length, checksum
 _SPINS = 200  # looks without a pause, some 0.1 ms
 _PAUSE = 5e-5
+_PLACES = 3  # of a rank: for two messages, and for its last words
+_CHECKED = 0.5  # seconds of waiting after which, again and again, the rank waited for is looked after
+_GIVING_UP = 5.0  # seconds in which all ranks must give up for their memory to stay in use
 
 
 class HostMemory:
-    """One rank's end. `longest` is the most bytes of a message."""
+    """One rank's end. `longest` is the most bytes of a message.
 
-    def __init__(self, rank: int, size: int, memory: mmap.mmap, longest: int):
-        self.rank, self.size, self.memory = rank, size, memory
+    processes  what `process_name` says on each rank, "" where that is not known
+    timeout    seconds after which a rank that does not write its message is an error
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        memory: mmap.mmap,
+        longest: int,
+        processes: Sequence[str] = (),
+        timeout: Callable[[], float] = lambda: transport.AGREEMENT_TIMEOUT,
+    ):
+        self.rank, self.size, self.memory, self.processes, self.timeout = rank, size, memory, processes, timeout
         self.place_bytes = _place_bytes(longest)
         self.number = 0
+        self.broken = ""  # why this rank cannot go on with the others, once it is known
 
     def gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks, in rank order.
 
         Raises TimeoutError if a rank does not write one, on that rank too once it does: the others did not wait for it.
+        Raises RuntimeError if a rank has ended or left last words, now and whenever it is called again.
         """
+        self._fail_if_broken()
+        return self._exchange(message, heeding=True)
+
+    def give_up(self, words: bytes) -> None:
+        """Leaves last words, and returns once it is known whether all ranks do the same: then they may go on together.
+
+        Else this memory is of no use any more.
+        """
+        self._write(self._last_words(self.rank), 1, words)
+        deadline = time.monotonic() + _GIVING_UP
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        while not all(self._words(peer) for peer in others):
+            if time.monotonic() > deadline or any(self._ended(peer) for peer in others):
+                self.broken = f"rank {self.rank} of the group, this one, gave up: {words.decode()}"
+                return
+            time.sleep(_PAUSE)
+        self._exchange(b"all words are read", heeding=False)
+        self._write(self._last_words(self.rank), 0, b"")
+        self._exchange(b"all words are taken back", heeding=False)
+
+    def lost(self) -> str | None:
+        """Why a rank takes no further part, if one is known not to; the first such."""
+        reasons = (self._lost(peer) for peer in range(self.size) if peer != self.rank)
+        return next((reason for reason in reasons if reason), None)
+
+    def _lost(self, peer: int) -> str:
+        if words := self._words(peer):
+            return f"rank {peer} of the group gave up: {words}"
+        return f"rank {peer} of the group has ended, process {self._process(peer)}" if self._ended(peer) else ""
+
+    def _fail_if_broken(self) -> None:
+        if self.broken:
+            raise RuntimeError(f"{self.broken}; its group is of no use any more")
+
+    def _exchange(self, message: bytes, heeding: bool) -> list[bytes]:
+        """`gather`; `heeding` ranks that are lost."""
         self.number += 1
-        at = self._place(self.rank)
-        head = _HEAD.pack(self.number, len(message), _checksum(self.number, message))
-        self.memory[at : at + _HEAD.size + len(message)] = head + message
+        self._write(self._place(self.rank), self.number, message)
         try:
-            return [message if peer == self.rank else self._read(peer) for peer in range(self.size)]
+            return [message if peer == self.rank else self._read(peer, heeding) for peer in range(self.size)]
         except TimeoutError:
-            self.memory[at : at + _HEAD.size] = _HEAD.pack(-self.number, 0, 0)
+            self._write(self._place(self.rank), -self.number, b"")
             raise
 
-    def _read(self, peer: int) -> bytes:
+    def _read(self, peer: int, heeding: bool) -> bytes:
         at, looks, began = self._place(peer), 0, time.monotonic()
+        checked = began
         while True:
-            number, length, checksum = _HEAD.unpack_from(self.memory, at)
-            if number == self.number:
-                message = self.memory[at + _HEAD.size : at + _HEAD.size + length]
-                if _checksum(number, message) == checksum:
-                    return message
+            number, *_ = _HEAD.unpack_from(self.memory, at)
+            if number == self.number and (message := self._message(at)) is not None:
+                return message
             if number == -self.number or abs(number) > self.number:
                 raise TimeoutError(f"rank {peer} of the group gave up waiting for others to make this call")
             looks += 1
             if looks > _SPINS:
                 time.sleep(_PAUSE)
-            if time.monotonic() - began > transport.AGREEMENT_TIMEOUT:
-                waited = f"within {transport.AGREEMENT_TIMEOUT:.0f} s"
-                raise TimeoutError(f"rank {peer} of the group did not make this call {waited}")
+            now = time.monotonic()
+            if heeding and now - checked > _CHECKED:
+                checked, self.broken = now, self._lost(peer)
+                self._fail_if_broken()
+            if now - began > self.timeout():
+                raise TimeoutError(f"rank {peer} of the group did not make this call within {self.timeout():.0f} s")
+
+    def _message(self, at: int) -> bytes | None:
+        """The message in a place if it is all there."""
+        number, length, checksum = _HEAD.unpack_from(self.memory, at)
+        message = self.memory[at + _HEAD.size : at + _HEAD.size + length]
+        return message if _checksum(number, message) == checksum else None
+
+    def _write(self, at: int, number: int, message: bytes) -> None:
+        head = _HEAD.pack(number, len(message), _checksum(number, message))
+        self.memory[at : at + _HEAD.size + len(message)] = head + message
+
+    def _words(self, peer: int) -> str:
+        """A rank's last words, none if it has left none."""
+        return (self._message(self._last_words(peer)) or b"").decode()
+
+    def _process(self, peer: int) -> str:
+        return self.processes[peer].partition(" ")[0]
+
+    def _ended(self, peer: int) -> bool:
+        return bool(self.processes) and has_ended(self.processes[peer])
 
     def _place(self, rank: int) -> int:
-        return (2 * rank + self.number % 2) * self.place_bytes
+        return (_PLACES * rank + self.number % 2) * self.place_bytes
+
+    def _last_words(self, rank: int) -> int:
+        return (_PLACES * rank + 2) * self.place_bytes
 
 
-def open_host_memory(rank: int, size: int, longest: int, gather: Callable[[bytes], list[bytes]]) -> HostMemory | None:
+def open_host_memory(
+    rank: int,
+    size: int,
+    longest: int,
+    gather: Callable[[bytes], list[bytes]],
+    timeout: Callable[[], float] = lambda: transport.AGREEMENT_TIMEOUT,
+) -> HostMemory | None:
     """Memory that all ranks share, or None on all of them if there is none. `gather` is another way for messages."""
-    nbytes = 2 * size * _place_bytes(longest)
+    nbytes = size * _PLACES * _place_bytes(longest)
     made = _new_file(nbytes) if rank == 0 else b""
-    [path, *_] = gather(made)
-    memory = _map(path, nbytes)
     try:
-        opened = gather(b"opened" if memory else b"")
+        [path, *_] = gather(made)
+        memory = _map(path, nbytes)
+        names = gather(process_name().encode() or b"unknown" if memory else b"")
     finally:
         if made:
             os.unlink(made)
-    return HostMemory(rank, size, memory, longest) if all(opened) else None
+    # A process that cannot be seen from here is not known to have ended when it cannot be seen later.
+    processes = ["" if has_ended(name.decode()) else name.decode() for name in names]
+    return HostMemory(rank, size, memory, longest, processes, timeout) if all(names) else None
+
+
+def process_name() -> str:
+    """This process, as `has_ended` knows it: its number, when it began, and the namespace of such numbers; or ""."""
+    try:
+        return f"{os.getpid()} {_state(os.getpid())[1]} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return ""
+
+
+def has_ended(name: str) -> bool:
+    """Whether a process is known to have ended. False for one of another namespace, or without a name."""
+    number, _, rest = name.partition(" ")
+    began, _, namespace = rest.partition(" ")
+    if not namespace or namespace != process_name().rpartition(" ")[2]:
+        return False
+    try:
+        state, since = _state(int(number))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX" or since != began
+
+
+def _state(process: int) -> tuple[str, str]:
+    """A process's state and when it began, as proc(5) has them. Raises OSError if there is none."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
 
 
 def _new_file(nbytes: int) -> bytes:

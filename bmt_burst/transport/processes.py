@@ -5,7 +5,6 @@ Ranks of one host exchange messages through memory that they share, and their GP
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import platform
@@ -17,9 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bmt_burst import transport
+
 from . import MESSAGE_BYTES, Arrival, Delivery, Parcel, Transport
 from .copy_engine import CopyEngines, CudaStream, Device
 from .host_memory import HostMemory, open_host_memory
+from .watch import Watch
 
 logger = logging.getLogger("bmt_burst")
 
@@ -38,22 +40,40 @@ class ProcessTransport(Transport):
         self.wants_copy_engines = copy_engines
         self.host_memory: HostMemory | bool | None = None  # shared by these ranks; False if they are on several hosts
         self.copy_engines: CopyEngines | None = None
+        self.watch: Watch | None = None  # over deliveries by copy engines
 
     @abstractmethod
-    def _gather_remotely(self, message: bytes, longest: int) -> list[bytes]:
+    def _gather_remotely(self, message: bytes) -> list[bytes]:
         """As `gather`, wherever the ranks are."""
 
     @abstractmethod
     def symmetric_group(self) -> dist.ProcessGroup | str:
         """These ranks, as torch's symmetric memory knows them. All ranks call it."""
 
-    def _gather(self, message: bytes, longest: int) -> list[bytes]:
-        if self.host_memory is None:  # sought at the first call, however long its message is
-            remotely = functools.partial(self._gather_remotely, longest=MESSAGE_BYTES)
-            self.host_memory = open_host_memory(self.rank, self.size, MESSAGE_BYTES, remotely) or False
-        if self.host_memory and longest <= MESSAGE_BYTES:
+    def _gather(self, message: bytes) -> list[bytes]:
+        if self.host_memory is None:  # sought at the first call
+            arguments = self.rank, self.size, MESSAGE_BYTES, self._gather_remotely, self.timeout
+            self.host_memory = open_host_memory(*arguments) or False
+        if self.host_memory:
             return self.host_memory.gather(message)
-        return self._gather_remotely(message, longest)
+        return self._gather_remotely(message)
+
+    def timeout(self) -> float:
+        """Seconds after which a rank that takes no part is an error."""
+        return transport.AGREEMENT_TIMEOUT
+
+    def give_up(self, words: bytes) -> None:
+        if self.host_memory:
+            self.host_memory.give_up(words)
+        if not self.host_memory or self.host_memory.broken:
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        """Lets ranks that wait for bytes from this one fail."""
+
+    def enqueued(self, doing: str) -> None:
+        if self.watch:
+            self.watch.enqueued(doing)
 
     @property
     def held_bytes(self) -> int:
@@ -71,6 +91,8 @@ class ProcessTransport(Transport):
             failure = failure or self._first_failure(step)
         reason = apart or failure
         self.copy_engines = None if reason else engines
+        if self.copy_engines and self.host_memory and not self.watch:
+            self.watch = Watch(self.host_memory.lost, torch.cuda.Event)
         if reason and self.wants_copy_engines:
             raise RuntimeError(f"copy engines cannot be used: {reason}")
         if reason:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
-
-from bmt_burst import transport
 
 from . import Messages, Transport, as_bytes
 from .processes import ProcessTransport
@@ -28,11 +28,14 @@ class _Ticket:
 
 
 class TorchTransport(ProcessTransport):
-    """Raises ValueError if this process is not a member of `group`; `copy_engines` is a ProcessTransport's."""
+    """Raises ValueError if this process is not a member of `group`; `copy_engines` is a ProcessTransport's.
+
+    Does not keep the group alive: once it is destroyed and its users let go of it, its connections close.
+    """
 
     def __init__(self, group: dist.ProcessGroup, copy_engines: bool | None = None):
         super().__init__(copy_engines)
-        self.group = group
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         members = dist.get_process_group_ranks(group)
         if self.rank < 0:
@@ -42,10 +45,24 @@ class TorchTransport(ProcessTransport):
         self.device_types = frozenset(device for device, backend in _BACKENDS if backends.get(device) == backend)
         if not self.device_types:
             raise ValueError(f"a process group needs gloo for CPU or NCCL for CUDA tensors, this one has {backends}")
+        options = (group._get_backend(torch.device(device)).options for device in self.device_types)
+        self.group_timeout = max(each._timeout.total_seconds() for each in options)
+        self.companion: TorchTransport | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
+        return group
+
+    def timeout(self) -> float:
+        return max(self.group_timeout, super().timeout())
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
+        group = self.group
         ops = [
-            dist.P2POp(op, as_bytes(tensor), group=self.group, group_peer=peer)
+            dist.P2POp(op, as_bytes(tensor), group=group, group_peer=peer)
             for op, messages in ((dist.isend, sends), (dist.irecv, recvs))
             for tensor, peer in messages
         ]
@@ -54,21 +71,41 @@ class TorchTransport(ProcessTransport):
     def symmetric_group(self) -> dist.ProcessGroup:
         return self.group
 
-    def _gather_remotely(self, message: bytes, longest: int) -> list[bytes]:
+    def disconnect(self) -> None:
+        if "cpu" not in self.device_types:
+            if self.companion:
+                self.companion.disconnect()
+            return
+        nothing, peer = torch.empty(1, dtype=torch.uint8), (self.rank + 1) % self.size
+        with contextlib.suppress(RuntimeError):  # gloo closes all connections of a group where one wait takes too long
+            dist.irecv(nothing, group=self.group, group_src=peer).wait(timedelta(milliseconds=1))
+
+    def _gather_remotely(self, message: bytes) -> list[bytes]:
         if "cpu" in self.device_types:
-            return Transport._gather(self, message, longest)
-        return _companion(self.group)._gather_remotely(message, longest)
+            return Transport._gather(self, message)
+        if self.companion is None:
+            self.companion = self._make_companion()
+        return self.companion._gather_remotely(message)
+
+    def _make_companion(self) -> TorchTransport:
+        """Over a gloo group of the same ranks, for messages between hosts. All of them make it at the same point."""
+        members, timeout = dist.get_process_group_ranks(self.group), timedelta(seconds=self.timeout())
+        companion = dist.new_group(members, timeout, "gloo", use_local_synchronization=True)
+        weakref.finalize(self.group, _destroy, companion).atexit = False
+        return TorchTransport(companion)
 
 
-@functools.cache
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchTransport] = weakref.WeakKeyDictionary()
+
+
 def torch_transport(group: dist.ProcessGroup) -> TorchTransport:
-    """The transport over `group`, one for all calls; kept for as long as the process lives."""
-    return TorchTransport(group)
+    """The transport over `group`, one for all calls, for as long as the group is there."""
+    if group not in _transports:
+        _transports[group] = TorchTransport(group)
+    return _transports[group]
 
 
-@functools.cache
-def _companion(group: dist.ProcessGroup) -> TorchTransport:
-    """A gloo group of the same ranks, for messages between hosts. Made when all of them first call it."""
-    members = dist.get_process_group_ranks(group)
-    timeout = timedelta(seconds=transport.AGREEMENT_TIMEOUT)
-    return TorchTransport(dist.new_group(members, timeout, "gloo", use_local_synchronization=True))
+def _destroy(companion: dist.ProcessGroup) -> None:
+    """Unless all groups were destroyed together."""
+    if companion in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(companion)

@@ -1,0 +1,72 @@
+"""Ends a process whose GPU waits for a rank that will never come.
+
+Streams wait for peers' flags, and nothing wakes them: no exception reaches a host that waits for such a stream. So a
+thread looks after the other ranks of the host. Once one has ended or given up, what was enqueued before has some time
+to get done without it; if it does not, the process says which rank and which call it was, and ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from bmt_burst import transport
+
+_EVERY = 1.0  # seconds between looks
+_REMEMBERED = 1024  # calls
+_EXIT_CODE = 1
+
+
+class Event(Protocol):
+    """A place in the current stream."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        """Whether all that was enqueued before it is done."""
+
+
+class Watch:
+    """Watches for as long as it is referred to.
+
+    lost   says which rank takes no further part, or None
+    event  makes an event
+    """
+
+    def __init__(self, lost: Callable[[], str | None], event: Callable[[], Event]):
+        self.lost, self.event = lost, event
+        self.calls: deque[tuple[str, Event]] = deque(maxlen=_REMEMBERED)
+        threading.Thread(target=_run, args=(weakref.ref(self),), name="bmt_burst watch", daemon=True).start()
+
+    def enqueued(self, doing: str) -> None:
+        """Says that all of what this rank was `doing` has been enqueued on the current stream."""
+        event = self.event()
+        event.record()
+        self.calls.append((doing, event))
+
+    def stuck(self) -> str | None:
+        """The first call that is not done, or None."""
+        while self.calls and self.calls[0][1].query():
+            self.calls.popleft()
+        return self.calls[0][0] if self.calls else None
+
+
+def _run(watch: weakref.ref[Watch]) -> None:
+    since, before = time.monotonic(), None  # when the call that is not done was first found so beside a lost rank
+    while alive := watch():
+        lost = alive.lost()
+        doing = alive.stuck() if lost else None  # events are not to be asked while others may be capturing
+        del alive
+        if doing != before:
+            since, before = time.monotonic(), doing
+        if doing and time.monotonic() - since > min(30.0, transport.AGREEMENT_TIMEOUT / 2):
+            message = f"bmt_burst: {lost}; the GPU of this process waits for it in {doing}, for ever"
+            print(message, file=sys.stderr, flush=True)
+            os._exit(_EXIT_CODE)
+        time.sleep(_EVERY)
