@@ -71,12 +71,15 @@ def together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
 
 @contextmanager
 def taking_part(rings: Rings, doing: str) -> Iterator[None]:
-    """Around what ranks do once they have agreed on it: one that fails lets the others know."""
+    """Around what ranks do once they have agreed on it: one that fails lets the others know.
+
+    Raises RuntimeError, with the rank and its reason, on a rank that fails because another one did.
+    """
     try:
         yield
     except BaseException as error:
-        error.add_note(f"rank {rings.rank} was doing {doing} of its group")
-        rings.give_up(_failed(doing, error).encode())
+        if theirs := rings.give_up(f"{doing}: {_reason(error)}".encode()):
+            raise RuntimeError(f"{theirs}; so this rank cannot go on with {doing}") from error
         raise
     rings.enqueued(doing)
 
@@ -115,10 +118,13 @@ def compare(layout: str, said: Sequence[bytes]) -> Layout:
 
 
 def _failed(doing: str, error: BaseException) -> str:
-    """What a rank says that cannot be doing what it should; its reason in printable ASCII, 400 characters at most."""
-    reason = f"{type(error).__name__}: {error}"[:400]
-    plain = "".join(c if c.isprintable() and c.isascii() else "?" for c in reason)
-    return json.dumps({"doing": doing, "failure": plain})
+    """What a rank says that cannot be doing what it should."""
+    return json.dumps({"doing": doing, "failure": _reason(error)})
+
+
+def _reason(error: BaseException) -> str:
+    """In printable ASCII, 400 characters at most."""
+    return "".join(c if c.isprintable() and c.isascii() else "?" for c in f"{type(error).__name__}: {error}"[:400])
 
 
 def _parse(line: bytes) -> dict[str, Any]:

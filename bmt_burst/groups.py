@@ -15,7 +15,7 @@ import itertools
 import json
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ _groups_made = itertools.count()
 class SequenceParallel:
     """This rank's place among the ranks that share its sequence, and the layout of that sequence; by default alone.
 
-    `groups` are the keyword arguments that burst_attn_func takes to run over these ranks.
+    `groups` are the keyword arguments that burst_attn_func takes to run over these ranks; init_sequence_parallel says
+    in `made_for` how many ranks share a sequence and, in a double ring, a host.
 
     A copy by copy.copy or copy.deepcopy has the same groups. What is pickled, also with a module by torch.save, is the
     number of ranks and the layout: read in another process or on another rank, it has the groups and the rank that
@@ -52,6 +53,7 @@ class SequenceParallel:
     layout: str = "zigzag"
     process_group: Group | None = ALONE
     double_group: tuple[Group | None, Group | None] = (None, None)
+    made_for: tuple[int, int | None] | None = field(default=None, repr=False, compare=False)
 
     def __copy__(self) -> SequenceParallel:
         return self
@@ -62,13 +64,9 @@ class SequenceParallel:
     def __reduce__(self):
         if self.process_group is ALONE:
             return _found_again, (1, None, self.layout)
-        mine = self.process_group, self.double_group
-        key = next((key for key, sp in _made.items() if (sp.process_group, sp.double_group) == mine), None)
-        if key is None:
-            raise TypeError(
-                "only groups that init_sequence_parallel made can be found again, so only those are pickled"
-            )
-        return _found_again, (*key, self.layout)
+        if self.made_for is None:
+            raise TypeError("groups that init_sequence_parallel did not make cannot be found again: not pickled")
+        return _found_again, (*self.made_for, self.layout)
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -110,8 +108,7 @@ class SequenceParallel:
         return layout.unshard(parts, dim)
 
 
-# What init_sequence_parallel made last, by the number of ranks that share a sequence and of those on a host, if it made
-# a double ring; for as long as it is in use.
+# What init_sequence_parallel made last, by what it is made for, for as long as it is in use.
 _made: weakref.WeakValueDictionary[tuple[int, int | None], SequenceParallel] = weakref.WeakValueDictionary()
 
 
@@ -162,13 +159,14 @@ def init_sequence_parallel(
     if sp_size == 1:
         return SequenceParallel(layout=layout)
     if inner_size in (1, sp_size):
-        sp = SequenceParallel(rank, sp_size, layout, process_group=_own_group(world, sequences))
-        _made[sp_size, None] = sp
-        return sp
-    by_host = [ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)]
-    by_place = [ranks[i::inner_size] for ranks in sequences for i in range(inner_size)]
-    sp = SequenceParallel(rank, sp_size, layout, None, (_own_group(world, by_host), _own_group(world, by_place)))
-    _made[sp_size, inner_size] = sp
+        made_for, groups = (sp_size, None), {"process_group": _own_group(world, sequences)}
+    else:
+        by_host = [ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)]
+        by_place = [ranks[i::inner_size] for ranks in sequences for i in range(inner_size)]
+        double_group = _own_group(world, by_host), _own_group(world, by_place)
+        made_for, groups = (sp_size, inner_size), {"process_group": None, "double_group": double_group}
+    sp = SequenceParallel(rank, sp_size, layout, **groups, made_for=made_for)
+    _made[made_for] = sp
     return sp
 
 

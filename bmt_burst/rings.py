@@ -86,7 +86,7 @@ class Rings:
                 expected = _place(role, place, inner.size, host, outer.size)
                 if said != expected and not fault:
                     fault = f"rank {rank} of an {role} group is '{said.decode()[:200]}', not '{expected.decode()}'"
-        for ring in (inner, outer, inner):
+        for ring in (inner, outer, inner, outer):  # over both equally often, in case a rank takes one for the other
             fault = next((told.decode() for told in ring.gather(fault.encode()) if told), "")
         if fault:
             raise ValueError(f"double_group's groups are no grid of hosts and places in them: {fault}")
@@ -94,14 +94,11 @@ class Rings:
         everyone = self._gather_over_both(f"{_PROCESS} {os.getpid()} {threading.get_ident()}".encode())
         digest = hashlib.sha256(b"\n".join(everyone)).hexdigest().encode()
         if any(theirs != digest for theirs in inner.gather(digest)):
-            raise ValueError(
-                "double_group's inter groups lead from the ranks of one host to unlike ranks: they are no grid"
-            )
+            raise ValueError("double_group's groups are no grid: from the ranks of one host they lead to unlike ranks")
 
-    def give_up(self, words: bytes) -> None:
+    def give_up(self, words: bytes) -> str:
         """As Transport.give_up, over both rings."""
-        for ring in (self.inner, self.outer):
-            ring.give_up(words)
+        return self.inner.give_up(words) or self.outer.give_up(words)
 
     def enqueued(self, doing: str) -> None:
         """As Transport.enqueued, over the ring that may leave streams waiting."""

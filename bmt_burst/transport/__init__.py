@@ -130,12 +130,13 @@ class Transport(ABC):
             raise ValueError(f"a message has {len(message)} bytes, more than {MESSAGE_BYTES}")
         return self._gather(message)
 
-    def give_up(self, words: bytes) -> None:  # noqa: B027 - as far as that goes
+    def give_up(self, words: bytes) -> str:
         """Says, with `words` of text, that this rank breaks off what all ranks had begun together.
 
-        Ranks that wait for this one fail with its words. Unless all ranks give up the same, the ring is of no use any
-        more: later messages on it fail too.
+        Ranks that wait for this one fail. Unless all ranks give up, the ring is of no use any more: later messages on
+        it fail too. Returns which rank was the reason and why, where that is known to be another one.
         """
+        return ""
 
     def enqueued(self, doing: str) -> None:  # noqa: B027 - nothing to watch here
         """Says that this rank has enqueued all of what it was `doing` with the others on its device."""
@@ -164,6 +165,9 @@ class Alone(Transport):
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         assert not sends and not recvs, "a ring of one rank has nobody to exchange with"
         return Done()
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        return [message]
 
 
 ALONE = Alone()

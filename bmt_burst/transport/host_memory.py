@@ -26,6 +26,7 @@ _SPINS = 200  # looks without a pause, some 0.1 ms
 _PAUSE = 5e-5
 _PLACES = 3  # of a rank: for two messages, and for its last words
 _CHECKED = 0.5  # seconds of waiting after which, again and again, the rank waited for is looked after
+_TENTATIVE, _FINAL = 1, 2  # kinds of last words: those that a rank may take back, and others
 _GIVING_UP = 5.0  # seconds in which all ranks must give up for their memory to stay in use
 
 
@@ -33,7 +34,7 @@ class HostMemory:
     """One rank's end. `longest` is the most bytes of a message.
 
     processes  what `process_name` says on each rank, "" where that is not known
-    timeout    seconds after which a rank that does not write its message is an error
+    patience   seconds after which a rank that does not write its message is an error, AGREEMENT_TIMEOUT if that is more
     """
 
     def __init__(
@@ -43,9 +44,9 @@ class HostMemory:
         memory: mmap.mmap,
         longest: int,
         processes: Sequence[str] = (),
-        timeout: Callable[[], float] = lambda: transport.AGREEMENT_TIMEOUT,
+        patience: float = 0.0,
     ):
-        self.rank, self.size, self.memory, self.processes, self.timeout = rank, size, memory, processes, timeout
+        self.rank, self.size, self.memory, self.processes, self.patience = rank, size, memory, processes, patience
         self.place_bytes = _place_bytes(longest)
         self.number = 0
         self.broken = ""  # why this rank cannot go on with the others, once it is known
@@ -57,41 +58,44 @@ class HostMemory:
         Raises RuntimeError if a rank has ended or left last words, now and whenever it is called again.
         """
         self._fail_if_broken()
-        return self._exchange(message, heeding=True)
+        return self._exchange(message, _TENTATIVE)
 
-    def give_up(self, words: bytes) -> None:
-        """Leaves last words, and returns once it is known whether all ranks do the same: then they may go on together.
+    def give_up(self, words: bytes) -> str:
+        """Leaves last words. If all ranks do within some seconds, they are taken back, and all may go on together.
 
-        Else this memory is of no use any more.
+        Else this memory is of no use any more. Returns which other rank is the reason, or "" if it is this one.
         """
-        self._write(self._last_words(self.rank), 1, words)
-        deadline = time.monotonic() + _GIVING_UP
-        others = [peer for peer in range(self.size) if peer != self.rank]
+        self._write(self._last_words(self.rank), _TENTATIVE, words)
+        others, deadline = [peer for peer in range(self.size) if peer != self.rank], time.monotonic() + _GIVING_UP
         while not all(self._words(peer) for peer in others):
-            if time.monotonic() > deadline or any(self._ended(peer) for peer in others):
-                self.broken = f"rank {self.rank} of the group, this one, gave up: {words.decode()}"
-                return
+            reason = next((reason for peer in others if (reason := self._lost(peer, _FINAL))), "")
+            if reason or time.monotonic() > deadline:
+                self.broken = reason or f"rank {self.rank} of the group, this one, gave up {words.decode()}"
+                self._write(self._last_words(self.rank), _FINAL, words)
+                return reason
             time.sleep(_PAUSE)
-        self._exchange(b"all words are read", heeding=False)
+        self._exchange(b"all words are read", _FINAL)
         self._write(self._last_words(self.rank), 0, b"")
-        self._exchange(b"all words are taken back", heeding=False)
+        self._exchange(b"all words are taken back", _FINAL)
+        return ""
 
     def lost(self) -> str | None:
         """Why a rank takes no further part, if one is known not to; the first such."""
-        reasons = (self._lost(peer) for peer in range(self.size) if peer != self.rank)
+        reasons = (self._lost(peer, _FINAL) for peer in range(self.size) if peer != self.rank)
         return next((reason for reason in reasons if reason), None)
 
-    def _lost(self, peer: int) -> str:
-        if words := self._words(peer):
-            return f"rank {peer} of the group gave up: {words}"
+    def _lost(self, peer: int, least: int) -> str:
+        """Why a rank takes no further part; last words count from `least` on."""
+        if self._words(peer, least):
+            return f"rank {peer} of the group gave up {self._words(peer, least)}"
         return f"rank {peer} of the group has ended, process {self._process(peer)}" if self._ended(peer) else ""
 
     def _fail_if_broken(self) -> None:
         if self.broken:
             raise RuntimeError(f"{self.broken}; its group is of no use any more")
 
-    def _exchange(self, message: bytes, heeding: bool) -> list[bytes]:
-        """`gather`; `heeding` ranks that are lost."""
+    def _exchange(self, message: bytes, heeding: int) -> list[bytes]:
+        """`gather`, `heeding` last words from such on."""
         self.number += 1
         self._write(self._place(self.rank), self.number, message)
         try:
@@ -100,7 +104,7 @@ class HostMemory:
             self._write(self._place(self.rank), -self.number, b"")
             raise
 
-    def _read(self, peer: int, heeding: bool) -> bytes:
+    def _read(self, peer: int, heeding: int) -> bytes:
         at, looks, began = self._place(peer), 0, time.monotonic()
         checked = began
         while True:
@@ -113,11 +117,11 @@ class HostMemory:
             if looks > _SPINS:
                 time.sleep(_PAUSE)
             now = time.monotonic()
-            if heeding and now - checked > _CHECKED:
-                checked, self.broken = now, self._lost(peer)
+            if now - checked > _CHECKED:
+                checked, self.broken = now, self._lost(peer, heeding)
                 self._fail_if_broken()
-            if now - began > self.timeout():
-                raise TimeoutError(f"rank {peer} of the group did not make this call within {self.timeout():.0f} s")
+            if now - began > (patience := max(self.patience, transport.AGREEMENT_TIMEOUT)):
+                raise TimeoutError(f"rank {peer} of the group did not make this call within {patience:.0f} s")
 
     def _message(self, at: int) -> bytes | None:
         """The message in a place if it is all there."""
@@ -129,9 +133,11 @@ class HostMemory:
         head = _HEAD.pack(number, len(message), _checksum(number, message))
         self.memory[at : at + _HEAD.size + len(message)] = head + message
 
-    def _words(self, peer: int) -> str:
-        """A rank's last words, none if it has left none."""
-        return (self._message(self._last_words(peer)) or b"").decode()
+    def _words(self, peer: int, least: int = _TENTATIVE) -> str:
+        """A rank's last words, "" if it has left none or they count for less."""
+        at = self._last_words(peer)
+        kind, *_ = _HEAD.unpack_from(self.memory, at)
+        return (self._message(at) or b"").decode() if kind >= least else ""
 
     def _process(self, peer: int) -> str:
         return self.processes[peer].partition(" ")[0]
@@ -147,11 +153,7 @@ class HostMemory:
 
 
 def open_host_memory(
-    rank: int,
-    size: int,
-    longest: int,
-    gather: Callable[[bytes], list[bytes]],
-    timeout: Callable[[], float] = lambda: transport.AGREEMENT_TIMEOUT,
+    rank: int, size: int, longest: int, gather: Callable[[bytes], list[bytes]], patience: float = 0.0
 ) -> HostMemory | None:
     """Memory that all ranks share, or None on all of them if there is none. `gather` is another way for messages."""
     nbytes = size * _PLACES * _place_bytes(longest)
@@ -165,7 +167,7 @@ def open_host_memory(
             os.unlink(made)
     # A process that cannot be seen from here is not known to have ended when it cannot be seen later.
     processes = ["" if has_ended(name.decode()) else name.decode() for name in names]
-    return HostMemory(rank, size, memory, longest, processes, timeout) if all(names) else None
+    return HostMemory(rank, size, memory, longest, processes, patience) if all(names) else None
 
 
 def process_name() -> str:

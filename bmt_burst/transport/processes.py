@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmt_burst import transport
-
 from . import MESSAGE_BYTES, Arrival, Delivery, Parcel, Transport
 from .copy_engine import CopyEngines, CudaStream, Device
 from .host_memory import HostMemory, open_host_memory
@@ -32,9 +30,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class ProcessTransport(Transport):
     """A transport between processes.
 
+    patience      seconds that ranks of one host wait for each other's messages, where AGREEMENT_TIMEOUT is less
     copy_engines  whether deliveries between GPUs go by their copy engines: False never, True or an error, None where
                   all ranks are on one host and can reach each other's memory; else they are exchanges
     """
+
+    patience: float = 0.0
 
     def __init__(self, copy_engines: bool | None = None):
         self.wants_copy_engines = copy_engines
@@ -52,21 +53,17 @@ class ProcessTransport(Transport):
 
     def _gather(self, message: bytes) -> list[bytes]:
         if self.host_memory is None:  # sought at the first call
-            arguments = self.rank, self.size, MESSAGE_BYTES, self._gather_remotely, self.timeout
+            arguments = self.rank, self.size, MESSAGE_BYTES, self._gather_remotely, self.patience
             self.host_memory = open_host_memory(*arguments) or False
         if self.host_memory:
             return self.host_memory.gather(message)
         return self._gather_remotely(message)
 
-    def timeout(self) -> float:
-        """Seconds after which a rank that takes no part is an error."""
-        return transport.AGREEMENT_TIMEOUT
-
-    def give_up(self, words: bytes) -> None:
-        if self.host_memory:
-            self.host_memory.give_up(words)
+    def give_up(self, words: bytes) -> str:
+        reason = self.host_memory.give_up(words) if self.host_memory else ""
         if not self.host_memory or self.host_memory.broken:
             self.disconnect()
+        return reason
 
     def disconnect(self) -> None:
         """Lets ranks that wait for bytes from this one fail."""

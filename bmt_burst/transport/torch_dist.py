@@ -10,10 +10,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from bmt_burst import transport
+
 from . import Messages, Transport, as_bytes
 from .processes import ProcessTransport
 
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
+_NOTHING = 1 << 30  # a tag that no message has
 
 
 @dataclass
@@ -46,7 +49,7 @@ class TorchTransport(ProcessTransport):
         if not self.device_types:
             raise ValueError(f"a process group needs gloo for CPU or NCCL for CUDA tensors, this one has {backends}")
         options = (group._get_backend(torch.device(device)).options for device in self.device_types)
-        self.group_timeout = max(each._timeout.total_seconds() for each in options)
+        self.patience = max(each._timeout.total_seconds() for each in options)
         self.companion: TorchTransport | None = None
 
     @property
@@ -55,9 +58,6 @@ class TorchTransport(ProcessTransport):
         if group is None:
             raise RuntimeError("the process group was destroyed")
         return group
-
-    def timeout(self) -> float:
-        return max(self.group_timeout, super().timeout())
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
         group = self.group
@@ -78,7 +78,7 @@ class TorchTransport(ProcessTransport):
             return
         nothing, peer = torch.empty(1, dtype=torch.uint8), (self.rank + 1) % self.size
         with contextlib.suppress(RuntimeError):  # gloo closes all connections of a group where one wait takes too long
-            dist.irecv(nothing, group=self.group, group_src=peer).wait(timedelta(milliseconds=1))
+            dist.irecv(nothing, group=self.group, group_src=peer, tag=_NOTHING).wait(timedelta(milliseconds=1))
 
     def _gather_remotely(self, message: bytes) -> list[bytes]:
         if "cpu" in self.device_types:
@@ -89,7 +89,8 @@ class TorchTransport(ProcessTransport):
 
     def _make_companion(self) -> TorchTransport:
         """Over a gloo group of the same ranks, for messages between hosts. All of them make it at the same point."""
-        members, timeout = dist.get_process_group_ranks(self.group), timedelta(seconds=self.timeout())
+        members = dist.get_process_group_ranks(self.group)
+        timeout = timedelta(seconds=max(self.patience, transport.AGREEMENT_TIMEOUT))
         companion = dist.new_group(members, timeout, "gloo", use_local_synchronization=True)
         weakref.finalize(self.group, _destroy, companion).atexit = False
         return TorchTransport(companion)

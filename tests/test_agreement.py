@@ -1,0 +1,263 @@
+"""Ranks that fall out of step: every rank hears of it, at once, and nothing is wrong without a word."""
+
+import copy
+import os
+import pickle
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, kernels, nn, simulate, transport
+from bmt_burst.rings import make_rings
+from bmt_burst.transport.host_memory import has_ended, process_name
+from tests.helpers import random_qkv, run_ranks
+
+
+def call(group, tokens: int = 6, backward: str = "auto"):
+    """The output of a call whose gradients are asked for, and its inputs."""
+    inputs = [x.requires_grad_() for x in random_qkv(1, tokens, 2, 2, 8)[:3]]
+    return burst_attn_func(*inputs, causal=True, backward=backward, process_group=group), inputs
+
+
+def differentiate(out, inputs):
+    return torch.autograd.grad(out.square().sum(), inputs)
+
+
+def said_by(attempt) -> str:
+    """What an attempt that must fail says; it must do so soon."""
+    began = time.monotonic()
+    with pytest.raises((ValueError, TypeError, RuntimeError, MemoryError)) as caught:
+        attempt()
+    assert time.monotonic() - began < 20
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def other_orders(rank: int, group) -> list[str]:
+    """Backwards in another order, one that is skipped, one that fails before it begins; the group stays in order."""
+    said = []
+    calls = [call(group), call(group)]
+    said.append(said_by(lambda: differentiate(*calls[rank])))
+    out, inputs = call(group)
+    said.append(said_by(lambda: differentiate(out, inputs) if rank else call(group)))
+    out, inputs = call(group)
+    if rank:
+        inputs[0].detach().mul_(2)
+    said.append(said_by(lambda: differentiate(out, inputs)))
+    differentiate(*call(group))
+    return said
+
+
+def failing(kernel, method: str, rank: int, who: tuple[int, ...]):
+    """Lets the kernel's second call from now on fail on ranks `who`; returns what undoes that."""
+    plain, left = getattr(kernel, method), [2]
+
+    def fail(*args, **options):
+        left[0] -= 1
+        if left[0] == 0 and rank in who:
+            raise MemoryError("no memory left")
+        return plain(*args, **options)
+
+    setattr(kernel, method, fail)
+    return lambda: setattr(kernel, method, plain)
+
+
+def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> list[str]:
+    """A kernel fails in the middle of a forward or backward on some ranks; then a call."""
+    out, inputs = call(group) if method == "backward" else (None, None)
+    undo = failing(kernels.load("cpu"), method, rank, who)
+    if method == "forward" and rank not in who:  # all that this rank needs of the other has left it by then
+        call(group)
+        said = [""]
+    else:
+        said = [said_by(lambda: differentiate(out, inputs) if out is not None else call(group))]
+    undo()
+    if who == (0, 1):
+        return [*said, str(call(group)[0].shape)]
+    return [*said, said_by(lambda: call(group))]
+
+
+def out_of_step(rank: int) -> list[list[str]]:
+    cases = [(other_orders,)]
+    cases += [(broken_off, method, who) for method in ("forward", "backward") for who in ((1,), (0, 1))]
+    return [case(rank, dist.new_group([0, 1]), *arguments) for case, *arguments in cases]
+
+
+def test_ranks_out_of_step_all_hear_of_it():
+    results = run_ranks(2, out_of_step)
+    for rank, [orders, *breaks] in enumerate(results):
+        first, skipped, failed = orders
+        assert first == (
+            "ValueError: ranks do not do the same: rank 0 begins the backward of call 1, "
+            "rank 1 begins the backward of call 2"
+        )
+        assert skipped == (
+            "ValueError: ranks do not do the same: rank 0 begins a call of burst_attn_func, "
+            "rank 1 begins the backward of call 3"
+        )
+        assert "modified by an inplace operation" in failed
+        assert failed.startswith("RuntimeError" if rank else "ValueError: rank 1 of the group")
+        for (said, then), alone in zip(breaks, (True, False) * 2, strict=True):
+            if not alone:
+                assert (said, then) == ("MemoryError: no memory left", "torch.Size([1, 6, 2, 8])")
+            else:
+                assert "no memory left" in then
+                assert "is of no use any more" in then
+                assert rank == 0 or said == "MemoryError: no memory left"
+
+
+def leaves_early(rank: int) -> str:
+    """Rank 1's process ends where rank 0 waits for its backward."""
+    out, inputs = call(None)
+    return "" if rank else said_by(lambda: differentiate(out, inputs))
+
+
+def test_a_rank_that_has_ended_is_not_waited_for():
+    said, _ = run_ranks(2, leaves_early)
+    assert said.startswith("RuntimeError: rank 1 of the group has ended, process ")
+
+
+def test_processes_are_known_to_have_ended():
+    mine, number = process_name(), os.fork()
+    if not number:
+        os._exit(0)
+    gone = f"{number} {mine.partition(' ')[2]}"
+    assert has_ended(gone)  # it began later, so it is another process with this number
+    os.waitpid(number, 0)
+    assert has_ended(gone)
+    assert not has_ended(mine)
+    assert not has_ended("")
+    assert not has_ended(f"{number} 0 pid:[1]")  # numbers of another namespace mean nothing here
+
+
+def patient(rank: int) -> tuple[float, float, bool]:
+    """Seconds that groups are waited for, and whether a rank that is late is."""
+    transport.AGREEMENT_TIMEOUT = 0.5
+    quick, slow = (dist.new_group([0, 1], timedelta(seconds=seconds)) for seconds in (0.1, 30))
+    timeouts = [make_rings(group, (None, None)).inner.patience for group in (quick, slow)]
+    call(slow)
+    time.sleep(1.5 * rank)
+    return *timeouts, call(slow)[0].shape == (1, 6, 2, 8)
+
+
+def test_a_group_with_a_longer_timeout_is_waited_for_as_long():
+    assert run_ranks(2, patient) == [(0.1, 30.0, True)] * 2
+
+
+GRIDS = {
+    "crossed": [[(0, 1), (2, 3)], [(0, 3), (1, 2)]],
+    "a rank twice": [[(0, 1), (2, 3)], [(0, 1), (2, 3)]],
+    "uneven": [[(0, 1, 2), (3,)], [(0, 3), (1,), (2,)]],
+    "two grids": [[(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 2), (1, 7), (4, 6), (5, 3)]],
+    "crossed far away": [[(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 5), (1, 4), (2, 6), (3, 7)]],
+}
+
+
+@pytest.mark.parametrize("name", list(GRIDS))
+def test_groups_that_are_no_grid_are_refused_on_every_rank(name):
+    intras, inters = GRIDS[name]
+
+    def work(ring):
+        intra, inter = (next(g for g in groups if ring.rank in g) for groups in (intras, inters))
+        q = torch.zeros(1, 6, 2, 8)
+        with pytest.raises(ValueError, match="double_group's groups are no grid"):
+            burst_attn_func(q, q, q, double_group=(ring.subring(intra), ring.subring(inter)))
+        return True
+
+    assert all(simulate(sum(map(len, intras)), work))
+
+
+@pytest.mark.parametrize("inner", [2, 3])
+@pytest.mark.parametrize("swapped", [0, 3])
+def test_a_rank_that_swaps_the_groups_is_an_error_on_every_rank(inner, swapped):
+    def work(ring):
+        host, place = divmod(ring.rank, inner)
+        groups = (
+            ring.subring(range(host * inner, host * inner + inner)),
+            ring.subring(range(place, 2 * inner, inner)),
+        )
+        q = torch.zeros(1, 6, 2, 8)
+        with pytest.raises(ValueError, match="double_group's groups are no grid"):
+            burst_attn_func(q, q, q, double_group=groups[::-1] if ring.rank == swapped else groups)
+        return True
+
+    assert simulate(2 * inner, work) == [True] * 2 * inner
+
+
+def joined_wrongly(rank: int) -> list[str]:
+    """A rank joins what cannot be joined, or copies of sp are made, or a first call fails; then all is as before."""
+    sp, said = init_sequence_parallel(), []
+    good, half = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4).half()
+    wrong = ((None, 6, 1), (good, 6, 5), (good, "6", 1), (good.to("meta"), 6, 1), (half, 6, 1), (good, 7, 1))
+    for arguments in wrong:
+        said.append(said_by(lambda arguments=arguments: sp.unshard(*(arguments if rank else (good, 6, 1)))))
+    assert sp.unshard(good, 6).shape == (2, 6, 4)
+    return said
+
+
+def test_a_wrong_part_is_an_error_on_every_rank():
+    first, second = run_ranks(2, joined_wrongly)
+    for said, reason in zip(
+        zip(first, second, strict=True),
+        ["got NoneType", "no dimension 5", "differ in what", "are on meta", "differ in what", "differ in what"],
+        strict=True,
+    ):
+        assert all(reason in words for words in said)
+
+
+def copied(rank: int) -> list[bool]:
+    """Layers over rings of one and two ranks, copied and pickled; the results of what comes back are the same."""
+    same = []
+    for sp in (init_sequence_parallel(2), init_sequence_parallel(2, layout="striped"), init_sequence_parallel(1)):
+        torch.manual_seed(0)
+        layer = nn.BurstAttention(16, 2, sp=sp)
+        x, tables = torch.randn(1, 6, 16), nn.rope_tables(sp.positions(6 * sp.size), 8)
+        expected = layer(x, *tables)
+        everyone = [None] * 2
+        dist.all_gather_object(everyone, pickle.dumps(layer))
+        for again in (copy.deepcopy(layer), pickle.loads(everyone[1 - rank]), pickle.loads(everyone[rank])):
+            assert (again.sp.rank, again.sp.size, again.sp.layout) == (sp.rank, sp.size, sp.layout)
+            same.append(again(x, *tables).equal(expected))
+    with pytest.raises(TypeError, match="did not make cannot be found again"):
+        pickle.dumps(SequenceParallel(rank, 2, process_group=dist.new_group([0, 1])))
+    return same
+
+
+def test_copies_of_layers_have_the_groups_of_their_process():
+    for same in run_ranks(2, copied):
+        assert len(same) == 9
+        assert all(same)
+
+
+def test_what_many_ranks_saved_asks_for_their_groups():
+    code, arguments = SequenceParallel(layout="striped").__reduce__()
+    assert code(*arguments) == SequenceParallel(layout="striped")
+    with pytest.raises(RuntimeError, match=r"one of 4 ranks .* call init_sequence_parallel\(4, inner_size=2\)"):
+        code(4, 2, "zigzag")
+
+
+def what_is_left(rank: int) -> dict[str, list[int]]:
+    """Open files and threads after each of some groups that came and went, and files of ours in memory."""
+    counts = {"files": [], "threads": []}
+    for _ in range(4):
+        group = dist.new_group([0, 1])
+        differentiate(*call(group))
+        dist.destroy_process_group(group)
+        del group
+        counts["files"].append(len(os.listdir("/proc/self/fd")))
+        counts["threads"].append(len(os.listdir("/proc/self/task")))
+    group = dist.new_group([0, 1], timedelta(seconds=2))
+    if rank == 0:
+        said_by(lambda: call(group))  # the other one does not come
+    return counts
+
+
+def test_groups_that_came_and_went_leave_nothing():
+    before = set(Path("/dev/shm").glob("bmt_burst-*"))
+    for counts in run_ranks(2, what_is_left):
+        assert counts["files"][0] == counts["files"][-1]
+        assert counts["threads"][0] == counts["threads"][-1]
+    assert set(Path("/dev/shm").glob("bmt_burst-*")) == before
