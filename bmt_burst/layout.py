@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes that can hold it
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def shift_labels(tokens: Tensor, dim: int = -1) -> Tensor:
     Shift first and shard after: a shard's last token has its successor on another rank. Raises TypeError for tokens
     of a dtype without negative numbers.
     """
-    if tokens.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
+    if tokens.dtype not in SIGNED:
         raise TypeError(f"labels need a signed integer dtype, got {tokens.dtype}")
     last = torch.full_like(tokens.narrow(dim, 0, 1), IGNORE_INDEX)
     return torch.cat([tokens.narrow(dim, 1, tokens.shape[dim] - 1), last], dim)
