@@ -4,8 +4,8 @@ from .attention import burst_attn_func
 from .groups import SequenceParallel, init_sequence_parallel
 from .layout import IGNORE_INDEX, Layout, shard, shift_labels, unshard
 from .schedule import Schedule
+from .simulation import simulate
 from .transport import Transport
-from .transport.simulator import simulate
 
 __version__ = "0.1.0"
 
