@@ -58,7 +58,8 @@ class Kernel(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Returns out (B, S, H, D) = softmax(scale q k^T) v and lse (B, H, S), the natural logsumexp of the scores.
 
-        lse is fp32 (fp64 for fp64 inputs).
+        lse is fp32 (fp64 for fp64 inputs). Of a query that is not finite all is NaN; one whose scores are all -inf has
+        an lse of -inf and its out counts only where no other block's does.
         """
 
     @abstractmethod
