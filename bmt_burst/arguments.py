@@ -30,6 +30,11 @@ def as_int(name: str, value: Any) -> int:
     raise TypeError(f"{name} must be a whole number, got {_shown(value)}")
 
 
+def plain(value: Any) -> Any:
+    """A whole number of numpy's as Python's, all else as it is: what ranks can tell each other before it is checked."""
+    return operator.index(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
 def as_float(name: str, value: Any) -> float:
     """Raises TypeError for anything but a real number, ValueError for one that no float can hold."""
     if not isinstance(value, Real) or isinstance(value, bool):
@@ -52,7 +57,9 @@ def check_tensor(name: str, x: Any) -> None:
 
 
 def check_dim(x: Tensor, dim: Any) -> int:
-    """`dim` counted from the front. Raises TypeError for no whole number, ValueError if x has no such dimension."""
+    """`dim` counted from the front. Raises TypeError for no tensor or number, ValueError if x has no such dimension."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a torch.Tensor, got {type(x).__name__}")
     dim = as_int("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"a tensor of shape {tuple(x.shape)} has no dimension {dim}")

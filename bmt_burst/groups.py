@@ -20,13 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Layout
+from .arguments import as_int, check_dim, plain
+from .layout import Layout, shard
 from .transport import ALONE, MESSAGE_BYTES, Transport
 from .transport.bmtrain import BMTrainTransport, bmtrain_transport, initialized_bmtrain, new_communicator
 from .transport.processes import host_name
 from .transport.torch_dist import torch_transport
 
-Group = Any  # a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport
+Group = (
+    Any  # a torch.distributed ProcessGroup or DeviceMesh of one dimension, a bmtrain NCCLCommunicator or a Transport
+)
 _groups_made = itertools.count()
 
 
@@ -77,9 +80,11 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
     process alone where neither is initialised. With double_group=(intra, inter): an inner ring over intra, the ranks of
     a host, and an outer one over inter, the ranks at one place of all hosts; process_group must then be None. A rank's
     number in the sequence is then (its rank in inter) * (size of intra) + (its rank in intra). A group is a
-    torch.distributed ProcessGroup, after bmtrain.init_distributed also a bmtrain NCCLCommunicator, or a Transport.
+    torch.distributed ProcessGroup or DeviceMesh of one dimension, after bmtrain.init_distributed also a bmtrain
+    NCCLCommunicator, or a Transport.
 
-    Raises TypeError for anything else, ValueError if this rank is in none of the groups or both kinds are given.
+    Raises TypeError for anything else, ValueError for a mesh of more dimensions, if this rank is in none of the groups
+    or if both kinds are given.
     """
     if not isinstance(double_group, Sequence) or len(double_group) != 2:
         raise TypeError(f"double_group must be a pair (intra, inter) of groups, got {double_group!r}")
@@ -107,10 +112,21 @@ def _transport(group: Group | None) -> Transport:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
     if isinstance(group, dist.ProcessGroup):
         return torch_transport(group)
+    if isinstance(group, dist.DeviceMesh):
+        return torch_transport(_mesh_group(group))
     raise TypeError(
         "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got "
         f"{type(group).__name__}"
     )
+
+
+def _mesh_group(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        raise ValueError(f"a group must be one dimension of a DeviceMesh, got one of {names}: give mesh[{names[-1]!r}]")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the DeviceMesh it was given, {mesh.mesh.tolist()}")
+    return mesh.get_group()
 
 
 @dataclass(frozen=True)
@@ -136,7 +152,7 @@ class SequenceParallel:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of `x`, which is whole and the same on every rank, cut along `dim`."""
-        return Layout(self.layout, x.shape[dim], self.size).shard(x, self.rank, dim)
+        return shard(x, self.rank, self.size, dim, self.layout)
 
     def unshard(self, x: Tensor, seq_len: int, dim: int = 1) -> Tensor:
         """The whole of what `shard` cut, on every rank, without gradient; every rank must call it with its part `x`.
@@ -145,11 +161,12 @@ class SequenceParallel:
         ranks differ in the other dimensions, the dtype or the arguments.
         """
         rings = make_rings(self.process_group, self.double_group)
-        mine = {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": seq_len, "dim": dim}
+        mine = {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": plain(seq_len), "dim": plain(dim)}
         everyone = [json.loads(reply) for reply in rings.gather(json.dumps(mine).encode())]
         for rank, theirs in enumerate(everyone):
             if any(theirs[name] != mine[name] for name in ("dtype", "seq_len", "dim")):
                 raise ValueError(f"ranks differ in what they join: rank {self.rank} has {mine}, rank {rank} {theirs}")
+        dim = check_dim(x, dim)
         layout, shapes = Layout(self.layout, seq_len, self.size), [theirs["shape"] for theirs in everyone]
         for rank, shape in enumerate(shapes):
             expected = list(x.shape)
@@ -174,18 +191,16 @@ def init_sequence_parallel(
     parallelism; RuntimeError if neither BMTrain nor torch.distributed is initialised.
     """
     world = _world()
-    sp_size = world.size if sp_size is None else sp_size
+    sp_size, inner_size = world.size if sp_size is None else plain(sp_size), plain(inner_size)
     arguments = f"sp_size={sp_size!r}, inner_size={inner_size!r}, layout={layout!r}".encode("ascii", "replace")[:300]
     replies = world.gather(json.dumps([arguments.decode(), host_name().decode()]).encode())
     calls, hosts = zip(*map(json.loads, replies), strict=True)
     if len(set(calls)) > 1:
         raise ValueError(f"ranks differ in init_sequence_parallel's arguments: {list(calls)}")
-    for name, value in (("sp_size", sp_size), ("inner_size", inner_size)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
+    sp_size = as_int("sp_size", sp_size)
     if sp_size < 1 or world.size % sp_size:
         raise ValueError(f"sp_size={sp_size} does not divide the world of {world.size} ranks")
-    inner_size = _ranks_a_host(hosts, sp_size) if inner_size is None else inner_size
+    inner_size = _ranks_a_host(hosts, sp_size) if inner_size is None else as_int("inner_size", inner_size)
     if inner_size < 1 or sp_size % inner_size:
         raise ValueError(f"inner_size={inner_size} does not divide sp_size={sp_size}")
     Layout(layout, sp_size, sp_size)  # refuses an unknown name now
