@@ -11,6 +11,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["bmt_burst", "bmt_burst.*"]),
+    package_data={"bmt_burst": ["py.typed"]},
     install_requires=["torch>=2.11"],
     extras_require={
         "flash-attn": ["flash-attn>=2.6"],

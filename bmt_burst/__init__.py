@@ -1,11 +1,18 @@
 """bmt_burst: exact attention over sequences that are cut over many ranks, for pretraining on long contexts."""
 
+import importlib
+from types import ModuleType
+
+from . import kernels as kernels
+from . import loss as loss
+from . import nn as nn
+from . import offload as offload
 from .attention import burst_attn_func
 from .groups import SequenceParallel, init_sequence_parallel
 from .layout import IGNORE_INDEX, Layout, shard, shift_labels, unshard
 from .schedule import Schedule
+from .simulation import simulate
 from .transport import Transport
-from .transport.simulator import simulate
 
 __version__ = "0.1.0"
 
@@ -22,3 +29,13 @@ __all__ = [
     "simulate",
     "unshard",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """bmt_burst.bmtrain, which needs BMTrain, is imported when it is first asked for."""
+    if name != "bmtrain":
+        raise AttributeError(f"module 'bmt_burst' has no attribute {name!r}")
+    try:
+        return importlib.import_module(".bmtrain", __name__)
+    except ImportError as error:
+        raise AttributeError(f"bmt_burst.bmtrain cannot be imported: {error}") from error

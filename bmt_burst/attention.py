@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from . import ring
 from .agreement import compare, taking_part, tell, terms, together
-from .checks import check_device, check_options, check_tensors
+from .checks import check_device, check_options, check_scale, check_tensors
 from .compiled import not_compiled
 from .kernels import pick
 from .plan import Plan
@@ -21,6 +21,66 @@ from .rings import Group, Rings, make_rings
 from .schedule import Schedule
 
 _MOST_PLANS = 1024  # of a ring; then it begins anew
+
+
+@overload
+def burst_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    flash: str = "auto",
+    causal: bool = False,
+    optimize_bwd_comm: bool = True,
+    deterministic: bool = False,
+    process_group: Group | None = None,
+    double_group: Sequence[Group | None] = (None, None),
+    *,
+    layout: str = "zigzag",
+    backward: str = "auto",
+    return_lse: Literal[False] = False,
+    group_bytes: int = 5 << 26,
+) -> Tensor: ...
+
+
+@overload
+def burst_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    flash: str = "auto",
+    causal: bool = False,
+    optimize_bwd_comm: bool = True,
+    deterministic: bool = False,
+    process_group: Group | None = None,
+    double_group: Sequence[Group | None] = (None, None),
+    *,
+    layout: str = "zigzag",
+    backward: str = "auto",
+    return_lse: Literal[True],
+    group_bytes: int = 5 << 26,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def burst_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    flash: str = "auto",
+    causal: bool = False,
+    optimize_bwd_comm: bool = True,
+    deterministic: bool = False,
+    process_group: Group | None = None,
+    double_group: Sequence[Group | None] = (None, None),
+    *,
+    layout: str = "zigzag",
+    backward: str = "auto",
+    return_lse: bool,
+    group_bytes: int = 5 << 26,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @not_compiled
@@ -53,8 +113,9 @@ def burst_attn_func(
         causal: whether a token sees only tokens at its own or earlier positions, as `layout` gives them.
         optimize_bwd_comm: where queries travel in the backward, let delta = rowsum(out * dout) travel instead of out.
         deterministic: results that are equal bit for bit between runs.
-        process_group: the ranks that share the sequence: a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator
-            or a bmt_burst Transport; by default all ranks of BMTrain or torch.distributed, or this process alone.
+        process_group: the ranks that share the sequence: a torch.distributed ProcessGroup or DeviceMesh (of one
+            dimension), a bmtrain NCCLCommunicator or a bmt_burst Transport; by default all ranks of BMTrain or
+            torch.distributed, or this process alone.
         double_group: (intra, inter) groups for a double ring, instead of `process_group`.
         layout: which positions the ranks own, see `bmt_burst.Layout`: "zigzag", "striped" or "contiguous".
         backward: what travels in the backward: "kv" (keys and values), "q" (queries and the output's gradient) or
@@ -120,9 +181,10 @@ def _agree(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any
     kernel = None
 
     def mine() -> dict[str, Any]:
-        nonlocal kernel
-        check_options(options)
+        nonlocal kernel, options
+        options = check_options(options)
         check_tensors(q, k, v)
+        check_scale(options["softmax_scale"], q.dtype)
         check_device(rings, q)
         kernel = pick(options["flash"], q, k, options["deterministic"])
         return terms(kernel, q, k, v, options)

@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .arguments import DTYPES, as_bool, as_float, as_int, check_dim, check_tensor
 from .layout import LAYOUTS
+from .merge import accumulator_dtype
 from .rings import Rings
 
 BACKWARDS = ("auto", "q", "kv")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_options(options: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with Python's own numbers where numpy's were given, as ranks can tell each other."""
+    checked = dict(options)
     for name in ("causal", "optimize_bwd_comm", "deterministic"):
-        if not isinstance(options[name], bool):
-            raise TypeError(f"{name} must be True or False, got {options[name]!r}")
+        checked[name] = as_bool(name, options[name])
     for name, choices in (("layout", LAYOUTS), ("backward", BACKWARDS)):
+        if not isinstance(options[name], str):
+            raise TypeError(f"{name} must be one of {sorted(choices)}, got {type(options[name]).__name__}")
         if options[name] not in choices:
             raise ValueError(f"unknown {name} {options[name]!r}; expected one of {sorted(choices)}")
     if not isinstance(options["flash"], str):
         raise TypeError(f"flash must be the name of a kernel, got {options['flash']!r}")
-    group_bytes = options["group_bytes"]
-    if isinstance(group_bytes, bool) or not isinstance(group_bytes, int) or group_bytes < 0:
-        raise ValueError(f"group_bytes must be a whole number of bytes, got {group_bytes!r}")
-    if group_bytes >= 1 << 63:
-        raise ValueError(f"group_bytes must be below 2^63, got {group_bytes.bit_length()} bits")
-    scale = options["softmax_scale"]
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
-    if scale is not None and not 0 < scale <= sys.float_info.max:  # kernels take their largest score for the scaled one
-        got = scale if isinstance(scale, float) or scale <= 0 else f"a number of {scale.bit_length()} bits"
-        raise ValueError(f"softmax_scale must be positive and finite, got {got}")
+    checked["group_bytes"] = group_bytes = as_int("group_bytes", options["group_bytes"])
+    if not 0 <= group_bytes < 1 << 63:
+        got = group_bytes if group_bytes < 0 else f"a number of {group_bytes.bit_length()} bits"
+        raise ValueError(f"group_bytes must be a number of bytes below 2^63, got {got}")
+    if options["softmax_scale"] is not None:
+        checked["softmax_scale"] = scale = as_float("softmax_scale", options["softmax_scale"])
+        if not 0 < scale < math.inf:  # kernels take their largest score for the scaled one
+            raise ValueError(f"softmax_scale must be positive and finite, got {scale}")
+    return checked
+
+
+def check_scale(scale: float | None, dtype: torch.dtype) -> None:
+    """Kernels multiply scores of inputs of `dtype` in the accumulator's dtype, some by scale * log2(e)."""
+    if scale is None:
+        return
+    wide = torch.finfo(accumulator_dtype(dtype))
+    if not wide.tiny <= scale <= wide.max * math.log(2):
+        kind = "zero" if scale < wide.tiny else "infinite"
+        raise ValueError(f"softmax_scale={scale} is {kind} in {wide.dtype}, in which {dtype} scores are scaled")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.is_nested or x.layout is not torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got a nested one or layout {x.layout}")
+        check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must be (batch, tokens, heads, head size), got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
@@ -71,10 +80,8 @@ def check_device(rings: Rings, x: Tensor) -> None:
             )
 
 
-def check_shard(rings: Rings, x: Tensor, dim: int) -> None:
-    """A rank's part of what is joined along `dim`."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        raise ValueError(f"x of shape {tuple(x.shape)} has no dimension {dim!r}")
+def check_shard(rings: Rings, x: Tensor, dim: int) -> int:
+    """A rank's part of what is joined along `dim`, which is returned counted from the front."""
+    check_tensor("x", x)
     check_device(rings, x)
+    return check_dim(x, dim)

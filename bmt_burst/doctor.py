@@ -94,6 +94,8 @@ def _kernel(name: str) -> str:
     q, k, v, dout = (torch.randn(1, 256, h, 64, device=device, dtype=dtype, generator=generator) for h in (4, 2, 2, 4))
     if reason := kernels.load(name).refuses(q, k, deterministic=False):
         raise Missing(reason)
+    if reason := kernels.load(name).broken():
+        raise RuntimeError(reason)
     mine = _results(kernels.load(name), q, k, v, dout)
     exact = _results(kernels.load("reference"), *(x.double() for x in (q, k, v, dout)))
     worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(mine, exact, strict=True))

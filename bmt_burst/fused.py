@@ -107,10 +107,13 @@ def _merge_outputs(
     for i in tl.static_range(PARTS):
         seen = inside & (token >= starts[i]) & (token < stops[i])
         at = batch * lse_batch_strides[i] + head * lse_head_strides[i] + (token - starts[i]) * lse_token_strides[i]
-        weight = tl.exp(tl.load(part_lses[i] + at, mask=seen, other=-float("inf")) - shift)
+        part_lse = tl.load(part_lses[i] + at, mask=seen, other=-float("inf"))
+        weight = tl.exp(part_lse - shift)
+        share = tl.where(largest == -float("inf"), 1.0, weight)
+        counts = seen & ((part_lse != -float("inf")) | (largest == -float("inf")))
         place = batch * batch_strides[i] + (token - starts[i]) * token_strides[i] + head * head_strides[i]
-        mask = seen[:, None] & (column < head_size)[None, :]
-        total += weight[:, None] * tl.load(parts[i] + place[:, None] + column[None, :], mask=mask, other=0.0).to(
+        mask = counts[:, None] & (column < head_size)[None, :]
+        total += share[:, None] * tl.load(parts[i] + place[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
         weights += weight

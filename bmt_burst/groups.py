@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import read, taking_part, tell
+from .arguments import as_int, plain
 from .checks import check_shard
 from .compiled import not_compiled
-from .layout import Layout
+from .layout import Layout, shard
 from .rings import Group, make_rings
 from .transport import ALONE, Transport
 from .transport.bmtrain import BMTrainTransport, bmtrain_transport, initialized_bmtrain, new_communicator
@@ -78,7 +79,7 @@ class SequenceParallel:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of `x`, which is whole and the same on every rank, cut along `dim`."""
-        return Layout(self.layout, x.shape[dim], self.size).shard(x, self.rank, dim)
+        return shard(x, self.rank, self.size, dim, self.layout)
 
     @not_compiled
     def unshard(self, x: Tensor, seq_len: int, dim: int = 1) -> Tensor:
@@ -90,13 +91,15 @@ class SequenceParallel:
         rings = make_rings(self.process_group, self.double_group)
 
         def mine() -> dict[str, Any]:
-            check_shard(rings, x, dim)
-            return {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": seq_len, "dim": dim}
+            at = check_shard(rings, x, dim)
+            tokens = as_int("seq_len", seq_len)
+            return {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": tokens, "dim": at}
 
         everyone = read(tell(rings, "a call of unshard", mine))
         for rank, theirs in enumerate(everyone):
             if any(theirs[name] != everyone[0][name] for name in ("dtype", "seq_len", "dim")):
                 raise ValueError(f"ranks differ in what they join: rank 0 has {everyone[0]}, rank {rank} {theirs}")
+        seq_len, dim = everyone[0]["seq_len"], everyone[0]["dim"]
         layout, shapes = Layout(self.layout, seq_len, self.size), [theirs["shape"] for theirs in everyone]
         for rank, shape in enumerate(shapes):
             expected = list(everyone[0]["shape"])
@@ -139,18 +142,16 @@ def init_sequence_parallel(
     parallelism; RuntimeError if neither BMTrain nor torch.distributed is initialised.
     """
     world = _world()
-    sp_size = world.size if sp_size is None else sp_size
+    sp_size, inner_size = world.size if sp_size is None else plain(sp_size), plain(inner_size)
     arguments = f"sp_size={sp_size!r}, inner_size={inner_size!r}, layout={layout!r}".encode("ascii", "replace")[:300]
     replies = world.gather(json.dumps([arguments.decode(), host_name().decode()]).encode())
     calls, hosts = zip(*map(json.loads, replies), strict=True)
     if len(set(calls)) > 1:
         raise ValueError(f"ranks differ in init_sequence_parallel's arguments: {list(calls)}")
-    for name, value in (("sp_size", sp_size), ("inner_size", inner_size)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
+    sp_size = as_int("sp_size", sp_size)
     if sp_size < 1 or world.size % sp_size:
         raise ValueError(f"sp_size={sp_size} does not divide the world of {world.size} ranks")
-    inner_size = _ranks_a_host(hosts, sp_size) if inner_size is None else inner_size
+    inner_size = _ranks_a_host(hosts, sp_size) if inner_size is None else as_int("inner_size", inner_size)
     if inner_size < 1 or sp_size % inner_size:
         raise ValueError(f"inner_size={inner_size} does not divide sp_size={sp_size}")
     Layout(layout, sp_size, sp_size)  # refuses an unknown name now

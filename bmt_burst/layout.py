@@ -23,7 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .arguments import as_int, check_dim
+
 IGNORE_INDEX = -100
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes that can hold it
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ LAYOUTS = {"zigzag": _zigzag, "striped": _striped, "contiguous": _contiguous}
 class Layout:
     """How `seq_len` tokens lie on `size` ranks. See the module's docstring for the names.
 
-    Raises ValueError for an unknown name, a size below 1, or a sequence of fewer tokens than ranks.
+    Raises ValueError for an unknown name, a size below 1, or a sequence of fewer tokens than ranks, TypeError for what
+    is no name or no whole number.
     """
 
     name: str
@@ -80,6 +84,10 @@ class Layout:
     size: int
 
     def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise TypeError(f"a layout is one of {sorted(LAYOUTS)}, got {type(self.name).__name__}")
+        for name in ("seq_len", "size"):
+            object.__setattr__(self, name, as_int(name, getattr(self, name)))
         if self.name not in LAYOUTS:
             raise ValueError(f"unknown layout {self.name!r}; expected one of {sorted(LAYOUTS)}")
         if self.size < 1:
@@ -95,7 +103,7 @@ class Layout:
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a layout is small, frozen and hashable
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The runs of `rank`'s shard, in storage order; their positions increase from the first to the last."""
-        if not 0 <= rank < self.size:
+        if not 0 <= as_int("rank", rank) < self.size:
             raise ValueError(f"rank {rank} is outside a layout of {self.size} ranks")
         runs, offset = [], 0
         for positions in LAYOUTS[self.name](self.seq_len, self.size, rank):
@@ -124,38 +132,39 @@ class Layout:
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """The part of `x` that `rank` owns, cut along `dim` (of seq_len entries). Differentiable; a copy."""
+        dim = check_dim(x, dim)
         if x.shape[dim] != self.seq_len:
             raise ValueError(f"dimension {dim} of {tuple(x.shape)} has {x.shape[dim]} tokens, not {self.seq_len}")
         return x.index_select(dim, self.positions(rank, x.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
         """The whole of what `shard` cut: `shards` of all ranks, in rank order, joined along `dim`."""
-        lengths = [self.length(r) for r in range(self.size)]
-        if [s.shape[dim] for s in shards] != lengths:
-            raise ValueError(f"shards have {[s.shape[dim] for s in shards]} tokens, expected {lengths}")
+        lengths, given = [self.length(r) for r in range(self.size)], [s.shape[check_dim(s, dim)] for s in shards]
+        if given != lengths:
+            raise ValueError(f"shards have {given} tokens, expected {lengths}")
         order = torch.cat([self.positions(r) for r in range(self.size)]).argsort()
         return torch.cat(list(shards), dim).index_select(dim, order.to(shards[0].device))
 
 
 def shard(x: Tensor, rank: int, size: int, dim: int = 1, layout: str = "zigzag") -> Tensor:
     """Cuts `x` along `dim` and returns the part of `rank` out of `size`. Any dtype, any other dimensions."""
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no dimension {dim}")
+    dim = check_dim(x, dim)
     return Layout(layout, x.shape[dim], size).shard(x, rank, dim)
 
 
 def unshard(shards: Sequence[Tensor], dim: int = 1, layout: str = "zigzag") -> Tensor:
     """Joins the shards of all ranks, given in rank order: the inverse of `shard`."""
-    return Layout(layout, sum(s.shape[dim] for s in shards), len(shards)).unshard(shards, dim)
+    return Layout(layout, sum(s.shape[check_dim(s, dim)] for s in shards), len(shards)).unshard(shards, dim)
 
 
 def shift_labels(tokens: Tensor, dim: int = -1) -> Tensor:
     """Next-token labels of a whole, unsharded sequence: label t is token t + 1, the last is IGNORE_INDEX (-100).
 
     Shift first and shard after: a shard's last token has its successor on another rank. Raises TypeError for tokens
-    of a dtype without negative numbers.
+    of a dtype without negative numbers, ValueError if there is no dimension `dim`.
     """
-    if tokens.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
+    dim = check_dim(tokens, dim)
+    if tokens.dtype not in SIGNED:
         raise TypeError(f"labels need a signed integer dtype, got {tokens.dtype}")
     last = torch.full_like(tokens.narrow(dim, 0, 1), IGNORE_INDEX)
     return torch.cat([tokens.narrow(dim, 1, tokens.shape[dim] - 1), last], dim)

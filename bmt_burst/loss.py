@@ -8,15 +8,16 @@ Letters: N tokens, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .arguments import DTYPES, check_tensor
 from .compiled import fused_on_gpus, not_compiled
-from .layout import IGNORE_INDEX
+from .layout import IGNORE_INDEX, SIGNED
 from .merge import accumulator_dtype
 
 # Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in bf16; on CPUs there is one in fp32
@@ -30,13 +31,27 @@ _TILE_ENTRIES = 1 << 11
 def linear_cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """`cross_entropy_sum` of the logits hidden @ weight^T, without ever holding them all.
 
-    hidden: (B, S, E); weight: (V, E) of the same dtype; labels: (B, S) int64. Logits are rounded to the inputs' dtype,
-    as a linear layer's, and taken in fp32 (fp64). The backward forms them once more and goes back through each tile:
-    with P = softmax(logits), dlogits = dloss (P - onehot(label)), and 0 for tokens without a target.
-    Differentiable (once) in hidden and weight. Raises ValueError for a label outside the vocabulary; on GPUs, where the
-    host does not wait for it, that is a device-side assertion.
+    hidden: (..., S, E); weight: (V, E); labels: (..., S) int64; all on one device. hidden and weight are of one dtype,
+    fp16, bf16, fp32 or fp64; under autocast they are cast as F.linear casts, and gradients come back in their own.
+    Logits are rounded to that dtype, as a linear layer's, and taken in fp32 (fp64). The backward forms them once more
+    and goes back through each tile: with P = softmax(logits), dlogits = dloss (P - onehot(label)), and 0 for tokens
+    without a target. Differentiable (once) in hidden and weight.
+
+    Raises TypeError for wrong dtypes and for tensors without values of their own, ValueError for shapes or devices that
+    do not go together and for a label outside the vocabulary; on GPUs, where the host does not wait for it, that last
+    one is a device-side assertion.
     """
-    _check_labels(labels, weight.shape[0])
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        _check_floats(name, x)
+    if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        got = f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
+        raise ValueError(f"hidden and weight must be (..., tokens, E) and (vocabulary, E), got shapes {got}")
+    hidden, weight = _autocast(hidden), _autocast(weight)
+    if hidden.dtype != weight.dtype:
+        raise TypeError(f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")
+    if hidden.device != weight.device:
+        raise ValueError(f"hidden and weight must be on one device, got {hidden.device} and {weight.device}")
+    _check_labels(labels, hidden, weight.shape[0])
     total = _LinearCrossEntropySum.apply(hidden.flatten(0, -2), weight, labels.flatten())
     return total, count_targets(labels)
 
@@ -47,53 +62,94 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         wide = accumulator_dtype(hidden.dtype)
         lse = torch.full(labels.shape, -torch.inf, dtype=wide, device=hidden.device)
         target = torch.zeros_like(lse)
-        for rows in _cut(len(labels), _TILE_TOKENS):
-            for entries in _cut(len(weight), _TILE_ENTRIES):
-                logits = hidden[rows] @ weight[entries].T
-                lse[rows] = torch.logaddexp(lse[rows], _logsumexp(logits))
-                column, inside = _columns(labels[rows], entries)
-                target[rows] += logits.gather(1, column).squeeze(1).where(inside, 0.0)
-        ctx.save_for_backward(hidden, weight, labels, lse)
-        return (lse - target).where(labels != IGNORE_INDEX, 0.0).sum()
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows in _cut(len(labels), _TILE_TOKENS):
+                for entries in _cut(len(weight), _TILE_ENTRIES):
+                    logits = hidden[rows] @ weight[entries].T
+                    lse[rows] = torch.logaddexp(lse[rows], _logsumexp(logits))
+                    column, inside = _columns(labels[rows], entries)
+                    target[rows] += logits.gather(1, column).squeeze(1).where(inside, 0.0)
+            ctx.save_for_backward(hidden, weight, labels, lse)
+            return (lse - target).where(labels != IGNORE_INDEX, 0.0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal: Tensor):
         hidden, weight, labels, lse = ctx.saved_tensors
-        factor = dtotal.to(lse.dtype) * (labels != IGNORE_INDEX)
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
-        for rows in _cut(len(labels), _TILE_TOKENS):
-            total = torch.zeros_like(hidden[rows], dtype=lse.dtype)
-            for entries in _cut(len(weight), _TILE_ENTRIES):
-                logits, column = hidden[rows] @ weight[entries].T, labels[rows] - entries.start
-                dlogits = _logits_gradient(logits, lse[rows], column, factor[rows])
+        with torch.autocast(hidden.device.type, enabled=False):
+            factor = dtotal.to(lse.dtype) * (labels != IGNORE_INDEX)
+            return *_gradients(hidden, weight, labels, lse, factor, ctx.needs_input_grad), None
+
+
+def _gradients(
+    hidden: Tensor, weight: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """dhidden (N, E) and dweight (V, E), each if it is wanted; `factor` (N,) is the gradient of each token's loss."""
+    dhidden = torch.empty_like(hidden) if wanted[0] else None
+    dweight = torch.zeros_like(weight) if wanted[1] else None
+    for rows in _cut(len(labels), _TILE_TOKENS):
+        total = torch.zeros_like(hidden[rows], dtype=lse.dtype)
+        for entries in _cut(len(weight), _TILE_ENTRIES):
+            logits, column = hidden[rows] @ weight[entries].T, labels[rows] - entries.start
+            dlogits = _logits_gradient(logits, lse[rows], column, factor[rows])
+            if dhidden is not None:
                 total += dlogits @ weight[entries]
+            if dweight is not None:
                 dweight[entries] += dlogits.T @ hidden[rows]
+        if dhidden is not None:
             dhidden[rows] = total
-        return dhidden, dweight, None
+    return dhidden, dweight
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of token losses and number of valid targets.
 
-    logits: (B, S, V), any float dtype, taken in fp32; labels: (B, S) int64, IGNORE_INDEX (-100) where there is no
-    target. Returns fp32 and int64 scalars; 0 and 0 without targets, with zero gradients.
+    logits: (..., V), any float dtype, taken in fp32; labels: (...) int64, IGNORE_INDEX (-100) where there is no target.
+    Returns fp32 and int64 scalars; 0 and 0 without targets, with zero gradients. Raises as linear_cross_entropy_sum.
     """
-    total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    _check_floats("logits", logits)
+    _check_labels(labels, logits, logits.shape[-1])
+    total = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return total, count_targets(labels)
 
 
 def count_targets(labels: Tensor) -> Tensor:
-    """Number of valid targets: int64 scalar."""
+    """Number of valid targets: int64 scalar. Raises TypeError for labels of a dtype without negative numbers."""
+    check_tensor("labels", labels)
+    if labels.dtype not in SIGNED:
+        raise TypeError(f"labels need a signed integer dtype, got {labels.dtype}")
     return (labels != IGNORE_INDEX).sum(dtype=torch.int64)
 
 
-def _check_labels(labels: Tensor, vocabulary: int) -> None:
+def _check_floats(name: str, x: Tensor) -> None:
+    check_tensor(name, x)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+    if x.is_meta:
+        raise TypeError(f"{name} is on meta, where tensors have no values")
+
+
+def _check_labels(labels: Tensor, rows: Tensor, vocabulary: int) -> None:
+    """`rows` (..., any) has a row for each label."""
+    check_tensor("labels", labels)
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64, got {labels.dtype}")
+    if labels.shape != rows.shape[:-1]:
+        raise ValueError(f"labels must be of shape {tuple(rows.shape[:-1])}, one a token, got {tuple(labels.shape)}")
+    if labels.device != rows.device:
+        raise ValueError(f"labels are on {labels.device}, what they are for is on {rows.device}")
     outside = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocabulary))
     if labels.is_cuda:
         torch._assert_async(~outside.any(), "a label is not in the vocabulary")
     elif outside.any():
         raise ValueError(f"label {int(labels[outside][0])} is not in a vocabulary of {vocabulary}")
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """As autocast casts what a linear layer takes: fp64 stays."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _cut(count: int, width: int) -> Iterator[slice]:

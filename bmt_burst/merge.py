@@ -2,7 +2,8 @@
 
 Outputs. With o_i the attention output over key set i and l_i = logsumexp of its scores (natural log), that over all
 sets is  o = sum_i exp(l_i - l) o_i  with  l = logsumexp_i l_i.  No exponent is positive, so nothing overflows at any
-difference. A row that has seen nothing has o = 0 and l = -inf and leaves the others exactly alone.
+difference. A row that has seen nothing has l = -inf and leaves the others exactly alone; without any its o remains:
+0, or NaN where all that it saw has a score of -inf, as dense attention says.
 
 Gradients are plain sums, and so is delta = rowsum(out * dout), by which a backward corrects for the softmax's divisor
 (FlashAttention-2, arXiv 2307.08691, algorithm 2).
@@ -119,8 +120,8 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tens
     lse.fill_(-torch.inf)
     for span, part, part_lse in parts:
         rows, row_lse = tokens_at(total, span), lse[:, :, slice(*span)]
-        old, new = _share(row_lse, part_lse), _share(part_lse, row_lse)
-        rows.mul_(old).add_(part.to(lse.dtype) * new)
+        part = part.to(lse.dtype)
+        rows.copy_(_share(rows, row_lse, part_lse) + _share(part, part_lse, row_lse))
         row_lse.copy_(torch.logaddexp(row_lse, part_lse.to(lse.dtype)))
     out.copy_(total)
 
@@ -139,10 +140,20 @@ def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Non
     rows[..., 1] = (out.to(rows.dtype) * dout).sum(-1)
 
 
-def _share(lse: Tensor, other: Tensor) -> Tensor:
-    """The share of the side with `lse` (B, H, S), shaped to multiply (B, S, H, D); 0 if that side saw nothing."""
-    share = torch.sigmoid(lse - other).masked_fill_(lse == -torch.inf, 0.0)  # -inf - -inf would be NaN
-    return share.transpose(1, 2).unsqueeze(-1)
+def _share(out: Tensor, lse: Tensor, other: Tensor) -> Tensor:
+    """What out (B, S, H, D) with `lse` (B, H, S) adds to the merge with a side that has lse `other`.
+
+    Nothing, also if it is NaN, if this side alone saw nothing; all if neither saw anything.
+    """
+    nothing = lse == -torch.inf
+    share = torch.sigmoid(lse - other).masked_fill_(nothing, 1.0)  # -inf - -inf would be NaN
+    skipped = nothing & (other != -torch.inf)
+    return (out * _by_row(share)).masked_fill_(_by_row(skipped), 0.0)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """(B, H, S), shaped to go with (B, S, H, D)."""
+    return x.transpose(1, 2).unsqueeze(-1)
 
 
 def _is_whole(parts: list[tuple], tokens: int, dtype: torch.dtype) -> bool:

@@ -88,7 +88,7 @@ class BurstAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         """x (B, S, E) of this rank's tokens, with `rope_tables` of their positions, to (B, S, E).
 
-        With a cache, x continues the tokens that the cache holds, on one rank.
+        With a cache, x continues the tokens that the cache holds; ValueError if `sp` has more than one rank.
         """
         return self.o_proj(self.attend(*self.project(x, cos, sin), cache))
 
@@ -101,6 +101,8 @@ class BurstAttention(nn.Module):
         """The attention itself, with heads side by side: (B, S, H * D)."""
         if cache is None:
             return burst_attn_func(q, k, v, causal=True, **self.options, **self.sp.groups).flatten(2)
+        if self.sp.size > 1:
+            raise ValueError(f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: generate with sp=None")
         return _attend_to_cache(q, *cache.extend(self.layer, k, v)).flatten(2)
 
 

@@ -21,7 +21,8 @@ from .transport.torch_dist import torch_transport
 
 _PROCESS = uuid.uuid4().hex  # ranks may be forks, or threads of a test
 
-Group = Any  # a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport
+# A torch.distributed ProcessGroup or DeviceMesh of one dimension, a bmtrain NCCLCommunicator or a Transport.
+Group = Any
 
 
 @dataclass
@@ -124,9 +125,11 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
     process alone where neither is initialised. With double_group=(intra, inter): an inner ring over intra, the ranks of
     a host, and an outer one over inter, the ranks at one place of all hosts; process_group must then be None. A rank's
     number in the sequence is then (its rank in inter) * (size of intra) + (its rank in intra). A group is a
-    torch.distributed ProcessGroup, after bmtrain.init_distributed also a bmtrain NCCLCommunicator, or a Transport.
+    torch.distributed ProcessGroup or DeviceMesh of one dimension, after bmtrain.init_distributed also a bmtrain
+    NCCLCommunicator, or a Transport.
 
-    Raises TypeError for anything else, ValueError if this rank is in none of the groups or both kinds are given.
+    Raises TypeError for anything else, ValueError for a mesh of more dimensions, if this rank is in none of the groups
+    or if both kinds are given.
     """
     if not isinstance(double_group, Sequence) or len(double_group) != 2:
         raise TypeError(f"double_group must be a pair (intra, inter) of groups, got {double_group!r}")
@@ -154,7 +157,18 @@ def _transport(group: Group | None) -> Transport:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
     if isinstance(group, dist.ProcessGroup):
         return torch_transport(group)
+    if isinstance(group, dist.DeviceMesh):
+        return torch_transport(_mesh_group(group))
     raise TypeError(
         "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got "
         f"{type(group).__name__}"
     )
+
+
+def _mesh_group(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        raise ValueError(f"a group must be one dimension of a DeviceMesh, got one of {names}: give mesh[{names[-1]!r}]")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the DeviceMesh it was given, {mesh.mesh.tolist()}")
+    return mesh.get_group()

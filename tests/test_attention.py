@@ -5,12 +5,18 @@ import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bmt_burst import Transport, burst_attn_func, shard, simulate, unshard
+from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.ring import surrogate_out
 from tests.helpers import ROOT, dense_attention, random_qkv, relative_error
 
@@ -59,6 +65,23 @@ WRONG_OPTIONS = [
     ({"flash": None}, TypeError, "flash must be the name of a kernel, got None"),
     ({"layout": "ring"}, ValueError, "unknown layout 'ring'"),
     ({"backward": "v"}, ValueError, "unknown backward 'v'"),
+    ({"layout": ["zigzag"]}, TypeError, "layout must be one of .*, got list"),
+    ({"backward": ["kv"]}, TypeError, "backward must be one of .*, got list"),
+    ({"flash": ["cpu"]}, TypeError, "flash must be the name of a kernel"),
+    ({"causal": torch.tensor(True)}, TypeError, "causal must be True or False, got a Tensor"),
+    ({"causal": "yes"}, TypeError, "causal must be True or False, got 'yes'"),
+    ({"softmax_scale": torch.tensor(0.5)}, TypeError, r"softmax_scale must be a number, got a Tensor .*give its item"),
+    ({"softmax_scale": True}, TypeError, "softmax_scale must be a number, got True"),
+    ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be positive and finite, got nan"),
+    ({"softmax_scale": np.float32("inf")}, ValueError, "softmax_scale must be positive and finite, got inf"),
+    (
+        {"softmax_scale": 1e39},
+        ValueError,
+        r"softmax_scale=1e\+39 is infinite in float32, in which torch.float32 scores",
+    ),
+    ({"softmax_scale": 1e-39}, ValueError, "softmax_scale=1e-39 is zero in float32, in which torch.float32 scores"),
+    ({"group_bytes": 2.0}, TypeError, "group_bytes must be a whole number, got 2.0"),
+    ({"group_bytes": -1}, ValueError, "group_bytes must be a number of bytes below 2"),
     ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
     ({"softmax_scale": "x"}, TypeError, "softmax_scale must be a number"),
     ({"softmax_scale": float("inf")}, ValueError, "softmax_scale must be positive and finite, got inf"),
@@ -95,6 +118,79 @@ def test_wrong_options_are_refused(options, kind, message):
         burst_attn_func(*qkv(), **options)
 
 
+def test_tensors_without_values_of_their_own_are_refused(one_process):
+    mesh = init_device_mesh("cpu", (1,))
+    dtensors = [distribute_tensor(x, mesh, [Shard(1)]) for x in qkv()]
+    with pytest.raises(
+        TypeError, match=r"q must be a plain tensor, a DTensor has no values of its own: give its to_local"
+    ):
+        burst_attn_func(*dtensors)
+    assert burst_attn_func(*(x.to_local() for x in dtensors)).shape == (1, 6, 4, 8)
+    with pytest.raises(TypeError, match="hidden must be a plain tensor, a DTensor"):
+        linear_cross_entropy_sum(dtensors[0], torch.zeros(3, 8), torch.zeros(1, 6, 4, dtype=torch.int64))
+    fakes = list(map(FakeTensorMode().from_tensor, qkv()))
+    with pytest.raises(TypeError, match="q must be a plain tensor, a FakeTensor has no values of its own"):
+        burst_attn_func(*fakes)
+
+
+def test_tensors_that_are_only_named_otherwise_are_fine():
+    class Named(torch.Tensor):
+        pass
+
+    q, k, v = qkv()
+    expected = burst_attn_func(q, k, v)
+    assert burst_attn_func(torch.nn.Parameter(q), torch.nn.Buffer(k), v.as_subclass(Named)).equal(expected)
+
+
+def test_a_device_mesh_is_a_group(one_process):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "sp"))
+    expected = burst_attn_func(*qkv())
+    assert burst_attn_func(*qkv(), process_group=mesh["sp"]).equal(expected)
+    assert burst_attn_func(*qkv(), double_group=(mesh["sp"], mesh["dp"])).equal(expected)
+    with pytest.raises(
+        ValueError, match=r"one dimension of a DeviceMesh, got one of \('dp', 'sp'\): give mesh\['sp'\]"
+    ):
+        burst_attn_func(*qkv(), process_group=mesh)
+
+
+@pytest.fixture
+def one_process():
+    """A torch.distributed world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_numbers_of_numpy_are_numbers():
+    """Also where another rank has Python's."""
+
+    def work(ring):
+        plain = {"softmax_scale": 0.5, "causal": True, "deterministic": False, "group_bytes": 4096}
+        numpy = {"softmax_scale": np.float32(0.5), "causal": np.True_, "deterministic": np.False_}
+        numpy["group_bytes"] = np.int64(4096)
+        options = numpy if ring.rank else plain
+        return burst_attn_func(*qkv(), process_group=ring, **options)
+
+    first, second = simulate(2, work)
+    assert first.shape == second.shape
+
+
+@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_scale_is_computed_with_or_refused(flash, dtype):
+    """What counts is the dtype in which scores are scaled: fp16 takes scales above its own largest number."""
+    q, k, v = qkv(dtype=dtype)
+    for scale in (1e-300, 1e-39, 1e-30, 1e-10, 1e5, 1e30, 1e38, 3e38, 1e39, 1e300):
+        tiny = 1.0 / scale if scale > 1 else 1.0  # of scores that are moderate once they are scaled
+        if dtype != torch.float64 and not 1e-37 < scale < 2.3e38:
+            with pytest.raises(ValueError, match=f"is (zero|infinite) in float32, in which {dtype} scores"):
+                burst_attn_func(q, k, v, scale, flash=flash)
+            continue
+        out = burst_attn_func(q * tiny**0.5, k * tiny**0.5, v, scale, flash=flash)
+        exact, _ = dense_attention(*(x.double() for x in (q * tiny**0.5, k * tiny**0.5, v)), False, scale)
+        assert relative_error(out, exact) < 2e-2, scale
+
+
 @pytest.mark.parametrize(
     ("rank_2", "message"),
     [
@@ -109,8 +205,8 @@ def test_wrong_options_are_refused(options, kind, message):
         ({"layout": "striped"}, "ranks differ in layout"),
         ({"flash": "reference"}, "ranks differ in kernel"),
         ({"layout": 'é\x07"' * 600}, "unknown layout"),
-        ({"softmax_scale": 10**400}, "softmax_scale must be positive and finite, got a number of 1329 bits"),
-        ({"group_bytes": 10**400}, "group_bytes must be below"),
+        ({"softmax_scale": 10**400}, "softmax_scale must be finite, got a number of 1329 bits"),
+        ({"group_bytes": 10**400}, "group_bytes must be a number of bytes below"),
         ({"grad": True}, "ranks differ in need of a gradient"),
     ],
 )

@@ -1,11 +1,13 @@
 """Kernels against the contract: the reference against autograd, the others against the reference."""
 
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bmt_burst import kernels
-from bmt_burst.kernels import fa4
+from bmt_burst import doctor, kernels
+from bmt_burst.kernels import fa2, fa4
 from tests.helpers import dense_attention, random_qkv, relative_error
 
 OPTIONS = {"scale": 0.3, "deterministic": False}
@@ -96,3 +98,52 @@ def test_every_kernel_says_why_it_refuses():
     q = torch.zeros(1, 2, 2, 8, device="meta")
     with pytest.raises(ValueError, match="cpu: inputs are on meta, not on the CPU"):
         kernels.pick("cpu", q, q)
+
+
+@pytest.fixture
+def half_installed(monkeypatch, tmp_path, request):
+    """A flash_attn package that fails in the way of the test's parameter, and a CPU that counts as its GPU."""
+    for path, text in request.param.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in (fa4, fa2):
+        monkeypatch.setattr(module, "refuses_half", lambda *args, **options: None)
+    for forget in (kernels.installed, kernels.import_failure, fa4._functions, fa2._calls):
+        forget.cache_clear()
+    loaded = set(sys.modules)
+    yield
+    for name in set(sys.modules) - loaded:
+        if name.split(".")[0].startswith("flash_attn"):
+            del sys.modules[name]
+    for forget in (kernels.installed, kernels.import_failure, fa4._functions, fa2._calls):
+        forget.cache_clear()
+
+
+PACKAGES = {"fa4": "flash-attn-4", "fa2": "flash-attn"}
+CUTE = "flash_attn/cute/__init__.py"
+HALF_INSTALLED = [
+    ("fa4", {"flash_attn/__init__.py": "", CUTE: "import cutlass_that_is_not_there"}, "ModuleNotFoundError"),
+    ("fa4", {"flash_attn/__init__.py": "", CUTE: "raise OSError('libcuda.so.1: no such file')"}, "OSError: libcuda"),
+    ("fa4", {"flash_attn/__init__.py": "", CUTE: "", "flash_attn/cute/interface.py": ""}, "AttributeError"),
+    ("fa4", {"flash_attn/__init__.py": "", CUTE: ""}, "ImportError: cannot import name 'interface'"),
+    ("fa4", {"flash_attn/__init__.py": "import torch; torch.made_for_another"}, "AttributeError"),
+    ("fa2", {"flash_attn_2_cuda.py": "", "flash_attn/__init__.py": "raise ImportError('undefined symbol')"}, "symbol"),
+    ("fa2", {"flash_attn_2_cuda.py": ""}, "ModuleNotFoundError: No module named 'flash_attn'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("half_installed", "name", "reason"), [(c[1], c[0], c[2]) for c in HALF_INSTALLED], indirect=["half_installed"]
+)
+def test_auto_passes_on_from_a_package_that_is_half_installed(half_installed, name, reason, caplog):
+    q, k, _, _ = random_qkv(1, 4, 2, 2, 8)
+    for _ in range(2):
+        assert kernels.pick("auto", q, k).name == "cpu"
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len([text for text in said if text.startswith(f"the package {PACKAGES[name]} is")]) == 1
+    assert reason in "".join(said)
+    with pytest.raises(ValueError, match=f"{name}: the package {PACKAGES[name]} is installed but .*{reason}"):
+        kernels.pick(name, q, k)
+    with pytest.raises(RuntimeError, match=f"is installed but cannot be used: .*{reason}"):
+        doctor._kernel(name)

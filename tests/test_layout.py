@@ -2,10 +2,11 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
-from bmt_burst import IGNORE_INDEX, Layout, shard, shift_labels, unshard
+from bmt_burst import IGNORE_INDEX, Layout, SequenceParallel, shard, shift_labels, unshard
 
 NAMES = ("zigzag", "striped", "contiguous")
 CASES = [
@@ -102,6 +103,54 @@ def test_labels_need_negative_numbers():
     for dtype in (torch.uint8, torch.bool, torch.float32):
         with pytest.raises(TypeError, match="signed integer"):
             shift_labels(torch.zeros(1, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["zigzag"], 8, 2), "a layout is one of .*, got list"),
+        (("zigzag", 8.0, 2), r"seq_len must be a whole number, got 8\.0"),
+        (("zigzag", 8, True), "size must be a whole number, got True"),
+        (("zigzag", torch.tensor(8), 2), "seq_len must be a whole number, got a Tensor"),
+        (("zigzag", None, 2), "seq_len must be a whole number, got None"),
+    ],
+)
+def test_layouts_of_what_is_no_number_are_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        Layout(*arguments)
+
+
+def test_numbers_of_numpy_are_numbers():
+    layout = Layout("zigzag", np.int64(11), np.uint8(2))
+    assert layout == Layout("zigzag", 11, 2)
+    assert type(layout.seq_len) is type(layout.size) is int
+    assert layout.positions(np.int32(1)).equal(layout.positions(1))
+    x = torch.arange(22).view(2, 11)
+    assert shard(x, np.int64(0), np.int64(2), np.int64(-1)).equal(shard(x, 0, 2, -1))
+
+
+@pytest.mark.parametrize("dim", [2, -3, 100])
+def test_dimensions_that_are_not_there_are_refused(dim):
+    x, layout, sp = torch.zeros(8, 8, dtype=torch.int64), Layout("zigzag", 8, 1), SequenceParallel()
+    calls = [
+        lambda: layout.shard(x, 0, dim),
+        lambda: layout.unshard([x], dim),
+        lambda: shard(x, 0, 1, dim),
+        lambda: unshard([x], dim),
+        lambda: shift_labels(x, dim),
+        lambda: sp.shard(x, dim),
+        lambda: sp.unshard(x, 8, dim),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"a tensor of shape \(8, 8\) has no dimension {dim}"):
+            call()
+
+
+def test_a_dimension_is_a_whole_number_and_what_is_cut_a_tensor():
+    with pytest.raises(TypeError, match=r"dim must be a whole number, got 1\.0"):
+        shard(torch.zeros(1, 8), 0, 2, 1.0)
+    with pytest.raises(TypeError, match=r"expected a torch\.Tensor, got list"):
+        shard([1, 2, 3, 4], 0, 2, 0)
 
 
 def test_wrong_shards_are_refused():

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_burst import IGNORE_INDEX, loss
-from bmt_burst.loss import cross_entropy_sum, linear_cross_entropy_sum
+from bmt_burst.loss import count_targets, cross_entropy_sum, linear_cross_entropy_sum
+from tests.helpers import relative_error
 
 
 def test_loss_is_a_sum_and_a_count():
@@ -100,3 +101,107 @@ def test_labels_outside_the_vocabulary_are_refused(label):
     labels[0, 1] = label
     with pytest.raises(ValueError, match=f"label {label} is not in a vocabulary of 7"):
         linear_cross_entropy_sum(hidden, weight, labels)
+
+
+WRONG = [
+    (lambda h, w, y: (h, w, y[:, :-1]), ValueError, r"labels must be of shape \(2, 5\), one a token, got \(2, 4\)"),
+    (lambda h, w, y: (h, w, y.T), ValueError, r"labels must be of shape \(2, 5\), one a token, got \(5, 2\)"),
+    (lambda h, w, y: (h, w, y.flatten()), ValueError, r"labels must be of shape \(2, 5\), one a token, got \(10,\)"),
+    (lambda h, w, y: (h, w, y.int()), TypeError, "labels must be int64, got torch.int32"),
+    (lambda h, w, y: (h, w, y.to("meta")), ValueError, "labels are on meta, what they are for is on cpu"),
+    (lambda h, w, y: (h, w, y.tolist()), TypeError, "labels must be a torch.Tensor, got list"),
+    (lambda h, w, y: (h, w.T, y), ValueError, r"got shapes \(2, 5, 12\) and \(12, 7\)"),
+    (lambda h, w, y: (h[0, 0], w, y[0, 0]), ValueError, r"hidden and weight must be \(..., tokens, E\)"),
+    (lambda h, w, y: (h.bfloat16(), w, y), TypeError, "one dtype, got torch.bfloat16 and torch.float32"),
+    (lambda h, w, y: (h, w.double(), y), TypeError, "one dtype, got torch.float32 and torch.float64"),
+    (lambda h, w, y: (h.long(), w, y), TypeError, "hidden must be fp16, bf16, fp32 or fp64, got torch.int64"),
+    (lambda h, w, y: (h, w.to("meta"), y), TypeError, "weight is on meta, where tensors have no values"),
+    (lambda h, w, y: (h, w.to_sparse(), y), TypeError, "weight must be a dense tensor"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), WRONG)
+def test_arguments_that_do_not_go_together_are_refused(change, kind, message):
+    with pytest.raises(kind, match=message):
+        linear_cross_entropy_sum(*change(*case(5, 7, torch.float32)))
+
+
+def test_logits_and_labels_that_do_not_go_together_are_refused():
+    logits, labels = torch.randn(2, 5, 7), torch.zeros(2, 5, dtype=torch.int64)
+    for other in (labels.T, labels[:, 1:], labels.flatten()):
+        with pytest.raises(ValueError, match="one a token"):
+            cross_entropy_sum(logits, other)
+    with pytest.raises(TypeError, match="must be int64"):
+        cross_entropy_sum(logits, labels.int())
+    with pytest.raises(ValueError, match="label 7 is not in a vocabulary of 7"):
+        cross_entropy_sum(logits, labels + 7)
+    with pytest.raises(TypeError, match=r"signed integer dtype, got torch\.uint8"):
+        count_targets(labels.byte())
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 1, 3), (0, 3), (2, 0)])
+def test_tokens_may_lie_in_any_number_of_dimensions(shape):
+    hidden = torch.randn(*shape, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 7, shape)
+    total, count = linear_cross_entropy_sum(hidden, weight, labels)
+    expected = F.cross_entropy((hidden @ weight.T).flatten(0, -2), labels.flatten(), reduction="sum")
+    assert count == labels.numel()
+    assert torch.allclose(total, expected)
+    inputs = (hidden, weight)
+    for a, b in zip(torch.autograd.grad(total, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        assert torch.allclose(a, b)
+
+
+def under_autocast(function, hidden, weight, labels, dtype, factor):
+    """The gradients of a mean loss that was scaled by `factor`, without it."""
+    with torch.autocast("cpu", dtype):
+        total, count = function(hidden, weight, labels)
+    grads = torch.autograd.grad(total / count * factor, (hidden, weight))
+    assert [grad.dtype for grad in grads] == [hidden.dtype, weight.dtype]
+    return [grad.double() / factor for grad in grads]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 65536.0])
+@pytest.mark.parametrize("given", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+def test_under_autocast_gradients_are_as_good_as_a_linear_layers(dtype, factor, given):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 40, 64, generator=generator).to(given[0])
+    weight = torch.randn(3000, 64, generator=generator).mul(0.5).to(given[1])
+    labels = torch.randint(0, 3000, (2, 40), generator=generator)
+    inputs = [x.requires_grad_() for x in (hidden, weight)]
+    exact = results(plain, *(x.detach().double().requires_grad_() for x in inputs), labels, 1 / labels.numel())[2:]
+    errors = {}
+    for function in (linear_cross_entropy_sum, plain):
+        grads = under_autocast(function, *inputs, labels, dtype, factor)
+        errors[function] = [relative_error(a, b) for a, b in zip(grads, exact, strict=True)]
+    for mine, theirs in zip(errors[linear_cross_entropy_sum], errors[plain], strict=True):
+        assert mine < 1.1 * theirs  # sums over tiles round once a tile
+
+
+def test_fp64_stays_fp64_under_autocast():
+    tensors = case(5, 7, torch.float64)
+    expected = results(linear_cross_entropy_sum, *tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(a.equal(b) for a, b in zip(results(linear_cross_entropy_sum, *tensors), expected, strict=True))
+
+
+def test_a_backward_within_autocast_is_the_same():
+    tensors = case(5, 7, torch.float32)
+    expected = results(linear_cross_entropy_sum, *tensors)
+    total, _ = linear_cross_entropy_sum(*tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        grads = torch.autograd.grad(total * 0.37, tensors[:2])
+    assert all(a.equal(b) for a, b in zip(grads, expected[2:], strict=True))
+
+
+def test_what_needs_no_gradient_gets_none():
+    hidden, weight, labels = case(5, 7, torch.float32)
+    dhidden, dweight = results(linear_cross_entropy_sum, hidden, weight, labels, factor=1.0)[2:]
+    total, _ = linear_cross_entropy_sum(hidden, weight.detach(), labels)
+    assert torch.autograd.grad(total, hidden)[0].equal(dhidden)
+    total, _ = linear_cross_entropy_sum(hidden.detach(), weight, labels)
+    assert torch.autograd.grad(total, weight)[0].equal(dweight)
+    with torch.inference_mode():
+        assert linear_cross_entropy_sum(hidden, weight, labels)[0].equal(total)

@@ -43,6 +43,15 @@ def test_nothing_seen_is_zero():
     assert merged([(0.0, -math.inf), (0.0, -math.inf)]) == (0.0, -math.inf)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_where_nothing_but_minus_infinity_was_seen_nan_remains_until_something_is(order):
+    """As a block says whose scores are all -inf."""
+    out, lse = merged([(math.nan, -math.inf), (0.0, -math.inf)][::order])
+    assert math.isnan(out)
+    assert lse == -math.inf
+    assert merged([(math.nan, -math.inf), (1.25, 0.5)][::order]) == (1.25, 0.5)
+
+
 def test_nan_is_not_hidden():
     out, lse = merged([(1.0, 0.0), (1.0, math.nan)])
     assert math.isnan(out)

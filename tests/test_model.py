@@ -242,6 +242,16 @@ def test_cached_generation_equals_the_whole_forward():
     assert torch.allclose(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-5)
 
 
+def test_a_cache_over_several_ranks_is_refused():
+    def work(ring):
+        model = initialized(SMALL, sp=SequenceParallel(ring.rank, 2, process_group=ring))
+        cache = Cache(SMALL, 8, model.norm.weight)
+        with pytest.raises(ValueError, match="a KVCache holds one rank's tokens, sp has 2 ranks"):
+            model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4), cache=cache)
+
+    simulate(2, work)
+
+
 def test_sampling_is_seeded_and_settings_are_checked():
     model, tokenizer = initialized(SMALL), ByteTokenizer()
     texts = [generate(model, tokenizer, "ab", 12, seed=seed, top_k=40, top_p=0.9) for seed in (1, 1, 2)]

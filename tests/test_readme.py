@@ -11,10 +11,15 @@ from tests.helpers import ROOT
 def test_the_simulated_example_prints_rounding():
     [code] = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     printed = []
-    exec(code, {"print": printed.append})
+    names = {"print": printed.append}
+    exec(code, names)
     [difference] = printed
     assert isinstance(difference, torch.Tensor)
     assert 0 <= difference < 1e-5
+    x = names["x"].requires_grad_()
+    [grad] = torch.autograd.grad(names["burst_attn_func"](x, x, x, causal=True).sin().sum(), x)
+    names["unshard"](names["simulate"](3, names["work"])).sin().sum().backward()
+    assert (x.grad - grad).abs().max() < 1e-4 * grad.abs().max()
 
 
 def test_its_tables_are_those_of_the_results():

@@ -6,7 +6,8 @@
 #
 # Where the Python at hand has a CUDA build of torch, that one is used. BMTrain is built from its sdist for the GPUs of
 # this machine, against the NCCL that torch brings: its wheels know no Hopper, and its requirement nvidia-nccl-cu11 would
-# overwrite torch's NCCL. Needs CUDA's nvcc. Afterwards: .venv/bin/python -m bmt_burst.doctor
+# overwrite torch's NCCL. Needs CUDA's nvcc. Afterwards: .venv/bin/python -m bmt_burst.doctor, and .venv/bin/torchrun,
+# since a torchrun elsewhere on the PATH starts another Python.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -45,8 +46,46 @@ FIND
 echo "torch $(python -c 'import torch; print(torch.__version__)'), GPUs of architecture $architectures"
 
 have() { python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>/dev/null; }
+
+# What a package and its requirements require and is not installed, a line each. What torch requires is torch's matter.
+lacking() {
+    python - "$1" <<'FIND'
+import sys
+from importlib.metadata import PackageNotFoundError, requires
+from pip._vendor.packaging.requirements import Requirement
+
+left, seen = [Requirement(sys.argv[1])], {"torch"}
+while left:
+    package = left.pop()
+    package.marker = None  # it holds
+    if package.name in seen or str(package) in seen:
+        continue
+    seen.add(str(package))
+    try:
+        needs = [Requirement(line) for line in requires(package.name) or ()]
+    except PackageNotFoundError:
+        print(package)
+        continue
+    extras = ("", *package.extras)
+    left += [n for n in needs if n.marker is None or any(n.marker.evaluate({"extra": e}) for e in extras)]
+FIND
+}
+
+# Installs a package and what it requires, each by itself, without what is not to be had; says what that is.
+install_pieces() {
+    local tried=none pieces
+    while pieces=$(lacking "$1" | grep -vxF -e "$tried"); do
+        tried+=$'\n'${pieces%%$'\n'*}
+        install --pre --no-deps "${pieces%%$'\n'*}" 2>/dev/null || true
+    done
+    echo "$1 is installed without: $(lacking "$1" | paste -sd ' ')" >&2
+}
+
 if [ "${architectures%%;*}" -ge 90 ]; then
-    have flash_attn.cute || install --pre flash-attn-4 ||
+    # Its compiler requires libraries for CUDA 12 also where it uses those for CUDA 13, and a folder may lack them.
+    flash_attn=$(python -c 'import torch; print("flash-attn-4" + "[cu13]" * (int(torch.version.cuda.split(".")[0]) >= 13))')
+    have flash_attn.cute || install --pre "$flash_attn" || install_pieces "$flash_attn"
+    python -c 'import flash_attn.cute.interface' ||
         echo "flash-attn-4 could not be installed: attention will run on cuDNN" >&2
 else
     have flash_attn_2_cuda || install --no-build-isolation flash-attn ||
@@ -71,4 +110,10 @@ fi
 have numpy && have safetensors && have tqdm && have tensorboard && have tokenizers && have sentencepiece &&
     have matplotlib && have huggingface_hub && deps=--no-deps
 install --no-build-isolation ${deps:-} --editable '.[train]'
+
+if [ ! -e .venv/bin/torchrun ]; then  # where torch is another environment's, so is its torchrun
+    printf '#!/usr/bin/env bash\nexec "$(dirname "$0")/python" -m torch.distributed.run "$@"\n' >.venv/bin/torchrun
+    chmod +x .venv/bin/torchrun
+fi
+echo "start training with .venv/bin/torchrun: another torchrun on the PATH starts a Python without all this"
 python -m bmt_burst.doctor

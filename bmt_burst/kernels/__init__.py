@@ -12,7 +12,8 @@ import importlib
 import importlib.util
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Callable, Container
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,10 @@ class Kernel(ABC):
     def refuses(self, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
         """Why this kernel cannot do such inputs on this machine, or None if it can."""
 
+    def broken(self) -> str | None:
+        """Why the package that it needs does not work though it is installed; None if it does."""
+        return None
+
     @abstractmethod
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of out, dq, dk and dv for inputs of `dtype`; at least as precise."""
@@ -58,7 +63,8 @@ class Kernel(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Returns out (B, S, H, D) = softmax(scale q k^T) v and lse (B, H, S), the natural logsumexp of the scores.
 
-        lse is fp32 (fp64 for fp64 inputs).
+        lse is fp32 (fp64 for fp64 inputs). Of a query that is not finite all is NaN; one whose scores are all -inf has
+        an lse of -inf and its out counts only where no other block's does.
         """
 
     @abstractmethod
@@ -108,7 +114,7 @@ def pick(name: str, q: Tensor, k: Tensor, deterministic: bool = False) -> Kernel
         raise ValueError(f"unknown kernel flash={unknown[0]!r}; expected one of {expected}")
     reasons = []
     for candidate in map(load, candidates):
-        reason = candidate.refuses(q, k, deterministic)
+        reason = candidate.refuses(q, k, deterministic) or candidate.broken()
         if reason is None:
             if name == "auto":
                 _announce(candidate.name, q.dtype, q.device.type)
@@ -133,10 +139,28 @@ def refuses_half(q: Tensor, capability: tuple[int, int], head_sizes: Container[i
 
 @functools.cache
 def installed(module: str) -> bool:
-    """Whether a module, and each package that it is in, can be found; cached, since looking takes long."""
+    """Whether a module, and each package that it is in, can be found; cached, since looking takes long.
+
+    To look into a package is to import it; where that fails it is there, and to import the module says why it fails.
+    """
     parts = module.split(".")
     parents = (".".join(parts[: i + 1]) for i in range(len(parts)))
-    return all(importlib.util.find_spec(name) is not None for name in parents)
+    try:
+        return all(importlib.util.find_spec(name) is not None for name in parents)
+    except Exception:  # noqa: BLE001 - packages fail as they like
+        return True
+
+
+@functools.cache
+def import_failure(package: str, load: Callable[[], Any]) -> str | None:
+    """Why `load`, which imports what a kernel needs of a package, fails, or None. Cached, so that it is logged once."""
+    try:
+        load()
+    except Exception as error:  # noqa: BLE001 - ImportError, OSError, AttributeError: packages fail as they like
+        reason = f"the package {package} is installed but cannot be used: {type(error).__name__}: {error}"
+        logger.warning(reason)
+        return reason
+    return None
 
 
 @functools.cache

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from . import Kernel
+from .reference import grouped
+
+_ROWS = 256  # whose scores may be in memory at a time
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -22,7 +25,14 @@ class CpuKernel(Kernel):
 
     def forward(self, q, k, v, *, scale, causal, deterministic):
         out, lse = _forward(*_heads_first(q, k, v), 0.0, causal, scale=scale)
-        return out.transpose(1, 2), lse
+        out = out.transpose(1, 2)
+        suspects = ((lse == 0) | (lse == torch.inf)).flatten(0, 1).any(0).nonzero().squeeze(1)
+        if not len(suspects):
+            return out, lse
+        out, lse = out.clone(), lse.clone()  # a policy of activation checkpointing may hold what the op returned
+        for rows in suspects.split(_ROWS):
+            _unhide(out, lse, rows, q, k, scale, causal)
+        return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta=None, *, scale, causal, deterministic):
         grads = _backward(*_heads_first(dout, q, k, v, out), lse, 0.0, causal, scale=scale)
@@ -32,3 +42,20 @@ class CpuKernel(Kernel):
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
     """(B, S, H, D) -> (B, H, S, D), views where the last dimension is dense: the op takes that for granted."""
     return [(x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in tensors]
+
+
+def _unhide(out: Tensor, lse: Tensor, rows: Tensor, q: Tensor, k: Tensor, scale: float, causal: bool) -> None:
+    """Mends, in place, what the op hides of queries `rows` (N,), whose lse is 0 or inf in some head.
+
+    Where all scores are NaN or -inf the op may say out 0 and lse 0, which is what masked rows get, of which there are
+    none here; where one is inf, out 0 and lse inf. Few others have an lse of 0.
+    """
+    scores = grouped(q[:, rows], k.shape[2]) @ grouped(k, k.shape[2]).mT * scale
+    if causal:
+        scores.masked_fill_(torch.arange(k.shape[1]) > rows.unsqueeze(1), -torch.inf)
+    exact = scores.logsumexp(-1).flatten(1, 2)
+    lost = ~q[:, rows].isfinite().all(-1).transpose(1, 2) | (exact == torch.inf)  # also among other ranks' keys
+    exact.masked_fill_(lost, torch.nan)
+    hidden = ~exact.isfinite()
+    lse[:, :, rows] = exact.where(hidden, lse[:, :, rows])
+    out[:, rows] = out[:, rows].masked_fill(hidden.transpose(1, 2).unsqueeze(-1), torch.nan)

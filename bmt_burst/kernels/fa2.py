@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import Kernel, installed, refuses_half
+from . import Kernel, import_failure, installed, refuses_half
 
 
 class Fa2Kernel(Kernel):
@@ -20,17 +20,20 @@ class Fa2Kernel(Kernel):
             return "the package flash-attn (2.6 to 2.8) is not installed"
         return refuses_half(q, capability=(8, 0), head_sizes=range(8, 257, 8))
 
+    def broken(self) -> str | None:
+        return import_failure("flash-attn", _calls)
+
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def forward(self, q, k, v, *, scale, causal, deterministic):
-        forward, options = _call("_flash_attn_forward")
+        forward, options = _calls()[0]
         results = forward(q, k, v, 0.0, scale, causal, **options, return_softmax=False)
         # 2.6 returns padded copies of the inputs between out and lse.
         return results[0], results[1] if len(results) == 4 else results[5]
 
     def backward(self, dout, q, k, v, out, lse, delta=None, *, scale, causal, deterministic):
-        backward, options = _call("_flash_attn_backward")
+        backward, options = _calls()[1]
         grads = tuple(torch.empty_like(x) for x in (q, k, v))
         options = {**options, "deterministic": deterministic}
         backward(dout, q, k, v, out, lse.contiguous(), *grads, 0.0, scale, causal, **options)
@@ -38,6 +41,11 @@ class Fa2Kernel(Kernel):
 
 
 @functools.cache
+def _calls() -> tuple[tuple[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
+    """Forward and backward."""
+    return _call("_flash_attn_forward"), _call("_flash_attn_backward")
+
+
 def _call(name: str) -> tuple[Any, dict[str, Any]]:
     """A function of the package and its options for plain attention, named as the installed version names them."""
     from flash_attn import flash_attn_interface

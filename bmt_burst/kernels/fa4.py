@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from . import Kernel, installed, refuses_half
+from . import Kernel, import_failure, installed, refuses_half
 
 # 4.0.0b36 computes wrong gradients for other sizes, 80 among them, and says nothing. On Blackwell it lacks 192, and for
 # 256 the gradient of lse, by which delta is handed over.
@@ -32,11 +33,14 @@ class Fa4Kernel(Kernel):
             return "its backward adds up in no fixed order on GPUs of compute capability 12"
         return refuses_half(q, (9, 0), _HEAD_SIZES_HOPPER if generation == 9 else _HEAD_SIZES)
 
+    def broken(self) -> str | None:
+        return import_failure("flash-attn-4", _functions)
+
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def forward(self, q, k, v, *, scale, causal, deterministic):
-        out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+        out, lse, *_ = _functions()[0](q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta=None, *, scale, causal, deterministic):
@@ -45,13 +49,14 @@ class Fa4Kernel(Kernel):
             # The kernel works with rowsum(out * dout) - dlse, where dlse is meant for the gradient of lse.
             out = q.new_zeros(1, 1, 1, q.shape[-1]).expand_as(q)
             options["dlse"] = -delta
-        return _interface()._flash_attn_bwd(q, k, v, out, dout, lse.contiguous(), **options)[:3]
+        return _functions()[1](q, k, v, out, dout, lse.contiguous(), **options)[:3]
 
 
 @functools.cache
-def _interface():
+def _functions() -> tuple[Callable, Callable]:
+    """Forward and backward."""
     from flash_attn.cute import interface
 
     # Every process says so for every kernel that it compiles, of an argument of the package's own that is not in use.
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning, module="cutlass")
-    return interface
+    return interface._flash_attn_fwd, interface._flash_attn_bwd

@@ -22,7 +22,7 @@ class ReferenceKernel(Kernel):
         return accumulator_dtype(dtype)
 
     def forward(self, q, k, v, *, scale, causal, deterministic):
-        q, k, v = (_grouped(x, k.shape[2]) for x in (q, k, v))
+        q, k, v = (grouped(x, k.shape[2]) for x in (q, k, v))
         scores = _scores(q, k, scale, causal)
         lse = scores.logsumexp(-1)
         probs = (scores - lse.unsqueeze(-1)).exp()
@@ -32,7 +32,7 @@ class ReferenceKernel(Kernel):
         groups = k.shape[2]
         if delta is None:
             delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)
-        dout, q, k, v = (_grouped(x, groups) for x in (dout, q, k, v))
+        dout, q, k, v = (grouped(x, groups) for x in (dout, q, k, v))
         lse, delta = (x.unflatten(1, (groups, -1)).unsqueeze(-1) for x in (lse, delta))
         probs = (_scores(q, k, scale, causal) - lse).exp()
         dprobs = dout @ v.mT
@@ -50,7 +50,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     return scores
 
 
-def _grouped(x: Tensor, groups: int) -> Tensor:
+def grouped(x: Tensor, groups: int) -> Tensor:
     """(B, S, H, D) -> (B, G, H / G, S, D), in the accumulator's dtype; kv heads broadcast over their query heads."""
     return x.to(accumulator_dtype(x.dtype)).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
 

@@ -1,11 +1,9 @@
 """Transports in one process, for tests and measurements: ranks are threads, or there is but one.
 
-    outputs = simulate(3, lambda ring: work(ring.rank, process_group=ring))
-
-It is stricter than a real network. A receive buffer holds NaN bytes until the exchange is waited for, and so does what
-was delivered once it is released. Errors are: a send buffer that changed in flight, a parcel that is not for the place
-where its receiver expects one, a delivery while too many are unreleased. It counts: `ring.traffic` lists (peer, bytes)
-of every message sent.
+`bmt_burst.simulate` runs the threads. Their ring is stricter than a real network. A receive buffer holds NaN bytes
+until the exchange is waited for, and so does what was delivered once it is released. Errors are: a send buffer that
+changed in flight, a parcel that is not for the place where its receiver expects one, a delivery while too many are
+unreleased. It counts: `ring.traffic` lists (peer, bytes) of every message sent.
 
     ring = ImaginedRing(rank=3, size=8)
 
@@ -19,7 +17,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +26,6 @@ from . import LANES, Arrival, Delivery, Messages, Parcel, Ticket, Transport, as_
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
-Result = TypeVar("Result")
 
 
 class Aborted(RuntimeError):
@@ -36,25 +33,34 @@ class Aborted(RuntimeError):
 
 
 @dataclass
-class _Network:
-    """The queues between the threads; a queue per ring, source and destination."""
+class Network:
+    """The queues between the threads; a queue per ring, source and destination.
+
+    failed  set once a rank has failed; what is in the queues is then worth nothing
+    ended   threads that send nothing more
+    """
 
     queues: dict[tuple, queue.SimpleQueue] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     failed: threading.Event = field(default_factory=threading.Event)
+    ended: set[int] = field(default_factory=set)
 
     def lane(self, *key) -> queue.SimpleQueue:
         with self.lock:
             return self.queues.setdefault(key, queue.SimpleQueue())
 
-    def take(self, *key):
+    def take(self, sender: int, *key):
+        """What thread `sender` has put into a queue."""
         lane = self.lane(*key)
         for _ in range(int(_TIMEOUT / _POLL)):
+            has_ended = sender in self.ended  # looked up before the queue, which it may have filled just before
             try:
                 return lane.get(timeout=_POLL)
             except queue.Empty:
                 if self.failed.is_set():
                     raise Aborted("another simulated rank failed") from None
+                if has_ended:
+                    raise Aborted(f"simulated rank {sender} takes no part: it has ended, or has no gradient") from None
         raise Aborted(f"no message on {key} within {_TIMEOUT:.0f} s")
 
 
@@ -106,7 +112,7 @@ class _Delivery(Delivery):
     def wait(self) -> None:
         self.delivery.wait()
         for arrival in self.arrivals:
-            place = self.ring.network.take("place", self.lane, self.ring.members, arrival.peer, self.ring.rank)
+            place = self.ring.take(arrival.peer, "place", self.lane)
             assert place == (arrival.offset, arrival.nbytes), f"{arrival} is not where its sender puts it, {place}"
 
     def release(self) -> None:
@@ -118,12 +124,11 @@ class _Delivery(Delivery):
 class SimulatedRing(Transport):
     """One rank's end of a simulated ring over `members`, thread numbers in rank order."""
 
-    def __init__(self, network: _Network, members: tuple[int, ...], thread: int):
+    def __init__(self, network: Network, members: tuple[int, ...], thread: int):
         self.network, self.members = network, members
         self.rank, self.size = members.index(thread), len(members)
         self.traffic: list[tuple[int, int]] = []
-        takes = (functools.partial(network.take, members, peer, self.rank) for peer in range(self.size))
-        self.inboxes = [_Inbox(take) for take in takes]
+        self.inboxes = [_Inbox(functools.partial(self.take, peer)) for peer in range(self.size)]
         self.reserved = dict.fromkeys(LANES, 0)
         self.unreleased: dict[str, list[Delivery]] = {lane: [] for lane in LANES}
 
@@ -132,11 +137,17 @@ class SimulatedRing(Transport):
         threads = tuple(self.members[m] for m in members)
         return SimulatedRing(self.network, threads, self.members[self.rank])
 
+    def put(self, peer: int, message: Any, *kind: str) -> None:
+        self.network.lane(*kind, self.members, self.rank, peer).put(message)
+
+    def take(self, peer: int, *kind: str) -> Any:
+        return self.network.take(self.members[peer], *kind, self.members, peer, self.rank)
+
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
         assert all(tensor.is_contiguous() for tensor, _ in [*sends, *recvs])
         sent = [(tensor, tensor.clone()) for tensor, _ in sends]
         for (_, copy), (_, peer) in zip(sent, sends, strict=True):
-            self.network.lane(self.members, self.rank, peer).put(copy)
+            self.put(peer, copy)
             self.traffic.append((peer, copy.nbytes))
         for tensor, _ in recvs:
             as_bytes(tensor).fill_(0xFF)
@@ -145,9 +156,9 @@ class SimulatedRing(Transport):
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         self.reserved = {lane: max(lane_bytes[lane], self.reserved[lane]) for lane in LANES}
         for peer in range(self.size):
-            self.network.lane("reserve", self.members, self.rank, peer).put(self.reserved)
+            self.put(peer, self.reserved, "reserve")
         for peer in range(self.size):
-            theirs = self.network.take("reserve", self.members, peer, self.rank)
+            theirs = self.take(peer, "reserve")
             assert theirs == self.reserved, f"ranks reserve unlike amounts: {self.reserved}, rank {peer} {theirs}"
 
     def deliver(
@@ -157,8 +168,7 @@ class SimulatedRing(Transport):
         assert len(unreleased) < LANES[lane], f"{len(unreleased)} deliveries of lane {lane} are unreleased"
         assert nbytes <= self.reserved[lane], f"{nbytes} bytes on lane {lane}, reserved are {self.reserved[lane]}"
         for parcel in sends:
-            place = self.network.lane("place", lane, self.members, self.rank, parcel.peer)
-            place.put((parcel.offset, parcel.tensor.nbytes))
+            self.put(parcel.peer, (parcel.offset, parcel.tensor.nbytes), "place", lane)
         delivery = self._deliver(lane, nbytes, sends, arrivals, device)
         guards = {"delivery": delivery, "lane": lane, "ring": self, "arrivals": arrivals, "unreleased": unreleased}
         unreleased.append(_Delivery(delivery.memory, delivery.ticket, recycled=True, **guards))
@@ -213,26 +223,3 @@ class ImaginedRing(Transport):
 
     def _gather(self, message: bytes) -> list[bytes]:
         return [message] * self.size
-
-
-def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]:
-    """Runs `work(ring)` on `size` ranks at once; returns their results in rank order, or raises the first failure."""
-    network = _Network()
-    results: list = [None] * size
-    failures: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(SimulatedRing(network, tuple(range(size)), rank))
-        except BaseException as failure:  # noqa: BLE001 - raised again by the caller's thread
-            failures.append(failure)
-            network.failed.set()
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise next((f for f in failures if not isinstance(f, Aborted)), failures[0])
-    return results

@@ -1,0 +1,78 @@
+"""What may be given as an argument: plain tensors, and numbers of Python or numpy, which become Python's.
+
+Each function takes the argument's name for its error. Numpy need not be installed.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of what is computed with
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """Raises TypeError for anything but True and False."""
+    if isinstance(value, bool) or _is_numpy_bool(value):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {_shown(value)}")
+
+
+def as_int(name: str, value: Any) -> int:
+    """Raises TypeError for anything but a whole number; True and 2.0 are none."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return operator.index(value)
+    raise TypeError(f"{name} must be a whole number, got {_shown(value)}")
+
+
+def plain(value: Any) -> Any:
+    """A whole number of numpy's as Python's, all else as it is: what ranks can tell each other before it is checked."""
+    return operator.index(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+def as_float(name: str, value: Any) -> float:
+    """Raises TypeError for anything but a real number, ValueError for one that no float can hold."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {_shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got a number of {int(value).bit_length()} bits") from None
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Raises TypeError for anything but a dense tensor with values of its own, which a DTensor or FakeTensor lacks."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one or layout {x.layout}")
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        hint = ": give its to_local(), this rank's part" if hasattr(x, "to_local") else ""
+        raise TypeError(f"{name} must be a plain tensor, a {type(x).__name__} has no values of its own{hint}")
+
+
+def check_dim(x: Tensor, dim: Any) -> int:
+    """`dim` counted from the front. Raises TypeError for no tensor or number, ValueError if x has no such dimension."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a torch.Tensor, got {type(x).__name__}")
+    dim = as_int("dim", dim)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no dimension {dim}")
+    return dim % x.dim()
+
+
+def _is_numpy_bool(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.bool_)
+
+
+def _shown(value: Any) -> str:
+    """A wrong value in an error; of what may be long only the type."""
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}" + "; give its item()" * (value.numel() == 1)
+    return repr(value) if isinstance(value, str | bool | float | int | None) else type(value).__name__

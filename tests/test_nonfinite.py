@@ -1,0 +1,102 @@
+"""Inputs that are not finite: NaN is where dense attention has it, whatever the blocks, and never hidden."""
+
+import itertools
+
+import pytest
+import torch
+
+from bmt_burst import Layout, burst_attn_func, kernels, simulate
+from tests.helpers import dense_attention, random_qkv
+
+VALUES = [float("nan"), float("inf"), -float("inf")]
+BLOCKS = (1, 2, 7, 8, 16, 17, 33, 100)
+
+
+def spoilt(tokens, name, at, value, dtype):
+    """q, k, v, dout, of which the one called `name` has a value in one entry of some tokens; and their doubles."""
+    tensors = random_qkv(1, tokens, 4, 2, 16, dtype, seed=tokens)
+    tensors["qkv".index(name)][0, at, 0, 3] = value
+    return tensors, [x.double() for x in tensors[:3]]
+
+
+@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_block_is_nan_where_dense_attention_is(flash, dtype, name, value):
+    """A value's NaN may spread to queries that do not see it: a probability of 0 times NaN."""
+    kernel = kernels.load(flash)
+    for tokens, causal in itertools.product(BLOCKS, (False, True) if name != "v" else (False,)):
+        for at in ([0], list(range(tokens))):
+            (q, k, v, _), doubles = spoilt(tokens, name, at, value, dtype)
+            out, lse = kernel.forward(q, k, v, scale=0.25, causal=causal, deterministic=False)
+            expected, expected_lse = dense_attention(*doubles, causal, 0.25)
+            assert out.isnan().equal(expected.isnan()), (tokens, causal, at)
+            assert lse.isfinite().equal(expected_lse.isfinite()), (tokens, causal, at)
+
+
+@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):
+    for (tokens, dtype), causal in itertools.product(((4, torch.float32), (37, torch.bfloat16)), (False, True)):
+        for at in (0, tokens // 2):
+            (q, k, v, _), doubles = spoilt(tokens, name, at, value, dtype)
+            layout = Layout("zigzag", tokens, size)
+
+            def work(ring, layout=layout, tensors=(q, k, v), causal=causal):
+                mine = [layout.shard(x, ring.rank) for x in tensors]
+                return burst_attn_func(*mine, causal=causal, process_group=ring, flash=flash)
+
+            expected, _ = dense_attention(*doubles, causal, 16**-0.5)
+            assert layout.unshard(simulate(size, work)).isnan().equal(expected.isnan()), (tokens, causal, dtype, at)
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("value", VALUES)
+def test_gradients_of_a_query_that_is_not_finite_are_nan(backward, causal, value):
+    tokens, size = 12, 3
+    (*tensors, dout), _ = spoilt(tokens, "q", 5, value, torch.float32)
+    layout = Layout("zigzag", tokens, size)
+
+    def work(ring):
+        mine = [layout.shard(x, ring.rank).requires_grad_() for x in tensors]
+        out = burst_attn_func(*mine, causal=causal, process_group=ring, backward=backward)
+        return torch.autograd.grad(out, mine, layout.shard(dout, ring.rank))
+
+    dq, dk, dv = (layout.unshard(same) for same in zip(*simulate(size, work), strict=True))
+    lost = torch.zeros_like(dq, dtype=torch.bool)
+    lost[0, 5, 0] = True
+    assert dq.isnan().equal(lost)
+    seen = slice(0, 6 if causal else tokens)
+    assert dk[0, seen, 0].isnan().any(-1).all()
+    assert dv[0, seen, 0].isnan().all()
+    assert dk[:, :, 1].isfinite().all()
+
+
+def test_scores_that_overflow_are_as_in_dense_attention():
+    """Keys whose score is -inf count for nothing, and a query that sees no others gets NaN."""
+    q, k, v, _ = random_qkv(1, 6, 1, 1, 8, torch.float32)
+    q[...], k[0, :4] = 1e20, -1e20
+    layout = Layout("contiguous", 6, 3)
+
+    def work(ring):
+        mine = [layout.shard(x, ring.rank) for x in (q, k, v)]
+        return burst_attn_func(*mine, causal=True, layout="contiguous", process_group=ring)
+
+    out = layout.unshard(simulate(3, work))
+    assert out[0, :4].isnan().all()
+    expected, _ = dense_attention(q, k, v, True, 8**-0.5)
+    assert out.isnan().equal(expected.isnan())
+    assert torch.allclose(out[0, 4:], expected[0, 4:])
+
+
+def test_a_query_of_zeros_is_nothing_special():
+    q, k, v, _ = random_qkv(1, 5, 2, 2, 8)
+    expected, expected_lse = dense_attention(q * 0, k, v, True, 0.3)
+    out, lse = kernels.load("cpu").forward(q * 0, k, v, scale=0.3, causal=True, deterministic=False)
+    assert lse[0, 0, 0] == 0
+    assert torch.allclose(out, expected)
+    assert torch.allclose(lse, expected_lse)

@@ -1,0 +1,204 @@
+"""Simulated ranks: the backward of what they return, the caller's modes, failures."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bmt_burst import burst_attn_func, shard, simulate, unshard
+from bmt_burst.transport.simulator import Aborted
+from tests.helpers import random_qkv, relative_error, ring_arguments
+
+RANKS = 3
+
+
+def attention(ring, q, k, v, **options):
+    q, k, v = (shard(x, ring.rank, ring.size) for x in (q, k, v))
+    return burst_attn_func(q, k, v, causal=True, **ring_arguments(ring, options.pop("inner", ring.size)), **options)
+
+
+def inputs():
+    q, k, v, dout = random_qkv(2, 23, 4, 2, 8)
+    return [x.requires_grad_() for x in (q, k, v)], dout
+
+
+def expected():
+    tensors, dout = inputs()
+    return torch.autograd.grad(burst_attn_func(*tensors, causal=True), tensors, dout)
+
+
+def assert_equal(grads, others=None):
+    for mine, other in zip(grads, others or expected(), strict=True):
+        assert relative_error(mine, other) < 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_what_ranks_return_is_differentiable(size, backward):
+    tensors, dout = inputs()
+    out = unshard(simulate(size, lambda ring: attention(ring, *tensors, backward=backward)))
+    (out * dout).sum().backward()
+    assert_equal([x.grad for x in tensors])
+
+
+def test_so_it_is_in_a_double_ring_and_twice_over():
+    tensors, dout = inputs()
+    out = unshard(simulate(4, lambda ring: attention(ring, *tensors, inner=2)))
+    for _ in range(2):
+        assert_equal(torch.autograd.grad(out, tensors, dout, retain_graph=True))
+    assert_equal(torch.autograd.grad(out, tensors[0], dout), expected()[:1])
+
+
+@dataclass(frozen=True)
+class Result:
+    loss: Tensor
+    rest: dict
+
+
+def test_ranks_share_parameters_and_return_what_they_like():
+    """Two layers; a loss and the attention's lse, nested; every rank's loss counts."""
+    layer = nn.Linear(32, 32, dtype=torch.float64)
+    x = random_qkv(2, 23, 4, 4, 8)[0]
+
+    def work(attend, mine):
+        for _ in range(2):
+            h = layer(mine.flatten(2)).unflatten(2, (4, 8))
+            out, lse = attend(h)
+            mine = mine + out
+        return Result(mine.square().sum(), {"lse": [lse], "out": (mine, None, "text")})
+
+    def on_rank(ring):
+        options = {"process_group": ring, "causal": True, "return_lse": True}
+        return work(lambda h: burst_attn_func(h, h, h, **options), shard(x, ring.rank, ring.size))
+
+    alone = work(lambda h: burst_attn_func(h, h, h, causal=True, return_lse=True), x)
+    wanted = torch.autograd.grad(alone.loss, layer.parameters())
+    results = simulate(RANKS, on_rank)
+    assert not results[0].rest["lse"][0].requires_grad
+    assert results[1].rest["out"][1:] == (None, "text")
+    loss = sum(result.loss for result in results)
+    assert_equal(torch.autograd.grad(loss, layer.parameters(), retain_graph=True), wanted)
+    whole = unshard([result.rest["out"][0] for result in results])
+    assert_equal(torch.autograd.grad(whole.square().sum(), layer.parameters()), wanted)
+
+
+def test_a_rank_whose_result_is_not_looked_at_takes_part():
+    tensors, dout = inputs()
+    outs = simulate(RANKS, lambda ring: attention(ring, *tensors))
+    shares = [shard(dout, rank, RANKS) for rank in range(RANKS)]
+    parts = [torch.autograd.grad(out, tensors, share) for out, share in zip(outs, shares, strict=True)]
+    assert_equal([sum(grads) for grads in zip(*parts, strict=True)])
+
+
+def test_a_tensor_that_a_rank_made_gets_its_gradient():
+    tensors, dout = inputs()
+
+    def work(ring):
+        mine = [shard(x.detach(), ring.rank, ring.size).requires_grad_() for x in tensors]
+        return burst_attn_func(*mine, causal=True, process_group=ring), mine
+
+    outs, shards = zip(*simulate(RANKS, work), strict=True)
+    unshard(outs).backward(dout)
+    assert_equal([unshard([x.grad for x in same]) for same in zip(*shards, strict=True)])
+
+
+def test_ranks_may_differentiate_by_themselves():
+    tensors, dout = inputs()
+
+    def work(ring):
+        mine = [shard(x.detach(), ring.rank, ring.size).requires_grad_() for x in tensors]
+        out = burst_attn_func(*mine, causal=True, process_group=ring)
+        return torch.autograd.grad(out, mine, shard(dout, ring.rank, ring.size))
+
+    assert_equal([unshard(same) for same in zip(*simulate(RANKS, work), strict=True)])
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_a_rank_that_fails_in_its_backward_ends_the_others(kind):
+    tensors, _ = inputs()
+
+    def fail(grad):
+        raise kind("rank 1 has a problem")
+
+    def work(ring):
+        mine = [shard(x, ring.rank, ring.size) for x in tensors]
+        out = burst_attn_func(*mine, process_group=ring)
+        if ring.rank == 1:
+            out.register_hook(fail)
+        return out
+
+    out = unshard(simulate(RANKS, work))
+    with pytest.raises(kind, match="rank 1 has a problem"):
+        out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="failed before: run simulate again"):
+        out.sum().backward()
+
+
+def test_ranks_that_wait_for_one_that_is_gone_are_told():
+    tensors, _ = inputs()
+    outs = simulate(RANKS, lambda ring: attention(ring, *tensors) if ring.rank else attention(ring, *tensors).detach())
+    with pytest.raises(Aborted, match="rank 0 takes no part"):
+        outs[1].sum().backward()
+    with pytest.raises(Aborted, match="rank 0 takes no part"):
+        simulate(2, lambda ring: attention(ring, *tensors) if ring.rank else None)
+
+
+def test_ranks_that_need_nothing_of_each_other_may_differ():
+    x = torch.ones(2, requires_grad=True)
+    results = simulate(RANKS, lambda ring: x * ring.rank if ring.rank else "nothing")
+    (results[1] + results[2]).sum().backward()
+    assert results[0] == "nothing"
+    assert x.grad.tolist() == [3.0, 3.0]
+
+
+def test_second_derivatives_are_refused():
+    tensors, _ = inputs()
+    out = unshard(simulate(2, lambda ring: attention(ring, *tensors)))
+    [dq] = torch.autograd.grad(out.sin().sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_callers_modes_hold_on_the_ranks(context):
+    tensors, _ = inputs()
+    with context():
+        out = unshard(simulate(2, lambda ring: attention(ring, *tensors)))
+        modes = simulate(2, lambda ring: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        assert modes == [(torch.is_grad_enabled(), torch.is_inference_mode_enabled())] * 2
+    assert out.requires_grad == (context is torch.enable_grad)
+    assert out.is_inference() == (context is torch.inference_mode)
+
+
+def test_grad_mode_may_change_within_inference_mode():
+    with torch.inference_mode(), torch.enable_grad():
+        assert simulate(1, lambda ring: (torch.is_grad_enabled(), torch.is_inference_mode_enabled())) == [(True, True)]
+
+
+def test_the_callers_autocast_holds_on_the_ranks():
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.float16):
+        assert {y.dtype for y in simulate(2, lambda ring: x @ x)} == {torch.float16}
+    assert {y.dtype for y in simulate(2, lambda ring: x @ x)} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "message"),
+    [
+        (0, ValueError, "at least one rank, got size=0"),
+        (-1, ValueError, "at least one rank, got size=-1"),
+        (2.5, TypeError, r"size must be a whole number, got 2\.5"),
+        (True, TypeError, "size must be a whole number, got True"),
+        ("2", TypeError, "size must be a whole number, got '2'"),
+        (torch.tensor(2), TypeError, "size must be a whole number, got a Tensor"),
+    ],
+)
+def test_impossible_numbers_of_ranks_are_refused(size, kind, message):
+    with pytest.raises(kind, match=message):
+        simulate(size, lambda ring: None)
+
+
+def test_work_must_be_a_function():
+    with pytest.raises(TypeError, match="work must be a function of a ring, got NoneType"):
+        simulate(2, None)
