@@ -216,6 +216,10 @@ def test_one_run_at_a_time_and_a_killed_one_is_replaced(much, tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
+def children_of(process: subprocess.Popen) -> list[int]:
+    return [*map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
+
+
 def alive(process: int) -> bool:
     """Whether it still runs after a moment; a zombie does not."""
     for _ in range(50):
@@ -233,8 +237,8 @@ def alive(process: int) -> bool:
 def test_an_interrupted_run_leaves_one_line_and_nothing_else(workers, much, tmp_path):
     process = running(tmp_path, *much, "--workers", workers)
     time.sleep(0.5)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for one in (process.pid, *map(int, children)):  # as a terminal does: all processes get it
+    children = children_of(process)
+    for one in (process.pid, *children):  # as a terminal does: all processes get it
         os.kill(one, signal.SIGINT)
     said = process.communicate(timeout=30)[1]
     assert process.returncode == 130
@@ -242,7 +246,21 @@ def test_an_interrupted_run_leaves_one_line_and_nothing_else(workers, much, tmp_
     assert "Traceback" not in said
     assert {path.name for path in tmp_path.iterdir()} == {"much.txt"}
     assert len(children) >= workers - 1
-    assert not any(alive(int(child)) for child in children)
+    assert not any(alive(child) for child in children)
+
+
+def test_a_process_that_is_killed_ends_the_run_with_the_files_name(much, tmp_path):
+    process = running(tmp_path, *much, "--workers", 2)
+    deadline = time.monotonic() + 60
+    while len(children_of(process)) < 3 and time.monotonic() < deadline:  # two workers, and multiprocessing's own
+        time.sleep(0.02)
+    os.kill(children_of(process)[-1], signal.SIGKILL)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 1
+    reason = "the process that worked on it died with exit code -9"
+    assert re.search(rf"prepare_data.py: {tmp_path}/much.txt, lines \d+ to \d+: {reason}$", said.strip())
+    assert "Traceback" not in said
+    assert {path.name for path in tmp_path.iterdir()} == {"much.txt"}
 
 
 def test_a_folder_of_somebody_elses_is_not_worked_in(tmp_path):

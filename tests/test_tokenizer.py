@@ -138,6 +138,13 @@ def test_a_tokenizer_is_found_through_a_link_to_its_folder_but_not_through_one_o
     (tmp_path / "other/tokenizer.spec.json").symlink_to("../real/tokenizer.spec.json")
     with pytest.raises(ValueError, match="leads out of its folder"):
         load_tokenizer(tmp_path / "other")
+    for name in ("tokenizer.json", "tokenizer.spec.json"):
+        (tmp_path / "outside").write_text("precious")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).symlink_to("../outside")
+        with pytest.raises(ValueError, match="leads out of its folder"):
+            open_tokenizer(str(byte_level)).save(tmp_path / name)
+        assert (tmp_path / "outside").read_text() == "precious"
 
 
 def test_a_tokenizer_is_saved_under_a_name_that_no_other_file_has(byte_level, tmp_path):

@@ -78,7 +78,7 @@ class TokenFile:
             raise ValueError(f"{self.folder} has no index.json: not a folder that prepare_data.py finished")
         try:
             index = json.loads(file.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: {error}") from error
         for name, kind in (("tokens", int), ("dtype", str), ("vocab_size", int)):
             if not isinstance(index, dict) or not isinstance(index.get(name), kind):

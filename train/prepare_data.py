@@ -29,7 +29,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -74,20 +74,29 @@ def _partial_folder(output: Path) -> Iterator[Path]:
     folder = output.with_name(output.name + ".partial")
     if folder.is_symlink() or (folder.is_dir() and any(folder.iterdir()) and not (folder / ".lock").exists()):
         raise ValueError(f"{folder}, where this run would work, was not written by prepare_data.py")
-    with lock(folder) as held:
-        if not Path(held.name).exists() or not os.path.samestat(os.fstat(held.fileno()), os.stat(held.name)):
-            raise ValueError(f"{output} was finished by another run just now")
-        try:
-            for left in folder.iterdir():  # by a run that was killed
-                if left.is_dir():
-                    shutil.rmtree(left)
-            yield folder
-        finally:
-            shutil.rmtree(folder)
+    try:
+        with lock(folder) as held:
+            if not Path(held.name).exists() or not os.path.samestat(os.fstat(held.fileno()), os.stat(held.name)):
+                raise ValueError(f"{output} was finished by another run just now")
+            try:
+                _empty(folder)  # of what a run that was killed has left
+                yield folder
+            finally:
+                _empty(folder)
+                os.unlink(held.name)
+    finally:
+        with suppress(OSError):  # another run has the folder, or has taken it since the lock was given up
+            folder.rmdir()
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
 
 
 def _workers(asked: int | None, tokenizer: str, size: int) -> int:
-    """As many as there are CPU cores for this process, but one for what is done before they have started."""
+    """As many as this process has CPU cores; one for what takes less time than to start others."""
     if asked is not None:
         return asked
     return 1 if tokenizer == "bytes" or size < _SMALL else len(os.sched_getaffinity(0))

@@ -46,8 +46,8 @@ class Tokenizer(ABC):
         folder.mkdir(parents=True, exist_ok=True)
         name = f"tokenizer{self.file.suffix}" if self.file else None
         if self.file and self.file.resolve() != (folder / name).resolve():
-            shutil.copyfile(self.file, folder / name)
-        (folder / _SPEC).write_text(json.dumps({"kind": type(self).__name__, "file": name}) + "\n")
+            shutil.copyfile(self.file, inside(folder, name))
+        inside(folder, _SPEC).write_text(json.dumps({"kind": type(self).__name__, "file": name}) + "\n")
 
 
 class ByteTokenizer(Tokenizer):
@@ -162,7 +162,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         spec = json.loads(spec_file.read_text())
         kind, name = _BY_NAME[spec["kind"]], spec["file"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise ValueError(f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}") from error
     if kind is ByteTokenizer:
         return kind()
