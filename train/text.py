@@ -114,17 +114,8 @@ def find_files(inputs: list[str], pattern: str | None, exclude: list[str]) -> tu
             if not found:
                 reasons = "; ".join(unread.lines()) or "it is empty"
                 raise ValueError(f"folder {path} has no file that matches {pattern or '*.txt or *.jsonl'}: {reasons}")
-        elif not path.exists():
-            raise ValueError(f"no such input: {path}" + (", a link to nothing" if path.is_symlink() else ""))
-        elif not path.is_file():
-            raise ValueError(f"{path} is not a regular file")
-        elif _kind(path) not in (".txt", ".jsonl"):
-            raise ValueError(
-                f"{path} is neither .txt nor .jsonl, .gz or not; other text is taken from a folder with --glob"
-            )
-        elif problem := _problem(path):
-            raise ValueError(f"{path} is not read, like all {problem}")
         else:
+            _check_named(path)
             found = [path]
         for file in found:
             status = file.stat()
@@ -142,27 +133,32 @@ def find_files(inputs: list[str], pattern: str | None, exclude: list[str]) -> tu
 
 def read_pieces(path: Path) -> Iterator[Piece]:
     """The text of a file. Raises ValueError if it cannot be read; damage to compression is told in the last piece."""
-    lines: list[bytes] = []
-    length = before = 0
-    first_line, damage = 1, None
+    first_line, before = 1, 0
     with open(path, "rb") as raw:
         # A GzipFile reads lines in Python, BufferedReader in C.
         text = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if _compressed(path) else raw
-        while damage is None:
-            try:
-                line = text.readline()
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                line, damage = b"", str(error)
-            except OSError as error:
-                raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-            lines += [line] if line else []
-            length += len(line)
-            if length >= _PIECE or (not line and (lines or damage)):
+        while True:
+            lines, damage = _take_lines(text, path)
+            if lines or damage:
                 yield Piece(path, first_line, lines, raw.tell() - before, damage)
-                first_line, before = first_line + len(lines), raw.tell()
-                lines, length = [], 0
-            if not line:
+            if damage or not lines:
                 return
+            first_line, before = first_line + len(lines), raw.tell()
+
+
+def _take_lines(text: io.BufferedReader, path: Path) -> tuple[list[bytes], str | None]:
+    """The next lines, as many as make a piece, and why there are no more if that is because of damage."""
+    lines: list[bytes] = []
+    length = 0
+    try:
+        while length < _PIECE and (line := text.readline()):
+            lines.append(line)
+            length += len(line)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        return lines, str(error)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    return lines, None
 
 
 def _compressed(path: Path) -> bool:
@@ -172,6 +168,20 @@ def _compressed(path: Path) -> bool:
 def _kind(path: Path) -> str:
     """The suffix in lower case, that below .gz for compressed files."""
     return Path(path.stem if _compressed(path) else path.name).suffix.lower()
+
+
+def _check_named(path: Path) -> None:
+    """Raises ValueError if a file that is an input by its own name cannot be read."""
+    if not path.exists():
+        raise ValueError(f"no such input: {path}" + (", a link to nothing" if path.is_symlink() else ""))
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    if _kind(path) not in (".txt", ".jsonl"):
+        raise ValueError(
+            f"{path} is neither .txt nor .jsonl, .gz or not; other text is taken from a folder with --glob"
+        )
+    if problem := _problem(path):
+        raise ValueError(f"{path} is not read, like all {problem}")
 
 
 def _search(folder: Path, pattern: str | None, exclude: list[str]) -> tuple[list[Path], list[tuple[Path, str]]]:
