@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -174,6 +175,110 @@ def test_half_written_folders_are_refused(token_folder):
     (token_folder / "index.json").unlink()
     with pytest.raises(ValueError, match="not a folder that prepare_data"):
         TokenFile(token_folder)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "tokenizer.spec.json"])
+def test_changed_files_are_named(name, token_folder):
+    content = bytearray((token_folder / name).read_bytes())
+    content[-2] ^= 1
+    (token_folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} was changed: its sha256 is \w+, index.json says \w+"):
+        TokenFile(token_folder)
+    (token_folder / name).unlink()
+    with pytest.raises(ValueError, match=f"has no {name}"):
+        TokenFile(token_folder)
+
+
+def test_large_files_are_compared_by_samples_when_opened_and_whole_when_asked(tmp_path, monkeypatch):
+    (tmp_path / "x.txt").write_text("0123456789" * 200_000)
+    prepare("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
+    monkeypatch.setattr("train.data._CHEAP", 1000)
+    file = tmp_path / "out/train/tokens.bin"
+    content = bytearray(file.read_bytes())
+    content[100_000] ^= 1  # between the first sample and the second
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokens.bin was changed: its sha256"):
+        TokenFile(tmp_path / "out/train").verify()
+    content[0] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokens.bin was changed: it has other tokens"):
+        TokenFile(tmp_path / "out/train")
+
+
+def test_folders_of_older_versions_open_and_say_what_is_not_checked(token_folder, capsys):
+    index = json.loads((token_folder / "index.json").read_text())
+    digest = TokenFile(token_folder).digest
+    assert index.pop("digest") == digest
+    del index["sha256"]
+    (token_folder / "index.json").write_text(json.dumps(index))
+    assert TokenFile(token_folder).digest == digest
+    assert "older index.json without sha256, file contents are not checked" in capsys.readouterr().err
+
+
+def truncated(file):
+    with open(file, "r+b") as opened:
+        opened.truncate(100)
+
+
+def rewritten(file):
+    content = file.read_bytes()
+    file.write_bytes(content[::-1])
+    os.utime(file, (0, 0))  # another time, however coarse the file system's clock is
+
+
+def replaced(file):
+    content = file.read_bytes()
+    file.rename(file.with_name("old"))
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (truncated, "tokens.bin (ends at byte 100|had 202 bytes when it was opened, now it has 100)"),
+        (rewritten, "tokens.bin was written to while it was read"),
+        (replaced, "tokens.bin was replaced by another file"),
+        (os.unlink, "tokens.bin was removed"),
+    ],
+)
+def test_files_that_change_under_a_run_are_named(change, message, token_folder):
+    data = Sequences(TokenFile(token_folder), seq_len=16, seed=3)
+    data.batch([0, 6])
+    change(token_folder / "tokens.bin")
+    for index in (0, 6):
+        with pytest.raises(ValueError, match=message):
+            data.batch([index])
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "index.json"])
+def test_a_folder_may_be_a_link_but_its_files_may_not_lead_out(name, token_folder, tmp_path):
+    (tmp_path / "link").symlink_to(token_folder)
+    assert len(TokenFile(tmp_path / "link").tokens) == 101
+    (token_folder / name).rename(token_folder / "real")
+    (token_folder / name).symlink_to("real")
+    assert len(TokenFile(token_folder).tokens) == 101
+    (token_folder / "real").rename(tmp_path / "real")
+    (token_folder / name).unlink()
+    (token_folder / name).symlink_to(tmp_path / "real")
+    with pytest.raises(ValueError, match=rf"{name} leads out of its folder, to .*/real"):
+        TokenFile(token_folder)
+
+
+def test_an_index_that_names_files_elsewhere_is_refused(token_folder):
+    index = json.loads((token_folder / "index.json").read_text())
+    for name in ("../x.txt", "/etc/passwd", "..", ""):
+        index["sha256"] = {name: "0"}
+        (token_folder / "index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="which is not the name of a file in it"):
+            TokenFile(token_folder)
+
+
+@pytest.mark.parametrize(("seq_len", "padding"), [(100, 0), (99, 98 / 198), (512, 412 / 512), (1, 0), (16, 12 / 112)])
+def test_the_share_of_positions_without_target_is_known(seq_len, padding, token_folder):
+    data = Sequences(TokenFile(token_folder), seq_len=seq_len, seed=3)
+    assert data.padding == pytest.approx(padding)
+    labels = data.batch(list(range(len(data))))[1]
+    assert float((labels == IGNORE_INDEX).float().mean()) == pytest.approx(padding)
 
 
 def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import torch
 
 from models.huggingface import load_cpm, save_weights
 from tests.helpers import ROOT
+from tests.test_data import prepare
 from tests.test_model import SMALL, initialized
 from train import checkpoint
 from train.checkpoint import Checkpoint
@@ -123,10 +123,9 @@ def test_resuming_is_as_not_stopping(folder, whole_run):
     assert curve(folder, "resumed", "loss", "grad_norm", "lr", "samples") == expected
     dropped = [json.loads(line) for line in (folder / "resumed/metrics.jsonl.dropped").read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in dropped if "loss" in r] == [row[:2] for row in expected[7:]]
-    other = shutil.copytree(folder / "data/train", folder / "other text")
-    tokens = (other / "tokens.bin").read_bytes()
-    (other / "tokens.bin").write_bytes(tokens[2:] + tokens[:2])
-    assert "was reading" in train(folder, "resumed", code=2, resume="auto", data=other, **options)
+    (folder / "other.txt").write_text(TEXT[1:] + TEXT[:1])
+    prepare("--input", folder / "other.txt", "--output", folder / "other")
+    assert "was reading" in train(folder, "resumed", code=2, resume="auto", data=folder / "other/train", **options)
     assert "has checkpoints: give --resume auto" in train(folder, "resumed", code=2, **options)
 
 

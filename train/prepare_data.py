@@ -1,178 +1,61 @@
-"""Turns text into tokens on disk that pretraining reads memory-mapped.
+"""Turns text into tokens on disk that pretraining reads.
 
     python train/prepare_data.py --input corpus.jsonl more_text/ --output data/corpus --val-fraction 0.01
 
-Inputs are .txt files (one document each), .jsonl files (one document a line, in --field) or folders of them. Writes
-OUTPUT/train and, with a validation share, OUTPUT/val; see train/data.py for the format. Text streams through: files
-may be larger than memory, a line may not; a long .txt is tokenized in pieces of some MiB that end with a line. Lines
-that are not UTF-8, not JSON or lack the field are skipped, counted and reported; index.json lists the first of them.
+Inputs are .txt files (one document each), .jsonl files (one document a line, in --field), either as .gz, or folders of
+them. What a folder has besides, and files that are named twice, are counted and said. Writes OUTPUT/train and, with a
+validation share, OUTPUT/val; train/data.py says what is in them.
+
+Text streams through: files may be larger than memory, a line may not; a long .txt is tokenized in pieces of some MiB
+that end with a line. --workers processes do so at once; the result is the same for any number of them. Lines that are
+not UTF-8, not JSON or lack the field, and what follows where a .gz is damaged, are skipped, counted and reported;
+index.json lists the first of them.
+
+Which documents are for validation depends on their names alone. Where that would leave nothing to one of the parts, as
+with a few documents, the last of all tokens are for validation instead, and a document may be cut in two.
+
+OUTPUT appears when it is whole. Until then the run works in OUTPUT.partial, which is locked against other runs, gone
+after Ctrl-C and errors, and replaced by the next run if this one is killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
-import json
+import itertools
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from train.lock import lock
+from train.parallel import in_order
+from train.stored import TokenWriter
+from train.text import BadLines, Encoded, Encoder, find_files, read_pieces
 from train.tokenizer import Tokenizer, open_tokenizer
 
-_CHUNK = 1 << 20  # bytes of text that are tokenized at once
-_LISTED = 20  # bad lines that are listed one by one
-
-
-@dataclass
-class BadLines:
-    """Lines that could not be used."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, path: Path, line: int, reason: str) -> None:
-        self.count += 1
-        if len(self.first) < _LISTED:
-            self.first.append(f"{path}:{line}: {reason}")
-
-
-class TokenWriter:
-    """Writes one folder of tokens; the index comes last, so a folder with an index is whole."""
-
-    def __init__(self, folder: Path, tokenizer: Tokenizer):
-        self.folder, self.tokenizer = folder, tokenizer
-        folder.mkdir(parents=True)
-        self.tokens = self.documents = 0
-        self._token_file = open(folder / "tokens.bin", "wb")
-        self._document_file = open(folder / "documents.bin", "wb")
-
-    def write(self, document: Iterator[str]) -> None:
-        """Appends a document that comes in pieces of text, and eos. A document without text leaves no trace."""
-        start = self.tokens
-        for text in document:
-            self._append(self.tokenizer.encode(text))
-        if self.tokens > start:
-            self._append([self.tokenizer.eos_id])
-            self._document_file.write(np.int64(start).tobytes())
-            self.documents += 1
-
-    def finish(self, sources: list[str], bad: BadLines) -> None:
-        for file in (self._token_file, self._document_file):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        self.tokenizer.save(self.folder)
-        index = {
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "dtype": self.tokenizer.dtype.name,
-            "vocab_size": self.tokenizer.vocab_size,
-            "eos_id": self.tokenizer.eos_id,
-            "sources": sources,
-            "bad_lines": bad.count,
-            "first_bad_lines": bad.first,
-        }
-        with open(self.folder / "index.json", "w") as file:
-            file.write(json.dumps(index, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _append(self, ids) -> None:
-        self._token_file.write(np.asarray(ids, dtype=self.tokenizer.dtype).tobytes())
-        self.tokens += len(ids)
-
-
-def find_files(inputs: list[str], pattern: str | None, exclude: list[str]) -> list[Path]:
-    """The files that `inputs` name, folders searched for `pattern` (default: .txt and .jsonl), in sorted order.
-
-    Raises ValueError for an input that does not exist, is of an unknown kind, or a folder without any match.
-    """
-    files: list[Path] = []
-    for path in map(Path, inputs):
-        if path.is_dir():
-            found = sorted(p for glob in ([pattern] if pattern else ["*.txt", "*.jsonl"]) for p in path.rglob(glob))
-            found = [p for p in found if p.is_file() and not set(p.relative_to(path).parts) & set(exclude)]
-            if not found:
-                raise ValueError(f"folder {path} has no file that matches {pattern or '*.txt or *.jsonl'}")
-            files += found
-        elif not path.is_file():
-            raise ValueError(f"no such input: {path}")
-        elif path.suffix not in (".txt", ".jsonl"):
-            raise ValueError(f"{path} is neither .txt nor .jsonl; other text is taken from a folder with --glob")
-        else:
-            files.append(path)
-    return files
-
-
-def read_documents(
-    path: Path, json_field: str, bad: BadLines, on_bytes: Callable[[int], object]
-) -> Iterator[tuple[str, Iterator[str]]]:
-    """Documents of a file: a name for each and its text in pieces, to be read before the next document is asked for.
-
-    `on_bytes` is told how many bytes of the file were read.
-    """
-    if path.suffix == ".jsonl":
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                on_bytes(len(line))
-                text = _json_text(line, json_field, path, number, bad)
-                if text is not None:
-                    yield f"{path}:{number}", iter([text])
-    else:
-        yield str(path), _plain_text(path, bad, on_bytes)
-
-
-def _json_text(line: bytes, json_field: str, path: Path, number: int, bad: BadLines) -> str | None:
-    if not line.strip():
-        return None
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8, or nested too deep
-        bad.add(path, number, f"not JSON: {error}")
-        return None
-    text = record.get(json_field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        bad.add(path, number, f"no text in field {json_field!r}")
-        return None
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        bad.add(path, number, f"not Unicode: {error.reason} at character {error.start}")
-        return None
-    return text
-
-
-def _plain_text(path: Path, bad: BadLines, on_bytes: Callable[[int], object]) -> Iterator[str]:
-    before = 0  # lines read earlier
-    with open(path, "rb") as file:
-        while lines := file.readlines(_CHUNK):
-            on_bytes(sum(map(len, lines)))
-            good = []
-            for number, line in enumerate(lines, before + 1):
-                try:
-                    good.append(line.decode())
-                except UnicodeDecodeError as error:
-                    bad.add(path, number, f"not UTF-8: {error.reason} at byte {error.start}")
-            before += len(lines)
-            yield "".join(good)
+_SMALL = 1 << 23  # bytes of text that are not worth starting processes for
+_PARTS = {"train", "val"}
 
 
 def _is_validation(name: str, fraction: float) -> bool:
     """Whether a document goes to the validation part; depends on its name alone."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < fraction * 2**64
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") < fraction * 2**64
 
 
 def _check_output(output: Path, overwrite: bool, files: list[Path]) -> None:
     """Refuses to replace anything but what this script wrote."""
+    if output.is_symlink():
+        raise ValueError(f"{output} is a link, which is not replaced: give the folder that it leads to")
     if not output.exists():
         return
     if not overwrite:
@@ -181,62 +64,155 @@ def _check_output(output: Path, overwrite: bool, files: list[Path]) -> None:
         raise ValueError(f"{output} was not written by prepare_data.py and is not replaced")
     if inside := [path for path in files if output.resolve() in path.resolve().parents]:
         raise ValueError(f"input {inside[0]} lies in {output}, which would be replaced")
+    if others := sorted({path.name for path in output.iterdir()} - _PARTS):
+        raise ValueError(f"{output} holds what prepare_data.py did not write and is not replaced: {others[0]}")
+
+
+@contextmanager
+def _partial_folder(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that is this run's alone, and gone afterwards. Raises ValueError if another has it."""
+    folder = output.with_name(output.name + ".partial")
+    if folder.is_symlink() or (folder.is_dir() and any(folder.iterdir()) and not (folder / ".lock").exists()):
+        raise ValueError(f"{folder}, where this run would work, was not written by prepare_data.py")
+    try:
+        with lock(folder) as held:
+            if not Path(held.name).exists() or not os.path.samestat(os.fstat(held.fileno()), os.stat(held.name)):
+                raise ValueError(f"{output} was finished by another run just now")
+            try:
+                _empty(folder)  # of what a run that was killed has left
+                yield folder
+            finally:
+                _empty(folder)
+                os.unlink(held.name)
+    finally:
+        with suppress(OSError):  # another run has the folder, or has taken it since the lock was given up
+            folder.rmdir()
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+
+
+def _workers(asked: int | None, tokenizer: str, size: int) -> int:
+    """As many as this process has CPU cores; one for what takes less time than to start others."""
+    if asked is not None:
+        return asked
+    return 1 if tokenizer == "bytes" or size < _SMALL else len(os.sched_getaffinity(0))
+
+
+def _documents(results: Iterator[Encoded], bad: BadLines, bar: tqdm) -> Iterator[tuple[str, Iterator]]:
+    """Each document's name and its ids in pieces, to be read before the next document is asked for."""
+
+    def named() -> Iterator[tuple]:
+        for result in results:
+            bad.extend(result.bad)
+            yield from result.documents
+            bar.update(result.size)
+
+    for name, pieces in itertools.groupby(named(), key=lambda document: document[0]):
+        yield name, (ids for _, ids in pieces)
+
+
+def _tokenize(files: list[Path], args: argparse.Namespace, writers: dict[str, TokenWriter]) -> BadLines:
+    """Writes every document to its part; returns what could not be used."""
+    bad, size = BadLines(), sum(file.stat().st_size for file in files)
+    encoder = functools.partial(Encoder, args.tokenizer, args.field)
+    pieces = (piece for file in files for piece in read_pieces(file))
+    results = in_order(encoder, pieces, _workers(args.workers, args.tokenizer, size))
+    with closing(results), tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
+        for name, document in _documents(results, bad, bar):
+            part = "val" if _is_validation(name, args.val_fraction) else "train"
+            writers[part].write(document)
+    return bad
+
+
+def _split(
+    folder: Path, writers: dict[str, TokenWriter], tokenizer: Tokenizer, fraction: float
+) -> dict[str, TokenWriter]:
+    """Both parts anew from the only one that has tokens: the last `fraction` of them, at least two, for validation.
+
+    Raises ValueError if there are fewer than three.
+    """
+    for writer in writers.values():
+        writer.close()
+    whole = max(writers.values(), key=lambda writer: writer.tokens)
+    if whole.tokens < 3:
+        raise ValueError(f"{whole.tokens} tokens cannot be divided into training and validation")
+    trained = min(max(round(whole.tokens * (1 - fraction)), 1), whole.tokens - 2)
+    parts = {name: TokenWriter(folder / "split" / name, tokenizer) for name in writers}
+    parts["train"].copy(whole, 0, trained)
+    parts["val"].copy(whole, trained, whole.tokens)
+    print(
+        f"{whole.documents} documents are too few to choose from: the last tokens are for validation", file=sys.stderr
+    )
+    return parts
 
 
 def prepare(args: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(args.tokenizer)
-    files = find_files(args.input, args.glob, args.exclude)
+    files, unread = find_files(args.input, args.glob, args.exclude)
     output = Path(args.output)
-    _check_output(output, args.overwrite, files)
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    writers = {"train": TokenWriter(partial / "train", tokenizer)}
-    if args.val_fraction:
-        writers["val"] = TokenWriter(partial / "val", tokenizer)
-    bad = BadLines()
-    with tqdm(total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, desc="tokenizing") as bar:
-        for path in files:
-            for name, document in read_documents(path, args.field, bad, bar.update):
-                part = "val" if _is_validation(name, args.val_fraction) else "train"
-                writers[part].write(document)
-    for part, writer in writers.items():
-        if not writer.tokens:
-            raise ValueError(
-                f"the {part} part got no tokens from {len(files)} files; {bad.count} bad lines {bad.first}"
-            )
-        writer.finish(args.input, bad)
-    if output.exists():
-        shutil.rmtree(output)
-    partial.rename(output)
-    for part, writer in writers.items():
-        print(f"{output / part}: {writer.tokens:,} tokens in {writer.documents:,} documents")
+    with _partial_folder(output) as partial:
+        _check_output(output, args.overwrite, files)
+        for line in unread.lines():
+            print(f"not read: {line}", file=sys.stderr)
+        names = ["train", "val"] if args.val_fraction else ["train"]
+        writers = {name: TokenWriter(partial / "new" / name, tokenizer) for name in names}
+        bad = _tokenize(files, args, writers)
+        if not any(writer.tokens for writer in writers.values()):
+            raise ValueError(f"got no tokens from {len(files)} files; {bad.count} bad lines {bad.first}")
+        if not all(writer.tokens for writer in writers.values()):
+            writers = _split(partial, writers, tokenizer, args.val_fraction)
+        notes = {
+            "sources": args.input,
+            "bad_lines": bad.count,
+            "first_bad_lines": bad.first,
+            "not_read": unread.lines(),
+        }
+        for writer in writers.values():
+            writer.finish(**notes)
+        if output.exists():
+            output.rename(partial / "replaced")
+        writers["train"].folder.parent.rename(output)
+    for name, writer in writers.items():
+        print(f"{output / name}: {writer.tokens:,} tokens in {writer.documents:,} documents")
     if bad.count:
         print(f"{bad.count} bad lines were skipped, the first:", *bad.first[:5], sep="\n  ", file=sys.stderr)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, help=".txt or .jsonl files, or folders")
+    parser.add_argument("--input", nargs="+", required=True, help=".txt or .jsonl files, also as .gz, or folders")
     parser.add_argument("--output", required=True, help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output folder")
     parser.add_argument(
         "--tokenizer", default="bytes", help="'bytes' (default), a tokenizer.json or a SentencePiece .model"
     )
     parser.add_argument("--field", default="text", help="field of .jsonl records that holds the text (default: text)")
-    parser.add_argument("--glob", help="in folders, take files of this pattern, as text unless they end in .jsonl")
+    parser.add_argument("--glob", help="in folders, take files whose path ends like this, as text if not .jsonl")
     parser.add_argument(
         "--exclude", nargs="*", default=[], help="in folders, leave out folders and files of these names"
     )
     parser.add_argument(
         "--val-fraction", type=float, default=0.0, help="share of documents for validation (default: 0)"
     )
+    parser.add_argument(
+        "--workers", type=int, help="processes that tokenize (default: one a CPU core, 1 for bytes and for little text)"
+    )
     args = parser.parse_args()
     try:
+        if args.workers is not None and args.workers < 1:
+            raise ValueError(f"--workers must be at least 1, got {args.workers}")
         if not 0 <= args.val_fraction < 1:
             raise ValueError(f"--val-fraction must be at least 0 and below 1, got {args.val_fraction}")
         prepare(args)
     except (ValueError, OSError) as error:
         sys.exit(f"prepare_data.py: {error}")
+    except KeyboardInterrupt:
+        print("prepare_data.py: interrupted, nothing was written", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ always go with the tokenizer that made them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from abc import ABC, abstractmethod
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from train.paths import inside
 
 _SPEC = "tokenizer.spec.json"
 _END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
@@ -39,11 +42,12 @@ class Tokenizer(ABC):
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def save(self, folder: Path) -> None:
+        """Writes what `load_tokenizer` reads; a file is called tokenizer.json or tokenizer.model there."""
         folder.mkdir(parents=True, exist_ok=True)
-        spec = {"kind": type(self).__name__, "file": self.file.name if self.file else None}
-        if self.file and self.file.resolve() != (folder / self.file.name).resolve():
-            shutil.copyfile(self.file, folder / self.file.name)
-        (folder / _SPEC).write_text(json.dumps(spec) + "\n")
+        name = f"tokenizer{self.file.suffix}" if self.file else None
+        if self.file and self.file.resolve() != (folder / name).resolve():
+            shutil.copyfile(self.file, inside(folder, name))
+        inside(folder, _SPEC).write_text(json.dumps({"kind": type(self).__name__, "file": name}) + "\n")
 
 
 class ByteTokenizer(Tokenizer):
@@ -60,7 +64,11 @@ class ByteTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A `tokenizers` file (tokenizer.json). Raises ValueError if it has none of the usual end-of-text tokens."""
+    """A `tokenizers` file (tokenizer.json). Raises ValueError if it has none of the usual end-of-text tokens.
+
+    Special tokens never come out of text, not even where it spells them. Added tokens that are not special do: they
+    decode to what was there.
+    """
 
     def __init__(self, file: Path):
         from tokenizers import Tokenizer as Backend
@@ -69,21 +77,51 @@ class JsonTokenizer(Tokenizer):
         self._backend = Backend.from_file(str(file))
         self._backend.no_truncation()  # some files carry a length to cut or fill texts to
         self._backend.no_padding()
+        self._backend.encode_special_tokens = True  # as text, that is
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
         known = [self._backend.token_to_id(token) for token in _END_OF_TEXT]
         if all(i is None for i in known):
             raise ValueError(f"{file} has no end-of-text token; looked for {', '.join(_END_OF_TEXT)}")
         self.eos_id = next(i for i in known if i is not None)
+        special = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        self._not_text = np.array(sorted((special | {self.eos_id}) - {self._unknown_id()}))
 
-    def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str) -> np.ndarray:
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = np.array(ids, dtype=np.int64)
+        return self._encode_apart(text) if np.isin(ids, self._not_text).any() else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._backend.decode(list(ids))
+        return self._backend.decode([int(i) for i in ids])
+
+    def _encode_apart(self, text: str) -> np.ndarray:
+        """For models that have special tokens among their pieces of text: cuts what spells one in two.
+
+        Raises ValueError if that is a single character.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        found = np.flatnonzero(np.isin(encoding.ids, self._not_text))
+        for i in found:
+            start, end = encoding.offsets[i]
+            if end - start < 2:
+                raise ValueError(f"{self.file} encodes {text[start:end]!r} only as special token {encoding.tokens[i]}")
+        cuts = sorted({encoding.offsets[i][0] + 1 for i in found})
+        parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+        return np.concatenate([self.encode(part) for part in parts])
+
+    def _unknown_id(self) -> int | None:
+        """The id of text that the vocabulary lacks, which may well be marked as special."""
+        model = json.loads(self.file.read_text())["model"]
+        token = model.get("unk_token")
+        return model.get("unk_id") if token is None else self._backend.token_to_id(token)
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. Raises ValueError if it was trained without an end-of-sentence token."""
+    """A SentencePiece model. Raises ValueError if it was trained without an end-of-sentence token.
+
+    Control symbols never come out of text, not even where it spells them. User-defined symbols do: to SentencePiece
+    they are pieces of text.
+    """
 
     def __init__(self, file: Path):
         from sentencepiece import SentencePieceProcessor
@@ -113,22 +151,28 @@ def open_tokenizer(name: str) -> Tokenizer:
     path = Path(name)
     if path.suffix not in _BY_SUFFIX:
         raise ValueError(f"tokenizer must be 'bytes', a .json or a .model file, got {name!r}")
-    if not path.is_file():
-        raise ValueError(f"no tokenizer file {path}")
-    try:
-        return _BY_SUFFIX[path.suffix](path)
-    except Exception as error:  # tokenizers raises plain Exceptions
-        raise ValueError(f"cannot read tokenizer {path}: {error}") from error
+    return _read(_BY_SUFFIX[path.suffix], path)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that was saved into `folder`."""
-    spec_file = folder / _SPEC
+    """The tokenizer that was saved into `folder`. Raises ValueError if it is not there, broken or outside of it."""
+    spec_file = inside(folder, _SPEC)
     if not spec_file.is_file():
         raise ValueError(f"{folder} has no tokenizer ({_SPEC})")
     try:
         spec = json.loads(spec_file.read_text())
-        kind, file = _BY_NAME[spec["kind"]], spec["file"]
-    except (ValueError, KeyError, TypeError) as error:
+        kind, name = _BY_NAME[spec["kind"]], spec["file"]
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise ValueError(f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}") from error
-    return kind(folder / file) if file else kind()
+    if kind is ByteTokenizer:
+        return kind()
+    return _read(kind, inside(folder, name))
+
+
+def _read(kind: type[JsonTokenizer] | type[SentencePieceTokenizer], path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise ValueError(f"no tokenizer file {path}")
+    try:
+        return kind(path)
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise ValueError(f"cannot read tokenizer {path}: {' '.join(str(error).split())}") from error

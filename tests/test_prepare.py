@@ -1,0 +1,283 @@
+"""Preparing data: what is read and what is not, both parts, several processes, runs that are stopped."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers import ROOT
+from tests.test_data import EOS, documents, prepare
+from tests.test_tokenizer import byte_level  # noqa: F401 - a fixture
+from train.data import TokenFile
+from train.tokenizer import load_tokenizer
+
+
+def texts(folder) -> list[str]:
+    """The documents of a folder of byte tokens, as text."""
+    return [bytes(token for token in document if token != EOS).decode() for document in documents(folder)]
+
+
+def jsonl(*records: str) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in records)
+
+
+def test_the_number_of_processes_does_not_change_a_byte(byte_level, tmp_path):  # noqa: F811
+    (tmp_path / "in").mkdir()
+    lines = "".join(f"line {i} of a document that is longer than a piece </s>\n" for i in range(10_000))
+    (tmp_path / "in/a.txt").write_bytes(lines.encode() + b"bad \xff\n" + lines.encode())
+    (tmp_path / "in/b.jsonl").write_bytes(jsonl(*(f"text {i}" for i in range(500))) + b"bad\n")
+    (tmp_path / "in/c.jsonl.gz").write_bytes(gzip.compress(jsonl("packed", "", "twice")))
+    (tmp_path / "in/d.txt").write_text("short")
+    written = []
+    for workers in (1, 3):
+        arguments = ("--tokenizer", byte_level, "--val-fraction", 0.3, "--workers", workers)
+        said = prepare("--input", tmp_path / "in", "--output", tmp_path / str(workers), *arguments)
+        assert "2 bad lines were skipped" in said
+        files = sorted(path for path in (tmp_path / str(workers)).rglob("*") if path.is_file())
+        written.append({path.relative_to(tmp_path / str(workers)): path.read_bytes() for path in files})
+    assert written[0] == written[1]
+    tokenizer = load_tokenizer(tmp_path / "1/val")
+    both = documents(tmp_path / "1/train") + documents(tmp_path / "1/val")
+    assert sorted(map(tokenizer.decode, both)) == sorted(
+        [lines + lines, *(f"text {i}" for i in range(500)), "packed", "twice", "short"]
+    )
+
+
+def test_a_process_that_cannot_work_ends_the_run_with_the_files_name(byte_level, tmp_path):  # noqa: F811
+    """A special token of one character, which the model knows only as such, has no other spelling."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    backend = Tokenizer(models.WordLevel({"</s>": 0, "a": 1, "§": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["</s>", "§"])
+    backend.save(str(tmp_path / "words.json"))
+    (tmp_path / "x.txt").write_text("a\n§ a\n")
+    for workers in (1, 2):
+        arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out", "--workers", workers)
+        said = prepare(*arguments, "--tokenizer", tmp_path / "words.json", code=1)
+        assert f"prepare_data.py: {tmp_path}/x.txt, lines 1 to 2: " in said
+        assert "only as special token §" in said
+        assert "Traceback" not in said
+        assert {path.name for path in tmp_path.iterdir()} == {"words.json", "x.txt"}
+
+
+def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("a")
+    (folder / "sub/B.TXT").write_text("b")
+    (folder / "c.JsonL").write_bytes(jsonl("c"))
+    (folder / "d.txt.gz").write_bytes(gzip.compress(b"d1\n") + gzip.compress(b"d2\n"))
+    (folder / "e.JSONL.GZ").write_bytes(gzip.compress(jsonl("e")))
+    for name in ("f.md", "g", "h.gz", "i.json"):
+        (folder / name).write_text("other")
+    (folder / "gone.txt").symlink_to("nothing")
+    (folder / "myself.txt").symlink_to("myself.txt")
+    (folder / "sub/loop").symlink_to("..")
+    (folder / "empty.txt").touch()
+    (folder / "false.txt.gz").write_text("not compressed")
+    (folder / "again.txt").symlink_to("a.txt")
+    os.link(folder / "c.JsonL", folder / "hard.jsonl")
+    os.mkfifo(folder / "pipe.txt")
+    (tmp_path / os.fsdecode(b"in/\xff.txt")).write_text("name")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "s.txt"))
+    inputs = (folder, folder / "a.txt", folder / "sub/../a.txt", folder / "sub")
+    said = prepare("--input", *inputs, "--output", tmp_path / "out")
+    assert texts(tmp_path / "out/train") == ["a", "c", "d1\nd2\n", "e", "b", "name"]
+    expected = [
+        (4, "files that are neither .txt nor .jsonl", "f.md"),
+        (1, "links to nothing", "gone.txt"),
+        (2, "links to folders", "sub/loop"),
+        (1, "files that cannot be read (Too many levels of symbolic links)", "myself.txt"),
+        (1, "empty files", "empty.txt"),
+        (1, ".gz files that are not compressed by gzip", "false.txt.gz"),
+        (5, "other names of files that are read once", "again.txt"),
+        (2, "pipes, sockets and devices", "pipe.txt"),
+    ]
+    lines = [f"{count} {reason}, such as {folder / name}" for count, reason, name in expected]
+    assert sorted(TokenFile(tmp_path / "out/train").index["not_read"]) == sorted(lines)
+    assert all(f"not read: {line}\n" in said for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.gz", gzip.compress(b"a"), "x.gz is neither .txt nor .jsonl, .gz or not"),
+        ("x.txt.gz", b"text", "x.txt.gz is not read, like all .gz files that are not compressed by gzip"),
+        ("x.txt", b"", "there is no text to read: 1 empty files, such as"),
+        ("x.jsonl.gz", b"", "there is no text to read: 1 empty files, such as"),
+        ("x.txt", None, "no such input: .*x.txt, a link to nothing"),
+        ("sub/x.md", b"text", "has no file that matches .* 1 files that are neither .txt nor .jsonl, such as"),
+    ],
+)
+def test_inputs_without_text_are_refused_before_any_work(name, content, message, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("nowhere") if content is None else path.write_bytes(content)
+    given = path if path.parent == tmp_path else path.parent
+    said = prepare("--input", given, "--output", tmp_path / "out", code=1)
+    assert re.fullmatch(f"prepare_data.py: .*{message}.*\n", said)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_whole_lines_before_the_damage_of_a_gz_are_read_and_the_damage_is_said(workers, tmp_path):
+    rng = np.random.default_rng(0)
+    lines = [rng.bytes(30).hex() for _ in range(60_000)]
+    packed = gzip.compress("".join(f"{line}\n" for line in lines).encode())
+    (tmp_path / "cut.txt.gz").write_bytes(packed[: len(packed) // 2])
+    changed = bytearray(gzip.compress(jsonl("one", "two")))
+    changed[-6] ^= 1  # in the checksum
+    (tmp_path / "sum.jsonl.gz").write_bytes(changed)
+    (tmp_path / "z.txt").write_text("after")
+    said = prepare("--input", tmp_path, "--output", tmp_path / "out", "--workers", workers)
+    first, *others = texts(tmp_path / "out/train")
+    read = first.splitlines()
+    assert 20_000 < len(read) < 40_000
+    assert read == lines[: len(read)]
+    assert others == ["after"]  # what came shortly before the damage may be damaged too
+    assert "2 bad lines were skipped" in said
+    assert f"cut.txt.gz:{len(read) + 1}: damaged, nothing is read from here on: " in said
+    assert "sum.jsonl.gz:1: damaged, nothing is read from here on: CRC check failed" in said
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.999])
+@pytest.mark.parametrize("names", ["a.txt", "a.txt b.txt", "a.jsonl"])
+def test_both_parts_get_tokens_from_few_documents(fraction, names, tmp_path):
+    given = {}
+    for name in names.split():
+        given[name] = "".join(f"{name} line {i}\n" for i in range(100))
+        content = jsonl(given[name]) if name.endswith("jsonl") else given[name].encode()
+        (tmp_path / name).write_bytes(content)
+    inputs = [tmp_path / name for name in given]
+    prepare("--input", *inputs, "--output", tmp_path / "out", "--val-fraction", fraction)
+    train, val = (texts(tmp_path / "out" / part) for part in ("train", "val"))
+    assert train and val
+    for part in ("train", "val"):  # documents end with eos, whole or not
+        assert all(document[-1] == EOS and len(document) > 1 for document in documents(tmp_path / "out" / part))
+    if "jsonl" in names or len(given) == 1:  # a document that was cut
+        assert "".join(train) + "".join(val) == "".join(given.values())
+        assert len("".join(val)) == pytest.approx(fraction * len("".join(given.values())), abs=5)
+    else:
+        assert sorted("".join(train) + "".join(val)) == sorted("".join(given.values()))
+
+
+def test_two_tokens_are_too_few_for_two_parts_and_three_are_not(tmp_path):
+    arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out", "--val-fraction", 0.5)
+    (tmp_path / "x.txt").write_text("a")
+    assert "2 tokens cannot be divided" in prepare(*arguments, code=1)
+    assert not list(tmp_path.glob("out*"))
+    (tmp_path / "x.txt").write_text("ab")
+    prepare(*arguments)
+    assert [documents(tmp_path / "out" / part) for part in ("train", "val")] == [[[97, EOS]], [[98, EOS]]]
+
+
+def running(tmp_path, *arguments) -> subprocess.Popen:
+    """A preparation that is under way: its input does not end before the test does."""
+    command = [sys.executable, ROOT / "train/prepare_data.py", "--output", tmp_path / "out", *map(str, arguments)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not any((tmp_path / "out.partial").glob("new/train/tokens.bin")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    return process
+
+
+@pytest.fixture
+def much(byte_level, tmp_path):  # noqa: F811
+    """Arguments of a run that takes half a minute."""
+    (tmp_path / "much.txt").write_text("some text, and more of it\n" * 2_000_000)
+    return ("--input", tmp_path / "much.txt", "--tokenizer", byte_level)
+
+
+def test_one_run_at_a_time_and_a_killed_one_is_replaced(much, tmp_path):
+    (tmp_path / "x.txt").write_text("text")
+    arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
+    process = running(tmp_path, *much)
+    said = prepare(*arguments, code=1)
+    assert f"out.partial is in use by process {process.pid} on " in said
+    assert (tmp_path / "out.partial/new/train/tokens.bin").exists()
+    process.kill()
+    process.communicate()
+    assert (tmp_path / "out.partial").is_dir()
+    prepare(*arguments)
+    assert texts(tmp_path / "out/train") == ["text"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"train"}
+    assert not (tmp_path / "out.partial").exists()
+
+
+def children_of(process: subprocess.Popen) -> list[int]:
+    return [*map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
+
+
+def alive(process: int) -> bool:
+    """Whether it still runs after a moment; a zombie does not."""
+    for _ in range(50):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupted_run_leaves_one_line_and_nothing_else(workers, much, tmp_path):
+    process = running(tmp_path, *much, "--workers", workers)
+    time.sleep(0.5)
+    children = children_of(process)
+    for one in (process.pid, *children):  # as a terminal does: all processes get it
+        os.kill(one, signal.SIGINT)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "prepare_data.py: interrupted, nothing was written"
+    assert "Traceback" not in said
+    assert {path.name for path in tmp_path.iterdir()} == {"much.txt"}
+    assert len(children) >= workers - 1
+    assert not any(alive(child) for child in children)
+
+
+def test_a_process_that_is_killed_ends_the_run_with_the_files_name(much, tmp_path):
+    process = running(tmp_path, *much, "--workers", 2)
+    deadline = time.monotonic() + 60
+    while len(children_of(process)) < 3 and time.monotonic() < deadline:  # two workers, and multiprocessing's own
+        time.sleep(0.02)
+    os.kill(children_of(process)[-1], signal.SIGKILL)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 1
+    reason = "the process that worked on it died with exit code -9"
+    assert re.search(rf"prepare_data.py: {tmp_path}/much.txt, lines \d+ to \d+: {reason}$", said.strip())
+    assert "Traceback" not in said
+    assert {path.name for path in tmp_path.iterdir()} == {"much.txt"}
+
+
+def test_a_folder_of_somebody_elses_is_not_worked_in(tmp_path):
+    (tmp_path / "x.txt").write_text("text")
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/mine").write_text("precious")
+    arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
+    assert "out.partial, where this run would work, was not written" in prepare(*arguments, code=1)
+    assert (tmp_path / "out.partial/mine").read_text() == "precious"
+
+
+def test_an_output_that_is_a_link_or_holds_more_is_not_replaced(tmp_path):
+    (tmp_path / "x.txt").write_text("text")
+    prepare("--input", tmp_path / "x.txt", "--output", tmp_path / "real")
+    (tmp_path / "out").symlink_to("real")
+    arguments = ("--input", tmp_path / "x.txt", "--overwrite", "--output")
+    assert "out is a link, which is not replaced" in prepare(*arguments, tmp_path / "out", code=1)
+    (tmp_path / "real/notes.md").touch()
+    assert "holds what prepare_data.py did not write" in prepare(*arguments, tmp_path / "real", code=1)
+    assert (tmp_path / "real/notes.md").exists()

@@ -1,0 +1,153 @@
+"""Tokenizers: what text may not become, and what is said of folders and files that hold none."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from train.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer
+
+SPELLED = [
+    "a </s> b",
+    "</s>",
+    "</s></s>\n<|endoftext|>x",
+    "no such thing, but <think>, <tool>, <s> and ü",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    """A byte-level BPE, which gives any text back; two of its added tokens are special, two are not."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["</s>", "<|endoftext|>"]
+    backend.train_from_iterator(
+        ["some text to learn </s> from"] * 9,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet),
+    )
+    backend.add_tokens(["<think>", AddedToken("<tool>", normalized=False)])
+    file = tmp_path_factory.mktemp("tokenizer") / "bpe.json"
+    backend.save(str(file))
+    return file
+
+
+@pytest.mark.parametrize("text", SPELLED)
+def test_spelled_special_tokens_stay_text(text, byte_level, tmp_path):
+    open_tokenizer(str(byte_level)).save(tmp_path)
+    for tokenizer in (open_tokenizer(str(byte_level)), load_tokenizer(tmp_path), ByteTokenizer()):
+        ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
+        assert tokenizer.eos_id not in ids
+        assert tokenizer.decode(ids.tolist()) == text
+        assert tokenizer.decode([*ids.tolist(), tokenizer.eos_id]) == text
+
+
+def test_special_tokens_among_a_models_pieces_of_text_are_cut(tmp_path):
+    """As T5's file has them, where </s> is the most likely piece of all; <unk> is special and may come out."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((c, -4.0) for c in "▁abs</>")]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=2))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    backend.save(str(tmp_path / "unigram.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "unigram.json"))
+    ids = tokenizer.encode("a </s>b</s></s> z </s>" * 50).tolist()
+    assert not {0, 1} & set(ids)
+    assert 2 in ids
+    assert tokenizer.decode(ids).replace(" ", "") == "a</s>b</s></s></s>" * 50
+
+
+def test_an_end_of_text_token_that_is_not_marked_as_special_is_cut_too(tmp_path):
+    backend = Tokenizer(models.WordLevel({"</s>": 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.save(str(tmp_path / "words.json"))
+    assert open_tokenizer(str(tmp_path / "words.json")).encode("a </s> a").tolist() == [1, 2, 2, 1]
+
+
+def test_control_symbols_of_sentencepiece_stay_text(tmp_path):
+    from sentencepiece import SentencePieceTrainer
+
+    (tmp_path / "lines.txt").write_text("the quick brown fox jumps over the lazy dog <sep>\n" * 50)
+    SentencePieceTrainer.train(
+        input=str(tmp_path / "lines.txt"),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        control_symbols=["<ctl>"],
+        user_defined_symbols=["<sep>"],
+        minloglevel=2,
+    )
+    tokenizer = open_tokenizer(str(tmp_path / "sp.model"))
+    text = "fox </s> dog <s> <ctl> <unk> the <sep> ü"
+    ids = tokenizer.encode(text)
+    assert not {0, 1, 2, 3} & set(ids)  # <unk>, <s>, </s> and <ctl>
+    assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": 3}', "\0"])
+def test_broken_tokenizer_files_are_named(content, tmp_path):
+    (tmp_path / "x.json").write_text(content)
+    (tmp_path / "x.model").write_text(content)
+    (tmp_path / "tokenizer.spec.json").write_text('{"kind": "JsonTokenizer", "file": "x.json"}')
+    for work in (
+        lambda: open_tokenizer(str(tmp_path / "x.json")),
+        lambda: open_tokenizer(str(tmp_path / "x.model")),
+        lambda: load_tokenizer(tmp_path),
+    ):
+        with pytest.raises(ValueError, match=r"cannot read tokenizer .*x\.(json|model): .") as raised:
+            work()
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (None, "has no tokenizer"),
+        ("{", "does not name a tokenizer: JSONDecodeError"),
+        ("[]", "does not name a tokenizer"),
+        ('{"kind": "Other", "file": null}', "does not name a tokenizer: KeyError: 'Other'"),
+        ('{"kind": ["JsonTokenizer"], "file": null}', "does not name a tokenizer"),
+        ('{"kind": "JsonTokenizer"}', "does not name a tokenizer: KeyError: 'file'"),
+        ('{"kind": "JsonTokenizer", "file": "gone.json"}', r"no tokenizer file .*/gone\.json"),
+        ('{"kind": "JsonTokenizer", "file": "link.json"}', "link.json leads out of its folder, to .*bpe.json"),
+        ('{"kind": "JsonTokenizer", "file": "loop.json"}', "loop.json leads nowhere|no tokenizer file .*loop.json"),
+        *(
+            (json.dumps({"kind": "SentencePieceTokenizer", "file": name}), "not the name of a file in it")
+            for name in (None, 3, "", ".", "..", "../x.model", "/etc/passwd", "sub/x.model")
+        ),
+    ],
+)
+def test_folders_without_a_tokenizer_of_their_own_are_refused(spec, message, byte_level, tmp_path):
+    (tmp_path / "link.json").symlink_to(byte_level)
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    if spec is not None:
+        (tmp_path / "tokenizer.spec.json").write_text(spec)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_is_found_through_a_link_to_its_folder_but_not_through_one_out_of_it(byte_level, tmp_path):
+    open_tokenizer(str(byte_level)).save(tmp_path / "real")
+    (tmp_path / "link").symlink_to("real")
+    assert load_tokenizer(tmp_path / "link").eos_id == 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/tokenizer.spec.json").symlink_to("../real/tokenizer.spec.json")
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        load_tokenizer(tmp_path / "other")
+    for name in ("tokenizer.json", "tokenizer.spec.json"):
+        (tmp_path / "outside").write_text("precious")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).symlink_to("../outside")
+        with pytest.raises(ValueError, match="leads out of its folder"):
+            open_tokenizer(str(byte_level)).save(tmp_path / name)
+        assert (tmp_path / "outside").read_text() == "precious"
+
+
+def test_a_tokenizer_is_saved_under_a_name_that_no_other_file_has(byte_level, tmp_path):
+    (tmp_path / "index.json").write_bytes(byte_level.read_bytes())
+    open_tokenizer(str(tmp_path / "index.json")).save(tmp_path / "saved")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"tokenizer.json", "tokenizer.spec.json"}

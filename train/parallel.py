@@ -1,0 +1,127 @@
+"""Work done by several processes at once, with results in the order of the work."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_AHEAD = 4  # items for each worker that may be under way or wait for an earlier one
+
+
+class Worker:
+    """A process that does one item after the other."""
+
+    def __init__(self, make: Callable):
+        context = multiprocessing.get_context("spawn")  # a forked one would share locks and threads of tokenizers
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, make), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def give(self, number: int, item: object) -> None:
+        self.number, self.item = number, item
+        try:
+            self.connection.send(item)
+        except OSError:
+            raise self._death() from None
+
+    def take(self) -> object:
+        """The result of the item that was given. Raises ValueError, which names the item, if there is none."""
+        try:
+            result, problem = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if problem:
+            raise ValueError(f"{self.item}: {problem}")
+        return result
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    def _death(self) -> ValueError:
+        self.process.join()
+        return ValueError(f"{self.item}: the process that worked on it died with exit code {self.process.exitcode}")
+
+
+def in_order(make: Callable[[], Callable[[Item], Result]], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """`make()(item)` for each item, done by `workers` processes, by this one if that is 1.
+
+    `make`, items and results must be such that they can be pickled. Only a few items are taken in advance. Raises
+    ValueError, with the item as text and the reason, if the work on it fails or its process dies.
+    """
+    if workers == 1:
+        work = make()
+        for item in items:
+            try:
+                result = work(item)
+            except Exception as error:
+                raise ValueError(f"{item}: {_reason(error)}") from error
+            yield result
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers keep it so: Ctrl-C is for this process to handle
+    try:
+        pool = [Worker(make) for _ in range(workers)]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        yield from _deal(pool, iter(items))
+    finally:
+        for worker in pool:
+            worker.stop()
+
+
+def _deal(pool: list[Worker], items: Iterator) -> Iterator:
+    """Each worker has one item at a time: neither side of a pipe ever waits for the other to read."""
+    idle, busy, done = list(pool), {}, {}
+    given = taken = 0
+    while True:
+        while idle and given - taken < _AHEAD * len(pool):
+            item = next(items, None)
+            if item is None:
+                break
+            worker = idle.pop()
+            worker.give(given, item)
+            busy[worker.connection] = worker
+            given += 1
+        if not busy:
+            return
+        for connection in wait(list(busy)):
+            worker = busy.pop(connection)
+            done[worker.number] = worker.take()
+            idle.append(worker)
+        while taken in done:
+            yield done.pop(taken)
+            taken += 1
+
+
+def _serve(connection: Connection, make: Callable) -> None:
+    """The worker's side: answers each item with a result or a problem, until the other side is gone."""
+    work = None
+    while True:
+        try:
+            item = connection.recv()
+        except EOFError:
+            return
+        answer = (None, None)
+        try:
+            work = work or make()
+            answer = (work(item), None)
+        except Exception as error:  # noqa: BLE001 - told to the other side, which raises it
+            answer = (None, _reason(error))
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+
+
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())

@@ -1,0 +1,254 @@
+"""Finding text files, reading them in pieces, and turning the documents in a piece into tokens."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from train.tokenizer import open_tokenizer
+
+_PIECE = 1 << 20  # bytes of text that are tokenized at once, to the end of the line
+_LISTED = 20  # bad lines that are listed one by one
+
+
+@dataclass
+class BadLines:
+    """Lines that could not be used."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, path: Path, line: int, reason: str) -> None:
+        self.extend(BadLines(1, [f"{path}:{line}: {reason}"]))
+
+    def extend(self, later: BadLines) -> None:
+        self.count += later.count
+        self.first += later.first[: _LISTED - len(self.first)]
+
+
+class Unread:
+    """Files that were found and are not read: how many for which reason, and the first of each."""
+
+    def __init__(self):
+        self._first: dict[str, Path] = {}
+        self._count: dict[str, int] = {}
+
+    def add(self, reason: str, path: Path) -> None:
+        self._first.setdefault(reason, path)
+        self._count[reason] = self._count.get(reason, 0) + 1
+
+    def lines(self) -> list[str]:
+        return [f"{count} {reason}, such as {self._first[reason]}" for reason, count in sorted(self._count.items())]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole lines of a file, some MiB at most unless a line is longer."""
+
+    path: Path
+    first_line: int
+    lines: list[bytes]
+    size: int  # bytes of the file, compressed if it is, since the piece before
+    damage: str | None = None  # why nothing can be read after these lines
+
+    def __str__(self) -> str:
+        return f"{self.path}, lines {self.first_line} to {self.first_line + len(self.lines) - 1}"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a piece: of each document its name and ids. A .txt file is one document in all of its pieces."""
+
+    documents: list[tuple[str, np.ndarray]]
+    bad: BadLines
+    size: int
+
+
+class Encoder:
+    """Turns pieces into tokens."""
+
+    def __init__(self, tokenizer: str, json_field: str):
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads have nothing to share in a single text
+        self.tokenizer, self.json_field = open_tokenizer(tokenizer), json_field
+
+    def __call__(self, piece: Piece) -> Encoded:
+        bad = BadLines()
+        texts = self._records(piece, bad) if _kind(piece.path) == ".jsonl" else [_plain_text(piece, bad)]
+        documents = [(name, np.asarray(self.tokenizer.encode(text), self.tokenizer.dtype)) for name, text in texts]
+        if piece.damage:
+            reason = f"damaged, nothing is read from here on: {piece.damage}"
+            bad.add(piece.path, piece.first_line + len(piece.lines), reason)
+        return Encoded(documents, bad, piece.size)
+
+    def _records(self, piece: Piece, bad: BadLines) -> Iterator[tuple[str, str]]:
+        for number, line in enumerate(piece.lines, piece.first_line):
+            text = _json_text(line, self.json_field, piece.path, number, bad)
+            if text is not None:
+                yield f"{piece.path}:{number}", text
+
+
+def find_files(inputs: list[str], pattern: str | None, exclude: list[str]) -> tuple[list[Path], Unread]:
+    """The files that `inputs` name, folders searched for names that end in `pattern` (default: .txt and .jsonl, .gz or
+    not, in either case), and what is there but not read.
+
+    Files are sorted within a folder and come once each, however often they are named. Links to files are followed,
+    links to folders only where they are an input themselves. Raises ValueError for an input that does not exist, cannot
+    be opened or is of an unknown kind, and for a folder without any match.
+    """
+    files: list[Path] = []
+    unread, seen = Unread(), set()
+    for path in map(Path, inputs):
+        if path.is_dir():
+            found, others = _search(path, pattern, exclude)
+            for other, reason in others:
+                unread.add(reason, other)
+            if not found:
+                reasons = "; ".join(unread.lines()) or "it is empty"
+                raise ValueError(f"folder {path} has no file that matches {pattern or '*.txt or *.jsonl'}: {reasons}")
+        else:
+            _check_named(path)
+            found = [path]
+        for file in found:
+            status = file.stat()
+            if (status.st_dev, status.st_ino) in seen:
+                unread.add("other names of files that are read once", file)
+            elif not status.st_size:
+                unread.add("empty files", file)
+            else:
+                files.append(file)
+            seen.add((status.st_dev, status.st_ino))
+    if not files:
+        raise ValueError(f"there is no text to read: {'; '.join(unread.lines())}")
+    return files, unread
+
+
+def read_pieces(path: Path) -> Iterator[Piece]:
+    """The text of a file. Raises ValueError if it cannot be read; damage to compression is told in the last piece."""
+    first_line, before = 1, 0
+    with open(path, "rb") as raw:
+        # A GzipFile reads lines in Python, BufferedReader in C.
+        text = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if _compressed(path) else raw
+        while True:
+            lines, damage = _take_lines(text, path)
+            if lines or damage:
+                yield Piece(path, first_line, lines, raw.tell() - before, damage)
+            if damage or not lines:
+                return
+            first_line, before = first_line + len(lines), raw.tell()
+
+
+def _take_lines(text: io.BufferedReader, path: Path) -> tuple[list[bytes], str | None]:
+    """The next lines, as many as make a piece, and why there are no more if that is because of damage."""
+    lines: list[bytes] = []
+    length = 0
+    try:
+        while length < _PIECE and (line := text.readline()):
+            lines.append(line)
+            length += len(line)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        return lines, str(error)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    return lines, None
+
+
+def _compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def _kind(path: Path) -> str:
+    """The suffix in lower case, that below .gz for compressed files."""
+    return Path(path.stem if _compressed(path) else path.name).suffix.lower()
+
+
+def _check_named(path: Path) -> None:
+    """Raises ValueError if a file that is an input by its own name cannot be read."""
+    if not path.exists():
+        raise ValueError(f"no such input: {path}" + (", a link to nothing" if path.is_symlink() else ""))
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    if _kind(path) not in (".txt", ".jsonl"):
+        raise ValueError(
+            f"{path} is neither .txt nor .jsonl, .gz or not; other text is taken from a folder with --glob"
+        )
+    if problem := _problem(path):
+        raise ValueError(f"{path} is not read, like all {problem}")
+
+
+def _search(folder: Path, pattern: str | None, exclude: list[str]) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """The files of a folder and of those in it that are to be read, sorted, and the others with the reason."""
+    found: list[Path] = []
+    others: list[tuple[Path, str]] = []
+
+    def unreadable(error: OSError) -> None:
+        others.append((Path(error.filename), "folders that cannot be read"))
+
+    for place, folders, names in os.walk(folder, onerror=unreadable):
+        here = Path(place)
+        folders[:] = [name for name in folders if name not in exclude]
+        others += [(here / name, "links to folders") for name in folders if (here / name).is_symlink()]
+        for path in (here / name for name in names if name not in exclude):
+            if pattern and not path.absolute().match(pattern):
+                others.append((path, f"files that do not match {pattern}"))
+            elif not pattern and _kind(path) not in (".txt", ".jsonl"):
+                others.append((path, "files that are neither .txt nor .jsonl"))
+            elif problem := _problem(path):
+                others.append((path, problem))
+            else:
+                found.append(path)
+    return sorted(found), sorted(others)
+
+
+def _problem(path: Path) -> str | None:
+    """What keeps a file from being read, said of several."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return "pipes, sockets and devices"
+        with open(path, "rb") as file:
+            start = file.read(2)
+    except FileNotFoundError:
+        return "links to nothing"
+    except OSError as error:
+        return f"files that cannot be read ({error.strerror})"
+    return (
+        ".gz files that are not compressed by gzip" if _compressed(path) and start not in (b"", b"\x1f\x8b") else None
+    )
+
+
+def _plain_text(piece: Piece, bad: BadLines) -> tuple[str, str]:
+    good = []
+    for number, line in enumerate(piece.lines, piece.first_line):
+        try:
+            good.append(line.decode())
+        except UnicodeDecodeError as error:
+            bad.add(piece.path, number, f"not UTF-8: {error.reason} at byte {error.start}")
+    return str(piece.path), "".join(good)
+
+
+def _json_text(line: bytes, json_field: str, path: Path, number: int, bad: BadLines) -> str | None:
+    if not line.strip():
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8, or nested too deep
+        bad.add(path, number, f"not JSON: {error}")
+        return None
+    text = record.get(json_field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        bad.add(path, number, f"no text in field {json_field!r}")
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        bad.add(path, number, f"not Unicode: {error.reason} at character {error.start}")
+        return None
+    return text
