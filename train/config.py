@@ -114,6 +114,8 @@ class TrainConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name, value in vars(self).items():
+            if value == "":
+                raise ValueError(f"{name} must not be empty")
             if isinstance(value, float) and not math.isfinite(value) and (name, value) != ("clip", math.inf):
                 raise ValueError(f"{name} must be finite, got {value}")
         for name in ("beta1", "beta2"):
