@@ -141,10 +141,14 @@ def save_weights(
     """Writes config.json and *.safetensors (split at 5 GB) for `weights` under this project's names, in `dtype`.
 
     `settings` go into config.json beside the shape: max_position_embeddings, eos_token_id and the like. Raises
-    ValueError if a weight is too large for the dtype.
+    ValueError if a weight is too large for the dtype, OSError if writing fails.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict({_to_hf(name): _rounded(name, w, dtype) for name, w in weights.items()}, folder)
+    rounded = {_to_hf(name): round_weight(name, weight, dtype) for name, weight in weights.items()}
+    try:
+        save_torch_state_dict(rounded, folder)
+    except SafetensorError as error:
+        raise OSError(f"could not write weights into {folder}: {error}") from error
     for file in Path(folder).glob("*.safetensors"):
         _let_umask_decide(file)
     kind = str(dtype).removeprefix("torch.")
@@ -153,11 +157,11 @@ def save_weights(
 
 
 def fold_scalings(config: CPMConfig, weights: Mapping[str, Tensor]) -> tuple[CPMConfig, dict[str, Tensor]]:
-    """The plain Llama that computes what `config` with `weights` does, its folded weights in fp64.
+    """The plain Llama that computes what `config` with `weights` does, its folded weights in fp32.
 
     Embeddings take scale_emb, what ends a residual branch takes the branch's scale, and the last norm's weight takes
     the logits' divisor; where the head is the embeddings, also theirs, so tied weights stay tied. Exact but for the
-    rounding of the products.
+    rounding of the products, 6e-8 of each.
     """
     plain = dataclasses.replace(config, scale_emb=1.0, scale_depth=None, dim_model_base=None)
     head_scale = config.scale_emb if config.tie_embeddings else 1.0
@@ -171,7 +175,7 @@ def fold_scalings(config: CPMConfig, weights: Mapping[str, Tensor]) -> tuple[CPM
     def folded(name: str, weight: Tensor) -> Tensor:
         kind = name if name in factors else name.rsplit(".", 2)[-2] + ".weight"
         factor = factors.get(kind, 1.0)
-        return weight if factor == 1.0 else weight.double() * factor
+        return weight if factor == 1.0 else (weight.double() * factor).float()
 
     return plain, {name: folded(name, weight) for name, weight in weights.items()}
 
@@ -279,7 +283,8 @@ def _open(path: Path) -> safe_open:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _rounded(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def round_weight(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`weight`, which is called `name`, in `dtype`. Raises ValueError if an entry is too large for that."""
     rounded = weight.to(dtype).contiguous()
     if not rounded.isfinite().all():
         largest = float(weight.abs().max())
