@@ -30,7 +30,7 @@ from train.generate import checkpoint_tokenizer, generate, load_model
 from train.hf_tokenizer import save_for_transformers
 from train.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 
-BYTES = dataclasses.replace(SMALL, vocab_size=257, rope_theta=5e5)
+PADDED = dataclasses.replace(SMALL, rope_theta=5e5)  # a vocabulary of 300 for bytes as tokens, of which there are 257
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog, don't you think?",
     "hello  world, how  are you\ttoday? 漢字 é",
@@ -45,8 +45,9 @@ def one_rank():
 
 
 def run_of(root: Path, config: CPMConfig, tokenizer: Tokenizer, factor: float = 1.0) -> Path:
-    """A run's folder with one checkpoint of random weights."""
+    """A run's folder with one checkpoint of random weights that like tokens that the tokenizer does not have."""
     weights = {name: p.detach() * factor for name, p in initialized(config).named_parameters()}
+    weights["embed_tokens.weight"][tokenizer.vocab_size :] *= 5
     shards = {f"weight/{name}": Shard(w.flatten(), 0, tuple(w.shape)) for name, w in weights.items()}
     state = {"step": 3, "model": config.to_dict(), "config": {"seq_len": 77, "dtype": "fp32"}}
     checkpoint.save(root, state, shards, keep_last=None)
@@ -56,7 +57,7 @@ def run_of(root: Path, config: CPMConfig, tokenizer: Tokenizer, factor: float = 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    return run_of(tmp_path_factory.mktemp("export") / "run", BYTES, ByteTokenizer())
+    return run_of(tmp_path_factory.mktemp("export") / "run", PADDED, ByteTokenizer())
 
 
 def exported(run: Path, output: Path, *options: str) -> Path:
@@ -115,9 +116,9 @@ def test_a_folded_model_is_a_llama_with_the_same_logits(tmp_path, change):
 def test_transformers_continues_a_text_as_generate_does(run, tmp_path):
     folder = exported(run, tmp_path / "out")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    ids = model.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=16, do_sample=False)
+    ids = model.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=30, do_sample=False)
     path = checkpoint.find(run)
-    ours = generate(load_model(path, torch.device("cpu")), checkpoint_tokenizer(path), "def f(", 16, temperature=0)
+    ours = generate(load_model(path, torch.device("cpu")), checkpoint_tokenizer(path), "def f(", 30, temperature=0)
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == ours
 
 
@@ -140,7 +141,7 @@ def test_scalings_can_be_kept(run, tmp_path, capsys):
     assert "trust_remote_code" in capsys.readouterr().out
     assert json.loads((folder / "config.json").read_text())["model_type"] == "minicpm"
     kept, weights = HFWeights(folder), checkpoint.Checkpoint(checkpoint.find(run)).weights()
-    assert dataclasses.replace(kept.config, init_std=BYTES.init_std) == BYTES
+    assert dataclasses.replace(kept.config, init_std=PADDED.init_std) == PADDED
     assert all(kept[name].equal(weight) for name, weight in weights.items())
 
 
@@ -155,7 +156,7 @@ def test_weights_are_written_in_the_dtype_asked_for(run, tmp_path, name, dtype):
 
 
 def test_weights_beyond_the_dtype_are_refused_and_leave_nothing(tmp_path, capsys):
-    run = run_of(tmp_path / "run", BYTES, ByteTokenizer(), factor=1e6)
+    run = run_of(tmp_path / "run", PADDED, ByteTokenizer(), factor=1e6)
     for kind in ("huggingface", "bmtrain"):
         options = ("--run", run, "--output", tmp_path / "out", "--format", kind, "--dtype", "fp16")
         assert "beyond float16" in refusal(capsys, *options)
@@ -266,7 +267,7 @@ def texts() -> list[str]:
 
 
 def json_tokenizer(folder: Path) -> JsonTokenizer:
-    """One that cuts texts, fills them, and puts a token before them, unless told not to; its eos is not special."""
+    """One that cuts texts, fills them, and puts a token before them, unless told not to."""
     backend = Backend(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = ["<unk>", "<s>", "</s>"]

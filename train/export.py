@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,10 @@ def export_huggingface(
     longest, end = saved.state["config"]["seq_len"], tokenizer.eos_id
     ids = {"bos_token_id": end, "eos_token_id": end}  # in training the end of a text is what stands before the next
     save_weights(folder, config, weights, dtype, max_position_embeddings=longest, **ids)
-    (folder / "generation_config.json").write_text(json.dumps({**ids, "pad_token_id": end}, indent=2) + "\n")
+    generation: dict[str, Any] = {**ids, "pad_token_id": end}
+    if without_text := list(range(tokenizer.vocab_size, config.vocab_size)):
+        generation["suppress_tokens"] = without_text
+    (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
     save_for_transformers(tokenizer, folder, longest)
 
 
