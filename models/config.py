@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 _KINDS = {"int": int, "float": int | float, "bool": bool}
+_MOST_PARAMETERS = 10**15  # sizes beyond are a slip, and overflow torch's
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class CPMConfig:
             raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
+        if self.num_parameters >= _MOST_PARAMETERS:
+            raise ValueError(f"these sizes make {float(self.num_parameters):.0e} parameters, expected less than 1e15")
 
     @property
     def residual_scale(self) -> float:

@@ -2,14 +2,17 @@
 
     model = load_cpm("MiniCPM-2B-sft-bf16")            # a Llama's folder too
     save_weights("exported", model.config, model.state_dict())
+    save_weights("as-llama", *fold_scalings(model.config, model.state_dict()))
 
 Parameters keep Hugging Face's names but for the leading "model.", so a conversion is a renaming. A config without
-MiniCPM's scalings is written as a Llama's, one with them as a MiniCPM's.
+MiniCPM's scalings is written as a Llama's, one with them as a MiniCPM's; `fold_scalings` makes the one of the other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,11 @@ from torch import Tensor
 from .config import CPMConfig
 from .cpm import CPM
 
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
 _PREFIX = "model."
 _OUTSIDE_PREFIX = "lm_head."
+_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors calls those that weights may have
 _SAME_NAME = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
 _RENAMED = {
     "num_layers": "num_hidden_layers",
@@ -35,20 +41,18 @@ _RENAMED = {
 class HFWeights(Mapping[str, Tensor]):
     """The weights in a folder under this project's names, each read when it is asked for.
 
-    Raises ValueError if the folder's config is of a model that CPM does not compute, or its weights are not exactly
-    those of that config.
+    With model.safetensors.index.json in it, those of the files that this names. Without, those of model.safetensors, or
+    if there is none, of all *.safetensors. What lies beside them is not read.
+
+    Raises ValueError if the folder's config is of a model that CPM does not compute, if files are missing, damaged or
+    hold the same weight twice, or if the weights are not exactly those of the config, in a floating-point dtype of 16
+    bits or more; OSError if it may not be read.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.config = read_config(self.folder)
-        self._files = {}
-        for path in sorted(self.folder.glob("*.safetensors")):
-            try:
-                file = safe_open(path, "pt")
-            except SafetensorError as error:
-                raise ValueError(f"{path}: {error}") from error
-            self._files |= dict.fromkeys(file.keys(), file)
+        self._files = self._indexed() if (self.folder / _INDEX).exists() else self._found()
         self._check()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -60,68 +64,171 @@ class HFWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._expected)
 
+    def _indexed(self) -> dict[str, safe_open]:
+        """The file of each weight, as the index says."""
+        index = self.folder / _INDEX
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise ValueError(f"{index} has no weight_map of names and files")
+        for file in places.values():
+            if not isinstance(file, str) or not file.endswith(".safetensors") or file != os.path.basename(file):
+                raise ValueError(f"{index} names {file!r}, which is no *.safetensors in its folder")
+        files = {file: _open(self.folder / file) for file in sorted(set(places.values()))}
+        held = {file: set(opened.keys()) for file, opened in files.items()}
+        for name, file in places.items():
+            if name not in held[file]:
+                raise ValueError(f"{self.folder / file} does not hold {name}, which {_INDEX} places there")
+        return {name: files[file] for name, file in places.items()}
+
+    def _found(self) -> dict[str, safe_open]:
+        """The file of each weight, where no index says it."""
+        paths = [path for path in sorted(self.folder.glob("*.safetensors")) if not path.name.startswith(".")]
+        if not paths:
+            raise ValueError(self._without_safetensors())
+        files: dict[str, safe_open] = {}
+        places: dict[str, str] = {}
+        for path in [self.folder / _WHOLE] if self.folder / _WHOLE in paths else paths:
+            opened = _open(path)
+            for name in opened.keys():  # noqa: SIM118 - it is no dict
+                if name in files:
+                    raise ValueError(f"{places[name]} and {path.name} in {self.folder} both hold {name}; no {_INDEX}")
+                files[name], places[name] = opened, path.name
+        return files
+
+    def _without_safetensors(self) -> str:
+        others = [path.name for ending in ("bin", "pt", "pth") for path in sorted(self.folder.glob(f"*.{ending}"))]
+        if not others:
+            return f"{self.folder} has no weights (*.safetensors)"
+        return (
+            f"{self.folder} has its weights in {others[0]}, but only safetensors are read; transformers converts: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
+        )
+
     def _check(self) -> None:
+        found = {_from_hf(name): file.get_slice(name) for name, file in self._files.items() if "rotary_emb" not in name}
+        if self.config.num_layers > len(found):  # before a model of that size is laid out
+            raise ValueError(f"{self.folder}: num_hidden_layers is {self.config.num_layers} for {len(found)} weights")
         self._expected = {name: tuple(p.shape) for name, p in _meta_model(self.config).named_parameters()}
-        found = {
-            _from_hf(n): tuple(f.get_slice(n).get_shape()) for n, f in self._files.items() if "rotary_emb" not in n
-        }
         if self.config.tie_embeddings:
             found.pop("lm_head.weight", None)  # some writers keep the tied copy
         missing, surplus = sorted(self._expected.keys() - found.keys()), sorted(found.keys() - self._expected.keys())
         if missing or surplus:
             raise ValueError(f"{self.folder}: missing weights {missing[:5]}, unexpected weights {surplus[:5]}")
         for name, shape in self._expected.items():
-            if found[name] != shape:
-                raise ValueError(f"{self.folder}: {name} has shape {found[name]}, its config means {shape}")
+            if tuple(found[name].get_shape()) != shape:
+                have = tuple(found[name].get_shape())
+                raise ValueError(f"{self.folder}: {name} has shape {have}, its config means {shape}")
+            if found[name].get_dtype() not in _DTYPES:
+                kinds = ", ".join(_DTYPES)
+                raise ValueError(f"{self.folder}: {name} has dtype {found[name].get_dtype()}, expected one of {kinds}")
 
 
 def load_cpm(folder: str | Path, dtype: torch.dtype = torch.float32) -> CPM:
-    """The model in a Hugging Face folder, whole, on the CPU."""
+    """The model in a Hugging Face folder, whole, on the CPU. Raises as HFWeights."""
     weights = HFWeights(folder)
     model = _meta_model(weights.config)
     model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
     return model
 
 
-def save_weights(folder: str | Path, config: CPMConfig, weights: Mapping[str, Tensor]) -> None:
-    """Writes config.json and *.safetensors (split at 5 GB) for `weights` under this project's names."""
+def save_weights(
+    folder: str | Path,
+    config: CPMConfig,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> None:
+    """Writes config.json and *.safetensors (split at 5 GB) for `weights` under this project's names, in `dtype`.
+
+    `settings` go into config.json beside the shape: max_position_embeddings, eos_token_id and the like. Raises
+    ValueError if a weight is too large for the dtype, OSError if writing fails.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict({_to_hf(name): w.contiguous() for name, w in weights.items()}, folder)
-    (Path(folder) / "config.json").write_text(json.dumps(config_to_hf(config), indent=2) + "\n")
+    rounded = {_to_hf(name): round_weight(name, weight, dtype) for name, weight in weights.items()}
+    try:
+        save_torch_state_dict(rounded, folder)
+    except SafetensorError as error:
+        raise OSError(f"could not write weights into {folder}: {error}") from error
+    for file in Path(folder).glob("*.safetensors"):
+        _let_umask_decide(file)
+    kind = str(dtype).removeprefix("torch.")
+    written = {**config_to_hf(config), "dtype": kind, "torch_dtype": kind, **settings}  # of transformers 5 and 4
+    (Path(folder) / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+
+
+def fold_scalings(config: CPMConfig, weights: Mapping[str, Tensor]) -> tuple[CPMConfig, dict[str, Tensor]]:
+    """The plain Llama that computes what `config` with `weights` does, its folded weights in fp32.
+
+    Embeddings take scale_emb, what ends a residual branch takes the branch's scale, and the last norm's weight takes
+    the logits' divisor; where the head is the embeddings, also theirs, so tied weights stay tied. Exact but for the
+    rounding of the products, 6e-8 of each.
+    """
+    plain = dataclasses.replace(config, scale_emb=1.0, scale_depth=None, dim_model_base=None)
+    head_scale = config.scale_emb if config.tie_embeddings else 1.0
+    factors = {
+        "embed_tokens.weight": config.scale_emb,
+        "norm.weight": 1 / (config.width_scale * head_scale),
+        "o_proj.weight": config.residual_scale,
+        "down_proj.weight": config.residual_scale,
+    }
+
+    def folded(name: str, weight: Tensor) -> Tensor:
+        kind = name if name in factors else name.rsplit(".", 2)[-2] + ".weight"
+        factor = factors.get(kind, 1.0)
+        return weight if factor == 1.0 else (weight.double() * factor).float()
+
+    return plain, {name: folded(name, weight) for name, weight in weights.items()}
 
 
 def read_config(folder: Path) -> CPMConfig:
     """The configuration in a Hugging Face folder. Raises ValueError if CPM does not compute that model."""
     file = folder / "config.json"
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file, expected a Hugging Face model folder")
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json: not a Hugging Face model folder")
+    hf = read_json(file)
     try:
-        hf = json.loads(file.read_text())
-        if not isinstance(hf, dict):
-            raise ValueError(f"it holds a {type(hf).__name__}, not names and values")
         return config_from_hf(hf)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """The names and values in a JSON file. Raises ValueError if it holds anything else, OSError if it is not read."""
+    try:
+        content = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: it holds a {type(content).__name__}, not names and values")
+    return content
+
+
 def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
-    """CPMConfig of a Llama's or MiniCPM's config.json."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    """CPMConfig of a Llama's or MiniCPM's config.json. Raises ValueError if it is neither's, or broken."""
+    hf = {name: value for name, value in hf.items() if value is not None}
+    rope = _rope(hf)
     unsupported = {
         "model_type": hf.get("model_type") not in ("llama", "minicpm"),
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
         "num_experts": bool(hf.get("num_experts")),
-        "rope_parameters": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "quantization_config": bool(hf.get("quantization_config")),
+        "partial_rotary_factor": rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1)) != 1,
     }
     if refused := [name for name, is_refused in unsupported.items() if is_refused]:
         values = {name: hf.get(name) for name in refused}
-        raise ValueError(f"this is not a plain Llama or MiniCPM: {values}, rope {rope}")
-    hf = {name: value for name, value in hf.items() if value is not None}
+        raise ValueError(f"this is not a plain Llama or MiniCPM: {values}")
     required = {*_SAME_NAME, *_RENAMED.values()} - {"num_key_value_heads"}
     if missing := sorted(required - hf.keys()):
         raise ValueError(f"config.json lacks {missing}")
+    for name in {*_SAME_NAME, *_RENAMED.values(), "head_dim"} & hf.keys() - {"rms_norm_eps"}:
+        if type(hf[name]) is not int or hf[name] < 1:
+            raise ValueError(f"{name} must be a positive int, got {hf[name]!r}")
     heads = hf["num_attention_heads"]
     sizes = {name: hf[name] for name in _SAME_NAME} | {
         name: hf[theirs] for name, theirs in _RENAMED.items() if theirs in hf
@@ -129,10 +236,23 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     scalings = {name: hf[name] for name in ("scale_emb", "scale_depth", "dim_model_base") if name in hf}
     return CPMConfig(
         **{"num_kv_heads": heads, **sizes, **scalings},
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-        rope_theta=rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
+        head_dim=hf.get("head_dim", hf["hidden_size"] // heads),
+        rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
         tie_embeddings=hf.get("tie_word_embeddings", hf["model_type"] == "minicpm"),
     )
+
+
+def _rope(hf: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of rotary positions, in rope_parameters (transformers 5) or rope_scaling (4)."""
+    said: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = hf.get(name, {})
+        if not isinstance(rope, dict):
+            raise ValueError(f"{name} must hold names and values, got {rope!r}")
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise ValueError(f"rotary positions are scaled, which CPM does not compute: {name} {rope}")
+        said |= rope
+    return said
 
 
 def config_to_hf(config: CPMConfig) -> dict[str, Any]:
@@ -145,6 +265,7 @@ def config_to_hf(config: CPMConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # of transformers 5
         "tie_word_embeddings": config.tie_embeddings,
     }
     if (config.scale_emb, config.residual_scale, config.width_scale) != (1.0, 1.0, 1.0):
@@ -153,6 +274,29 @@ def config_to_hf(config: CPMConfig) -> dict[str, Any]:
         hf |= {"scale_emb": config.scale_emb, "scale_depth": scale_depth, "dim_model_base": base}
         hf |= {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]}
     return hf
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def round_weight(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`weight`, which is called `name`, in `dtype`. Raises ValueError if an entry is too large for that."""
+    rounded = weight.to(dtype).contiguous()
+    if not rounded.isfinite().all():
+        largest = float(weight.abs().max())
+        raise ValueError(f"{name} has an entry of {largest:g}, beyond {str(dtype).removeprefix('torch.')}")
+    return rounded
+
+
+def _let_umask_decide(file: Path) -> None:
+    """Gives a file the mode that open() would: safetensors makes files that their owner alone can read."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
 
 
 def _meta_model(config: CPMConfig) -> CPM:

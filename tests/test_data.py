@@ -303,7 +303,14 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
         (["--steps", "10", "--warmup-steps", "6", "--decay-steps", "6"], "longer than the run"),
         (["--config", "missing.toml"], "No such file"),
         (["--config", "BAD"], "unknown option 'sequence'"),
-        (["--min-lr-ratio", "0"], "min_lr_ratio"),
+        (["--min-lr-ratio", "0"], "min_lr_ratio must be above 0 for wsd"),
+        (["--min-lr-ratio", "-0.1", "--schedule", "cosine"], "min_lr_ratio must be at least 0"),
+        (["--min-lr-ratio", "nan"], "min_lr_ratio must be finite, got nan"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--stepz", "1"], "unrecognized arguments: --stepz 1"),
+        (["--seed", "9" * 20], "seed must be below 2^63"),
+        (["--data", ""], "data must not be empty"),
+        (["--checkpointing-blocks", "3"], "checkpointing of some blocks needs a mode"),
         (["--seed", "-1"], "seed must not be negative"),
         (["--eval-sequences", "0"], "eval_sequences must be at least 1"),
     ],
@@ -315,7 +322,10 @@ def test_wrong_configurations_are_refused(arguments, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         parse_config([str(tmp_path / files.get(a, a)) if a in files else a for a in arguments])
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("pretrain.py: ")
+    assert message in said
+    assert said.count("\n") == 1
 
 
 def test_help_names_every_option(capsys):
@@ -338,6 +348,14 @@ def test_learning_rates(schedule, middle):
     if schedule == "wsd":
         assert rates[89] == 1.0
         assert rates[99] == pytest.approx(0.1)  # half way down an exponential
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_learning_rates_may_end_at_nothing(schedule):
+    config = TrainConfig(steps=20, lr=2.0, schedule=schedule, min_lr_ratio=0.0)
+    rates = [learning_rate(step, config) for step in range(1, 21)]
+    assert rates[-1] == 0
+    assert all(rate > 0 for rate in rates[:-1])
 
 
 def test_model_from_a_file(tmp_path):

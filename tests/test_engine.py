@@ -1,10 +1,12 @@
 """The torch engine against plain torch: one process, AdamW and clipping written with torch's own pieces."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_burst.engine.common import AdamW
+from bmt_burst.engine.common import AdamW, square_sum
 from bmt_burst.engine.torch import TorchEngine
 from models.cpm import CPM
 from tests.helpers import run_ranks
@@ -77,3 +79,22 @@ def test_checkpoints_keep_the_random_state(tmp_path):
         assert torch.rand(3).equal(expected)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("value", [1e-3, 1e30])
+def test_the_gradient_norm_does_not_depend_on_how_gradients_are_cut(value):
+    """Where a sum in fp32 is off by a tenth of a percent and more, or overflows."""
+    grad = torch.full((20_000_000,), value)
+    expected = math.sqrt(grad.numel()) * float(grad[0].double())
+    for pieces in (1, 2, 7):
+        norm = math.sqrt(sum(square_sum([piece]) for piece in grad.chunk(pieces)))
+        assert norm == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_squares_of_gradients_of_any_dtype_and_shape_are_summed(dtype):
+    grads = [torch.randn(shape).to(dtype) for shape in ((300, 7), (1,), (0,))] + [torch.randn(9, 4).to(dtype).T]
+    assert square_sum(grads) == pytest.approx(sum(float(g.double().square().sum()) for g in grads), rel=1e-12)
+    assert square_sum([]) == 0.0
+    assert math.isinf(square_sum([*grads, torch.tensor([math.inf], dtype=dtype)]))
+    assert math.isnan(square_sum([*grads, torch.tensor([math.nan], dtype=dtype)]))

@@ -15,6 +15,7 @@ from models.config import PRESETS, CPMConfig
 from models.cpm import CPM, Saving
 from models.huggingface import HFWeights, config_from_hf, config_to_hf, load_cpm, save_weights
 from train.generate import Cache, generate
+from train.generate import main as generate_main
 from train.tokenizer import ByteTokenizer
 
 SMALL = CPMConfig(300, 32, 48, 3, 4, 2, 8, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1)
@@ -258,5 +259,30 @@ def test_sampling_is_seeded_and_settings_are_checked():
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith("ab")
     assert generate(model, tokenizer, "ab", 5, temperature=0) == generate(model, tokenizer, "ab", 5, top_k=1)
-    with pytest.raises(ValueError, match="top_p"):
-        generate(model, tokenizer, "ab", 5, top_p=0.0)
+    assert generate(model, tokenizer, "ab", 5, temperature=1e-320) == generate(model, tokenizer, "ab", 5, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("temperature", "nan", "temperature must be finite and not negative, got nan"),
+        ("temperature", "inf", "temperature must be finite"),
+        ("temperature", "-1", "temperature must be finite and not negative, got -1.0"),
+        ("top-p", "nan", "top_p must be above 0 and at most 1, got nan"),
+        ("top-p", "0", "top_p must be above 0"),
+        ("top-k", "-1", "top_k must not be negative, got -1"),
+        ("tokens", "-1", "tokens must be at least 0 and below 2^31, got -1"),
+        ("tokens", "1" + 30 * "0", "tokens must be at least 0"),
+        ("seed", "-1", "seed must be at least 0 and below 2^63, got -1"),
+        ("seed", str(2**64), "seed must be at least 0"),
+        ("tokens", "some", "argument --tokens: invalid int value: 'some'"),
+        ("run", "nowhere", "there is no checkpoint in nowhere"),
+    ],
+)
+def test_generate_refuses_in_a_line(option, value, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        generate_main(["--run", "nowhere", f"--{option}", value])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"generate.py: {message}")
+    assert said.count("\n") == 1

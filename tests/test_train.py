@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.huggingface import load_cpm, save_weights
+from models.huggingface import config_to_hf, fold_scalings, load_cpm, save_weights
 from tests.helpers import ROOT
 from tests.test_data import prepare
 from tests.test_model import SMALL, initialized
@@ -291,6 +291,7 @@ def is_running(pid: int) -> bool:
         ({"data": "nowhere"}, "nowhere has no index.json"),
         ({"init_from": "junk.pt"}, "junk.pt is no file of weights"),
         ({"init_from": "list.pt"}, "list.pt does not hold names and tensors"),
+        ({"init_from": "bin"}, "only safetensors are read"),
         ({"init_from": "junk"}, "junk/config.json: it holds a list, not names and values"),
         ({"model": "cut.json"}, "cut.json: Unterminated string"),
         ({"processes": 2, "sp_size": 3}, "sp_size=3 does not divide the world of 2 ranks"),
@@ -305,8 +306,10 @@ def is_running(pid: int) -> bool:
     ],
 )
 def test_wrong_runs_are_refused(folder, options, message):
-    (folder / "junk").mkdir(exist_ok=True)
-    for name, text in (("junk.pt", "junk"), ("junk/config.json", "[]"), ("cut.json", '{"hid')):
+    texts = {"junk.pt": "junk", "junk/config.json": "[]", "cut.json": '{"hid'}
+    texts |= {"bin/config.json": json.dumps(config_to_hf(SMALL)), "bin/pytorch_model.bin": ""}
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     torch.save([1, 2], folder / "list.pt")
     options = {k: folder / v if isinstance(v, str) and (folder / v).exists() else v for k, v in options.items()}
@@ -322,7 +325,7 @@ def test_export_and_generate_from_a_run(folder, whole_run):
         line = [sys.executable, ROOT / f"train/{name}.py", "--run", folder / "whole", *arguments]
         said[name] = subprocess.run(line, check=True, capture_output=True, text=True).stdout
     assert said["generate"].startswith("def ")
-    weights = Checkpoint(checkpoint.find(folder / "whole")).weights()
+    _, weights = fold_scalings(SMALL, Checkpoint(checkpoint.find(folder / "whole")).weights())
     exported = load_cpm(folder / "exported").state_dict()
     assert exported.keys() == weights.keys()
     assert all(exported[name].equal(weight) for name, weight in weights.items())

@@ -17,6 +17,7 @@ from bmt_burst.offload import Offload
 from models.config import PRESETS, CPMConfig
 from models.cpm import CHECKPOINTING, Saving
 from models.huggingface import read_config
+from train.command_line import ArgumentParser
 from train.schedule import SCHEDULES
 
 
@@ -25,6 +26,7 @@ def option(default: Any, group: str, help: str, **extra) -> Any:
     return field(default=default, metadata={"group": group, "help": help, **extra})
 
 
+_LARGEST = 2**63 - 1
 _LONGEST_TIMEOUT = 1e8  # seconds; longer ones overflow timers
 MODEL, DATA, PARALLEL, OPTIMIZER, RUN = "model", "data", "parallelism", "optimization", "the run"
 
@@ -114,6 +116,10 @@ class TrainConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name, value in vars(self).items():
+            if value == "":
+                raise ValueError(f"{name} must not be empty")
+            if isinstance(value, int) and abs(value) > _LARGEST:
+                raise ValueError(f"{name} must be below 2^63, got {value}")
             if isinstance(value, float) and not math.isfinite(value) and (name, value) != ("clip", math.inf):
                 raise ValueError(f"{name} must be finite, got {value}")
         for name in ("beta1", "beta2"):
@@ -125,8 +131,12 @@ class TrainConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         self.saving()  # refuses what does not go together
-        if not 0 < self.min_lr_ratio <= 1:
-            raise ValueError(f"min_lr_ratio must be above 0 and at most 1, got {self.min_lr_ratio}")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio must be at least 0 and at most 1, got {self.min_lr_ratio}")
+        if self.min_lr_ratio == 0 and self.schedule == "wsd":
+            raise ValueError(
+                "min_lr_ratio must be above 0 for wsd, an exponential decay; cosine and linear may end at 0"
+            )
         for f in dataclasses.fields(self):
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
@@ -171,12 +181,12 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     try:
         values = _read_config_file(Path(file)) if file else {}
         return TrainConfig(**{**values, **given})
-    except (ValueError, TypeError, OSError) as error:
-        parser.error(str(error))
+    except (ValueError, TypeError, OSError, RecursionError) as error:
+        parser.fail(error)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="pretrain.py",
         description="Pretrains a CPM language model on long sequences, each cut over --sp-size ranks.",
         epilog="Example: python train/pretrain.py --processes 2 --sp-size 2 --data data/stdlib/train --resume auto",

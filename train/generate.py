@@ -6,7 +6,9 @@ python train/generate.py --run runs/cpm --prompt "def main(" --tokens 300 --temp
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
 from models.config import CPMConfig
 from models.cpm import CPM
 from train import checkpoint
+from train.command_line import ArgumentParser
 from train.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -46,6 +49,12 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.floa
     return model.eval()
 
 
+def checkpoint_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder: its own, or its run's."""
+    own = path / "tokenizer"
+    return load_tokenizer(own if own.is_dir() else path.parent / "tokenizer")
+
+
 @torch.inference_mode()
 def generate(
     model: CPM,
@@ -60,17 +69,16 @@ def generate(
 ) -> str:
     """The prompt and up to `tokens` more tokens, fewer if the model ends the text. Temperature 0 is greedy.
 
-    Raises ValueError for settings out of range.
+    Raises ValueError for settings out of range, or if there is no memory for so many tokens.
     """
-    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1 or tokens < 0:
-        raise ValueError(
-            "expected temperature >= 0, top_k >= 0, 0 < top_p <= 1 and tokens >= 0, got "
-            f"{temperature}, {top_k}, {top_p} and {tokens}"
-        )
+    _check_sampling(tokens, temperature, top_k, top_p, seed)
     device = model.norm.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eos_id]
-    cache = Cache(model.config, len(ids) + tokens, model.norm.weight)
+    try:
+        cache = Cache(model.config, len(ids) + tokens, model.norm.weight)
+    except RuntimeError as error:
+        raise ValueError(f"no memory for the keys and values of {len(ids) + tokens} tokens") from error
     fresh = ids
     for _ in range(tokens):
         positions = torch.arange(len(ids) - len(fresh), len(ids), device=device)
@@ -83,11 +91,25 @@ def generate(
     return tokenizer.decode(ids)
 
 
+def _check_sampling(tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    if not 0 <= tokens < 2**31:
+        raise ValueError(f"tokens must be at least 0 and below 2^31, got {tokens}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+    if top_k < 0:
+        raise ValueError(f"top_k must not be negative, got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be at least 0 and below 2^63, got {seed}")
+
+
 def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
     """One token from logits (V,): the top_k likeliest, of these the fewest that make up top_p."""
     if temperature == 0:
         return int(logits.argmax())
-    probs, tokens = (logits / temperature).softmax(-1).sort(descending=True)
+    logits = (logits.double() - logits.max()) / temperature  # the likeliest is 0 however small the temperature
+    probs, tokens = logits.softmax(-1).sort(descending=True)
     if top_k:
         probs = probs[:top_k]
     before = probs.cumsum(-1) - probs
@@ -95,8 +117,10 @@ def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, genera
     return int(tokens[torch.multinomial(probs, 1, generator=generator)])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(
+        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", type=Path, required=True, help="--output of a training run, or one checkpoint in it")
     parser.add_argument("--prompt", default="", help="text to continue (default: none)")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to add at most (default: 200)")
@@ -104,15 +128,16 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (default)")
     parser.add_argument("--top-p", type=float, default=0.95, help="only the likeliest that make up p (default: 0.95)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
     try:
+        _check_sampling(args.tokens, **sampling)
         path = checkpoint.find(args.run)
-        tokenizer = load_tokenizer(path.parent / "tokenizer")
+        tokenizer = checkpoint_tokenizer(path)
         model = load_model(path, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
         print(generate(model, tokenizer, args.prompt, args.tokens, **sampling))
-    except (ValueError, checkpoint.CheckpointError) as error:
-        sys.exit(f"generate.py: {error}")
+    except (ValueError, OSError, checkpoint.CheckpointError) as error:
+        parser.fail(error)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,336 @@
+"""Exports: what transformers loads by itself computes what was trained, with the same tokens; whole or not there."""
+
+import dataclasses
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from bmt_burst.engine import Shard
+from models.config import PRESETS, CPMConfig
+from models.huggingface import HFWeights, fold_scalings, load_cpm, save_weights
+from tests.helpers import ROOT
+from tests.test_model import SMALL, initialized
+from train import checkpoint, export
+from train.export import main
+from train.generate import checkpoint_tokenizer, generate, load_model
+from train.hf_tokenizer import save_for_transformers
+from train.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+
+PADDED = dataclasses.replace(SMALL, rope_theta=5e5)  # a vocabulary of 300 for bytes as tokens, of which there are 257
+SENTENCES = [
+    "the quick brown fox jumps over the lazy dog, don't you think?",
+    "hello  world, how  are you\ttoday? 漢字 é",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def run_of(root: Path, config: CPMConfig, tokenizer: Tokenizer, factor: float = 1.0) -> Path:
+    """A run's folder with one checkpoint of random weights that like tokens that the tokenizer does not have."""
+    weights = {name: p.detach() * factor for name, p in initialized(config).named_parameters()}
+    weights["embed_tokens.weight"][tokenizer.vocab_size :] *= 5
+    shards = {f"weight/{name}": Shard(w.flatten(), 0, tuple(w.shape)) for name, w in weights.items()}
+    state = {"step": 3, "model": config.to_dict(), "config": {"seq_len": 77, "dtype": "fp32"}}
+    checkpoint.save(root, state, shards, keep_last=None)
+    tokenizer.save(root / "tokenizer")
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return run_of(tmp_path_factory.mktemp("export") / "run", PADDED, ByteTokenizer())
+
+
+def exported(run: Path, output: Path, *options: str) -> Path:
+    main(["--run", str(run), "--output", str(output), *options])
+    return output
+
+
+def refusal(capsys, *arguments: object) -> str:
+    """The one line with which export.py refuses."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(a) for a in arguments])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("export.py: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def logits_of_llama(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert type(model) is LlamaForCausalLM
+    return model(tokens).logits.detach().float()
+
+
+SCALINGS = [
+    *(
+        {
+            "scale_emb": preset.scale_emb,
+            "scale_depth": preset.scale_depth,
+            "dim_model_base": preset.dim_model_base and 16,
+            "tie_embeddings": preset.tie_embeddings,
+        }
+        for preset in PRESETS.values()
+    ),
+    {"scale_emb": 0.3, "scale_depth": None, "dim_model_base": None},
+    {"scale_emb": 1.0, "scale_depth": 0.7, "dim_model_base": None, "tie_embeddings": False},
+    {"scale_emb": 1.0, "scale_depth": None, "dim_model_base": 24},
+    {"head_dim": 6, "num_kv_heads": 4, "tie_embeddings": False},
+]
+
+
+@pytest.mark.parametrize("change", SCALINGS, ids=str)
+def test_a_folded_model_is_a_llama_with_the_same_logits(tmp_path, change):
+    model = initialized(dataclasses.replace(SMALL, **change))
+    with torch.no_grad():
+        model.norm.weight.mul_(torch.rand(32) + 0.5)
+    tokens = torch.randint(0, 300, (2, 21))
+    expected = model(tokens, torch.arange(21)).detach()
+    config, weights = fold_scalings(model.config, model.state_dict())
+    assert weights.keys() == model.state_dict().keys()
+    save_weights(tmp_path, config, weights)
+    for logits in (logits_of_llama(tmp_path, tokens), load_cpm(tmp_path)(tokens, torch.arange(21))):
+        assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_transformers_continues_a_text_as_generate_does(run, tmp_path):
+    folder = exported(run, tmp_path / "out")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = model.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=30, do_sample=False)
+    path = checkpoint.find(run)
+    ours = generate(load_model(path, torch.device("cpu")), checkpoint_tokenizer(path), "def f(", 30, temperature=0)
+    assert tokenizer.decode(ids[0], skip_special_tokens=True) == ours
+
+
+def test_an_exported_folder_says_what_others_need_to_know(run, tmp_path):
+    folder = exported(run, tmp_path / "out")
+    written = json.loads((folder / "config.json").read_text())
+    for read in (written, AutoConfig.from_pretrained(folder).to_dict()):
+        assert read["model_type"] == "llama"
+        assert read["max_position_embeddings"] == 77
+        assert read["bos_token_id"] == read["eos_token_id"] == 256
+        assert read["dtype"] == "float32"
+        assert read["rope_parameters"]["rope_theta"] == 5e5
+    assert (written["torch_dtype"], written["rope_theta"]) == ("float32", 5e5)  # as transformers 4 reads them
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == 256
+    assert not list(folder.parent.glob(".*"))
+
+
+def test_scalings_can_be_kept(run, tmp_path, capsys):
+    folder = exported(run, tmp_path / "out", "--keep-scalings")
+    assert "trust_remote_code" in capsys.readouterr().out
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "minicpm"
+    kept, weights = HFWeights(folder), checkpoint.Checkpoint(checkpoint.find(run)).weights()
+    assert dataclasses.replace(kept.config, init_std=PADDED.init_std) == PADDED
+    assert all(kept[name].equal(weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_weights_are_written_in_the_dtype_asked_for(run, tmp_path, name, dtype):
+    folder = exported(run, tmp_path / "out", "--dtype", name)
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == dtype
+    read, exact = HFWeights(folder), HFWeights(exported(run, tmp_path / "exact"))
+    assert all(read[name].equal(exact[name].to(dtype)) for name in exact)
+    shape = exported(run, tmp_path / "bmtrain", "--format", "bmtrain", "--dtype", name)
+    assert {w.dtype for w in torch.load(shape / "model.pt", weights_only=True).values()} == {dtype}
+
+
+def test_weights_beyond_the_dtype_are_refused_and_leave_nothing(tmp_path, capsys):
+    run = run_of(tmp_path / "run", PADDED, ByteTokenizer(), factor=1e6)
+    for kind in ("huggingface", "bmtrain"):
+        options = ("--run", run, "--output", tmp_path / "out", "--format", kind, "--dtype", "fp16")
+        assert "beyond float16" in refusal(capsys, *options)
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o007])
+def test_file_modes_follow_the_umask(run, tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        for kind in ("huggingface", "bmtrain"):
+            folder = exported(run, tmp_path / kind, "--format", kind)
+            assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
+            assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~mask}
+    finally:
+        os.umask(before)
+
+
+def test_what_is_there_is_not_written_to(run, tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("folder", "file", "link"):
+        assert f"{name} exists" in refusal(capsys, "--run", tmp_path / "no run", "--output", tmp_path / name)
+    assert "no checkpoint in" in refusal(capsys, "--run", tmp_path / "no run", "--output", tmp_path / "out" / "deep")
+    assert not (tmp_path / "out").exists()
+    assert "Not a directory" in refusal(capsys, "--run", run, "--output", tmp_path / "file" / "out")
+
+
+def test_a_failed_or_killed_export_leaves_nothing_at_its_output(run, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "save_for_transformers", full)
+        assert "No space left on device" in refusal(capsys, "--run", run, "--output", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / ".out.partial").mkdir()  # as a kill leaves it
+    (tmp_path / ".out.partial/model-00001-of-00002.safetensors").write_text("half")
+    names = {file.name for file in exported(run, tmp_path / "out").iterdir()}
+    assert names == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer.spec.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "bmtrain"])
+def test_a_full_disk_is_named(run, tmp_path, capsys, kind):
+    """Weights that stop growing at 20,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        said = refusal(capsys, "--run", run, "--output", tmp_path / "out", "--format", kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "could not write" in said
+    assert "File too large" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_exports_do_not_write_to_one_folder(run, tmp_path, capsys):
+    with export.written_aside(tmp_path / "out"):
+        assert "is in use by process" in refusal(capsys, "--run", run, "--output", tmp_path / "out")
+    assert (tmp_path / "out").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: --run, --output"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--format", "bmtrain", "--keep-scalings", "--run", "r", "--output", "o"], "is for --format huggingface"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_line(arguments, message, capsys):
+    assert message in refusal(capsys, *arguments)
+
+
+def test_a_checkpoint_brings_its_own_tokenizer(run, tmp_path, capsys):
+    [path] = checkpoint.listed(run)
+    copied = tmp_path / path.name
+    subprocess.run(["cp", "-r", path, copied], check=True)
+    assert "has no tokenizer" in refusal(capsys, "--run", copied, "--output", tmp_path / "out")
+    ByteTokenizer().save(copied / "tokenizer")
+    assert AutoTokenizer.from_pretrained(exported(copied, tmp_path / "out")).eos_token_id == 256
+
+
+# Tokenizers
+
+
+def texts() -> list[str]:
+    """Any characters, words of the tokenizers' training text, and corners."""
+    random.seed(0)
+
+    def character() -> str:
+        return chr(
+            random.choice([random.randrange(1, 127), random.randrange(0xD7FF), random.randrange(0x10000, 0x10FFFF)])
+        )
+
+    words = " ".join(SENTENCES).split()
+    corners = ["", " ", "  lead", "trail \n", "a  b", "\t\r\n x", "ﬁ Å", "\u2581x", "é漢字🙂\x00\x01\u2028"]
+    return [
+        *corners,
+        *("".join(character() for _ in range(30)) for _ in range(50)),
+        *(" ".join(random.choices(words, k=20)) for _ in range(50)),
+    ]
+
+
+def json_tokenizer(folder: Path) -> JsonTokenizer:
+    """One that cuts texts, fills them, and puts a token before them, unless told not to."""
+    backend = Backend(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(SENTENCES, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.enable_truncation(5)
+    backend.enable_padding()
+    backend.save(str(folder / "mine.json"))
+    return JsonTokenizer(folder / "mine.json")
+
+
+def sentencepiece_tokenizer(folder: Path, kind: str, **options) -> SentencePieceTokenizer:
+    (folder / "text.txt").write_text("\n".join(SENTENCES * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"), model_prefix=str(folder / "mine"), model_type=kind, vocab_size=330,
+        hard_vocab_limit=False, minloglevel=2, **options,
+    )  # fmt: skip
+    return SentencePieceTokenizer(folder / "mine.model")
+
+
+LLAMAS = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+TOKENIZERS = {
+    "bytes": lambda folder: ByteTokenizer(),
+    "json": json_tokenizer,
+    "Llama's": lambda folder: sentencepiece_tokenizer(folder, "bpe", **LLAMAS),
+    "BPE": lambda folder: sentencepiece_tokenizer(folder, "bpe", byte_fallback=True),
+    "unigram": lambda folder: sentencepiece_tokenizer(folder, "unigram", byte_fallback=True),
+    "unigram without prefix": lambda folder: sentencepiece_tokenizer(folder, "unigram", add_dummy_prefix=False),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_transformers_reads_the_tokenizer_that_was_trained_with(tmp_path, kind):
+    tokenizer, folder = TOKENIZERS[kind](tmp_path), tmp_path / "out"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    save_for_transformers(tokenizer, folder, 77)
+    theirs, again = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    for text in texts():
+        ids = [int(i) for i in tokenizer.encode(text)]
+        assert theirs(text).input_ids == ids
+        assert [int(i) for i in again.encode(text)] == ids
+        if tokenizer.decode(ids) == text:
+            assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == theirs.bos_token_id == again.eos_id == tokenizer.eos_id
+    assert theirs.model_max_length == 77
+
+
+def test_sentencepiece_models_of_other_kinds_are_refused(tmp_path):
+    tokenizer = sentencepiece_tokenizer(tmp_path, "char")
+    with pytest.raises(ValueError, match="neither a BPE nor a unigram model"):
+        save_for_transformers(tokenizer, tmp_path, 77)
+
+
+@pytest.mark.slow
+def test_an_export_that_is_killed_leaves_nothing_at_its_output(run, tmp_path):
+    script = ROOT / "train/export.py"
+    process = subprocess.Popen([sys.executable, script, "--run", run, "--output", tmp_path / "out"])
+    while not (tmp_path / ".out.partial").exists() and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    exported(run, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
