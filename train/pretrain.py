@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import signal
 import sys
 import time
 import traceback
@@ -23,12 +22,11 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bmt_burst import Layout, init_sequence_parallel, kernels
+from bmt_burst import init_sequence_parallel, kernels
 from bmt_burst.engine import Engine
 from bmt_burst.engine.bmtrain import BMTrainEngine
 from bmt_burst.engine.common import AdamW
@@ -37,7 +35,8 @@ from bmt_burst.groups import make_rings
 from bmt_burst.loss import count_targets
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.cpm import CPM
-from train import checkpoint, ranks
+from train import checkpoint, ranks, resume
+from train.batches import Batches
 from train.clock import Clock
 from train.config import TrainConfig, parse_config
 from train.data import Sequences, TokenFile
@@ -47,23 +46,12 @@ from train.launch import die_with_launcher, launch
 from train.lock import lock
 from train.metrics import Metrics
 from train.schedule import learning_rate
+from train.signals import StopSignal
 from train.tokenizer import load_tokenizer
 from train.watchdog import Watchdog
 from train.weights import load_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class StopSignal:
-    """Notes SIGINT and SIGTERM instead of dying of them."""
-
-    def __init__(self):
-        self.received = False
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self._note)
-
-    def _note(self, _signum, _frame) -> None:
-        self.received = True
 
 
 @dataclass
@@ -88,13 +76,12 @@ class Trainer:
         self.sp = ranks.together(
             lambda: init_sequence_parallel(config.sp_size, layout=config.layout, inner_size=config.inner_size)
         )
-        self.dp_rank, self.dp_size = self.rank // self.sp.size, dist.get_world_size() // self.sp.size
-        ranks.together(self._check_sizes)
-        self.positions = self.sp.positions(config.seq_len, device)
+        self.batches = ranks.together(lambda: Batches(config, self.sp, device))
         watchdog.alive("building the model")
         self.engine = self._make_engine()
         watchdog.alive("reading a checkpoint")
-        self.progress = self._resume()
+        path = resume.chosen(config)
+        self.progress = ranks.together(lambda: self._load(path) if path else self._start())
         self.clock = Clock(device)
         self.metrics = ranks.together(self._open_metrics)
 
@@ -143,13 +130,13 @@ class Trainer:
         began, config, progress = time.perf_counter(), self.config, self.progress
         self.watchdog.alive(f"reading for step {progress.step + 1}")
         with self.clock.phase("data"):
-            micro_batches = [self._shard(*batch) for batch in self._read_batch()]
+            micro_batches = self.batches.of_step(self.train_data, progress.samples)
             [targets] = self.engine.sum([sum(int(count_targets(labels)) for _, labels in micro_batches)])
         losses = []
         for tokens, labels in micro_batches:
             self.watchdog.alive(f"step {progress.step + 1}")
             with self.clock.phase("forward"):
-                loss, _ = self.engine.model(tokens, self.positions, labels)
+                loss, _ = self.engine.model(tokens, self.batches.positions, labels)
             with self.clock.phase("backward"):
                 self.engine.backward(loss / max(targets, 1))
             losses.append(loss.detach())
@@ -207,37 +194,16 @@ class Trainer:
             values["peak_gib"] = (torch.cuda.max_memory_allocated() + held) / 2**30
         return values
 
-    def _read_batch(self) -> list[tuple[Tensor, Tensor]]:
-        """This step's micro-batches of this data parallel group: whole sequences, the same on all its ranks.
-
-        The samples of a step are dealt to the groups in one order that does not depend on how many groups there are.
-        """
-        size, data = self.config.micro_batch_size, self.train_data
-        share = self.config.batch_size // self.dp_size
-        first = self.progress.samples + self.dp_rank * share
-        return [
-            data.batch([data.order(sample) for sample in range(start, start + size)])
-            for start in range(first, first + share, size)
-        ]
-
     @torch.no_grad()
     def _evaluate(self) -> float:
         """Mean token loss over evenly spaced sequences of the validation data."""
-        data, size = self.val_data, self.config.micro_batch_size
-        count = min(self.config.eval_sequences, len(data))
-        chosen: list[int | None] = [i * len(data) // count for i in range(count)]
-        chosen += [None] * (-count % (size * self.dp_size))  # all ranks must take part equally often
         loss = targets = 0.0
-        for start in range(self.dp_rank * size, len(chosen), size * self.dp_size):
+        for tokens, labels in self.batches.of_evaluation(self.val_data):
             self.watchdog.alive(f"evaluation after step {self.progress.step}")
-            tokens, labels = self._shard(*data.batch(chosen[start : start + size]))
-            batch_loss, batch_targets = self.engine.model(tokens, self.positions, labels)
+            batch_loss, batch_targets = self.engine.model(tokens, self.batches.positions, labels)
             loss, targets = loss + float(batch_loss), targets + float(batch_targets)
         loss, targets = self.engine.sum([loss, targets])
         return loss / targets
-
-    def _shard(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return self.sp.shard(tokens).to(self.device), self.sp.shard(labels).to(self.device)
 
     def _check_and_open(self) -> None:
         """What each rank can do on its own: the model's shape, its kernel, the data; rank 0 locks the output."""
@@ -255,15 +221,6 @@ class Trainer:
         self.tokenizer.save(self.root / "tokenizer")
         return Metrics(self.root, self.progress.step, self.config.steps)
 
-    def _check_sizes(self) -> None:
-        config = self.config
-        if config.batch_size % (self.dp_size * config.micro_batch_size):
-            raise ValueError(
-                f"batch_size={config.batch_size} is not a multiple of micro_batch_size={config.micro_batch_size} "
-                f"times {self.dp_size} data parallel groups"
-            )
-        Layout(config.layout, config.seq_len, self.sp.size)
-
     def _open(self, folder: str) -> Sequences:
         file = TokenFile(folder)
         if file.index["vocab_size"] > self.model_config.vocab_size:
@@ -279,48 +236,16 @@ class Trainer:
         q = torch.empty(1, 1, model.num_heads, model.head_dim, **like)
         kernels.pick(self.config.flash, q, torch.empty(1, 1, model.num_kv_heads, model.head_dim, **like))
 
-    def _resume(self) -> Progress:
-        """Loads the checkpoint that the configuration asks for; returns where to go on, or the start."""
-        config = self.config
-        if config.resume == "never":
-            if checkpoint.listed(self.root):
-                raise ranks.RankError(f"{self.root} has checkpoints: give --resume auto to go on, or another --output")
-            return ranks.together(self._start)
-        auto = config.resume == "auto"
-        path = checkpoint.newest(self.root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
-        if path is None:
-            return ranks.together(self._start)
-        newest = next(iter(checkpoint.listed(self.root)), path)
-        if not newest.samefile(path):
-            newest = checkpoint.newest(self.root, set_aside=True)  # that one may be damaged
-        if not newest.samefile(path):
-            raise ranks.RankError(f"{self.root} has checkpoints that {path} does not lead to: give another --output")
-        return ranks.together(lambda: self._load(checkpoint.Checkpoint(path)))
-
-    def _load(self, saved: checkpoint.Checkpoint) -> Progress:
-        path = saved.path
-        if saved.state["model"] != self.model_config.to_dict():
-            raise ValueError(f"{path} holds another model: {saved.state['model']}")
-        before, now = saved.state["data"], self._data_identity()
-        if any(now.get(name) != value for name, value in before.items()):
-            raise ValueError(f"{path} was reading {before}, this run reads {now}")
-        self._name_changes(saved.state["config"])
+    def _load(self, path: Path) -> Progress:
+        saved = checkpoint.Checkpoint(path)
+        resume.check_same(saved, self.model_config.to_dict(), resume.data_identity(self.train_data))
+        resume.name_changes(saved.state["config"], self.config)
         self.engine.load(saved.read, saved.state["optimizer_steps"])
         if saved.state["config"]["dtype"] == self.config.dtype:
             self.engine.loss_scale = saved.state.get("loss_scale", self.engine.loss_scale)
             self.engine.steps_at_scale = saved.state.get("steps_at_scale", 0)
         saved.restore_rng(self.rank)
         return Progress(**{field.name: saved.state.get(field.name, 0) for field in dataclasses.fields(Progress)})
-
-    def _name_changes(self, before: dict) -> None:
-        """Says which settings that matter for the result differ from those of the run that is resumed."""
-        technical = {"resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences"}
-        technical |= {"checkpointing", "checkpointing_blocks", "offload", "offload_optimizer"}
-        technical |= {"max_skips", "timeout", "save"}
-        now = self.config.to_dict()
-        changed = [f"{k} {before.get(k)} -> {v}" for k, v in now.items() if k not in technical and before.get(k) != v]
-        if changed and self.rank == 0:
-            print("changed since the checkpoint:", ", ".join(changed), file=sys.stderr)
 
     def _start(self) -> Progress:
         if self.config.init_from:
@@ -333,23 +258,17 @@ class Trainer:
             "optimizer_steps": self.engine.optimizer_steps,
             "loss_scale": self.engine.loss_scale,
             "steps_at_scale": self.engine.steps_at_scale,
-            "data": self._data_identity(),
+            "data": resume.data_identity(self.train_data),
             "model": self.model_config.to_dict(),
             "config": self.config.to_dict(),
         }
-
-    def _data_identity(self) -> dict:
-        """What must not change for the sample count to mean the same samples."""
-        file = self.train_data.file
-        order = {"seq_len": self.config.seq_len, "seed": self.config.seed}
-        return {"tokens": len(file.tokens), "digest": file.digest, **order}
 
     def _description(self) -> str:
         c, resumed = self.config, f", resumed after step {self.progress.step}" if self.progress.step else ""
         name, size = c.init_from or c.model, self.model_config.num_parameters
         return (
             f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, {type(self.engine).__name__}; "
-            f"{self.dp_size} data parallel x {self.sp.size} sequence parallel ranks; "
+            f"{self.batches.dp_size} data parallel x {self.sp.size} sequence parallel ranks; "
             f"{c.batch_size} sequences of {c.seq_len} tokens a step; "
             f"{len(self.train_data):,} sequences an epoch{resumed}"
         )
