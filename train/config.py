@@ -47,7 +47,10 @@ class TrainConfig:
     val_data: str | None = option(None, DATA, "folder of validation tokens", kind=str)
     seq_len: int = option(512, DATA, "tokens in one sequence, over all ranks that share it")
     batch_size: int = option(8, DATA, "sequences in one optimizer step, over all ranks")
-    micro_batch_size: int = option(8, DATA, "sequences that a rank works on at once; the rest is gradient accumulation")
+    micro_batch_size: int | None = option(
+        None, DATA, "sequences that a rank works on at once; the rest is gradient accumulation. By default as many, up "
+        "to 8, as divide those of a data parallel group", kind=int,
+    )  # fmt: skip
 
     processes: int = option(1, PARALLEL, "processes to start on this machine; leave at 1 under torchrun")
     sp_size: int = option(1, PARALLEL, "ranks that share a sequence; the others are data parallel")
@@ -108,7 +111,7 @@ class TrainConfig:
     def __post_init__(self):
         positive = ("seq_len", "batch_size", "micro_batch_size", "processes", "sp_size", "steps", "keep_last")
         for name in (*positive, "eval_sequences", "max_skips"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("warmup", "decay", "save_every", "eval_every", "weight_decay", "seed"):
             if getattr(self, name) < 0:
