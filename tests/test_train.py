@@ -295,6 +295,7 @@ def is_running(pid: int) -> bool:
         ({"init_from": "junk"}, "junk/config.json: it holds a list, not names and values"),
         ({"model": "cut.json"}, "cut.json: Unterminated string"),
         ({"processes": 2, "sp_size": 3}, "sp_size=3 does not divide the world of 2 ranks"),
+        ({"seq_len": 10_000}, "76% of the positions of"),
         ({"batch_size": 3, "micro_batch_size": 2}, "batch_size=3 is not a multiple of micro_batch_size=2"),
         ({"model": "cpm-huge"}, "neither a preset"),
         ({"processes": 2, "sp_size": 2, "seq_len": 1}, "too short for 2 ranks; the smallest is 2"),

@@ -78,6 +78,11 @@ class Sequences:
     def __len__(self) -> int:
         return -(-(len(self.file.tokens) - 1) // self.seq_len)
 
+    @property
+    def padding(self) -> float:
+        """Share of the positions of an epoch that have no target."""
+        return 1 - (len(self.file.tokens) - 1) / (len(self) * self.seq_len)
+
     def order(self, sample: int) -> int:
         epoch, place = divmod(sample, len(self))
         return int(_permutation(self.seed, epoch, len(self))[place])

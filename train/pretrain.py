@@ -51,6 +51,7 @@ from train.tokenizer import load_tokenizer
 from train.watchdog import Watchdog
 from train.weights import load_weights
 
+_MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # shares of an epoch's positions: refused, said
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -211,6 +212,7 @@ class Trainer:
         self.model_config = config.model_config()
         self._check_kernel()
         self.train_data = self._open(config.data)
+        self._check_padding()
         self.val_data = self._open(config.val_data) if config.val_data else None
         self.tokenizer = load_tokenizer(self.train_data.file.folder)
         self.lock = lock(self.root) if self.rank == 0 else None
@@ -229,6 +231,15 @@ class Trainer:
                 f"{self.model_config.vocab_size}"
             )
         return Sequences(file, self.config.seq_len, self.config.seed)
+
+    def _check_padding(self) -> None:
+        """Raises ValueError if most of what would be trained on is padding; says so if much is."""
+        padding, text = self.train_data.padding, self.config.data
+        said = f"{padding:.0%} of the positions of {text} ({len(self.train_data.file.tokens):,} tokens) are padding"
+        if padding > _MOST_PADDING:
+            raise ValueError(f"{said} at seq_len={self.config.seq_len}: give more text or a shorter --seq-len")
+        if padding > _MUCH_PADDING and self.rank == 0:
+            print(f"{said} at seq_len={self.config.seq_len}", file=sys.stderr)
 
     def _check_kernel(self) -> None:
         """Raises ValueError if --flash names a kernel that cannot do this model's heads here."""
