@@ -17,6 +17,7 @@ from tests.helpers import ROOT
 from tests.test_model import SMALL, initialized
 from train import checkpoint
 from train.checkpoint import Checkpoint
+from train.lock import lock
 
 pytestmark = pytest.mark.slow
 
@@ -168,7 +169,10 @@ def test_a_run_that_diverges_stops_before_it_spoils_the_weights(folder):
     """bf16 overflows at once with such a rate; the checkpoint before is whole and finite."""
     said = train(folder, "diverging", code=2, steps=20, save_every=1, lr=1e30, schedule="linear", warmup_steps=0)
     assert "skipped, the loss is nan; 1 in a row" in said or "skipped, the gradient norm is" in said
-    assert f"10 steps in a row were skipped; the last good checkpoint is {folder}/diverging/step_00000001" in said
+    assert (
+        f"10 steps in a row were skipped; the last good checkpoint is {folder}/diverging/step_00000001; to go on"
+        in said
+    )
     assert "NaN" not in (folder / "diverging/metrics.jsonl").read_text()
     assert [p.name for p in (folder / "diverging").glob("step_*")] == ["step_00000001"]
 
@@ -176,7 +180,7 @@ def test_a_run_that_diverges_stops_before_it_spoils_the_weights(folder):
 def test_a_run_that_ends_in_skipped_steps_keeps_all_it_has_and_is_no_success(folder):
     options = {"lr": 1e30, "schedule": "linear", "warmup_steps": 0, "save_every": 1, "keep_last": 1}
     said = train(folder, "poisoned", code=2, steps=6, **options)
-    saved = folder / "poisoned/step_00000001"
+    saved = f"{folder}/poisoned/step_00000001; to go on from it, give --resume {folder}/poisoned/step_00000001"
     assert f"5 steps in a row were skipped; the last good checkpoint is {saved}" in said
     assert [path.name for path in checkpoint.listed(folder / "poisoned")] == ["step_00000006", "step_00000001"]
     said = train(folder, "poisoned", code=2, steps=20, max_skips=7, resume="auto", **options)
@@ -194,15 +198,21 @@ def test_a_folder_has_one_run_at_a_time(folder):
     assert first.wait(60) == 0
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_in_order(folder, signum):
-    name = f"signal-{signum}"
-    arguments = command(folder, name, processes=2, sp_size=2, steps=100_000)
-    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.mark.parametrize(
+    ("signum", "processes", "times"),
+    [(signal.SIGTERM, 2, 1), (signal.SIGHUP, 1, 1), (signal.SIGINT, 2, 2), (signal.SIGINT, 1, 2)],
+)
+def test_a_signal_ends_the_run_in_order(folder, signum, processes, times):
+    """Once for all, though a terminal sends it to the launcher and to the ranks, and some launchers twice."""
+    name = f"signal-{signum}-{processes}"
+    arguments = command(folder, name, processes=processes, sp_size=processes, steps=100_000)
+    run = start(arguments)
     wait_for_steps(folder / name, 3, run)
-    run.send_signal(signum)
+    for _ in range(times):
+        os.killpg(run.pid, signum)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 0, said
+    assert said.count("stopping after this step; Ctrl-C once more ends the run now") == 1
     steps = len(curve(folder, name))
     assert f"stopped after step {steps}; to go on, run the same command with --resume auto" in said
     assert checkpoint.newest(folder / name) == folder / name / f"step_{steps:08d}"
@@ -217,6 +227,43 @@ def test_a_signal_before_training_ends_the_run_too(folder):
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 0, said
     assert "stopped before training began" in said or "to go on" in said
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_interrupt_ends_the_run_now(folder, whole_run, processes):
+    """In a step that takes minutes, from which Python's own handlers would not be called."""
+    name = f"insisted-{processes}"
+    last = folder / name / "step_00000020"
+    shutil.copytree(folder / "whole", folder / name)
+    long = {"steps": 30, "batch_size": 100_000, "resume": "auto"}
+    run = start(command(folder, name, processes=processes, sp_size=processes, **long))
+    said = read_until(run, "resumed after step 20")
+    time.sleep(1)
+    os.killpg(run.pid, signal.SIGINT)
+    said += read_until(run, "stopping after this step")
+    time.sleep(1)
+    assert run.poll() is None
+    os.killpg(run.pid, signal.SIGINT)
+    said += run.communicate(timeout=10)[0]
+    assert run.returncode == 130, said
+    assert said.count("stopping after this step") == 1
+    assert f"the last good checkpoint is {last}; to go on from it, run the same command with --resume auto" in said
+    assert "Traceback" not in said
+
+
+def read_until(run: subprocess.Popen, text: str) -> str:
+    """What a run says up to the line with `text`."""
+    lines = []
+    while not lines or text not in lines[-1]:
+        lines.append(run.stdout.readline())
+        assert lines[-1], "".join(lines)
+    return "".join(lines)
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    """In a process group of its own, as a shell does."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(arguments, **options, process_group=0)
 
 
 def wait_for_steps(output: Path, steps: int, run: subprocess.Popen) -> None:
@@ -252,10 +299,26 @@ def test_a_failing_rank_ends_the_run(folder, sp_size):
     wait_for_steps(folder / f"failing{sp_size}", 2, run)
     os.kill(children(run.pid)[1], signal.SIGKILL)
     said, _ = run.communicate(timeout=60)
-    assert run.returncode != 0
-    assert "rank 1 ended with code 137" in said
+    assert run.returncode == 137
+    assert "rank 1 ended with code 137 (SIGKILL)" in said
     assert "rank 0 lost contact with another rank" in said or sp_size > 1
+    assert "the last good checkpoint is none" in said
     assert "Traceback" not in said
+
+
+def test_ranks_die_with_torchruns_agent(folder):
+    """And let go of the folder."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = command(folder, "agent", sp_size=2, steps=100_000)
+    agent = start([*launcher, *arguments[1:]])
+    wait_for_steps(folder / "agent", 2, agent)
+    ranks = children(agent.pid)
+    assert len(ranks) == 2
+    agent.kill()
+    agent.communicate()
+    time.sleep(0.5)
+    assert not [pid for pid in ranks if is_running(pid)]
+    lock(folder / "agent").close()
 
 
 def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):

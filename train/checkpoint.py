@@ -19,7 +19,7 @@ import re
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +57,33 @@ def save(root: Path, state: dict[str, Any], shards: dict[str, Shard], keep_last:
     except CheckpointError as error:
         if ranks.rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
-        good = last_good(root) or "none"
-        raise CheckpointError(f"could not save {final}: {error}; the last good checkpoint is {good}") from error
+        raise CheckpointError(f"could not save {final}: {error}") from error
     return final
 
 
 def last_good(root: Path) -> Path | None:
     """The newest checkpoint that was not saved amid skipped steps. Damaged ones are named on stderr."""
+    return next((path for path, skips in _readable(root) if not skips), None)
+
+
+def outlook(root: Path) -> str:
+    """What a run that ended leaves: its last good checkpoint, and how to go on from there."""
+    readable = list(_readable(root))
+    good = next((path for path, skips in readable if not skips), None)
+    if good is None:
+        return "the last good checkpoint is none"
+    again = "run the same command with --resume auto"
+    how = again if good == readable[0][0] else f"give --resume {good} and another --output"
+    return f"the last good checkpoint is {good}; to go on from it, {how}"
+
+
+def _readable(root: Path) -> Iterator[tuple[Path, int]]:
+    """Checkpoints, the newest first, and how many steps in a row had been skipped when they were saved."""
     for path in listed(root):
         try:
-            state = Checkpoint(path).state
+            yield path, Checkpoint(path).state.get("skips_in_a_row", 0)
         except CheckpointError as error:
             _name_damaged(path, str(error))
-            continue
-        if not state.get("skips_in_a_row"):
-            return path
-    return None
 
 
 def newest(root: Path, set_aside: bool = False) -> Path | None:

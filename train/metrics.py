@@ -5,7 +5,7 @@ Only rank 0 has a Metrics; its folder gets
     metrics.jsonl   a record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or {"step", "val_loss"};
                     what a run that went on from before has replaced is in metrics.jsonl.dropped
     tensorboard/    the same
-    loss.png        the curves, drawn at the end
+    loss.png        the curves, drawn at each save and at the end
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+from train.files import showing, writing
 
 _WINDOW = 64  # records that a loss is compared with
 _SHOWN = {
@@ -50,13 +52,16 @@ class Metrics:
         """Writes one record; non-integers with full precision."""
         record = {"step": step, **values}
         self.records.append(record)
-        try:
+        with writing(self._file.name):
             self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._file.name) from error
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        with writing(self.folder / "tensorboard"):
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def has(self, step: int, name: str) -> bool:
+        """Whether there is a value of `name` for a step."""
+        return any(record["step"] == step and name in record for record in reversed(self.records))
 
     def progress(self, step: int) -> None:
         """Shows the last record, which is that of `step`, and says so if its loss is far above those before."""
@@ -64,11 +69,12 @@ class Metrics:
         if (usual := self._usual_loss()) and record.get("loss", 0.0) > usual:
             self.say(f"step {step}: loss spike, {record['loss']:.4f} where at most {usual:.4f} is usual")
         line = ", ".join(text.format(record[name]) for name, text in _SHOWN.items() if name in record)
-        if self._bar.disable:
-            print(f"step {step}/{self.steps}: {line}", flush=True)
-        else:
-            self._bar.set_postfix_str(line, refresh=False)
-            self._bar.update()
+        with showing():
+            if self._bar.disable:
+                print(f"step {step}/{self.steps}: {line}", flush=True)
+            else:
+                self._bar.set_postfix_str(line, refresh=False)
+                self._bar.update()
 
     def _usual_loss(self) -> float | None:
         """Mean plus six standard deviations of the losses before the last record; None while there are few."""
@@ -79,13 +85,25 @@ class Metrics:
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
-        self._bar.write(text)
+        with showing():
+            self._bar.write(text)
+            sys.stdout.flush()
+
+    def draw(self) -> None:
+        """Draws loss.png. That it cannot be drawn is said, and no reason to end a run."""
+        try:
+            plot_losses(self.records, self.folder / "loss.png")
+        except Exception as error:  # noqa: BLE001 - of matplotlib, which is free to fail in its own ways
+            self.say(f"loss.png was not drawn: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        self._bar.close()
-        self._board.close()
-        self._file.close()
-        plot_losses(self.records, self.folder / "loss.png")
+        with showing():
+            self._bar.close()
+        with writing(self.folder / "tensorboard"):
+            self._board.close()
+        with writing(self._file.name):
+            self._file.close()
+        self.draw()
 
 
 def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
@@ -106,8 +124,10 @@ def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    figure.savefig(file, dpi=120)
+    partial = file.with_name(f".{file.name}.partial")
+    figure.savefig(partial, dpi=120, format="png")
     plt.close(figure)
+    os.replace(partial, file)
 
 
 def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:

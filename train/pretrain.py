@@ -3,8 +3,9 @@
     python train/pretrain.py --processes 2 --sp-size 2 --data data/stdlib/train --val-data data/stdlib/val
     torchrun --nnodes 2 --nproc-per-node 8 ... train/pretrain.py --config run.toml
 
-See --help for all options. Ctrl-C or SIGTERM: the step is finished, a checkpoint saved, and every rank leaves with
-code 0; --resume auto goes on from there with the same losses as if it had not stopped.
+See --help for all options. Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint saved, and every rank leaves
+with code 0; --resume auto goes on from there with the same losses as if it had not stopped. Ctrl-C once more ends the
+run at once, with code 130.
 """
 
 from __future__ import annotations
@@ -12,19 +13,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-import torch.distributed as dist
-
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from train.signals import die_with_parent, has_launcher
+
+    die_with_parent()  # torch takes seconds to import, in which a parent may die
+    if not has_launcher():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # and Ctrl-C is no traceback
+
+import torch
+import torch.distributed as dist
 
 from bmt_burst import init_sequence_parallel, kernels
 from bmt_burst.engine import Engine
@@ -41,12 +49,13 @@ from train.clock import Clock
 from train.config import TrainConfig, parse_config
 from train.data import Sequences, TokenFile
 from train.distributed import init_distributed
+from train.files import showing, tell
 from train.flops import peak_tflops, step_flops
-from train.launch import die_with_launcher, launch
+from train.launch import launch
 from train.lock import lock
 from train.metrics import Metrics
 from train.schedule import learning_rate
-from train.signals import StopSignal
+from train.signals import INTERRUPTED, NOTED, StopSignal, has_launcher
 from train.tokenizer import load_tokenizer
 from train.watchdog import Watchdog
 from train.weights import load_weights
@@ -83,8 +92,10 @@ class Trainer:
         watchdog.alive("reading a checkpoint")
         path = resume.chosen(config)
         self.progress = ranks.together(lambda: self._load(path) if path else self._start())
+        self.saved_step = self.progress.step
         self.clock = Clock(device)
         self.metrics = ranks.together(self._open_metrics)
+        self._set_last_words()
 
     def _make_engine(self) -> Engine:
         config = self.config
@@ -100,7 +111,7 @@ class Trainer:
         return TorchEngine(**common, device=self.device)
 
     def run(self) -> bool:
-        """Trains to the last step or until told to stop; returns whether the last step was reached.
+        """Trains to the last step or until told to stop; returns whether nothing is left to do.
 
         Raises FloatingPointError on every rank if the last steps were skipped; a single one may be the loss scale's.
         """
@@ -108,23 +119,46 @@ class Trainer:
         self._say(self._description())
         if progress.step >= config.steps:
             self._say(f"there is nothing to do: step {progress.step} of {config.steps} is done")
-        stopping = False
+        stopping = self._told_to_stop()
+        if self._evaluation_missing() and not stopping:
+            stopping = not self._evaluate()
         while progress.step < config.steps and not stopping:
             stopping = self._train_step()
-            last = progress.step == config.steps
-            if self.val_data and (last or (_due(progress.step, config.eval_every) and not stopping)):
-                self._record(val_loss=self._evaluate())
-            due = _due(progress.step, config.save_every) and not progress.skips_in_a_row
-            if config.save and (last or stopping or due):
-                self.watchdog.alive(f"saving step {progress.step}")
-                keep_last = None if progress.skips_in_a_row else config.keep_last  # one of these may be needed
-                path = checkpoint.save(self.root, self._state(), self.engine.state(), keep_last)
-                self._say(f"step {progress.step}: saved {path}")
+            if self._is_last() or (_due(progress.step, config.save_every) and not progress.skips_in_a_row):
+                self._save()
+            if self._evaluation_due() and not stopping:
+                stopping = not self._evaluate()
+        if stopping:
+            self._save()
         if self.metrics:
             self.metrics.close()
-        if progress.step >= config.steps and progress.skips_in_a_row > 1:
+        if self._is_last() and progress.skips_in_a_row > 1:
             raise FloatingPointError(self._skipped("the run ended"))
-        return progress.step >= config.steps
+        return self._is_last() and not self._evaluation_missing()
+
+    def _is_last(self) -> bool:
+        return self.progress.step >= self.config.steps
+
+    def _told_to_stop(self) -> bool:
+        """Whether any rank was."""
+        return self.engine.sum([float(self.stop.received)])[0] > 0
+
+    def _save(self) -> None:
+        """Saves this step, unless it is saved or nothing is to be."""
+        step = self.progress.step
+        if not self.config.save or step == self.saved_step:
+            return
+        self.watchdog.alive(f"saving step {step}")
+        keep_last = None if self.progress.skips_in_a_row else self.config.keep_last  # one of these may be needed
+        path = checkpoint.save(self.root, self._state(), self.engine.state(), keep_last)
+        self.saved_step = step
+        self._say(f"step {step}: saved {path}")
+        self._set_last_words()
+        if self.metrics:
+            self.metrics.draw()
+
+    def _set_last_words(self) -> None:
+        self.watchdog.last_words = ranks.gather(checkpoint.outlook(self.root) if self.rank == 0 else "")[0]
 
     def _train_step(self) -> bool:
         """One step; returns whether any rank was told to stop."""
@@ -178,9 +212,7 @@ class Trainer:
         return {"loss": loss, "grad_norm": grad_norm}
 
     def _skipped(self, what: str) -> str:
-        good = checkpoint.last_good(self.root) or "none"
-        skips = f"{self.progress.skips_in_a_row} steps in a row were skipped"
-        return f"step {self.progress.step}: {what}; {skips}; the last good checkpoint is {good}"
+        return f"step {self.progress.step}: {what}; {self.progress.skips_in_a_row} steps in a row were skipped"
 
     def _speed(self, seconds: float) -> dict[str, float]:
         """Tokens a second over all ranks, TFLOP/s and MFU of a rank, and peak memory."""
@@ -195,16 +227,32 @@ class Trainer:
             values["peak_gib"] = (torch.cuda.max_memory_allocated() + held) / 2**30
         return values
 
+    def _evaluation_due(self) -> bool:
+        return self.val_data is not None and (self._is_last() or _due(self.progress.step, self.config.eval_every))
+
+    def _evaluation_missing(self) -> bool:
+        """Whether the step that was reached has been saved but not been evaluated, since the run ended meanwhile."""
+        if not self.progress.step or not self._evaluation_due():
+            return False
+        return not ranks.gather(self.metrics and self.metrics.has(self.progress.step, "val_loss"))[0]
+
     @torch.no_grad()
-    def _evaluate(self) -> float:
-        """Mean token loss over evenly spaced sequences of the validation data."""
+    def _evaluate(self) -> bool:
+        """Records the mean token loss over evenly spaced sequences; returns False if told to stop meanwhile."""
+        began, step, batches = time.perf_counter(), self.progress.step, self.batches
+        self._say(f"step {step}: evaluating on {self.config.val_data}")
         loss = targets = 0.0
-        for tokens, labels in self.batches.of_evaluation(self.val_data):
-            self.watchdog.alive(f"evaluation after step {self.progress.step}")
-            batch_loss, batch_targets = self.engine.model(tokens, self.batches.positions, labels)
+        for tokens, labels in batches.of_evaluation(self.val_data):
+            self.watchdog.alive(f"evaluation after step {step}")
+            if self._told_to_stop():
+                self._say(f"step {step}: evaluation stopped")
+                return False
+            batch_loss, batch_targets = self.engine.model(tokens, batches.positions, labels)
             loss, targets = loss + float(batch_loss), targets + float(batch_targets)
         loss, targets = self.engine.sum([loss, targets])
-        return loss / targets
+        self._record(val_loss=loss / targets)
+        self._say(f"step {step}: validation loss {loss / targets:.4f}, in {time.perf_counter() - began:.1f} s")
+        return True
 
     def _check_and_open(self) -> None:
         """What each rank can do on its own: the model's shape, its kernel, the data; rank 0 locks the output."""
@@ -300,37 +348,58 @@ def _due(step: int, every: int) -> bool:
 def main(argv: Sequence[str]) -> int:
     config = parse_config(argv)
     if config.processes > 1 and "RANK" not in os.environ:
-        return launch([__file__, *argv], config.processes)
-    die_with_launcher()
+        return launch([__file__, *argv], config.processes, Path(config.output))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # kernels compiled once are there next time
-    stop = StopSignal()
     watchdog = Watchdog(ranks.rank(), config.timeout)
+    stop = StopSignal(_note, lambda: _end_now(watchdog))
     try:
         watchdog.alive("waiting for the other ranks to join")
         trainer = Trainer(config, init_distributed(config), stop, watchdog)
         finished = trainer.run()
-    except (ranks.RankError, FloatingPointError) as error:  # alike on every rank
-        if ranks.rank() == 0:
-            print(f"pretrain.py: {error}", file=sys.stderr)
-        return 2
-    except (ValueError, OSError) as error:
-        print(f"pretrain.py: rank {ranks.rank()}: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if not ranks.lost_contact(error):
-            raise
-        lost = f"rank {ranks.rank()} lost contact with another rank, whose own message may say why"
-        print(f"pretrain.py: {lost}; in {watchdog.doing}: {error}", file=sys.stderr)
-        return 1
-    else:
         if trainer.rank == 0 and not finished:
             how = "to go on, run the same command with --resume auto" if config.save else "nothing was saved"
-            print(f"stopped after step {trainer.progress.step}; {how}")
+            with showing():
+                print(f"stopped after step {trainer.progress.step}; {how}")
         watchdog.alive("leaving the other ranks")
         dist.destroy_process_group()
         return 0
+    except Exception as error:
+        code = _explain(error, watchdog)
+        if code is None:
+            raise
+        return code
     finally:
         watchdog.close()
+
+
+def _note() -> None:
+    if ranks.rank() == 0 and not has_launcher():
+        tell(NOTED)
+
+
+def _end_now(watchdog: Watchdog) -> NoReturn:
+    """What a second Ctrl-C does, in whatever the main thread is."""
+    if ranks.rank() == 0:
+        tell("; ".join(filter(None, (f"ended now, in {watchdog.doing}", watchdog.last_words))))
+    os._exit(INTERRUPTED)
+
+
+def _explain(error: Exception, watchdog: Watchdog) -> int | None:
+    """Says why the run ends and what it leaves; returns the exit code, None for an error that only a traceback tells.
+
+    What is alike on every rank is said by one.
+    """
+    rank, code, said = ranks.rank(), None, ""
+    if isinstance(error, (ranks.RankError, FloatingPointError)):
+        code, said = 2, f"pretrain.py: {error}" if rank == 0 else ""
+    elif isinstance(error, (ValueError, OSError)):
+        code, said = 2, f"pretrain.py: rank {rank}: {error}"
+    elif isinstance(error, RuntimeError) and ranks.lost_contact(error):
+        lost = f"rank {rank} lost contact with another rank, whose own message may say why"
+        code, said = ranks.LOST_CONTACT, f"pretrain.py: {lost}; in {watchdog.doing}: {error}"
+    if code is None or said:
+        tell("; ".join(filter(None, (said, watchdog.last_words))))
+    return code
 
 
 def _leave(code: int) -> NoReturn:
@@ -338,8 +407,9 @@ def _leave(code: int) -> NoReturn:
 
     torch 2.13 has a reason of its own: a gloo thread that drops a tensor meanwhile aborts the process.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk may be full, or the terminal gone
+            stream.flush()
     os._exit(code)
 
 

@@ -20,10 +20,15 @@ _GRACE = 30.0  # seconds after which faulthandler's own thread acts, which needs
 
 
 class Watchdog:
-    """Watches this rank from now on."""
+    """Watches this rank from now on.
+
+    doing        what it does
+    last_words   what there is to say if the run ends: the last good checkpoint and how to go on
+    """
 
     def __init__(self, rank: int, timeout: float):
         self.rank, self.timeout = rank, timeout
+        self.last_words = ""
         self._file: TextIO | None = None
         self._over = threading.Event()
         self.alive("start")
@@ -58,7 +63,8 @@ class Watchdog:
 
     def _bark(self, waited: float) -> None:
         where = f"; stacks in {self._file.name}" if self._file else ""
-        text = f"{time.strftime('%F %T')} rank {self.rank}: no sign of life for {waited:.0f} s in {self.doing}{where}\n"
+        what = f"rank {self.rank}: no sign of life for {waited:.0f} s in {self.doing}{where}"
+        text = "; ".join(filter(None, (f"{time.strftime('%F %T')} {what}", self.last_words))) + "\n"
         for stream in (self._file, sys.stderr) if self._file else (sys.stderr,):
             stream.write(text)
             stream.flush()
