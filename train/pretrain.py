@@ -150,7 +150,7 @@ class Trainer:
             return
         self.watchdog.alive(f"saving step {step}")
         keep_last = None if self.progress.skips_in_a_row else self.config.keep_last  # one of these may be needed
-        path = checkpoint.save(self.root, self._state(), self.engine.state(), keep_last)
+        path = checkpoint.save(self.root, self._state(), self.engine.state(), keep_last, self.tokenizer)
         self.saved_step = step
         self._say(f"step {step}: saved {path}")
         self._set_last_words()
@@ -268,7 +268,7 @@ class Trainer:
     def _open_metrics(self) -> Metrics | None:
         if self.rank:
             return None
-        self.tokenizer.save(self.root / "tokenizer")
+        self.tokenizer.save(self.root / checkpoint.TOKENIZER)
         return Metrics(self.root, self.progress.step, self.config.steps)
 
     def _open(self, folder: str) -> Sequences:
