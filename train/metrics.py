@@ -15,13 +15,14 @@ import math
 import os
 import statistics
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from train.files import showing, writing
+from train.files import showing, tell, writing
 
 _WINDOW = 64  # records that a loss is compared with
 _SHOWN = {
@@ -43,6 +44,7 @@ class Metrics:
         self.folder = folder
         self.records = _keep_until(folder / "metrics.jsonl", start)
         self._file = open(folder / "metrics.jsonl", "a")
+        threading.excepthook = _tell_shortly
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         self.steps = steps
         # In a terminal a bar, in a log file a line a step.
@@ -78,7 +80,7 @@ class Metrics:
 
     def _usual_loss(self) -> float | None:
         """Mean plus six standard deviations of the losses before the last record; None while there are few."""
-        losses = [r["loss"] for r in self.records[-_WINDOW - 1 : -1] if "loss" in r]
+        losses = [r["loss"] for r in self.records[-_WINDOW - 1 : -1] if math.isfinite(r.get("loss", math.nan))]
         if len(losses) < _WINDOW // 2:
             return None
         return statistics.fmean(losses) + 6 * statistics.pstdev(losses)
@@ -132,18 +134,42 @@ def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
 
 def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
     """The records up to `step`; the file is left with just these. The others go to FILE.dropped, as do broken lines."""
-    records, dropped = [], []
-    for number, line in enumerate(file.read_text().splitlines() if file.is_file() else []):
-        try:
-            record = json.loads(line)
-            (records if record["step"] <= step else dropped).append(record)
-        except (ValueError, KeyError, TypeError):
+    records, kept, dropped = [], [], []
+    for number, line in enumerate(file.read_bytes().splitlines() if file.is_file() else []):
+        record = _parse(line)
+        if record is None:
             print(f"{file}: line {number + 1} is no record, and is dropped", file=sys.stderr)
-            dropped.append(line)
+        if record is None or record["step"] > step:
+            dropped.append(line + b"\n")
+        else:
+            records.append(record)
+            kept.append(line + b"\n")
+    rest = file.with_name(file.name + ".dropped")
     if dropped:
-        with open(file.with_name(file.name + ".dropped"), "a") as rest:
-            rest.writelines(json.dumps(record) + "\n" for record in dropped)
+        with writing(rest), open(rest, "ab") as stream:
+            stream.writelines(dropped)
     partial = file.with_name(file.name + ".partial")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with writing(partial):
+        partial.write_bytes(b"".join(kept))
     os.replace(partial, file)
     return records
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A record: a step and numbers, null for one that was not finite. None if the line is none, whatever it is."""
+    try:
+        record = json.loads(line)
+        values = {name: math.nan if value is None else value for name, value in record.items()}
+        for value in values.values():
+            math.isfinite(value)  # raises TypeError for what is no number, OverflowError for what no float can be
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    return values if type(values.get("step")) is int else None
+
+
+def _tell_shortly(arguments: threading.ExceptHookArgs) -> None:
+    """For threads that die of a write, as TensorBoard's: the next record has the error too, and names the place."""
+    if isinstance(arguments.exc_value, OSError):
+        tell(f"{arguments.thread.name}: {arguments.exc_value}")
+    else:
+        threading.__excepthook__(arguments)
