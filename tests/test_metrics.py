@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -70,8 +69,10 @@ def test_a_value_that_was_not_finite_is_no_obstacle(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
 def test_a_full_disk_is_named(tmp_path):
     metrics = Metrics(tmp_path, 0, 10)
-    metrics._file = Path("/dev/full").open("a")
-    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, metrics._file.fileno())
+    os.close(full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/metrics.jsonl'"):
         metrics.record(1, loss=1.0)
 
 
@@ -110,5 +111,5 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
 def test_what_cannot_be_said_of_the_end_does_not_hold_it_up(monkeypatch):
-    monkeypatch.setattr("sys.stderr", Path("/dev/full").open("w", buffering=1))
+    monkeypatch.setattr("sys.stderr", os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1))
     tell("x")

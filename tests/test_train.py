@@ -127,7 +127,7 @@ def test_resuming_is_as_not_stopping(folder, whole_run):
     other = shutil.copytree(folder / "data/train", folder / "other text")
     tokens = (other / "tokens.bin").read_bytes()
     (other / "tokens.bin").write_bytes(tokens[2:] + tokens[:2])
-    assert "was reading" in train(folder, "resumed", code=2, resume="auto", data=other, **options)
+    assert "was reading other data: digest" in train(folder, "resumed", code=2, resume="auto", data=other, **options)
     assert "has checkpoints: give --resume auto" in train(folder, "resumed", code=2, **options)
 
 

@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from bmt_burst import transport
 from tests.test_model import SMALL
-from train import checkpoint
+from train import checkpoint, ranks
 from train.batches import Batches
 from train.config import TrainConfig
 from train.prepare_data import BadLines, TokenWriter
 from train.pretrain import Trainer
+from train.schedule import learning_rate
 from train.tokenizer import ByteTokenizer
 
 
@@ -143,3 +144,67 @@ def test_the_curve_is_drawn_at_each_save_and_a_failure_ends_nothing(settings, tm
     assert train(settings, save_every=2)
     assert drawn == [2, 4, 4]
     assert capsys.readouterr().out.count("loss.png was not drawn: RuntimeError: no fonts") == 3
+
+
+def test_a_new_stage_keeps_weights_and_optimizer_and_counts_anew(settings, tmp_path, capsys):
+    """Other text, twice the length, another rope base, a schedule of its own; stopped and resumed as any run."""
+    train(settings)
+    first = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run"))
+    stage = settings | {"data": str(tmp_path / "other"), "seq_len": 122, "rope_theta": 5e5, "steps": 3, "lr": 1e-30}
+    stage |= {"warmup_steps": 0, "decay_steps": 0, "new_stage": True, "output": str(tmp_path / "stage")}
+    capsys.readouterr()
+    assert train(stage, resume=str(first.path))
+    said = capsys.readouterr()
+    assert f"a new stage from {first.path}" in said.out
+    assert "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 1.000e-30 at step 1" in said.err
+    second = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "stage"))
+    assert (second.state["step"], second.state["samples"], second.state["optimizer_steps"]) == (3, 6, 7)
+    assert second.state["model"] == SMALL.to_dict() | {"rope_theta": 5e5}
+    for name, weight in first.weights().items():
+        assert torch.allclose(second.weights()[name], weight, atol=1e-12)
+    losses = records(tmp_path / "stage")
+    checkpoint._remove(second.path)
+    assert train(stage, resume="auto")
+    assert "resumed after step 2" in capsys.readouterr().out
+    assert records(tmp_path / "stage") == losses
+    assert list(losses) == [1, 2, 3]
+
+
+def test_what_is_no_stage_is_refused(settings, tmp_path):
+    train(settings)
+    path = checkpoint.newest(tmp_path / "run")
+    other = {"resume": str(path), "output": str(tmp_path / "stage")}
+    option = "give --new-stage to start another stage from its weights and optimizer"
+    for change, message in (
+        ({"data": str(tmp_path / "other")}, f"was reading other data: .*digest .*{option}"),
+        ({"seq_len": 122}, f"was reading other data: seq_len 61 -> 122; {option}"),
+        ({"rope_theta": 5e5}, f"holds another model: rope_theta 10000.0 -> 500000.0; {option}"),
+        ({"model": "cpm-tiny", "new_stage": True}, "holds another model: vocab_size"),
+        ({"new_stage": True, "output": settings["output"]}, "has checkpoints: give --resume auto to go on with their"),
+        ({"new_stage": True, "resume": "auto"}, "has no checkpoint of a stage yet: give --resume CHECKPOINT"),
+    ):
+        with pytest.raises(ranks.RankError, match=message):
+            train(settings, **other | change)
+    with pytest.raises(ValueError, match="new_stage needs the checkpoint that it starts from"):
+        TrainConfig(new_stage=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "jumps"),
+    [({}, False), ({"steps": 20}, True), ({"lr": 1e-3}, True), ({"schedule": "linear"}, True), ({"seed": 0}, False)],
+)
+def test_a_jump_of_the_learning_rate_is_said(settings, tmp_path, capsys, change, jumps):
+    settings |= {"schedule": "cosine", "warmup_steps": 2, "steps": 6}
+    train(settings)
+    checkpoint._remove(tmp_path / "run/step_00000006")
+    capsys.readouterr()
+    train(settings, resume=str(tmp_path / "run/step_00000004"), output=str(tmp_path / "on"), **change)
+    before, after = learning_rate(4, TrainConfig(**settings)), learning_rate(5, TrainConfig(**settings | change))
+    said = f"the learning rate jumps: {before:.3e} at the checkpoint's step 4, {after:.3e} at step 5"
+    assert (said in capsys.readouterr().err) == jumps
+
+
+def test_a_run_extended_after_its_decay_says_that_the_rate_jumps(settings, tmp_path, capsys):
+    train(settings)
+    train(settings, resume="auto", steps=8)
+    assert "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 3.000e-03" in capsys.readouterr().err

@@ -296,15 +296,17 @@ class Trainer:
         kernels.pick(self.config.flash, q, torch.empty(1, 1, model.num_kv_heads, model.head_dim, **like))
 
     def _load(self, path: Path) -> Progress:
-        saved = checkpoint.Checkpoint(path)
-        resume.check_same(saved, self.model_config.to_dict(), resume.data_identity(self.train_data))
-        resume.name_changes(saved.state["config"], self.config)
+        saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(self.config)
+        resume.check_same(saved, self.model_config, resume.data_identity(self.train_data), new_stage)
+        counted = {} if new_stage else saved.state
+        progress = Progress(**{field.name: counted.get(field.name, 0) for field in dataclasses.fields(Progress)})
+        resume.name_changes(saved.state, self.config, progress.step + 1)
         self.engine.load(saved.read, saved.state["optimizer_steps"])
         if saved.state["config"]["dtype"] == self.config.dtype:
             self.engine.loss_scale = saved.state.get("loss_scale", self.engine.loss_scale)
             self.engine.steps_at_scale = saved.state.get("steps_at_scale", 0)
         saved.restore_rng(self.rank)
-        return Progress(**{field.name: saved.state.get(field.name, 0) for field in dataclasses.fields(Progress)})
+        return progress
 
     def _start(self) -> Progress:
         if self.config.init_from:
@@ -324,6 +326,8 @@ class Trainer:
 
     def _description(self) -> str:
         c, resumed = self.config, f", resumed after step {self.progress.step}" if self.progress.step else ""
+        if resume.begins_stage(c):
+            resumed = f", a new stage from {c.resume}"
         name, size = c.init_from or c.model, self.model_config.num_parameters
         return (
             f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, {type(self.engine).__name__}; "
