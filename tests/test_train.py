@@ -91,11 +91,12 @@ def whole_run(folder) -> list[tuple]:
     ids=["sp2", "sp4", "double-ring", "dp2xsp2", "dp2"],
 )
 def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole_run, processes, options):
-    """20 steps in fp32 to 1e-5: rounding differs by 1e-7 a step and Adam carries it on."""
+    """20 steps in fp32: losses differ by rounding, gradient norms, of many small numbers, by some times that."""
     name = f"run-{processes}-{'-'.join(map(str, options.values()))}"
     train(folder, name, processes=processes, **options)
     for mine, expected in zip(curve(folder, name, "loss", "grad_norm"), whole_run, strict=True):
-        assert mine == pytest.approx(expected, rel=1e-5)
+        assert mine[:2] == pytest.approx(expected[:2], rel=2e-7)
+        assert mine[2] == pytest.approx(expected[2], rel=2e-6)
 
 
 def test_the_run_learns_and_leaves_its_records(folder, whole_run):
