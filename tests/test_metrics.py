@@ -5,6 +5,7 @@ import os
 import threading
 
 import pytest
+from matplotlib.figure import Figure
 
 from train.files import showing, tell
 from train.lock import lock
@@ -113,3 +114,18 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch):
 def test_what_cannot_be_said_of_the_end_does_not_hold_it_up(monkeypatch):
     monkeypatch.setattr("sys.stderr", os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1))
     tell("x")
+
+
+def test_a_curve_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch, capsys):
+    def full(_figure, file, **_options):
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    metrics = Metrics(tmp_path, 0, 10)
+    metrics.draw()
+    before = (tmp_path / "loss.png").read_bytes()
+    monkeypatch.setattr(Figure, "savefig", full)
+    metrics.draw()
+    assert (tmp_path / "loss.png").read_bytes() == before
+    assert not list(tmp_path.glob(".*partial"))
+    assert "loss.png was not drawn: OSError: [Errno 28] No space left on device" in capsys.readouterr().out

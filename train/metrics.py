@@ -127,9 +127,13 @@ def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
     if axes.lines:
         axes.legend()
     partial = file.with_name(f".{file.name}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    plt.close(figure)
-    os.replace(partial, file)
+    try:
+        with writing(partial):
+            figure.savefig(partial, dpi=120, format="png")
+        os.replace(partial, file)
+    finally:
+        plt.close(figure)
+        partial.unlink(missing_ok=True)
 
 
 def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:

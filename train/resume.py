@@ -105,10 +105,15 @@ def name_changes(state: dict, config: TrainConfig, next_step: int) -> None:
     changed = {k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v}
     if changed:
         print("changed since the checkpoint:", _listed(changed), file=sys.stderr)
+    if next_step <= config.steps:
+        _name_jump(state, config, next_step)
+
+
+def _name_jump(state: dict, config: TrainConfig, next_step: int) -> None:
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    then = TrainConfig(**{name: value for name, value in before.items() if name in known})
+    then = TrainConfig(**{name: value for name, value in state["config"].items() if name in known})
     last, lr = learning_rate(state["step"], then), learning_rate(next_step, config)
     expected = learning_rate(state["step"] + 1, then) if state["step"] < then.steps else last
-    if next_step <= config.steps and not math.isclose(lr, expected, rel_tol=_JUMP):
+    if not math.isclose(lr, expected, rel_tol=_JUMP):
         was = f"{last:.3e} at the checkpoint's step {state['step']}"
         print(f"the learning rate jumps: {was}, {lr:.3e} at step {next_step}", file=sys.stderr)
