@@ -18,10 +18,8 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -43,19 +41,19 @@ from bmt_burst.groups import make_rings
 from bmt_burst.loss import count_targets
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.cpm import CPM
-from train import checkpoint, ranks, resume
+from train import checkpoint, ending, ranks, resume
 from train.batches import Batches
 from train.clock import Clock
 from train.config import TrainConfig, parse_config
 from train.data import Sequences, TokenFile
 from train.distributed import init_distributed
-from train.files import showing, tell
+from train.files import showing
 from train.flops import peak_tflops, step_flops
 from train.launch import launch
 from train.lock import lock
 from train.metrics import Metrics
 from train.schedule import learning_rate
-from train.signals import INTERRUPTED, NOTED, StopSignal, has_launcher
+from train.signals import StopSignal
 from train.tokenizer import load_tokenizer
 from train.watchdog import Watchdog
 from train.weights import load_weights
@@ -355,7 +353,7 @@ def main(argv: Sequence[str]) -> int:
         return launch([__file__, *argv], config.processes, Path(config.output))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # kernels compiled once are there next time
     watchdog = Watchdog(ranks.rank(), config.timeout)
-    stop = StopSignal(_note, lambda: _end_now(watchdog))
+    stop = StopSignal(ending.acknowledge, lambda: ending.end_now(watchdog))
     try:
         watchdog.alive("waiting for the other ranks to join")
         trainer = Trainer(config, init_distributed(config), stop, watchdog)
@@ -368,7 +366,7 @@ def main(argv: Sequence[str]) -> int:
         dist.destroy_process_group()
         return 0
     except Exception as error:
-        code = _explain(error, watchdog)
+        code = ending.explain(error, watchdog)
         if code is None:
             raise
         return code
@@ -376,52 +374,11 @@ def main(argv: Sequence[str]) -> int:
         watchdog.close()
 
 
-def _note() -> None:
-    if ranks.rank() == 0 and not has_launcher():
-        tell(NOTED)
-
-
-def _end_now(watchdog: Watchdog) -> NoReturn:
-    """What a second Ctrl-C does, in whatever the main thread is."""
-    if ranks.rank() == 0:
-        tell("; ".join(filter(None, (f"ended now, in {watchdog.doing}", watchdog.last_words))))
-    os._exit(INTERRUPTED)
-
-
-def _explain(error: Exception, watchdog: Watchdog) -> int | None:
-    """Says why the run ends and what it leaves; returns the exit code, None for an error that only a traceback tells.
-
-    What is alike on every rank is said by one.
-    """
-    rank, code, said = ranks.rank(), None, ""
-    if isinstance(error, (ranks.RankError, FloatingPointError)):
-        code, said = 2, f"pretrain.py: {error}" if rank == 0 else ""
-    elif isinstance(error, (ValueError, OSError)):
-        code, said = 2, f"pretrain.py: rank {rank}: {error}"
-    elif isinstance(error, RuntimeError) and ranks.lost_contact(error):
-        lost = f"rank {rank} lost contact with another rank, whose own message may say why"
-        code, said = ranks.LOST_CONTACT, f"pretrain.py: {lost}; in {watchdog.doing}: {error}"
-    if code is None or said:
-        tell("; ".join(filter(None, (said, watchdog.last_words))))
-    return code
-
-
-def _leave(code: int) -> NoReturn:
-    """Ends the process at once: interpreter shutdown may wait for collectives that never end.
-
-    torch 2.13 has a reason of its own: a gloo thread that drops a tensor meanwhile aborts the process.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # the disk may be full, or the terminal gone
-            stream.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
     try:
-        _leave(main(sys.argv[1:]))
+        ending.leave(main(sys.argv[1:]))
     except SystemExit as given:  # by argparse, which has said why
-        _leave(given.code if isinstance(given.code, int) else 1)
-    except BaseException:  # noqa: BLE001 - every way out leads through _leave
+        ending.leave(given.code if isinstance(given.code, int) else 1)
+    except BaseException:  # noqa: BLE001 - every way out leads through leave
         traceback.print_exc()
-        _leave(1)
+        ending.leave(1)
