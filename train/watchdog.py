@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 EXIT_CODE = 3
+_TICK = 1.0  # seconds between looks, at most
 _GRACE = 30.0  # seconds after which faulthandler's own thread acts, which needs no lock of the interpreter
 
 
@@ -56,7 +57,7 @@ class Watchdog:
                 Path(self._file.name).unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self.timeout / 4)):
+        while not self._over.wait(min(_TICK, self.timeout / 4)):
             waited = time.monotonic() - self._since
             if waited > self.timeout:
                 self._bark(waited)
@@ -70,4 +71,5 @@ class Watchdog:
             stream.flush()
             faulthandler.dump_traceback(stream, all_threads=True)
             stream.flush()
+        time.sleep(2 * _TICK)  # other ranks, which lose contact by its end, look a little later
         os._exit(EXIT_CODE)
