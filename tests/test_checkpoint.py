@@ -1,8 +1,12 @@
 """Checkpoints that survive: kills at every file operation and at random moments, damage, other numbers of ranks."""
 
 import json
+import os
+import pickle
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from bmt_burst.engine import Shard
 from tests.helpers import ROOT, run_ranks
 from train import checkpoint, ranks
 from train.checkpoint import Checkpoint, CheckpointError
+from train.tokenizer import ByteTokenizer, load_tokenizer
 
 SHAPES = {"weight/a": (5, 3), "weight/b": (7,), "exp_avg/a": (5, 3)}
 
@@ -28,7 +33,7 @@ def shards_of(rank: int, size: int, step: int) -> dict[str, Shard]:
 
 
 def save(root, rank: int, size: int, step: int, keep_last: int = 2):
-    return checkpoint.save(root, {"step": step, "note": "x"}, shards_of(rank, size, step), keep_last)
+    return checkpoint.save(root, {"step": step, "note": "x"}, shards_of(rank, size, step), keep_last, ByteTokenizer())
 
 
 @pytest.fixture
@@ -78,8 +83,7 @@ def test_one_ranks_failure_is_everyones(tmp_path):
     messages = run_ranks(2, fail_on_rank_1, tmp_path)
     assert len(set(messages)) == 1
     assert messages[0] == (
-        f"could not save {tmp_path}/step_00000001: rank 1: I/O error: No space left on device (os error 28); "
-        "the last good checkpoint is none"
+        f"could not save {tmp_path}/step_00000001: rank 1: I/O error: No space left on device (os error 28)"
     )
     assert not list(tmp_path.glob(".step_*"))
     assert checkpoint.newest(tmp_path) is None
@@ -100,35 +104,204 @@ def test_one_ranks_unreadable_shard_is_everyones(tmp_path):
     assert "the model wants (8,)" in messages[0]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "no manifest", "bad manifest"])
-def test_a_damaged_newest_is_named_and_the_one_before_used(tmp_path, alone, capsys, damage):
+def rewritten(folder, change) -> None:
+    """The manifest with `change` made to its files."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest["files"])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def moved_out(folder, name) -> None:
+    """A file becomes a link to where it was moved."""
+    outside = folder.parent / f"outside_{name.replace('/', '_')}"
+    if outside.exists():
+        shutil.rmtree(outside) if outside.is_dir() else outside.unlink()
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+
+
+def flip(file, at) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+SHARDS = "rank_00000.safetensors"
+DAMAGE = {
+    "cut": (lambda f: os.truncate(f / SHARDS, 100), "has 100 bytes, not"),
+    "emptied": (lambda f: os.truncate(f / SHARDS, 0), "has 0 bytes, not"),
+    "longer": (lambda f: (f / SHARDS).open("ab").write(b"x"), "bytes, not"),
+    "a bit of a weight": (lambda f: flip(f / SHARDS, -1), f"{SHARDS} does not have the sha256"),
+    "a bit of the header": (lambda f: flip(f / SHARDS, 12), f"{SHARDS} does not have the sha256"),
+    "a bit of the state": (lambda f: flip(f / "state.json", 5), "state.json does not have the sha256"),
+    "a bit of the tokenizer": (lambda f: flip(f / "tokenizer/tokenizer.spec.json", 3), "does not have the sha256"),
+    "no shards": (lambda f: (f / SHARDS).unlink(), "No such file"),
+    "no state": (lambda f: (f / "state.json").unlink(), "No such file"),
+    "no tokenizer": (lambda f: shutil.rmtree(f / "tokenizer"), "No such file"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "No such file"),
+    "half a manifest": (lambda f: os.truncate(f / "manifest.json", 40), "JSONDecodeError"),
+    "a manifest of noise": (lambda f: (f / "manifest.json").write_bytes(b"\xff\x00\xfe"), "UnicodeDecodeError"),
+    "a manifest without names": (lambda f: (f / "manifest.json").write_text('{"files": 3}'), "AttributeError"),
+    "a manifest that is a list": (lambda f: (f / "manifest.json").write_text("[]"), "TypeError"),
+    "a manifest of few": (lambda f: rewritten(f, lambda files: files.pop(SHARDS)), "names only"),
+    "a name that leads out": (
+        lambda f: rewritten(f, lambda files: files.update({"rank_/../../x": files[SHARDS]})),
+        "'rank_/../../x', which is no file in it",
+    ),
+    "an absolute name": (lambda f: rewritten(f, lambda files: files.update({"/etc/passwd": {}})), "'/etc/passwd'"),
+    "shards elsewhere": (lambda f: moved_out(f, SHARDS), f"{SHARDS} is a link"),
+    "a state elsewhere": (lambda f: moved_out(f, "state.json"), "state.json is a link"),
+    "a manifest elsewhere": (lambda f: moved_out(f, "manifest.json"), "manifest.json is a link"),
+    "a tokenizer elsewhere": (lambda f: moved_out(f, "tokenizer"), "tokenizer is a link"),
+    "a folder for a file": (lambda f: ((f / SHARDS).unlink(), (f / SHARDS).mkdir()), f"{SHARDS} is no file"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_newest_is_named_and_the_one_before_used(tmp_path, alone, capsys, kind):
     for step in (1, 2):
         save(tmp_path, 0, 1, step)
-    folder = tmp_path / "step_00000002"
-    file = folder / "rank_00000.safetensors"
-    content = bytearray(file.read_bytes())
-    if damage == "cut":
-        file.write_bytes(content[:-10])
-    elif damage == "flip":
-        content[-1] ^= 1
-        file.write_bytes(content)
-    elif damage == "missing":
-        (folder / "state.json").unlink()
-    elif damage == "no manifest":
-        (folder / "manifest.json").unlink()
-    else:
-        (folder / "manifest.json").write_text(json.dumps({"files": 3}))
-    with pytest.raises(CheckpointError, match="not a whole checkpoint"):
+    folder, (break_it, problem) = tmp_path / "step_00000002", DAMAGE[kind]
+    break_it(folder)
+    with pytest.raises(CheckpointError, match="not a whole checkpoint") as caught:
         checkpoint.find(folder)
+    assert problem in str(caught.value)
     assert checkpoint.newest(tmp_path) == tmp_path / "step_00000001"
-    assert f"checkpoint {folder} is damaged: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"checkpoint {folder} is damaged: " in said
+    assert problem in said
     for name in ("step_00000002.damaged", "step_00000002.damaged.2"):
         assert folder.is_dir(), "who only reads leaves it where it is"
         assert checkpoint.newest(tmp_path, set_aside=True) == tmp_path / "step_00000001"
         assert (tmp_path / name).is_dir()
         save(tmp_path, 0, 1, 2)
         assert checkpoint.newest(tmp_path) == folder
-        (folder / "manifest.json").unlink()
+        break_it(folder)
+
+
+@pytest.mark.parametrize("name", [SHARDS, "state.json", "manifest.json"])
+def test_nothing_is_read_through_a_link_out_of_a_checkpoint(tmp_path, alone, name):
+    """Also by who does not look for damage first."""
+    moved_out(save(tmp_path, 0, 1, 1), name)
+    with pytest.raises(CheckpointError, match=f"{name} is a link"):
+        Checkpoint(tmp_path / "step_00000001")
+
+
+def test_a_link_to_a_checkpoint_is_one(tmp_path, alone):
+    saved = save(tmp_path / "run", 0, 1, 1)
+    (tmp_path / "best").symlink_to(saved)
+    assert checkpoint.find(tmp_path / "best") == saved
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/step_00000001").symlink_to(saved)
+    assert checkpoint.newest(tmp_path / "other") == tmp_path / "other/step_00000001"
+    for step in (2, 3):
+        save(tmp_path / "other", 0, 1, step)
+    assert [path.name for path in checkpoint.listed(tmp_path / "other")] == ["step_00000003", "step_00000002"]
+    assert checkpoint.newest(tmp_path / "run") == saved
+
+
+def test_a_copy_of_a_checkpoint_is_self_contained(tmp_path, alone):
+    copy = shutil.copytree(save(tmp_path, 0, 1, 1), tmp_path / "elsewhere/step_00000001")
+    assert checkpoint.find(copy) == copy
+    assert load_tokenizer(copy / "tokenizer").encode("ab").tolist() == [97, 98]
+
+
+def test_a_checkpoint_from_before_there_was_a_tokenizer_in_it_is_whole(tmp_path, alone):
+    saved = checkpoint.save(tmp_path, {"step": 1}, shards_of(0, 1, 1), 2)
+    assert not (saved / "tokenizer").exists()
+    assert checkpoint.find(tmp_path) == saved
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_modes_follow_the_umask(tmp_path, alone, umask, mode):
+    before = os.umask(umask)
+    try:
+        saved = save(tmp_path, 0, 1, 1)
+    finally:
+        os.umask(before)
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == {path.name: mode for path in files}
+    assert saved.stat().st_mode & 0o777 == mode | (mode & 0o444) >> 2
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path, alone):
+    saved = save(tmp_path, 0, 1, 1)
+    for file in (path for path in saved.rglob("*") if path.is_file()):
+        if file.suffix == ".json":
+            json.loads(file.read_text())
+        else:
+            assert file.name == SHARDS
+            header = int.from_bytes(file.read_bytes()[:8], "little")
+            assert json.loads(file.read_bytes()[8 : 8 + header])
+        with pytest.raises((pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError)):
+            pickle.loads(file.read_bytes())
+
+
+@pytest.fixture
+def small_disk(tmp_path, monkeypatch):
+    """A disk with room for `room` checkpoints; `run` is the folder on it."""
+
+    def of(room: float):
+        size = checkpoint._size(save(tmp_path / "measure", 0, 1, 1))
+
+        def usage(folder):
+            used = sum(checkpoint._size(path) for path in checkpoint.listed(tmp_path / "run"))
+            return SimpleNamespace(free=room * size - used)
+
+        monkeypatch.setattr(shutil, "disk_usage", usage)
+        return tmp_path / "run"
+
+    return of
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """The checkpoints that were in `run` when the shards of each save were written."""
+    seen, plain = [], checkpoint._write_shards
+
+    def watched(*arguments):
+        seen.append([path.name[-1] for path in checkpoint.listed(tmp_path / "run")])
+        return plain(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_write_shards", watched)
+    return seen
+
+
+def test_old_checkpoints_go_before_the_save_where_space_is_short(tmp_path, alone, small_disk, there, capsys):
+    run = small_disk(2.5)
+    there.clear()
+    for step in (1, 2, 3, 4):
+        save(run, 0, 1, step)
+    assert there == [[], ["1"], ["2"], ["3"]]
+    assert [path.name[-1] for path in checkpoint.listed(run)] == ["4", "3"]
+    said = capsys.readouterr().err
+    assert f"{run} has no room for one more checkpoint: {run}/step_00000001 is removed before" in said
+
+
+def test_nothing_goes_before_the_save_where_there_is_room(tmp_path, alone, small_disk, there):
+    run = small_disk(9)
+    there.clear()
+    for step in (1, 2, 3, 4):
+        save(run, 0, 1, step)
+    assert there == [[], ["1"], ["2", "1"], ["3", "2"]]
+
+
+@pytest.mark.parametrize("spoiled", ["nothing", "damaged", "skipped"])
+def test_the_last_good_checkpoint_never_goes_before_the_save(tmp_path, alone, small_disk, monkeypatch, spoiled):
+    """Neither the only one, nor the one before a newest that is damaged or was saved amid skipped steps."""
+    run = small_disk(0)
+    good = save(run, 0, 1, 1, keep_last=9)
+    if spoiled != "nothing":
+        state = {"step": 2, "skips_in_a_row": int(spoiled == "skipped")}
+        newest = checkpoint.save(run, state, shards_of(0, 1, 2), 9, ByteTokenizer())
+        if spoiled == "damaged":
+            flip(newest / SHARDS, -1)
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(run, 0, 1, 3, keep_last=1)
+    assert checkpoint.newest(run) is not None
+    assert checkpoint.last_good(run) == good or spoiled == "damaged"
+    assert good.is_dir()
 
 
 def test_only_damaged_ones_is_an_error_none_is_not(tmp_path, alone):
@@ -225,4 +398,4 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     operations, steps = map(int, done.stdout.split()[1::2])
     assert operations > 10
-    assert steps > 25
+    assert steps > 10

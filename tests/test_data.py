@@ -368,3 +368,13 @@ def test_model_from_a_file(tmp_path):
         TrainConfig(model=str(tmp_path / "m.json")).model_config()
     with pytest.raises(ValueError, match="neither a preset"):
         TrainConfig(model="cpm-huge").model_config()
+
+
+@pytest.mark.parametrize(("tokens", "seq_len", "padding"), [(11, 512, 1 - 10 / 512), (1025, 512, 0), (601, 400, 0.25)])
+def test_padding_is_what_has_no_target(tmp_path, tokens, seq_len, padding):
+    (tmp_path / "a.txt").write_text("x" * (tokens - 1))
+    prepare("--input", tmp_path / "a.txt", "--output", tmp_path / "out")
+    sequences = Sequences(TokenFile(tmp_path / "out/train"), seq_len, 0)
+    assert sequences.padding == pytest.approx(padding)
+    labels = [sequences.read(i)[1] for i in range(len(sequences))]
+    assert sum(int((row == IGNORE_INDEX).sum()) for row in labels) / (len(labels) * seq_len) == pytest.approx(padding)

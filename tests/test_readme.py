@@ -1,7 +1,11 @@
 """What the README shows works."""
 
+import json
 import re
+import subprocess
+import sys
 
+import pytest
 import torch
 
 from bench.report import MARKED, with_tables
@@ -41,3 +45,33 @@ def test_every_file_it_names_is_there():
         for name in names:
             path = name.strip() if name.strip() == base else folder + base + name.strip()
             assert (ROOT / path).exists(), path
+
+
+@pytest.mark.slow
+def test_the_commands_of_pretraining_run_as_they_stand(tmp_path):
+    """From a file and a folder of text to a sample and a Hugging Face folder; TensorBoard, which never ends, aside."""
+    section = (ROOT / "README.md").read_text().split("## Pretraining\n")[1].split("\n## ")[0]
+    [commands] = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    lines = commands.replace("\\\n", " ").splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        *(["python", f"train/{name}.py"] for name in ("prepare_data", "pretrain", "generate", "export")),
+        ["tensorboard", "--logdir"],
+    ]
+    texts = [f"Once there were {i} rings, and {i * i} hops. " * 20 for i in range(300)]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "more_text").mkdir()
+    (tmp_path / "more_text/a.txt").write_text(texts[0])
+    (tmp_path / "train").symlink_to(ROOT / "train")
+    said = {}
+    for line in lines[:-1]:
+        done = subprocess.run(
+            ["bash", "-c", line.replace("python ", f"{sys.executable} ", 1)],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == 0, line + done.stdout + done.stderr
+        said[line.split()[1]] = done.stdout
+    assert "2 data parallel x 2 sequence parallel ranks" in said["train/pretrain.py"]
+    assert said["train/generate.py"].startswith("Once")
+    assert (tmp_path / "runs/mine/loss.png").is_file()
+    assert list((tmp_path / "runs/mine").glob("tensorboard/events.*"))
+    assert list((tmp_path / "exported").glob("*.safetensors"))

@@ -17,6 +17,7 @@ from tests.test_data import prepare
 from tests.test_model import SMALL, initialized
 from train import checkpoint
 from train.checkpoint import Checkpoint
+from train.lock import lock
 
 pytestmark = pytest.mark.slow
 
@@ -90,11 +91,12 @@ def whole_run(folder) -> list[tuple]:
     ids=["sp2", "sp4", "double-ring", "dp2xsp2", "dp2"],
 )
 def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole_run, processes, options):
-    """20 steps in fp32 to 1e-5: rounding differs by 1e-7 a step and Adam carries it on."""
+    """20 steps in fp32: losses differ by rounding, gradient norms, of many small numbers, by some times that."""
     name = f"run-{processes}-{'-'.join(map(str, options.values()))}"
     train(folder, name, processes=processes, **options)
     for mine, expected in zip(curve(folder, name, "loss", "grad_norm"), whole_run, strict=True):
-        assert mine == pytest.approx(expected, rel=1e-5)
+        assert mine[:2] == pytest.approx(expected[:2], rel=2e-7)
+        assert mine[2] == pytest.approx(expected[2], rel=2e-6)
 
 
 def test_the_run_learns_and_leaves_its_records(folder, whole_run):
@@ -125,7 +127,8 @@ def test_resuming_is_as_not_stopping(folder, whole_run):
     assert [(r["step"], r["loss"]) for r in dropped if "loss" in r] == [row[:2] for row in expected[7:]]
     (folder / "other.txt").write_text(TEXT[1:] + TEXT[:1])
     prepare("--input", folder / "other.txt", "--output", folder / "other")
-    assert "was reading" in train(folder, "resumed", code=2, resume="auto", data=folder / "other/train", **options)
+    said = train(folder, "resumed", code=2, resume="auto", data=folder / "other/train", **options)
+    assert "was reading other data: digest" in said
     assert "has checkpoints: give --resume auto" in train(folder, "resumed", code=2, **options)
 
 
@@ -167,7 +170,10 @@ def test_a_run_that_diverges_stops_before_it_spoils_the_weights(folder):
     """bf16 overflows at once with such a rate; the checkpoint before is whole and finite."""
     said = train(folder, "diverging", code=2, steps=20, save_every=1, lr=1e30, schedule="linear", warmup_steps=0)
     assert "skipped, the loss is nan; 1 in a row" in said or "skipped, the gradient norm is" in said
-    assert f"10 steps in a row were skipped; the last good checkpoint is {folder}/diverging/step_00000001" in said
+    assert (
+        f"10 steps in a row were skipped; the last good checkpoint is {folder}/diverging/step_00000001; to go on"
+        in said
+    )
     assert "NaN" not in (folder / "diverging/metrics.jsonl").read_text()
     assert [p.name for p in (folder / "diverging").glob("step_*")] == ["step_00000001"]
 
@@ -175,7 +181,7 @@ def test_a_run_that_diverges_stops_before_it_spoils_the_weights(folder):
 def test_a_run_that_ends_in_skipped_steps_keeps_all_it_has_and_is_no_success(folder):
     options = {"lr": 1e30, "schedule": "linear", "warmup_steps": 0, "save_every": 1, "keep_last": 1}
     said = train(folder, "poisoned", code=2, steps=6, **options)
-    saved = folder / "poisoned/step_00000001"
+    saved = f"{folder}/poisoned/step_00000001; to go on from it, give --resume {folder}/poisoned/step_00000001"
     assert f"5 steps in a row were skipped; the last good checkpoint is {saved}" in said
     assert [path.name for path in checkpoint.listed(folder / "poisoned")] == ["step_00000006", "step_00000001"]
     said = train(folder, "poisoned", code=2, steps=20, max_skips=7, resume="auto", **options)
@@ -193,15 +199,21 @@ def test_a_folder_has_one_run_at_a_time(folder):
     assert first.wait(60) == 0
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_in_order(folder, signum):
-    name = f"signal-{signum}"
-    arguments = command(folder, name, processes=2, sp_size=2, steps=100_000)
-    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.mark.parametrize(
+    ("signum", "processes", "times"),
+    [(signal.SIGTERM, 2, 1), (signal.SIGHUP, 1, 1), (signal.SIGINT, 2, 2), (signal.SIGINT, 1, 2)],
+)
+def test_a_signal_ends_the_run_in_order(folder, signum, processes, times):
+    """Once for all, though a terminal sends it to the launcher and to the ranks, and some launchers twice."""
+    name = f"signal-{signum}-{processes}"
+    arguments = command(folder, name, processes=processes, sp_size=processes, steps=100_000)
+    run = start(arguments)
     wait_for_steps(folder / name, 3, run)
-    run.send_signal(signum)
+    for _ in range(times):
+        os.killpg(run.pid, signum)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 0, said
+    assert said.count("stopping after this step; Ctrl-C once more ends the run now") == 1
     steps = len(curve(folder, name))
     assert f"stopped after step {steps}; to go on, run the same command with --resume auto" in said
     assert checkpoint.newest(folder / name) == folder / name / f"step_{steps:08d}"
@@ -218,6 +230,43 @@ def test_a_signal_before_training_ends_the_run_too(folder):
     assert "stopped before training began" in said or "to go on" in said
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_interrupt_ends_the_run_now(folder, whole_run, processes):
+    """In a step that takes minutes, from which Python's own handlers would not be called."""
+    name = f"insisted-{processes}"
+    last = folder / name / "step_00000020"
+    shutil.copytree(folder / "whole", folder / name)
+    long = {"steps": 30, "batch_size": 100_000, "resume": "auto"}
+    run = start(command(folder, name, processes=processes, sp_size=processes, **long))
+    said = read_until(run, "resumed after step 20")
+    time.sleep(1)
+    os.killpg(run.pid, signal.SIGINT)
+    said += read_until(run, "stopping after this step")
+    time.sleep(1)
+    assert run.poll() is None
+    os.killpg(run.pid, signal.SIGINT)
+    said += run.communicate(timeout=10)[0]
+    assert run.returncode == 130, said
+    assert said.count("stopping after this step") == 1
+    assert f"the last good checkpoint is {last}; to go on from it, run the same command with --resume auto" in said
+    assert "Traceback" not in said
+
+
+def read_until(run: subprocess.Popen, text: str) -> str:
+    """What a run says up to the line with `text`."""
+    lines = []
+    while not lines or text not in lines[-1]:
+        lines.append(run.stdout.readline())
+        assert lines[-1], "".join(lines)
+    return "".join(lines)
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    """In a process group of its own, as a shell does."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(arguments, **options, process_group=0)
+
+
 def wait_for_steps(output: Path, steps: int, run: subprocess.Popen) -> None:
     metrics, deadline = output / "metrics.jsonl", time.monotonic() + 90
     while not (metrics.is_file() and metrics.read_text().count("\n") >= steps):
@@ -226,21 +275,64 @@ def wait_for_steps(output: Path, steps: int, run: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-def test_a_killed_run_resumes_where_it_saved(folder, whole_run):
-    """SIGKILL to the launcher takes the ranks with it; twice, at different steps."""
-    options = {"processes": 2, "sp_size": 2, "save_every": 1, "resume": "auto"}
-    for steps in (4, 11):
-        run = subprocess.Popen(command(folder, "killed", **options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def test_a_killed_run_resumes_where_it_saved(folder):
+    """SIGKILL to the launcher takes the ranks with it; twice, at different steps. The curve is the same to the bit."""
+    options = {"processes": 2, "sp_size": 2, "save_every": 1, "resume": "auto", "steps": 12}
+    train(folder, "not-killed", **options)
+    for steps in (4, 8):
+        run = start(command(folder, "killed", **options))
         wait_for_steps(folder / "killed", steps, run)
         ranks = children(run.pid)
         assert len(ranks) == 2
         run.kill()
-        run.wait()
+        run.communicate()
         time.sleep(0.5)
         assert not [pid for pid in ranks if is_running(pid)]
     train(folder, "killed", **options)
-    for mine, expected in zip(curve(folder, "killed", "loss", "grad_norm"), whole_run, strict=True):
-        assert mine == pytest.approx(expected, rel=1e-5)
+    assert curve(folder, "killed", "loss", "grad_norm") == curve(folder, "not-killed", "loss", "grad_norm")
+
+
+# Forks runs of one rank and kills them. Torch is imported once and not used before a fork.
+KILLER = """
+import os, random, signal, sys, time
+from train import pretrain
+
+def forked():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(pretrain.main(sys.argv[2:]))
+    return pid
+
+random.seed(0)
+for _ in range(int(sys.argv[1])):
+    pid = forked()
+    time.sleep(0.3 + random.random() * 1.5)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(forked(), 0)[1]))
+"""
+
+
+def test_kills_at_random_moments_leave_no_trace_in_the_curve(folder):
+    """While it starts, trains, saves or evaluates."""
+    options = {"save_every": 1, "resume": "auto", "steps": 40, "eval_every": 3, "val_data": folder / "data/train"}
+    options |= {"eval_sequences": 3, "batch_size": 2}
+    train(folder, "spared", **options)
+    [_, _, *flags] = command(folder, "killed-often", **options)
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    line = [sys.executable, "-c", KILLER, "8", *flags]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("resumed after step") > 1
+    for name in ("loss", "val_loss"):
+        both = [values(folder / output, name) for output in ("spared", "killed-often")]
+        assert both[0] == both[1]
+
+
+def values(output: Path, name: str) -> dict[int, float]:
+    """Values of `name` by step."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record[name] for record in records if name in record}
 
 
 @pytest.mark.parametrize("sp_size", [1, 2])
@@ -251,10 +343,26 @@ def test_a_failing_rank_ends_the_run(folder, sp_size):
     wait_for_steps(folder / f"failing{sp_size}", 2, run)
     os.kill(children(run.pid)[1], signal.SIGKILL)
     said, _ = run.communicate(timeout=60)
-    assert run.returncode != 0
-    assert "rank 1 ended with code 137" in said
+    assert run.returncode == 137
+    assert "rank 1 ended with code 137 (SIGKILL)" in said
     assert "rank 0 lost contact with another rank" in said or sp_size > 1
+    assert "the last good checkpoint is none" in said
     assert "Traceback" not in said
+
+
+def test_ranks_die_with_torchruns_agent(folder):
+    """And let go of the folder."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = command(folder, "agent", sp_size=2, steps=100_000)
+    agent = start([*launcher, *arguments[1:]])
+    wait_for_steps(folder / "agent", 2, agent)
+    ranks = children(agent.pid)
+    assert len(ranks) == 2
+    agent.kill()
+    agent.communicate()
+    time.sleep(0.5)
+    assert not [pid for pid in ranks if is_running(pid)]
+    lock(folder / "agent").close()
 
 
 def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):
@@ -295,6 +403,7 @@ def is_running(pid: int) -> bool:
         ({"init_from": "junk"}, "junk/config.json: it holds a list, not names and values"),
         ({"model": "cut.json"}, "cut.json: Unterminated string"),
         ({"processes": 2, "sp_size": 3}, "sp_size=3 does not divide the world of 2 ranks"),
+        ({"seq_len": 10_000}, "76% of the positions of"),
         ({"batch_size": 3, "micro_batch_size": 2}, "batch_size=3 is not a multiple of micro_batch_size=2"),
         ({"model": "cpm-huge"}, "neither a preset"),
         ({"processes": 2, "sp_size": 2, "seq_len": 1}, "too short for 2 ranks; the smallest is 2"),

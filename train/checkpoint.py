@@ -1,12 +1,13 @@
 """Checkpoints: a folder `step_00000100` is whole or it is not there.
 
     rank_00000.safetensors ...   each rank's flat shards of weights and AdamW state, and its RNG state
+    tokenizer/                   what makes its tokens text, so that a copy of the folder is all one needs
     state.json                   step, samples read, optimizer steps, configuration
     manifest.json                size and sha256 of every file; written last
 
 Saving writes into a hidden folder, syncs every file, and renames the folder at the end; a process killed at any moment
 leaves the checkpoints before it as they were. Shards are ranges of flattened tensors, so any number of ranks can read a
-checkpoint. Nothing is pickled.
+checkpoint. Nothing is pickled, and no file of a checkpoint lies outside of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,30 @@ from torch import Tensor
 
 from bmt_burst.engine import Shard
 from train import ranks
+from train.tokenizer import Tokenizer
 
+TOKENIZER = "tokenizer"  # the folder in a checkpoint; older ones have it beside them only
+_ROOM = 1.05  # of the last checkpoint's size must be free for the next
 _NAME = re.compile(r"step_(\d{8,})")
 _RNG = "rng/torch"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class CheckpointError(ranks.RankError):
     """A checkpoint could not be written or read; says why."""
 
 
-def save(root: Path, state: dict[str, Any], shards: dict[str, Shard], keep_last: int | None) -> Path:
+def save(
+    root: Path,
+    state: dict[str, Any],
+    shards: dict[str, Shard],
+    keep_last: int | None,
+    tokenizer: Tokenizer | None = None,
+) -> Path:
     """Writes the checkpoint of state["step"] under `root` and removes all but the newest `keep_last`.
 
-    None keeps all. Every rank calls it. Raises CheckpointError on every rank if any rank could not write, or if weights
+    None keeps all. Where the disk has no room for one more, they are removed before, but for the last good one. Every
+    rank calls it. Raises CheckpointError on every rank if any rank could not write, or if weights
     or the optimizer's state are not finite on any; what was there stays.
     """
     final = root / f"step_{state['step']:08d}"
@@ -50,29 +62,42 @@ def save(root: Path, state: dict[str, Any], shards: dict[str, Shard], keep_last:
     file = partial / f"rank_{ranks.rank():05d}.safetensors"
     try:
         ranks.together(lambda: _check_finite(shards), CheckpointError)
-        _on_first_rank(lambda: _prepare(partial))
+        _on_first_rank(lambda: _prepare(partial, keep_last))
         written = ranks.together(lambda: _write_shards(file, shards), CheckpointError)
         files = dict(ranks.gather(written))
+        if tokenizer:
+            _on_first_rank(lambda: files.update(_write_tokenizer(partial, tokenizer)))
         _on_first_rank(lambda: _finish(partial, final, state, files, keep_last))
     except CheckpointError as error:
         if ranks.rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
-        good = last_good(root) or "none"
-        raise CheckpointError(f"could not save {final}: {error}; the last good checkpoint is {good}") from error
+        raise CheckpointError(f"could not save {final}: {error}") from error
     return final
 
 
 def last_good(root: Path) -> Path | None:
     """The newest checkpoint that was not saved amid skipped steps. Damaged ones are named on stderr."""
+    return next((path for path, skips in _readable(root) if not skips), None)
+
+
+def outlook(root: Path) -> str:
+    """What a run that ended leaves: its last good checkpoint, and how to go on from there."""
+    readable = list(_readable(root))
+    good = next((path for path, skips in readable if not skips), None)
+    if good is None:
+        return "the last good checkpoint is none"
+    again = "run the same command with --resume auto"
+    how = again if good == readable[0][0] else f"give --resume {good} and another --output"
+    return f"the last good checkpoint is {good}; to go on from it, {how}"
+
+
+def _readable(root: Path) -> Iterator[tuple[Path, int]]:
+    """Checkpoints, the newest first, and how many steps in a row had been skipped when they were saved."""
     for path in listed(root):
         try:
-            state = Checkpoint(path).state
+            yield path, Checkpoint(path).state.get("skips_in_a_row", 0)
         except CheckpointError as error:
             _name_damaged(path, str(error))
-            continue
-        if not state.get("skips_in_a_row"):
-            return path
-    return None
 
 
 def newest(root: Path, set_aside: bool = False) -> Path | None:
@@ -113,18 +138,38 @@ def find(run_or_checkpoint: Path) -> Path:
 def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
     """What is wrong with the checkpoint in folder `path`, None if it is whole. Hashes every parts-th file."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        if not {"state.json", "rank_00000.safetensors"} <= manifest["files"].keys():
-            return f"its manifest names only {sorted(manifest['files'])}"
-        for name, expected in sorted(manifest["files"].items())[part::parts]:
+        for name, expected in sorted(_manifest(path).items())[part::parts]:
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes, not {expected['bytes']}"
             if _sha256(path / name) != expected["sha256"]:
                 return f"{name} does not have the sha256 of its manifest"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except _UNREADABLE as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """The files of a checkpoint. Raises ValueError if it lacks some, or if they lead out of its folder."""
+    _check_inside(path, "manifest.json")
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    if not {"state.json", "rank_00000.safetensors"} <= files.keys():
+        raise ValueError(f"its manifest names only {sorted(files)}")
+    for name in files:
+        _check_inside(path, name)
+    return files
+
+
+def _check_inside(path: Path, name: str) -> None:
+    """Raises ValueError unless `name` is a file under `path` itself, and not a link to another."""
+    parts = name.split("/")
+    if not set(parts).isdisjoint(("", ".", "..")):
+        raise ValueError(f"its manifest names {name!r}, which is no file in it")
+    places = [path.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
+    if linked := [place for place in places if place.is_symlink()]:
+        raise ValueError(f"{linked[0].relative_to(path)} is a link")
+    if places[-1].exists() and not places[-1].is_file():
+        raise ValueError(f"{name} is no file")
 
 
 class Checkpoint:
@@ -133,10 +178,10 @@ class Checkpoint:
     def __init__(self, path: Path):
         self.path = path
         try:
+            names = sorted(_manifest(path))
             self.state = json.loads((path / "state.json").read_text())
-            names = sorted(json.loads((path / "manifest.json").read_text())["files"])
             self._files = [safe_open(path / name, "pt") for name in names if name.startswith("rank_")]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        except (*_UNREADABLE, SafetensorError) as error:
             raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
         self._pieces: dict[str, list[tuple[int, int, Any]]] = defaultdict(list)  # key -> (start, stop, slice)
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -202,11 +247,35 @@ def _set_aside(damaged: list[Path]) -> None:
         path.rename(next(name for name in names if not name.exists()))
 
 
-def _prepare(partial: Path) -> None:
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in partial.parent.glob(".step_*"):
-        shutil.rmtree(leftover)
+def _prepare(partial: Path, keep_last: int | None) -> None:
+    root = partial.parent
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(".step_*"):
+        _erase(leftover)
+    if keep_last:
+        _make_room(root, keep_last)
     partial.mkdir()
+
+
+def _make_room(root: Path, keep_last: int) -> None:
+    """Removes old checkpoints before a new one is written if that would not fit beside them.
+
+    The newest that is good and whole stays in any case, and as many as will do.
+    """
+    there = listed(root)
+    wanted = _ROOM * max((_size(path) for path in there[:1]), default=0)
+    if shutil.disk_usage(root).free >= wanted:
+        return
+    good = next((path for path, skips in _readable(root) if not skips and not damage(path)), None)
+    for old in reversed(there[max(keep_last - 1, 0) :]):
+        if old != good and shutil.disk_usage(root).free < wanted:
+            print(f"{root} has no room for one more checkpoint: {old} is removed before", file=sys.stderr)
+            _remove(old)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a checkpoint."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _check_finite(shards: dict[str, Shard]) -> None:
@@ -219,9 +288,22 @@ def _write_shards(file: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, 
     """Writes one rank's file and returns its name and manifest entry."""
     tensors = {key: shard.flat.cpu() for key, shard in shards.items()}
     places = {key: (shard.start, shard.shape) for key, shard in shards.items()}
+    file.touch()
+    mode = file.stat().st_mode  # as the umask wants it; save_file leaves the file to its owner alone
     save_file({**tensors, _RNG: torch.get_rng_state()}, file, metadata={"shards": json.dumps(places)})
+    file.chmod(mode)
     _sync(file)
     return file.name, _entry(file)
+
+
+def _write_tokenizer(partial: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Writes the tokenizer and returns the manifest entries of its files."""
+    folder = partial / TOKENIZER
+    tokenizer.save(folder)
+    written = sorted(file for file in folder.rglob("*") if file.is_file())
+    for place in (*written, folder):
+        _sync(place)
+    return {file.relative_to(partial).as_posix(): _entry(file) for file in written}
 
 
 def _finish(partial: Path, final: Path, state: dict[str, Any], files: dict[str, Any], keep_last: int | None) -> None:
@@ -246,7 +328,15 @@ def _remove(path: Path) -> None:
     """Removes a checkpoint so that no moment shows a part of it."""
     hidden = path.with_name(f".{path.name}.trash")
     path.rename(hidden)
-    shutil.rmtree(hidden)
+    _erase(hidden)
+
+
+def _erase(path: Path) -> None:
+    """Removes a folder, or a link to one."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _entry(file: Path) -> dict[str, Any]:

@@ -40,6 +40,10 @@ class TrainConfig:
         None, MODEL, "starting weights: a Hugging Face folder of a Llama or MiniCPM, whose shape is then taken too and "
         "not --model's; or a file that bmtrain.save wrote, ending in .pt, of --model", kind=str,
     )  # fmt: skip
+    rope_theta: float | None = option(
+        None, MODEL, "base of the rotary positions, instead of the model's: a larger one for longer sequences",
+        kind=float,
+    )  # fmt: skip
     dtype: str = option(
         "fp32", MODEL, "weights and activations in forward and backward; masters and AdamW are always fp32",
         choices=("fp32", "bf16", "fp16"),
@@ -49,7 +53,10 @@ class TrainConfig:
     val_data: str | None = option(None, DATA, "folder of validation tokens", kind=str)
     seq_len: int = option(512, DATA, "tokens in one sequence, over all ranks that share it")
     batch_size: int = option(8, DATA, "sequences in one optimizer step, over all ranks")
-    micro_batch_size: int = option(8, DATA, "sequences that a rank works on at once; the rest is gradient accumulation")
+    micro_batch_size: int | None = option(
+        None, DATA, "sequences that a rank works on at once; the rest is gradient accumulation. By default as many, up "
+        "to 8, as divide those of a data parallel group", kind=int,
+    )  # fmt: skip
 
     processes: int = option(1, PARALLEL, "processes to start on this machine; leave at 1 under torchrun")
     sp_size: int = option(1, PARALLEL, "ranks that share a sequence; the others are data parallel")
@@ -99,6 +106,10 @@ class TrainConfig:
         "never", RUN, "auto: from the newest whole checkpoint in --output, or from the start if there is none; "
         "never: refuse an --output that has checkpoints; or the folder of a checkpoint",
     )  # fmt: skip
+    new_stage: bool = option(
+        False, RUN, "with --resume CHECKPOINT: another stage, with data, length or rope base of its own; keeps weights "
+        "and optimizer, counts steps, samples and schedule anew. With --resume auto a stage goes on",
+    )  # fmt: skip
     seed: int = option(0, RUN, "of starting weights and data order")
     save: bool = option(True, RUN, "write checkpoints; without, a run leaves its curves only")
     save_every: int = option(200, RUN, "steps between checkpoints; the last step is always saved; 0: only the last")
@@ -110,7 +121,7 @@ class TrainConfig:
     def __post_init__(self):
         positive = ("seq_len", "batch_size", "micro_batch_size", "processes", "sp_size", "steps", "keep_last")
         for name in (*positive, "eval_sequences", "max_skips"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("warmup", "decay", "save_every", "eval_every", "weight_decay", "seed"):
             if getattr(self, name) < 0:
@@ -127,9 +138,11 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         if self.timeout > _LONGEST_TIMEOUT:
             raise ValueError(f"timeout must be at most {_LONGEST_TIMEOUT:.0e} seconds, got {self.timeout}")
-        for name in ("lr", "clip", "timeout"):
-            if not getattr(self, name) > 0:
+        for name in ("lr", "clip", "timeout", "rope_theta"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.new_stage and self.resume == "never":
+            raise ValueError("new_stage needs the checkpoint that it starts from: give --resume CHECKPOINT")
         self.saving()  # refuses what does not go together
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio must be at least 0 and at most 1, got {self.min_lr_ratio}")
@@ -157,6 +170,10 @@ class TrainConfig:
         return self.steps // 5 if self.decay_steps is None else self.decay_steps
 
     def model_config(self) -> CPMConfig:
+        model = self._named_model()
+        return dataclasses.replace(model, rope_theta=self.rope_theta) if self.rope_theta else model
+
+    def _named_model(self) -> CPMConfig:
         if self.init_from and not self.init_from.endswith(".pt"):
             return read_config(Path(self.init_from))
         if self.model in PRESETS:

@@ -1,91 +1,126 @@
 """Starts the ranks of a run on this machine.
 
-What torchrun does, without its restarts, and with its signals turned into an orderly end: SIGINT and SIGTERM are passed
-on and the ranks are given the time they need to save. If a rank fails, the others are stopped. If the launcher dies, so
-do the ranks (on Linux).
+What torchrun does, without its restarts, and with signals turned into an orderly end: after the first the ranks are
+given the time they need to save, after a second Ctrl-C they are killed. If a rank fails, the others are stopped. If the
+launcher dies, so do the ranks (on Linux).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
+from train import checkpoint, ranks
+from train.files import tell
+from train.signals import INTERRUPTED, LAUNCHER, NOTED, StopSignal
 from train.watchdog import EXIT_CODE
 
-_LAUNCHER = "BMT_BURST_LAUNCHER"  # environment variable: the launcher's process id
-_PR_SET_PDEATHSIG = 1
 _GRACE = 5.0  # seconds for ranks to end by themselves once one has failed
+_TICK = 0.05  # seconds between looks at the ranks
 _EXPLAINED = 2  # exit code of a rank that has said what is wrong
 
 
-def launch(argv: Sequence[str], processes: int) -> int:
-    """Runs `python argv...` as ranks 0 to processes - 1; returns 0, also after a signal, or a failed rank's code."""
-    ranks: list[subprocess.Popen] = []
-    passed_on: list[int] = []
+def launch(argv: Sequence[str], processes: int, root: Path) -> int:
+    """Runs `python argv...`, whose checkpoints go to `root`, as ranks 0 to processes - 1.
 
-    def pass_on(signum: int, _frame) -> None:
-        passed_on.append(signum)
-        for rank in ranks:
-            rank.send_signal(signum)
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, pass_on)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for rank in range(processes):
-        ranks.append(subprocess.Popen([sys.executable, *argv], env=_environment(rank, processes, store.port)))
-        if passed_on:  # it came before this rank was there
-            ranks[-1].send_signal(passed_on[-1])
-    failed = None
-    while not failed and any(rank.poll() is None for rank in ranks):
-        failed = next((rank for rank in ranks if rank.poll()), None)
-        time.sleep(0.1)
-    failed = failed or next((rank for rank in ranks if rank.returncode), None)
-    if failed is None:
+    Returns 0, also after a signal; the code of the rank that failed first; or 130 after a second Ctrl-C.
+    """
+    stop = StopSignal(noted=lambda: tell(NOTED))
+    store = _local_store()
+    started = [_start(argv, rank, processes, store.port) for rank in range(processes)]
+    ended: dict[int, int] = {}  # rank: exit code, in the order in which they ended
+    told = False
+    while len(ended) < processes and not any(ended.values()):
+        if stop.received and not told:
+            told = True
+            for rank in started:
+                rank.terminate()
+        if stop.insisted:
+            _kill(started)
+            tell(f"ended now; {checkpoint.outlook(root)}")
+            return INTERRUPTED
+        time.sleep(_TICK)
+        _note_ended(started, ended)
+    if not any(ended.values()):
         return 0
-    if -failed.returncode in passed_on:  # it could not catch the signal yet
-        print("stopped before training began", file=sys.stderr)
-        _kill(ranks)
+    if told and any(-code in (signal.SIGTERM, signal.SIGHUP) for code in ended.values()):  # it could not catch it yet
+        tell("stopped before training began")
+        _kill(started)
         return 0
-    return _stop_others(ranks)
+    return _stop_others(started, ended, root)
 
 
-def die_with_launcher() -> None:
-    """Called by a rank when it starts: if its launcher is killed outright, Linux kills the rank too."""
-    launcher = os.environ.get(_LAUNCHER)
-    if launcher and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(launcher):
-            sys.exit("the launcher is gone")
+def _local_store() -> dist.TCPStore:
+    """Where the ranks meet; nobody outside of this machine can reach it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _stop_others(ranks: list[subprocess.Popen]) -> int:
-    """Stops what still runs after a failure; returns the code of a rank that knew why it failed, else of the first."""
+def _start(argv: Sequence[str], rank: int, processes: int, port: int) -> subprocess.Popen:
+    environment = _environment(rank, processes, port)
+    return subprocess.Popen([sys.executable, *argv], env=environment, preexec_fn=_ignore_interrupts)
+
+
+def _ignore_interrupts() -> None:
+    """A terminal sends Ctrl-C to the ranks too, which are to hear of it once, from the launcher."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _note_ended(started: list[subprocess.Popen], ended: dict[int, int]) -> None:
+    for number, rank in enumerate(started):
+        if number not in ended and rank.poll() is not None:
+            ended[number] = rank.returncode
+
+
+def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: Path) -> int:
+    """Stops what still runs after a failure; says which rank failed first and how to go on; returns its code."""
     deadline = time.monotonic() + _GRACE  # ranks that fail for the same reason may still say so, and leave their stacks
-    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-        time.sleep(0.1)
-    codes = {number: _exit_code(rank) for number, rank in enumerate(ranks) if rank.poll()}
-    _kill(ranks)
-    ended = ", ".join(f"rank {number} ended with code {code}" for number, code in codes.items())
-    print(f"{ended}; the run is over", file=sys.stderr)
-    return next((code for code in (_EXPLAINED, EXIT_CODE) if code in codes.values()), next(iter(codes.values())))
+    while time.monotonic() < deadline and len(ended) < len(started):
+        time.sleep(_TICK)
+        _note_ended(started, ended)
+    _kill(started)
+    failed = {number: code for number, code in ended.items() if code}
+    cause = _cause(failed)
+    others = [f"rank {number} with {_named(code)}" for number, code in failed.items() if number != cause]
+    then = f", then {', '.join(others)}" if others else ""
+    tell(f"rank {cause} ended with {_named(failed[cause])}{then}; the run is over")
+    if failed[cause] != _EXPLAINED:
+        tell(checkpoint.outlook(root))
+    return _exit_code(failed[cause])
 
 
-def _kill(ranks: list[subprocess.Popen]) -> None:
-    for rank in ranks:
+def _cause(failed: dict[int, int]) -> int:
+    """The rank whose failure was that of the others: killed before they failed; or it knew why; or the first."""
+    first = next(iter(failed))
+    if failed[first] < 0:
+        return first
+    knew = [number for number, code in failed.items() if code in (_EXPLAINED, EXIT_CODE)]
+    others = [number for number, code in failed.items() if code != ranks.LOST_CONTACT]
+    return (knew or others or [first])[0]
+
+
+def _kill(started: list[subprocess.Popen]) -> None:
+    for rank in started:
         rank.kill()
         rank.wait()
 
 
-def _exit_code(rank: subprocess.Popen) -> int:
+def _named(code: int) -> str:
+    return f"code {_exit_code(code)}" + (f" ({signal.Signals(-code).name})" if code < 0 else "")
+
+
+def _exit_code(code: int) -> int:
     """As a shell gives it: 128 + the signal for a process that died of one."""
-    return rank.returncode if rank.returncode >= 0 else 128 - rank.returncode
+    return code if code >= 0 else 128 - code
 
 
 def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
@@ -99,6 +134,6 @@ def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        _LAUNCHER: str(os.getpid()),
+        LAUNCHER: str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's: rank 0 joins it like the others
     }

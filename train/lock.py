@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from train.files import writing
+
 _NAME = ".lock"
 
 
@@ -29,7 +31,8 @@ def lock(folder: Path) -> TextIO:
         raise ValueError(f"{folder} is in use by {owner}: wait for it, or give another --output") from None
     except OSError as error:
         print(f"{folder} cannot be locked ({error.strerror}): let no other run write to it", file=sys.stderr)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    with writing(file.name):
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
     return file

@@ -5,7 +5,7 @@ Only rank 0 has a Metrics; its folder gets
     metrics.jsonl   a record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or {"step", "val_loss"};
                     what a run that went on from before has replaced is in metrics.jsonl.dropped
     tensorboard/    the same
-    loss.png        the curves, drawn at the end
+    loss.png        the curves, drawn at each save and at the end
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import math
 import os
 import statistics
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+from train.files import showing, tell, writing
 
 _WINDOW = 64  # records that a loss is compared with
 _SHOWN = {
@@ -41,6 +44,7 @@ class Metrics:
         self.folder = folder
         self.records = _keep_until(folder / "metrics.jsonl", start)
         self._file = open(folder / "metrics.jsonl", "a")
+        threading.excepthook = _tell_shortly
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         self.steps = steps
         # In a terminal a bar, in a log file a line a step.
@@ -50,13 +54,16 @@ class Metrics:
         """Writes one record; non-integers with full precision."""
         record = {"step": step, **values}
         self.records.append(record)
-        try:
+        with writing(self._file.name):
             self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._file.name) from error
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        with writing(self.folder / "tensorboard"):
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def has(self, step: int, name: str) -> bool:
+        """Whether there is a value of `name` for a step."""
+        return any(record["step"] == step and name in record for record in reversed(self.records))
 
     def progress(self, step: int) -> None:
         """Shows the last record, which is that of `step`, and says so if its loss is far above those before."""
@@ -64,28 +71,41 @@ class Metrics:
         if (usual := self._usual_loss()) and record.get("loss", 0.0) > usual:
             self.say(f"step {step}: loss spike, {record['loss']:.4f} where at most {usual:.4f} is usual")
         line = ", ".join(text.format(record[name]) for name, text in _SHOWN.items() if name in record)
-        if self._bar.disable:
-            print(f"step {step}/{self.steps}: {line}", flush=True)
-        else:
-            self._bar.set_postfix_str(line, refresh=False)
-            self._bar.update()
+        with showing():
+            if self._bar.disable:
+                print(f"step {step}/{self.steps}: {line}", flush=True)
+            else:
+                self._bar.set_postfix_str(line, refresh=False)
+                self._bar.update()
 
     def _usual_loss(self) -> float | None:
         """Mean plus six standard deviations of the losses before the last record; None while there are few."""
-        losses = [r["loss"] for r in self.records[-_WINDOW - 1 : -1] if "loss" in r]
+        losses = [r["loss"] for r in self.records[-_WINDOW - 1 : -1] if math.isfinite(r.get("loss", math.nan))]
         if len(losses) < _WINDOW // 2:
             return None
         return statistics.fmean(losses) + 6 * statistics.pstdev(losses)
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
-        self._bar.write(text)
+        with showing():
+            self._bar.write(text)
+            sys.stdout.flush()
+
+    def draw(self) -> None:
+        """Draws loss.png. That it cannot be drawn is said, and no reason to end a run."""
+        try:
+            plot_losses(self.records, self.folder / "loss.png")
+        except Exception as error:  # noqa: BLE001 - of matplotlib, which is free to fail in its own ways
+            self.say(f"loss.png was not drawn: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        self._bar.close()
-        self._board.close()
-        self._file.close()
-        plot_losses(self.records, self.folder / "loss.png")
+        with showing():
+            self._bar.close()
+        with writing(self.folder / "tensorboard"):
+            self._board.close()
+        with writing(self._file.name):
+            self._file.close()
+        self.draw()
 
 
 def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
@@ -106,24 +126,54 @@ def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with writing(partial):
+            figure.savefig(partial, dpi=120, format="png")
+        os.replace(partial, file)
+    finally:
+        plt.close(figure)
+        partial.unlink(missing_ok=True)
 
 
 def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
     """The records up to `step`; the file is left with just these. The others go to FILE.dropped, as do broken lines."""
-    records, dropped = [], []
-    for number, line in enumerate(file.read_text().splitlines() if file.is_file() else []):
-        try:
-            record = json.loads(line)
-            (records if record["step"] <= step else dropped).append(record)
-        except (ValueError, KeyError, TypeError):
+    records, kept, dropped = [], [], []
+    for number, line in enumerate(file.read_bytes().splitlines() if file.is_file() else []):
+        record = _parse(line)
+        if record is None:
             print(f"{file}: line {number + 1} is no record, and is dropped", file=sys.stderr)
-            dropped.append(line)
+        if record is None or record["step"] > step:
+            dropped.append(line + b"\n")
+        else:
+            records.append(record)
+            kept.append(line + b"\n")
+    rest = file.with_name(file.name + ".dropped")
     if dropped:
-        with open(file.with_name(file.name + ".dropped"), "a") as rest:
-            rest.writelines(json.dumps(record) + "\n" for record in dropped)
+        with writing(rest), open(rest, "ab") as stream:
+            stream.writelines(dropped)
     partial = file.with_name(file.name + ".partial")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with writing(partial):
+        partial.write_bytes(b"".join(kept))
     os.replace(partial, file)
     return records
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A record: a step and numbers, null for one that was not finite. None if the line is none, whatever it is."""
+    try:
+        record = json.loads(line)
+        values = {name: math.nan if value is None else value for name, value in record.items()}
+        for value in values.values():
+            math.isfinite(value)  # raises TypeError for what is no number, OverflowError for what no float can be
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    return values if type(values.get("step")) is int else None
+
+
+def _tell_shortly(arguments: threading.ExceptHookArgs) -> None:
+    """For threads that die of a write, as TensorBoard's: the next record has the error too, and names the place."""
+    if isinstance(arguments.exc_value, OSError):
+        tell(f"{arguments.thread.name}: {arguments.exc_value}")
+    else:
+        threading.__excepthook__(arguments)

@@ -3,8 +3,9 @@
     python train/pretrain.py --processes 2 --sp-size 2 --data data/stdlib/train --val-data data/stdlib/val
     torchrun --nnodes 2 --nproc-per-node 8 ... train/pretrain.py --config run.toml
 
-See --help for all options. Ctrl-C or SIGTERM: the step is finished, a checkpoint saved, and every rank leaves with
-code 0; --resume auto goes on from there with the same losses as if it had not stopped.
+See --help for all options. Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint saved, and every rank leaves
+with code 0; --resume auto goes on from there with the same losses as if it had not stopped. Ctrl-C once more ends the
+run at once, with code 130.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from train.signals import die_with_parent, has_launcher
 
-from bmt_burst import Layout, init_sequence_parallel, kernels
+    die_with_parent()  # torch takes seconds to import, in which a parent may die
+    if not has_launcher():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # and Ctrl-C is no traceback
+
+import torch
+import torch.distributed as dist
+
+from bmt_burst import init_sequence_parallel, kernels
 from bmt_burst.engine import Engine
 from bmt_burst.engine.bmtrain import BMTrainEngine
 from bmt_burst.engine.common import AdamW
@@ -37,33 +41,25 @@ from bmt_burst.loss import count_targets
 from bmt_burst.rings import make_rings
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.cpm import CPM
-from train import checkpoint, ranks
+from train import checkpoint, ending, ranks, resume
+from train.batches import Batches
 from train.clock import Clock
 from train.config import TrainConfig, parse_config
 from train.data import Sequences, TokenFile
 from train.distributed import init_distributed
+from train.files import showing
 from train.flops import peak_tflops, step_flops
-from train.launch import die_with_launcher, launch
+from train.launch import launch
 from train.lock import lock
 from train.metrics import Metrics
 from train.schedule import learning_rate
+from train.signals import StopSignal
 from train.tokenizer import load_tokenizer
 from train.watchdog import Watchdog
 from train.weights import load_weights
 
+_MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # shares of an epoch's positions: refused, said
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class StopSignal:
-    """Notes SIGINT and SIGTERM instead of dying of them."""
-
-    def __init__(self):
-        self.received = False
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self._note)
-
-    def _note(self, _signum, _frame) -> None:
-        self.received = True
 
 
 @dataclass
@@ -88,15 +84,16 @@ class Trainer:
         self.sp = ranks.together(
             lambda: init_sequence_parallel(config.sp_size, layout=config.layout, inner_size=config.inner_size)
         )
-        self.dp_rank, self.dp_size = self.rank // self.sp.size, dist.get_world_size() // self.sp.size
-        ranks.together(self._check_sizes)
-        self.positions = self.sp.positions(config.seq_len, device)
+        self.batches = ranks.together(lambda: Batches(config, self.sp, device))
         watchdog.alive("building the model")
         self.engine = self._make_engine()
         watchdog.alive("reading a checkpoint")
-        self.progress = self._resume()
+        path = resume.chosen(config)
+        self.progress = ranks.together(lambda: self._load(path) if path else self._start())
+        self.saved_step = self.progress.step
         self.clock = Clock(device)
         self.metrics = ranks.together(self._open_metrics)
+        self._set_last_words()
 
     def _make_engine(self) -> Engine:
         config = self.config
@@ -112,7 +109,7 @@ class Trainer:
         return TorchEngine(**common, device=self.device)
 
     def run(self) -> bool:
-        """Trains to the last step or until told to stop; returns whether the last step was reached.
+        """Trains to the last step or until told to stop; returns whether nothing is left to do.
 
         Raises FloatingPointError on every rank if the last steps were skipped; a single one may be the loss scale's.
         """
@@ -120,36 +117,59 @@ class Trainer:
         self._say(self._description())
         if progress.step >= config.steps:
             self._say(f"there is nothing to do: step {progress.step} of {config.steps} is done")
-        stopping = False
+        stopping = self._told_to_stop()
+        if self._evaluation_missing() and not stopping:
+            stopping = not self._evaluate()
         while progress.step < config.steps and not stopping:
             stopping = self._train_step()
-            last = progress.step == config.steps
-            if self.val_data and (last or (_due(progress.step, config.eval_every) and not stopping)):
-                self._record(val_loss=self._evaluate())
-            due = _due(progress.step, config.save_every) and not progress.skips_in_a_row
-            if config.save and (last or stopping or due):
-                self.watchdog.alive(f"saving step {progress.step}")
-                keep_last = None if progress.skips_in_a_row else config.keep_last  # one of these may be needed
-                path = checkpoint.save(self.root, self._state(), self.engine.state(), keep_last)
-                self._say(f"step {progress.step}: saved {path}")
+            if self._is_last() or (_due(progress.step, config.save_every) and not progress.skips_in_a_row):
+                self._save()
+            if self._evaluation_due() and not stopping:
+                stopping = not self._evaluate()
+        if stopping:
+            self._save()
         if self.metrics:
             self.metrics.close()
-        if progress.step >= config.steps and progress.skips_in_a_row > 1:
+        if self._is_last() and progress.skips_in_a_row > 1:
             raise FloatingPointError(self._skipped("the run ended"))
-        return progress.step >= config.steps
+        return self._is_last() and not self._evaluation_missing()
+
+    def _is_last(self) -> bool:
+        return self.progress.step >= self.config.steps
+
+    def _told_to_stop(self) -> bool:
+        """Whether any rank was."""
+        return self.engine.sum([float(self.stop.received)])[0] > 0
+
+    def _save(self) -> None:
+        """Saves this step, unless it is saved or nothing is to be."""
+        step = self.progress.step
+        if not self.config.save or step == self.saved_step:
+            return
+        self.watchdog.alive(f"saving step {step}")
+        keep_last = None if self.progress.skips_in_a_row else self.config.keep_last  # one of these may be needed
+        path = checkpoint.save(self.root, self._state(), self.engine.state(), keep_last, self.tokenizer)
+        self.saved_step = step
+        self._say(f"step {step}: saved {path}")
+        self._set_last_words()
+        if self.metrics:
+            self.metrics.draw()
+
+    def _set_last_words(self) -> None:
+        self.watchdog.last_words = ranks.gather(checkpoint.outlook(self.root) if self.rank == 0 else "")[0]
 
     def _train_step(self) -> bool:
         """One step; returns whether any rank was told to stop."""
         began, config, progress = time.perf_counter(), self.config, self.progress
         self.watchdog.alive(f"reading for step {progress.step + 1}")
         with self.clock.phase("data"):
-            micro_batches = [self._shard(*batch) for batch in self._read_batch()]
+            micro_batches = self.batches.of_step(self.train_data, progress.samples)
             [targets] = self.engine.sum([sum(int(count_targets(labels)) for _, labels in micro_batches)])
         losses = []
         for tokens, labels in micro_batches:
             self.watchdog.alive(f"step {progress.step + 1}")
             with self.clock.phase("forward"):
-                loss, _ = self.engine.model(tokens, self.positions, labels)
+                loss, _ = self.engine.model(tokens, self.batches.positions, labels)
             with self.clock.phase("backward"):
                 self.engine.backward(loss / max(targets, 1))
             losses.append(loss.detach())
@@ -190,9 +210,7 @@ class Trainer:
         return {"loss": loss, "grad_norm": grad_norm}
 
     def _skipped(self, what: str) -> str:
-        good = checkpoint.last_good(self.root) or "none"
-        skips = f"{self.progress.skips_in_a_row} steps in a row were skipped"
-        return f"step {self.progress.step}: {what}; {skips}; the last good checkpoint is {good}"
+        return f"step {self.progress.step}: {what}; {self.progress.skips_in_a_row} steps in a row were skipped"
 
     def _speed(self, seconds: float) -> dict[str, float]:
         """Tokens a second over all ranks, TFLOP/s and MFU of a rank, and peak memory."""
@@ -207,37 +225,32 @@ class Trainer:
             values["peak_gib"] = (torch.cuda.max_memory_allocated() + held) / 2**30
         return values
 
-    def _read_batch(self) -> list[tuple[Tensor, Tensor]]:
-        """This step's micro-batches of this data parallel group: whole sequences, the same on all its ranks.
+    def _evaluation_due(self) -> bool:
+        return self.val_data is not None and (self._is_last() or _due(self.progress.step, self.config.eval_every))
 
-        The samples of a step are dealt to the groups in one order that does not depend on how many groups there are.
-        """
-        size, data = self.config.micro_batch_size, self.train_data
-        share = self.config.batch_size // self.dp_size
-        first = self.progress.samples + self.dp_rank * share
-        return [
-            data.batch([data.order(sample) for sample in range(start, start + size)])
-            for start in range(first, first + share, size)
-        ]
+    def _evaluation_missing(self) -> bool:
+        """Whether the step that was reached has been saved but not been evaluated, since the run ended meanwhile."""
+        if not self.progress.step or not self._evaluation_due():
+            return False
+        return not ranks.gather(self.metrics and self.metrics.has(self.progress.step, "val_loss"))[0]
 
     @torch.no_grad()
-    def _evaluate(self) -> float:
-        """Mean token loss over evenly spaced sequences of the validation data."""
-        data, size = self.val_data, self.config.micro_batch_size
-        count = min(self.config.eval_sequences, len(data))
-        chosen: list[int | None] = [i * len(data) // count for i in range(count)]
-        chosen += [None] * (-count % (size * self.dp_size))  # all ranks must take part equally often
+    def _evaluate(self) -> bool:
+        """Records the mean token loss over evenly spaced sequences; returns False if told to stop meanwhile."""
+        began, step, batches = time.perf_counter(), self.progress.step, self.batches
+        self._say(f"step {step}: evaluating on {self.config.val_data}")
         loss = targets = 0.0
-        for start in range(self.dp_rank * size, len(chosen), size * self.dp_size):
-            self.watchdog.alive(f"evaluation after step {self.progress.step}")
-            tokens, labels = self._shard(*data.batch(chosen[start : start + size]))
-            batch_loss, batch_targets = self.engine.model(tokens, self.positions, labels)
+        for tokens, labels in batches.of_evaluation(self.val_data):
+            self.watchdog.alive(f"evaluation after step {step}")
+            if self._told_to_stop():
+                self._say(f"step {step}: evaluation stopped")
+                return False
+            batch_loss, batch_targets = self.engine.model(tokens, batches.positions, labels)
             loss, targets = loss + float(batch_loss), targets + float(batch_targets)
         loss, targets = self.engine.sum([loss, targets])
-        return loss / targets
-
-    def _shard(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return self.sp.shard(tokens).to(self.device), self.sp.shard(labels).to(self.device)
+        self._record(val_loss=loss / targets)
+        self._say(f"step {step}: validation loss {loss / targets:.4f}, in {time.perf_counter() - began:.1f} s")
+        return True
 
     def _check_and_open(self) -> None:
         """What each rank can do on its own: the model's shape, its kernel, the data; rank 0 locks the output."""
@@ -245,6 +258,7 @@ class Trainer:
         self.model_config = config.model_config()
         self._check_kernel()
         self.train_data = self._open(config.data)
+        self._check_padding()
         self.val_data = self._open(config.val_data) if config.val_data else None
         self.tokenizer = load_tokenizer(self.train_data.file.folder)
         self.lock = lock(self.root) if self.rank == 0 else None
@@ -252,17 +266,8 @@ class Trainer:
     def _open_metrics(self) -> Metrics | None:
         if self.rank:
             return None
-        self.tokenizer.save(self.root / "tokenizer")
+        self.tokenizer.save(self.root / checkpoint.TOKENIZER)
         return Metrics(self.root, self.progress.step, self.config.steps)
-
-    def _check_sizes(self) -> None:
-        config = self.config
-        if config.batch_size % (self.dp_size * config.micro_batch_size):
-            raise ValueError(
-                f"batch_size={config.batch_size} is not a multiple of micro_batch_size={config.micro_batch_size} "
-                f"times {self.dp_size} data parallel groups"
-            )
-        Layout(config.layout, config.seq_len, self.sp.size)
 
     def _open(self, folder: str) -> Sequences:
         file = TokenFile(folder)
@@ -273,54 +278,33 @@ class Trainer:
             )
         return Sequences(file, self.config.seq_len, self.config.seed)
 
+    def _check_padding(self) -> None:
+        """Raises ValueError if most of what would be trained on is padding; says so if much is."""
+        padding, text = self.train_data.padding, self.config.data
+        said = f"{padding:.0%} of the positions of {text} ({len(self.train_data.file.tokens):,} tokens) are padding"
+        if padding > _MOST_PADDING:
+            raise ValueError(f"{said} at seq_len={self.config.seq_len}: give more text or a shorter --seq-len")
+        if padding > _MUCH_PADDING and self.rank == 0:
+            print(f"{said} at seq_len={self.config.seq_len}", file=sys.stderr)
+
     def _check_kernel(self) -> None:
         """Raises ValueError if --flash names a kernel that cannot do this model's heads here."""
         model, like = self.model_config, {"dtype": DTYPES[self.config.dtype], "device": self.device}
         q = torch.empty(1, 1, model.num_heads, model.head_dim, **like)
         kernels.pick(self.config.flash, q, torch.empty(1, 1, model.num_kv_heads, model.head_dim, **like))
 
-    def _resume(self) -> Progress:
-        """Loads the checkpoint that the configuration asks for; returns where to go on, or the start."""
-        config = self.config
-        if config.resume == "never":
-            if checkpoint.listed(self.root):
-                raise ranks.RankError(f"{self.root} has checkpoints: give --resume auto to go on, or another --output")
-            return ranks.together(self._start)
-        auto = config.resume == "auto"
-        path = checkpoint.newest(self.root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
-        if path is None:
-            return ranks.together(self._start)
-        newest = next(iter(checkpoint.listed(self.root)), path)
-        if not newest.samefile(path):
-            newest = checkpoint.newest(self.root, set_aside=True)  # that one may be damaged
-        if not newest.samefile(path):
-            raise ranks.RankError(f"{self.root} has checkpoints that {path} does not lead to: give another --output")
-        return ranks.together(lambda: self._load(checkpoint.Checkpoint(path)))
-
-    def _load(self, saved: checkpoint.Checkpoint) -> Progress:
-        path = saved.path
-        if saved.state["model"] != self.model_config.to_dict():
-            raise ValueError(f"{path} holds another model: {saved.state['model']}")
-        before, now = saved.state["data"], self._data_identity()
-        if any(now.get(name) != value for name, value in before.items()):
-            raise ValueError(f"{path} was reading {before}, this run reads {now}")
-        self._name_changes(saved.state["config"])
+    def _load(self, path: Path) -> Progress:
+        saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(self.config)
+        resume.check_same(saved, self.model_config, resume.data_identity(self.train_data), new_stage)
+        counted = {} if new_stage else saved.state
+        progress = Progress(**{field.name: counted.get(field.name, 0) for field in dataclasses.fields(Progress)})
+        resume.name_changes(saved.state, self.config, progress.step + 1)
         self.engine.load(saved.read, saved.state["optimizer_steps"])
         if saved.state["config"]["dtype"] == self.config.dtype:
             self.engine.loss_scale = saved.state.get("loss_scale", self.engine.loss_scale)
             self.engine.steps_at_scale = saved.state.get("steps_at_scale", 0)
         saved.restore_rng(self.rank)
-        return Progress(**{field.name: saved.state.get(field.name, 0) for field in dataclasses.fields(Progress)})
-
-    def _name_changes(self, before: dict) -> None:
-        """Says which settings that matter for the result differ from those of the run that is resumed."""
-        technical = {"resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences"}
-        technical |= {"checkpointing", "checkpointing_blocks", "offload", "offload_optimizer"}
-        technical |= {"max_skips", "timeout", "save"}
-        now = self.config.to_dict()
-        changed = [f"{k} {before.get(k)} -> {v}" for k, v in now.items() if k not in technical and before.get(k) != v]
-        if changed and self.rank == 0:
-            print("changed since the checkpoint:", ", ".join(changed), file=sys.stderr)
+        return progress
 
     def _start(self) -> Progress:
         if self.config.init_from:
@@ -333,23 +317,19 @@ class Trainer:
             "optimizer_steps": self.engine.optimizer_steps,
             "loss_scale": self.engine.loss_scale,
             "steps_at_scale": self.engine.steps_at_scale,
-            "data": self._data_identity(),
+            "data": resume.data_identity(self.train_data),
             "model": self.model_config.to_dict(),
             "config": self.config.to_dict(),
         }
 
-    def _data_identity(self) -> dict:
-        """What must not change for the sample count to mean the same samples."""
-        file = self.train_data.file
-        order = {"seq_len": self.config.seq_len, "seed": self.config.seed}
-        return {"tokens": len(file.tokens), "digest": file.digest, **order}
-
     def _description(self) -> str:
         c, resumed = self.config, f", resumed after step {self.progress.step}" if self.progress.step else ""
+        if resume.begins_stage(c):
+            resumed = f", a new stage from {c.resume}"
         name, size = c.init_from or c.model, self.model_config.num_parameters
         return (
             f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, {type(self.engine).__name__}; "
-            f"{self.dp_size} data parallel x {self.sp.size} sequence parallel ranks; "
+            f"{self.batches.dp_size} data parallel x {self.sp.size} sequence parallel ranks; "
             f"{c.batch_size} sequences of {c.seq_len} tokens a step; "
             f"{len(self.train_data):,} sequences an epoch{resumed}"
         )
@@ -370,54 +350,35 @@ def _due(step: int, every: int) -> bool:
 def main(argv: Sequence[str]) -> int:
     config = parse_config(argv)
     if config.processes > 1 and "RANK" not in os.environ:
-        return launch([__file__, *argv], config.processes)
-    die_with_launcher()
+        return launch([__file__, *argv], config.processes, Path(config.output))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # kernels compiled once are there next time
-    stop = StopSignal()
     watchdog = Watchdog(ranks.rank(), config.timeout)
+    stop = StopSignal(ending.acknowledge, lambda: ending.end_now(watchdog))
     try:
         watchdog.alive("waiting for the other ranks to join")
         trainer = Trainer(config, init_distributed(config), stop, watchdog)
         finished = trainer.run()
-    except (ranks.RankError, FloatingPointError) as error:  # alike on every rank
-        if ranks.rank() == 0:
-            print(f"pretrain.py: {error}", file=sys.stderr)
-        return 2
-    except (ValueError, OSError) as error:
-        print(f"pretrain.py: rank {ranks.rank()}: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if not ranks.lost_contact(error):
-            raise
-        lost = f"rank {ranks.rank()} lost contact with another rank, whose own message may say why"
-        print(f"pretrain.py: {lost}; in {watchdog.doing}: {error}", file=sys.stderr)
-        return 1
-    else:
         if trainer.rank == 0 and not finished:
             how = "to go on, run the same command with --resume auto" if config.save else "nothing was saved"
-            print(f"stopped after step {trainer.progress.step}; {how}")
+            with showing():
+                print(f"stopped after step {trainer.progress.step}; {how}")
         watchdog.alive("leaving the other ranks")
         dist.destroy_process_group()
         return 0
+    except Exception as error:
+        code = ending.explain(error, watchdog)
+        if code is None:
+            raise
+        return code
     finally:
         watchdog.close()
 
 
-def _leave(code: int) -> NoReturn:
-    """Ends the process at once: interpreter shutdown may wait for collectives that never end.
-
-    torch 2.13 has a reason of its own: a gloo thread that drops a tensor meanwhile aborts the process.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
     try:
-        _leave(main(sys.argv[1:]))
+        ending.leave(main(sys.argv[1:]))
     except SystemExit as given:  # by argparse, which has said why
-        _leave(given.code if isinstance(given.code, int) else 1)
-    except BaseException:  # noqa: BLE001 - every way out leads through _leave
+        ending.leave(given.code if isinstance(given.code, int) else 1)
+    except BaseException:  # noqa: BLE001 - every way out leads through leave
         traceback.print_exc()
-        _leave(1)
+        ending.leave(1)

@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 
 Result = TypeVar("Result")
 
-_LOST_CONTACT = re.compile("Connection (closed|reset|refused) by|Broken pipe|Socket closed|remote process exited")
+LOST_CONTACT = 4  # exit code of a rank that ends since another one is gone
+_GONE = re.compile("Connection (closed|reset|refused) by|Broken pipe|Socket closed|remote process exited")
 
 
 class RankError(RuntimeError):
@@ -55,4 +56,4 @@ def together(work: Callable[[], Result], raising: type[Exception] | None = None)
 
 def lost_contact(error: RuntimeError) -> bool:
     """Whether it is what gloo or NCCL say when a peer is gone."""
-    return bool(_LOST_CONTACT.search(str(error)))
+    return bool(_GONE.search(str(error)))

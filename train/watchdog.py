@@ -16,14 +16,20 @@ from pathlib import Path
 from typing import TextIO
 
 EXIT_CODE = 3
+_TICK = 1.0  # seconds between looks, at most
 _GRACE = 30.0  # seconds after which faulthandler's own thread acts, which needs no lock of the interpreter
 
 
 class Watchdog:
-    """Watches this rank from now on."""
+    """Watches this rank from now on.
+
+    doing        what it does
+    last_words   what there is to say if the run ends: the last good checkpoint and how to go on
+    """
 
     def __init__(self, rank: int, timeout: float):
         self.rank, self.timeout = rank, timeout
+        self.last_words = ""
         self._file: TextIO | None = None
         self._over = threading.Event()
         self.alive("start")
@@ -51,17 +57,19 @@ class Watchdog:
                 Path(self._file.name).unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self.timeout / 4)):
+        while not self._over.wait(min(_TICK, self.timeout / 4)):
             waited = time.monotonic() - self._since
             if waited > self.timeout:
                 self._bark(waited)
 
     def _bark(self, waited: float) -> None:
         where = f"; stacks in {self._file.name}" if self._file else ""
-        text = f"{time.strftime('%F %T')} rank {self.rank}: no sign of life for {waited:.0f} s in {self.doing}{where}\n"
+        what = f"rank {self.rank}: no sign of life for {waited:.0f} s in {self.doing}{where}"
+        text = "; ".join(filter(None, (f"{time.strftime('%F %T')} {what}", self.last_words))) + "\n"
         for stream in (self._file, sys.stderr) if self._file else (sys.stderr,):
             stream.write(text)
             stream.flush()
             faulthandler.dump_traceback(stream, all_threads=True)
             stream.flush()
+        time.sleep(2 * _TICK)  # other ranks, which lose contact by its end, look a little later
         os._exit(EXIT_CODE)

@@ -1,0 +1,80 @@
+"""Which sequences a rank reads: every sample once on any mesh, and sizes that do not fit are refused."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from train.batches import Batches
+from train.config import TrainConfig
+from train.data import Sequences
+
+
+class Tokens:
+    """A token file in memory."""
+
+    def __init__(self, count: int):
+        self.folder, self.tokens, self.index = "memory", np.arange(count, dtype=np.uint16), {"vocab_size": count}
+
+
+class WholeSequences:
+    """As SequenceParallel of `size` ranks, but that nothing is cut."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def positions(self, seq_len, device):
+        return torch.arange(seq_len, device=device)
+
+    def shard(self, x):
+        return x
+
+
+def batches(monkeypatch, rank: int, world: int, sp_size: int, **options) -> Batches:
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    return Batches(TrainConfig(seq_len=16, **options), WholeSequences(sp_size), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("world", "sp_size", "options", "size"),
+    [
+        (1, 1, {}, 8),
+        (4, 2, {}, 4),
+        (8, 1, {}, 1),
+        (3, 1, {"batch_size": 9}, 3),
+        (2, 1, {"batch_size": 44}, 2),
+        (1, 1, {"batch_size": 13}, 1),
+        (2, 2, {"batch_size": 64}, 8),
+        (2, 1, {"batch_size": 8, "micro_batch_size": 2}, 2),
+    ],
+)
+def test_every_group_reads_its_share_in_micro_batches_that_fit(monkeypatch, world, sp_size, options, size):
+    data = Sequences(Tokens(16 * 100 + 1), 16, seed=0)
+    count = options.get("batch_size", 8)
+    read = []
+    for group in range(world // sp_size):
+        of_group = batches(monkeypatch, group * sp_size, world, sp_size, **options)
+        assert of_group.micro_batch_size == size
+        for tokens, _ in of_group.of_step(data, first=count):
+            assert tokens.shape == (size, 16)
+            read += (tokens[:, 0] // 16).tolist()
+    assert read == [data.order(sample) for sample in range(count, 2 * count)]
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "message"),
+    [
+        (3, {}, "batch_size=8 does not divide by 3 data parallel groups: give --batch-size 6 or 9"),
+        (16, {}, "batch_size=8 does not divide by 16 data parallel groups: give --batch-size 16"),
+        (2, {"micro_batch_size": 8}, r"batch_size=8 is not a multiple of micro_batch_size=8 times 2 .* that divides 4"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(monkeypatch, world, options, message):
+    with pytest.raises(ValueError, match=message):
+        batches(monkeypatch, 0, world, 1, **options)
+
+
+def test_layouts_are_checked_against_the_sequence_parallel_ranks(monkeypatch):
+    with pytest.raises(ValueError, match="too short for 32 ranks"):
+        batches(monkeypatch, 0, 32, 32)

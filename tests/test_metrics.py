@@ -1,0 +1,131 @@
+"""Records of a run: lines that are broken, disks that are full, and terminals that are gone."""
+
+import json
+import os
+import threading
+
+import pytest
+from matplotlib.figure import Figure
+
+from train.files import showing, tell
+from train.lock import lock
+from train.metrics import Metrics
+
+GOOD = [{"step": step, "loss": 1.0 / step, "samples": step * 4} for step in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b'{"step": 3, "loss": 0.',
+        b"",
+        b"\x00" * 40,
+        b"\xff\xfe\x80 not UTF-8",
+        b"null",
+        b"[1, 2]",
+        b'"step"',
+        b"3",
+        b"{}",
+        b'{"loss": 1.0}',
+        b'{"step": "3", "loss": 1.0}',
+        b'{"step": null}',
+        b'{"step": true}',
+        b'{"step": 2.5, "loss": 1.0}',
+        b'{"step": 2, "loss": "low"}',
+        b'{"step": 2, "loss": [1.0]}',
+        b'{"step": 2, "loss": ' + b"9" * 400 + b"}",
+        b'{"step": 2, "loss": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+    ],
+    ids=range(19),
+)
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_broken_line_is_dropped_and_said(tmp_path, capsys, broken, place):
+    lines = [json.dumps(record).encode() for record in GOOD]
+    lines.insert(place, broken)
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + (b"" if broken and place == 4 else b"\n"))
+    metrics = Metrics(tmp_path, 4, 10)
+    metrics.record(5, loss=0.2)
+    metrics.progress(5)
+    assert [record["step"] for record in metrics.records] == [1, 2, 3, 4, 5]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [*GOOD, {"step": 5, "loss": 0.2}]
+    assert (tmp_path / "metrics.jsonl.dropped").read_bytes() == broken + b"\n"
+    assert f"metrics.jsonl: line {place + 1} is no record, and is dropped" in capsys.readouterr().err
+
+
+def test_a_value_that_was_not_finite_is_no_obstacle(tmp_path):
+    metrics = Metrics(tmp_path, 0, 100)
+    for step in range(1, 50):
+        metrics.record(step, loss=float("nan") if step % 2 else 1.0, val_loss=float("inf"))
+    metrics.close()
+    again = Metrics(tmp_path, 49, 100)
+    again.record(50, loss=2.0)
+    again.progress(50)
+    again.close()
+    assert (tmp_path / "metrics.jsonl").read_text().count("null") == 25 + 49
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
+def test_a_full_disk_is_named(tmp_path):
+    metrics = Metrics(tmp_path, 0, 10)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, metrics._file.fileno())
+    os.close(full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/metrics.jsonl'"):
+        metrics.record(1, loss=1.0)
+
+
+def test_a_disk_that_is_full_for_tensorboard_is_named_without_a_traceback(tmp_path, capsys):
+    metrics = Metrics(tmp_path, 0, 10)
+    worker = metrics._board.file_writer.event_writer._async_writer._worker
+
+    def full(_data):
+        raise OSError(28, "No space left on device")
+
+    worker._record_writer.write = full
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/tensorboard'"):
+        for step in range(1, 100):
+            metrics.record(step, loss=1.0)
+            worker.join(0.05)
+    assert "Traceback" not in capsys.readouterr().err
+    threading.excepthook = threading.__excepthook__
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
+def test_a_folder_on_a_full_disk_is_named(tmp_path):
+    (tmp_path / ".lock").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"'{tmp_path}/.lock'"):
+        lock(tmp_path)
+
+
+def test_a_terminal_that_is_gone_ends_nothing(monkeypatch):
+    left = []
+    monkeypatch.setattr("train.files.leave_terminal", left.append)
+    with showing():
+        raise OSError(5, "Input/output error")
+    assert left == [(1, 2)]
+    with pytest.raises(OSError, match="No space left on device: 'stdout'"), showing():
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
+def test_what_cannot_be_said_of_the_end_does_not_hold_it_up(monkeypatch):
+    monkeypatch.setattr("sys.stderr", os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1))
+    tell("x")
+
+
+def test_a_curve_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch, capsys):
+    def full(_figure, file, **_options):
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    metrics = Metrics(tmp_path, 0, 10)
+    metrics.draw()
+    before = (tmp_path / "loss.png").read_bytes()
+    monkeypatch.setattr(Figure, "savefig", full)
+    metrics.draw()
+    assert (tmp_path / "loss.png").read_bytes() == before
+    assert not list(tmp_path.glob(".*partial"))
+    assert "loss.png was not drawn: OSError: [Errno 28] No space left on device" in capsys.readouterr().out

@@ -1,0 +1,210 @@
+"""One rank's training, in this process: evaluation, stages, what it says, what it leaves when it cannot go on."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bmt_burst import transport
+from tests.test_model import SMALL
+from train import checkpoint, ranks
+from train.batches import Batches
+from train.config import TrainConfig
+from train.prepare_data import BadLines, TokenWriter
+from train.pretrain import Trainer
+from train.schedule import learning_rate
+from train.tokenizer import ByteTokenizer
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 60)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are tiny
+    yield
+    torch.set_num_threads(threads)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A model of 61 tokens a sequence over two texts; steps of 2 sequences."""
+    for name, start in (("text", 0), ("other", 500)):
+        writer = TokenWriter(tmp_path / name, ByteTokenizer())
+        writer.write(iter(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(start, start + 30)))
+        writer.finish([], BadLines())
+    (tmp_path / "model.json").write_text(json.dumps(SMALL.to_dict()))
+    options = {"model": str(tmp_path / "model.json"), "data": str(tmp_path / "text"), "seq_len": 61, "batch_size": 2}
+    options |= {"steps": 4, "lr": 3e-3, "warmup_steps": 1, "decay_steps": 1, "save_every": 2, "eval_sequences": 4}
+    options |= {"micro_batch_size": 1, "output": str(tmp_path / "run"), "keep_last": 9}
+    return options
+
+
+def train(settings, stop=None, **options) -> bool:
+    """Runs a trainer to its end; returns whether nothing is left to do."""
+    stop = stop or SimpleNamespace(received=False)
+    watchdog = SimpleNamespace(alive=lambda doing: None, write_to=lambda folder: None)
+    trainer = Trainer(TrainConfig(**settings | options), torch.device("cpu"), stop, watchdog)
+    try:
+        return trainer.run()
+    finally:
+        trainer.lock.close()
+
+
+def records(folder, name="loss") -> dict[int, float]:
+    """Values of `name` by step."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {r["step"]: r[name] for r in map(json.loads, lines) if name in r}
+
+
+class Ended(Exception):
+    """Stands for a kill."""
+
+
+def evaluating(monkeypatch, during) -> None:
+    """Calls `during(step of the evaluation)` before its second batch."""
+    plain = Batches.of_evaluation
+
+    def slowly(batches, data):
+        for number, batch in enumerate(plain(batches, data)):
+            if number == 1:
+                during()
+            yield batch
+
+    monkeypatch.setattr(Batches, "of_evaluation", slowly)
+
+
+def test_an_evaluation_says_that_it_runs_and_what_came_of_it(settings, tmp_path, capsys):
+    assert train(settings, val_data=settings["data"], eval_every=2)
+    said = capsys.readouterr().out
+    losses = records(tmp_path / "run", "val_loss")
+    assert list(losses) == [2, 4]
+    for step, loss in losses.items():
+        saved, began, ended = (
+            said.index(f"step {step}: {text}")
+            for text in ("saved ", f"evaluating on {settings['data']}", f"validation loss {loss:.4f}, in ")
+        )
+        assert saved < began < ended
+
+
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_a_signal_stops_an_evaluation_at_once_and_resuming_makes_up_for_it(settings, tmp_path, monkeypatch, step):
+    """At a step that is saved anyway, at one that is not, and at the last one."""
+    options = {"val_data": settings["data"], "eval_every": 1, "steps": 4}
+    train(settings, **options, output=str(tmp_path / "whole"))
+    stop, seen = SimpleNamespace(received=False), []
+
+    def during():
+        seen.append(None)
+        stop.received = len(seen) == step
+
+    with monkeypatch.context() as patch:
+        evaluating(patch, during)
+        assert not train(settings, stop, **options)
+    assert checkpoint.newest(tmp_path / "run").name == f"step_{step:08d}"
+    assert list(records(tmp_path / "run", "val_loss")) == list(range(1, step))
+    assert train(settings, **options, resume="auto")
+    for name in ("loss", "val_loss"):
+        assert records(tmp_path / "run", name) == records(tmp_path / "whole", name)
+
+
+def test_a_kill_in_the_last_evaluation_loses_neither_the_step_nor_for_ever_its_result(settings, tmp_path, monkeypatch):
+    def killed():
+        raise Ended
+
+    with monkeypatch.context() as patch:
+        evaluating(patch, killed)
+        with pytest.raises(Ended):
+            train(settings, val_data=settings["data"], eval_every=0)
+    assert checkpoint.newest(tmp_path / "run").name == "step_00000004"
+    assert train(settings, val_data=settings["data"], eval_every=0, resume="auto")
+    assert list(records(tmp_path / "run", "val_loss")) == [4]
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    assert train(settings, val_data=settings["data"], eval_every=0, resume="auto")
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+
+
+def test_a_run_that_is_told_to_stop_before_its_first_step_takes_none(settings, tmp_path):
+    assert not train(settings, SimpleNamespace(received=True))
+    assert not checkpoint.listed(tmp_path / "run")
+    assert not records(tmp_path / "run")
+
+
+def test_the_curve_is_drawn_at_each_save_and_a_failure_ends_nothing(settings, tmp_path, monkeypatch, capsys):
+    drawn = []
+
+    def fails(rows, file):
+        drawn.append(len(rows))
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("train.metrics.plot_losses", fails)
+    assert train(settings, save_every=2)
+    assert drawn == [2, 4, 4]
+    assert capsys.readouterr().out.count("loss.png was not drawn: RuntimeError: no fonts") == 3
+
+
+def test_a_new_stage_keeps_weights_and_optimizer_and_counts_anew(settings, tmp_path, capsys):
+    """Other text, twice the length, another rope base, a schedule of its own; stopped and resumed as any run."""
+    train(settings)
+    first = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run"))
+    stage = settings | {"data": str(tmp_path / "other"), "seq_len": 122, "rope_theta": 5e5, "steps": 3, "lr": 1e-30}
+    stage |= {"warmup_steps": 0, "decay_steps": 0, "new_stage": True, "output": str(tmp_path / "stage")}
+    capsys.readouterr()
+    assert train(stage, resume=str(first.path))
+    said = capsys.readouterr()
+    assert f"a new stage from {first.path}" in said.out
+    assert "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 1.000e-30 at step 1" in said.err
+    second = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "stage"))
+    assert (second.state["step"], second.state["samples"], second.state["optimizer_steps"]) == (3, 6, 7)
+    assert second.state["model"] == SMALL.to_dict() | {"rope_theta": 5e5}
+    for name, weight in first.weights().items():
+        assert torch.allclose(second.weights()[name], weight, atol=1e-12)
+    losses = records(tmp_path / "stage")
+    checkpoint._remove(second.path)
+    assert train(stage, resume="auto")
+    assert "resumed after step 2" in capsys.readouterr().out
+    assert records(tmp_path / "stage") == losses
+    assert list(losses) == [1, 2, 3]
+
+
+def test_what_is_no_stage_is_refused(settings, tmp_path):
+    train(settings)
+    path = checkpoint.newest(tmp_path / "run")
+    other = {"resume": str(path), "output": str(tmp_path / "stage")}
+    option = "give --new-stage to start another stage from its weights and optimizer"
+    for change, message in (
+        ({"data": str(tmp_path / "other")}, f"was reading other data: .*digest .*{option}"),
+        ({"seq_len": 122}, f"was reading other data: seq_len 61 -> 122; {option}"),
+        ({"rope_theta": 5e5}, f"holds another model: rope_theta 10000.0 -> 500000.0; {option}"),
+        ({"model": "cpm-tiny", "new_stage": True}, "holds another model: vocab_size"),
+        ({"new_stage": True, "output": settings["output"]}, "has checkpoints: give --resume auto to go on with their"),
+        ({"new_stage": True, "resume": "auto"}, "has no checkpoint of a stage yet: give --resume CHECKPOINT"),
+    ):
+        with pytest.raises(ranks.RankError, match=message):
+            train(settings, **other | change)
+    with pytest.raises(ValueError, match="new_stage needs the checkpoint that it starts from"):
+        TrainConfig(new_stage=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "jumps"),
+    [({}, False), ({"steps": 20}, True), ({"lr": 1e-3}, True), ({"schedule": "linear"}, True), ({"seed": 0}, False)],
+)
+def test_a_jump_of_the_learning_rate_is_said(settings, tmp_path, capsys, change, jumps):
+    settings |= {"schedule": "cosine", "warmup_steps": 2, "steps": 6}
+    train(settings)
+    checkpoint._remove(tmp_path / "run/step_00000006")
+    capsys.readouterr()
+    train(settings, resume=str(tmp_path / "run/step_00000004"), output=str(tmp_path / "on"), **change)
+    before, after = learning_rate(4, TrainConfig(**settings)), learning_rate(5, TrainConfig(**settings | change))
+    said = f"the learning rate jumps: {before:.3e} at the checkpoint's step 4, {after:.3e} at step 5"
+    assert (said in capsys.readouterr().err) == jumps
+
+
+def test_a_run_extended_after_its_decay_says_that_the_rate_jumps(settings, tmp_path, capsys):
+    train(settings)
+    train(settings, resume="auto", steps=8)
+    assert "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 3.000e-03" in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""How a rank's process ends: what it says, and with which code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+from train import ranks
+from train.files import tell
+from train.signals import INTERRUPTED, NOTED, has_launcher
+from train.watchdog import Watchdog
+
+
+def acknowledge() -> None:
+    """Says that a signal came; a launcher says so itself."""
+    if ranks.rank() == 0 and not has_launcher():
+        tell(NOTED)
+
+
+def end_now(watchdog: Watchdog) -> NoReturn:
+    """What a second Ctrl-C does, in whatever the main thread is."""
+    if ranks.rank() == 0:
+        tell("; ".join(filter(None, (f"ended now, in {watchdog.doing}", watchdog.last_words))))
+    os._exit(INTERRUPTED)
+
+
+def explain(error: Exception, watchdog: Watchdog) -> int | None:
+    """Says why the run ends and what it leaves; returns the exit code, None for an error that only a traceback tells.
+
+    What is alike on every rank is said by one.
+    """
+    rank, code, said = ranks.rank(), None, ""
+    if isinstance(error, (ranks.RankError, FloatingPointError)):
+        code, said = 2, f"pretrain.py: {error}" if rank == 0 else ""
+    elif isinstance(error, (ValueError, OSError)):
+        code, said = 2, f"pretrain.py: rank {rank}: {error}"
+    elif isinstance(error, RuntimeError) and ranks.lost_contact(error):
+        lost = f"rank {rank} lost contact with another rank, whose own message may say why"
+        code, said = ranks.LOST_CONTACT, f"pretrain.py: {lost}; in {watchdog.doing}: {error}"
+    words = [text for text in (said, watchdog.last_words) if text]
+    if words and (said or code is None):
+        tell("; ".join(words))
+    return code
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process at once: interpreter shutdown may wait for collectives that never end.
+
+    torch 2.13 has a reason of its own: a gloo thread that drops a tensor meanwhile aborts the process.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk may be full, or the terminal gone
+            stream.flush()
+    os._exit(code)

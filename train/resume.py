@@ -1,0 +1,119 @@
+"""Which checkpoint a run goes on from, whether it may, and what changes by it.
+
+A run goes on as if it had not stopped. A new stage (--new-stage) takes weights and optimizer only, as MiniCPM's longer
+contexts do (arXiv 2404.06395, 2506.07900): data, sequence length and rope base may be others, and steps, samples and
+schedule are counted anew in a folder of its own. Once that has a checkpoint, --resume auto goes on with the stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+from models.config import CPMConfig
+from train import checkpoint, ranks
+from train.config import TrainConfig
+from train.data import Sequences
+from train.schedule import learning_rate
+
+_TECHNICAL = {
+    *("resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences", "max_skips"),
+    *("checkpointing", "checkpointing_blocks", "offload", "offload_optimizer", "timeout", "save", "new_stage"),
+}  # settings that do not matter for the result
+
+_STAGE = "give --new-stage to start another stage from its weights and optimizer"
+_JUMP = 0.01  # relative change of a learning rate that is said
+
+
+def chosen(config: TrainConfig) -> Path | None:
+    """The checkpoint that the configuration asks for; None: the start. Every rank calls it.
+
+    Raises RankError if the output has checkpoints that the run would not go on from, or none of those there is whole.
+    """
+    root = Path(config.output)
+    if config.resume == "never":
+        if checkpoint.listed(root):
+            raise ranks.RankError(f"{root} has checkpoints: give --resume auto to go on, or another --output")
+        return None
+    auto = config.resume == "auto"
+    path = checkpoint.newest(root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
+    if config.new_stage and path is None:
+        raise ranks.RankError(f"{root} has no checkpoint of a stage yet: give --resume CHECKPOINT to start one")
+    if path is None:
+        return None
+    if begins_stage(config) and checkpoint.listed(root):
+        raise ranks.RankError(
+            f"{root} has checkpoints: give --resume auto to go on with their stage, or another --output for a new one"
+        )
+    newest = next(iter(checkpoint.listed(root)), path)
+    if not newest.samefile(path):
+        newest = checkpoint.newest(root, set_aside=True)  # that one may be damaged
+    if not newest.samefile(path):
+        raise ranks.RankError(f"{root} has checkpoints that {path} does not lead to: give another --output")
+    return path
+
+
+def begins_stage(config: TrainConfig) -> bool:
+    """Whether the checkpoint that is resumed is the end of another stage."""
+    return config.new_stage and config.resume != "auto"
+
+
+def data_identity(data: Sequences) -> dict:
+    """What must not change for the sample count to mean the same samples."""
+    order = {"seq_len": data.seq_len, "seed": data.seed}
+    return {"tokens": len(data.file.tokens), "digest": data.file.digest, **order}
+
+
+def check_same(saved: checkpoint.Checkpoint, model: CPMConfig, data: dict, new_stage: bool) -> None:
+    """Raises ValueError if the checkpoint is of another model or was reading other data than a run may go on with.
+
+    A new stage may have another rope base and any data.
+    """
+    try:
+        before = CPMConfig(**saved.state["model"])  # fields that it does not know are as they were then
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{saved.path} holds a model that is not known here: {error}") from error
+    if changed := _differences(before.to_dict(), model.to_dict()):
+        if changed.keys() != {"rope_theta"}:
+            raise ValueError(f"{saved.path} holds another model: {_listed(changed)}")
+        if not new_stage:
+            raise ValueError(f"{saved.path} holds another model: {_listed(changed)}; {_STAGE}")
+    changed = _differences(saved.state["data"], data)
+    if changed and not new_stage:
+        raise ValueError(f"{saved.path} was reading other data: {_listed(changed)}; {_STAGE}")
+
+
+def _differences(before: dict, now: dict) -> dict[str, tuple]:
+    """What was there before and is different now: name to both values."""
+    return {name: (value, now.get(name)) for name, value in before.items() if now.get(name) != value}
+
+
+def _listed(differences: dict[str, tuple]) -> str:
+    return ", ".join(f"{name} {before} -> {now}" for name, (before, now) in differences.items())
+
+
+def name_changes(state: dict, config: TrainConfig, next_step: int) -> None:
+    """Says which settings that matter for the result differ from those of the run that is resumed after `state`.
+
+    Also whether the learning rate of `next_step` is another than that run's would have been.
+    """
+    if ranks.rank():
+        return
+    before, now = state["config"], config.to_dict()
+    changed = {k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v}
+    if changed:
+        print("changed since the checkpoint:", _listed(changed), file=sys.stderr)
+    if next_step <= config.steps:
+        _name_jump(state, config, next_step)
+
+
+def _name_jump(state: dict, config: TrainConfig, next_step: int) -> None:
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    then = TrainConfig(**{name: value for name, value in state["config"].items() if name in known})
+    last, lr = learning_rate(state["step"], then), learning_rate(next_step, config)
+    expected = learning_rate(state["step"] + 1, then) if state["step"] < then.steps else last
+    if not math.isclose(lr, expected, rel_tol=_JUMP):
+        was = f"{last:.3e} at the checkpoint's step {state['step']}"
+        print(f"the learning rate jumps: {was}, {lr:.3e} at step {next_step}", file=sys.stderr)
