@@ -1,14 +1,20 @@
 """What only GPUs can show: kernels, streams, memory, NCCL. Where there are fewer GPUs than ranks, these share one."""
 
 import itertools
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from bmt_burst import Layout, burst_attn_func, init_sequence_parallel, kernels, plan
+from bmt_burst import Layout, burst_attn_func, init_sequence_parallel, kernels, plan, transport
 from bmt_burst.transport.torch_dist import TorchTransport
-from tests.helpers import GPUS, RANKS, dense_attention, needs_ranks, random_qkv, relative_error, run_ranks
+from tests.helpers import GPUS, RANKS, ROOT, dense_attention, needs_ranks, random_qkv, relative_error, run_ranks
 
 pytestmark = [pytest.mark.gpu, needs_ranks(1)]
 
@@ -208,3 +214,52 @@ def host_never_waits(rank: int, size: int) -> None:
 def test_streams(work):
     """With four ranks slots are used again within a call."""
     run_ranks(4, work, 4, backend="nccl")
+
+
+def falls_out(rank: int, folder: str, how: str) -> None:
+    """Rank 1 falls out in the middle of a backward; rank 0's host then waits for its GPU, which waits for rank 1."""
+    torch.cuda.set_device(rank % GPUS)
+    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    transport.AGREEMENT_TIMEOUT = 10.0
+    *inputs, dout = cuda_qkv(1, 512, 4, 4, 64)
+    inputs = [x.requires_grad_() for x in inputs]
+    group = {"process_group": TorchTransport(dist.group.WORLD, copy_engines=True)}
+    torch.autograd.grad(burst_attn_func(*inputs, causal=False, backward="q", **group), inputs, dout)
+    torch.cuda.synchronize()
+    out = burst_attn_func(*inputs, causal=False, backward="q", **group)
+    kernel = kernels.pick("auto", *inputs[:2])
+    plain, calls = kernel.backward, itertools.count(1)
+
+    def backward(*args, **options):
+        if rank and next(calls) == 2:  # of the other rank's queries, which waits for their gradient
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise MemoryError("no memory left")
+        return plain(*args, **options)
+
+    kernel.backward = backward
+    try:
+        torch.autograd.grad(out, inputs, dout)
+        torch.cuda.synchronize()
+    except MemoryError:
+        time.sleep(60)  # it lives on
+    print("went on", flush=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("dies", "has ended, process"), ("gives up", "gave up the backward of call 2: MemoryError")]
+)
+def test_a_gpu_that_waits_for_a_lost_rank_ends_its_process(tmp_path, how, reason):
+    code = f"from tests.test_gpu import falls_out; import sys; falls_out(int(sys.argv[1]), {str(tmp_path)!r}, {how!r})"
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank)], **options) for rank in range(2)]
+    try:
+        said, _ = ranks[0].communicate(timeout=120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert ranks[0].returncode == 1, said
+    assert f"bmt_burst: rank 1 of the group {reason}" in said
+    assert "the GPU of this process waits for it in the backward of call 2" in said
+    assert "went on" not in said
