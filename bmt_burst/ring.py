@@ -141,13 +141,14 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     wide = dout.to(delta.dtype)
     magnitude, rest = wide.abs(), delta.transpose(1, 2).unsqueeze(-1)
     out, most = torch.zeros_like(dout), torch.finfo(dout.dtype).max
-    for _ in range(min(_SURROGATE_ENTRIES, dout.shape[-1])):
-        place = magnitude.argmax(-1, keepdim=True)
-        entry = wide.gather(-1, place)
-        part = (rest / entry).where(entry != 0, 0.0).clamp(-most, most).to(dout.dtype)
-        out = out.scatter(-1, place, part)
-        rest = rest - part.to(delta.dtype) * entry
-        magnitude = magnitude.scatter(-1, place, -1.0)
+    for _ in range(_SURROGATE_ENTRIES):
+        largest = magnitude.amax(-1, keepdim=True)
+        carrying = (magnitude == largest) & (largest > 0)  # several where entries are alike
+        divisor = largest * carrying.sum(-1, keepdim=True)
+        part = (rest / divisor).where(divisor > 0, 0.0).clamp(-most, most).to(dout.dtype)
+        out = torch.where(carrying, part * dout.sign(), out)
+        rest = rest - part.to(delta.dtype) * divisor
+        magnitude = magnitude.masked_fill(carrying, 0.0)
     return out
 
 
