@@ -131,7 +131,12 @@ def burst_attn_func(
     Differentiable in q, k and v (once). Inputs are never written to.
 
     Raises, on every rank of the group, ValueError or TypeError for arguments that are wrong on any rank or differ
-    between ranks, and for a sequence with fewer tokens than ranks.
+    between ranks, for a sequence with fewer tokens than ranks, for a double_group that is no grid of ranks, and, in the
+    call or its backward, where a rank does something else. RuntimeError where a rank has ended or failed in the middle.
+
+    Only about groups ranks cannot agree: with a group that is none, or that this rank is not in, the error is raised
+    here, and the ranks that wait for this one raise TimeoutError after the group's own timeout (gloo between hosts:
+    RuntimeError), or RuntimeError as soon as this process has ended. The same where a rank gives another valid group.
     """
     rings = make_rings(process_group, double_group)
     options = {
