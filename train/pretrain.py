@@ -34,9 +34,7 @@ import torch.distributed as dist
 
 from bmt_burst import init_sequence_parallel, kernels
 from bmt_burst.engine import Engine
-from bmt_burst.engine.bmtrain import BMTrainEngine
 from bmt_burst.engine.common import AdamW
-from bmt_burst.engine.torch import TorchEngine
 from bmt_burst.loss import count_targets
 from bmt_burst.rings import make_rings
 from bmt_burst.transport.bmtrain import initialized_bmtrain
@@ -105,7 +103,11 @@ class Trainer:
             "adamw": AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay),
         }
         if initialized_bmtrain():
+            from bmt_burst.engine.bmtrain import BMTrainEngine
+
             return BMTrainEngine(**common, offload=config.offload_optimizer)
+        from bmt_burst.engine.torch import TorchEngine  # seconds, which neither the launcher needs nor a refused run
+
         return TorchEngine(**common, device=self.device)
 
     def run(self) -> bool:
