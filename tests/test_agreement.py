@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, kernels, nn, simulate, transport
-from bmt_burst.rings import make_rings
+from bmt_burst.rings import Rings, make_rings
+from bmt_burst.transport import Transport
 from bmt_burst.transport.host_memory import has_ended, process_name
 from tests.helpers import random_qkv, run_ranks
 
@@ -107,6 +108,44 @@ def test_ranks_out_of_step_all_hear_of_it():
                 assert "no memory left" in then
                 assert "is of no use any more" in then
                 assert rank == 0 or said == "MemoryError: no memory left"
+
+
+class Deaf(Transport):
+    """A ring that keeps last words; with a reason of another rank, if one is given."""
+
+    rank, size = 0, 2
+
+    def __init__(self, reason: str = ""):
+        self.reason, self.words = reason, []
+
+    def exchange(self, sends, recvs):
+        raise AssertionError
+
+    def give_up(self, words):
+        self.words.append(words)
+        return self.reason
+
+
+@pytest.mark.parametrize("reasons", [("", ""), ("rank 1", ""), ("", "rank 1")])
+def test_a_rank_that_gives_up_says_so_over_both_rings(reasons):
+    rings = Rings(*map(Deaf, reasons), double=True)
+    assert rings.give_up(b"call 1") == max(reasons)
+    assert rings.inner.words == rings.outer.words == [b"call 1"]
+
+
+def test_a_rank_that_takes_the_inter_group_for_all_is_an_error_on_the_ranks_that_hear_it():
+    def work(ring):
+        groups = ring.subring([ring.rank]), ring
+        q = torch.zeros(1, 6, 2, 8)
+        burst_attn_func(q, q, q, double_group=groups)
+        wrongly = {"process_group": ring} if ring.rank == 0 else {"double_group": groups}
+        with pytest.raises(ValueError) as caught:
+            burst_attn_func(q, q, q, **wrongly)
+        return str(caught.value)
+
+    first, second = simulate(2, work)
+    assert first.startswith("ranks do not do the same: rank 0 begins a call of burst_attn_func, rank 1 begins")
+    assert second.startswith("rank 0 of the inter group takes it for its process_group: it says '{")
 
 
 def leaves_early(rank: int) -> str:
