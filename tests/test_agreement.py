@@ -226,6 +226,15 @@ def test_a_rank_that_swaps_the_groups_is_an_error_on_every_rank(inner, swapped):
     assert simulate(2 * inner, work) == [True] * 2 * inner
 
 
+def test_parts_of_unlike_layouts_are_not_joined():
+    def work(ring):
+        sp = SequenceParallel(ring.rank, 2, ("zigzag", "striped")[ring.rank], process_group=ring)
+        with pytest.raises(ValueError, match="ranks differ in what they join"):
+            sp.unshard(torch.zeros(1, 4), 8)
+
+    simulate(2, work)
+
+
 def joined_wrongly(rank: int) -> list[str]:
     """A rank joins what cannot be joined, or copies of sp are made, or a first call fails; then all is as before."""
     sp, said = init_sequence_parallel(), []
