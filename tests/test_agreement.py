@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, kernels, nn, simulate, transport
 from bmt_burst.rings import Rings, make_rings
@@ -31,7 +32,7 @@ def differentiate(out, inputs):
 def said_by(attempt) -> str:
     """What an attempt that must fail says; it must do so soon."""
     began = time.monotonic()
-    with pytest.raises((ValueError, TypeError, RuntimeError, MemoryError)) as caught:
+    with pytest.raises((ValueError, TypeError, RuntimeError, MemoryError, KeyError)) as caught:
         attempt()
     assert time.monotonic() - began < 20
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -146,6 +147,30 @@ def test_a_rank_that_takes_the_inter_group_for_all_is_an_error_on_the_ranks_that
     first, second = simulate(2, work)
     assert first.startswith("ranks do not do the same: rank 0 begins a call of burst_attn_func, rank 1 begins")
     assert second.startswith("rank 0 of the inter group takes it for its process_group: it says '{")
+
+
+@pytest.mark.parametrize("fails", ["before", "in"])
+def test_a_rank_that_fails_while_it_computes_attention_again_is_heard_of_once(fails):
+    def work(ring):
+        runs = []
+
+        def attend(q, k, v):
+            runs.append(None)
+            wrong = len(runs) == 2 and ring.rank == 1
+            if wrong and fails == "before":
+                raise KeyError("lost")
+            return burst_attn_func(q, k, "lost" if wrong else v, process_group=ring)
+
+        inputs = call(ring)[1]
+        out = checkpoint(attend, *inputs, use_reentrant=False)
+        said = said_by(lambda: differentiate(out, inputs))
+        differentiate(*call(ring))
+        return said
+
+    other, failed = simulate(2, work)
+    assert failed.startswith("TypeError: v must be a torch.Tensor" if fails == "in" else "KeyError: 'lost'")
+    assert other.startswith("ValueError: rank 1 of the group failed before ")
+    assert "lost" in other or "v must be a torch.Tensor" in other
 
 
 def leaves_early(rank: int) -> str:
