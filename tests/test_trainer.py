@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_burst import transport
+from bmt_burst import kernels, transport
 from tests.test_model import SMALL
 from train import checkpoint, ranks
 from train.batches import Batches
@@ -210,3 +210,13 @@ def test_a_run_extended_after_its_decay_says_that_the_rate_jumps(settings, tmp_p
     train(settings)
     train(settings, resume="auto", steps=8)
     assert "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 3.000e-03" in capsys.readouterr().err
+
+
+def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_written(settings, tmp_path, monkeypatch):
+    def refuses(q, k, deterministic):
+        return "its backward adds up in no fixed order" if deterministic else None
+
+    monkeypatch.setattr(kernels.load("reference"), "refuses", refuses)
+    with pytest.raises(ranks.RankError, match=r"no kernel for flash='reference'.* adds up in no fixed order"):
+        train(settings, flash="reference", deterministic=True)
+    assert not (tmp_path / "run").exists()
