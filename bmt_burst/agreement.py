@@ -91,7 +91,7 @@ def taking_part(rings: Rings, doing: str) -> Iterator[None]:
     rings.enqueued(doing)
 
 
-def terms(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+def call_terms(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """What a call means; all but "tokens" must be equal on all ranks."""
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     mine = {**options, "kernel": kernel.name, "need of a gradient": needs_gradient}
