@@ -21,21 +21,27 @@ from .plan import travelling_bytes
 from .rings import Rings
 
 Result = TypeVar("Result")
+Error = TypeVar("Error", bound=Exception)
+
+_KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank has heard of
 
 
 def tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tuple[bytes, ...]:
     """What every rank says, in rank order, once all have: see `read`.
 
-    If `terms` fails, the others are told, and its failure is raised here once they know.
+    If `terms` fails, the others are told, and its failure is raised here once they know. They do already where it
+    comes from a call within: a backward may compute its forward again, and attention with it.
     """
     failure = None
     try:
         mine = json.dumps({"doing": doing, **terms()})
-    except Exception as caught:  # noqa: BLE001 - raised below, once the other ranks know of it
+    except Exception as caught:
+        if hasattr(caught, _KNOWN):
+            raise  # who is told twice would wait for a word that nobody says
         failure, mine = caught, _failed(doing, caught)
     said = tuple(rings.gather(mine.encode()))
     if failure:
-        raise failure
+        raise _known(failure)
     return said
 
 
@@ -44,11 +50,12 @@ def read(said: Sequence[bytes]) -> list[dict[str, Any]]:
     replies = [_parse(line) for line in said]
     for rank, reply in enumerate(replies):
         if "failure" in reply:
-            raise ValueError(f"rank {rank} of the group was given wrong arguments: {reply['failure']}")
+            raise _known(ValueError(f"rank {rank} of the group failed before {reply['doing']}: {reply['failure']}"))
     doing = [reply.pop("doing") for reply in replies]
     for rank, other in enumerate(doing):
         if other != doing[0]:
-            raise ValueError(f"ranks do not do the same: rank 0 begins {doing[0]}, rank {rank} begins {other}")
+            said = f"rank 0 begins {doing[0]}, rank {rank} begins {other}"
+            raise _known(ValueError(f"ranks do not do the same: {said}"))
     return replies
 
 
@@ -84,7 +91,7 @@ def taking_part(rings: Rings, doing: str) -> Iterator[None]:
     rings.enqueued(doing)
 
 
-def terms(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+def call_terms(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """What a call means; all but "tokens" must be equal on all ranks."""
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     mine = {**options, "kernel": kernel.name, "need of a gradient": needs_gradient}
@@ -115,6 +122,11 @@ def compare(layout: str, said: Sequence[bytes]) -> Layout:
             "use bmt_burst.shard, or torch.tensor_split's sizes"
         )
     return whole
+
+
+def _known(error: Error) -> Error:
+    setattr(error, _KNOWN, True)
+    return error
 
 
 def _failed(doing: str, error: BaseException) -> str:

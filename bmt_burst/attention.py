@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import ring
-from .agreement import compare, taking_part, tell, terms, together
+from .agreement import call_terms, compare, taking_part, tell, together
 from .checks import check_device, check_options, check_scale, check_tensors
 from .compiled import not_compiled
 from .kernels import pick
@@ -192,7 +192,7 @@ def _agree(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any
         check_scale(options["softmax_scale"], q.dtype)
         check_device(rings, q)
         kernel = pick(options["flash"], q, k, options["deterministic"])
-        return terms(kernel, q, k, v, options)
+        return call_terms(kernel, q, k, v, options)
 
     history = rings.history
     said = tell(rings, "a call of burst_attn_func", mine)

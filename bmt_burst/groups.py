@@ -86,18 +86,18 @@ class SequenceParallel:
         """The whole of what `shard` cut, on every rank, without gradient; every rank must call it with its part `x`.
 
         Raises ValueError or TypeError on every rank if any rank's `x` is no tensor on a device of the group, does not
-        have its number of a sequence of `seq_len` tokens, or ranks differ in other dimensions, dtype or arguments.
+        have its number of a sequence of `seq_len` tokens, or ranks differ in layout, dtype or anything else.
         """
         rings = make_rings(self.process_group, self.double_group)
 
         def mine() -> dict[str, Any]:
             at = check_shard(rings, x, dim)
             tokens = as_int("seq_len", seq_len)
-            return {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": tokens, "dim": at}
+            return {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": tokens, "dim": at, "layout": self.layout}
 
         everyone = read(tell(rings, "a call of unshard", mine))
         for rank, theirs in enumerate(everyone):
-            if any(theirs[name] != everyone[0][name] for name in ("dtype", "seq_len", "dim")):
+            if any(theirs[name] != everyone[0][name] for name in everyone[0].keys() - {"shape"}):
                 raise ValueError(f"ranks differ in what they join: rank 0 has {everyone[0]}, rank {rank} {theirs}")
         seq_len, dim = everyone[0]["seq_len"], everyone[0]["dim"]
         layout, shapes = Layout(self.layout, seq_len, self.size), [theirs["shape"] for theirs in everyone]
@@ -138,8 +138,9 @@ def init_sequence_parallel(
     inner_size  ranks of a host, for the double ring; must divide sp_size. By default as the ranks lie on hosts: a
                 double ring if each sequence has the same number on each of several hosts, else a single one.
 
-    Raises ValueError on every rank where a size does not divide, ranks differ, or BMTrain runs with tensor or pipeline
-    parallelism; RuntimeError if neither BMTrain nor torch.distributed is initialised.
+    Raises, on every rank, ValueError where a size does not divide, the layout is unknown, ranks differ, or BMTrain runs
+    with tensor or pipeline parallelism; TypeError for a size that is no whole number; RuntimeError if neither BMTrain
+    nor torch.distributed is initialised.
     """
     world = _world()
     sp_size, inner_size = world.size if sp_size is None else plain(sp_size), plain(inner_size)

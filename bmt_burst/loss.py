@@ -104,12 +104,16 @@ def _gradients(
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of token losses and number of valid targets.
 
-    logits: (..., V), any float dtype, taken in fp32; labels: (...) int64, IGNORE_INDEX (-100) where there is no target.
-    Returns fp32 and int64 scalars; 0 and 0 without targets, with zero gradients. Raises as linear_cross_entropy_sum.
+    logits: (..., S, V), fp16, bf16, fp32 or fp64, taken in fp32 (fp64); labels: (..., S) int64, IGNORE_INDEX (-100)
+    where there is no target. Returns fp32 (fp64) and int64 scalars; 0 and 0 without targets, with zero gradients.
+    Raises as linear_cross_entropy_sum.
     """
     _check_floats("logits", logits)
+    if logits.dim() < 2:
+        raise ValueError(f"logits must be (..., tokens, vocabulary), got shape {tuple(logits.shape)}")
     _check_labels(labels, logits, logits.shape[-1])
-    total = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    logits = logits.flatten(0, -2).to(accumulator_dtype(logits.dtype))
+    total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return total, count_targets(labels)
 
 

@@ -73,7 +73,8 @@ class Rings:
 
     def _gather_over_both(self, message: bytes) -> list[bytes]:
         here = zlib.compress(b"\n".join(self.inner.gather(message)), 1)
-        return [reply for host in self.outer.gather(here) for reply in zlib.decompress(host).split(b"\n")]
+        hosts = enumerate(self.outer.gather(here))
+        return [reply for rank, host in hosts for reply in _of_host(rank, host).split(b"\n")]
 
     def _check_grid(self) -> None:
         """Ranks of a host must have one place among hosts, those at one place of all hosts one place in them.
@@ -99,7 +100,8 @@ class Rings:
 
     def give_up(self, words: bytes) -> str:
         """As Transport.give_up, over both rings."""
-        return self.inner.give_up(words) or self.outer.give_up(words)
+        reasons = [ring.give_up(words) for ring in (self.inner, self.outer)]  # ranks may wait on either
+        return next(filter(None, reasons), "")
 
     def enqueued(self, doing: str) -> None:
         """As Transport.enqueued, over the ring that may leave streams waiting."""
@@ -112,6 +114,15 @@ class Rings:
         host_shapes = [shapes[i : i + self.inner.size] for i in range(0, self.size, self.inner.size)]
         hosts = self.outer.all_gather([tensor for [tensor] in here], host_shapes)
         return [tensor for host in hosts for tensor in host]
+
+
+def _of_host(rank: int, said: bytes) -> bytes:
+    """What the ranks of a host say, packed by the one that is `rank` in the inter group."""
+    try:
+        return zlib.decompress(said)
+    except zlib.error:
+        words = said.decode(errors="replace")[:200]
+        raise ValueError(f"rank {rank} of the inter group takes it for its process_group: it says '{words}'") from None
 
 
 def _place(role: str, place: int, places: int, host: int, hosts: int) -> bytes:

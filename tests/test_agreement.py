@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, kernels, nn, simulate, transport
-from bmt_burst.rings import make_rings
+from bmt_burst.rings import Rings, make_rings
+from bmt_burst.transport import Transport
 from bmt_burst.transport.host_memory import has_ended, process_name
 from tests.helpers import random_qkv, run_ranks
 
@@ -30,7 +32,7 @@ def differentiate(out, inputs):
 def said_by(attempt) -> str:
     """What an attempt that must fail says; it must do so soon."""
     began = time.monotonic()
-    with pytest.raises((ValueError, TypeError, RuntimeError, MemoryError)) as caught:
+    with pytest.raises((ValueError, TypeError, RuntimeError, MemoryError, KeyError)) as caught:
         attempt()
     assert time.monotonic() - began < 20
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -109,6 +111,68 @@ def test_ranks_out_of_step_all_hear_of_it():
                 assert rank == 0 or said == "MemoryError: no memory left"
 
 
+class Deaf(Transport):
+    """A ring that keeps last words; with a reason of another rank, if one is given."""
+
+    rank, size = 0, 2
+
+    def __init__(self, reason: str = ""):
+        self.reason, self.words = reason, []
+
+    def exchange(self, sends, recvs):
+        raise AssertionError
+
+    def give_up(self, words):
+        self.words.append(words)
+        return self.reason
+
+
+@pytest.mark.parametrize("reasons", [("", ""), ("rank 1", ""), ("", "rank 1")])
+def test_a_rank_that_gives_up_says_so_over_both_rings(reasons):
+    rings = Rings(*map(Deaf, reasons), double=True)
+    assert rings.give_up(b"call 1") == max(reasons)
+    assert rings.inner.words == rings.outer.words == [b"call 1"]
+
+
+def test_a_rank_that_takes_the_inter_group_for_all_is_an_error_on_the_ranks_that_hear_it():
+    def work(ring):
+        groups = ring.subring([ring.rank]), ring
+        q = torch.zeros(1, 6, 2, 8)
+        burst_attn_func(q, q, q, double_group=groups)
+        wrongly = {"process_group": ring} if ring.rank == 0 else {"double_group": groups}
+        with pytest.raises(ValueError) as caught:
+            burst_attn_func(q, q, q, **wrongly)
+        return str(caught.value)
+
+    first, second = simulate(2, work)
+    assert first.startswith("ranks do not do the same: rank 0 begins a call of burst_attn_func, rank 1 begins")
+    assert second.startswith("rank 0 of the inter group takes it for its process_group: it says '{")
+
+
+@pytest.mark.parametrize("fails", ["before", "in"])
+def test_a_rank_that_fails_while_it_computes_attention_again_is_heard_of_once(fails):
+    def work(ring):
+        runs = []
+
+        def attend(q, k, v):
+            runs.append(None)
+            wrong = len(runs) == 2 and ring.rank == 1
+            if wrong and fails == "before":
+                raise KeyError("lost")
+            return burst_attn_func(q, k, "lost" if wrong else v, process_group=ring)
+
+        inputs = call(ring)[1]
+        out = checkpoint(attend, *inputs, use_reentrant=False)
+        said = said_by(lambda: differentiate(out, inputs))
+        differentiate(*call(ring))
+        return said
+
+    other, failed = simulate(2, work)
+    assert failed.startswith("TypeError: v must be a torch.Tensor" if fails == "in" else "KeyError: 'lost'")
+    assert other.startswith("ValueError: rank 1 of the group failed before ")
+    assert "lost" in other or "v must be a torch.Tensor" in other
+
+
 def leaves_early(rank: int) -> str:
     """Rank 1's process ends where rank 0 waits for its backward."""
     out, inputs = call(None)
@@ -185,6 +249,15 @@ def test_a_rank_that_swaps_the_groups_is_an_error_on_every_rank(inner, swapped):
         return True
 
     assert simulate(2 * inner, work) == [True] * 2 * inner
+
+
+def test_parts_of_unlike_layouts_are_not_joined():
+    def work(ring):
+        sp = SequenceParallel(ring.rank, 2, ("zigzag", "striped")[ring.rank], process_group=ring)
+        with pytest.raises(ValueError, match="ranks differ in what they join"):
+            sp.unshard(torch.zeros(1, 4), 8)
+
+    simulate(2, work)
 
 
 def joined_wrongly(rank: int) -> list[str]:

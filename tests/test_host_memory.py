@@ -94,6 +94,18 @@ def test_a_number_alone_does_not_make_an_older_message_new(monkeypatch):
         mine.gather(b"new")
 
 
+def test_who_gives_up_just_after_another_stopped_waiting_hears_of_it(monkeypatch):
+    monkeypatch.setattr(host_memory, "_GIVING_UP", 0.05)
+    memory = mmap.mmap(-1, 6 * _place_bytes(LONGEST))
+    first, second = (HostMemory(rank, 2, memory, LONGEST) for rank in range(2))
+    assert first.give_up(b"call 1") == ""
+    assert second.give_up(b"call 1, too") == "rank 0 of the group gave up call 1"
+    assert first.lost() == "rank 1 of the group gave up call 1, too"
+    for end in (first, second):
+        with pytest.raises(RuntimeError, match="gave up call 1; its group is of no use any more"):
+            end.gather(b"again")
+
+
 def test_without_common_memory_there_is_none_on_any_rank():
     """Rank 1 finds no file where rank 0 says it is, as on another host."""
     asked = []

@@ -281,3 +281,8 @@ def test_an_output_that_is_a_link_or_holds_more_is_not_replaced(tmp_path):
     (tmp_path / "real/notes.md").touch()
     assert "holds what prepare_data.py did not write" in prepare(*arguments, tmp_path / "real", code=1)
     assert (tmp_path / "real/notes.md").exists()
+
+
+def test_a_wrong_command_line_takes_one_line():
+    said = prepare("--input", "x.txt", "--output", "out", "--workers", "many", code=2)
+    assert said == "prepare_data.py: argument --workers: invalid int value: 'many'; see prepare_data.py --help\n"

@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_burst import transport
+from bmt_burst import kernels, transport
 from tests.test_model import SMALL
 from train import checkpoint, ranks
 from train.batches import Batches
 from train.config import TrainConfig
-from train.prepare_data import BadLines, TokenWriter
 from train.pretrain import Trainer
 from train.schedule import learning_rate
+from train.stored import TokenWriter
 from train.tokenizer import ByteTokenizer
 
 
@@ -33,9 +33,11 @@ def alone(monkeypatch):
 def settings(tmp_path):
     """A model of 61 tokens a sequence over two texts; steps of 2 sequences."""
     for name, start in (("text", 0), ("other", 500)):
-        writer = TokenWriter(tmp_path / name, ByteTokenizer())
-        writer.write(iter(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(start, start + 30)))
-        writer.finish([], BadLines())
+        tokenizer = ByteTokenizer()
+        writer = TokenWriter(tmp_path / name, tokenizer)
+        functions = (f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(start, start + 30))
+        writer.write(map(tokenizer.encode, functions))
+        writer.finish()
     (tmp_path / "model.json").write_text(json.dumps(SMALL.to_dict()))
     options = {"model": str(tmp_path / "model.json"), "data": str(tmp_path / "text"), "seq_len": 61, "batch_size": 2}
     options |= {"steps": 4, "lr": 3e-3, "warmup_steps": 1, "decay_steps": 1, "save_every": 2, "eval_sequences": 4}
@@ -208,3 +210,13 @@ def test_a_run_extended_after_its_decay_says_that_the_rate_jumps(settings, tmp_p
     train(settings)
     train(settings, resume="auto", steps=8)
     assert "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 3.000e-03" in capsys.readouterr().err
+
+
+def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_written(settings, tmp_path, monkeypatch):
+    def refuses(q, k, deterministic):
+        return "its backward adds up in no fixed order" if deterministic else None
+
+    monkeypatch.setattr(kernels.load("reference"), "refuses", refuses)
+    with pytest.raises(ranks.RankError, match=r"no kernel for flash='reference'.* adds up in no fixed order"):
+        train(settings, flash="reference", deterministic=True)
+    assert not (tmp_path / "run").exists()

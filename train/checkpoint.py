@@ -75,13 +75,11 @@ def save(
     return final
 
 
-def last_good(root: Path) -> Path | None:
-    """The newest checkpoint that was not saved amid skipped steps. Damaged ones are named on stderr."""
-    return next((path for path, skips in _readable(root) if not skips), None)
-
-
 def outlook(root: Path) -> str:
-    """What a run that ended leaves: its last good checkpoint, and how to go on from there."""
+    """What a run that ended leaves: the newest checkpoint not saved amid skipped steps, and how to go on from there.
+
+    Damaged ones are named on stderr.
+    """
     readable = list(_readable(root))
     good = next((path for path, skips in readable if not skips), None)
     if good is None:

@@ -51,8 +51,8 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.floa
 
 def checkpoint_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a checkpoint folder: its own, or its run's."""
-    own = path / "tokenizer"
-    return load_tokenizer(own if own.is_dir() else path.parent / "tokenizer")
+    own = path / checkpoint.TOKENIZER
+    return load_tokenizer(own if own.is_dir() else path.parent / checkpoint.TOKENIZER)
 
 
 @torch.inference_mode()

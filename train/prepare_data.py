@@ -37,6 +37,7 @@ from tqdm import tqdm
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from train.command_line import ArgumentParser
 from train.lock import lock
 from train.parallel import in_order
 from train.stored import TokenWriter
@@ -183,7 +184,9 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        prog="prepare_data.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--input", nargs="+", required=True, help=".txt or .jsonl files, also as .gz, or folders")
     parser.add_argument("--output", required=True, help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output folder")

@@ -293,7 +293,8 @@ class Trainer:
         """Raises ValueError if --flash names a kernel that cannot do this model's heads here."""
         model, like = self.model_config, {"dtype": DTYPES[self.config.dtype], "device": self.device}
         q = torch.empty(1, 1, model.num_heads, model.head_dim, **like)
-        kernels.pick(self.config.flash, q, torch.empty(1, 1, model.num_kv_heads, model.head_dim, **like))
+        k = torch.empty(1, 1, model.num_kv_heads, model.head_dim, **like)
+        kernels.pick(self.config.flash, q, k, self.config.deterministic)
 
     def _load(self, path: Path) -> Progress:
         saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(self.config)

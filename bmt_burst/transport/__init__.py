@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 Messages = list[tuple[Tensor, int]]  # tensors and the ranks that they go to or come from
-AGREEMENT_TIMEOUT = 120.0  # seconds after which a rank that takes no part is an error; may be set before the first call
+# Seconds after which a rank that takes no part is an error, unless its group's own timeout is longer. May be set before
+# the first call.
+AGREEMENT_TIMEOUT = 120.0
 MESSAGE_BYTES = 4096  # the longest message that `gather` carries
 LANES = {"visit": 2, "return": 1}  # kinds of deliveries, and how many of a kind may land before the first is released
 

@@ -68,21 +68,25 @@ class HostMemory:
         self._write(self._last_words(self.rank), _TENTATIVE, words)
         others, deadline = [peer for peer in range(self.size) if peer != self.rank], time.monotonic() + _GIVING_UP
         while not all(self._words(peer) for peer in others):
-            reason = next((reason for peer in others if (reason := self._lost(peer, _FINAL))), "")
+            reason = self.lost()
             if reason or time.monotonic() > deadline:
                 self.broken = reason or f"rank {self.rank} of the group, this one, gave up {words.decode()}"
                 self._write(self._last_words(self.rank), _FINAL, words)
                 return reason
             time.sleep(_PAUSE)
-        self._exchange(b"all words are read", _FINAL)
-        self._write(self._last_words(self.rank), 0, b"")
-        self._exchange(b"all words are taken back", _FINAL)
-        return ""
+        try:
+            self._exchange(b"all words are read", _FINAL)
+            self._write(self._last_words(self.rank), 0, b"")
+            self._exchange(b"all words are taken back", _FINAL)
+        except (RuntimeError, TimeoutError) as error:  # another one had stopped waiting just before these words came
+            self.broken = self.broken or str(error)
+            self._write(self._last_words(self.rank), _FINAL, words)
+        return self.broken
 
-    def lost(self) -> str | None:
+    def lost(self) -> str:
         """Why a rank takes no further part, if one is known not to; the first such."""
         reasons = (self._lost(peer, _FINAL) for peer in range(self.size) if peer != self.rank)
-        return next((reason for reason in reasons if reason), None)
+        return next(filter(None, reasons), "")
 
     def _lost(self, peer: int, least: int) -> str:
         """Why a rank takes no further part; last words count from `least` on."""
