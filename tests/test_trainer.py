@@ -12,9 +12,9 @@ from tests.test_model import SMALL
 from train import checkpoint, ranks
 from train.batches import Batches
 from train.config import TrainConfig
-from train.prepare_data import BadLines, TokenWriter
 from train.pretrain import Trainer
 from train.schedule import learning_rate
+from train.stored import TokenWriter
 from train.tokenizer import ByteTokenizer
 
 
@@ -34,8 +34,9 @@ def settings(tmp_path):
     """A model of 61 tokens a sequence over two texts; steps of 2 sequences."""
     for name, start in (("text", 0), ("other", 500)):
         writer = TokenWriter(tmp_path / name, ByteTokenizer())
-        writer.write(iter(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(start, start + 30)))
-        writer.finish([], BadLines())
+        for i in range(start, start + 30):
+            writer.write([ByteTokenizer().encode(f"def function_{i}(x):\n    return x + {i * i}\n\n")])
+        writer.finish()
     (tmp_path / "model.json").write_text(json.dumps(SMALL.to_dict()))
     options = {"model": str(tmp_path / "model.json"), "data": str(tmp_path / "text"), "seq_len": 61, "batch_size": 2}
     options |= {"steps": 4, "lr": 3e-3, "warmup_steps": 1, "decay_steps": 1, "save_every": 2, "eval_sequences": 4}
