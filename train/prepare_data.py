@@ -37,6 +37,7 @@ from tqdm import tqdm
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from train.command_line import ArgumentParser
 from train.lock import lock
 from train.parallel import in_order
 from train.stored import TokenWriter
@@ -183,7 +184,9 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        prog="prepare_data.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--input", nargs="+", required=True, help=".txt or .jsonl files, also as .gz, or folders")
     parser.add_argument("--output", required=True, help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output folder")
@@ -202,14 +205,14 @@ def main() -> None:
         "--workers", type=int, help="processes that tokenize (default: one a CPU core, 1 for bytes and for little text)"
     )
     args = parser.parse_args()
+    if args.workers is not None and args.workers < 1:
+        parser.error(f"--workers must be at least 1, got {args.workers}")
+    if not 0 <= args.val_fraction < 1:
+        parser.error(f"--val-fraction must be at least 0 and below 1, got {args.val_fraction}")
     try:
-        if args.workers is not None and args.workers < 1:
-            raise ValueError(f"--workers must be at least 1, got {args.workers}")
-        if not 0 <= args.val_fraction < 1:
-            raise ValueError(f"--val-fraction must be at least 0 and below 1, got {args.val_fraction}")
         prepare(args)
     except (ValueError, OSError) as error:
-        sys.exit(f"prepare_data.py: {error}")
+        parser.fail(error)
     except KeyboardInterrupt:
         print("prepare_data.py: interrupted, nothing was written", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
