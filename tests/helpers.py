@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -81,6 +82,31 @@ def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 2
         place = ["bash", "-c", f'LOCAL_RANK=$((LOCAL_RANK % {GPUS})) LOCAL_WORLD_SIZE={GPUS} exec "$@"', "rank"]
     line = [sys.executable, *launcher, *place, sys.executable, *python, *map(str, command)]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
+
+
+def pretrain(arguments: Sequence[str], said: Path, timeout: float) -> int:
+    """Runs pretrain.py on one rank, forked from a process that has imported torch once; returns its exit code.
+
+    What it says goes to the file `said`.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train.pretrain", "tests.helpers"])
+    process = context.Process(target=_pretrain_main, args=(list(arguments), said))
+    process.start()
+    process.join(timeout)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def _pretrain_main(arguments: list[str], said: Path) -> None:
+    from train import ending
+    from train.pretrain import main
+
+    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    ending.leave(main(arguments))
 
 
 def _rank_main(rank: int, size: int, folder: str, backend: str, work: Callable, args: tuple) -> None:

@@ -200,8 +200,9 @@ def test_a_link_to_a_checkpoint_is_one(tmp_path, alone):
     assert checkpoint.newest(tmp_path / "run") == saved
 
 
-def test_a_copy_of_a_checkpoint_is_self_contained(tmp_path, alone):
-    copy = shutil.copytree(save(tmp_path, 0, 1, 1), tmp_path / "elsewhere/step_00000001")
+@pytest.mark.parametrize("name", ["step_00000001", "best"])
+def test_a_copy_of_a_checkpoint_is_self_contained_under_any_name(tmp_path, alone, name):
+    copy = shutil.copytree(save(tmp_path, 0, 1, 1), tmp_path / "elsewhere" / name)
     assert checkpoint.find(copy) == copy
     assert load_tokenizer(copy / "tokenizer").encode("ab").tolist() == [97, 98]
 

@@ -76,7 +76,7 @@ def test_validation_documents_are_chosen_by_name(tmp_path):
     train, val = (documents(tmp_path / "out" / part) for part in ("train", "val"))
     assert len(train) + len(val) == 200
     assert 20 < len(val) < 60
-    said = prepare(*arguments, "--output", tmp_path / "out", code=1)
+    said = prepare(*arguments, "--output", tmp_path / "out", code=2)
     assert "exists; give --overwrite" in said
     prepare(*arguments, "--output", tmp_path / "out", "--overwrite")
     assert documents(tmp_path / "out/val") == val
@@ -94,7 +94,7 @@ def test_validation_documents_are_chosen_by_name(tmp_path):
 )
 def test_wrong_preparations_are_refused(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert message in prepare(*arguments, "--output", tmp_path / "out", code=1)
+    assert message in prepare(*arguments, "--output", tmp_path / "out", code=2)
     assert not (tmp_path / "out").exists()
 
 
@@ -102,17 +102,17 @@ def test_only_its_own_output_is_replaced(tmp_path):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/a.txt").write_text("text")
     arguments = ("--input", tmp_path / "corpus", "--output", tmp_path / "corpus", "--overwrite")
-    assert "was not written by prepare_data.py" in prepare(*arguments, code=1)
+    assert "was not written by prepare_data.py" in prepare(*arguments, code=2)
     prepare("--input", tmp_path / "corpus", "--output", tmp_path / "out")
     (tmp_path / "out/b.txt").write_text("text")
     arguments = ("--input", tmp_path / "out/b.txt", "--output", tmp_path / "out", "--overwrite")
-    assert "which would be replaced" in prepare(*arguments, code=1)
+    assert "which would be replaced" in prepare(*arguments, code=2)
     assert (tmp_path / "corpus/a.txt").is_file()
 
 
 def test_nothing_but_bad_lines_is_an_error(tmp_path):
     (tmp_path / "x.jsonl").write_text("no\nno\n")
-    assert "got no tokens" in prepare("--input", tmp_path / "x.jsonl", "--output", tmp_path / "out", code=1)
+    assert "got no tokens" in prepare("--input", tmp_path / "x.jsonl", "--output", tmp_path / "out", code=2)
     assert not (tmp_path / "out").exists()
 
 

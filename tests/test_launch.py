@@ -2,10 +2,11 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from train import launch, ranks
+from train import ending, launch, ranks
 from train.watchdog import EXIT_CODE
 
 
@@ -39,6 +40,32 @@ def test_nobody_outside_of_the_machine_reaches_the_store():
 )
 def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
     assert launch._cause(failed) == cause
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("rank 3 of the group has ended, process 12 on here; its group is of no use any more"),
+        RuntimeError("rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on with forward 2"),
+        TimeoutError("rank 3 of the group gave up waiting for others to make this call"),
+        TimeoutError("rank 3 of the group did not make this call within 120 s"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
+    ],
+)
+def test_a_rank_that_another_one_left_says_so_in_a_line_and_is_not_the_cause(error, capsys):
+    watchdog = SimpleNamespace(doing="step 7", last_words="the last good checkpoint is none")
+    assert ending.explain(error, watchdog) == ranks.LOST_CONTACT
+    said = capsys.readouterr().err
+    assert said.startswith("pretrain.py: rank 0 lost contact with another rank, whose own message may say why; in step")
+    assert said.endswith(f"{error}; the last good checkpoint is none\n")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(OSError("disk full"), 2), (RuntimeError("rank 3 of a matrix"), None), (KeyError("x"), None)]
+)
+def test_a_rank_that_failed_by_itself_is_told_apart(error, code):
+    assert ending.explain(error, SimpleNamespace(doing="step 7", last_words="")) == code
 
 
 def test_codes_are_those_of_a_shell_with_the_signals_name():

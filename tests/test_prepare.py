@@ -63,7 +63,7 @@ def test_a_process_that_cannot_work_ends_the_run_with_the_files_name(byte_level,
     (tmp_path / "x.txt").write_text("a\n§ a\n")
     for workers in (1, 2):
         arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out", "--workers", workers)
-        said = prepare(*arguments, "--tokenizer", tmp_path / "words.json", code=1)
+        said = prepare(*arguments, "--tokenizer", tmp_path / "words.json", code=2)
         assert f"prepare_data.py: {tmp_path}/x.txt, lines 1 to 2: " in said
         assert "only as special token §" in said
         assert "Traceback" not in said
@@ -125,7 +125,7 @@ def test_inputs_without_text_are_refused_before_any_work(name, content, message,
     path.parent.mkdir(exist_ok=True)
     path.symlink_to("nowhere") if content is None else path.write_bytes(content)
     given = path if path.parent == tmp_path else path.parent
-    said = prepare("--input", given, "--output", tmp_path / "out", code=1)
+    said = prepare("--input", given, "--output", tmp_path / "out", code=2)
     assert re.fullmatch(f"prepare_data.py: .*{message}.*\n", said)
     assert not list(tmp_path.glob("out*"))
 
@@ -175,7 +175,7 @@ def test_both_parts_get_tokens_from_few_documents(fraction, names, tmp_path):
 def test_two_tokens_are_too_few_for_two_parts_and_three_are_not(tmp_path):
     arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out", "--val-fraction", 0.5)
     (tmp_path / "x.txt").write_text("a")
-    assert "2 tokens cannot be divided" in prepare(*arguments, code=1)
+    assert "2 tokens cannot be divided" in prepare(*arguments, code=2)
     assert not list(tmp_path.glob("out*"))
     (tmp_path / "x.txt").write_text("ab")
     prepare(*arguments)
@@ -204,7 +204,7 @@ def test_one_run_at_a_time_and_a_killed_one_is_replaced(much, tmp_path):
     (tmp_path / "x.txt").write_text("text")
     arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
     process = running(tmp_path, *much)
-    said = prepare(*arguments, code=1)
+    said = prepare(*arguments, code=2)
     assert f"out.partial is in use by process {process.pid} on " in said
     assert (tmp_path / "out.partial/new/train/tokens.bin").exists()
     process.kill()
@@ -256,7 +256,7 @@ def test_a_process_that_is_killed_ends_the_run_with_the_files_name(much, tmp_pat
         time.sleep(0.02)
     os.kill(children_of(process)[-1], signal.SIGKILL)
     said = process.communicate(timeout=30)[1]
-    assert process.returncode == 1
+    assert process.returncode == 2
     reason = "the process that worked on it died with exit code -9"
     assert re.search(rf"prepare_data.py: {tmp_path}/much.txt, lines \d+ to \d+: {reason}$", said.strip())
     assert "Traceback" not in said
@@ -268,7 +268,7 @@ def test_a_folder_of_somebody_elses_is_not_worked_in(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/mine").write_text("precious")
     arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
-    assert "out.partial, where this run would work, was not written" in prepare(*arguments, code=1)
+    assert "out.partial, where this run would work, was not written" in prepare(*arguments, code=2)
     assert (tmp_path / "out.partial/mine").read_text() == "precious"
 
 
@@ -277,9 +277,9 @@ def test_an_output_that_is_a_link_or_holds_more_is_not_replaced(tmp_path):
     prepare("--input", tmp_path / "x.txt", "--output", tmp_path / "real")
     (tmp_path / "out").symlink_to("real")
     arguments = ("--input", tmp_path / "x.txt", "--overwrite", "--output")
-    assert "out is a link, which is not replaced" in prepare(*arguments, tmp_path / "out", code=1)
+    assert "out is a link, which is not replaced" in prepare(*arguments, tmp_path / "out", code=2)
     (tmp_path / "real/notes.md").touch()
-    assert "holds what prepare_data.py did not write" in prepare(*arguments, tmp_path / "real", code=1)
+    assert "holds what prepare_data.py did not write" in prepare(*arguments, tmp_path / "real", code=2)
     assert (tmp_path / "real/notes.md").exists()
 
 

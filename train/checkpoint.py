@@ -120,10 +120,13 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
 
 
 def find(run_or_checkpoint: Path) -> Path:
-    """The checkpoint that a path names: itself or the newest whole one in it. Raises CheckpointError if none is."""
+    """The checkpoint that a path names: itself, also as a copy of another name, or the newest whole one in it.
+
+    Raises CheckpointError if none is.
+    """
     if run_or_checkpoint.is_symlink():
         run_or_checkpoint = run_or_checkpoint.resolve()
-    if not _NAME.fullmatch(run_or_checkpoint.name):
+    if not _NAME.fullmatch(run_or_checkpoint.name) and not (run_or_checkpoint / "manifest.json").exists():
         path = newest(run_or_checkpoint)
         if path is None:
             raise CheckpointError(f"there is no checkpoint in {run_or_checkpoint}")

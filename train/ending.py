@@ -34,11 +34,11 @@ def explain(error: Exception, watchdog: Watchdog) -> int | None:
     rank, code, said = ranks.rank(), None, ""
     if isinstance(error, (ranks.RankError, FloatingPointError)):
         code, said = 2, f"pretrain.py: {error}" if rank == 0 else ""
-    elif isinstance(error, (ValueError, OSError)):
-        code, said = 2, f"pretrain.py: rank {rank}: {error}"
-    elif isinstance(error, RuntimeError) and ranks.lost_contact(error):
+    elif ranks.lost_contact(error):  # before OSError, which TimeoutError is: the other rank is the cause
         lost = f"rank {rank} lost contact with another rank, whose own message may say why"
         code, said = ranks.LOST_CONTACT, f"pretrain.py: {lost}; in {watchdog.doing}: {error}"
+    elif isinstance(error, (ValueError, OSError)):
+        code, said = 2, f"pretrain.py: rank {rank}: {error}"
     words = [text for text in (said, watchdog.last_words) if text]
     if words and (said or code is None):
         tell("; ".join(words))

@@ -205,14 +205,14 @@ def main() -> None:
         "--workers", type=int, help="processes that tokenize (default: one a CPU core, 1 for bytes and for little text)"
     )
     args = parser.parse_args()
+    if args.workers is not None and args.workers < 1:
+        parser.error(f"--workers must be at least 1, got {args.workers}")
+    if not 0 <= args.val_fraction < 1:
+        parser.error(f"--val-fraction must be at least 0 and below 1, got {args.val_fraction}")
     try:
-        if args.workers is not None and args.workers < 1:
-            raise ValueError(f"--workers must be at least 1, got {args.workers}")
-        if not 0 <= args.val_fraction < 1:
-            raise ValueError(f"--val-fraction must be at least 0 and below 1, got {args.val_fraction}")
         prepare(args)
     except (ValueError, OSError) as error:
-        sys.exit(f"prepare_data.py: {error}")
+        parser.fail(error)
     except KeyboardInterrupt:
         print("prepare_data.py: interrupted, nothing was written", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

@@ -13,7 +13,10 @@ from safetensors import SafetensorError
 Result = TypeVar("Result")
 
 LOST_CONTACT = 4  # exit code of a rank that ends since another one is gone
-_GONE = re.compile("Connection (closed|reset|refused) by|Broken pipe|Socket closed|remote process exited")
+_GONE = re.compile(
+    "Connection (closed|reset|refused) by|Broken pipe|Socket closed|remote process exited"
+    "|rank [0-9]+ of the group (has ended|gave up|did not make this call)"
+)
 
 
 class RankError(RuntimeError):
@@ -54,6 +57,6 @@ def together(work: Callable[[], Result], raising: type[Exception] | None = None)
     return result
 
 
-def lost_contact(error: RuntimeError) -> bool:
-    """Whether it is what gloo or NCCL say when a peer is gone."""
-    return bool(_GONE.search(str(error)))
+def lost_contact(error: Exception) -> bool:
+    """Whether it is what gloo, NCCL or the attention say when a peer is gone."""
+    return isinstance(error, (RuntimeError, TimeoutError)) and bool(_GONE.search(str(error)))
