@@ -35,11 +35,11 @@ class Event(Protocol):
 class Watch:
     """Watches for as long as it is referred to.
 
-    lost   says which rank takes no further part, or None
+    lost   says which rank takes no further part, "" while none is known not to
     event  makes an event
     """
 
-    def __init__(self, lost: Callable[[], str | None], event: Callable[[], Event]):
+    def __init__(self, lost: Callable[[], str], event: Callable[[], Event]):
         self.lost, self.event = lost, event
         self.calls: deque[tuple[str, Event]] = deque(maxlen=_REMEMBERED)
         threading.Thread(target=_run, args=(weakref.ref(self),), name="bmt_burst watch", daemon=True).start()
