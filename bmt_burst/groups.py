@@ -90,12 +90,12 @@ class SequenceParallel:
         """
         rings = make_rings(self.process_group, self.double_group)
 
-        def mine() -> dict[str, Any]:
+        def terms() -> dict[str, Any]:
             at = check_shard(rings, x, dim)
             tokens = as_int("seq_len", seq_len)
             return {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": tokens, "dim": at}
 
-        everyone = read(tell(rings, "a call of unshard", mine))
+        everyone = read(tell(rings, "a call of unshard", terms))
         for rank, theirs in enumerate(everyone):
             if any(theirs[name] != everyone[0][name] for name in ("dtype", "seq_len", "dim")):
                 raise ValueError(f"ranks differ in what they join: rank 0 has {everyone[0]}, rank {rank} {theirs}")
@@ -107,7 +107,8 @@ class SequenceParallel:
             if shape != expected:
                 raise ValueError(f"rank {rank}'s x is {shape}, of {seq_len} tokens along {dim} it should be {expected}")
         with taking_part(rings, "a call of unshard"):
-            parts = rings.gather_tensors(x.detach().contiguous(), [torch.Size(shape) for shape in shapes])
+            mine = x.detach().resolve_conj().resolve_neg().contiguous()
+            parts = rings.gather_tensors(mine, [torch.Size(shape) for shape in shapes])
         return layout.unshard(parts, dim)
 
 

@@ -247,6 +247,7 @@ def joined_wrongly(rank: int) -> list[str]:
     for arguments in wrong:
         said.append(said_by(lambda arguments=arguments: sp.unshard(*(arguments if rank else (good, 6, 1)))))
     assert sp.unshard(good, 6).shape == (2, 6, 4)
+    assert sp.unshard(torch.complex(good, good + 1).conj(), 6).imag.equal(-torch.ones(2, 6, 4))
     return said
 
 
