@@ -123,7 +123,7 @@ def _found_again(size: int, inner_size: int | None, layout: str) -> SequencePara
     if (size, inner_size) not in _made:
         call = f"init_sequence_parallel({size}{f', inner_size={inner_size}' if inner_size else ''})"
         raise RuntimeError(
-            f"this was saved by one of {size} ranks that shared sequences: before it is read, call {call}"
+            f"this was saved by one of {size} ranks that shared sequences: before it is read, call {call}, and keep it"
         )
     return dataclasses.replace(_made[size, inner_size], layout=layout)
 
