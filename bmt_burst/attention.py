@@ -169,6 +169,7 @@ class _BurstAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @not_compiled  # nor by compiled autograd
     @once_differentiable
     def backward(ctx, dout: Tensor, _dlse: Tensor):
         doing = f"the backward of call {ctx.call}"

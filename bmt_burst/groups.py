@@ -90,12 +90,12 @@ class SequenceParallel:
         """
         rings = make_rings(self.process_group, self.double_group)
 
-        def mine() -> dict[str, Any]:
+        def terms() -> dict[str, Any]:
             at = check_shard(rings, x, dim)
             tokens = as_int("seq_len", seq_len)
             return {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": tokens, "dim": at, "layout": self.layout}
 
-        everyone = read(tell(rings, "a call of unshard", mine))
+        everyone = read(tell(rings, "a call of unshard", terms))
         for rank, theirs in enumerate(everyone):
             if any(theirs[name] != everyone[0][name] for name in everyone[0].keys() - {"shape"}):
                 raise ValueError(f"ranks differ in what they join: rank 0 has {everyone[0]}, rank {rank} {theirs}")
@@ -107,7 +107,8 @@ class SequenceParallel:
             if shape != expected:
                 raise ValueError(f"rank {rank}'s x is {shape}, of {seq_len} tokens along {dim} it should be {expected}")
         with taking_part(rings, "a call of unshard"):
-            parts = rings.gather_tensors(x.detach().contiguous(), [torch.Size(shape) for shape in shapes])
+            mine = x.detach().resolve_conj().resolve_neg().contiguous()
+            parts = rings.gather_tensors(mine, [torch.Size(shape) for shape in shapes])
         return layout.unshard(parts, dim)
 
 
@@ -122,7 +123,7 @@ def _found_again(size: int, inner_size: int | None, layout: str) -> SequencePara
     if (size, inner_size) not in _made:
         call = f"init_sequence_parallel({size}{f', inner_size={inner_size}' if inner_size else ''})"
         raise RuntimeError(
-            f"this was saved by one of {size} ranks that shared sequences: before it is read, call {call}"
+            f"this was saved by one of {size} ranks that shared sequences: before it is read, call {call}, and keep it"
         )
     return dataclasses.replace(_made[size, inner_size], layout=layout)
 

@@ -73,6 +73,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             return (lse - target).where(labels != IGNORE_INDEX, 0.0).sum()
 
     @staticmethod
+    @not_compiled  # nor by compiled autograd
     @once_differentiable
     def backward(ctx, dtotal: Tensor):
         hidden, weight, labels, lse = ctx.saved_tensors

@@ -66,10 +66,14 @@ class Rings:
         """
         if not self.double:
             return self.inner.gather(message)
-        if not self.history.is_grid:
-            self._check_grid()
-            self.history.is_grid = True
-        return self._gather_over_both(message)
+        try:
+            if not self.history.is_grid:
+                self._check_grid()
+                self.history.is_grid = True
+            return self._gather_over_both(message)
+        except BaseException:
+            self._leave_if_broken(b"waiting for the ranks of its other group")
+            raise
 
     def _gather_over_both(self, message: bytes) -> list[bytes]:
         here = zlib.compress(b"\n".join(self.inner.gather(message)), 1)
@@ -99,9 +103,23 @@ class Rings:
             raise ValueError("double_group's groups are no grid: from the ranks of one host they lead to unlike ranks")
 
     def give_up(self, words: bytes) -> str:
-        """As Transport.give_up, over both rings."""
-        reasons = [ring.give_up(words) for ring in (self.inner, self.outer)]  # ranks may wait on either
-        return next(filter(None, reasons), "")
+        """As Transport.give_up, over both rings; a rank to which one of them is lost leaves the other one too."""
+        if not self.double:
+            return self.inner.give_up(words)
+        reason = self.inner.lost() or self.outer.lost()
+        for ring in (self.inner, self.outer):
+            if reason:
+                ring.leave(words)
+            elif not ring.broken:
+                reason = ring.give_up(words)
+                self._leave_if_broken(words)
+        return reason
+
+    def _leave_if_broken(self, words: bytes) -> None:
+        """Leaves the one ring if the other is of no use any more."""
+        for ring, other in ((self.inner, self.outer), (self.outer, self.inner)):
+            if other.broken and not ring.broken:
+                ring.leave(words)
 
     def enqueued(self, doing: str) -> None:
         """As Transport.enqueued, over the ring that may leave streams waiting."""

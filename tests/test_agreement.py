@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -122,8 +123,11 @@ class Deaf(Transport):
     def exchange(self, sends, recvs):
         raise AssertionError
 
-    def give_up(self, words):
+    def leave(self, words):
         self.words.append(words)
+
+    def give_up(self, words):
+        self.leave(words)
         return self.reason
 
 
@@ -171,6 +175,57 @@ def test_a_rank_that_fails_while_it_computes_attention_again_is_heard_of_once(fa
     assert failed.startswith("TypeError: v must be a torch.Tensor" if fails == "in" else "KeyError: 'lost'")
     assert other.startswith("ValueError: rank 1 of the group failed before ")
     assert "lost" in other or "v must be a torch.Tensor" in other
+
+
+def until_all_know(rank: int, size: int, said: list[str]) -> list[str]:
+    """What a rank has been told, once all have been: no process ends before, which would tell the others too."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"rank {rank} knows", "")
+    store.wait([f"rank {other} knows" for other in range(size)])
+    return said
+
+
+def interrupted(rank: int) -> list[str]:
+    """Rank 0 is interrupted while it waits for rank 1 to make a call, and goes on."""
+    call(None)
+    if rank:
+        time.sleep(1)
+        return [said_by(lambda: call(None)) for _ in range(2)]
+
+    def interrupt(*_):
+        raise MemoryError("interrupted")
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    return [said_by(lambda: call(None)) for _ in range(2)]
+
+
+def interrupted_to_the_end(rank: int) -> list[str]:
+    return until_all_know(rank, 2, interrupted(rank))
+
+
+def test_a_rank_that_is_interrupted_while_it_waits_says_so():
+    first, second = run_ranks(2, interrupted_to_the_end)
+    assert first[0] == "MemoryError: interrupted"
+    assert all("rank 0 of the group" in words for words in [first[1], *second])
+    assert all("gave up waiting for the others: MemoryError" in words for words in [first[1], *second])
+
+
+def lost_in_a_grid(rank: int) -> list[str]:
+    """A kernel fails on rank 0 of two hosts of two; all stay until all know."""
+    groups = init_sequence_parallel(4, inner_size=2).groups
+    q = torch.zeros(1, 64, 2, 8)
+    undo = failing(kernels.load("cpu"), "forward", rank, (0,))
+    said = [said_by(lambda: burst_attn_func(q, q, q, causal=True, group_bytes=1, **groups))]
+    undo()
+    said.append(said_by(lambda: burst_attn_func(q, q, q, **groups)))
+    return until_all_know(rank, 4, said)
+
+
+def test_a_rank_of_a_grid_is_lost_to_all_ranks():
+    for rank, (said, then) in enumerate(run_ranks(4, lost_in_a_grid)):
+        assert said == "MemoryError: no memory left" if rank == 0 else said.startswith("RuntimeError: rank 0 of")
+        assert "is of no use any more" in then
 
 
 def leaves_early(rank: int) -> str:
@@ -268,6 +323,7 @@ def joined_wrongly(rank: int) -> list[str]:
     for arguments in wrong:
         said.append(said_by(lambda arguments=arguments: sp.unshard(*(arguments if rank else (good, 6, 1)))))
     assert sp.unshard(good, 6).shape == (2, 6, 4)
+    assert sp.unshard(torch.complex(good, good + 1).conj(), 6).imag.equal(-torch.ones(2, 6, 4))
     return said
 
 

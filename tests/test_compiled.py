@@ -69,7 +69,10 @@ class Model(torch.nn.Module):
 
 
 def worst_differences(rank: int) -> list[float]:
-    """Of losses and gradients, compiled and not, over batches of several sizes; every rank compiles for itself."""
+    """Of losses and gradients, compiled and not, over batches of several sizes; every rank compiles for itself.
+
+    At last with a compiled backward.
+    """
     sp, worst = init_sequence_parallel(), []
     torch.manual_seed(0)
     model = Model(sp)
@@ -84,7 +87,10 @@ def worst_differences(rank: int) -> list[float]:
                 loss = function(*arguments)
                 results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
             worst.append(max(relative_error(a, b) for a, b in zip(*results, strict=True)))
-    return worst
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        model(*arguments).backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    return [*worst, max(relative_error(a, b) for a, b in zip(grads, results[0][1:], strict=True))]
 
 
 def test_a_compiled_model_of_several_ranks_takes_every_length():

@@ -25,6 +25,7 @@ class ReferenceKernel(Kernel):
         q, k, v = (grouped(x, k.shape[2]) for x in (q, k, v))
         scores = _scores(q, k, scale, causal)
         lse = scores.logsumexp(-1)
+        lse.masked_fill_(lse == torch.inf, torch.nan)  # as softmax, which is NaN beside an infinite score
         probs = (scores - lse.unsqueeze(-1)).exp()
         return _ungrouped(probs @ v), lse.flatten(1, 2)
 

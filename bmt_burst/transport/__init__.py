@@ -81,6 +81,7 @@ class Transport(ABC):
     size: int
     device_types: frozenset[str] = frozenset({"cpu"})
     held_bytes: int = 0  # of memory that this transport keeps for deliveries
+    broken: bool = False  # whether this ring is known to be of no use any more
 
     @functools.cached_property
     def histories(self) -> dict[Any, Any]:
@@ -139,6 +140,13 @@ class Transport(ABC):
         it fail too. Returns which rank was the reason and why, where that is known to be another one.
         """
         return ""
+
+    def lost(self) -> str:
+        """Which other rank takes no further part and why, "" if none is known not to."""
+        return ""
+
+    def leave(self, words: bytes) -> None:  # noqa: B027 - as give_up
+        """As `give_up`, without waiting for whether others do too: the ring is of no use from now on."""
 
     def enqueued(self, doing: str) -> None:  # noqa: B027 - nothing to watch here
         """Says that this rank has enqueued all of what it was `doing` with the others on its device."""

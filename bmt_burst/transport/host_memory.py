@@ -70,8 +70,8 @@ class HostMemory:
         while not all(self._words(peer) for peer in others):
             reason = self.lost()
             if reason or time.monotonic() > deadline:
-                self.broken = reason or f"rank {self.rank} of the group, this one, gave up {words.decode()}"
-                self._write(self._last_words(self.rank), _FINAL, words)
+                self.broken = reason
+                self.leave(words)
                 return reason
             time.sleep(_PAUSE)
         try:
@@ -80,13 +80,18 @@ class HostMemory:
             self._exchange(b"all words are taken back", _FINAL)
         except (RuntimeError, TimeoutError) as error:  # another one had stopped waiting just before these words came
             self.broken = self.broken or str(error)
-            self._write(self._last_words(self.rank), _FINAL, words)
+            self.leave(words)
         return self.broken
 
+    def leave(self, words: bytes) -> None:
+        """Leaves last words that are not taken back."""
+        self.broken = self.broken or f"rank {self.rank} of the group, this one, gave up {words.decode()}"
+        self._write(self._last_words(self.rank), _FINAL, words)
+
     def lost(self) -> str:
-        """Why a rank takes no further part, if one is known not to; the first such."""
+        """Why a rank takes no further part, if one is known not to, else ""; the first such."""
         reasons = (self._lost(peer, _FINAL) for peer in range(self.size) if peer != self.rank)
-        return next(filter(None, reasons), "")
+        return next((reason for reason in reasons if reason), "")
 
     def _lost(self, peer: int, least: int) -> str:
         """Why a rank takes no further part; last words count from `least` on."""

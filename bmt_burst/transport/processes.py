@@ -42,6 +42,11 @@ class ProcessTransport(Transport):
         self.host_memory: HostMemory | bool | None = None  # shared by these ranks; False if they are on several hosts
         self.copy_engines: CopyEngines | None = None
         self.watch: Watch | None = None  # over deliveries by copy engines
+        self.left = False
+
+    @property
+    def broken(self) -> bool:
+        return self.left or bool(self.host_memory and self.host_memory.broken)
 
     @abstractmethod
     def _gather_remotely(self, message: bytes) -> list[bytes]:
@@ -52,6 +57,17 @@ class ProcessTransport(Transport):
         """These ranks, as torch's symmetric memory knows them. All ranks call it."""
 
     def _gather(self, message: bytes) -> list[bytes]:
+        """Others may have read the message of a rank that is interrupted while it waits for theirs: so it leaves."""
+        try:
+            return self._gather_anywhere(message)
+        except TimeoutError:  # in host memory, where ranks that were late hear of it
+            raise
+        except BaseException as error:
+            if not self.broken:
+                self.leave(f"waiting for the others: {type(error).__name__}".encode())
+            raise
+
+    def _gather_anywhere(self, message: bytes) -> list[bytes]:
         if self.host_memory is None:  # sought at the first call
             arguments = self.rank, self.size, MESSAGE_BYTES, self._gather_remotely, self.patience
             self.host_memory = open_host_memory(*arguments) or False
@@ -62,8 +78,17 @@ class ProcessTransport(Transport):
     def give_up(self, words: bytes) -> str:
         reason = self.host_memory.give_up(words) if self.host_memory else ""
         if not self.host_memory or self.host_memory.broken:
-            self.disconnect()
+            self.leave(words)
         return reason
+
+    def lost(self) -> str:
+        return self.host_memory.lost() if self.host_memory else ""
+
+    def leave(self, words: bytes) -> None:
+        self.left = True
+        if self.host_memory:
+            self.host_memory.leave(words)
+        self.disconnect()
 
     def disconnect(self) -> None:
         """Lets ranks that wait for bytes from this one fail."""
@@ -89,7 +114,7 @@ class ProcessTransport(Transport):
         reason = apart or failure
         self.copy_engines = None if reason else engines
         if self.copy_engines and self.host_memory and not self.watch:
-            self.watch = Watch(self.host_memory.lost, torch.cuda.Event)
+            self.watch = Watch(self.lost, torch.cuda.Event)
         if reason and self.wants_copy_engines:
             raise RuntimeError(f"copy engines cannot be used: {reason}")
         if reason:

@@ -35,7 +35,7 @@ class Event(Protocol):
 class Watch:
     """Watches for as long as it is referred to.
 
-    lost   says which rank takes no further part, "" if none is known not to
+    lost   says which rank takes no further part, "" while none is known not to
     event  makes an event
     """
 
