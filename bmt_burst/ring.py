@@ -136,7 +136,8 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
 
     Where the softmax is saturated, dq is what is left of dP - delta after nearly all has cancelled, so delta must be
     met far better than o' can be rounded. Therefore few entries carry it: that with the largest |dout| as much as its
-    rounding allows, the next ones the rest. Three leave an error below fp32's.
+    rounding allows, the next ones the rest. Three leave an error below fp32's; in fp16, whose smallest numbers are not
+    small, one of some 1e-4 where delta is small beside |dout|, as rounding out would.
     """
     wide = dout.to(delta.dtype)
     magnitude, rest = wide.abs(), delta.transpose(1, 2).unsqueeze(-1)

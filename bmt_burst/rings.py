@@ -57,7 +57,7 @@ class Rings:
 
     @property
     def history(self) -> History:
-        return self.inner.histories.setdefault((self.outer, self.double), History())
+        return self.inner.histories.setdefault(self.outer, History())
 
     def gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks (a line of text each) in rank order, over both rings.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, kernels, nn, simulate, transport
 from bmt_burst.rings import Rings, make_rings
-from bmt_burst.transport import Transport
+from bmt_burst.transport import Transport, host_memory
 from bmt_burst.transport.host_memory import has_ended, process_name
 from tests.helpers import random_qkv, run_ranks
 
@@ -84,6 +84,7 @@ def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> list[str]
 
 
 def out_of_step(rank: int) -> list[list[str]]:
+    host_memory._GIVING_UP = 1.5
     cases = [(other_orders,)]
     cases += [(broken_off, method, who) for method in ("forward", "backward") for who in ((1,), (0, 1))]
     return [case(rank, dist.new_group([0, 1]), *arguments) for case, *arguments in cases]
@@ -213,6 +214,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_says_so():
 
 def lost_in_a_grid(rank: int) -> list[str]:
     """A kernel fails on rank 0 of two hosts of two; all stay until all know."""
+    host_memory._GIVING_UP = 1.5
     groups = init_sequence_parallel(4, inner_size=2).groups
     q = torch.zeros(1, 64, 2, 8)
     undo = failing(kernels.load("cpu"), "forward", rank, (0,))

@@ -10,8 +10,9 @@ Alone (here)  a ring of one rank, which never communicates
 from __future__ import annotations
 
 import functools
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -84,9 +85,9 @@ class Transport(ABC):
     broken: bool = False  # whether this ring is known to be of no use any more
 
     @functools.cached_property
-    def histories(self) -> dict[Any, Any]:
-        """What its users keep for it."""
-        return {}
+    def histories(self) -> MutableMapping[Transport, Any]:
+        """What its users keep for it and another ring, for as long as that is there."""
+        return weakref.WeakKeyDictionary()
 
     @abstractmethod
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
