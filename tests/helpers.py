@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 GPUS = torch.cuda.device_count()
+_PRELOADED = ["train.pretrain", "bmt_burst.engine.torch", "tests.helpers"]  # seconds of imports, which forks share
 # Ranks that NCCL can make here: it wants a GPU for each, but for recent versions with this set.
 RANKS = max(GPUS, 4) if GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else GPUS
 
@@ -70,7 +73,9 @@ def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:
     `work` must be a module's function. With backend "nccl" each process has a GPU, or they share those there are.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, args=(size, folder, backend, work, args), nprocs=size)
+        multiprocessing.set_forkserver_preload(_PRELOADED)
+        arguments = size, folder, backend, work, args
+        mp.start_processes(_rank_main, arguments, size, start_method="spawn" if GPUS else "forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
@@ -84,29 +89,48 @@ def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 2
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
 
 
-def pretrain(arguments: Sequence[str], said: Path, timeout: float) -> int:
-    """Runs pretrain.py on one rank, forked from a process that has imported torch once; returns its exit code.
+def pretrain(arguments: Sequence[str], said: Path, timeout: float, processes: int = 1) -> int:
+    """Runs pretrain.py on ranks that are forked from a process that has imported torch once.
 
-    What it says goes to the file `said`.
+    Returns the exit code of one that failed, or 0; what they say goes to the file `said`.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train.pretrain", "tests.helpers"])
-    process = context.Process(target=_pretrain_main, args=(list(arguments), said))
-    process.start()
-    process.join(timeout)
-    process.kill()
-    process.join()
-    return process.exitcode
+    context.set_forkserver_preload(_PRELOADED)
+    said.write_text("")
+    port = _free_port()
+    ranks = [
+        context.Process(target=_pretrain_main, args=(list(arguments), said, rank, processes, port))
+        for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    end = time.monotonic() + timeout
+    for rank in ranks:
+        rank.join(max(end - time.monotonic(), 0))
+        rank.kill()
+        rank.join()
+    return next((rank.exitcode for rank in ranks if rank.exitcode), 0)
 
 
-def _pretrain_main(arguments: list[str], said: Path) -> None:
+def _pretrain_main(arguments: list[str], said: Path, rank: int, processes: int, port: int) -> None:
     from train import ending
     from train.pretrain import main
 
-    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(said, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
+    if processes > 1:
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        os.environ.update({name: str(value) for name, value in places.items()})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        torch.set_num_threads(1)
     ending.leave(main(arguments))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _rank_main(rank: int, size: int, folder: str, backend: str, work: Callable, args: tuple) -> None:

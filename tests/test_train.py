@@ -59,16 +59,10 @@ def command(folder: Path, output: str, **options) -> list[str]:
 
 def train(folder: Path, output: str, code: int = 0, **options) -> str:
     """Runs pretrain.py to its end; returns what it said."""
-    if "processes" not in options:
-        said = folder / f"{output}.txt"
-        [_, _, *flags] = command(folder, output, **options)
-        assert pretrain(flags, said, timeout=240) == code, said.read_text()
-        return said.read_text()
-    done = subprocess.run(
-        command(folder, output, **options), capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    said = folder / f"{output}.txt"
+    [_, _, *flags] = command(folder, output, **options)
+    assert pretrain(flags, said, 240, options.get("processes", 1)) == code, said.read_text()
+    return said.read_text()
 
 
 def curve(folder: Path, output: str, *names: str) -> list[tuple]:
