@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from bmt_burst.transport.simulator import SimulatedRing
+from train.distributed import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -97,7 +97,7 @@ def pretrain(arguments: Sequence[str], said: Path, timeout: float, processes: in
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     said.write_text("")
-    port = _free_port()
+    port = free_port()
     ranks = [
         context.Process(target=_pretrain_main, args=(list(arguments), said, rank, processes, port))
         for rank in range(processes)
@@ -125,12 +125,6 @@ def _pretrain_main(arguments: list[str], said: Path, rank: int, processes: int, 
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
         torch.set_num_threads(1)
     ending.leave(main(arguments))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _rank_main(rank: int, size: int, folder: str, backend: str, work: Callable, args: tuple) -> None:

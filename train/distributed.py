@@ -36,14 +36,14 @@ def init_distributed(config: TrainConfig) -> torch.device:
     if engine == "bmtrain":
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # NCCL's way to run several communicators at once
         if "RANK" not in os.environ:  # or two runs on one machine would meet at BMTrain's own port
-            os.environ["MASTER_PORT"] = str(_free_port())
+            os.environ["MASTER_PORT"] = str(free_port())
         import bmtrain
 
         bmtrain.init_distributed(seed=config.seed)
     return device
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
