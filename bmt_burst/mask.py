@@ -1,0 +1,294 @@
+"""Masks: which (query, key) pairs of a whole sequence are visible.
+
+A mask is data: disjoint slices, each a rectangle of positions of which a band along the diagonal is visible. Layouts
+and strategies ask it what a rank's queries see; nothing here knows of ranks. Try `print(Mask.documents((0, 9, 30, 64)))`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .arguments import as_bool, as_int
+from .span import Span, length
+
+_DRAWN = 32  # rows and columns of a drawing, at most
+_SHADES = " .:+#"
+
+
+class Slice(NamedTuple):
+    """Query i of the positions `q` sees key j of the positions `kv` iff low <= i - j < high; None: no bound."""
+
+    q: Span
+    kv: Span
+    low: int | None = None
+    high: int | None = None
+
+    @property
+    def area(self) -> int:
+        """Visible pairs."""
+        below = length(self.q) * length(self.kv) if self.high is None else _pairs_below(self, self.high)
+        return below - (0 if self.low is None else min(_pairs_below(self, self.low), below))
+
+    @property
+    def differences(self) -> Span:
+        """The range of i - j over the visible pairs, empty if there is none."""
+        low, high = self.q[0] - self.kv[1] + 1, self.q[1] - self.kv[0]
+        return max(low, low if self.low is None else self.low), min(high, high if self.high is None else self.high)
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """The visible pairs of `seq_len` tokens: those of `slices`, which share none; pairs in no slice are not visible.
+
+    Raises ValueError for slices that overlap or reach out of the sequence, TypeError for what is no whole number.
+    """
+
+    seq_len: int
+    slices: tuple[Slice, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "seq_len", as_int("seq_len", self.seq_len))
+        if self.seq_len < 1:
+            raise ValueError(f"a mask needs at least one token, got {self.seq_len}")
+        slices = sorted((_checked(s, self.seq_len) for s in self.slices), key=_start)
+        _check_disjoint(slices)
+        object.__setattr__(self, "slices", tuple(s for s in slices if s.area))
+
+    @staticmethod
+    def causal(seq_len: int) -> Mask:
+        """Every token sees itself and all before it."""
+        return _Checked(seq_len, (Slice((0, n := _positive("seq_len", seq_len)), (0, n), 0),))
+
+    @staticmethod
+    def full(seq_len: int) -> Mask:
+        """Every token sees every token."""
+        return _Checked(seq_len, (Slice((0, n := _positive("seq_len", seq_len)), (0, n)),))
+
+    @staticmethod
+    def window(seq_len: int, window: int) -> Mask:
+        """Query i sees keys i - window + 1 to i: itself and window - 1 before it, as Mistral and MiniCPM count."""
+        return Mask.documents((0, _positive("seq_len", seq_len)), window=window)
+
+    @staticmethod
+    def documents(cu_seqlens: Sequence[int] | Tensor, causal: bool = True, window: int | None = None) -> Mask:
+        """Tokens see their own document only: document d is positions cu_seqlens[d] to cu_seqlens[d + 1] - 1.
+
+        cu_seqlens  (0, ..., seq_len), rising: a sequence or an integer tensor on the CPU
+        causal      tokens see no later ones
+        window      tokens see only those less than so many positions away; with `causal` as `Mask.window` counts
+
+        Raises ValueError for cu_seqlens that do not start at 0 or do not rise, and for a window below 1; TypeError for
+        what is no whole number.
+        """
+        bounds = _bounds(cu_seqlens)
+        high = None if window is None else _positive("window", window)
+        low = 0 if as_bool("causal", causal) else None if high is None else 1 - high
+        spans = itertools.pairwise(bounds)
+        return _Checked(bounds[-1], tuple(Slice(span, span, low, high) for span in spans))
+
+    @staticmethod
+    def stacked(masks: Sequence[Mask]) -> Mask:
+        """The masks of several sequences as that of one, in which they follow one another and see nothing of each other."""
+        slices, start = [], 0
+        for mask in masks:
+            slices += [_moved(s, start) for s in mask.slices]
+            start += mask.seq_len
+        return _Checked(start, tuple(slices))
+
+    @functools.cached_property
+    def area(self) -> int:
+        """Visible pairs: what FLOPs count."""
+        return sum(s.area for s in self.slices)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Tells this mask from others, alike in every process."""
+        numbers = array("q", [self.seq_len])
+        for (a, b), (c, d), low, high in self.slices:
+            numbers.extend((a, b, c, d, low is None, low or 0, high is None, high or 0))
+        return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
+
+    @functools.cached_property
+    def parts(self) -> tuple[Span, ...]:
+        """The sequence in as many parts as see nothing of each other: ranges that no slice reaches out of.
+
+        Tokens in no slice are a part for each gap between the others.
+        """
+        found, at = [], 0
+        for start, stop in _joined(self.slices):
+            found += [(at, start)] * (at < start) + [(start, stop)]
+            at = stop
+        return tuple(found + [(at, self.seq_len)] * (at < self.seq_len))
+
+    @functools.cached_property
+    def transposed(self) -> Mask:
+        """Keys in the place of queries: pair (i, j) is visible iff (j, i) is here."""
+        flipped = [Slice(s.kv, s.q, *(None if x is None else 1 - x for x in (s.high, s.low))) for s in self.slices]
+        return _Checked(self.seq_len, tuple(sorted(flipped, key=_start)))
+
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
+        """Of each token within its document, for rotary embedding: (seq_len,) int64.
+
+        A document is a part of the sequence that sees nothing of the rest and is not seen by it.
+        """
+        starts = torch.tensor([start for start, _ in self.parts])
+        lengths = torch.tensor([length(span) for span in self.parts])
+        return (torch.arange(self.seq_len) - starts.repeat_interleave(lengths)).to(device)
+
+    def dense(self, device: torch.device | str | None = None) -> Tensor:
+        """(seq_len, seq_len) bool, True where query (row) sees key (column). For tests: it takes O(n^2) memory."""
+        visible = torch.zeros(self.seq_len, self.seq_len, dtype=torch.bool, device=device)
+        for s in self.slices:
+            i, j = (torch.arange(*span, device=device) for span in (s.q, s.kv))
+            distance = i.unsqueeze(1) - j
+            inside = torch.ones_like(distance, dtype=torch.bool)
+            if s.low is not None:
+                inside &= distance >= s.low
+            if s.high is not None:
+                inside &= distance < s.high
+            visible[slice(*s.q), slice(*s.kv)] |= inside
+        return visible
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and (self.seq_len, self.slices) == (other.seq_len, other.slices)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"Slice{tuple(s)}" for s in self.slices[:3]) + ", ..." * (len(self.slices) > 3)
+        return f"Mask({self.seq_len}, ({shown}))"
+
+    def __str__(self) -> str:
+        """What it is in a line, and a drawing: a row for some of the queries, a column for some of the keys."""
+        share = self.area / self.seq_len**2
+        parts = len(self.parts)
+        what = (
+            f"{self.seq_len:,} tokens, {parts:,} document{'s' * (parts > 1)}, {self.area:,} visible pairs ({share:.1%})"
+        )
+        return "\n".join([what, *self._drawing()])
+
+    def _drawing(self) -> Iterator[str]:
+        cells = min(_DRAWN, self.seq_len)
+        cuts = [self.seq_len * i // cells for i in range(cells + 1)]
+        for rows in itertools.pairwise(cuts):
+            crossing = [s for s in self.slices if s.q[0] < rows[1] and rows[0] < s.q[1]]
+            line = []
+            for columns in itertools.pairwise(cuts):
+                visible = sum(_cropped(s, rows, columns).area for s in crossing)
+                line.append(_SHADES[-(-visible * (len(_SHADES) - 1) // (length(rows) * length(columns)))])
+            yield " ".join(line).rstrip()
+
+
+class _Checked(Mask):
+    """A mask whose slices are known to be right and in order."""
+
+    def __post_init__(self):
+        pass
+
+
+def _pairs_below(s: Slice, bound: int) -> int:
+    """Pairs (i, j) of the rectangle with i - j < bound."""
+    rows, columns = length(s.q), length(s.kv)
+    # Row a has those columns b with b > q0 - kv0 + a - bound: all while that is negative, then one less a row.
+    hidden_first = s.q[0] - s.kv[0] - bound + 1  # columns that the first row lacks
+    first = max(0, -hidden_first)  # the first row that lacks none is before this one
+    partial_from, partial_to = min(first, rows), min(max(columns - hidden_first, 0), rows)
+    partial_from = min(partial_from, partial_to)
+    count = partial_to - partial_from
+    lacking = count * (hidden_first + partial_from) + count * (count - 1) // 2
+    return partial_from * columns + count * columns - lacking
+
+
+def _start(s: Slice) -> tuple[int, int]:
+    return s.q[0], s.kv[0]
+
+
+def _cropped(s: Slice, q: Span, kv: Span) -> Slice:
+    """The part of a slice in a rectangle of positions."""
+    return Slice((max(s.q[0], q[0]), min(s.q[1], q[1])), (max(s.kv[0], kv[0]), min(s.kv[1], kv[1])), s.low, s.high)
+
+
+def _moved(s: Slice, by: int) -> Slice:
+    return Slice((s.q[0] + by, s.q[1] + by), (s.kv[0] + by, s.kv[1] + by), s.low, s.high)
+
+
+def _joined(slices: Sequence[Slice]) -> tuple[Span, ...]:
+    """Ranges of positions that slices connect, rising."""
+    found: list[Span] = []
+    for start, stop in sorted((min(s.q[0], s.kv[0]), max(s.q[1], s.kv[1])) for s in slices):
+        if found and start < found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def _positive(name: str, value: Any) -> int:
+    if (number := as_int(name, value)) < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def _bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+            got = f"shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype}"
+            raise TypeError(f"cu_seqlens must be a tensor of integers of one dimension, got {got}")
+        if cu_seqlens.device.type != "cpu":
+            raise ValueError(f"cu_seqlens must be on the CPU, where its numbers are read, got {cu_seqlens.device}")
+        cu_seqlens = cu_seqlens.tolist()
+    if isinstance(cu_seqlens, str | bytes) or not hasattr(cu_seqlens, "__iter__"):
+        raise TypeError(f"cu_seqlens must be a sequence of whole numbers, got {type(cu_seqlens).__name__}")
+    bounds = [as_int("cu_seqlens", x) for x in cu_seqlens]
+    if len(bounds) < 2 or bounds[0] != 0:
+        raise ValueError(f"cu_seqlens must be (0, ..., tokens), got {_shown(bounds)}")
+    for before, after in itertools.pairwise(bounds):
+        if after <= before:
+            raise ValueError(f"cu_seqlens must rise, but {after} comes after {before}")
+    return bounds
+
+
+def _checked(s: Any, seq_len: int) -> Slice:
+    if not isinstance(s, Slice):
+        raise TypeError(f"a mask is made of Slices, got {type(s).__name__}")
+    spans = []
+    for name, span in (("q", s.q), ("kv", s.kv)):
+        if not isinstance(span, Sequence) or len(span) != 2:
+            raise TypeError(f"{name} of a slice must be (start, stop), got {span!r}")
+        start, stop = (as_int(f"{name} of a slice", x) for x in span)
+        if not 0 <= start <= stop <= seq_len:
+            raise ValueError(f"{name}=({start}, {stop}) of a slice is out of range: the mask has {seq_len} tokens")
+        spans.append((start, stop))
+    bounds = (None if x is None else as_int(name, x) for name, x in (("low", s.low), ("high", s.high)))
+    return Slice(*spans, *bounds)
+
+
+def _check_disjoint(slices: Sequence[Slice]) -> None:
+    """Raises ValueError if two slices, which come in the order of their queries, have a pair in common."""
+    active: list[Slice] = []
+    for s in slices:
+        active = [other for other in active if other.q[1] > s.q[0]]
+        for other in active:
+            both = Slice(s.q, s.kv, *_tighter(s, other))
+            if _cropped(both, other.q, other.kv).area > 0:
+                raise ValueError(f"slices overlap: Slice{tuple(other)} and Slice{tuple(s)} have pairs in common")
+        active.append(s)
+
+
+def _tighter(a: Slice, b: Slice) -> tuple[int | None, int | None]:
+    lows, highs = ([x for x in pair if x is not None] for pair in ((a.low, b.low), (a.high, b.high)))
+    return max(lows, default=None), min(highs, default=None)
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return f"({', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''})"

@@ -1,0 +1,40 @@
+"""Half-open ranges (start, stop) of tokens, positions or indices. Plain numbers, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Span = tuple[int, int]
+
+
+def length(span: Span) -> int:
+    """How many numbers are in it; 0 if it stops before it starts."""
+    return max(span[1] - span[0], 0)
+
+
+def overlap(a: Span, b: Span) -> Span:
+    """What is in both, (0, 0) if nothing is."""
+    start, stop = max(a[0], b[0]), min(a[1], b[1])
+    return (start, stop) if start < stop else (0, 0)
+
+
+def shifted(span: Span, by: int) -> Span:
+    return span[0] + by, span[1] + by
+
+
+def hull(spans: Iterable[Span]) -> Span:
+    """From the first start to the last stop, (0, 0) without any span."""
+    spans = list(spans)
+    return (min(start for start, _ in spans), max(stop for _, stop in spans)) if spans else (0, 0)
+
+
+def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """What is in any of the spans, as few rising spans with gaps between them."""
+    result: list[Span] = []
+    for start, stop in sorted(spans):
+        if result and start <= result[-1][1]:
+            if stop > result[-1][1]:
+                result[-1] = result[-1][0], stop
+        elif start < stop:
+            result.append((start, stop))
+    return tuple(result)

@@ -1,0 +1,17 @@
+"""What is computed of the visible pairs of a mask. A feature of the kernels is a field here and an honest refusal there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Attention softmax(scale q k^T) v.
+
+    scale          positive factor of the scores
+    deterministic  results are equal bit for bit between runs
+    """
+
+    scale: float
+    deterministic: bool = False
