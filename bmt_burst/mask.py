@@ -104,6 +104,12 @@ class Mask:
             start += mask.seq_len
         return _Checked(start, tuple(slices))
 
+    def windowed(self, window: int) -> Mask:
+        """Of the visible pairs those in which the key is less than `window` positions before the query."""
+        high = _positive("window", window)
+        slices = (s._replace(high=high if s.high is None else min(s.high, high)) for s in self.slices)
+        return _Checked(self.seq_len, tuple(s for s in slices if s.area))
+
     @functools.cached_property
     def area(self) -> int:
         """Visible pairs: what FLOPs count."""

@@ -1,0 +1,350 @@
+"""What ranks see of each other: a mask cut by a layout, in tiles.
+
+`seen` says which tokens of which ranks a rank's queries look at, `tiles` how they look at tokens that lie somewhere in
+memory, `kernel_calls` in which kernel calls tiles are computed. All is local to the ranks that are asked about. For
+the other way round, which queries look at a rank's keys, take the tiling of the transposed mask. Plain numbers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from .layout import Layout
+from .mask import Mask, Slice
+from .span import Span, length, merged, shifted
+from .tile import KernelCall, Tile
+
+_GAP = 256  # tokens between two tiles that one kernel call may as well go over
+_MOST_SPANS = 8  # that are copied together for one kernel call; more are taken with the gaps between them
+
+
+class Piece(NamedTuple):
+    """Tokens `span` of the shard of `owner`; the first has position `start`, the next ones are `step` apart."""
+
+    start: int
+    step: int
+    owner: int
+    span: Span
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.step * length(self.span)
+
+
+class _Part(NamedTuple):
+    """The queries of a run that are in a slice: local tokens `span`, from position `first` on."""
+
+    slice: Slice
+    first: int
+    step: int
+    span: Span
+
+    @property
+    def visible(self) -> Span:
+        """Positions that any of the queries sees."""
+        _, kv, low, high = self.slice
+        last = self.first + self.step * (length(self.span) - 1)
+        start = kv[0] if high is None else max(kv[0], self.first - high + 1)
+        return start, kv[1] if low is None else min(kv[1], last - low + 1)
+
+
+class _Sorted:
+    """Ranges in the order of their starts, to be found by what they overlap."""
+
+    def __init__(self, spans: Sequence[Span]):
+        self.starts = [start for start, _ in spans]
+        self.reach = list(itertools.accumulate((stop for _, stop in spans), max))
+
+    def around(self, start: int, stop: int) -> range:
+        """Indices of a few ranges, among them all that overlap start..stop."""
+        return range(bisect.bisect_right(self.reach, start), bisect.bisect_left(self.starts, stop))
+
+
+class Tiling:
+    """`mask` cut by `layout`, both of one length."""
+
+    def __init__(self, mask: Mask, layout: Layout):
+        self.mask, self.layout = mask, layout
+        self._slices = _Sorted([s.q for s in mask.slices])
+        self._all_runs: tuple[list[Piece], _Sorted] | None = None
+        self._visible: dict[int, tuple[Span, ...]] = {}
+
+    def visible(self, rank: int) -> tuple[Span, ...]:
+        """Positions that queries of `rank` see."""
+        found = self._visible.get(rank)
+        if found is None:
+            found = self._visible[rank] = merged(part.visible for part in self._parts(rank))
+        return found
+
+    def seen(self, rank: int) -> list[Piece]:
+        """The tokens of other ranks that queries of `rank` look at, in the order of their positions.
+
+        Every piece is part of one run; of runs with steps there may be tokens among them that nobody looks at.
+        """
+        runs, order = self._owners()
+        found = []
+        for start, stop in self.visible(rank):
+            for index in order.around(start, stop):
+                if runs[index].owner != rank and (piece := _within(runs[index], start, stop)):
+                    found.append(piece)
+        return sorted(found)
+
+    def seen_of(self, owner: int, ranks: Iterable[int]) -> tuple[Span, ...]:
+        """The tokens of `owner`'s shard that queries of any of `ranks` look at: spans of it, rising."""
+        runs = self._runs(owner)
+        order = _Sorted([(run.start, run.stop) for run in runs])
+        found = set()
+        for start, stop in merged(span for rank in ranks for span in self.visible(rank)):
+            for index in order.around(start, stop):
+                if piece := _within(runs[index], start, stop):
+                    found.add(piece.span)
+        return merged(found)
+
+    def own_tiles(self, rank: int) -> list[Tile]:
+        """How queries of `rank` look at its own keys, in tokens of its shard."""
+        runs = self._runs(rank)
+        tiles: list[Tile] = []
+        for s, parts in itertools.groupby(self._parts(rank), lambda part: part.slice):
+            parts = list(parts)
+            if s.q == s.kv and s.low == 0 and s.high is None:  # positions rise: one triangle, whatever is between them
+                span = parts[0].span[0], parts[-1].span[1]
+                tiles.append(Tile(span, span, 0 if length(span) > 1 else None))
+            else:
+                tiles += _tiles(parts, runs, [run.span for run in runs])
+        return tiles
+
+    def tiles(self, rank: int, pieces: Sequence[Piece], places: Sequence[Span]) -> list[Tile]:
+        """How queries of `rank` look at keys that lie in memory: pieces in the order of positions, at `places`."""
+        return _tiles(self._parts(rank), pieces, places)
+
+    def _runs(self, rank: int) -> list[Piece]:
+        runs = self.layout.runs(rank)
+        return [Piece(start, step, rank, (offset, offset + tokens)) for start, step, tokens, offset in runs]
+
+    def _parts(self, rank: int) -> list[_Part]:
+        """The queries of a rank, by slice."""
+        found = []
+        for start, step, tokens, offset in self.layout.runs(rank):
+            for index in self._slices.around(start, start + step * tokens):
+                s = self.mask.slices[index]
+                first = max(-((start - s.q[0]) // step), 0)
+                stop = min(-((start - s.q[1]) // step), tokens)
+                if first < stop:
+                    found.append((index, _Part(s, start + step * first, step, (offset + first, offset + stop))))
+        found.sort(key=lambda entry: entry[0])
+        return [part for _, part in found]
+
+    def _owners(self) -> tuple[list[Piece], _Sorted]:
+        """The runs of all ranks, in the order of their starts."""
+        if self._all_runs is None:
+            runs = sorted(run for rank in range(self.layout.size) for run in self._runs(rank))
+            self._all_runs = runs, _Sorted([(run.start, run.stop) for run in runs])
+        return self._all_runs
+
+
+def _within(run: Piece, start: int, stop: int) -> Piece | None:
+    """The part of a run with positions start..stop - 1."""
+    first = max(-((run.start - start) // run.step), 0)
+    last = min(-((run.start - stop) // run.step), length(run.span))
+    if first >= last:
+        return None
+    at = run.span[0]
+    return Piece(run.start + run.step * first, run.step, run.owner, (at + first, at + last))
+
+
+def _tiles(parts: Iterable[_Part], pieces: Sequence[Piece], places: Sequence[Span]) -> list[Tile]:
+    order = _Sorted([(piece.start, piece.stop) for piece in pieces])
+    tiles: list[Tile] = []
+    for part in parts:
+        start, stop = part.visible
+        nearby = order.around(start, stop) if start < stop else range(0)
+        whole = _seen_by_all(part, pieces, nearby)
+        for index in nearby:
+            tile = Tile(part.span, places[index]) if index in whole else _tile(part, pieces[index], places[index])
+            if tile:
+                _append(tiles, tile)
+    return tiles
+
+
+def _seen_by_all(part: _Part, pieces: Sequence[Piece], nearby: range) -> range:
+    """Those of the `nearby` pieces, next to each other, that every query of the part sees whole."""
+    _, (start, stop), low, high = part.slice
+    last = part.first + part.step * (length(part.span) - 1)
+    if high is not None:
+        start = max(start, last - high + 1)
+    if low is not None:
+        stop = min(stop, part.first - low + 1)
+    first, end = nearby.start, nearby.stop
+    while first < end and pieces[first].start < start:
+        first += 1
+    while first < end and pieces[end - 1].stop - pieces[end - 1].step + 1 > stop:
+        end -= 1
+    inside = range(first, end)
+    if any(pieces[i].stop - pieces[i].step + 1 > stop for i in inside if pieces[i].step > 1):
+        return range(0)  # pieces with steps lie side by side
+    return inside
+
+
+def _tile(part: _Part, piece: Piece, place: Span) -> Tile | None:
+    """How a part's queries see a piece whose tokens lie at `place`; None if they see nothing of it.
+
+    Of positions i = i0 + step a and j = j0 + step b, low <= i - j < high is a band of a - b.
+    """
+    s, step = part.slice, part.step
+    piece = _within(piece._replace(span=place), *s.kv)
+    if piece is None:
+        return None
+    assert piece.step == step or length(piece.span) == 1 or length(part.span) == 1, "runs of one layout have one step"
+    ahead = part.first - piece.start
+    rows, columns = length(part.span), length(piece.span)
+    low = -columns if s.low is None else -((ahead - s.low) // step)
+    high = rows + 1 if s.high is None else -((ahead - s.high) // step)
+    return _tight(part.span, piece.span, low, high)
+
+
+def _tight(q: Span, kv: Span, low: int, high: int) -> Tile | None:
+    """The smallest tile with what is visible of one, without bounds that hide nothing."""
+    rows, columns = length(q), length(kv)
+    if low >= high:
+        return None
+    first, last = max(0, low), min(rows, columns + high - 1)
+    if first >= last:
+        return None
+    left, right = max(0, first - high + 1), min(columns, last - low)
+    if left >= right:
+        return None
+    low, high = low - first + left, high - first + left
+    rows, columns = last - first, right - left
+    return Tile(
+        (q[0] + first, q[0] + last),
+        (kv[0] + left, kv[0] + right),
+        None if low <= 1 - columns else low,
+        None if high >= rows else high,
+    )
+
+
+def _append(tiles: list[Tile], tile: Tile) -> None:
+    """Adds a tile, as a part of the last one if both are rectangles side by side."""
+    if tiles and tile[2:] == tiles[-1][2:] == (None, None):
+        q, kv, _, _ = tiles[-1]
+        if q == tile.q and kv[1] == tile.kv[0]:
+            tiles[-1] = Tile(q, (kv[0], tile.kv[1]))
+            return
+        if kv == tile.kv and q[1] == tile.q[0]:
+            tiles[-1] = Tile((q[0], tile.q[1]), kv)
+            return
+    tiles.append(tile)
+
+
+class Cut(NamedTuple):
+    """A kernel call and what it is about: queries and keys at these spans, one after the other."""
+
+    rows: tuple[Span, ...]
+    columns: tuple[Span, ...]
+    call: KernelCall
+
+
+def flipped(tile: Tile) -> Tile:
+    """Queries in the place of keys."""
+    return Tile(tile.kv, tile.q, *(None if x is None else 1 - x for x in (tile.high, tile.low)))
+
+
+def by_columns(tiles: Sequence[Tile]) -> list[Tile]:
+    """The same pairs, with rectangles that share no keys where they can: queries that see the same keys are joined."""
+    rectangles = sorted((t for t in tiles if t[2:] == (None, None)), key=lambda t: t.kv)
+    if len(rectangles) < 2:
+        return list(tiles)
+    joined: dict[tuple[Span, int], Tile] = {}  # by queries and where the keys end
+    active: list[Tile] = []
+    coming = iter([*rectangles, None])
+    following = next(coming)
+    for columns in itertools.pairwise(sorted({cut for t in rectangles for cut in t.kv})):
+        active = [t for t in active if t.kv[1] > columns[0]]
+        while following and following.kv[0] <= columns[0]:
+            active.append(following)
+            following = next(coming)
+        for rows in merged(t.q for t in active):
+            before = joined.pop((rows, columns[0]), Tile(rows, columns))
+            joined[rows, columns[1]] = Tile(rows, (before.kv[0], columns[1]))
+    return [*(t for t in tiles if t[2:] != (None, None)), *joined.values()]
+
+
+def kernel_calls(tiles: Iterable[Tile]) -> list[Cut]:
+    """As few kernel calls as compute the tiles, each of tiles that share neither queries nor keys."""
+    kinds: dict[tuple[int | None, int | None], list[tuple[Span, Span]]] = {}
+    for tile in tiles:
+        for q, kv, left, right in _aligned(tile):
+            kinds.setdefault((left, right), []).append((q, kv))
+    _join(kinds)
+    return [_cut(group, *kind) for kind, entries in kinds.items() for group in _disjoint(sorted(entries))]
+
+
+def _aligned(tile: Tile) -> Iterator[tuple[Span, Span, int | None, int | None]]:
+    """A tile, or the parts of one, as (q, kv, left, right): bands counted from the last query and the last key.
+
+    A causal tile in which the last queries see all keys is one that they do not, and a rectangle below it.
+    """
+    (a, b), kv, low, high = tile
+    rows, columns = b - a, length(kv)
+    if low is not None and high is None and (corner := columns + low) < rows:
+        yield (a, a + corner), kv, None, 0
+        yield (a + corner, b), kv, None, None
+        return
+    beyond = rows - columns
+    yield (a, b), kv, None if high is None else high - 1 - beyond, None if low is None else beyond - low
+
+
+def _join(kinds: dict[tuple[int | None, int | None], list[tuple[Span, Span]]]) -> None:
+    """Puts tiles that a window or a triangle does not cut among those of one that does, to be one call with them."""
+
+    def move(source: tuple, target: tuple, fits: Callable[[Span, Span], bool]) -> None:
+        if source in kinds and target in kinds:
+            kinds[target] += [entry for entry in kinds[source] if fits(*entry)]
+            kinds[source] = [entry for entry in kinds[source] if not fits(*entry)]
+
+    move((None, None), (None, 0), lambda q, kv: length(q) == 1)
+    for left, right in list(kinds):
+        if left is not None and right == 0:
+            move((None, 0), (left, 0), lambda q, kv, left=left: length(kv) <= left + 1)
+
+
+def _disjoint(entries: Sequence[tuple[Span, Span]]) -> Iterator[list[tuple[Span, Span]]]:
+    """Groups in which both spans rise without overlap."""
+    groups: list[list[tuple[Span, Span]]] = []
+    for q, kv in entries:
+        for group in groups:
+            if group[-1][0][1] <= q[0] and group[-1][1][1] <= kv[0]:
+                group.append((q, kv))
+                break
+        else:
+            groups.append([(q, kv)])
+    return iter(groups)
+
+
+def _cut(entries: Sequence[tuple[Span, Span]], left: int | None, right: int | None) -> Cut:
+    rows, q_places = _gathered([q for q, _ in entries])
+    columns, kv_places = _gathered([kv for _, kv in entries])
+    tokens, kv_tokens = (sum(map(length, spans)) for spans in (rows, columns))
+    return Cut(rows, columns, KernelCall(tokens, kv_tokens, tuple(zip(q_places, kv_places, strict=True)), left, right))
+
+
+def _gathered(spans: Sequence[Span]) -> tuple[tuple[Span, ...], list[Span]]:
+    """Spans that hold the given, rising ones, and where these lie when those lie one after the other."""
+    near: list[Span] = []
+    for span in spans:
+        if near and span[0] - near[-1][1] <= _GAP:
+            near[-1] = near[-1][0], span[1]
+        else:
+            near.append(span)
+    if len(near) > _MOST_SPANS:
+        near = [(near[0][0], near[-1][1])]
+    places, index, before = [], 0, 0
+    for span in spans:
+        while span[0] >= near[index][1]:
+            before += length(near[index])
+            index += 1
+        places.append(shifted(span, before - near[index][0]))
+    return tuple(near), places
