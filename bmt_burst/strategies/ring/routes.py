@@ -1,36 +1,29 @@
-"""Routes: which tokens go to whom for each group of blocks, and where in the receiver's memory they land.
+"""Routes: which tokens go to whom in each stage of a ring, and where in the receiver's memory they land.
 
-Blocks arrive in groups. The tokens of a group that a rank looks at land one after the other, and what looks at them
-alike is one kernel call. Gradients of a group's blocks go home the same way: at home they land one sender's after the
-other. Both ends of a message compute its place from the same data, so a transport may write it there without asking.
+A round's hops come in stages. The tokens of a stage that a rank looks at land one after the other, in the order of their
+positions, so that what looks at them alike is one kernel call. Gradients of a stage go home the same way: at home they
+land one sender's after the other. Both ends of a message compute its place from the same data, so a transport may write
+it there without asking.
 
-Pure functions of layout and schedule, no tensors. Try `print(*Routes(Layout("zigzag", 96, 4), Schedule(4), True, "kv",
-2).rounds(1)[0], sep="\n")`.
+A rank knows what the ranks of its own host look at, and what each other host looks at of its own tokens; no more.
+No tensors. Try `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Schedule(4), 1).stages())`.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from .layout import Layout, Tile
-from .merge import Span, length
-from .schedule import Schedule, Step
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The part of a group that came from one block: its tile, and where its tokens lie in the group."""
-
-    step: Step
-    tile: Tile
-    at: Span
+from ...span import Span, hull, length, merged, shifted
+from ...tile import Tile
+from ...tiling import Piece, Tiling
+from .schedule import Schedule
 
 
-@dataclass(frozen=True)
-class Outgoing:
-    """Tokens `span` of what the sender has, for place `peer` of its ring, where `total` tokens land in all.
+class Outgoing(NamedTuple):
+    """Tokens `span` of what the sender has, for place `peer` of its host, where `total` tokens land in all.
 
     They land from token `at` on.
     """
@@ -41,9 +34,8 @@ class Outgoing:
     total: int
 
 
-@dataclass(frozen=True)
-class Incoming:
-    """Tokens from place `peer` of the ring that land at tokens `at`; they are tokens `span` of the receiver's root."""
+class Incoming(NamedTuple):
+    """Tokens from place `peer` of the host that land at tokens `at`; they are tokens `span` of the receiver's root."""
 
     peer: int
     span: Span
@@ -51,180 +43,214 @@ class Incoming:
 
 
 @dataclass(frozen=True)
-class Group:
-    """The blocks of one or more steps, as one rank sees them.
+class Stage:
+    """The blocks of one or more hops, as one rank sees them.
 
-    pieces      what this rank looks at; pieces that more of the home tokens look at come first
-    tokens      of all pieces; in the group that opens a round, all that is there of the root block
-    held        the tokens of the root block that are there; spans of it count from the first of them
-    lent        tokens of the own block that another host has in this round, whose gradients come home after it
-    onward      what of the root block goes on to the next host; nothing but for the group that opens a round
-    sends       parts of this rank's root block that others look at in this group; none for the group that opens a round
-    returns     gradients of the pieces, for the ranks that opened the round with their blocks
-    homecoming  gradients of the root block from those who looked at it in this group
+    sources     what comes in, and where it lands; spans count from the start of the stage's memory
+    tokens      that land
+    tiles       how the home tokens look at them
+    sends       parts of this rank's root that others look at; spans count from the start of what is there of it
+    returns     gradients of the stage's tokens, for the ranks they came from
+    homecoming  gradients of the root from those who looked at it
     """
 
-    steps: tuple[Step, ...]
-    pieces: tuple[Piece, ...]
+    hops: tuple[int, ...]
+    sources: tuple[tuple[int, Span], ...]
     tokens: int
-    held: Span
-    lent: Span
-    onward: Span = (0, 0)
-    sends: tuple[Outgoing, ...] = ()
-    returns: tuple[Outgoing, ...] = ()
-    homecoming: tuple[Incoming, ...] = ()
-
-    @property
-    def root(self) -> int:
-        """Owner of the block with which this rank opened the round."""
-        return self.steps[0].root
+    tiles: tuple[Tile, ...]
+    sends: tuple[Outgoing, ...]
+    returns: tuple[Outgoing, ...]
+    homecoming: tuple[Incoming, ...]
 
     @property
     def home_tokens(self) -> int:
-        return _end(self.homecoming)
+        return self.homecoming[-1].at[1] if self.homecoming else 0
 
 
 @dataclass(frozen=True)
-class Routes:
-    """The routes of all ranks.
+class Round:
+    """What a rank does with the blocks of one host.
 
-    travels   the side of blocks that does, "q" or "kv"
-    width     most blocks of a group
-    returning whether gradients come back: the last of them come back with nothing left to compute meanwhile, so the
-              last group is not the longest; without, the first, which has only the own block's time to arrive
+    root     owner of the block that the rank opens the round with; in round 0 itself
+    held     the tokens of the root that are there: rising spans of its shard, one after the other
+    tiles    how the home tokens look at those; in round 0 none, the own block comes first
+    stages   of the other blocks, of which there are parts that anybody on this host looks at
+    lent     own tokens that ranks of another host look at in this round
+    lent_to  that host
     """
 
-    layout: Layout
-    schedule: Schedule
-    causal: bool
-    travels: str
-    width: int
-    returning: bool = False
+    root: int
+    held: tuple[Span, ...]
+    tiles: tuple[Tile, ...]
+    stages: tuple[Stage, ...]
+    lent: tuple[Span, ...] = ()
+    lent_to: int = 0
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019 - small, frozen and hashable
-    def rounds(self, rank: int) -> tuple[tuple[Group, ...], ...]:
-        """The groups of each round of `rank`; the first of a round is the block that is there already."""
-        inner = self.schedule.inner
-        steps = self.schedule.steps(rank)
-        rounds = []
-        for start in range(0, len(steps), inner):
-            hops = _cut(inner - 1, self.width, longer_first=self.returning)
-            groups = [self._group(rank, start + 1 + a, start + 1 + b) for a, b in hops]
-            rounds.append((self._opening(rank, start), *groups))
-        return tuple(rounds)
+    @property
+    def held_tokens(self) -> int:
+        return sum(map(length, self.held))
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019
-    def held(self, owner: int, round_: int) -> Span:
-        """What the host that `owner`'s block visits in a round has of it: all that is looked at from then on."""
-        if not round_:
-            return 0, self.layout.length(owner)
-        inner, outer = self.schedule.inner, self.schedule.outer
-        hosts = [(owner // inner - r) % outer for r in range(round_, outer)]
-        homes = [host * inner + place for host in hosts for place in range(inner)]
-        sides = [self.away_side(tile) for home in homes if (tile := self._tile(home, owner))]
-        return (min(a for a, _ in sides), max(b for _, b in sides)) if sides else (0, 0)
+    @property
+    def lent_tokens(self) -> int:
+        return sum(map(length, self.lent))
 
-    def landing_tokens(self, host: int) -> tuple[int, int]:
-        """The most tokens that land on any rank of a host at once: of a group, and of gradients on their way home."""
-        inner = self.schedule.inner
-        groups = [
-            group
-            for rank in range(host * inner, (host + 1) * inner)
-            for round_ in self.rounds(rank)
-            for group in round_[1:]
+
+class Routes:
+    """The routes of `rank` under a tiling, whose queries stay here and whose keys travel."""
+
+    def __init__(self, tiling: Tiling, schedule: Schedule, rank: int):
+        self.tiling, self.schedule, self.rank = tiling, schedule, rank
+        self.host, self.place = divmod(rank, schedule.inner)
+        self._seen: list[dict[int, list[Piece]]] = []  # of each place of this host: what it looks at, by host
+        for viewer in schedule.ranks(self.host):
+            pieces: dict[int, list[Piece]] = {}
+            for piece in tiling.seen(viewer):
+                pieces.setdefault(piece.owner // schedule.inner, []).append(piece)
+            self._seen.append(pieces)
+
+    def traffic(self) -> bool:
+        """Whether anything goes to or from any rank of this host."""
+        return any(self._seen) or any(self._lent(host) for host in range(self.schedule.outer) if host != self.host)
+
+    def landing_tokens(self, hops: Sequence[int]) -> int:
+        """The most tokens that land on a rank of this host at once if these hops of a round are one stage."""
+        totals = [sum(map(length, (p.span for p in self._landing(viewer, root_host, hops)))) for viewer, root_host in
+                  itertools.product(range(self.schedule.inner), self._hosts())]
+        return max(totals, default=0)
+
+    def rounds(self, limit: int | None = None, return_limit: int | None = None) -> tuple[Round, ...]:
+        """All rounds. A stage has as many hops as let at most `limit` tokens land, and `return_limit` come home.
+
+        Without a return limit no gradients come back. With one the last stage, of which they come back with nothing
+        left to compute meanwhile, is not the longest; else the first, which has but the own block's time to arrive.
+        """
+        found = []
+        for number in range(self.schedule.outer):
+            host = self.schedule.host_of_round(self.host, number)
+            hops = [hop for hop in range(1, self.schedule.inner) if self._sizes(host, [hop])[0]]
+            stages = tuple(self._stage(host, number, part) for part in self._cut(host, hops, limit, return_limit))
+            found.append(self._round(number, host, stages))
+        return tuple(found)
+
+    def _hosts(self) -> set[int]:
+        return {host for pieces in self._seen for host in pieces}
+
+    def _lent(self, host: int) -> tuple[Span, ...]:
+        return self.tiling.seen_of(self.rank, self.schedule.ranks(host))
+
+    def _round(self, number: int, host: int, stages: tuple[Stage, ...]) -> Round:
+        if not number:
+            return self._own_round(stages)
+        root = self.schedule.block(self.rank, number, 0)
+        held = self._held(root, host)
+        pieces = [p for p in self._seen[self.place].get(host, ()) if p.owner == root]
+        tiles = self.tiling.tiles(self.rank, pieces, [_within(held, p.span) for p in pieces])
+        lent_to = self.schedule.host_of_round(self.host, -number)
+        return Round(root, held, tuple(tiles), stages, self._lent(lent_to), lent_to)
+
+    def _own_round(self, stages: Sequence[Stage]) -> Round:
+        """The round of this host: of the own block is there what others look at, and what is between that."""
+        held = (hull(send.span for stage in stages for send in stage.sends),)
+
+        def counted(entry):
+            return entry._replace(span=_within(held, entry.span))
+
+        stages = [
+            replace(s, sends=tuple(map(counted, s.sends)), homecoming=tuple(map(counted, s.homecoming))) for s in stages
         ]
-        return max((g.tokens for g in groups), default=0), max((g.home_tokens for g in groups), default=0)
+        return Round(self.rank, held, (), tuple(stages))
 
-    def home_side(self, tile: Tile) -> Span:
-        """The side of a tile that stays."""
-        return tile.kv if self.travels == "q" else tile.q
+    def _held(self, root: int, host: int) -> tuple[Span, ...]:
+        """What this host has of the block of `root`: all that its ranks look at."""
+        return merged(p.span for pieces in self._seen for p in pieces.get(host, ()) if p.owner == root)
 
-    def away_side(self, tile: Tile) -> Span:
-        """The side of a tile that travels."""
-        return tile.q if self.travels == "q" else tile.kv
+    def _landing(self, viewer: int, host: int, hops: Sequence[int]) -> list[Piece]:
+        """What lands at place `viewer` in the stage of some hops, in the order of positions."""
+        inner = self.schedule.inner
+        return [p for p in self._seen[viewer].get(host, ()) if (viewer - p.owner) % inner in hops]
 
-    def _tile(self, home: int, block: int) -> Tile | None:
-        """What rank `home` computes with the block of rank `block`."""
-        q_rank, kv_rank = (block, home) if self.travels == "q" else (home, block)
-        return self.layout.tile(q_rank, kv_rank, self.causal)
+    def _sizes(self, host: int, hops: Sequence[int]) -> tuple[int, int]:
+        """The most tokens that land on a rank of this host, and that come home to one, in the stage of some hops."""
+        inner = self.schedule.inner
+        landing, home = [0] * inner, [0] * inner
+        for viewer in range(inner):
+            for piece in self._landing(viewer, host, hops):
+                landing[viewer] += length(piece.span)
+                home[piece.owner % inner] += length(piece.span)
+        return max(landing), max(home)
 
-    def _opening(self, rank: int, start: int) -> Group:
-        step, round_ = self.schedule.steps(rank)[start], start // self.schedule.inner
-        held, tile = self.held(step.root, round_), self._tile(rank, step.root)
-        pieces = (Piece(step, tile, _within(held, self.away_side(tile))),) if tile else ()
-        onward = _within(held, self.held(step.root, round_ + 1)) if step.outer else (0, 0)
-        return Group((step,), pieces, length(held), held, self.held(rank, round_), onward)
+    def _cut(self, host: int, hops: Sequence[int], limit: int | None, return_limit: int | None) -> list[Sequence[int]]:
+        """The hops in as few stages as the limits allow, nearly equal ones."""
 
-    def _group(self, rank: int, start: int, stop: int) -> Group:
-        """The group of `rank`'s steps start..stop - 1."""
-        steps = self.schedule.steps(rank)[start:stop]
-        host = rank // self.schedule.inner * self.schedule.inner
-        root, round_ = steps[0].root, start // self.schedule.inner
-        held = self.held(root, round_)
-        sends, returns = [], []
-        for step in steps:
-            there = self._pieces(host + step.inner.send_to, start, stop)
-            sends += [
-                Outgoing(step.inner.send_to, _within(held, self.away_side(p.tile)), p.at[0], _end(there))
-                for p in there
-                if p.step.block == root
-            ]
-        pieces = self._pieces(rank, start, stop)
-        for piece in pieces:
-            peer = piece.step.inner_return.send_to
-            there = self._homecoming(host + peer, start, stop)
+        def fits(part: Sequence[int]) -> bool:
+            landing, home = self._sizes(host, part)
+            return len(part) == 1 or (landing <= (limit or landing) and home <= (return_limit or home))
+
+        for count in range(1, len(hops) + 1):
+            up = count - 1 if return_limit else 0
+            bounds = [(len(hops) * i + up) // count for i in range(count + 1)]
+            parts = [hops[a:b] for a, b in itertools.pairwise(bounds)]
+            if all(map(fits, parts)):
+                return parts
+        return []
+
+    def _stage(self, host: int, number: int, hops: Sequence[int]) -> Stage:
+        inner, root = self.schedule.inner, self.schedule.block(self.rank, number, 0)
+        pieces = self._landing(self.place, host, hops)
+        places = _in_a_row(pieces)
+        held = self._held(root, host) if number else ()
+        sends = []
+        for hop in hops:
+            viewer = (self.place + hop) % inner
+            there = self._landing(viewer, host, hops)
+            row = _in_a_row(there)
+            for piece, at in zip(there, row, strict=True):
+                if piece.owner == root:
+                    sends.append(Outgoing(viewer, _within(held, piece.span), at[0], row[-1][1]))
+        returns = []
+        for hop in hops:
+            peer = (self.place - hop) % inner
+            entries = self._homecoming(peer, host, hops)
+            mine = [at for owner_peer, _, at in entries if owner_peer == self.place]
+            own = [at for piece, at in zip(pieces, places, strict=True) if piece.owner % inner == peer]
             returns += [
-                Outgoing(peer, piece.at, entry.at[0], _end(there)) for entry in there if host + entry.peer == rank
+                Outgoing(peer, at, there[0], entries[-1][2][1]) for at, there in zip(own, mine, strict=True)
             ]
-        return Group(
-            steps,
-            pieces,
-            _end(pieces),
-            held,
-            self.held(rank, round_),
-            sends=tuple(sends),
-            returns=tuple(returns),
-            homecoming=self._homecoming(rank, start, stop),
+        homecoming = [Incoming(p, _within(held, s), at) for p, s, at in self._homecoming(self.place, host, hops)]
+        return Stage(
+            tuple(hops),
+            tuple((piece.owner % inner, at) for piece, at in zip(pieces, places, strict=True)),
+            places[-1][1] if places else 0,
+            tuple(self.tiling.tiles(self.rank, pieces, places)),
+            tuple(sends),
+            tuple(returns),
+            tuple(homecoming),
         )
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019
-    def _pieces(self, rank: int, start: int, stop: int) -> tuple[Piece, ...]:
-        seen = [(s, tile) for s in self.schedule.steps(rank)[start:stop] if (tile := self._tile(rank, s.block))]
-        seen.sort(key=lambda entry: length(self.home_side(entry[1])), reverse=True)
-        pieces: list[Piece] = []
-        for step, tile in seen:
-            tokens = _end(pieces)
-            pieces.append(Piece(step, tile, (tokens, tokens + length(self.away_side(tile)))))
-        return tuple(pieces)
-
-    @functools.lru_cache(maxsize=4096)  # noqa: B019
-    def _homecoming(self, rank: int, start: int, stop: int) -> tuple[Incoming, ...]:
-        host = rank // self.schedule.inner * self.schedule.inner
-        steps = self.schedule.steps(rank)[start:stop]
-        held = self.held(steps[0].root, start // self.schedule.inner)
-        entries: list[Incoming] = []
-        for step in steps:
-            peer = step.inner_return.recv_from
-            if tile := self._tile(host + peer, step.root):
-                span, tokens = _within(held, self.away_side(tile)), _end(entries)
-                entries.append(Incoming(peer, span, (tokens, tokens + length(span))))
-        return tuple(entries)
+    def _homecoming(self, place: int, host: int, hops: Sequence[int]) -> list[tuple[int, Span, Span]]:
+        """(place of the sender, tokens of the shard, where they land) of the gradients of the root at `place`."""
+        inner, found, at = self.schedule.inner, [], 0
+        for hop in hops:
+            viewer = (place + hop) % inner
+            for piece in self._landing(viewer, host, hops):
+                if piece.owner % inner == place:
+                    found.append((viewer, piece.span, (at, at + length(piece.span))))
+                    at += length(piece.span)
+        return found
 
 
-def _cut(count: int, width: int, longer_first: bool) -> list[Span]:
-    """0..count - 1 in as few ranges of at most `width` as will do, nearly equal."""
-    parts = -(-count // width)
-    if not parts:
-        return []
-    up = parts - 1 if longer_first else 0
-    return list(itertools.pairwise((count * i + up) // parts for i in range(parts + 1)))
+def _in_a_row(pieces: Sequence[Piece]) -> list[Span]:
+    """Where pieces lie one after the other."""
+    ends = list(itertools.accumulate(length(piece.span) for piece in pieces))
+    return list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
 
 
-def _end(entries: tuple | list) -> int:
-    """Tokens of all entries, which lie one after the other."""
-    return entries[-1].at[1] if entries else 0
-
-
-def _within(held: Span, span: Span) -> Span:
-    """A part of `held`, counted from its start."""
-    return (span[0] - held[0], span[1] - held[0]) if length(span) else (0, 0)
+def _within(held: Sequence[Span], span: Span) -> Span:
+    """Tokens of a shard, counted where only those of rising spans are there; all of them where `held` is empty."""
+    before = 0
+    for start, stop in held:
+        if start <= span[0] and span[1] <= stop:
+            return shifted(span, before - start)
+        before += stop - start
+    assert not held, f"{span} is not within {held}"
+    return span
