@@ -70,9 +70,9 @@ class Kernel(ABC):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec) -> tuple[Tensor, Tensor]:
         """Returns out (B, S, H, D) = softmax(scale q k^T) v and lse (B, H, S), the natural logsumexp of the scores.
 
-        lse is fp32 (fp64 for fp64 inputs). A query that sees no key has an out of 0 (NaN is possible where some v is not
-        finite) and an lse of -inf. Of a query that is not finite all is NaN; one whose scores are all -inf has an lse of
-        -inf and its out counts only where no other call's does.
+        lse is fp32 (fp64 for fp64 inputs). A query that sees no key has an out of 0 (it may be NaN if some v is not
+        finite) and an lse of -inf. Of a query that is not finite all is NaN; one whose scores are all -inf has an lse
+        of -inf and its out counts only where no other call's does.
         """
 
     @abstractmethod
@@ -91,11 +91,11 @@ class Kernel(ABC):
         """Returns this call's share of dq, dk, dv, given the gradient of the output over *all* keys of the sequence.
 
         `lse` is the logsumexp over all keys, -inf for a query that sees none. Either `out` is the output over all keys,
-        or any tensor of q's shape and dtype with the same rowsum(out * dout), and `delta` is None; or, for a kernel that
-        takes it, `out` is None and `delta` (B, H, S), fp32 (fp64 for fp64 inputs), is that rowsum. Over the visible
-        pairs, with P = exp(scale q k^T - lse) and dP = dout v^T:  dS = P (dP - delta), dq = scale dS k,
-        dk = scale dS^T q, dv = P^T dout  (FlashAttention-2, arXiv 2307.08691, algorithm 2). What sees and is seen by
-        nothing has gradients of 0.
+        or any tensor of q's shape and dtype with the same rowsum(out * dout), and `delta` is None; or, for a kernel
+        that takes it, `out` is None and `delta` (B, H, S), fp32 (fp64 for fp64 inputs), is that rowsum. Over the
+        visible pairs, with P = exp(scale q k^T - lse) and dP = dout v^T:  dS = P (dP - delta), dq = scale dS k,
+        dk = scale dS^T q, dv = P^T dout  (FlashAttention-2, arXiv 2307.08691, algorithm 2). What sees nothing, or is
+        seen by nothing, has gradients of 0.
         """
 
 

@@ -7,14 +7,17 @@ one. Batches follow one another. What is made here stays with the call, and the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..span import length
 from ..tile import KernelCall
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -23,22 +26,21 @@ class Packing:
 
     cu_seqlens_q, cu_seqlens_k  (sequences + 1,) int32: where each begins in the packed tokens; B S or B T at the end
     longest                     tokens of the longest one, of either side
-    blind                       (B S,) bool: queries that see no key; None if all see some
     """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     longest: int
-    blind: Tensor | None
 
 
 def packing(call: KernelCall, batch: int, device: torch.device) -> Packing:
-    """How a call is packed, on a device. On a GPU it is made, once, in the order of the current stream."""
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    key = "packing", batch, device, stream
-    if key not in call.prepared:
-        call.prepared[key] = _packing(call, batch, device)
-    return call.prepared[key]
+    """How a call is packed, on a device."""
+    return _kept(call, ("packing", batch), device, lambda: _packing(call, batch, device))
+
+
+def blind(call: KernelCall, device: torch.device) -> Tensor | None:
+    """(S,) bool on a device: the queries that see no key; None if all see some."""
+    return _kept(call, ("blind",), device, lambda: _blind(call, device))
 
 
 def band(call: KernelCall) -> tuple[int | None, int | None]:
@@ -74,21 +76,25 @@ def unpack_rows(x: Tensor, batch: int) -> Tensor:
 def _packing(call: KernelCall, batch: int, device: torch.device) -> Packing:
     sequences = call.sequences()
     lengths = [[length(sequence[side]) for sequence in sequences] * batch for side in (0, 1)]
-    cu_seqlens = (_on(device, list(itertools.accumulate(side, initial=0)), torch.int32) for side in lengths)
-    blind = _blind(call)
-    return Packing(*cu_seqlens, max(map(max, lengths)), _on(device, blind * batch, torch.bool) if any(blind) else None)
+    starts = [torch.tensor([*itertools.accumulate(side, initial=0)], dtype=torch.int32) for side in lengths]
+    return Packing(*(_sent(x, device) for x in starts), max(map(max, lengths)))
 
 
-def _blind(call: KernelCall) -> list[bool]:
-    """Of each query, whether it sees no key. Tiles are not empty, and a left bound leaves each query one."""
-    blind = [True] * call.q_tokens
-    for q, kv in call.tiles:
-        hidden = 0 if call.right is None else min(max(length(q) - length(kv) - call.right, 0), length(q))
-        blind[q[0] + hidden : q[1]] = [False] * (length(q) - hidden)
-    return blind
+def _blind(call: KernelCall, device: torch.device) -> Tensor | None:
+    result = torch.ones(call.q_tokens, dtype=torch.bool)
+    for q, kv in call.tiles:  # no tile is empty, and a left bound leaves each query a key
+        hidden = 0 if call.right is None else max(length(q) - length(kv) - call.right, 0)
+        result[q[0] + hidden : q[1]] = False
+    return _sent(result, device) if result.any() else None
 
 
-def _on(device: torch.device, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on a device, copied from pinned memory if it is a GPU."""
-    on_gpu = device.type == "cuda"
-    return torch.tensor(numbers, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
+def _kept(call: KernelCall, name: tuple[Hashable, ...], device: torch.device, make: Callable[[], Kept]) -> Kept:
+    """What `make` makes, once for each GPU and stream, in whose order it gets there."""
+    key = *name, device, torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if key not in call.prepared:
+        call.prepared[key] = make()
+    return call.prepared[key]
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -1,9 +1,9 @@
 """Any `KernelCall` by kernels that know blocks only: full rectangles, and causal squares.
 
 A band that has one edge in a tile is cut into at most two rectangles and a causal square. A left edge, read from the
-end of both the queries and the keys, is a right edge: there the square is causal when both sides are reversed. Of a band
-with two edges as many rows are taken at a time as there is a key that all of them see: what lies left of it has the left
-edge only, the rest the right one.
+end of both the queries and the keys, is a right edge: there the square is causal when both sides are reversed. Of a
+band with two edges as many rows are taken at a time as there is a key that all of them see: what lies left of it has
+the left edge only, the rest the right one.
 
     # # # . .       # #       # . .
     . # # # .   =   . #   +   # # .
