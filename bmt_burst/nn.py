@@ -28,10 +28,12 @@ _MOST_MASKS = 256  # that are kept with a window
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2 j / D), j < D / 2, for `positions` (S,) or, other ones in each row, (B, S) int64.
+    """cos and sin of position * theta^(-2 j / D), j < D / 2, for `positions` (S,) int64, or (B, S) if rows differ.
 
-    Both are (S, D / 2) or (B, S, D / 2) fp32. Positions are those in the whole sequence, or, where documents see
-    nothing of each other, in the document (`Mask.positions`); what ranks hold of them is theirs, not 0 to S - 1. Phases are formed in fp64: at position 10^6 an fp32 phase is off by up to 0.06 rad. (RoFormer, arXiv 2104.09864.)
+    Both are (S, D / 2), or (B, S, D / 2), fp32. Positions are those in the whole sequence or, where documents see
+    nothing of each other, in the document (`Mask.positions`).
+
+    Phases are formed in fp64: at position 10^6 an fp32 phase is off by up to 0.06 rad. (RoFormer, arXiv 2104.09864.)
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
     phases = positions.double().unsqueeze(-1) * theta**-exponents
