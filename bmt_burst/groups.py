@@ -5,6 +5,12 @@
     positions = sp.positions(seq_len)
     out = burst_attn_func(q, k, v, causal=True, **sp.groups)
 
+With documents, or a window, the work of the ranks depends on the mask, and a layout may be made for it:
+
+    mask = Mask.documents(cu_seqlens)
+    sp = sp.with_layout(Layout.balanced(mask, sp.size))
+    out = burst_attn_func(q, k, v, mask=mask, **sp.groups)
+
 Consecutive ranks share a sequence: sequence parallel group i is ranks i * sp_size to (i + 1) * sp_size - 1.
 """
 
@@ -23,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import read, taking_part, tell
-from .arguments import as_int, plain
+from .arguments import as_int, check_dim, plain
 from .checks import check_shard
 from .compiled import not_compiled
-from .layout import Layout, shard
+from .layout import Layout, layout_class
 from .rings import Group, make_rings
 from .transport import ALONE, Transport
 from .transport.bmtrain import BMTrainTransport, bmtrain_transport, initialized_bmtrain, new_communicator
@@ -40,8 +46,9 @@ _groups_made = itertools.count()
 class SequenceParallel:
     """This rank's place among the ranks that share its sequence, and the layout of that sequence; by default alone.
 
-    `groups` are the keyword arguments that burst_attn_func takes to run over these ranks; init_sequence_parallel says
-    in `made_for` how many ranks share a sequence and, in a double ring, a host.
+    `layout` is the name of one, for sequences of any length, or a Layout, for those of its length. `groups` are the
+    keyword arguments that burst_attn_func takes to run over these ranks; init_sequence_parallel says in `made_for` how
+    many ranks share a sequence and, in a double ring, a host.
 
     A copy by copy.copy or copy.deepcopy has the same groups. What is pickled, also with a module by torch.save, is the
     number of ranks and the layout: read in another process or on another rank, it has the groups and the rank that
@@ -51,7 +58,7 @@ class SequenceParallel:
 
     rank: int = 0
     size: int = 1
-    layout: str = "zigzag"
+    layout: str | Layout = "zigzag"
     process_group: Group | None = ALONE
     double_group: tuple[Group | None, Group | None] = (None, None)
     made_for: tuple[int, int | None] | None = field(default=None, repr=False, compare=False)
@@ -73,13 +80,36 @@ class SequenceParallel:
     def groups(self) -> dict[str, Any]:
         return {"process_group": self.process_group, "double_group": self.double_group, "layout": self.layout}
 
+    def with_layout(self, layout: str | Layout) -> SequenceParallel:
+        """The same ranks and groups with another layout.
+
+        Raises ValueError for an unknown name or a layout of another number of ranks, TypeError for what is no layout.
+        """
+        if not isinstance(layout, Layout):
+            layout_class(layout)
+        elif layout.size != self.size:
+            raise ValueError(f"a layout on {layout.size} ranks was given to {self.size}")
+        return dataclasses.replace(self, layout=layout)
+
+    def layout_of(self, seq_len: int) -> Layout:
+        """How a sequence of `seq_len` tokens is cut over the ranks.
+
+        Raises ValueError if it is too short, or of another length than the layout is for.
+        """
+        if not isinstance(self.layout, Layout):
+            return Layout.named(self.layout, seq_len, self.size)
+        if self.layout.seq_len != as_int("seq_len", seq_len):
+            raise ValueError(f"the layout is for sequences of {self.layout.seq_len} tokens, got one of {seq_len}")
+        return self.layout
+
     def positions(self, seq_len: int, device: torch.device | str | None = None) -> Tensor:
         """Global position ids of this rank's tokens of a sequence of `seq_len`: (S_local,) int64."""
-        return Layout(self.layout, seq_len, self.size).positions(self.rank, device)
+        return self.layout_of(seq_len).positions(self.rank, device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of `x`, which is whole and the same on every rank, cut along `dim`."""
-        return shard(x, self.rank, self.size, dim, self.layout)
+        dim = check_dim(x, dim)
+        return self.layout_of(x.shape[dim]).shard(x, self.rank, dim)
 
     @not_compiled
     def unshard(self, x: Tensor, seq_len: int, dim: int = 1) -> Tensor:
@@ -92,15 +122,16 @@ class SequenceParallel:
 
         def terms() -> dict[str, Any]:
             at = check_shard(rings, x, dim)
-            tokens = as_int("seq_len", seq_len)
-            return {"shape": list(x.shape), "dtype": str(x.dtype), "seq_len": tokens, "dim": at, "layout": self.layout}
+            layout = self.layout_of(seq_len)
+            where = {"seq_len": layout.seq_len, "dim": at, "layout": layout.term}
+            return {"shape": list(x.shape), "dtype": str(x.dtype), **where}
 
         everyone = read(tell(rings, "a call of unshard", terms))
         for rank, theirs in enumerate(everyone):
             if any(theirs[name] != everyone[0][name] for name in everyone[0].keys() - {"shape"}):
                 raise ValueError(f"ranks differ in what they join: rank 0 has {everyone[0]}, rank {rank} {theirs}")
         seq_len, dim = everyone[0]["seq_len"], everyone[0]["dim"]
-        layout, shapes = Layout(self.layout, seq_len, self.size), [theirs["shape"] for theirs in everyone]
+        layout, shapes = self.layout_of(seq_len), [theirs["shape"] for theirs in everyone]
         for rank, shape in enumerate(shapes):
             expected = list(everyone[0]["shape"])
             expected[dim] = layout.length(rank)
@@ -116,7 +147,7 @@ class SequenceParallel:
 _made: weakref.WeakValueDictionary[tuple[int, int | None], SequenceParallel] = weakref.WeakValueDictionary()
 
 
-def _found_again(size: int, inner_size: int | None, layout: str) -> SequenceParallel:
+def _found_again(size: int, inner_size: int | None, layout: str | Layout) -> SequenceParallel:
     """What was pickled of a SequenceParallel, with the groups of this process."""
     if size == 1:
         return SequenceParallel(layout=layout)
@@ -135,6 +166,7 @@ def init_sequence_parallel(
 
     Over BMTrain's ranks after bmtrain.init_distributed, else over torch.distributed's.
 
+    layout      the name of a layout, for all sequences; `with_layout` gives one of them another
     sp_size     ranks that share a sequence, by default all; must divide the world size
     inner_size  ranks of a host, for the double ring; must divide sp_size. By default as the ranks lie on hosts: a
                 double ring if each sequence has the same number on each of several hosts, else a single one.
@@ -156,7 +188,7 @@ def init_sequence_parallel(
     inner_size = _ranks_a_host(hosts, sp_size) if inner_size is None else as_int("inner_size", inner_size)
     if inner_size < 1 or sp_size % inner_size:
         raise ValueError(f"inner_size={inner_size} does not divide sp_size={sp_size}")
-    Layout(layout, sp_size, sp_size)  # refuses an unknown name now
+    layout_class(layout)  # refuses an unknown name now
     rank = world.rank % sp_size
     sequences = [range(start, start + sp_size) for start in range(0, world.size, sp_size)]
     if sp_size == 1:

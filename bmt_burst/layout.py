@@ -251,20 +251,42 @@ def unshard(shards: Sequence[Tensor], dim: int = 1, layout: str = "zigzag") -> T
     return Layout.named(layout, sum(s.shape[check_dim(s, dim)] for s in shards), len(shards)).unshard(shards, dim)
 
 
-def shift_labels(tokens: Tensor, dim: int = -1) -> Tensor:
-    """Next-token labels of a whole, unsharded sequence: label t is token t + 1, the last is IGNORE_INDEX (-100).
+def shift_labels(tokens: Tensor, dim: int = -1, *, mask: Mask | Sequence[Mask] | None = None) -> Tensor:
+    """Next-token labels of whole, unsharded sequences: label t is token t + 1, the last is IGNORE_INDEX (-100).
+
+    tokens  integers of any shape, the tokens of a sequence along `dim`
+    mask    what they see of each other: the last token of each document, a part of the mask that sees nothing of the
+            others, has no target either. One mask for all sequences, or one for each row of tokens (B, S).
 
     Shift first and shard after: a shard's last token has its successor on another rank. Raises TypeError for tokens
-    of a dtype without negative numbers, ValueError if there is no dimension `dim`.
+    of a dtype without negative numbers and for a mask that is none, ValueError if there is no dimension `dim` or masks
+    are not of so many tokens, or not as many as rows.
     """
     dim = check_dim(tokens, dim)
     if tokens.dtype not in SIGNED:
         raise TypeError(f"labels need a signed integer dtype, got {tokens.dtype}")
     last = torch.full_like(tokens.narrow(dim, 0, 1), IGNORE_INDEX)
-    return torch.cat([tokens.narrow(dim, 1, tokens.shape[dim] - 1), last], dim)
+    labels = torch.cat([tokens.narrow(dim, 1, tokens.shape[dim] - 1), last], dim)
+    if isinstance(mask, Sequence):
+        if tokens.dim() != 2 or dim != 1 or len(mask) != len(tokens):
+            raise ValueError(f"{len(mask)} masks are for as many rows of (B, S), got {tuple(tokens.shape)}, dim {dim}")
+        for row, of_row in zip(labels, mask, strict=True):
+            row.index_fill_(0, _last_tokens(of_row, len(row), row.device), IGNORE_INDEX)
+    elif mask is not None:
+        labels.index_fill_(dim, _last_tokens(mask, tokens.shape[dim], tokens.device), IGNORE_INDEX)
+    return labels
 
 
 def _chunk(seq_len: int, chunks: int, index: int) -> range:
     small, longer = divmod(seq_len, chunks)
     start = index * small + min(index, longer)
     return range(start, start + small + (index < longer))
+
+
+def _last_tokens(mask: Mask, seq_len: int, device: torch.device) -> Tensor:
+    """The last position of each part of a mask: int64."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a Mask, or one for each row, got {type(mask).__name__}")
+    if mask.seq_len != seq_len:
+        raise ValueError(f"a mask of {mask.seq_len} tokens was given for sequences of {seq_len}")
+    return torch.tensor([stop - 1 for _, stop in mask.parts], device=device)

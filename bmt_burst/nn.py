@@ -5,19 +5,33 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size,
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .arguments import as_int
 from .attention import burst_attn_func
-from .compiled import fused_on_gpus
+from .compiled import fused_on_gpus, not_compiled
 from .groups import SequenceParallel
+from .layout import Layout
+from .mask import Mask
+
+# What a batch is told of masks or layouts: one for all of its rows, or one for each of them.
+Masks = Mask | Sequence[Mask]
+Layouts = Layout | Sequence[Layout]
+
+_MOST_MASKS = 256  # that are kept with a window
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2 j / D), j < D / 2: (S, D / 2) fp32, for global `positions` (S,) int64.
+    """cos and sin of position * theta^(-2 j / D), j < D / 2, for `positions` (S,) int64, or (B, S) if rows differ.
+
+    Both are (S, D / 2), or (B, S, D / 2), fp32. Positions are those in the whole sequence or, where documents see
+    nothing of each other, in the document (`Mask.positions`).
 
     Phases are formed in fp64: at position 10^6 an fp32 phase is off by up to 0.06 rad. (RoFormer, arXiv 2104.09864.)
     """
@@ -28,8 +42,8 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tup
 
 @fused_on_gpus
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) in fp32; returns x's dtype."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    """Rotates the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) in fp32 by `rope_tables`; returns x's dtype."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
@@ -48,11 +62,15 @@ class KVCache(Protocol):
 
 
 class BurstAttention(nn.Module):
-    """Causal self-attention with rotary positions over the ranks of `sp`; GQA where num_kv_heads < num_heads.
+    """Self-attention with rotary positions over the ranks of `sp`, causal unless a mask is given; GQA where
+    num_kv_heads < num_heads.
 
-    Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`, without bias. `layer` is this layer's index in a KVCache.
+    Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`, without bias. With a `window`, a token sees of what the mask
+    shows it only itself and the window - 1 tokens before it, as Mistral and MiniCPM count. `layer` is this layer's
+    index in a KVCache.
 
-    Raises ValueError if num_kv_heads does not divide num_heads or head_dim is odd.
+    Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd or window is below 1; TypeError for a
+    window that is no whole number.
     """
 
     def __init__(
@@ -65,6 +83,7 @@ class BurstAttention(nn.Module):
         sp: SequenceParallel | None = None,
         flash: str = "auto",
         deterministic: bool = False,
+        window: int | None = None,
         layer: int = 0,
     ):
         super().__init__()
@@ -76,39 +95,111 @@ class BurstAttention(nn.Module):
             raise ValueError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}")
         if head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head_dim, got {head_dim}")
+        if window is not None and as_int("window", window) < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
         self.head_dim = head_dim
         self.sp = sp or SequenceParallel()
         self.options = {"flash": flash, "deterministic": deterministic}
+        self.window = None if window is None else int(window)
         self.layer = layer
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
-        """x (B, S, E) of this rank's tokens, with `rope_tables` of their positions, to (B, S, E).
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None = None,
+        mask: Masks | None = None,
+        layout: Layouts | None = None,
+    ) -> Tensor:
+        """x (B, S, E) of this rank's tokens, with `rope_tables` of their positions, to (B, S, E); the rest as `attend`.
 
-        With a cache, x continues the tokens that the cache holds; ValueError if `sp` has more than one rank.
+        With a cache, x continues the tokens that the cache holds.
         """
-        return self.o_proj(self.attend(*self.project(x, cos, sin), cache))
+        return self.o_proj(self.attend(*self.project(x, cos, sin), cache, mask, layout))
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x to q (B, S, H, D), rotated, k, rotated, and v (B, S, G, D)."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The attention itself, with heads side by side: (B, S, H * D)."""
-        if cache is None:
-            return burst_attn_func(q, k, v, causal=True, **self.options, **self.sp.groups).flatten(2)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache | None = None,
+        mask: Masks | None = None,
+        layout: Layouts | None = None,
+    ) -> Tensor:
+        """The attention itself, with heads side by side: (B, S, H * D).
+
+        mask    what tokens of the whole sequence see, or one for each row; by default all before them
+        layout  how the sequence lies on the ranks, or one for each row; by default sp's
+
+        Raises ValueError if `sp` has more than one rank or there is a mask or a layout beside a cache, and where a
+        layer with a window has to make its mask and a rank alone does not know how long the sequence is: give a mask or
+        a Layout then.
+        """
+        if cache is not None:
+            return self._attend_to(cache, q, k, v, mask, layout)
+        groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
+        if self.window is not None:
+            mask = _within(self.window, mask, groups["layout"], q.shape[1] if self.sp.size == 1 else None)
+        seen: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
+        return burst_attn_func(q, k, v, **seen, **self.options, **groups).flatten(2)
+
+    def _attend_to(
+        self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, mask: Masks | None, layout: Layouts | None
+    ) -> Tensor:
         if self.sp.size > 1:
             raise ValueError(f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: generate with sp=None")
-        return _attend_to_cache(q, *cache.extend(self.layer, k, v)).flatten(2)
+        if mask is not None or layout is not None:
+            raise ValueError("tokens that continue a KVCache see what is in it: a mask or a layout does not go with it")
+        return _attend_to_cache(q, *cache.extend(self.layer, k, v), self.window).flatten(2)
 
 
-def _attend_to_cache(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of the last tokens q (B, S, H, D) to all tokens k, v (B, T, G, D) so far."""
-    new, total = q.shape[1], k.shape[1]
+@not_compiled
+def _within(window: int, mask: Masks | None, layout: str | Layouts, seq_len: int | None) -> Masks:
+    """What is visible of a mask, by default the causal one, in a window; `seq_len`, if it is known without a layout."""
+    if mask is None:
+        if isinstance(layout, str):
+            if seq_len is None:
+                raise ValueError(
+                    f"a rank alone does not know how long a sequence is that is cut {layout}: a layer with a window "
+                    "needs a mask, such as Mask.causal(seq_len), or a Layout"
+                )
+            mask = _causal(seq_len)
+        else:
+            mask = _causal(layout.seq_len) if isinstance(layout, Layout) else [_causal(row.seq_len) for row in layout]
+    return _windowed(mask, window) if isinstance(mask, Mask) else tuple(_windowed(row, window) for row in mask)
+
+
+@functools.lru_cache(maxsize=_MOST_MASKS)
+def _causal(seq_len: int) -> Mask:
+    return Mask.causal(seq_len)
+
+
+@functools.lru_cache(maxsize=_MOST_MASKS)
+def _windowed(mask: Mask, window: int) -> Mask:
+    """Made once for all layers, and all that comes of a mask with it."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a Mask, or one for each row, got {type(mask).__name__}")
+    return mask.windowed(window)
+
+
+def _attend_to_cache(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Attention of the last tokens q (B, S, H, D) to all tokens k, v (B, T, G, D) so far, or those in the window."""
+    new = q.shape[1]
+    if window is not None:
+        k, v = (x[:, max(x.shape[1] - new - window + 1, 0) :] for x in (k, v))  # no query sees what is before
+    total = k.shape[1]
     visible = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+    if window is not None:
+        visible = visible.triu(total - new - window + 1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(1, 2)

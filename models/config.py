@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-_KINDS = {"int": int, "float": int | float, "bool": bool}
+_KINDS = {"int": int, "float": int | float, "bool": bool, "str": str}
 _MOST_PARAMETERS = 10**15  # sizes beyond are a slip, and overflow torch's
 
 
@@ -18,6 +18,9 @@ class CPMConfig:
     scale_depth     every residual branch is scaled by scale_depth / sqrt(num_layers); None: by 1
     dim_model_base  logits are divided by hidden_size / dim_model_base; None: by 1
     init_std        standard deviation of embeddings and, divided by sqrt(hidden_size / dim_model_base), of matrices
+    window          tokens that a token sees in layers with a window, itself among them; None: no layer has one
+    window_pattern  which layers have it, a letter a layer, "w", or "f" for a full one; repeated as often as there are
+                    layers. "w" is all, "wwwf" all but every fourth
 
     The scalings and where they enter: MiniCPM, arXiv 2404.06395, appendix A.1 (tensor programs). Raises ValueError for
     values of another type, out of range, or that do not fit together.
@@ -37,6 +40,8 @@ class CPMConfig:
     scale_depth: float | None = None
     dim_model_base: int | None = None
     init_std: float = 0.02
+    window: int | None = None
+    window_pattern: str = "w"
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -45,12 +50,18 @@ class CPMConfig:
                 continue
             if not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == "bool"):
                 raise ValueError(f"{field.name} must be {kind}, got {value!r}")
-            if kind != "bool" and not 0 < value < math.inf:
+            if kind in ("int", "float") and not 0 < value < math.inf:
                 raise ValueError(f"{field.name} must be positive and finite, got {value}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
+        if not self.window_pattern or not {"w"} <= set(self.window_pattern) <= {"w", "f"}:
+            raise ValueError(f"window_pattern must be letters w and f, at least one w, got {self.window_pattern!r}")
+        if len(self.window_pattern) > self.num_layers:
+            raise ValueError(f"window_pattern={self.window_pattern!r} is longer than num_layers={self.num_layers}")
+        if self.window is None and "f" in self.window_pattern:
+            raise ValueError(f"window_pattern={self.window_pattern!r} says which layers have a window: give window too")
         if self.num_parameters >= _MOST_PARAMETERS:
             raise ValueError(f"these sizes make {float(self.num_parameters):.0e} parameters, expected less than 1e15")
 
@@ -61,6 +72,12 @@ class CPMConfig:
     @property
     def width_scale(self) -> float:
         return 1.0 if self.dim_model_base is None else self.hidden_size / self.dim_model_base
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer its window, None where it is full."""
+        pattern = self.window_pattern
+        return tuple(self.window if pattern[i % len(pattern)] == "w" else None for i in range(self.num_layers))
 
     @property
     def num_parameters(self) -> int:

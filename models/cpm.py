@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst.groups import SequenceParallel
 from bmt_burst.loss import linear_cross_entropy_sum
-from bmt_burst.nn import BurstAttention, KVCache, rope_tables, swiglu
+from bmt_burst.nn import BurstAttention, KVCache, Layouts, Masks, rope_tables, swiglu
 from bmt_burst.offload import Offload
 
 from .config import CPMConfig
@@ -103,25 +103,32 @@ class CPMBlock(nn.Module):
         self.saving = saving
         self.scale = config.residual_scale
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = BurstAttention(
-            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, sp=sp, layer=layer, **attention
-        )
+        shape = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.self_attn = BurstAttention(*shape, sp=sp, window=config.windows[layer], layer=layer, **attention)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None = None,
+        mask: Masks | None = None,
+        layout: Layouts | None = None,
+    ) -> Tensor:
+        seen = cache, mask, layout
         if cache is not None or not torch.is_grad_enabled():
-            return self._whole(x, cos, sin, cache)
+            return self._whole(_called, x, cos, sin, *seen)
         with self.saving.block(cos, sin):
             if self.saving.checkpointing == "full":
-                return _recomputed(self._whole, x, cos, sin)
-            return self._whole(x, cos, sin, run=_recomputed if self.saving.checkpointing == "selective" else _called)
+                return _recomputed(self._whole, _called, x, cos, sin, *seen)
+            return self._whole(_recomputed if self.saving.checkpointing == "selective" else _called, x, cos, sin, *seen)
 
-    def _whole(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, run: Callable = _called
-    ) -> Tensor:
+    def _whole(self, run: Callable, x: Tensor, cos: Tensor, sin: Tensor, *seen) -> Tensor:
+        """The block, its parts but the attention called by `run`; `seen` is what the attention takes beside q, k, v."""
         q, k, v = run(self._before, x, cos, sin)
-        return run(self._after, x, self.self_attn.attend(q, k, v, cache))
+        return run(self._after, x, self.self_attn.attend(q, k, v, *seen))
 
     def _before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.project(self.input_layernorm(x), cos, sin)
@@ -161,16 +168,26 @@ class CPM(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, labels: Tensor | None = None, cache: KVCache | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        labels: Tensor | None = None,
+        cache: KVCache | None = None,
+        mask: Masks | None = None,
+        layout: Layouts | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens (B, S) int64 at global `positions` (S,) int64 to logits (B, S, V).
+        """tokens (B, S) int64 at `positions`, (S,) or (B, S) int64, to logits (B, S, V).
 
         With `labels` (B, S), already shifted, IGNORE_INDEX where there is no target: to the sum of token losses (fp32)
         and the number of targets instead.
+
+        mask    what tokens of the whole sequence see, or one for each row, by default all before them; in layers with
+                a window that of it which is in the window
+        layout  how the sequence lies on the ranks, or one for each row; by default sp's
         """
         x = self.embed_tokens(tokens) * self.config.scale_emb
         cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
-        x = self.norm(self.layers(x, cos, sin, cache)) / self.config.width_scale
+        x = self.norm(self.layers(x, cos, sin, cache, mask, layout)) / self.config.width_scale
         head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         if labels is None:
             return F.linear(x, head.weight)

@@ -5,7 +5,8 @@
     save_weights("as-llama", *fold_scalings(model.config, model.state_dict()))
 
 Parameters keep Hugging Face's names but for the leading "model.", so a conversion is a renaming. A config without
-MiniCPM's scalings is written as a Llama's, one with them as a MiniCPM's; `fold_scalings` makes the one of the other.
+MiniCPM's scalings is written as a Llama's, with a window in all layers as a Mistral's, in some as a Ministral's; one
+with scalings as a MiniCPM's, which has no windows. `fold_scalings` makes a config with scalings one without.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _PREFIX = "model."
 _OUTSIDE_PREFIX = "lm_head."
+_WINDOWED = {"mistral": set(), "ministral": {"layer_types"}}  # models with windows: what says which layers have it
 _DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors calls those that weights may have
 _SAME_NAME = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
 _RENAMED = {
@@ -208,11 +210,15 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
-    """CPMConfig of a Llama's or MiniCPM's config.json. Raises ValueError if it is neither's, or broken."""
+    """CPMConfig of a Llama's, MiniCPM's, Mistral's or Ministral's config.json.
+
+    Raises ValueError if it is none of theirs, or broken.
+    """
+    whole = hf
     hf = {name: value for name, value in hf.items() if value is not None}
     rope = _rope(hf)
     unsupported = {
-        "model_type": hf.get("model_type") not in ("llama", "minicpm"),
+        "model_type": hf.get("model_type") not in ("llama", "minicpm", *_WINDOWED),
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
@@ -222,7 +228,7 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     }
     if refused := [name for name, is_refused in unsupported.items() if is_refused]:
         values = {name: hf.get(name) for name in refused}
-        raise ValueError(f"this is not a plain Llama or MiniCPM: {values}")
+        raise ValueError(f"this is not a plain Llama, MiniCPM or Mistral: {values}")
     required = {*_SAME_NAME, *_RENAMED.values()} - {"num_key_value_heads"}
     if missing := sorted(required - hf.keys()):
         raise ValueError(f"config.json lacks {missing}")
@@ -239,7 +245,42 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
         head_dim=hf.get("head_dim", hf["hidden_size"] // heads),
         rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
         tie_embeddings=hf.get("tie_word_embeddings", hf["model_type"] == "minicpm"),
+        **_windows(whole),
     )
+
+
+def _windows(hf: dict[str, Any]) -> dict[str, Any]:
+    """The window of a config.json and the layers that have it, as fields of CPMConfig.
+
+    `sliding_window` counts as CPMConfig's window does. Raises ValueError where it is not plain which layers have it.
+    """
+    window, kind = hf.get("sliding_window"), hf["model_type"]
+    if kind not in _WINDOWED and (window is None or hf.get("use_sliding_window") is False):
+        return {}
+    if "sliding_window" not in hf:
+        raise ValueError("config.json lacks ['sliding_window'], which is null where there is none")
+    said = [name for name in ("use_sliding_window", "max_window_layers", "layer_types") if hf.get(name) is not None]
+    if kind not in _WINDOWED or set(said) - _WINDOWED[kind]:
+        values = {name: hf[name] for name in ("sliding_window", *said)}
+        raise ValueError(f"it is not plain which layers of a {kind} have a window: {values}")
+    count, layers = hf["num_hidden_layers"], hf.get("layer_types")
+    if layers is None:
+        layers = ["full_attention" if window is None else "sliding_attention"] * count
+    known = ["sliding_attention", "full_attention"]
+    if not isinstance(layers, list) or len(layers) != count or any(layer not in known for layer in layers):
+        raise ValueError(f"layer_types must be {' or '.join(known)} for each of {count} layers, got {layers!r}")
+    pattern = "".join("w" if layer == known[0] else "f" for layer in layers)
+    if "w" not in pattern:
+        return {}
+    if type(window) is not int or window < 1:
+        raise ValueError(f"sliding_window must be a positive int, got {window!r}")
+    return {"window": window, "window_pattern": _shortest(pattern)}
+
+
+def _shortest(pattern: str) -> str:
+    """The shortest beginning of a pattern that is all of it when repeated."""
+    lengths = range(1, len(pattern) + 1)
+    return next(p for p in (pattern[:n] for n in lengths) if (p * len(pattern)).startswith(pattern))
 
 
 def _rope(hf: dict[str, Any]) -> dict[str, Any]:
@@ -256,7 +297,7 @@ def _rope(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_to_hf(config: CPMConfig) -> dict[str, Any]:
-    """config.json's content for `config`."""
+    """config.json's content for `config`. Raises ValueError for windows beside scalings, which no model there has."""
     hf: dict[str, Any] = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -273,6 +314,13 @@ def config_to_hf(config: CPMConfig) -> dict[str, Any]:
         base = config.dim_model_base or config.hidden_size
         hf |= {"scale_emb": config.scale_emb, "scale_depth": scale_depth, "dim_model_base": base}
         hf |= {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]}
+        if config.window:
+            raise ValueError(f"a MiniCPM with scalings has no window there, this one has {config.window}: fold them")
+    elif config.window:
+        hf |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": config.window}
+        if None in config.windows:
+            layers = ["sliding_attention" if window else "full_attention" for window in config.windows]
+            hf |= {"model_type": "ministral", "architectures": ["MinistralForCausalLM"], "layer_types": layers}
     return hf
 
 

@@ -1,14 +1,16 @@
 """The model: against transformers' Llama, against its own scalings, rotary positions, generation."""
 
 import dataclasses
+import json
 import math
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from bmt_burst import IGNORE_INDEX, SequenceParallel, shift_labels, simulate
+from bmt_burst.mask import Mask
 from bmt_burst.nn import BurstAttention, apply_rope, rope_tables
 from bmt_burst.offload import Offload
 from models.config import PRESETS, CPMConfig
@@ -71,17 +73,78 @@ def test_scalings_survive_the_way_to_hugging_face():
     ] == "llama"  # fmt: skip
 
 
+SLIDING = {"model_type": "mistral", "sliding_window": 5}
+MIXED = {"model_type": "ministral", "sliding_window": 5}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, "model_type"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"sliding_window": 5}, r"which layers of a minicpm have a window: \{'sliding_window': 5\}"),
+        ({"sliding_window": 5, "use_sliding_window": True}, "which layers of a minicpm have a window"),
+        ({"model_type": "mistral"}, r"lacks \['sliding_window'\]"),
+        (SLIDING | {"sliding_window": 0}, "sliding_window must be a positive int, got 0"),
+        (SLIDING | {"max_window_layers": 2}, "which layers of a mistral have a window: .*'max_window_layers': 2"),
+        (SLIDING | {"use_sliding_window": False}, "'use_sliding_window': False"),
+        (SLIDING | {"layer_types": ["full_attention"] * 3}, "which layers of a mistral .*'layer_types'"),
+        (MIXED | {"layer_types": ["full_attention"] * 2}, "layer_types must be .* for each of 3 layers"),
+        (MIXED | {"layer_types": ["chunked_attention"] * 3}, "layer_types must be sliding_attention or full_attention"),
+        (MIXED | {"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "a positive int, got None"),
     ],
 )
 def test_other_models_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf({**config_to_hf(SMALL), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "window", "pattern"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 2}, None, "w"),
+        (SLIDING | {"sliding_window": None}, None, "w"),
+        (SLIDING, 5, "w"),
+        (MIXED, 5, "w"),
+        (MIXED | {"layer_types": ["full_attention"] * 3}, None, "w"),
+        (MIXED | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, 5, "wf"),
+    ],
+)
+def test_windows_come_from_hugging_face(change, window, pattern):
+    config = config_from_hf({**config_to_hf(SMALL), **change})
+    assert (config.window, config.window_pattern) == (window, pattern)
+
+
+def test_windows_of_layers_follow_the_pattern():
+    four = dataclasses.replace(SMALL, num_layers=4)
+    assert four.windows == (None,) * 4
+    assert dataclasses.replace(four, window=9).windows == (9,) * 4
+    assert dataclasses.replace(four, window=9, window_pattern="wwf").windows == (9, 9, None, 9)
+
+
+PLAIN = dataclasses.replace(SMALL, scale_emb=1.0, scale_depth=None, dim_model_base=None)
+
+
+@pytest.mark.parametrize(("pattern", "kind"), [("w", "mistral"), ("fw", "ministral")])
+def test_windows_are_those_of_transformers(tmp_path, pattern, kind):
+    config = dataclasses.replace(PLAIN, window=5, window_pattern=pattern)
+    model = initialized(config)
+    save_weights(tmp_path, config, model.state_dict())
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == kind
+    tokens = torch.randint(0, 300, (2, 21))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(tokens).logits
+    again = load_cpm(tmp_path)
+    assert dataclasses.replace(again.config, init_std=config.init_std) == config
+    for ours in (model, again):
+        assert torch.allclose(ours(tokens, torch.arange(21)), theirs, rtol=1e-4, atol=1e-5)
+    whole = initialized(PLAIN)(tokens, torch.arange(21))
+    assert not torch.allclose(whole, theirs, rtol=1e-2)
+
+
+def test_windows_do_not_go_with_scalings_to_hugging_face():
+    with pytest.raises(ValueError, match="a MiniCPM with scalings has no window there, this one has 5"):
+        config_to_hf(dataclasses.replace(SMALL, window=5))
 
 
 def test_incomplete_configs_are_refused():
@@ -140,6 +203,13 @@ def test_presets_have_their_size(preset, billions):
         {"rope_theta": 0.0},
         {"scale_emb": math.nan},
         {"init_std": -1},
+        {"window": 0},
+        {"window": 2.5},
+        {"window_pattern": "", "window": 4},
+        {"window_pattern": "ff", "window": 4},
+        {"window_pattern": "wl", "window": 4},
+        {"window_pattern": "wwww", "window": 4},
+        {"window_pattern": "wf"},
         {"dim_model_base": 0},
     ],
 )
@@ -227,20 +297,40 @@ def test_rope_depends_on_distance_alone_and_stays_exact_far_out():
     assert score(1_000_007, 1_000_003) == pytest.approx(near, rel=1e-4, abs=1e-4)
 
 
+def test_rope_tables_may_differ_from_row_to_row():
+    positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
+    x = torch.randn(2, 4, 3, 8)
+    rows = [apply_rope(x[i : i + 1], *rope_tables(positions[i], 8)) for i in range(2)]
+    assert apply_rope(x, *rope_tables(positions, 8)).equal(torch.cat(rows))
+
+
 def test_layer_refuses_impossible_heads():
     with pytest.raises(ValueError, match="num_heads=4 does not divide hidden_size=130"):
         BurstAttention(130, 4)
     with pytest.raises(ValueError, match="num_kv_heads=3 does not divide num_heads=4"):
         BurstAttention(32, 4, 3)
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        BurstAttention(32, 4, window=0)
+    with pytest.raises(TypeError, match=r"window must be a whole number, got 4\.0"):
+        BurstAttention(32, 4, window=4.0)
 
 
-def test_cached_generation_equals_the_whole_forward():
-    model = initialized(SMALL)
+@pytest.mark.parametrize("windows", [{}, {"window": 4}, {"window": 1}, {"window": 6, "window_pattern": "wf"}], ids=str)
+def test_cached_generation_equals_the_whole_forward(windows):
+    config = dataclasses.replace(SMALL, **windows)
+    model = initialized(config)
     tokens = torch.randint(0, 300, (1, 17))
     whole = model(tokens, torch.arange(17))
-    cache = Cache(SMALL, 17, model.norm.weight)
+    cache = Cache(config, 17, model.norm.weight)
     pieces = [model(tokens[:, a:b], torch.arange(a, b), cache=cache) for a, b in ((0, 9), (9, 10), (10, 11), (11, 17))]
     assert torch.allclose(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_goes_with_no_mask():
+    model = initialized(SMALL)
+    cache = Cache(SMALL, 8, model.norm.weight)
+    with pytest.raises(ValueError, match="a mask or a layout does not go with it"):
+        model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4), cache=cache, mask=Mask.causal(4))
 
 
 def test_a_cache_over_several_ranks_is_refused():
