@@ -155,7 +155,7 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
         worst = 0.0
         for repeat in range(3):
             for tokens, group_bytes in calls:
-                layout = Layout("zigzag", tokens, size)
+                layout = Layout.zigzag(tokens, size)
                 q, k, v, dout = random_qkv(2, tokens, 4, 2, 16, seed=repeat)
                 shards = [layout.shard(x, ring.rank).requires_grad_() for x in (q, k, v)]
                 options = {"causal": True, "backward": backward, "group_bytes": group_bytes}
@@ -231,7 +231,7 @@ def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
         return plain(*args, **options)
 
     monkeypatch.setattr(kernel, method, failing)
-    layout = Layout("zigzag", 40, 4)
+    layout = Layout.zigzag(40, 4)
     q, k, v, dout = random_qkv(1, 40, 2, 2, 8)  # two passes of four calls
 
     def work(ring):

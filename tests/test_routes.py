@@ -18,7 +18,7 @@ def all_routes(inner, outer, tokens_a_rank=7):
         for causal in (True, False):
             for travels in ("q", "kv"):
                 for width in (1, 2, 3, inner):
-                    whole = Layout(layout, size * tokens_a_rank + size // 2, size)
+                    whole = Layout.named(layout, size * tokens_a_rank + size // 2, size)
                     yield Routes(whole, Schedule(inner, outer), causal, travels, width, width % 2 == 0)
 
 
