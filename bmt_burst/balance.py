@@ -1,202 +1,294 @@
 """The balanced layout: equal tokens and nearly equal work on every rank, with few documents cut.
 
-Documents (the parts of a mask that see nothing of each other) go whole to the rank that has most work left for each
-token it has left, the largest first. One that fits nowhere is shared: each rank peels some tokens off both of its ends,
-as many early ones, which see little, and late ones, which see much, as give it its share of the work. For one causal
-document that is the zigzag layout, for a window or a full mask nearly the contiguous one. Where that leaves ranks with
-unequal work, the largest documents are kept for the end, to be shared so as to even it out.
+Ranks are filled one after the other, each with its share of the tokens and of the work: with the densest documents that
+fit, then, as those need room, with the sparsest ones. Dense documents have much work for each token (visible pairs of its
+query). What is still missing, some tokens that need some work, is a document of just that size or is peeled off one: as
+many tokens off its start, which see little, and off its end, which see much, as give that work. The next rank begins
+with the rest of that document, so a rank cuts one document, and a long document goes to as few ranks as can hold it.
+For one causal document that is the zigzag layout, for a window or a full mask nearly the contiguous one.
 
-Work is the number of visible pairs of a rank's queries. Plain numbers, no torch.
+Since every rank gets just its share, what is left always has the mean density, and so the last rank fares as the first.
+
+Documents are the parts of a mask that see nothing of each other. Plain numbers, no torch; the same on every rank.
 """
 
 from __future__ import annotations
 
-import bisect
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from .mask import Mask, Slice
 from .span import Span, length, merged
 
-_GOOD = 0.025  # of the mean: between the most and the least work of a rank
-_MOST_KEPT = 32  # documents that are tried as those that even out
-_CLOSE = 0.004  # of a rank's work: how near a peel comes to what it should take
-
-
-@dataclass
-class _Document:
-    """What is left of a document: positions start to stop - 1 of the mask."""
-
-    start: int
-    stop: int
-    slices: Sequence[Slice]
-    work: int = 0
-
-    def __post_init__(self):
-        self.work = self.work_of(self.start, self.stop)
-
-    @property
-    def tokens(self) -> int:
-        return self.stop - self.start
-
-    def work_of(self, start: int, stop: int) -> int:
-        """Visible pairs of queries start to stop - 1."""
-        total = 0
-        for (a, b), kv, low, high in self.slices:
-            a, b = max(a, start), min(b, stop)
-            if a < b:
-                total += Slice((a, b), kv, low, high).area
-        return total
-
-
-@dataclass
-class _Rank:
-    """What a rank still has to get, and the spans it has."""
-
-    tokens: int
-    work: float
-    number: int
-    spans: list[Span] = field(default_factory=list)
-
-    @property
-    def key(self) -> tuple[float, int]:
-        """Ranks with most work left for each token come first."""
-        return -self.work / self.tokens if self.tokens else 0.0, self.number
-
-    def take(self, spans: Sequence[Span], work: int) -> None:
-        self.spans += spans
-        self.tokens -= sum(map(length, spans))
-        self.work -= work
+_SLACK = 0.005  # of a rank's work: how far it may be from its share; the next rank makes up for it
+_FEW = 32  # tokens: shorter pieces of a document are avoided
+_TRIES = 8  # how many numbers of sparse documents are tried to find one after which a whole document fits
+_BENT = 0.2  # of the work of a piece of a long document: how far from the document's mean it may be
 
 
 def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
     """The positions of each rank: `mask.seq_len` tokens cut over `size` ranks, the first ones a token longer."""
-    parts = _slices_of_parts(mask)
-    best, least = None, float("inf")
-    for kept in _tries(len(parts)):
-        documents = [_Document(*span, slices) for span, slices in parts]
-        documents.sort(key=lambda d: (-d.work, d.start))
-        ranks = _dealt(documents, kept, mask, size)
-        works = [rank.work for rank in ranks]
-        unevenness = (max(works) - min(works)) * size / max(mask.area, 1)
-        if unevenness < least:
-            best, least = ranks, unevenness
-        if unevenness <= _GOOD:
-            break
-    return [merged(rank.spans) for rank in best]
-
-
-def _tries(documents: int) -> list[int]:
-    """How many of the largest documents to keep for the end: one more each time, then many, then all."""
-    few = list(range(min(documents, 4) + 1))
-    more = [8, 16, _MOST_KEPT]
-    return few + [count for count in more if 4 < count < documents] + [documents] * (documents > 4)
-
-
-def _slices_of_parts(mask: Mask) -> list[tuple[Span, Sequence[Slice]]]:
-    """Each part of the mask with its slices."""
-    parts = mask.parts
-    if len(parts) == len(mask.slices):  # a slice each, as documents have
-        return [(span, (s,)) for span, s in zip(parts, mask.slices, strict=True)]
-    found: list[tuple[Span, list[Slice]]] = [(span, []) for span in parts]
-    starts = [start for start, _ in parts]
-    for s in mask.slices:
-        found[bisect.bisect_right(starts, s.q[0]) - 1][1].append(s)
-    return found
-
-
-def _dealt(documents: Sequence[_Document], kept: int, mask: Mask, size: int) -> list[_Rank]:
-    """The ranks with all documents, of which the first `kept` are shared at the end."""
+    pool = _Pool(_documents(mask))
+    area = sum(document.work for document in pool.documents)
     small, longer = divmod(mask.seq_len, size)
-    ranks = [_Rank(small + (r < longer), mask.area / size, r) for r in range(size)]
-    slack = mask.area / size * _GOOD / 4
-    heap = [rank.key for rank in ranks]
-    heapq.heapify(heap)
-    for document in documents[kept:]:
-        if (rank := _fitting(heap, ranks, document, slack)) is not None:
-            rank.take([(document.start, document.stop)], document.work)
-            heapq.heappush(heap, rank.key)
+    slack = int(area * _SLACK / size)
+    done, spans = 0, []
+    for number in range(size):
+        rank = _Rank(small + (number < longer), area * (number + 1) // size - done, slack)
+        if number < size - 1:
+            _fill(rank, pool)
         else:
-            _share(document, ranks)
-            heap = [rank.key for rank in ranks if rank.tokens]
-            heapq.heapify(heap)
-    for document in documents[:kept]:
-        _share(document, ranks)
-    return ranks
+            for document in pool.documents + [pool.cut] * (pool.cut is not None):
+                rank.take(document)
+        done += rank.got
+        spans.append(merged(rank.spans))
+    return spans
 
 
-def _fitting(heap: list[tuple[float, int]], ranks: Sequence[_Rank], document: _Document, slack: float) -> _Rank | None:
-    """Takes from the heap the first rank that has room for all of a document."""
-    passed = []
-    found = None
-    while heap and found is None:
-        key = heapq.heappop(heap)
-        rank = ranks[key[1]]
-        if rank.tokens >= document.tokens and rank.work + slack >= document.work:
-            found = rank
-        else:
-            passed.append(key)
-    for key in passed:
-        heapq.heappush(heap, key)
-    return found
+class _Document:
+    """What is left of a document: positions start to stop - 1 of the mask."""
+
+    __slots__ = ("density", "seen", "start", "stop", "tokens", "work")
+
+    def __init__(self, start: int, stop: int, seen: Callable[[int], int]):
+        self.seen = seen  # of a position: visible pairs of the document's queries before it
+        self.cut_to(start, stop)
+
+    def cut_to(self, start: int, stop: int) -> None:
+        self.start, self.stop, self.tokens = start, stop, stop - start
+        self.work = self.seen(stop) - self.seen(start)
+        self.density = self.work / self.tokens if self.tokens else 0.0
+
+    def ends(self, tokens: int) -> Callable[[int], int]:
+        """The work of `tokens` off the ends, as a function of how many of them are early ones."""
+        seen, start, late = self.seen, self.start, self.stop - tokens
+        fixed = seen(self.stop) - seen(start)
+        return lambda early: fixed + seen(start + early) - seen(late + early)
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        return self.density, self.tokens, self.start
 
 
-def _share(document: _Document, ranks: Sequence[_Rank]) -> None:
-    """Cuts a document over as few ranks as have room for its tokens and its work, those with most work left."""
-    chosen: list[_Rank] = []
-    room = work = 0.0
-    for rank in sorted((rank for rank in ranks if rank.tokens), key=lambda r: (-r.work, -r.tokens, r.number)):
-        if room >= document.tokens and work >= document.work * (1 - _GOOD / 4):
-            break
-        chosen.append(rank)
-        room += rank.tokens
-        work += max(rank.work, 0.0)
-    for rank, tokens in zip(chosen, _shares(document.tokens, chosen), strict=True):
-        if tokens:
-            wanted = rank.work if tokens == rank.tokens else document.work * tokens / document.tokens
-            spans = _peel(document, tokens, wanted)
-            rank.take(spans, sum(document.work_of(*span) for span in spans))
+class _Rank:
+    """What a rank still has to get, and the spans it has."""
+
+    def __init__(self, tokens: int, work: int, slack: int):
+        self.tokens, self.work, self.slack = tokens, work, slack
+        self.got = 0
+        self.spans: list[Span] = []
+
+    def take(self, document: _Document) -> None:
+        """All of a document."""
+        self._add(document.tokens, document.work, (document.start, document.stop))
+
+    def peel(self, document: _Document, tokens: int, work: int) -> None:
+        """So many tokens off the ends of a document, such that they have nearly so much work."""
+        of = document.ends(tokens)
+        early = _matching(of, tokens, work, self.slack // 2)
+        start, stop = document.start, document.stop
+        self._add(tokens, of(early), (start, start + early), (stop - tokens + early, stop))
+        document.cut_to(start + early, stop - tokens + early)
+
+    def _add(self, tokens: int, work: int, *spans: Span) -> None:
+        self.tokens -= tokens
+        self.work -= work
+        self.got += work
+        self.spans += spans
 
 
-def _shares(tokens: int, ranks: Sequence[_Rank]) -> list[int]:
-    """How many of `tokens` each rank takes: in proportion to the work it has left, as far as it has room."""
-    left, work = tokens, sum(max(rank.work, 0.0) for rank in ranks)
-    room = sum(rank.tokens for rank in ranks)
-    shares = []
-    for rank in ranks:
-        room -= rank.tokens
-        share = round(left * max(rank.work, 0.0) / work) if work > 0 else min(left, rank.tokens)
-        shares.append(max(min(share, rank.tokens, left), left - room))
-        left -= shares[-1]
-        work -= max(rank.work, 0.0)
-    return shares
+class _Pool:
+    """The documents that no rank has, the sparsest first, and sums over them.
 
-
-def _peel(document: _Document, tokens: int, work: float) -> list[Span]:
-    """Takes `tokens` off the ends of a document, such that they have nearly so much work; returns their spans.
-
-    From one end only if that is near enough.
+    tokens, work  of the first 0, 1, 2, ... documents, and of those that the sums once began with
+    cut           the document that the last rank cut, which is none of these
     """
-    start, stop = document.start, document.stop
-    if tokens == document.tokens:
-        document.start = stop
-        return [(start, stop)]
 
-    def of(early: int) -> int:
-        late = tokens - early
-        return document.work_of(start, start + early) + document.work_of(stop - late, stop)
+    def __init__(self, documents: list[_Document]):
+        self.documents = sorted(documents, key=lambda d: d.order)
+        self.tokens = list(accumulate((d.tokens for d in self.documents), initial=0))
+        self.work = list(accumulate((d.work for d in self.documents), initial=0))
+        self.cut: _Document | None = None
 
-    early = _matching(of, tokens, work)
-    late = tokens - early
-    document.start, document.stop = start + early, stop - late
-    document.work = document.work_of(document.start, document.stop)
-    return [span for span in ((start, start + early), (stop - late, stop)) if length(span)]
+    def pop_densest(self) -> _Document:
+        del self.tokens[-1], self.work[-1]
+        return self.documents.pop()
+
+    def pop(self, index: int) -> _Document:
+        document = self.documents.pop(index)
+        for sums, less in ((self.tokens, document.tokens), (self.work, document.work)):
+            sums[index + 1 :] = [x - less for x in sums[index + 2 :]]
+        return document
+
+    def insert(self, document: _Document) -> None:
+        insort(self.documents, document, key=lambda d: d.order)
+        self.tokens = list(accumulate((d.tokens for d in self.documents), initial=0))
+        self.work = list(accumulate((d.work for d in self.documents), initial=0))
+
+    def pop_sparsest(self, count: int) -> list[_Document]:
+        found = self.documents[:count]
+        del self.documents[:count], self.tokens[:count], self.work[:count]
+        return found
+
+    def sparsest(self, tokens: int) -> int:
+        """The work of so many of the sparsest tokens, or of all that there are."""
+        count = bisect_right(self.tokens, self.tokens[0] + tokens) - 1
+        work = self.work[count] - self.work[0]
+        if count < len(self.documents):
+            work += int((self.tokens[0] + tokens - self.tokens[count]) * self.documents[count].density)
+        return work
+
+    def fits(self, document: _Document, rank: _Rank) -> bool:
+        """Whether the rank can have all of it, and sparse documents for the rest of its tokens."""
+        room = rank.tokens - document.tokens
+        return room >= 0 and document.work + self.sparsest(room) <= rank.work + rank.slack
 
 
-def _matching(of, tokens: int, work: float) -> int:
-    """The number of early tokens, 0 to `tokens`, with which the work `of` it is nearest to the wanted one."""
-    near = max(work, 1.0) * _CLOSE
+def _fill(rank: _Rank, pool: _Pool) -> None:
+    """Gives a rank its tokens and its work, and leaves a document in `pool.cut` if one had to be cut."""
+    if pool.cut is None and not pool.fits(pool.documents[-1], rank):
+        pool.cut = pool.pop_densest()
+    if pool.cut is not None:
+        document, pool.cut = pool.cut, None
+        if pool.fits(document, rank):
+            rank.take(document)
+        elif document.density * rank.tokens < rank.work - rank.slack:
+            pool.insert(document)  # by itself it has too little work: others are to begin with
+        else:
+            _split(document, rank, pool)
+            return
+    _take_dense(rank, pool)
+    if rank.tokens and not _finish(rank, pool):
+        _split(pool.pop_densest(), rank, pool)
+
+
+def _take_dense(rank: _Rank, pool: _Pool) -> None:
+    """Gives a rank the densest documents that fit, while they are denser than what it needs."""
+    index = len(pool.documents) - 1
+    while index >= 0 and rank.work - pool.sparsest(rank.tokens) > rank.slack:
+        if not pool.fits(pool.documents[index], rank):
+            index = bisect_left(pool.documents, True, 0, index, key=lambda d: not pool.fits(d, rank)) - 1
+            if index < 0:
+                return
+        if pool.documents[index].density * rank.tokens < rank.work - rank.slack:
+            return
+        rank.take(pool.pop(index))
+        index -= 1
+
+
+def _finish(rank: _Rank, pool: _Pool) -> bool:
+    """Gives a rank sparse documents, and one more or a piece of one; False if none would give it its work."""
+    tokens, work = rank.tokens + pool.tokens[0], rank.work + pool.work[0]
+    best = None
+    most = bisect_right(pool.tokens, tokens) - 1
+    for dropped in _counts(most):
+        count = most - dropped
+        if dropped > _TRIES and best is not None:
+            break
+        found = _filler(pool, count, tokens - pool.tokens[count], work - pool.work[count], rank.slack)
+        if found is not None and (best is None or found < best):
+            best = found
+            if found[0] == 0:
+                break
+    if best is None:
+        return False
+    _, _, count, index = best
+    document = pool.pop(index) if index is not None else None
+    for sparse in pool.pop_sparsest(count):
+        rank.take(sparse)
+    if document is not None:
+        rank.peel(document, rank.tokens, rank.work)
+        pool.cut = document if document.tokens else None
+    return True
+
+
+def _counts(most: int):
+    for x in range(min(most, _TRIES) + 1):
+        yield x
+    x = _TRIES
+    while x < most:
+        x = min(x * 2, most)
+        yield x
+
+
+def _filler(pool: _Pool, count: int, tokens: int, work: int, slack: int):
+    """The document after the first `count` of which so many tokens can have so much work: (badness, tokens, count, index)."""
+    if tokens == 0:
+        return (0, 0, count, None) if abs(work) <= slack else None
+
+    def enough(d: _Document) -> bool:
+        if d.tokens < tokens:
+            return False
+        of = d.ends(tokens)
+        return max(of(0), of(tokens)) >= work - slack
+
+    index = bisect_left(pool.documents, True, count, key=enough)
+    if index == len(pool.documents):
+        return None
+    document = pool.documents[index]
+    if document.tokens < tokens:
+        return None
+    if document.tokens == tokens:
+        return (0, 0, count, index) if abs(document.work - work) <= slack else None
+    of = document.ends(tokens)
+    ends = of(0), of(tokens)
+    if not min(ends) - slack <= work <= max(ends) + slack:
+        return None
+    sliver = min(tokens, document.tokens - tokens) < _FEW
+    return (1 + sliver, document.tokens, count, index)
+
+
+def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
+    """Gives a rank sparse documents and, for the rest of its tokens and work, a piece of a long document."""
+    density = document.density
+    tokens, work = rank.tokens + pool.tokens[0], rank.work + pool.work[0]
+
+    def excess(count: int) -> float:
+        """Of work, if the document fills up so many sparse ones."""
+        return pool.work[count] - work + (tokens - pool.tokens[count]) * density
+
+    most = bisect_right(pool.tokens, tokens) - 1
+    count = max(bisect_left(range(most + 1), True, key=lambda k: excess(k) < 0) - 1, 0)
+    best = None
+    for k in (count, count + 1):
+        if k <= most:
+            p, q = tokens - pool.tokens[k], work - pool.work[k]
+            if 0 < p <= document.tokens and _reaches(document, p, q, rank.slack):
+                off = abs(q - p * density)
+                if off <= max(_BENT * q, rank.slack) and (best is None or off < best[0]):
+                    best = off, k
+    piece = 0
+    if best is not None:
+        count = best[1]
+    elif count < len(pool.documents):
+        sparse = pool.documents[count]
+        room = tokens - pool.tokens[count]
+        piece = int(excess(count) / (density - sparse.density)) if density > sparse.density else 0
+        piece = min(max(piece, room - document.tokens, 0), sparse.tokens, room)
+    for sparse in pool.pop_sparsest(count):
+        rank.take(sparse)
+    if piece:
+        sparse = pool.documents[0]
+        before = rank.work
+        rank.peel(sparse, piece, int(sparse.density * piece))
+        pool.tokens[0] += piece
+        pool.work[0] += before - rank.work
+        if not sparse.tokens:
+            pool.pop_sparsest(1)
+    if rank.tokens:
+        rank.peel(document, rank.tokens, rank.work)
+    pool.cut = document if document.tokens else None
+
+
+def _reaches(document: _Document, tokens: int, work: int, slack: int) -> bool:
+    of = document.ends(tokens)
+    ends = of(0), of(tokens)
+    return min(ends) - slack <= work <= max(ends) + slack
+
+
+def _matching(of: Callable[[int], int], tokens: int, work: float, near: float) -> int:
+    """The number of early tokens, 0 to `tokens`, with which the work `of` it is near, or nearest, to the wanted one."""
     low, high = (0, of(0)), (tokens, of(tokens))
     for count, found in (low, high):
         if abs(found - work) <= near:
@@ -215,3 +307,31 @@ def _matching(of, tokens: int, work: float) -> int:
         else:
             high = middle, found
     return min((low, high), key=lambda end: abs(end[1] - work))[0]
+
+
+def _documents(mask: Mask) -> list[_Document]:
+    """The parts of the mask."""
+    parts = mask.parts
+    slices: list[list[Slice]] = [[] for _ in parts]
+    starts = [start for start, _ in parts]
+    for s in mask.slices:
+        slices[bisect_right(starts, s.q[0]) - 1].append(s)
+    return [_Document(*span, _seen(*span, found)) for span, found in zip(parts, slices, strict=True)]
+
+
+def _seen(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[int], int]:
+    """The visible pairs of a part's queries before a position, as a function of it: in closed form if it is simple."""
+    if len(slices) == 1 and slices[0].q == slices[0].kv == (start, stop):
+        low, high = slices[0].low, slices[0].high
+        if low is None and high is None:
+            return lambda i: (i - start) * (stop - start)
+        if low == 0:
+            window = stop - start if high is None else min(high, stop - start)
+            triangle = window * (window - 1) // 2
+
+            def causal(i: int) -> int:
+                i -= start
+                return i * (i + 1) // 2 if i < window else i * window - triangle
+
+            return causal
+    return lambda i: sum(Slice((q[0], min(q[1], i)), *rest).area for q, *rest in slices if q[0] < i)
