@@ -139,6 +139,9 @@ class _Pool:
             work += int((self.tokens[0] + tokens - self.tokens[count]) * self.documents[count].density)
         return work
 
+    def densest(self, tokens: int) -> int:
+        return self.work[-1] - self.work[0] - self.sparsest(max(self.tokens[-1] - self.tokens[0] - tokens, 0))
+
     def fits(self, document: _Document, rank: _Rank) -> bool:
         """Whether the rank can have all of it, and sparse documents for the rest of its tokens."""
         room = rank.tokens - document.tokens
@@ -151,7 +154,7 @@ def _fill(rank: _Rank, pool: _Pool) -> None:
         pool.cut = pool.pop_densest()
     if pool.cut is not None:
         document, pool.cut = pool.cut, None
-        if pool.fits(document, rank):
+        if pool.fits(document, rank) and pool.densest(rank.tokens - document.tokens) + document.work >= rank.work - rank.slack:
             rank.take(document)
         elif document.density * rank.tokens < rank.work - rank.slack:
             pool.insert(document)  # by itself it has too little work: others are to begin with
@@ -241,12 +244,12 @@ def _filler(pool: _Pool, count: int, tokens: int, work: int, slack: int):
 
 def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
     """Gives a rank sparse documents and, for the rest of its tokens and work, a piece of a long document."""
-    density = document.density
     tokens, work = rank.tokens + pool.tokens[0], rank.work + pool.work[0]
 
-    def excess(count: int) -> float:
-        """Of work, if the document fills up so many sparse ones."""
-        return pool.work[count] - work + (tokens - pool.tokens[count]) * density
+    def excess(count: int, more: int = 0) -> float:
+        """Of work, if the document fills up so many sparse ones and a piece of the next."""
+        piece = tokens - pool.tokens[count] - more
+        return pool.work[count] - work + _fair(document, piece)
 
     most = bisect_right(pool.tokens, tokens) - 1
     count = max(bisect_left(range(most + 1), True, key=lambda k: excess(k) < 0) - 1, 0)
@@ -255,7 +258,7 @@ def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
         if k <= most:
             p, q = tokens - pool.tokens[k], work - pool.work[k]
             if 0 < p <= document.tokens and _reaches(document, p, q, rank.slack):
-                off = abs(q - p * density)
+                off = abs(q - p * document.density)
                 if off <= max(_BENT * q, rank.slack) and (best is None or off < best[0]):
                     best = off, k
     piece = 0
@@ -264,21 +267,39 @@ def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
     elif count < len(pool.documents):
         sparse = pool.documents[count]
         room = tokens - pool.tokens[count]
-        piece = int(excess(count) / (density - sparse.density)) if density > sparse.density else 0
-        piece = min(max(piece, room - document.tokens, 0), sparse.tokens, room)
+        ends = min(room, sparse.tokens)
+        first, last = excess(count), excess(count, ends) + ends * sparse.density
+        piece = round(ends * first / (first - last)) if first > last else 0
+        piece = min(max(piece, room - document.tokens, 0), ends)
     for sparse in pool.pop_sparsest(count):
         rank.take(sparse)
     if piece:
-        sparse = pool.documents[0]
-        before = rank.work
-        rank.peel(sparse, piece, int(sparse.density * piece))
-        pool.tokens[0] += piece
-        pool.work[0] += before - rank.work
-        if not sparse.tokens:
-            pool.pop_sparsest(1)
+        _peel_sparsest(rank, pool, piece)
     if rank.tokens:
-        rank.peel(document, rank.tokens, rank.work)
+        rank.peel(document, min(rank.tokens, document.tokens), rank.work)
     pool.cut = document if document.tokens else None
+    while rank.tokens:
+        _peel_sparsest(rank, pool, rank.tokens)
+
+
+def _peel_sparsest(rank, pool, tokens):
+    sparse = pool.documents[0]
+    tokens = min(tokens, sparse.tokens)
+    before = rank.work
+    rank.peel(sparse, tokens, int(sparse.density * tokens))
+    pool.tokens[0] += tokens
+    pool.work[0] += before - rank.work
+    if not sparse.tokens:
+        pool.pop_sparsest(1)
+
+
+def _fair(document, tokens):
+    """The work of so many tokens off a document's ends, as near to their share as can be."""
+    if tokens >= document.tokens:
+        return tokens * document.density
+    of = document.ends(tokens)
+    low, high = sorted((of(0), of(tokens)))
+    return min(max(tokens * document.density, low), high)
 
 
 def _reaches(document: _Document, tokens: int, work: int, slack: int) -> bool:
@@ -321,17 +342,19 @@ def _documents(mask: Mask) -> list[_Document]:
 
 def _seen(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[int], int]:
     """The visible pairs of a part's queries before a position, as a function of it: in closed form if it is simple."""
+    size = stop - start
     if len(slices) == 1 and slices[0].q == slices[0].kv == (start, stop):
         low, high = slices[0].low, slices[0].high
         if low is None and high is None:
-            return lambda i: (i - start) * (stop - start)
+            return lambda i: (i - start) * size
         if low == 0:
-            window = stop - start if high is None else min(high, stop - start)
-            triangle = window * (window - 1) // 2
-
-            def causal(i: int) -> int:
-                i -= start
-                return i * (i + 1) // 2 if i < window else i * window - triangle
-
-            return causal
+            return lambda i: _ramp(i - start, size if high is None else high)
+        if high is not None and low == 1 - high:
+            later = _ramp(size - 1, high - 1)
+            return lambda i: _ramp(i - start, high) + later - _ramp(stop - i - 1, high - 1)
     return lambda i: sum(Slice((q[0], min(q[1], i)), *rest).area for q, *rest in slices if q[0] < i)
+
+
+def _ramp(count: int, most: int) -> int:
+    """The sum of 1, 2, 3, ... over so many numbers, of which those above `most` count as that."""
+    return count * (count + 1) // 2 if count <= most else count * most - most * (most - 1) // 2
