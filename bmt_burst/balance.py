@@ -1,49 +1,47 @@
 """The balanced layout: equal tokens and nearly equal work on every rank, with few documents cut.
 
-Ranks are filled one after the other, each with its share of the tokens and of the work: with the densest documents that
-fit, then, as those need room, with the sparsest ones. Dense documents have much work for each token (visible pairs of its
-query). What is still missing, some tokens that need some work, is a document of just that size or is peeled off one: as
-many tokens off its start, which see little, and off its end, which see much, as give that work. The next rank begins
-with the rest of that document, so a rank cuts one document, and a long document goes to as few ranks as can hold it.
+A document's work is the number of its visible pairs, its density the work of a token on average. Ranks are filled one
+after the other, each with its share of the tokens and of the work: with the densest documents that fit, and with the
+sparsest ones for the tokens that are left. What then lacks is a document of just that size, or is peeled off one: as
+many tokens off its start, which see little, and off its end, which see much, as have the work that lacks. The next rank
+begins with the rest of that document. So a rank cuts one document, seldom two, and a long one goes to few ranks.
 For one causal document that is the zigzag layout, for a window or a full mask nearly the contiguous one.
 
-Since every rank gets just its share, what is left always has the mean density, and so the last rank fares as the first.
+It works to the end: as each rank gets just its share, what is left has the same density all along, and so there are
+always documents to either side of it. Those to both sides are used up together.
 
-Documents are the parts of a mask that see nothing of each other. Plain numbers, no torch; the same on every rank.
+Documents are the parts of a mask that see nothing of each other. Plain numbers, no torch, nothing by chance: all ranks
+and all versions of Python get the same.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from .mask import Mask, Slice
-from .span import Span, length, merged
+from .span import Span, merged
 
-_SLACK = 0.005  # of a rank's work: how far it may be from its share; the next rank makes up for it
+_SLACK = 0.005  # of the mean work of a rank: how far one may be from its share; the next rank makes up for it
+_BENT = 0.2  # of the work of a long document's piece: how far that may be from the document's density
 _FEW = 32  # tokens: shorter pieces of a document are avoided
-_TRIES = 8  # how many numbers of sparse documents are tried to find one after which a whole document fits
-_BENT = 0.2  # of the work of a piece of a long document: how far from the document's mean it may be
+_TRIES = 8  # sparse documents that are given up, one or all, to find a document that a rank can have as a whole
 
 
 def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
     """The positions of each rank: `mask.seq_len` tokens cut over `size` ranks, the first ones a token longer."""
     pool = _Pool(_documents(mask))
-    area = sum(document.work for document in pool.documents)
-    small, longer = divmod(mask.seq_len, size)
-    slack = int(area * _SLACK / size)
+    area = pool.work[-1]
+    tokens, longer = divmod(mask.seq_len, size)
     done, spans = 0, []
-    for number in range(size):
-        rank = _Rank(small + (number < longer), area * (number + 1) // size - done, slack)
-        if number < size - 1:
-            _fill(rank, pool)
-        else:
-            for document in pool.documents + [pool.cut] * (pool.cut is not None):
-                rank.take(document)
-        done += rank.got
+    for number in range(1, size):
+        rank = _Rank(tokens + (number <= longer), area * number // size - done, int(area * _SLACK / size))
+        _fill(rank, pool)
+        done = area * number // size - rank.work
         spans.append(merged(rank.spans))
-    return spans
+    rest = [(document.start, document.stop) for document in pool.everything()]
+    return [*spans, merged(rest)]
 
 
 class _Document:
@@ -52,7 +50,7 @@ class _Document:
     __slots__ = ("density", "seen", "start", "stop", "tokens", "work")
 
     def __init__(self, start: int, stop: int, seen: Callable[[int], int]):
-        self.seen = seen  # of a position: visible pairs of the document's queries before it
+        self.seen = seen  # the visible pairs of the document's queries before a position
         self.cut_to(start, stop)
 
     def cut_to(self, start: int, stop: int) -> None:
@@ -60,274 +58,288 @@ class _Document:
         self.work = self.seen(stop) - self.seen(start)
         self.density = self.work / self.tokens if self.tokens else 0.0
 
-    def ends(self, tokens: int) -> Callable[[int], int]:
-        """The work of `tokens` off the ends, as a function of how many of them are early ones."""
-        seen, start, late = self.seen, self.start, self.stop - tokens
-        fixed = seen(self.stop) - seen(start)
-        return lambda early: fixed + seen(start + early) - seen(late + early)
+    def peeled(self, tokens: int, early: int) -> int:
+        """The work of so many tokens off its ends, of which so many are early ones."""
+        start, late = self.start, self.stop - tokens
+        return self.work + self.seen(start + early) - self.seen(late + early)
 
-    @property
-    def order(self) -> tuple[float, int, int]:
-        return self.density, self.tokens, self.start
+    def reach(self, tokens: int) -> tuple[int, int]:
+        """The least and the most work of so many tokens off its ends, for all masks of which one end is the sparser."""
+        a, b = self.peeled(tokens, 0), self.peeled(tokens, tokens)
+        return (a, b) if a < b else (b, a)
+
+    def fair(self, tokens: int) -> float:
+        """The share of its work for so many tokens off its ends, as nearly as these can have it."""
+        if tokens >= self.tokens:  # more than it has: as if there were more
+            return tokens * self.density
+        low, high = self.reach(tokens)
+        return min(max(tokens * self.density, low), high)
 
 
 class _Rank:
-    """What a rank still has to get, and the spans it has."""
+    """What a rank still lacks, and the spans it has."""
 
     def __init__(self, tokens: int, work: int, slack: int):
-        self.tokens, self.work, self.slack = tokens, work, slack
-        self.got = 0
+        self.tokens, self.work = tokens, work
+        self.slack = slack  # of work
+        self.few = min(tokens // 16, _FEW)
         self.spans: list[Span] = []
 
     def take(self, document: _Document) -> None:
-        """All of a document."""
-        self._add(document.tokens, document.work, (document.start, document.stop))
+        self.spans.append((document.start, document.stop))
+        self.tokens -= document.tokens
+        self.work -= document.work
 
-    def peel(self, document: _Document, tokens: int, work: int) -> None:
-        """So many tokens off the ends of a document, such that they have nearly so much work."""
-        of = document.ends(tokens)
-        early = _matching(of, tokens, work, self.slack // 2)
-        start, stop = document.start, document.stop
-        self._add(tokens, of(early), (start, start + early), (stop - tokens + early, stop))
+    def peel(self, document: _Document, tokens: int, work: float) -> None:
+        """Takes so many tokens off the ends of a document, such that they have about so much work."""
+        early = _early(document, tokens, work, self.slack)
+        start, stop, before = document.start, document.stop, document.work
+        self.spans += [(start, start + early), (stop - tokens + early, stop)]
         document.cut_to(start + early, stop - tokens + early)
-
-    def _add(self, tokens: int, work: int, *spans: Span) -> None:
         self.tokens -= tokens
-        self.work -= work
-        self.got += work
-        self.spans += spans
+        self.work -= before - document.work
 
 
 class _Pool:
-    """The documents that no rank has, the sparsest first, and sums over them.
+    """The documents that no rank has, the sparsest first.
 
-    tokens, work  of the first 0, 1, 2, ... documents, and of those that the sums once began with
-    cut           the document that the last rank cut, which is none of these
+    tokens, work  sums over the first 0, 1, 2, ... documents, all plus what was there before the first one
+    cut           the document that the last rank cut, which is not among them
     """
 
     def __init__(self, documents: list[_Document]):
-        self.documents = sorted(documents, key=lambda d: d.order)
-        self.tokens = list(accumulate((d.tokens for d in self.documents), initial=0))
-        self.work = list(accumulate((d.work for d in self.documents), initial=0))
+        self.documents = documents
         self.cut: _Document | None = None
+        self._sort()
 
-    def pop_densest(self) -> _Document:
-        del self.tokens[-1], self.work[-1]
-        return self.documents.pop()
+    def _sort(self) -> None:
+        self.documents.sort(key=_order)
+        self.tokens = list(accumulate([d.tokens for d in self.documents], initial=0))
+        self.work = list(accumulate([d.work for d in self.documents], initial=0))
+
+    def insert(self, document: _Document) -> None:
+        self.documents.append(document)
+        self._sort()
 
     def pop(self, index: int) -> _Document:
         document = self.documents.pop(index)
-        for sums, less in ((self.tokens, document.tokens), (self.work, document.work)):
-            sums[index + 1 :] = [x - less for x in sums[index + 2 :]]
+        self.tokens[index + 1 :] = [x - document.tokens for x in self.tokens[index + 2 :]]
+        self.work[index + 1 :] = [x - document.work for x in self.work[index + 2 :]]
         return document
 
-    def insert(self, document: _Document) -> None:
-        insort(self.documents, document, key=lambda d: d.order)
-        self.tokens = list(accumulate((d.tokens for d in self.documents), initial=0))
-        self.work = list(accumulate((d.work for d in self.documents), initial=0))
-
-    def pop_sparsest(self, count: int) -> list[_Document]:
-        found = self.documents[:count]
+    def give_sparsest(self, count: int, rank: _Rank) -> None:
+        for document in self.documents[:count]:
+            rank.take(document)
         del self.documents[:count], self.tokens[:count], self.work[:count]
-        return found
 
-    def sparsest(self, tokens: int) -> int:
+    def peel_sparsest(self, tokens: int, rank: _Rank) -> None:
+        """Gives a rank so many tokens of the sparsest document, or all of it if it has no more."""
+        document = self.documents[0]
+        if tokens >= document.tokens:
+            self.give_sparsest(1, rank)
+        else:
+            before = document.work
+            rank.peel(document, tokens, tokens * document.density)
+            self.tokens[0] += tokens
+            self.work[0] += before - document.work
+
+    def everything(self) -> list[_Document]:
+        return self.documents if self.cut is None else [*self.documents, self.cut]
+
+    def room(self, rank: _Rank) -> int:
+        """How many of the sparsest documents a rank has room for."""
+        return bisect_right(self.tokens, self.tokens[0] + rank.tokens) - 1
+
+    def lacking(self, rank: _Rank, count: int) -> tuple[int, int]:
+        """The tokens and the work that a rank lacks if it gets so many of the sparsest documents."""
+        return rank.tokens + self.tokens[0] - self.tokens[count], rank.work + self.work[0] - self.work[count]
+
+    def sparsest(self, tokens: int) -> float:
         """The work of so many of the sparsest tokens, or of all that there are."""
-        count = bisect_right(self.tokens, self.tokens[0] + tokens) - 1
+        stop = self.tokens[0] + tokens
+        count = bisect_right(self.tokens, stop) - 1
         work = self.work[count] - self.work[0]
-        if count < len(self.documents):
-            work += int((self.tokens[0] + tokens - self.tokens[count]) * self.documents[count].density)
-        return work
+        return (
+            work + (stop - self.tokens[count]) * self.documents[count].density if count < len(self.documents) else work
+        )
 
-    def densest(self, tokens: int) -> int:
-        return self.work[-1] - self.work[0] - self.sparsest(max(self.tokens[-1] - self.tokens[0] - tokens, 0))
+    def densest(self, tokens: int) -> float:
+        """The work of so many of the densest tokens, or of all that there are."""
+        others = max(self.tokens[-1] - self.tokens[0] - tokens, 0)
+        return self.work[-1] - self.work[0] - self.sparsest(others)
 
     def fits(self, document: _Document, rank: _Rank) -> bool:
-        """Whether the rank can have all of it, and sparse documents for the rest of its tokens."""
-        room = rank.tokens - document.tokens
-        return room >= 0 and document.work + self.sparsest(room) <= rank.work + rank.slack
+        """Whether a rank can have all of it and sparse documents for the tokens that are left."""
+        left = rank.tokens - document.tokens
+        return left >= 0 and document.work + self.sparsest(left) <= rank.work + rank.slack
+
+    def is_enough(self, document: _Document, rank: _Rank) -> bool:
+        """Whether a rank that has all of it can get the work that is left from dense documents."""
+        return document.work + self.densest(rank.tokens - document.tokens) >= rank.work - rank.slack
+
+
+def _order(document: _Document) -> tuple[float, int, int]:
+    return document.density, document.tokens, document.start
+
+
+def _tokens(document: _Document) -> int:
+    return document.tokens
 
 
 def _fill(rank: _Rank, pool: _Pool) -> None:
-    """Gives a rank its tokens and its work, and leaves a document in `pool.cut` if one had to be cut."""
+    """Gives a rank its tokens and its work. A document that it has but a part of is `pool.cut` then."""
     if pool.cut is None and not pool.fits(pool.documents[-1], rank):
-        pool.cut = pool.pop_densest()
+        pool.cut = pool.pop(len(pool.documents) - 1)
     if pool.cut is not None:
         document, pool.cut = pool.cut, None
-        if pool.fits(document, rank) and pool.densest(rank.tokens - document.tokens) + document.work >= rank.work - rank.slack:
+        if pool.fits(document, rank) and pool.is_enough(document, rank):
             rank.take(document)
-        elif document.density * rank.tokens < rank.work - rank.slack:
-            pool.insert(document)  # by itself it has too little work: others are to begin with
-        else:
+        elif document.density * rank.tokens >= rank.work - rank.slack:
             _split(document, rank, pool)
             return
+        else:  # too sparse to begin with
+            pool.insert(document)
     _take_dense(rank, pool)
-    if rank.tokens and not _finish(rank, pool):
-        _split(pool.pop_densest(), rank, pool)
+    if rank.tokens and not (_end_whole(rank, pool) or _end_cutting(rank, pool)):
+        _split(pool.pop(len(pool.documents) - 1), rank, pool)
 
 
 def _take_dense(rank: _Rank, pool: _Pool) -> None:
-    """Gives a rank the densest documents that fit, while they are denser than what it needs."""
-    index = len(pool.documents) - 1
+    """Gives a rank the densest documents that fit, until sparse ones have the work that it lacks."""
+    documents, index = pool.documents, len(pool.documents) - 1
     while index >= 0 and rank.work - pool.sparsest(rank.tokens) > rank.slack:
-        if not pool.fits(pool.documents[index], rank):
-            index = bisect_left(pool.documents, True, 0, index, key=lambda d: not pool.fits(d, rank)) - 1
-            if index < 0:
-                return
-        if pool.documents[index].density * rank.tokens < rank.work - rank.slack:
+        if not pool.fits(documents[index], rank):
+            index = bisect_left(documents, True, 0, index, key=lambda d: not pool.fits(d, rank)) - 1
+        if index < 0 or documents[index].density * rank.tokens < rank.work - rank.slack:
             return
         rank.take(pool.pop(index))
         index -= 1
 
 
-def _finish(rank: _Rank, pool: _Pool) -> bool:
-    """Gives a rank sparse documents, and one more or a piece of one; False if none would give it its work."""
-    tokens, work = rank.tokens + pool.tokens[0], rank.work + pool.work[0]
-    best = None
-    most = bisect_right(pool.tokens, tokens) - 1
-    for dropped in _counts(most):
-        count = most - dropped
-        if dropped > _TRIES and best is not None:
+def _end_whole(rank: _Rank, pool: _Pool) -> bool:
+    """Gives a rank the sparse documents it has room for, of which it may swap one, if these are just what it lacks."""
+    documents, room = pool.documents, pool.room(rank)
+    tokens, work = pool.lacking(rank, room)
+    if tokens == 0 and abs(work) <= rank.slack:
+        pool.give_sparsest(room, rank)
+        return True
+    for swapped in range(room - 1, max(room - _TRIES, 0) - 1, -1):
+        old = documents[swapped]
+        index = bisect_left(documents, old.tokens + tokens, room, key=_tokens)
+        new = documents[min(index, len(documents) - 1)]
+        if new.tokens == old.tokens + tokens and abs(old.work + work - new.work) <= rank.slack:
+            rank.take(pool.pop(index))
+            pool.pop(swapped)
+            pool.give_sparsest(room - 1, rank)
+            pool.insert(old)
+            return True
+    return False
+
+
+def _end_cutting(rank: _Rank, pool: _Pool) -> bool:
+    """Gives a rank sparse documents and a piece of the shortest document that then has the tokens and work it lacks."""
+    room, best = pool.room(rank), None
+    for tried, given_up in enumerate(_more_and_more(room)):
+        if tried > _TRIES and best is not None:
             break
-        found = _filler(pool, count, tokens - pool.tokens[count], work - pool.work[count], rank.slack)
-        if found is not None and (best is None or found < best):
-            best = found
-            if found[0] == 0:
-                break
+        tokens, work = pool.lacking(rank, room - given_up)
+        if tokens and (index := _cuttable(pool, room - given_up, tokens, work, rank.slack)) is not None:
+            length = pool.documents[index].tokens
+            found = min(tokens, length - tokens) < rank.few, length, room - given_up, index
+            best = found if best is None else min(best, found)
     if best is None:
         return False
     _, _, count, index = best
-    document = pool.pop(index) if index is not None else None
-    for sparse in pool.pop_sparsest(count):
-        rank.take(sparse)
-    if document is not None:
-        rank.peel(document, rank.tokens, rank.work)
-        pool.cut = document if document.tokens else None
+    document = pool.pop(index)
+    pool.give_sparsest(count, rank)
+    _cut(document, rank, pool)
     return True
 
 
-def _counts(most: int):
-    for x in range(min(most, _TRIES) + 1):
-        yield x
-    x = _TRIES
-    while x < most:
-        x = min(x * 2, most)
-        yield x
+def _more_and_more(most: int) -> Iterator[int]:
+    """0, 1, 2, ..., after some tries in ever longer steps, to `most`."""
+    number = 0
+    while number < most:
+        yield number
+        number += 1 if number < _TRIES else number
+    yield most
 
 
-def _filler(pool: _Pool, count: int, tokens: int, work: int, slack: int):
-    """The document after the first `count` of which so many tokens can have so much work: (badness, tokens, count, index)."""
-    if tokens == 0:
-        return (0, 0, count, None) if abs(work) <= slack else None
+def _cuttable(pool: _Pool, first: int, tokens: int, work: int, slack: int) -> int | None:
+    """The first document from there on off whose ends one can peel so many tokens with so much work."""
 
-    def enough(d: _Document) -> bool:
-        if d.tokens < tokens:
-            return False
-        of = d.ends(tokens)
-        return max(of(0), of(tokens)) >= work - slack
+    def has_as_much(document: _Document) -> bool:
+        return document.tokens >= tokens and document.reach(tokens)[1] >= work - slack
 
-    index = bisect_left(pool.documents, True, count, key=enough)
-    if index == len(pool.documents):
-        return None
-    document = pool.documents[index]
-    if document.tokens < tokens:
-        return None
-    if document.tokens == tokens:
-        return (0, 0, count, index) if abs(document.work - work) <= slack else None
-    of = document.ends(tokens)
-    ends = of(0), of(tokens)
-    if not min(ends) - slack <= work <= max(ends) + slack:
-        return None
-    sliver = min(tokens, document.tokens - tokens) < _FEW
-    return (1 + sliver, document.tokens, count, index)
+    index = bisect_left(pool.documents, True, first, key=has_as_much)
+    found = pool.documents[index : index + 1]
+    return index if any(has_as_much(d) and d.reach(tokens)[0] <= work + slack for d in found) else None
 
 
 def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
-    """Gives a rank sparse documents and, for the rest of its tokens and work, a piece of a long document."""
-    tokens, work = rank.tokens + pool.tokens[0], rank.work + pool.work[0]
+    """Gives a rank a piece of a long document, about as dense as that is, and sparse documents, as many as need be."""
 
     def excess(count: int, more: int = 0) -> float:
-        """Of work, if the document fills up so many sparse ones and a piece of the next."""
-        piece = tokens - pool.tokens[count] - more
-        return pool.work[count] - work + _fair(document, piece)
+        """Of work, if a rank has so many of the sparse documents, so many tokens more, and the piece."""
+        tokens, work = pool.lacking(rank, count)
+        return document.fair(tokens - more) - work + (more * pool.documents[count].density if more else 0)
 
-    most = bisect_right(pool.tokens, tokens) - 1
-    count = max(bisect_left(range(most + 1), True, key=lambda k: excess(k) < 0) - 1, 0)
-    best = None
-    for k in (count, count + 1):
-        if k <= most:
-            p, q = tokens - pool.tokens[k], work - pool.work[k]
-            if 0 < p <= document.tokens and _reaches(document, p, q, rank.slack):
-                off = abs(q - p * document.density)
-                if off <= max(_BENT * q, rank.slack) and (best is None or off < best[0]):
-                    best = off, k
-    piece = 0
-    if best is not None:
-        count = best[1]
-    elif count < len(pool.documents):
-        sparse = pool.documents[count]
-        room = tokens - pool.tokens[count]
-        ends = min(room, sparse.tokens)
-        first, last = excess(count), excess(count, ends) + ends * sparse.density
-        piece = round(ends * first / (first - last)) if first > last else 0
-        piece = min(max(piece, room - document.tokens, 0), ends)
-    for sparse in pool.pop_sparsest(count):
-        rank.take(sparse)
-    if piece:
-        _peel_sparsest(rank, pool, piece)
+    room = pool.room(rank)
+    count = max(bisect_left(range(room + 1), True, key=lambda count: excess(count) < 0) - 1, 0)
+    whole = [k for k in (count, count + 1) if k <= room and _bends(document, rank, *pool.lacking(rank, k))]
+    if whole:
+        pool.give_sparsest(min(whole, key=lambda k: abs(excess(k))), rank)
+    else:
+        pool.give_sparsest(count, rank)
+        if pool.documents and (more := _sparse_share(document, rank, pool.documents[0], lambda more: excess(0, more))):
+            pool.peel_sparsest(more, rank)
+    _cut(document, rank, pool)
+    while rank.tokens:
+        pool.peel_sparsest(rank.tokens, rank)
+
+
+def _bends(document: _Document, rank: _Rank, tokens: int, work: int) -> bool:
+    """Whether a piece of the document can have so many tokens and so much work and leave a rest like it."""
+    if not rank.few <= tokens <= document.tokens - rank.few:
+        return False
+    low, high = document.reach(tokens)
+    off = abs(work - tokens * document.density)
+    return low - rank.slack <= work <= high + rank.slack and off <= max(_BENT * work, rank.slack)
+
+
+def _sparse_share(document: _Document, rank: _Rank, sparse: _Document, excess: Callable[[int], float]) -> int:
+    """How many tokens of the sparsest document go with the piece of the long one, so that no work is in excess."""
+    most = min(rank.tokens, sparse.tokens)
+    least = max(rank.tokens - document.tokens, 0)
+    at_none, at_most = excess(0), excess(most)
+    share = round(most * at_none / (at_none - at_most)) if at_none > at_most else 0
+    share = 0 if share < rank.few else share
+    return min(max(share, least), most)
+
+
+def _cut(document: _Document, rank: _Rank, pool: _Pool) -> None:
+    """Gives a rank the tokens it lacks off the ends of a document, whose rest is the next rank's."""
     if rank.tokens:
         rank.peel(document, min(rank.tokens, document.tokens), rank.work)
     pool.cut = document if document.tokens else None
-    while rank.tokens:
-        _peel_sparsest(rank, pool, rank.tokens)
 
 
-def _peel_sparsest(rank, pool, tokens):
-    sparse = pool.documents[0]
-    tokens = min(tokens, sparse.tokens)
-    before = rank.work
-    rank.peel(sparse, tokens, int(sparse.density * tokens))
-    pool.tokens[0] += tokens
-    pool.work[0] += before - rank.work
-    if not sparse.tokens:
-        pool.pop_sparsest(1)
-
-
-def _fair(document, tokens):
-    """The work of so many tokens off a document's ends, as near to their share as can be."""
-    if tokens >= document.tokens:
-        return tokens * document.density
-    of = document.ends(tokens)
-    low, high = sorted((of(0), of(tokens)))
-    return min(max(tokens * document.density, low), high)
-
-
-def _reaches(document: _Document, tokens: int, work: int, slack: int) -> bool:
-    of = document.ends(tokens)
-    ends = of(0), of(tokens)
-    return min(ends) - slack <= work <= max(ends) + slack
-
-
-def _matching(of: Callable[[int], int], tokens: int, work: float, near: float) -> int:
-    """The number of early tokens, 0 to `tokens`, with which the work `of` it is near, or nearest, to the wanted one."""
-    low, high = (0, of(0)), (tokens, of(tokens))
-    for count, found in (low, high):
-        if abs(found - work) <= near:
-            return count
-    if (low[1] - work) * (high[1] - work) > 0:  # out of reach
-        return min((low, high), key=lambda end: abs(end[1] - work))[0]
-    while high[0] - low[0] > 1:
-        share = (low[1] - work) / (low[1] - high[1])
+def _early(document: _Document, tokens: int, work: float, slack: float) -> int:
+    """How many early tokens a piece off a document's ends has if it has about so much work; none or all if that does."""
+    low, high = ((early, document.peeled(tokens, early) - work) for early in (0, tokens))
+    nearest = min((low, high), key=lambda end: abs(end[1]))
+    if abs(nearest[1]) <= slack or (low[1] > 0) == (high[1] > 0):
+        return nearest[0]
+    while high[0] - low[0] > 1 and abs(nearest[1]) > slack / 8:
+        share = low[1] / (low[1] - high[1])  # along the line between them, and not too near to either
         step = round((high[0] - low[0]) * min(max(share, 0.1), 0.9))
-        middle = min(max(low[0] + step, low[0] + 1), high[0] - 1)
-        found = of(middle)
-        if abs(found - work) <= near:
-            return middle
-        if (found - work) * (low[1] - work) > 0:
-            low = middle, found
+        early = min(max(low[0] + step, low[0] + 1), high[0] - 1)
+        nearest = early, document.peeled(tokens, early) - work
+        if (nearest[1] > 0) == (low[1] > 0):
+            low = nearest
         else:
-            high = middle, found
-    return min((low, high), key=lambda end: abs(end[1] - work))[0]
+            high = nearest
+    return nearest[0]
 
 
 def _documents(mask: Mask) -> list[_Document]:
