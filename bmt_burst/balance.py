@@ -171,7 +171,7 @@ class _Pool:
     def fits(self, document: _Document, rank: _Rank) -> bool:
         """Whether a rank can have all of it and sparse documents for the tokens that are left."""
         left = rank.tokens - document.tokens
-        return left >= 0 and document.work + self.sparsest(left) <= rank.work + rank.slack
+        return left >= 0 and document.work + self.sparsest(left) <= rank.work + rank.slack // 16
 
     def is_enough(self, document: _Document, rank: _Rank) -> bool:
         """Whether a rank that has all of it can get the work that is left from dense documents."""
@@ -279,20 +279,17 @@ def _cuttable(pool: _Pool, first: int, tokens: int, work: int, slack: int) -> in
 def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
     """Gives a rank a piece of a long document, about as dense as that is, and sparse documents, as many as need be."""
 
-    def excess(count: int, more: int = 0) -> float:
-        """Of work, if a rank has so many of the sparse documents, so many tokens more, and the piece."""
+    def excess(count: int) -> float:
+        """Of work, if a rank has so many of the sparse documents and the piece is all that it lacks."""
         tokens, work = pool.lacking(rank, count)
-        return document.fair(tokens - more) - work + (more * pool.documents[count].density if more else 0)
+        return tokens * document.density - work
 
     room = pool.room(rank)
     count = max(bisect_left(range(room + 1), True, key=lambda count: excess(count) < 0) - 1, 0)
     whole = [k for k in (count, count + 1) if k <= room and _bends(document, rank, *pool.lacking(rank, k))]
-    if whole:
-        pool.give_sparsest(min(whole, key=lambda k: abs(excess(k))), rank)
-    else:
-        pool.give_sparsest(count, rank)
-        if pool.documents and (more := _sparse_share(document, rank, pool.documents[0], lambda more: excess(0, more))):
-            pool.peel_sparsest(more, rank)
+    pool.give_sparsest(min(whole, key=lambda k: abs(excess(k)), default=count), rank)
+    if not whole and pool.documents and (tokens := _sparse_share(document, rank, pool.documents[0])):
+        pool.peel_sparsest(tokens, rank)
     _cut(document, rank, pool)
     while rank.tokens:
         pool.peel_sparsest(rank.tokens, rank)
@@ -307,14 +304,13 @@ def _bends(document: _Document, rank: _Rank, tokens: int, work: int) -> bool:
     return low - rank.slack <= work <= high + rank.slack and off <= max(_BENT * work, rank.slack)
 
 
-def _sparse_share(document: _Document, rank: _Rank, sparse: _Document, excess: Callable[[int], float]) -> int:
+def _sparse_share(document: _Document, rank: _Rank, sparse: _Document) -> int:
     """How many tokens of the sparsest document go with the piece of the long one, so that no work is in excess."""
-    most = min(rank.tokens, sparse.tokens)
-    least = max(rank.tokens - document.tokens, 0)
-    at_none, at_most = excess(0), excess(most)
+    least, most = max(rank.tokens - document.tokens, 0), min(rank.tokens, sparse.tokens)
+    at_none = document.fair(rank.tokens) - rank.work
+    at_most = document.fair(rank.tokens - most) + most * sparse.density - rank.work
     share = round(most * at_none / (at_none - at_most)) if at_none > at_most else 0
-    share = 0 if share < rank.few else share
-    return min(max(share, least), most)
+    return min(max(share if share >= rank.few else 0, least), most)
 
 
 def _cut(document: _Document, rank: _Rank, pool: _Pool) -> None:
@@ -325,7 +321,7 @@ def _cut(document: _Document, rank: _Rank, pool: _Pool) -> None:
 
 
 def _early(document: _Document, tokens: int, work: float, slack: float) -> int:
-    """How many early tokens a piece off a document's ends has if it has about so much work; none or all if that does."""
+    """How many early ones are among so many tokens off a document's ends of about so much work; none or all if it can."""
     low, high = ((early, document.peeled(tokens, early) - work) for early in (0, tokens))
     nearest = min((low, high), key=lambda end: abs(end[1]))
     if abs(nearest[1]) <= slack or (low[1] > 0) == (high[1] > 0):
