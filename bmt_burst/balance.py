@@ -279,15 +279,20 @@ def _cuttable(pool: _Pool, first: int, tokens: int, work: int, slack: int) -> in
 def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
     """Gives a rank a piece of a long document, about as dense as that is, and sparse documents, as many as need be."""
 
-    def excess(count: int) -> float:
+    def excess(count: int, work_of: Callable[[int], float]) -> float:
         """Of work, if a rank has so many of the sparse documents and the piece is all that it lacks."""
         tokens, work = pool.lacking(rank, count)
-        return tokens * document.density - work
+        return work_of(tokens) - work
+
+    def linear(tokens: int) -> float:
+        return tokens * document.density
 
     room = pool.room(rank)
-    count = max(bisect_left(range(room + 1), True, key=lambda count: excess(count) < 0) - 1, 0)
+    count = max(bisect_left(range(room + 1), True, key=lambda count: excess(count, linear) < 0) - 1, 0)
     whole = [k for k in (count, count + 1) if k <= room and _bends(document, rank, *pool.lacking(rank, k))]
-    pool.give_sparsest(min(whole, key=lambda k: abs(excess(k)), default=count), rank)
+    while not whole and count and excess(count, document.fair) < 0:  # its ends are sparser than it is
+        count -= 1
+    pool.give_sparsest(min(whole, key=lambda k: abs(excess(k, linear)), default=count), rank)
     if not whole and pool.documents and (tokens := _sparse_share(document, rank, pool.documents[0])):
         pool.peel_sparsest(tokens, rank)
     _cut(document, rank, pool)
@@ -321,7 +326,7 @@ def _cut(document: _Document, rank: _Rank, pool: _Pool) -> None:
 
 
 def _early(document: _Document, tokens: int, work: float, slack: float) -> int:
-    """How many early ones are among so many tokens off a document's ends of about so much work; none or all if it can."""
+    """How many early ones are among `tokens` off its ends that have about so much work, none or all if possible."""
     low, high = ((early, document.peeled(tokens, early) - work) for early in (0, tokens))
     nearest = min((low, high), key=lambda end: abs(end[1]))
     if abs(nearest[1]) <= slack or (low[1] > 0) == (high[1] > 0):
@@ -355,8 +360,10 @@ def _seen(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[int], int
         low, high = slices[0].low, slices[0].high
         if low is None and high is None:
             return lambda i: (i - start) * size
+        if low == 0 and high is None:
+            return lambda i: (i - start) * (i - start + 1) // 2
         if low == 0:
-            return lambda i: _ramp(i - start, size if high is None else high)
+            return lambda i: _ramp(i - start, high)
         if high is not None and low == 1 - high:
             later = _ramp(size - 1, high - 1)
             return lambda i: _ramp(i - start, high) + later - _ramp(stop - i - 1, high - 1)
