@@ -187,7 +187,7 @@ def _is_whole(parts: Sequence[tuple], tokens: int) -> bool:
 
 
 def _too_many(parts: Sequence[tuple], into: Tensor | None, limit: int) -> bool:
-    """Whether it is time to fold: for the memory of parts that wait, which one that lies where the sum goes does not."""
+    """Whether parts that wait have too much memory; one that lies where the sum goes does not wait."""
     waiting = parts[1:] if _lies_in(parts[0], into) else parts
     return len(parts) > 1 and (len(parts) > _MOST_PARTS or sum(part[1].nbytes for part in waiting) > limit)
 

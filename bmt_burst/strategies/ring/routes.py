@@ -1,7 +1,7 @@
 """Routes: which tokens go to whom in each stage of a ring, and where in the receiver's memory they land.
 
-A round's hops come in stages. The tokens of a stage that a rank looks at land one after the other, in the order of their
-positions, so that what looks at them alike is one kernel call. Gradients of a stage go home the same way: at home they
+A round's hops come in stages. The tokens of a stage that a rank looks at land one after the other, in the order of
+their positions, so that what looks at them alike is one kernel call. Gradients of a stage go home the same way: at home they
 land one sender's after the other. Both ends of a message compute its place from the same data, so a transport may write
 it there without asking.
 
