@@ -109,7 +109,7 @@ class Routes:
             self._seen.append(pieces)
 
     def traffic(self) -> bool:
-        """Whether anything goes to or from any rank of this host."""
+        """Whether this rank has a part in what travels: to any rank of its host, or from it to another host."""
         return any(self._seen) or any(self._lent(host) for host in range(self.schedule.outer) if host != self.host)
 
     def landing_tokens(self, hops: Sequence[int]) -> int:
