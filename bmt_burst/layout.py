@@ -1,8 +1,8 @@
 """Layouts: which token positions a rank owns.
 
 A layout cuts one sequence of `seq_len` tokens over `size` ranks. A rank's shard is a few *runs*, arithmetic
-progressions of positions, in rising order; everything else (positions for RoPE, sharding, labels, what a rank sees of another)
-derives from the runs. Any length works: shards may differ by one token, nothing is padded or dropped.
+progressions of positions, in rising order; everything else (positions for RoPE, sharding, labels, what a rank sees of
+another) derives from the runs. Any length works: shards may differ by one token, nothing is padded or dropped.
 
     zigzag      the sequence in 2 * size chunks; rank r owns chunks r and 2 * size - 1 - r (equal causal work)
     striped     rank r owns positions r, r + size, r + 2 * size, ... (equal work, also with documents; all travels)
