@@ -3,9 +3,9 @@
     forward     q, k, v go to the ranks of their heads; out and lse come back to the ranks of their tokens
     backward    q, dout, lse, delta (or out), k, v go there; dq, dk, dv come back
 
-Rank r of n computes query heads H r // n to H (r + 1) // n - 1: none, if there are fewer heads than ranks. A kv head goes
-to every rank that has a query head of it; its gradients, one from each of these, add up at home. Tokens are put at their
-positions, so the mask is computed as on one rank, whatever the layout. `print(plan)` shows who gets what.
+Rank r of n computes query heads H r // n to H (r + 1) // n - 1; with fewer heads than ranks that may be none. A kv head
+goes to every rank with a query head of it, and its gradients, one from each of these, add up at home. Tokens are put at
+their positions, so the mask is computed as on one rank, whatever the layout. `print(plan)` shows who gets what.
 
 Letters: B batch, S tokens of a rank, N of all ranks, H query heads, G kv heads, h and g those of a rank, D head size.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,8 +31,6 @@ from ..transport import Arrival, Parcel, Transport
 from ..transport.packing import Packing
 from . import Plan, Problem, Strategy
 from .compute import Keys, Queries, gradients, outputs, split
-
-Rows = Sequence[tuple[tuple[int, ...], torch.dtype]]  # of tensors (B, S, heads, *shape): the shape and the dtype
 
 
 class Ulysses(Strategy):
@@ -73,73 +71,74 @@ def _kv_heads(start: int, stop: int, ratio: int) -> Span:
     return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
 
 
+class Row(NamedTuple):
+    """What a tensor (B, S, heads, *shape) of `dtype` has of a token; its heads are number `kind` of `Heads`."""
+
+    kind: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class Move:
-    """Tensors that every rank sends to every other one: of some tokens and heads, (B, S, heads, ...).
+    """Tensors that every rank sends to every other one: some tokens and some heads of them.
 
-    home     they go from the rank of the heads to the rank of the tokens; else the other way round
-    packings how they lie in memory, by the rank of the heads
-    tokens   how many, by the rank of the tokens
+    lane      "visit": from the rank of the tokens to that of the heads; "return": the other way round
+    packings  how they lie in memory, by the rank of the heads
+    tokens    how many there are, by the rank of the tokens
     """
 
     rank: int
     lane: str
-    home: bool
+    rows: Sequence[Row]
     packings: Sequence[Packing]
     tokens: Sequence[int]
 
-    @functools.cached_property
-    def berth(self) -> int:
-        """Bytes of memory that every receiver has for each sender."""
-        return max(packing.nbytes(max(self.tokens)) for packing in self.packings)
-
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of a receiver, the same on all ranks."""
-        return (len(self.tokens) - 1) * self.berth
+        """Bytes of memory that a rank receives into: the same on all, with as much for each sender."""
+        return (len(self.tokens) - 1) * self._berth
 
     @property
     def leaving_bytes(self) -> int:
-        return sum(nbytes for peer in self._others() for *_, nbytes in self._messages(self.rank, peer))
+        return sum(nbytes for *_, nbytes in self._messages(leaving=True))
 
     @contextmanager
     def moved(self, transport: Transport, own: Sequence[Sequence[Tensor]]) -> Iterator[list[Sequence[Tensor]]]:
-        """Sends tensors own[r] to each rank r; yields those from each, own[rank] among them, good within the context."""
-        parcels = [
-            Parcel(own[peer][index][row].contiguous(), peer, start)
-            for peer in self._others()
-            for index, row, start, _ in self._messages(self.rank, peer)
-        ]
-        arrivals = [
-            Arrival(peer, start, nbytes)
-            for peer in self._others()
-            for _, _, start, nbytes in self._messages(peer, self.rank)
-        ]
+        """Sends tensors own[r] to each rank r; yields those from each, own[rank] among them, good in the context."""
+        parcels = [Parcel(own[to][i][row].contiguous(), to, at) for to, i, row, at, _ in self._messages(leaving=True)]
+        arrivals = [Arrival(peer, at, nbytes) for peer, _, _, at, nbytes in self._messages(leaving=False)]
         delivery = transport.deliver(self.lane, self.nbytes, parcels, arrivals, own[self.rank][0].device)
         try:
             delivery.wait()
             parts = list(own)
-            for peer in self._others():
+            for peer in self._others:
                 packing, tokens, start = self._place(peer, self.rank)
                 parts[peer] = packing.views(delivery.memory[start:], tokens)
             yield parts
         finally:
             delivery.release()
 
+    @functools.cached_property
+    def _berth(self) -> int:
+        return max(packing.nbytes(max(self.tokens)) for packing in self.packings)
+
+    @property
     def _others(self) -> list[int]:
         return [peer for peer in range(len(self.tokens)) if peer != self.rank]
 
-    def _messages(self, source: int, target: int) -> Iterator[tuple[int, int, int, int]]:
-        """(tensor, batch row, byte offset, bytes) of what a rank sends to another one; nothing without heads."""
-        packing, tokens, start = self._place(source, target)
-        for index, row, offset, nbytes in packing.messages(tokens, (0, tokens)):
-            if nbytes:
-                yield index, row, start + offset, nbytes
+    def _messages(self, leaving: bool) -> Iterator[tuple[int, int, int, int, int]]:
+        """(peer, tensor, batch row, byte offset, bytes) of what this rank sends or receives; no empty ones."""
+        for peer in self._others:
+            packing, tokens, start = self._place(self.rank, peer) if leaving else self._place(peer, self.rank)
+            for index, row, offset, nbytes in packing.messages(tokens, (0, tokens)):
+                if nbytes:
+                    yield peer, index, row, start + offset, nbytes
 
     def _place(self, source: int, target: int) -> tuple[Packing, int, int]:
         """How a rank's tensors lie at another one, of how many tokens, and from which byte on."""
-        heads, tokens = (source, target) if self.home else (target, source)
-        return self.packings[heads], self.tokens[tokens], ((target - source) % len(self.tokens) - 1) * self.berth
+        heads, tokens = (target, source) if self.lane == "visit" else (source, target)
+        return self.packings[heads], self.tokens[tokens], ((target - source) % len(self.tokens) - 1) * self._berth
 
 
 class UlyssesPlan(Plan):
@@ -152,29 +151,18 @@ class UlyssesPlan(Plan):
         self.chunks = self.heads[rank].chunks(sizes.heads // sizes.kv_heads)
         self.sends_delta = problem.kernel.takes_delta and not problem.send_out
         self._positions: dict[tuple, tuple[Tensor, ...]] = {}  # by GPU and stream, in whose order they get there
-        wide, x, grad = (
-            accumulator_dtype(sizes.dtype),
-            ((sizes.head_size,), sizes.dtype),
-            (
-                (sizes.head_size,),
-                sizes.partial,
-            ),
-        )
-        softmax = [((2,), wide)] if self.sends_delta else [((), wide), x]
-        self.inputs = self._move("visit", [x], [x, x])
-        self.results = self._move("return", [x, ((), wide)], [])
-        self.backward_inputs = self._move("visit", [x, x, *softmax], [x, x])
-        self.backward_results = self._move("return", [x], [grad, grad])
+        head, wide = (sizes.head_size,), accumulator_dtype(sizes.dtype)
+        q, kv, grad = Row(0, head, sizes.dtype), Row(1, head, sizes.dtype), Row(1, head, sizes.partial)
+        softmax = [Row(0, (2,), wide)] if self.sends_delta else [Row(0, (), wide), q]
+        self.inputs = self._move("visit", q, kv, kv)
+        self.results = self._move("return", q, Row(0, (), wide))
+        self.backward_inputs = self._move("visit", q, kv, kv, q, *softmax)
+        self.backward_results = self._move("return", q, grad, grad)
 
-    def _move(self, lane: str, rows: Rows, kv_rows: Rows) -> Move:
-        """The move of tensors of the query heads and then of the kv heads."""
-        packings = []
-        for heads in self.heads:
-            kinds = (heads.q, rows), (heads.kv, kv_rows)
-            shapes = (((length(span), *shape), dtype) for span, kind in kinds for shape, dtype in kind)
-            packings.append(Packing(self.problem.sizes.batch, tuple(shapes)))
-        tokens = [self.problem.layout.length(rank) for rank in range(self.size)]
-        return Move(self.rank, lane, lane == "return", packings, tokens)
+    def _move(self, lane: str, *rows: Row) -> Move:
+        shapes = [tuple(((length(heads[r.kind]), *r.shape), r.dtype) for r in rows) for heads in self.heads]
+        packings = [Packing(self.problem.sizes.batch, theirs) for theirs in shapes]
+        return Move(self.rank, lane, rows, packings, [self.problem.layout.length(rank) for rank in range(self.size)])
 
     @functools.cached_property
     def cuts(self) -> Sequence[Cut]:
@@ -189,7 +177,7 @@ class UlyssesPlan(Plan):
         rings.inner.reserve({lane: max(move.nbytes for move in moves) for lane, moves in lanes.items()}, device)
 
     def forward(self, rings: Rings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = self._to_heads(rings, self.inputs, [q], [k, v])
+        q, k, v = self._to_heads(rings, self.inputs, [q, k, v])
         out, lse = self._attend(q, Keys(k, v))
         with self._to_tokens(rings, self.results, [out, lse.transpose(1, 2)]) as parts:
             out, lse = (torch.cat(same, 2) for same in zip(*parts, strict=True))
@@ -199,8 +187,9 @@ class UlyssesPlan(Plan):
         self, rings: Rings, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         softmax = [query_rows(out, dout, lse)] if self.sends_delta else [lse.transpose(1, 2), out]
-        there = self._to_heads(rings, self.backward_inputs, [q, dout, *softmax], [k, v])
-        grads = self._differentiate(self._queries(*there[:-2]), Keys(*there[-2:]))
+        inputs = [q, k, v, dout, *softmax]
+        q, all_k, all_v, *rest = self._to_heads(rings, self.backward_inputs, inputs)
+        grads = self._differentiate(self._queries(q, *rest), Keys(all_k, all_v))
         with self._to_tokens(rings, self.backward_results, grads) as parts:
             dq, dk, dv = zip(*parts, strict=True)
             return torch.cat(dq, 2), self._sum(dk, k), self._sum(dv, v)
@@ -263,22 +252,24 @@ class UlyssesPlan(Plan):
     def _gradients(self, into: Tensor) -> Gradients:
         return Gradients(into.shape, into.dtype, into.device, self.problem.group_bytes, into)
 
-    def _to_heads(self, rings: Rings, move: Move, tensors: Sequence[Tensor], kv_tensors: Sequence[Tensor]):
-        """Of tensors (B, S, H, ...) and (B, S, G, ...) of all ranks the heads of this one: (B, N, h or g, ...)."""
-        device, n = tensors[0].device, self.problem.layout.seq_len
+    def _to_heads(self, rings: Rings, move: Move, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of tensors (B, S, H or G, ...) of all ranks the heads of this one: (B, N, h or g, ...)."""
+        device = tensors[0].device
         own = [
-            [x[:, :, slice(*span)] for span, kind in ((q, tensors), (kv, kv_tensors)) for x in kind]
-            for q, kv in self.heads
+            [x[:, :, slice(*heads[row.kind])] for x, row in zip(tensors, move.rows, strict=True)]
+            for heads in self.heads
         ]
-        whole = move.packings[self.rank].empty(n, device)
+        whole = move.packings[self.rank].empty(self.problem.layout.seq_len, device)
         with move.moved(rings.inner, own) as parts:
             for positions, part in zip(self._all_positions(device), parts, strict=True):
                 for x, y in zip(whole, part, strict=True):
                     x.index_copy_(1, positions, y)
         return whole
 
-    def _to_tokens(self, rings: Rings, move: Move, tensors: Sequence[Tensor]):
-        """Of tensors (B, N, h or g, ...) of each rank the tokens of this one: (B, S, ...); a context, as of Move."""
+    def _to_tokens(
+        self, rings: Rings, move: Move, tensors: Sequence[Tensor]
+    ) -> AbstractContextManager[list[Sequence[Tensor]]]:
+        """Of tensors (B, N, h or g, ...) of each rank the tokens of this one: (B, S, h or g, ...), as `Move.moved`."""
         positions = self._all_positions(tensors[0].device)
         return move.moved(rings.inner, [[x.index_select(1, at) for x in tensors] for at in positions])
 
