@@ -28,8 +28,9 @@ from torch import Tensor
 from ...rings import Rings
 from ...tiling import Cut, Tiling, by_columns, flipped, kernel_calls
 from .. import Plan, Problem, Sizes, Strategy
+from ..compute import Keys, Queries
 from .executor import Backward, Forward, Pass, Tour
-from .payload import Keys, KeysValues, Payload, Queries, backward_payload, of_heads
+from .payload import KeysValues, Payload, backward_payload, of_heads
 from .program import program
 from .routes import Routes
 from .schedule import Schedule
