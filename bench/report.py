@@ -16,11 +16,17 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-CASE = ("gpus", "batch", "heads", "kv_heads", "head_dim", "causal")
+CASE = ("gpus", "batch", "heads", "kv_heads", "head_dim", "mask")
+YARDSTICKS = ("kernel alone", "FA4 varlen")  # on one GPU
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    """All rows. Those from before there were documents say whether they are causal."""
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    for row in rows:
+        if "causal" in row:
+            row["mask"] = "causal" if row.pop("causal") else "full"
+    return rows
 
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
@@ -32,7 +38,7 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
 
 def measured(rows: list[Row]) -> list[Row]:
     """Rows of attention over several ranks, without what could not be measured."""
-    return [r for r in rows if r["kind"] == "attention" and r["impl"] != "kernel alone" and "fwd_ms" in r]
+    return [r for r in rows if r["kind"] == "attention" and r["impl"] not in YARDSTICKS and "fwd_ms" in r]
 
 
 def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
@@ -43,55 +49,66 @@ def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
     return groups
 
 
-def alone(rows: list[Row], row: Row, kind: str = "attention") -> Row:
-    """The measurement of the kernel alone that belongs to a row of this kind, if it can be of the row's own kernel."""
-    same = ("batch", "heads", "kv_heads", "head_dim", "causal")
+def alone(rows: list[Row], row: Row, impl: str = "kernel alone") -> Row | None:
+    """A yardstick's measurement that belongs to a row, of the row's own kernel if there is one; None if there is none."""
+    same = ("kind", "batch", "heads", "kv_heads", "head_dim", "mask")
     found = [
         other
         for other in rows
-        if other["kind"] == kind
-        and other["impl"] == "kernel alone"
+        if other.get("impl") == impl
+        and "fwd_ms" in other
         and other["seq_len"] * row["gpus"] == row["seq_len"]
+        and other.get("share_of", row["gpus"]) == row["gpus"]
         and all(other[name] == row[name] for name in same)
     ]
-    return max(found, key=lambda other: other["kernel"] == row["kernel"])
+    return max(found, key=lambda other: other["kernel"] == row["kernel"], default=None)
+
+
+def bwd_rate(row: Row) -> float:
+    """TFLOP/s per GPU of the backward: 2.5 times a forward's work in the time that a forward and backward take longer."""
+    return 2.5 * row["fwd_tflops_per_gpu"] * row["fwd_ms"] / (row["fwd_bwd_ms"] - row["fwd_ms"])
 
 
 def describe(case: tuple) -> str:
-    gpus, batch, heads, kv_heads, head_dim, causal = case
-    return f"{gpus} ranks, batch {batch}, {heads}:{kv_heads} heads of {head_dim}, {mask(causal)}"
+    gpus, batch, heads, kv_heads, head_dim, mask = case
+    return f"{gpus} ranks, batch {batch}, {heads}:{kv_heads} heads of {head_dim}, {mask}"
 
 
 def attention_tables(rows: list[Row]) -> str:
     parts = []
-    header = [
-        "tokens",
-        "implementation",
-        "kernel",
-        "fwd ms",
-        "fwd+bwd ms",
-        "fwd TFLOP/s",
-        "fwd+bwd TFLOP/s",
-        "% of kernel alone",
-        "GiB",
-    ]
+    rates = ["fwd TFLOP/s", "bwd TFLOP/s", "fwd+bwd TFLOP/s", "% of kernel alone"]
+    header = ["tokens", "implementation", "kernel", "fwd ms", "fwd+bwd ms", *rates, "GiB"]
     for case, group in attention_groups(rows).items():
-        lines = [
-            [
-                tokens(row["seq_len"]),
-                implementation(row),
-                row["kernel"],
-                row["fwd_ms"],
-                row["fwd_bwd_ms"],
-                row["fwd_tflops_per_gpu"],
-                row["fwd_bwd_tflops_per_gpu"],
-                100 * row["fwd_bwd_tflops_per_gpu"] / alone(rows, row)["fwd_bwd_tflops_per_gpu"],
-                "-" if row["peak_extra_gib"] is None else row["peak_extra_gib"],
-            ]
-            for row in group
-        ]
+        lines = [_line(row, shown, rows) for row, shown in _beside_yardsticks(rows, group)]
         parts.append(f"### {describe(case)}\n\n" + table(header, lines))
     return "\n\n".join(parts)
+
+
+def _line(row: Row, shown: Row, rows: list[Row]) -> list[Any]:
+    """Of what is shown beside a row: the row itself, or a yardstick."""
+    limit = alone(rows, row)
+    return [
+        tokens(row["seq_len"]),
+        implementation(shown),
+        shown["kernel"],
+        shown["fwd_ms"],
+        shown["fwd_bwd_ms"],
+        shown["fwd_tflops_per_gpu"],
+        bwd_rate(shown),
+        shown["fwd_bwd_tflops_per_gpu"],
+        100 * shown["fwd_bwd_tflops_per_gpu"] / limit["fwd_bwd_tflops_per_gpu"] if limit else "-",
+        "-" if shown["peak_extra_gib"] is None else shown["peak_extra_gib"],
+    ]
+
+
+def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row]]:
+    """The rows of a group, each as (row, row), and before the first one of a length its yardsticks, (row, yardstick)."""
+    found: dict[tuple, tuple[Row, Row]] = {}
+    for row in sorted(group, key=lambda row: row["seq_len"]):
+        yardsticks = [alone(rows, row, name) for name in YARDSTICKS]
+        for shown in (*filter(None, yardsticks), row):
+            found.setdefault((row["seq_len"], id(shown)), (row, shown))
+    return list(found.values())
 
 
 def attention_summary(rows: list[Row]) -> str:
@@ -99,8 +116,8 @@ def attention_summary(rows: list[Row]) -> str:
     lengths = sorted({row["seq_len"] for row in measured(rows)})
     lines: dict[tuple, dict[int, Row]] = defaultdict(dict)
     for row in measured(rows):
-        for shown in (alone(rows, row), row):
-            line = row["batch"], heads(row), mask(row["causal"]), implementation(shown), shown["kernel"]
+        for shown in (*filter(None, (alone(rows, row, name) for name in YARDSTICKS)), row):
+            line = row["batch"], heads(row), row["mask"], implementation(shown), shown["kernel"]
             lines[line][row["seq_len"]] = shown
     header = ["batch", "heads", "mask", "implementation", "kernel", *map(tokens, lengths), "GiB"]
     return table(header, [[*line, *_rates(found, lengths)] for line, found in lines.items()])
@@ -123,12 +140,12 @@ def one_rank_table(rows: list[Row]) -> str:
     header = [*facts, "fwd", "fwd+bwd", "kernel alone", "sums %", "idle %", "GiB"]
     lines = []
     for ranks in cases.values():
-        row, limit = max(ranks, key=lambda r: r["fwd_bwd_ms"]), alone(rows, ranks[0], "one rank")
+        row, limit = max(ranks, key=lambda r: r["fwd_bwd_ms"]), alone(rows, ranks[0])
         spent = row.get("ms") or dict.fromkeys(("merge", "idle"), 0.0) | {"span": 1.0}
         shares = [f"{100 * spent.get(name, 0.0) / spent['span']:.1f}" for name in ("merge", "idle")]
         gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
         rates = [round(r) for r in (row["fwd_tflops_per_gpu"], row["fwd_bwd_tflops_per_gpu"])]
-        case = [row["gpus"], heads(row), mask(row["causal"]), row["kernel"], tokens(row["seq_len"]), row["impl"]]
+        case = [row["gpus"], heads(row), row["mask"], row["kernel"], tokens(row["seq_len"]), row["impl"]]
         lines.append([*case, *rates, round(limit["fwd_bwd_tflops_per_gpu"]), *shares, gib])
     return table(header, lines) if lines else ""
 
@@ -163,10 +180,6 @@ def heads(row: Row) -> str:
     return f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"
 
 
-def mask(causal: bool) -> str:
-    return "causal" if causal else "full"
-
-
 def tokens(length: int) -> str:
     return f"{length // 1024}K" if length >= 1024 else str(length)
 
@@ -178,7 +191,7 @@ def error_table(rows: list[Row]) -> str:
             r["impl"],
             f"{r['heads']}:{r['kv_heads']}",
             r["kernel"],
-            mask(r["causal"]),
+            r["mask"],
             tokens(r["seq_len"]),
             *(f"{r[n]:.2e}" for n in names),
         ]
@@ -230,8 +243,10 @@ def plot(rows: list[Row], file: Path) -> None:
         for label, points in lines.items():
             panel.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
         lengths = sorted({row["seq_len"] for row in group})
-        limits = [alone(rows, next(r for r in group if r["seq_len"] == length)) for length in lengths]
-        panel.plot(lengths, [r["fwd_bwd_tflops_per_gpu"] for r in limits], "k--", label="kernel alone")
+        for name, style in zip(YARDSTICKS, ("k--", "k:"), strict=True):
+            limits = [alone(rows, next(r for r in group if r["seq_len"] == length), name) for length in lengths]
+            if all(limits):
+                panel.plot(lengths, [r["fwd_bwd_tflops_per_gpu"] for r in limits], style, label=name)
         panel.set(xscale="log", xlabel="tokens", ylabel="TFLOP/s per GPU, forward + backward", title=describe(case))
         panel.set_ylim(bottom=0)
         panel.title.set_fontsize(9)
