@@ -101,7 +101,7 @@ class Contestant:
             "bwd_ms": bwd_ms,
             "fwd_bwd_ms": fwd_bwd_ms,
             "fwd_tflops_per_gpu": work / fwd_ms,
-            "bwd_tflops_per_gpu": 2.5 * work / bwd_ms,
+            "bwd_tflops_per_gpu": 2.5 * work / bwd_ms if bwd_ms > 0 else None,  # the noise of tiny runs
             "fwd_bwd_tflops_per_gpu": 3.5 * work / fwd_bwd_ms,
             "peak_extra_gib": extra_gib,
             "rounds": times,

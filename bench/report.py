@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -50,7 +51,7 @@ def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
 
 
 def alone(rows: list[Row], row: Row, impl: str = "kernel alone") -> Row | None:
-    """A yardstick's measurement that belongs to a row, of the row's own kernel if there is one; None if there is none."""
+    """A yardstick's measurement that belongs to a row, of the row's own kernel if that was measured, None without."""
     same = ("kind", "batch", "heads", "kv_heads", "head_dim", "mask")
     found = [
         other
@@ -65,8 +66,12 @@ def alone(rows: list[Row], row: Row, impl: str = "kernel alone") -> Row | None:
 
 
 def bwd_rate(row: Row) -> float:
-    """TFLOP/s per GPU of the backward: 2.5 times a forward's work in the time that a forward and backward take longer."""
-    return 2.5 * row["fwd_tflops_per_gpu"] * row["fwd_ms"] / (row["fwd_bwd_ms"] - row["fwd_ms"])
+    """TFLOP/s per GPU of the backward: 2.5 times a forward's work, in the time by which both take longer than that.
+
+    NaN where both took no longer, which is the noise of tiny runs.
+    """
+    bwd_ms = row["fwd_bwd_ms"] - row["fwd_ms"]
+    return 2.5 * row["fwd_tflops_per_gpu"] * row["fwd_ms"] / bwd_ms if bwd_ms > 0 else math.nan
 
 
 def describe(case: tuple) -> str:
@@ -102,7 +107,7 @@ def _line(row: Row, shown: Row, rows: list[Row]) -> list[Any]:
 
 
 def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row]]:
-    """The rows of a group, each as (row, row), and before the first one of a length its yardsticks, (row, yardstick)."""
+    """The rows of a group, each as (row, row), and before those of a length its yardsticks as (row, yardstick)."""
     found: dict[tuple, tuple[Row, Row]] = {}
     for row in sorted(group, key=lambda row: row["seq_len"]):
         yardsticks = [alone(rows, row, name) for name in YARDSTICKS]
@@ -137,16 +142,18 @@ def one_rank_table(rows: list[Row]) -> str:
         if row["kind"] == "one rank" and "rank" in row:
             cases[tuple(row[name] for name in (*CASE, "impl", "seq_len"))].append(row)
     facts = ["ranks", "heads", "mask", "kernel", "tokens", "implementation"]
-    header = [*facts, "fwd", "fwd+bwd", "kernel alone", "sums %", "idle %", "GiB"]
+    header = [*facts, "fwd", "bwd", "fwd+bwd", *YARDSTICKS, "sums %", "idle %", "GiB"]
     lines = []
     for ranks in cases.values():
-        row, limit = max(ranks, key=lambda r: r["fwd_bwd_ms"]), alone(rows, ranks[0])
+        row = max(ranks, key=lambda r: r["fwd_bwd_ms"])
+        limits = [alone(rows, row, name) for name in YARDSTICKS]
         spent = row.get("ms") or dict.fromkeys(("merge", "idle"), 0.0) | {"span": 1.0}
         shares = [f"{100 * spent.get(name, 0.0) / spent['span']:.1f}" for name in ("merge", "idle")]
         gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
-        rates = [round(r) for r in (row["fwd_tflops_per_gpu"], row["fwd_bwd_tflops_per_gpu"])]
+        rates = [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
+        rates += [limit["fwd_bwd_tflops_per_gpu"] if limit else "-" for limit in limits]
         case = [row["gpus"], heads(row), row["mask"], row["kernel"], tokens(row["seq_len"]), row["impl"]]
-        lines.append([*case, *rates, round(limit["fwd_bwd_tflops_per_gpu"]), *shares, gib])
+        lines.append([*case, *rates, *shares, gib])
     return table(header, lines) if lines else ""
 
 
@@ -201,6 +208,32 @@ def error_table(rows: list[Row]) -> str:
     return table(["implementation", "heads", "kernel", "mask", "tokens", *names], lines) if lines else ""
 
 
+def planning_table(rows: list[Row]) -> str:
+    """What a new mask costs a rank on the host: medians in milliseconds."""
+    found = [row for row in rows if row["kind"] == "planning"]
+    parts = list(found[0]["ms"]) if found else []
+    header = ["mask", "documents", "ranks", "backward", *(f"{part} ms" for part in parts), "all ms", "target ms"]
+    lines = [
+        [
+            row["mask"],
+            row["documents"],
+            row["gpus"],
+            row["backward"],
+            *row["ms"].values(),
+            row["total_ms"],
+            row["target_ms"],
+        ]
+        for row in found
+    ]
+    return table(header, lines) if lines else ""
+
+
+def memory_table(rows: list[Row]) -> str:
+    names = ["masks", "grown_kib", "resident_grown_kib"]
+    lines = [[row[name] for name in names] for row in rows if row["kind"] == "planning memory"]
+    return table(["masks", "Python's memory, KiB more", "resident, KiB more"], lines) if lines else ""
+
+
 def link_table(rows: list[Row]) -> str:
     lines = [[r["impl"], r["message_mib"], r["gib_per_s"]] for r in rows if r["kind"] == "links"]
     return table(["way", "message MiB", "GiB/s received"], lines) if lines else ""
@@ -211,6 +244,8 @@ def other_tables(rows: list[Row]) -> str:
     tables = {
         "One rank whose peers are imagined: TFLOP/s": one_rank_table(rows),
         "Training": training_table(rows),
+        "A new mask's plan, on the host": planning_table(rows),
+        "Memory after many masks": memory_table(rows),
         "Links alone": link_table(rows),
         "Error against float64 (relative L2)": error_table(rows),
     }
@@ -261,6 +296,7 @@ _TABLES = {
     "attention": attention_summary,
     "errors": error_table,
     "links": link_table,
+    "planning": planning_table,
     "train": training_table,
 }
 

@@ -127,9 +127,8 @@ def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespac
     profile = profiled(work)
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
-        file = f"{name}-{case.mask}-{case.seq_len}-{case.heads}-{case.kv_heads}-rank{machine.rank}.json.gz".replace(
-            " ", "_"
-        )
+        parts = (name, case.mask, case.seq_len, case.heads, case.kv_heads, f"rank{machine.rank}")
+        file = "-".join(map(str, parts)).replace(" ", "_") + ".json.gz"
         profile.export_chrome_trace(str(args.trace / file))
     spent = milliseconds(profile)
     rows: list = [None] * machine.size
