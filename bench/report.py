@@ -213,18 +213,8 @@ def planning_table(rows: list[Row]) -> str:
     found = [row for row in rows if row["kind"] == "planning"]
     parts = list(found[0]["ms"]) if found else []
     header = ["mask", "documents", "ranks", "backward", *(f"{part} ms" for part in parts), "all ms", "target ms"]
-    lines = [
-        [
-            row["mask"],
-            row["documents"],
-            row["gpus"],
-            row["backward"],
-            *row["ms"].values(),
-            row["total_ms"],
-            row["target_ms"],
-        ]
-        for row in found
-    ]
+    facts = ("mask", "documents", "gpus", "backward")
+    lines = [[*(row[f] for f in facts), *row["ms"].values(), row["total_ms"], row["target_ms"]] for row in found]
     return table(header, lines) if lines else ""
 
 
