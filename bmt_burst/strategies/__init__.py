@@ -4,7 +4,8 @@ ring      queries stay, keys and values come by; in the backward what is cheaper
 ulysses   every rank gets whole sequences of some heads (arXiv 2309.14509)
 
 The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports by their contracts
-only. To add one: write `strategies/NAME.py` with a subclass of Strategy, list it in `_STRATEGIES`.
+only; what they share is in `compute`. To add one: write `strategies/NAME.py` with a subclass of Strategy, list it in
+`_STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def load(name: str) -> Strategy:
 
 
 def choose(name: str, problem: Problem) -> Strategy:
-    """The strategy asked for, or for "auto" the first that can do it. Raises ValueError with the reasons if none can."""
+    """The strategy asked for, or for "auto" the first that can. Raises ValueError with the reasons if none can."""
     refusals = []
     for candidate in names() if name == "auto" else [name]:
         strategy = load(candidate)
