@@ -7,10 +7,10 @@ from . import kernels as kernels
 from . import loss as loss
 from . import nn as nn
 from . import offload as offload
-from .attention import burst_attn_func
+from .attention import burst_attn_func, burst_attn_varlen_func
 from .groups import SequenceParallel, init_sequence_parallel
 from .layout import IGNORE_INDEX, Layout, shard, shift_labels, unshard
-from .schedule import Schedule
+from .mask import Mask, Slice
 from .simulation import simulate
 from .transport import Transport
 
@@ -19,10 +19,12 @@ __version__ = "0.1.0"
 __all__ = [
     "IGNORE_INDEX",
     "Layout",
-    "Schedule",
+    "Mask",
     "SequenceParallel",
+    "Slice",
     "Transport",
     "burst_attn_func",
+    "burst_attn_varlen_func",
     "init_sequence_parallel",
     "shard",
     "shift_labels",

@@ -1,86 +1,35 @@
-"""The public function: checks its arguments once, agrees with the other ranks, and hands over to the ring."""
+"""The public functions: they check their arguments once, agree with the other ranks, and hand over to a strategy."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import ring
-from .agreement import call_terms, compare, taking_part, tell, together
-from .checks import check_device, check_options, check_scale, check_tensors
+from .agreement import taking_part, together
+from .call import agree_on_call
 from .compiled import not_compiled
-from .kernels import pick
-from .plan import Plan
+from .layout import Layout
+from .mask import Mask
 from .rings import Group, Rings, make_rings
-from .schedule import Schedule
+from .strategies import Plan
 
-_MOST_PLANS = 1024  # of a ring; then it begins anew
-
-
-@overload
-def burst_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    flash: str = "auto",
-    causal: bool = False,
-    optimize_bwd_comm: bool = True,
-    deterministic: bool = False,
-    process_group: Group | None = None,
-    double_group: Sequence[Group | None] = (None, None),
-    *,
-    layout: str = "zigzag",
-    backward: str = "auto",
-    return_lse: Literal[False] = False,
-    group_bytes: int = 5 << 26,
-) -> Tensor: ...
+Masks = Mask | Sequence[Mask]
+Layouts = str | Layout | Sequence[Layout]
 
 
 @overload
 def burst_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    flash: str = "auto",
-    causal: bool = False,
-    optimize_bwd_comm: bool = True,
-    deterministic: bool = False,
-    process_group: Group | None = None,
-    double_group: Sequence[Group | None] = (None, None),
-    *,
-    layout: str = "zigzag",
-    backward: str = "auto",
-    return_lse: Literal[True],
-    group_bytes: int = 5 << 26,
+    q: Tensor, k: Tensor, v: Tensor, *options: Any, return_lse: Literal[True], **named: Any
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
-def burst_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    flash: str = "auto",
-    causal: bool = False,
-    optimize_bwd_comm: bool = True,
-    deterministic: bool = False,
-    process_group: Group | None = None,
-    double_group: Sequence[Group | None] = (None, None),
-    *,
-    layout: str = "zigzag",
-    backward: str = "auto",
-    return_lse: bool,
-    group_bytes: int = 5 << 26,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+def burst_attn_func(q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Tensor: ...
 
 
 @not_compiled
@@ -96,7 +45,9 @@ def burst_attn_func(
     process_group: Group | None = None,
     double_group: Sequence[Group | None] = (None, None),
     *,
-    layout: str = "zigzag",
+    mask: Masks | None = None,
+    layout: Layouts = "zigzag",
+    strategy: str = "auto",
     backward: str = "auto",
     return_lse: bool = False,
     group_bytes: int = 5 << 26,
@@ -117,8 +68,12 @@ def burst_attn_func(
             dimension), a bmtrain NCCLCommunicator or a bmt_burst Transport; by default all ranks of BMTrain or
             torch.distributed, or this process alone.
         double_group: (intra, inter) groups for a double ring, instead of `process_group`.
-        layout: which positions the ranks own, see `bmt_burst.Layout`: "zigzag", "striped" or "contiguous".
-        backward: what travels in the backward: "kv" (keys and values), "q" (queries and the output's gradient) or
+        mask: which pairs of the whole sequence are visible, instead of `causal`: a `bmt_burst.Mask`, or one for each
+            row of the batch.
+        layout: which positions the ranks own: "zigzag", "striped" or "contiguous", "balanced" for the balanced one of
+            the mask, a `bmt_burst.Layout`, or one for each row of the batch.
+        strategy: "ring", "ulysses", or "auto", which is the ring.
+        backward: what travels in a ring's backward: "kv" (keys and values), "q" (queries and the output's gradient) or
             "auto", the one with fewer bytes.
         return_lse: also return the logsumexp.
         group_bytes: how many bytes of travelling blocks may come in together: more means fewer and larger kernel calls,
@@ -126,7 +81,8 @@ def burst_attn_func(
 
     Returns:
         out (B, S_local, H, D) in q's dtype, and with return_lse also lse (B, H, S_local), fp32 (fp64 for fp64
-        inputs), the natural logarithm of the softmax denominators; no gradient flows through lse.
+        inputs), the natural logarithm of the softmax denominators; no gradient flows through lse. Queries that see
+        nothing have out 0 and lse -inf.
 
     Differentiable in q, k and v (once). Inputs are never written to.
 
@@ -138,20 +94,86 @@ def burst_attn_func(
     here, and the ranks that wait for this one raise TimeoutError after the group's own timeout (gloo between hosts:
     RuntimeError), or RuntimeError as soon as this process has ended. The same where a rank gives another valid group.
     """
-    rings = make_rings(process_group, double_group)
     options = {
         "softmax_scale": softmax_scale,
         "flash": flash,
         "causal": causal,
         "optimize_bwd_comm": optimize_bwd_comm,
         "deterministic": deterministic,
+        "mask": mask,
         "layout": layout,
+        "strategy": strategy,
         "backward": backward,
         "group_bytes": group_bytes,
     }
-    with torch.cuda.device(q.device) if _is_on_gpu(q) else contextlib.nullcontext():  # which kernels take for granted
-        out, lse = _BurstAttention.apply(q, k, v, rings, *_agree(rings, q, k, v, options))
+    out, lse = _attention(make_rings(process_group, double_group), q, k, v, lambda: options)
     return (out, lse) if return_lse else out
+
+
+@not_compiled
+def burst_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Sequence[int] | Tensor,
+    softmax_scale: float | None = None,
+    flash: str = "auto",
+    causal: bool = False,
+    window: int | None = None,
+    process_group: Group | None = None,
+    double_group: Sequence[Group | None] = (None, None),
+    *,
+    layout: str | Layout = "zigzag",
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`burst_attn_func` for packed documents, with tensors as functions of variable length take them.
+
+    Args:
+        q: (T_local, H, D) queries of this rank's tokens of the packed sequence, as `layout` cuts that.
+        k, v: (T_local, G, D) keys and values of the same tokens.
+        cu_seqlens: (0, ..., T): where documents begin in the whole sequence, and its length; a sequence or an integer
+            tensor on the CPU. The same on every rank.
+        causal, window: as of `Mask.documents`.
+        options: further options of burst_attn_func.
+
+    Returns:
+        out (T_local, H, D), and with return_lse also lse (H, T_local).
+
+    All else as burst_attn_func.
+    """
+    given = {"softmax_scale": softmax_scale, "flash": flash, "layout": layout, **options}
+
+    def with_mask() -> dict[str, Any]:
+        return {**_DEFAULTS, **given, "mask": Mask.documents(cu_seqlens, causal, window)}
+
+    if unknown := options.keys() - _DEFAULTS.keys():
+        raise TypeError(f"burst_attn_varlen_func has no option {sorted(unknown)[0]!r}")
+    out, lse = _attention(make_rings(process_group, double_group), q, k, v, with_mask, packed=True)
+    return (out[0], lse[0]) if return_lse else out[0]
+
+
+_DEFAULTS: dict[str, Any] = {
+    "optimize_bwd_comm": True,
+    "deterministic": False,
+    "strategy": "auto",
+    "backward": "auto",
+    "group_bytes": 5 << 26,
+    "causal": False,
+}
+
+
+def _attention(
+    rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: Callable[[], dict[str, Any]], packed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """out and lse of what the ranks agree on. `options` may raise what is wrong with them."""
+    with torch.cuda.device(q.device) if _is_on_gpu(q) else contextlib.nullcontext():  # which kernels take for granted
+        plan, call, (q, k, v), rows = agree_on_call(rings, q, k, v, options, packed)
+        if not rows:
+            return _BurstAttention.apply(q, k, v, rings, plan, call)
+        stacked = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+        out, lse = _BurstAttention.apply(*stacked, rings, plan, call)
+        return out.squeeze(0).unflatten(0, (rows, -1)), lse.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1)
 
 
 def _is_on_gpu(q: Any) -> bool:
@@ -162,7 +184,7 @@ class _BurstAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, rings: Rings, plan: Plan, call: int) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False), taking_part(rings, f"call {call}"):
-            out, lse = ring.forward(plan, rings, q, k, v)
+            out, lse = plan.forward(rings, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rings, ctx.plan, ctx.call = rings, plan, call
         ctx.mark_non_differentiable(lse)
@@ -175,46 +197,4 @@ class _BurstAttention(torch.autograd.Function):
         doing = f"the backward of call {ctx.call}"
         saved = together(ctx.rings, doing, lambda: ctx.saved_tensors)
         with torch.autocast(dout.device.type, enabled=False), taking_part(ctx.rings, doing):
-            return *ring.backward(ctx.plan, ctx.rings, dout, *saved), None, None, None
-
-
-def _agree(rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Plan, int]:
-    """Checks the arguments of every rank; returns the plan they agree on and the number of the call, or raises on all.
-
-    A rank cannot know alone what a call means: the same number of tokens here may be part of sequences of several
-    lengths. So the ranks ask each other every time, and remember the plan that follows from the same replies.
-    """
-    kernel = None
-
-    def mine() -> dict[str, Any]:
-        nonlocal kernel, options
-        options = check_options(options)
-        check_tensors(q, k, v)
-        check_scale(options["softmax_scale"], q.dtype)
-        check_device(rings, q)
-        kernel = pick(options["flash"], q, k, options["deterministic"])
-        return call_terms(kernel, q, k, v, options)
-
-    history = rings.history
-    said = tell(rings, "a call of burst_attn_func", mine)
-    plan = history.plans.get(said)
-    if plan is None:
-        layout, agreed = compare(options["layout"], said), json.loads(said[rings.rank])
-        plan = Plan(
-            layout=layout,
-            schedule=Schedule(rings.inner.size, rings.outer.size),
-            rank=rings.rank,
-            kernel=kernel,
-            scale=agreed["softmax_scale"],
-            causal=agreed["causal"],
-            backward=agreed["backward"],
-            send_out=not agreed["optimize_bwd_comm"],
-            deterministic=agreed["deterministic"],
-            group_bytes=agreed["group_bytes"],
-        )
-        ring.reserve(plan, rings, q, k, with_backward=agreed["need of a gradient"])
-        if len(history.plans) == _MOST_PLANS:
-            history.plans.clear()
-        history.plans[said] = plan
-    history.calls += 1
-    return plan, history.calls
+            return *ctx.plan.backward(ctx.rings, dout, *saved), None, None, None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import strategies
 from .arguments import DTYPES, as_bool, as_float, as_int, check_dim, check_tensor
-from .layout import LAYOUTS
+from .layout import LAYOUTS, Balanced
 from .merge import accumulator_dtype
 from .rings import Rings
 
@@ -21,11 +23,10 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
     checked = dict(options)
     for name in ("causal", "optimize_bwd_comm", "deterministic"):
         checked[name] = as_bool(name, options[name])
-    for name, choices in (("layout", LAYOUTS), ("backward", BACKWARDS)):
-        if not isinstance(options[name], str):
-            raise TypeError(f"{name} must be one of {sorted(choices)}, got {type(options[name]).__name__}")
-        if options[name] not in choices:
-            raise ValueError(f"unknown {name} {options[name]!r}; expected one of {sorted(choices)}")
+    for name, choices in (("backward", BACKWARDS), ("strategy", ("auto", *strategies.names()))):
+        _check_choice(name, options[name], choices)
+    if isinstance(options["layout"], str):
+        _check_choice("layout", options["layout"], (*LAYOUTS, Balanced.name))
     if not isinstance(options["flash"], str):
         raise TypeError(f"flash must be the name of a kernel, got {options['flash']!r}")
     checked["group_bytes"] = group_bytes = as_int("group_bytes", options["group_bytes"])
@@ -37,6 +38,22 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
         if not 0 < scale < math.inf:  # kernels take their largest score for the scaled one
             raise ValueError(f"softmax_scale must be positive and finite, got {scale}")
     return checked
+
+
+def _check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {sorted(choices)}, got {type(value).__name__}")
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; expected one of {sorted(choices)}")
+
+
+def check_packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors (T, heads, D) of packed sequences as (1, T, heads, D)."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.dim() != 3:
+            raise ValueError(f"{name} must be packed, (tokens, heads, head size), got shape {tuple(x.shape)}")
+    return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
 
 
 def check_scale(scale: float | None, dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .merge import Span
+from .span import Span
 
 _BLOCK = 2048  # entries that a program handles
 

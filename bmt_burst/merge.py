@@ -9,22 +9,23 @@ Gradients are plain sums, and so is delta = rowsum(out * dout), by which a backw
 (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
 Partial results are kept as the kernels made them until there is enough to add up, so that each is read once; the
-arithmetic is fp32, or fp64 for fp64 inputs.
+arithmetic is fp32, or fp64 for fp64 inputs. Tokens of which there is one part, which lies where the sum goes, are left
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-Span = tuple[int, int]  # half-open range of tokens
+from .span import Span, length, merged, overlap, shifted
 
+_MOST_PARTS = 8  # that are added up in one pass over memory
 
-def length(span: Span) -> int:
-    """Its tokens."""
-    return span[1] - span[0]
+Part = tuple[Span, Tensor]  # tokens, and a gradient (B, T, H, D) of them
+OutputPart = tuple[Span, Tensor, Tensor]  # queries, and out (B, T, H, D) and lse (B, H, T) of them
 
 
 def tokens_at(x: Tensor, span: Span) -> Tensor:
@@ -40,43 +41,53 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 class Outputs:
     """Adds up the attention output over key sets as they come; it ends up in out (B, S, H, D) and lse (B, H, S).
 
-    Partial results are folded into one, in lse's dtype, whenever those that wait exceed `limit` bytes.
+    Partial results are folded into one, in lse's dtype, whenever those that wait exceed `limit` bytes. Out may be the
+    first part's own memory; lse may not.
     """
 
     def __init__(self, out: Tensor, lse: Tensor, limit: int = 0):
         self.out, self.lse, self.limit = out, lse, limit
-        self.parts: list[tuple[Span, Tensor, Tensor]] = []
+        self.parts: list[OutputPart] = []
 
     def add(self, span: Span, out: Tensor, lse: Tensor) -> None:
         """A partial result of queries span[0]..span[1] - 1: out (B, T, H, D), lse (B, H, T)."""
         self.parts.append((span, out, lse))
-        if len(self.parts) > 1 and sum(out.nbytes for _, out, _ in self.parts) > self.limit:
+        if _too_many(self.parts, self.limit):
             wide = torch.empty(self.out.shape, dtype=self.lse.dtype, device=self.out.device), torch.empty_like(self.lse)
             _backend(wide[0], "merge_outputs")(*wide, self.parts)
             self.parts = [((0, self.out.shape[1]), *wide)]
 
     def result(self) -> None:
-        """Fills out and lse."""
-        _backend(self.out, "merge_outputs")(self.out, self.lse, self.parts)
+        """Fills out and lse; 0 and -inf where no part came."""
+        if not self.parts:
+            self.out.zero_()
+            self.lse.fill_(-torch.inf)
+            return
+        for span in _unfinished(self.parts, self.out):
+            parts = [
+                (at, tokens_at(out, place), lse[:, :, slice(*place)])
+                for at, place, out, lse in _clipped(self.parts, span)
+            ]
+            _backend(self.out, "merge_outputs")(tokens_at(self.out, span), self.lse[:, :, slice(*span)], parts)
 
 
 class Gradients:
     """Adds up the gradient of a tensor (B, S, H, D) as its parts come; `limit` as for Outputs.
 
-    The sum ends up in `into`, if that is given.
+    The sum ends up in `into`, if that is given, which may be the first part's own memory.
     """
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, limit: int = 0, into: Tensor | None = None
     ):
         self.shape, self.dtype, self.device, self.limit, self.into = torch.Size(shape), dtype, device, limit, into
-        self.parts: list[tuple[Span, Tensor]] = []
+        self.parts: list[Part] = []
         self.total: Tensor | None = None  # once folded, the first of the parts
 
     def add(self, span: Span, grad: Tensor) -> None:
         """The part of tokens span[0]..span[1] - 1: (B, T, ...), any float dtype."""
         self.parts.append((span, grad))
-        if len(self.parts) > 1 and sum(grad.nbytes for _, grad in self.parts) > self.limit:
+        if _too_many(self.parts, self.limit):
             self.fold()
 
     def fold(self) -> None:
@@ -90,17 +101,31 @@ class Gradients:
         """The sum, 0 where no part came: in `into`, else contiguous in `dtype` (by default the tensor's)."""
         assert dtype is None or self.into is None, "the sum's place has a dtype"
         dtype = dtype or self.dtype
-        if self.into is None and _is_whole(self.parts, self.shape[1], dtype):
+        if self.into is None and _is_whole(self.parts, self.shape[1]) and self.parts[0][1].dtype == dtype:
             return self.parts[0][1].contiguous()
         total = torch.empty(self.shape, dtype=dtype, device=self.device) if self.into is None else self.into
-        _backend(total, "sum_gradients")(total, self.parts)
+        if not self.parts:
+            return total.zero_()
+        for span in _unfinished(self.parts, total):
+            parts = [(at, tokens_at(grad, place)) for at, place, grad in _clipped(self.parts, span)]
+            _backend(total, "sum_gradients")(tokens_at(total, span), parts)
         return total
 
 
-def add_each(sums: Sequence[Gradients], span: Span, parts: Sequence[Tensor]) -> None:
-    """Adds to each of `sums` its part of tokens span[0]..span[1] - 1."""
-    for total, part in zip(sums, parts, strict=True):
-        total.add(span, part)
+def sum_parts(
+    parts: Sequence[Part], span: Span, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The gradient of tokens span[0]..span[1] - 1 of which there are `parts`: (B, T, ...) of `shape`, contiguous."""
+    total = Gradients(shape, dtype, device, limit=1 << 62)
+    for at, place, grad in _clipped(parts, span):
+        total.add(at, tokens_at(grad, place))
+    return total.result()
+
+
+def empty_lse(q: Tensor) -> Tensor:
+    """(B, H, S) for q (B, S, H, D), in the accumulator's dtype."""
+    batch, tokens, heads, _ = q.shape
+    return torch.empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype), device=q.device)
 
 
 def query_rows(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
@@ -156,9 +181,29 @@ def _by_row(x: Tensor) -> Tensor:
     return x.transpose(1, 2).unsqueeze(-1)
 
 
-def _is_whole(parts: list[tuple], tokens: int, dtype: torch.dtype) -> bool:
-    """Whether there is nothing to add up or convert."""
-    return len(parts) == 1 and parts[0][0] == (0, tokens) and parts[0][1].dtype == dtype
+def _is_whole(parts: Sequence[tuple], tokens: int) -> bool:
+    """Whether there is one part, of all tokens."""
+    return len(parts) == 1 and parts[0][0] == (0, tokens)
+
+
+def _too_many(parts: Sequence[tuple], limit: int) -> bool:
+    return len(parts) > 1 and (len(parts) > _MOST_PARTS or sum(part[1].nbytes for part in parts) > limit)
+
+
+def _unfinished(parts: Sequence[tuple], into: Tensor) -> Sequence[Span]:
+    """The tokens whose sum is still to be written to `into`: all, or those of which more came than the first part."""
+    first, tokens = parts[0][1], into.shape[1]
+    if _is_whole(parts[:1], tokens) and first.data_ptr() == into.data_ptr() and first.dtype == into.dtype:
+        return merged(part[0] for part in parts[1:])
+    return [(0, tokens)]
+
+
+def _clipped(parts: Sequence[tuple], within: Span) -> Iterator[tuple]:
+    """Of parts (span, tensors) what is `within` a span: where in that it is, where in the part, and the tensors."""
+    for span, *tensors in parts:
+        at = overlap(span, within)
+        if length(at):
+            yield shifted(at, -within[0]), shifted(at, -span[0]), *tensors
 
 
 def _backend(x: Tensor, name: str) -> Callable[..., None]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import multiprocessing
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -18,6 +21,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from bmt_burst.kernels import Kernel, load
+from bmt_burst.kernels.reference import visible
+from bmt_burst.spec import Spec
+from bmt_burst.tile import KernelCall
 from bmt_burst.transport.simulator import SimulatedRing
 from train.distributed import free_port
 
@@ -51,6 +58,98 @@ def random_qkv(batch: int, tokens: int, heads: int, kv_heads: int, head_size: in
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, tokens, h, head_size) for h in (heads, kv_heads, kv_heads, heads)]
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+def named_calls(unit: int) -> dict[str, KernelCall]:
+    """Kernel calls of every kind; tiles have some `unit` tokens, 4 or more."""
+    square, n = (0, 8 * unit), 8 * unit
+    cuts = [0, 1, 2 * unit + 1, 2 * unit + 3, 5 * unit, n]
+    documents = tuple((span, span) for span in itertools.pairwise(cuts))
+    wide = ((0, unit), (0, 3 * unit)), ((unit, 4 * unit), (3 * unit, 7 * unit))
+    tall = ((0, 4 * unit), (0, unit)), ((4 * unit, 7 * unit + 1), (unit, 4 * unit))
+    apart = ((unit, 2 * unit), (2 * unit, 3 * unit)), ((2 * unit, 5 * unit), (4 * unit, 7 * unit))
+    many = tuple(((3 * i, 3 * i + 2), (2 * i, 2 * i + 2)) for i in range(300))  # and a query between two
+    return {
+        "full": KernelCall.whole(n),
+        "causal": KernelCall.whole(n, causal=True),
+        "full, fewer keys": KernelCall.whole(n, 3 * unit + 1),
+        "causal, more keys": KernelCall.whole(3 * unit, n, causal=True),
+        "causal, fewer keys": KernelCall.whole(n, 3 * unit, causal=True),
+        "documents": KernelCall(n, n, documents, right=0),
+        "full documents": KernelCall(n, n, documents),
+        "a window": KernelCall(n, n, ((square, square),), unit, 0),
+        "a window of documents": KernelCall(n, n, documents, unit, 0),
+        "a window wider than documents": KernelCall(n, n, documents, n, 0),
+        "a window to both sides": KernelCall(n, n, documents, 2 * unit, unit // 2),
+        "only some ahead": KernelCall(n, n, documents, None, unit),
+        "only some behind": KernelCall(n, n, documents, unit, None),
+        "itself and what is ahead": KernelCall(n, n, ((square, square),), 0, None),
+        "itself": KernelCall(n, n, documents, 0, 0),
+        "causal tiles of more keys": KernelCall(5 * unit, n, wide, right=0),
+        "causal tiles of fewer keys": KernelCall(n, 5 * unit, tall, right=0),
+        "a window of fewer keys": KernelCall(n, 5 * unit, tall, unit // 2, 1),
+        "behind, of fewer keys": KernelCall(n, 5 * unit, tall, unit // 2, None),
+        "far ahead, of fewer keys": KernelCall(n, 5 * unit, tall, n, 3 * unit),
+        "tiles apart": KernelCall(6 * unit, n, apart, right=0),
+        "full tiles apart": KernelCall(6 * unit, n, apart),
+        "few of the tokens": KernelCall(n, n, (((3 * unit, 4 * unit), (5 * unit, 7 * unit)),), 2, 2),
+        "single tokens": KernelCall(unit, unit, tuple(((i, i + 1), (i, i + 1)) for i in range(unit)), right=0),
+        "many tiles": KernelCall(900, 600, many, right=0),
+        "many full tiles": KernelCall(900, 600, many),
+    }
+
+
+def random_call(chance: random.Random, most: int = 20) -> KernelCall:
+    """Some tiles of up to `most` tokens a side, with or without gaps, of any band."""
+    tiles, q, kv = [], 0, 0
+    for _ in range(chance.randint(1, 6)):
+        q, kv = (at + chance.choice((0, 0, chance.randint(1, 5))) for at in (q, kv))
+        queries = chance.randint(1, most)
+        keys = chance.choice((queries, chance.randint(1, most)))
+        tiles.append(((q, q + queries), (kv, kv + keys)))
+        q, kv = q + queries, kv + keys
+    left, right = (chance.choice((None, 0, 1, chance.randint(0, most + 5))) for _ in range(2))
+    return KernelCall(q + chance.choice((0, 3)), kv + chance.choice((0, 3)), tuple(tiles), left, right)
+
+
+def call_tensors(call: KernelCall, batch: int, heads: int, kv_heads: int, head_size: int, dtype=torch.float64, seed=0):
+    """q, k, v and an output gradient for a kernel call."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (call.q_tokens, heads), (call.kv_tokens, kv_heads), (call.kv_tokens, kv_heads), (call.q_tokens, heads)
+    shapes = [(batch, *size, head_size) for size in sizes]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+def kernel_errors(
+    kernel: Kernel, call: KernelCall, tensors: Sequence[Tensor], spec: Spec, with_delta: bool = False
+) -> dict[str, float]:
+    """The errors of a kernel's out, lse, dq, dk, dv against the reference in fp64, relative to the norm.
+
+    A gradient that is 0 but for rounding, as that of q where there is one key, is measured by what it is made of. An
+    error is inf if lse is not finite where it is to be, or the other way round, or if out and gradients are not 0 of
+    tokens that see nothing or are seen by nothing.
+    """
+    *qkv, dout = tensors
+    exact = [x.double() for x in tensors]
+    expected = load("reference").forward(*exact[:3], call, spec)
+    expected_grads = load("reference").backward(exact[3], *exact[:3], *expected, None, call, spec)
+    out, lse = kernel.forward(*qkv, call, spec)
+    delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2) if with_delta else None
+    grads = kernel.backward(dout, *qkv, None if with_delta else out, lse, delta, call, spec)
+    assert all(x.dtype == kernel.partial_dtype(qkv[0].dtype) for x in (out, *grads))
+    least = spec.scale * exact[3].norm()
+    pairs = [(out, expected[0]), *zip(grads, expected_grads, strict=True)]
+    assert all(mine.shape == other.shape for mine, other in pairs)
+    errors = [float((mine - other).norm() / other.norm().clamp_min(least)) for mine, other in pairs]
+    seen = visible(call, out.device)
+    for i, seeing in enumerate((seen.any(1), seen.any(1), seen.any(0), seen.any(0))):
+        if not pairs[i][0][:, ~seeing].eq(0).all():
+            errors[i] = math.inf
+    finite = expected[1].isfinite()
+    lse_error = relative_error(lse[finite], expected[1][finite]) if lse.isfinite().equal(finite) else math.inf
+    if not lse[~finite].eq(-math.inf).all():
+        lse_error = math.inf
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (errors[0], lse_error, *errors[1:]), strict=True))
 
 
 def ring_arguments(ring: SimulatedRing, inner: int) -> dict:

@@ -1,75 +1,350 @@
 """Kernels against the contract: the reference against autograd, the others against the reference."""
 
+import random
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bmt_burst import doctor, kernels
-from bmt_burst.kernels import fa2, fa4
-from tests.helpers import dense_attention, random_qkv, relative_error
+from bmt_burst.kernels import fa2, fa4, packed
+from bmt_burst.kernels.reference import visible
+from bmt_burst.kernels.tile_by_tile import Shape, blocks_of
+from bmt_burst.span import length, shifted
+from bmt_burst.spec import Spec
+from bmt_burst.tile import KernelCall
+from tests.helpers import call_tensors, kernel_errors, named_calls, random_call, random_qkv, relative_error
 
-OPTIONS = {"scale": 0.3, "deterministic": False}
+SPEC = Spec(scale=0.3)
+CALLS = named_calls(5)
+EXACT = 1e-12  # fp64 rounds at 1e-16; sums have up to 1,000 terms
+
+
+def masked_attention(q, k, v, seen, scale):
+    """Written out with repeated kv heads; rows of `seen` (S, T) may see nothing."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).masked_fill(~seen, -torch.inf)
+    # The gradient of softmax where all is -inf is NaN: such rows are left out of it.
+    probs = scores.masked_fill(~seen.any(1, keepdim=True), 0.0).softmax(-1).masked_fill(~seen, 0.0)
+    return torch.einsum("bhqk,bkhd->bqhd", probs, v), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_what_a_query_sees(kind):
+    """Counted one by one, as `KernelCall` says it."""
+    call = CALLS[kind]
+    expected = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.bool)
+    for q, kv in call.tiles:
+        for i in range(*q):
+            for j in range(*kv):
+                a, b = i - q[1] + 1, j - kv[1] + 1
+                ahead = call.right is None or a + call.right >= b
+                expected[i, j] = ahead and (call.left is None or b >= a - call.left)
+    assert visible(call).equal(expected)
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("head_size", [8, 24, 40, 64])
-def test_block_against_autograd(name, causal, heads, kv_heads, head_size):
-    kernel = kernels.load(name)
-    q, k, v, dout = random_qkv(2, 19, heads, kv_heads, head_size)
-    out, lse = kernel.forward(q, k, v, causal=causal, **OPTIONS)
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 4, 8), (4, 2, 24), (6, 1, 40)])
+def test_calls_against_autograd(name, kind, heads, kv_heads, head_size):
+    kernel, call = kernels.load(name), CALLS[kind]
+    q, k, v, dout = call_tensors(call, 2, heads, kv_heads, head_size)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    dense_out, dense_lse = dense_attention(*inputs, causal, 0.3)
-    assert relative_error(out, dense_out) < 1e-12
-    assert relative_error(lse, dense_lse) < 1e-12
-    grads = kernel.backward(dout, q, k, v, out, lse, causal=causal, **OPTIONS)
+    dense_out, dense_lse = masked_attention(*inputs, visible(call), 0.3)
+    out, lse = kernel.forward(q, k, v, call, SPEC)
+    assert relative_error(out, dense_out) < EXACT
+    assert torch.allclose(lse, dense_lse, rtol=EXACT, atol=EXACT)
+    grads = kernel.backward(dout, q, k, v, out, lse, None, call, SPEC)
     for mine, expected in zip(grads, torch.autograd.grad(dense_out, inputs, dout), strict=True):
         assert mine.dtype == kernel.partial_dtype(q.dtype)
-        assert relative_error(mine, expected) < 1e-12
+        assert float((mine - expected).norm() / expected.norm().clamp_min(1.0)) < EXACT
+
+
+def test_the_cpu_kernel_on_many_calls():
+    chance, kernel = random.Random(0), kernels.load("cpu")
+    for seed in range(200):
+        call, heads = random_call(chance), chance.choice(((4, 4), (4, 2), (3, 1)))
+        tensors = call_tensors(call, chance.choice((1, 2)), *heads, 8, seed=seed)
+        errors = kernel_errors(kernel, call, tensors, SPEC)
+        assert max(errors.values()) < EXACT, (call, errors)
+
+
+def test_blocks_are_what_is_visible():
+    """Each visible pair once; blocks that are one call overlap on neither side."""
+    chance = random.Random(1)
+    for call in [*CALLS.values(), *(random_call(chance) for _ in range(1000))]:
+        found = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.int)
+        for blocks in blocks_of(call):
+            sides = length(blocks.q), length(blocks.kv)
+            ones = torch.ones(sides, dtype=torch.int)
+            assert blocks.shape is Shape.FULL or sides[0] == sides[1]
+            assert blocks.count == 1 or (blocks.q_step >= sides[0] and blocks.kv_step >= sides[1])
+            seen = {Shape.FULL: ones, Shape.CAUSAL: ones.tril(), Shape.REVERSED: ones.triu()}[blocks.shape]
+            for i in range(blocks.count):
+                rows, columns = shifted(blocks.q, i * blocks.q_step), shifted(blocks.kv, i * blocks.kv_step)
+                found[slice(*rows), slice(*columns)] += seen
+        assert found.equal(visible(call).int()), call
+
+
+@pytest.mark.parametrize("window", [1, 2, 100, 1000])
+def test_a_window_is_few_calls_of_a_plain_kernel(window):
+    """However narrow: 100,000 tokens are cut into as many as 200,000 blocks."""
+    tokens = 100_000
+    call = KernelCall(tokens, tokens, (((0, tokens), (0, tokens)),), window - 1, 0)
+    assert len(blocks_of(call)) <= 2 * (tokens // window // 4096 + 1) + 4
+
+
+def test_rows_that_see_nothing_anywhere_have_no_gradient():
+    """Their lse over all keys is -inf, also where their call has other keys, which are hidden from them."""
+    call = KernelCall(6, 3, (((0, 6), (0, 3)),), right=0)
+    for name in ("cpu", "reference"):
+        q, k, v, dout = call_tensors(call, 1, 2, 2, 8)
+        out, lse = kernels.load(name).forward(q, k, v, call, SPEC)
+        assert lse[:, :, :3].eq(-torch.inf).all()
+        assert out[:, :3].eq(0).all()
+        dq, dk, dv = kernels.load(name).backward(dout, q, k, v, out, lse, None, call, SPEC)
+        assert dq[:, :3].eq(0).all()
+        assert dk.isfinite().all()
+        assert dv.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_views_are_fine(name):
-    """Slices along the tokens, as the ring cuts them: strided inputs, lse included; rectangular blocks."""
-    kernel = kernels.load(name)
-    q, k, v, dout = random_qkv(2, 23, 4, 2, 8)
-    out, lse = kernel.forward(q, k, v, causal=False, **OPTIONS)
-    rows, columns = slice(9, 23), slice(0, 11)
-    sliced = [x[:, rows] for x in (dout, q)] + [x[:, columns] for x in (k, v)] + [out[:, rows], lse[:, :, rows]]
-    whole = [x.contiguous() for x in sliced]
-    assert not sliced[-1].is_contiguous()
-    for a, b in zip(
-        kernel.backward(*sliced, causal=False, **OPTIONS), kernel.backward(*whole, causal=False, **OPTIONS), strict=True
-    ):
-        assert relative_error(a, b) < 1e-14
+@pytest.mark.parametrize("kind", ["full, fewer keys", "a window", "tiles apart"])
+def test_views_are_fine(name, kind):
+    """Slices along the tokens, as the ring cuts them: strided inputs, lse included."""
+    kernel, call = kernels.load(name), CALLS[kind]
+    q, k, v, dout = (torch.nn.functional.pad(x, (0, 0, 0, 0, 3, 4)) for x in call_tensors(call, 2, 4, 2, 8))
+    q, k, v, dout = (x[:, 3:-4] for x in (q, k, v, dout))
+    out, lse = kernel.forward(q, k, v, call, SPEC)
+    expected = kernel.forward(*(x.contiguous() for x in (q, k, v)), call, SPEC)
+    assert relative_error(out, expected[0]) < 1e-14
+    rows = torch.nn.functional.pad(lse, (5, 6))[:, :, 5:-6]
+    assert not rows.is_contiguous()
+    grads = kernel.backward(dout, q, k, v, out, rows, None, call, SPEC)
+    again = kernel.backward(*(x.contiguous() for x in (dout, q, k, v)), *expected, None, call, SPEC)
+    assert all(relative_error(a, b) < 1e-14 for a, b in zip(grads, again, strict=True))
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_any_strides_are_fine(name):
-    kernel = kernels.load(name)
-    q, k, v, dout = random_qkv(1, 9, 4, 2, 8)
-    expected = kernel.forward(q, k, v, causal=True, **OPTIONS)
+@pytest.mark.parametrize("kind", ["causal", "a window"])
+def test_any_strides_are_fine(name, kind):
+    kernel, call = kernels.load(name), CALLS[kind]
+    q, k, v, dout = call_tensors(call, 1, 4, 2, 8)
+    expected = kernel.forward(q, k, v, call, SPEC)
     flipped = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v, dout)]
-    for mine, other in zip(kernel.forward(*flipped[:3], causal=True, **OPTIONS), expected, strict=True):
+    for mine, other in zip(kernel.forward(*flipped[:3], call, SPEC), expected, strict=True):
         assert relative_error(mine, other) < 1e-14
-    grads = kernel.backward(dout, q, k, v, *expected, causal=True, **OPTIONS)
-    again = kernel.backward(flipped[3], *flipped[:3], *expected, causal=True, **OPTIONS)
+    grads = kernel.backward(dout, q, k, v, *expected, None, call, SPEC)
+    again = kernel.backward(flipped[3], *flipped[:3], *expected, None, call, SPEC)
     assert all(relative_error(a, b) < 1e-14 for a, b in zip(again, grads, strict=True))
-    constant = torch.ones(1, 9, 2, 1, dtype=torch.float64).expand(1, 9, 2, 8)
-    assert relative_error(kernel.forward(q, k, constant, causal=True, **OPTIONS)[0], torch.ones_like(q)) < 1e-14
+    constant = torch.ones(*v.shape[:3], 1, dtype=torch.float64).expand(v.shape)
+    assert relative_error(kernel.forward(q, k, constant, call, SPEC)[0], torch.ones_like(q)) < 1e-14
 
 
-def test_delta_stands_for_out():
-    kernel = kernels.load("reference")
-    q, k, v, dout = random_qkv(2, 9, 4, 2, 8)
-    out, lse = kernel.forward(q, k, v, causal=True, **OPTIONS)
-    expected = kernel.backward(dout, q, k, v, out, lse, causal=True, **OPTIONS)
-    delta = (out * dout).sum(-1).transpose(1, 2)
-    got = kernel.backward(dout, q, k, v, None, lse, delta, causal=True, **OPTIONS)
-    assert all(relative_error(a, b) < 1e-14 for a, b in zip(got, expected, strict=True))
+@pytest.mark.parametrize("kind", CALLS)
+def test_delta_stands_for_out(kind):
+    errors = kernel_errors(kernels.load("reference"), CALLS[kind], call_tensors(CALLS[kind], 2, 4, 2, 8), SPEC, True)
+    assert max(errors.values()) < EXACT
+
+
+def test_shares_of_all_keys_add_up():
+    """Two calls of half the keys each, with the lse and out over both, as a ring makes them."""
+    whole = KernelCall(40, 40, (((0, 40), (0, 40)),), 25, 0)
+    halves = [
+        ((0, 40), (0, 20), KernelCall(40, 20, (((0, 40), (0, 20)),), 5, 20)),
+        ((20, 40), (20, 40), KernelCall(20, 20, (((0, 20), (0, 20)),), None, 0)),
+    ]
+    q, k, v, dout = call_tensors(whole, 2, 4, 2, 8)
+    reference = kernels.load("reference")
+    out, lse = reference.forward(q, k, v, whole, SPEC)
+    expected = reference.backward(dout, q, k, v, out, lse, None, whole, SPEC)
+    seen = torch.zeros(40, 40, dtype=torch.int)
+    for name in ("cpu", "reference"):
+        sums = [torch.zeros_like(x) for x in (q, k, v)]
+        for rows, columns, call in halves:
+            rows, columns = slice(*rows), slice(*columns)
+            seen[rows, columns] += visible(call).int()
+            sides = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows]
+            parts = kernels.load(name).backward(*sides, None, call, SPEC)
+            for total, at, part in zip(sums, (rows, columns, columns), parts, strict=True):
+                total[:, at] += part
+        assert all(relative_error(a, b) < EXACT for a, b in zip(sums, expected, strict=True))
+    assert seen.equal(2 * visible(whole).int())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["documents", "a window of documents", "tiles apart"])
+def test_a_query_that_is_not_finite_is_nan_and_no_other(kind, value):
+    call = CALLS[kind]
+    q, k, v, dout = call_tensors(call, 1, 4, 2, 8, torch.float32)
+    at = int(visible(call).any(1).nonzero()[-1])
+    q[0, at, 0, 3] = value
+    for name in ("cpu", "reference"):
+        out, lse = kernels.load(name).forward(q, k, v, call, SPEC)
+        lost = torch.zeros_like(out, dtype=torch.bool)
+        lost[0, at, 0] = True
+        assert out.isnan().equal(lost)
+        assert lse.isnan().equal(lost[..., 0].transpose(1, 2))
+        dq, _, _ = kernels.load(name).backward(dout, q, k, v, out, lse, None, call, SPEC)
+        assert dq.isnan().equal(lost)
+
+
+class FlashAttention:
+    """The package's functions, written out one sequence after the other, with what is asked of their arguments.
+
+    That of FlashAttention-2 has its quirks, and takes a window as one argument or, since 2.7, as two.
+    """
+
+    def __init__(self, two_arguments: bool = False):
+        self.packed_calls, self.two_arguments = 0, two_arguments
+
+    def fa4_forward(self, q, k, v, softmax_scale, return_lse, **options):
+        assert q.shape[-1] in (64, 96, 128, 192, 256)
+        return *self.forward(q, k, v, softmax_scale, **options), None
+
+    def fa4_backward(self, q, k, v, out, dout, lse, softmax_scale, deterministic, dlse=None, **options):
+        delta = (out * dout).sum(-1).transpose(-1, -2) - (0 if dlse is None else dlse)
+        assert lse.is_contiguous()
+        return *self.backward(dout, q, k, v, lse, delta, softmax_scale, **options), None
+
+    def fa2_forward(self, q, k, v, cu_q=None, cu_k=None, max_q=None, max_k=None, **options):
+        assert options.pop("dropout_p") == options.pop("softcap") == 0
+        assert not any(options.pop(name, None) for name in ("alibi_slopes", "return_softmax", "block_table"))
+        options = self.fa2_options(options, max_k or k.shape[1])
+        out, lse = self.forward(
+            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, **options
+        )
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        return (out, lse, None, None) if self.two_arguments else (out, q, k, v, out, lse, None, None)
+
+    def fa2_backward(
+        self, dout, q, k, v, out, lse, dq, dk, dv, cu_q=None, cu_k=None, max_q=None, max_k=None, **options
+    ):
+        assert options.pop("dropout_p") == options.pop("softcap") == 0
+        assert options.pop("alibi_slopes") is None
+        assert options.pop("deterministic") is False
+        options = self.fa2_options(options, max_k or k.shape[1])
+        delta = (out * dout).sum(-1).transpose(-1, -2)
+        sizes = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        for into, grad in zip((dq, dk, dv), self.backward(dout, q, k, v, lse, delta, **sizes, **options), strict=True):
+            into.copy_(grad)
+
+    def fa2_options(self, options, max_k):
+        if self.two_arguments:
+            left, right = options.pop("window_size_left"), options.pop("window_size_right")
+        else:
+            left, right = options.pop("window_size")
+        left, right = (-1 if bound >= max_k else bound for bound in (left, right))
+        if left < 0 <= right:
+            left = max_k
+        if right < 0 <= left:
+            right = max_k
+        if left < 0:
+            left = right = None
+        return {**options, "window_size_left": left, "window_size_right": right}
+
+    def forward(self, q, k, v, softmax_scale, **options):
+        spec = Spec(softmax_scale)
+        out, lse = torch.full_like(q, torch.nan), torch.full(self.rows(q), torch.nan, dtype=q.dtype)
+        for rows, columns, call in self.sequences(q, k, **options):
+            sides = (x[at][None] for x, at in ((q, rows), (k, columns), (v, columns)))
+            part, part_lse = kernels.load("reference").forward(*sides, call, spec)
+            out[rows], lse[self.row_places(rows)] = part[0], part_lse[0]
+        return out, lse
+
+    def backward(self, dout, q, k, v, lse, delta, softmax_scale, **options):
+        spec = Spec(softmax_scale)
+        grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        for rows, columns, call in self.sequences(q, k, **options):
+            sides = (x[at][None] for x, at in ((dout, rows), (q, rows), (k, columns), (v, columns)))
+            stats = (x[self.row_places(rows)][None] for x in (lse, delta))
+            parts = kernels.load("reference").backward(*sides, None, *stats, call, spec)
+            for grad, at, part in zip(grads, (rows, columns, columns), parts, strict=True):
+                grad[at] = part[0]
+        return tuple(grads)
+
+    def rows(self, q):
+        return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+
+    def row_places(self, rows):
+        return rows if isinstance(rows, int) else (slice(None), rows)
+
+    def sequences(
+        self, q, k, causal, window_size_left=None, window_size_right=None,
+        cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    ):  # fmt: skip
+        """Where the tokens of each are, and what is visible there."""
+        right = 0 if causal else window_size_right
+        if cu_seqlens_q is None:
+            for batch in range(len(q)):
+                sizes = q.shape[1], k.shape[1]
+                yield batch, batch, KernelCall(*sizes, (((0, sizes[0]), (0, sizes[1])),), window_size_left, right)
+            return
+        self.packed_calls += 1
+        bounds = [x.tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
+        assert [x[0] for x in bounds] == [0, 0]
+        assert [x[-1] for x in bounds] == [len(q), len(k)]
+        assert {x.dtype for x in (cu_seqlens_q, cu_seqlens_k)} == {torch.int32}
+        for rows, columns in zip(*map(pairwise, bounds), strict=True):
+            sizes = rows[1] - rows[0], columns[1] - columns[0]
+            assert sizes[0] <= max_seqlen_q
+            assert sizes[1] <= max_seqlen_k
+            tiles = (((0, sizes[0]), (0, sizes[1])),) if all(sizes) else ()
+            yield slice(*rows), slice(*columns), KernelCall(*sizes, tiles, window_size_left, right)
+
+
+@pytest.fixture(params=["fa4", "fa2 of 2.6", "fa2 of 2.8"])
+def flash_attention(request, monkeypatch):
+    """A kernel of a FlashAttention package, which is written out."""
+    written = FlashAttention(request.param == "fa2 of 2.8")
+    if request.param == "fa4":
+        monkeypatch.setattr(fa4, "_functions", lambda: (written.fa4_forward, written.fa4_backward))
+    else:
+        functions = [written.fa2_forward, written.fa2_backward] * 2
+        monkeypatch.setattr(fa2, "_package", lambda: fa2.Package(*functions, written.two_arguments))
+    return kernels.load(request.param.split()[0]), written
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_sequences_for_flash_attention(flash_attention, kind):
+    kernel, written = flash_attention
+    call = named_calls(5)[kind]
+    tensors = call_tensors(call, 2, 4, 2, 64)
+    for with_delta in (False, True) if kernel.takes_delta else (False,):
+        errors = kernel_errors(kernel, call, tensors, SPEC, with_delta)
+        assert max(errors.values()) < EXACT, errors
+    assert not (written.packed_calls and call.is_whole)
+
+
+def test_sequences_of_many_calls_for_flash_attention(flash_attention):
+    chance = random.Random(2)
+    for seed in range(100):
+        call = random_call(chance)
+        errors = kernel_errors(
+            flash_attention[0], call, call_tensors(call, chance.choice((1, 2)), 2, 1, 64, seed=seed), SPEC
+        )
+        assert max(errors.values()) < EXACT, (call, errors)
+
+
+@pytest.mark.parametrize("kind", ["causal", "documents"])
+@pytest.mark.parametrize("head_size", [8, 64, 72, 80, 112, 136])
+def test_fa4_pads_head_sizes(monkeypatch, kind, head_size):
+    written = FlashAttention()
+    monkeypatch.setattr(fa4, "_functions", lambda: (written.fa4_forward, written.fa4_backward))
+    for with_delta in (False, True):
+        tensors = call_tensors(CALLS[kind], 2, 4, 2, head_size)
+        assert max(kernel_errors(kernels.load("fa4"), CALLS[kind], tensors, SPEC, with_delta).values()) < EXACT
+
+
+def test_what_is_made_for_a_call_is_made_once():
+    call = named_calls(5)["tiles apart"]
+    cpu = torch.device("cpu")
+    assert packed.packing(call, 2, cpu) is packed.packing(call, 2, cpu)
+    assert packed.packing(call, 1, cpu) is not packed.packing(call, 2, cpu)
+    assert packed.blind(call, cpu) is packed.blind(call, cpu)
+    assert blocks_of(call) is blocks_of(call)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +352,10 @@ def test_delta_stands_for_out():
     [
         ((8, 0), 128, False, "is older than compute capability"),
         ((9, 0), 192, True, None),
-        ((9, 0), 80, False, "head size 80 is not one of"),
+        ((9, 0), 80, False, None),
+        ((9, 0), 84, False, "head size 84 is not one of"),
+        ((9, 0), 264, False, "head size 264 is not one of"),
+        ((10, 0), 80, False, None),
         ((10, 0), 128, True, None),
         ((10, 0), 256, False, "head size 256 is not one of"),
         ((12, 0), 128, False, None),
@@ -90,14 +368,14 @@ def test_fa4_knows_what_each_gpu_can_do(monkeypatch, capability, head_size, dete
     monkeypatch.setattr(fa4, "installed", lambda module: True)
     with FakeTensorMode():
         q = torch.empty(1, 2, 2, head_size, dtype=torch.bfloat16, device="cuda")
-        reason = kernels.load("fa4").refuses(q, q, deterministic)
+        reason = kernels.load("fa4").refuses(Spec(1.0, deterministic), q, q)
     assert (reason is None) if refusal is None else (refusal in reason)
 
 
 def test_every_kernel_says_why_it_refuses():
     q = torch.zeros(1, 2, 2, 8, device="meta")
     with pytest.raises(ValueError, match="cpu: inputs are on meta, not on the CPU"):
-        kernels.pick("cpu", q, q)
+        kernels.pick("cpu", q, q, SPEC)
 
 
 @pytest.fixture
@@ -109,14 +387,14 @@ def half_installed(monkeypatch, tmp_path, request):
     monkeypatch.syspath_prepend(tmp_path)
     for module in (fa4, fa2):
         monkeypatch.setattr(module, "refuses_half", lambda *args, **options: None)
-    for forget in (kernels.installed, kernels.import_failure, fa4._functions, fa2._calls):
+    for forget in (kernels.installed, kernels.import_failure, fa4._functions, fa2._package):
         forget.cache_clear()
     loaded = set(sys.modules)
     yield
     for name in set(sys.modules) - loaded:
         if name.split(".")[0].startswith("flash_attn"):
             del sys.modules[name]
-    for forget in (kernels.installed, kernels.import_failure, fa4._functions, fa2._calls):
+    for forget in (kernels.installed, kernels.import_failure, fa4._functions, fa2._package):
         forget.cache_clear()
 
 
@@ -139,11 +417,11 @@ HALF_INSTALLED = [
 def test_auto_passes_on_from_a_package_that_is_half_installed(half_installed, name, reason, caplog):
     q, k, _, _ = random_qkv(1, 4, 2, 2, 8)
     for _ in range(2):
-        assert kernels.pick("auto", q, k).name == "cpu"
+        assert kernels.pick("auto", q, k, SPEC).name == "cpu"
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len([text for text in said if text.startswith(f"the package {PACKAGES[name]} is")]) == 1
     assert reason in "".join(said)
     with pytest.raises(ValueError, match=f"{name}: the package {PACKAGES[name]} is installed but .*{reason}"):
-        kernels.pick(name, q, k)
+        kernels.pick(name, q, k, SPEC)
     with pytest.raises(RuntimeError, match=f"is installed but cannot be used: .*{reason}"):
         doctor._kernel(name)

@@ -1,8 +1,9 @@
-"""Block kernels: attention of one q block against one kv block. One backend a file.
+"""Block kernels: attention of some queries to some keys, in the tiles of a `KernelCall`. One backend a file.
 
 The contract is `Kernel` below; `reference` is its specification. Kernels know nothing of rings and layouts.
 
-To add one: write `kernels/NAME.py` with a subclass of Kernel, list it in `_BACKENDS`, the fastest first.
+To add one: write `kernels/NAME.py` with a subclass of Kernel, list it in `_BACKENDS`, the fastest first. One that knows
+no tiles is a subclass of `tile_by_tile.PlainKernel`; one of variable-length functions finds its arguments in `packed`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..spec import Spec
+from ..tile import KernelCall
 
 logger = logging.getLogger("bmt_burst")
 
@@ -35,19 +39,24 @@ _ALIASES = {"cuda": ("fa4", "fa2"), "triton": ()}
 
 
 class Kernel(ABC):
-    """Attention of q (B, S, H, D) against k, v (B, T, G, D), H a multiple of G, all of one dtype and device.
+    """Attention of q (B, S, H, D) to k, v (B, T, G, D), H a multiple of G, all of one dtype and device, of any strides.
 
-    Query head h attends to kv head h // (H // G). If `causal`, S equals T and query i sees keys 0..i.
+    Query head h attends to kv head h // (H // G). A `KernelCall` says which query sees which key, in each of B alike; S
+    and T are its q_tokens and kv_tokens. A `Spec` says what is computed of what is seen.
 
-    takes_delta  whether `backward` can do with delta instead of out
+    takes_delta        whether `backward` can do with delta instead of out
+    writes_new_memory  whether out and lse of `forward` are in memory that is new and that no torch operator returned
+                       with them in it, so that nobody else holds them (a policy of activation checkpointing may hold
+                       what operators return) and the caller may write there
     """
 
     name: str
     takes_delta: bool = False
+    writes_new_memory: bool = False
 
     @abstractmethod
-    def refuses(self, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
-        """Why this kernel cannot do such inputs on this machine, or None if it can."""
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
+        """Why this kernel cannot do this for such inputs on this machine, or None if it can, whatever the call."""
 
     def broken(self) -> str | None:
         """Why the package that it needs does not work though it is installed; None if it does."""
@@ -58,13 +67,12 @@ class Kernel(ABC):
         """The dtype of out, dq, dk and dv for inputs of `dtype`; at least as precise."""
 
     @abstractmethod
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, deterministic: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec) -> tuple[Tensor, Tensor]:
         """Returns out (B, S, H, D) = softmax(scale q k^T) v and lse (B, H, S), the natural logsumexp of the scores.
 
-        lse is fp32 (fp64 for fp64 inputs). Of a query that is not finite all is NaN; one whose scores are all -inf has
-        an lse of -inf and its out counts only where no other block's does.
+        lse is fp32 (fp64 for fp64 inputs). A query that sees no key has an out of 0 (it may be NaN if some v is not
+        finite) and an lse of -inf. Of a query that is not finite all is NaN; one whose scores are all -inf has an lse
+        of -inf and its out counts only where no other call's does.
         """
 
     @abstractmethod
@@ -76,19 +84,18 @@ class Kernel(ABC):
         v: Tensor,
         out: Tensor | None,
         lse: Tensor,
-        delta: Tensor | None = None,
-        *,
-        scale: float,
-        causal: bool,
-        deterministic: bool,
+        delta: Tensor | None,
+        call: KernelCall,
+        spec: Spec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns this block's share of dq, dk, dv, given the gradient of the output over *all* kv blocks.
+        """Returns this call's share of dq, dk, dv, given the gradient of the output over *all* keys of the sequence.
 
-        `lse` is the logsumexp over all kv blocks. Either `out` is the output over all kv blocks, or any tensor of q's
-        shape and dtype with the same rowsum(out * dout); or, for a kernel that takes it, `out` is None and `delta`
-        (B, H, S), fp32 (fp64 for fp64 inputs), is that rowsum. With P = exp(scale q k^T - lse) and dP = dout v^T:
-        dS = P (dP - delta), dq = scale dS k, dk = scale dS^T q, dv = P^T dout
-        (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+        `lse` is the logsumexp over all keys, -inf for a query that sees none. Either `out` is the output over all keys,
+        or any tensor of q's shape and dtype with the same rowsum(out * dout), and `delta` is None; or, for a kernel
+        that takes it, `out` is None and `delta` (B, H, S), fp32 (fp64 for fp64 inputs), is that rowsum. Over the
+        visible pairs, with P = exp(scale q k^T - lse) and dP = dout v^T:  dS = P (dP - delta), dq = scale dS k,
+        dk = scale dS^T q, dv = P^T dout  (FlashAttention-2, arXiv 2307.08691, algorithm 2). What sees nothing, or is
+        seen by nothing, has gradients of 0.
         """
 
 
@@ -103,8 +110,8 @@ def load(name: str) -> Kernel:
     return getattr(importlib.import_module(f"{__name__}.{name}"), _BACKENDS[name])()
 
 
-def pick(name: str, q: Tensor, k: Tensor, deterministic: bool = False) -> Kernel:
-    """The kernel for these inputs: the one asked for, or for "auto" the fastest that can.
+def pick(name: str, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
+    """The kernel for these inputs and this spec: the one asked for, or for "auto" the fastest that can.
 
     Raises ValueError, with every candidate's reason, if none can or the name is unknown.
     """
@@ -114,7 +121,7 @@ def pick(name: str, q: Tensor, k: Tensor, deterministic: bool = False) -> Kernel
         raise ValueError(f"unknown kernel flash={unknown[0]!r}; expected one of {expected}")
     reasons = []
     for candidate in map(load, candidates):
-        reason = candidate.refuses(q, k, deterministic) or candidate.broken()
+        reason = candidate.refuses(spec, q, k) or candidate.broken()
         if reason is None:
             if name == "auto":
                 _announce(candidate.name, q.dtype, q.device.type)

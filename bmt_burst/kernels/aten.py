@@ -8,31 +8,33 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from . import Kernel, refuses_half
+from ..spec import Spec
+from . import refuses_half
+from .tile_by_tile import PlainKernel
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
 
 
-class AtenKernel(Kernel):
+class AtenKernel(PlainKernel):
     name = "aten"
 
-    def refuses(self, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         return refuses_half(q, capability=(8, 0), head_sizes=range(8, 257, 8))
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def forward(self, q, k, v, *, scale, causal, deterministic):
+    def block_forward(self, q, k, v, causal, spec):
         sizes = None, None, q.shape[1], k.shape[1]
-        out, lse, *_ = _forward(q, k, v, *sizes, 0.0, causal, False, scale=scale)
+        out, lse, *_ = _forward(q, k, v, *sizes, 0.0, causal, False, scale=spec.scale)
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, delta=None, *, scale, causal, deterministic):
+    def block_backward(self, dout, q, k, v, out, lse, causal, spec):
         sizes = None, None, q.shape[1], k.shape[1]
         unused = q.new_empty(2, dtype=torch.int64), q.new_empty(0)  # dropout's RNG state
-        with _deterministic(deterministic):
-            return _backward(dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, *unused, scale=scale)
+        with _deterministic(spec.deterministic):
+            return _backward(dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, *unused, scale=spec.scale)
 
 
 @contextmanager

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import Kernel
+from ..spec import Spec
 from .reference import grouped
+from .tile_by_tile import PlainKernel
 
 _ROWS = 256  # whose scores may be in memory at a time
 
@@ -14,28 +15,28 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class CpuKernel(Kernel):
+class CpuKernel(PlainKernel):
     name = "cpu"
 
-    def refuses(self, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         return None if q.device.type == "cpu" else f"inputs are on {q.device}, not on the CPU"
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def forward(self, q, k, v, *, scale, causal, deterministic):
-        out, lse = _forward(*_heads_first(q, k, v), 0.0, causal, scale=scale)
+    def block_forward(self, q, k, v, causal, spec):
+        out, lse = _forward(*_heads_first(q, k, v), 0.0, causal, scale=spec.scale)
         out = out.transpose(1, 2)
         suspects = ((lse == 0) | (lse == torch.inf)).flatten(0, 1).any(0).nonzero().squeeze(1)
         if not len(suspects):
             return out, lse
         out, lse = out.clone(), lse.clone()  # a policy of activation checkpointing may hold what the op returned
         for rows in suspects.split(_ROWS):
-            _unhide(out, lse, rows, q, k, scale, causal)
+            _unhide(out, lse, rows, q, k, spec.scale, causal)
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, delta=None, *, scale, causal, deterministic):
-        grads = _backward(*_heads_first(dout, q, k, v, out), lse, 0.0, causal, scale=scale)
+    def block_backward(self, dout, q, k, v, out, lse, causal, spec):
+        grads = _backward(*_heads_first(dout, q, k, v, out), lse, 0.0, causal, scale=spec.scale)
         return tuple(grad.transpose(1, 2) for grad in grads)
 
 

@@ -8,34 +8,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import Kernel, refuses_half
+from ..spec import Spec
+from ..tile import KernelCall
+from . import load, refuses_half
+from .tile_by_tile import PlainKernel
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
-class CudnnKernel(Kernel):
+class CudnnKernel(PlainKernel):
+    """cuDNN knows no sequence of a single key: that block is written out."""
+
     name = "cudnn"
 
-    def refuses(self, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
-        if deterministic:
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
+        if spec.deterministic:
             return "its backward adds up in no fixed order"
         return refuses_half(q, capability=(9, 0), head_sizes=range(8, _most(q) + 1, 8))
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def forward(self, q, k, v, *, scale, causal, deterministic):
+    def block_forward(self, q, k, v, causal, spec):
+        if k.shape[1] == 1:
+            out, lse = load("reference").forward(q, k, v, KernelCall.whole(q.shape[1], 1), spec)
+            return out.to(q.dtype), lse
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse, *_ = _forward(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        out, lse, *_ = _forward(q, k, v, None, True, 0.0, causal, False, scale=spec.scale)
         return out.transpose(1, 2), lse.squeeze(-1)
 
-    def backward(self, dout, q, k, v, out, lse, delta=None, *, scale, causal, deterministic):
+    def block_backward(self, dout, q, k, v, out, lse, causal, spec):
+        if k.shape[1] == 1:
+            call = KernelCall.whole(q.shape[1], 1)
+            grads = load("reference").backward(dout, q, k, v, out, lse, None, call, spec)
+            return tuple(grad.to(q.dtype) for grad in grads)
         sizes = None, None, q.shape[1], k.shape[1]
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         lse = lse.contiguous().unsqueeze(-1)
         unused = q.new_empty(1, dtype=torch.int64), q.new_empty(1, dtype=torch.int64)  # dropout's RNG state
-        grads = _backward(dout, q, k, v, out, lse, *unused, None, *sizes, 0.0, causal, scale=scale)
+        grads = _backward(dout, q, k, v, out, lse, *unused, None, *sizes, 0.0, causal, scale=spec.scale)
         return tuple(grad.transpose(1, 2) for grad in grads)
 
 

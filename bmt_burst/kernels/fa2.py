@@ -3,55 +3,103 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..spec import Spec
+from ..tile import KernelCall
 from . import Kernel, import_failure, installed, refuses_half
+from .packed import band, blind, pack, pack_rows, packing, unpack, unpack_rows
 
 
 class Fa2Kernel(Kernel):
     name = "fa2"
 
-    def refuses(self, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if not installed("flash_attn_2_cuda"):
             return "the package flash-attn (2.6 to 2.8) is not installed"
         return refuses_half(q, capability=(8, 0), head_sizes=range(8, 257, 8))
 
     def broken(self) -> str | None:
-        return import_failure("flash-attn", _calls)
+        return import_failure("flash-attn", _package)
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def forward(self, q, k, v, *, scale, causal, deterministic):
-        forward, options = _calls()[0]
-        results = forward(q, k, v, 0.0, scale, causal, **options, return_softmax=False)
-        # 2.6 returns padded copies of the inputs between out and lse.
-        return results[0], results[1] if len(results) == 4 else results[5]
+    def forward(self, q, k, v, call, spec):
+        package = _package()
+        options = {**package.options(call), "dropout_p": 0.0, "softmax_scale": spec.scale, "return_softmax": False}
+        if call.is_whole:
+            return _out_and_lse(package.forward(q, k, v, **options))
+        tensors = (pack(x) for x in (q, k, v))
+        results = package.packed_forward(*tensors, *_sizes(call, q), **options, block_table=None)
+        out, lse = _out_and_lse(results)
+        out, lse = unpack(out, len(q)), unpack_rows(lse, len(q))
+        if (nothing := blind(call, q.device)) is not None:  # the package says inf
+            out, lse = out.masked_fill(nothing[:, None, None], 0.0), lse.masked_fill(nothing, -torch.inf)
+        return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, delta=None, *, scale, causal, deterministic):
-        backward, options = _calls()[1]
-        grads = tuple(torch.empty_like(x) for x in (q, k, v))
-        options = {**options, "deterministic": deterministic}
-        backward(dout, q, k, v, out, lse.contiguous(), *grads, 0.0, scale, causal, **options)
-        return grads
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
+        package = _package()
+        options = {**package.options(call), "dropout_p": 0.0, "softmax_scale": spec.scale}
+        options["deterministic"] = spec.deterministic
+        if call.is_whole:
+            grads = tuple(torch.empty_like(x) for x in (q, k, v))
+            package.backward(dout, q, k, v, out, lse.contiguous(), *grads, **options)
+            return grads
+        # An lse of inf makes all of a query's probabilities 0, whatever the package does with that of -inf.
+        lse = pack_rows(lse.masked_fill(lse == -torch.inf, torch.inf)).contiguous()
+        tensors = [pack(x) for x in (dout, q, k, v, out)]
+        grads = [torch.zeros_like(x) for x in tensors[1:4]]
+        package.packed_backward(*tensors, lse, *grads, *_sizes(call, q), **options)
+        return tuple(unpack(grad, len(q)) for grad in grads)
+
+
+class Package(NamedTuple):
+    """What the installed version has: its functions, and whether a window is two arguments there, as since 2.7."""
+
+    forward: Callable
+    backward: Callable
+    packed_forward: Callable
+    packed_backward: Callable
+    two_arguments: bool
+
+    def options(self, call: KernelCall) -> dict[str, Any]:
+        """The band of a call, -1 for no bound, and what the package can do beyond this, which is not wanted."""
+        left, right = (-1 if x is None else x for x in band(call))
+        causal = left == -1 and right == 0
+        window = (-1, -1) if causal else (left, right)
+        names = {"window_size_left": window[0], "window_size_right": window[1]}
+        names = names if self.two_arguments else {"window_size": window}
+        return {**names, "causal": causal, "softcap": 0.0, "alibi_slopes": None}
+
+
+def _sizes(call: KernelCall, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Where sequences begin, and how long they are at most.
+
+    The package takes a bound of the band that is not below the longest keys for none, and none for a bound of so many:
+    wrong where there are more queries than keys. It also has a way of its own for single queries, which takes for
+    granted that each sequence has one. So it is told that both sides are as long as the longest of either, and two.
+    """
+    packed = packing(call, len(q), q.device)
+    longest = max(packed.longest, 2)
+    return packed.cu_seqlens_q, packed.cu_seqlens_k, longest, longest
+
+
+def _out_and_lse(results: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """2.6 returns padded copies of the inputs between out and lse."""
+    return results[0], results[1] if len(results) == 4 else results[5]
 
 
 @functools.cache
-def _calls() -> tuple[tuple[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
-    """Forward and backward."""
-    return _call("_flash_attn_forward"), _call("_flash_attn_backward")
-
-
-def _call(name: str) -> tuple[Any, dict[str, Any]]:
-    """A function of the package and its options for plain attention, named as the installed version names them."""
+def _package() -> Package:
+    import flash_attn
     from flash_attn import flash_attn_interface
 
-    function = getattr(flash_attn_interface, name)
-    options: dict[str, Any] = {"softcap": 0.0, "alibi_slopes": None}
-    if "window_size_left" in inspect.signature(function).parameters:  # since 2.7
-        return function, {**options, "window_size_left": -1, "window_size_right": -1}
-    return function, {**options, "window_size": (-1, -1)}
+    names = "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
+    # Torch wraps these functions since 2.7, and then they do not say which arguments they have.
+    major, minor = flash_attn.__version__.split(".")[:2]
+    return Package(*(getattr(flash_attn_interface, name) for name in names), (int(major), int(minor)) >= (2, 7))

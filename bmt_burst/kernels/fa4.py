@@ -1,7 +1,12 @@
 """FlashAttention-4: the `flash-attn-4` package (CuTe DSL), for Hopper and Blackwell.
 
-Kernels are compiled when a process first uses a combination of dtype, head size and mask (seconds); the package keeps
-them on disk if the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
+Kernels are compiled when a process first uses a combination of dtype, head size, mask and packing (seconds); the
+package keeps them on disk if the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
+
+Read in the source of 4.0.0b36 for Hopper: a sequence without keys gets an out of 0 and an lse of -inf, one without
+queries a dk and dv of 0; the backward takes an lse of -inf for 0 and relies on the mask; blocks of queries and of keys
+are matched alike in both directions, also where a band leaves some of them nothing, so that the backward in a fixed
+order does not wait for what never comes.
 """
 
 from __future__ import annotations
@@ -9,29 +14,40 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ..spec import Spec
+from ..tile import KernelCall
 from . import Kernel, import_failure, installed, refuses_half
+from .packed import band, pack, pack_rows, packing, unpack, unpack_rows
 
-# 4.0.0b36 computes wrong gradients for other sizes, 80 among them, and says nothing. On Blackwell it lacks 192, and for
-# 256 the gradient of lse, by which delta is handed over.
+# 4.0.0b36 computes wrong gradients for other sizes, 80 among them, and says nothing: those are padded to the next of
+# these. On Blackwell it lacks 192, and for 256 the gradient of lse, by which delta is handed over.
 _HEAD_SIZES = (64, 96, 128)
 _HEAD_SIZES_HOPPER = (*_HEAD_SIZES, 192, 256)
+
+# The package compiles kernels for sequences of one block by themselves. Of short ones it is told that they may be this
+# long, which is allowed and costs nothing, so that lengths that differ from step to step need no kernel more.
+_LONGEST_AT_LEAST = 1024
 
 
 class Fa4Kernel(Kernel):
     name = "fa4"
     takes_delta = True
+    writes_new_memory = True
 
-    def refuses(self, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if not installed("flash_attn.cute"):
             return "the package flash-attn-4 is not installed"
         generation = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
-        if deterministic and generation == 12:
+        if spec.deterministic and generation == 12:
             return "its backward adds up in no fixed order on GPUs of compute capability 12"
-        return refuses_half(q, (9, 0), _HEAD_SIZES_HOPPER if generation == 9 else _HEAD_SIZES)
+        largest = (_HEAD_SIZES_HOPPER if generation == 9 else _HEAD_SIZES)[-1]
+        return refuses_half(q, (9, 0), range(8, largest + 1, 8))
 
     def broken(self) -> str | None:
         return import_failure("flash-attn-4", _functions)
@@ -39,17 +55,70 @@ class Fa4Kernel(Kernel):
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def forward(self, q, k, v, *, scale, causal, deterministic):
-        out, lse, *_ = _functions()[0](q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
-        return out, lse
+    def forward(self, q, k, v, call, spec):
+        forward, head_size = _functions()[0], q.shape[-1]
+        q, k, v = _padded(q, k, v)
+        options = {"softmax_scale": spec.scale, "return_lse": True}
+        if (dense := _dense_options(call)) is not None:
+            out, lse, *_ = forward(q, k, v, **options, **dense)
+        else:
+            tensors = (pack(x) for x in (q, k, v))
+            out, lse, *_ = forward(*tensors, **options, **_packed_options(call, q))
+            out, lse = unpack(out, len(q)), unpack_rows(lse, len(q))
+        return _cut(out, head_size), lse
 
-    def backward(self, dout, q, k, v, out, lse, delta=None, *, scale, causal, deterministic):
-        options = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic}
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
+        backward, head_size = _functions()[1], q.shape[-1]
+        dout, q, k, v, out = _padded(dout, q, k, v, out)
+        options = {"softmax_scale": spec.scale, "deterministic": spec.deterministic}
+        dense = _dense_options(call)
         if out is None:
             # The kernel works with rowsum(out * dout) - dlse, where dlse is meant for the gradient of lse.
             out = q.new_zeros(1, 1, 1, q.shape[-1]).expand_as(q)
-            options["dlse"] = -delta
-        return _functions()[1](q, k, v, out, dout, lse.contiguous(), **options)[:3]
+            options["dlse"] = -delta if dense is not None else pack_rows(-delta).contiguous()
+        if dense is not None:
+            grads = backward(q, k, v, out, dout, lse.contiguous(), **options, **dense)[:3]
+        else:
+            tensors = (pack(x) for x in (q, k, v, out, dout))
+            grads = backward(*tensors, pack_rows(lse).contiguous(), **options, **_packed_options(call, q))[:3]
+            grads = (unpack(grad, len(q)) for grad in grads)
+        return tuple(_cut(grad, head_size) for grad in grads)
+
+
+def _padded(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors with head sizes padded with zeros to one that the package does right: that changes no score."""
+    missing = next(size for size in _HEAD_SIZES_HOPPER if size >= tensors[0].shape[-1]) - tensors[0].shape[-1]
+    return tensors if not missing else tuple(None if x is None else functional.pad(x, (0, missing)) for x in tensors)
+
+
+def _cut(x: Tensor, head_size: int) -> Tensor:
+    return x if x.shape[-1] == head_size else x[..., :head_size]
+
+
+def _dense_options(call: KernelCall) -> dict[str, Any] | None:
+    """The options of a call of one tile of everything, None for others."""
+    if call.is_whole:
+        return {"causal": call.is_causal}
+    return _band_options(call) if call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),) else None
+
+
+def _packed_options(call: KernelCall, q: Tensor) -> dict[str, Any]:
+    packed = packing(call, len(q), q.device)
+    longest = max(packed.longest, _LONGEST_AT_LEAST)
+    return {
+        "cu_seqlens_q": packed.cu_seqlens_q,
+        "cu_seqlens_k": packed.cu_seqlens_k,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        **_band_options(call),
+    }
+
+
+def _band_options(call: KernelCall) -> dict[str, Any]:
+    left, right = band(call)
+    if left is None and right == 0:
+        return {"causal": True}
+    return {"causal": False, "window_size_left": left, "window_size_right": right}
 
 
 @functools.cache

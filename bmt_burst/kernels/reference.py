@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from ..merge import accumulator_dtype
+from ..span import length
+from ..spec import Spec
+from ..tile import KernelCall
 from . import Kernel
 
 
@@ -15,40 +18,48 @@ class ReferenceKernel(Kernel):
     name = "reference"
     takes_delta = True
 
-    def refuses(self, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         return "meta tensors have no values" if q.is_meta else None
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulator_dtype(dtype)
 
-    def forward(self, q, k, v, *, scale, causal, deterministic):
+    def forward(self, q, k, v, call, spec):
+        hidden = ~visible(call, q.device)
         q, k, v = (grouped(x, k.shape[2]) for x in (q, k, v))
-        scores = _scores(q, k, scale, causal)
+        scores = (q @ k.mT * spec.scale).masked_fill(hidden, -torch.inf)
         lse = scores.logsumexp(-1)
         lse.masked_fill_(lse == torch.inf, torch.nan)  # as softmax, which is NaN beside an infinite score
-        probs = (scores - lse.unsqueeze(-1)).exp()
+        probs = (scores - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
         return _ungrouped(probs @ v), lse.flatten(1, 2)
 
-    def backward(self, dout, q, k, v, out, lse, delta=None, *, scale, causal, deterministic):
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         groups = k.shape[2]
         if delta is None:
             delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)
         dout, q, k, v = (grouped(x, groups) for x in (dout, q, k, v))
         lse, delta = (x.unflatten(1, (groups, -1)).unsqueeze(-1) for x in (lse, delta))
-        probs = (_scores(q, k, scale, causal) - lse).exp()
+        probs = (q @ k.mT * spec.scale - lse).exp().masked_fill(~visible(call, q.device), 0.0)
         dprobs = dout @ v.mT
-        dscores = probs * (dprobs - delta) * scale
+        dscores = probs * (dprobs - delta) * spec.scale
         dk = (dscores.mT @ q).sum(2, keepdim=True)
         dv = (probs.mT @ dout).sum(2, keepdim=True)
         return _ungrouped(dscores @ k), _ungrouped(dk), _ungrouped(dv)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    scores = q @ k.mT * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return scores
+def visible(call: KernelCall, device: torch.device | str | None = None) -> Tensor:
+    """(S, T) bool: True where the query (row) sees the key (column)."""
+    result = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.bool, device=device)
+    for q, kv in call.tiles:
+        a, b = (torch.arange(-length(span), 0, device=device) for span in (q, kv))  # counted back from the last
+        ahead = b - a.unsqueeze(1)
+        inside = torch.ones_like(ahead, dtype=torch.bool)
+        if call.left is not None:
+            inside &= ahead >= -call.left
+        if call.right is not None:
+            inside &= ahead <= call.right
+        result[slice(*q), slice(*kv)] = inside
+    return result
 
 
 def grouped(x: Tensor, groups: int) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .merge import Span, length
+from ..span import Span, length
 
 _ALIGNMENT = 256  # bytes; what GPU allocators give and kernels may expect
 
@@ -39,6 +39,10 @@ class Packing:
             size = self.batch * tokens * _row_bytes((shape, dtype))
             views.append(memory[start : start + size].view(dtype).view(self.batch, tokens, *shape))
         return tuple(views)
+
+    def empty(self, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+        """New tensors (B, tokens, ...), each in memory of its own."""
+        return tuple(torch.empty(self.batch, tokens, *shape, dtype=dtype, device=device) for shape, dtype in self.rows)
 
     def messages(self, tokens: int, at: Span) -> Iterator[tuple[int, int, int, int]]:
         """(tensor, batch row, byte offset, bytes) of each message of tokens at[0]..at[1] - 1 where `tokens` lie."""

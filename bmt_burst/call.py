@@ -1,0 +1,203 @@
+"""A call of attention: what its ranks tell each other about it, and the plan that follows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .agreement import read, tell
+from .arguments import as_bool
+from .checks import check_device, check_options, check_packed, check_scale, check_tensors
+from .kernels import Kernel, pick
+from .layout import Balanced, Layout, Stacked
+from .mask import Mask
+from .rings import Rings
+from .spec import Spec
+from .strategies import Plan, Problem, Sizes, choose
+
+_MOST_PLANS = 64  # of some rings; then the one that was not used for longest goes
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+def agree_on_call(
+    rings: Rings, q: Tensor, k: Tensor, v: Tensor, options: Callable[[], dict[str, Any]], packed: bool
+) -> tuple[Plan, int, Tensors, int]:
+    """Checks the arguments of every rank; returns the plan they agree on and the number of the call, or raises on all.
+
+    Also the tensors as (B, S, heads, D), and the batch size if its rows have masks or layouts of their own, else 0.
+
+    A rank cannot know alone what a call means: the same number of tokens here may be part of sequences of several
+    lengths. So the ranks ask each other every time, and remember the plan that follows from the same replies.
+    """
+    call: _Call | None = None
+
+    def mine() -> dict[str, Any]:
+        nonlocal call
+        call = _Call(rings, (q, k, v), options(), packed)
+        return call.terms()
+
+    history = rings.history
+    said = tell(rings, "a call of burst_attn_func", mine)
+    plan = history.plans.get(said)
+    if plan is None:
+        problem = call.problem(said)
+        plan = choose(call.options["strategy"], problem).plan(problem, rings.rank)
+        plan.reserve(rings, call.tensors[0].device, with_backward=call.needs_gradient)
+        while len(history.plans) >= _MOST_PLANS:
+            history.plans.pop(next(iter(history.plans)))
+    else:
+        history.plans.pop(said)
+    history.plans[said] = plan  # last in order: just used
+    history.calls += 1
+    return plan, history.calls, call.tensors, call.rows
+
+
+class _Call:
+    """A rank's arguments. Raises ValueError or TypeError if they are wrong."""
+
+    def __init__(self, rings: Rings, tensors: Tensors, options: dict[str, Any], packed: bool):
+        self.rings = rings
+        self.tensors = q, k, _ = check_packed(*tensors) if packed else tensors
+        check_tensors(*self.tensors)
+        self.options = check_options(options)
+        check_scale(self.options["softmax_scale"], q.dtype)
+        check_device(rings, q)
+        scale = self.options["softmax_scale"]
+        self.spec = Spec(q.shape[-1] ** -0.5 if scale is None else scale, self.options["deterministic"])
+        self.kernel: Kernel = pick(self.options["flash"], q, k, self.spec)
+        self.needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors)
+        self.mask, self.layout, self.rows = self._masking()
+
+    def _masking(self) -> tuple[Mask | None, str | Layout, int]:
+        """The mask, None if `causal` says it, the layout, and the batch size if rows have their own."""
+        mask, layout, size = self.options["mask"], self.options["layout"], self.rings.size
+        causal, batch = as_bool("causal", self.options["causal"]), self.tensors[0].shape[0]
+        masks, layouts = _of_rows("mask", mask, Mask, batch), _of_rows("layout", layout, (str, Layout), batch)
+        if mask is not None and causal:
+            raise ValueError("mask and causal exclude each other: give Mask.documents(..., causal=True) or the like")
+        for x in layouts:
+            if isinstance(x, Layout) and x.size != size:
+                raise ValueError(f"the layout is one for {x.size} ranks, the group has {size}")
+        if len(set(masks)) == len(set(layouts)) == 1:
+            return masks[0], layouts[0], 0
+        if None in masks:
+            if not all(isinstance(x, Layout) for x in layouts):
+                raise ValueError("rows with layouts of their own need a mask each, or Layouts which know their length")
+            masks = tuple((Mask.causal if causal else Mask.full)(x.seq_len) for x in layouts)
+        return *_stacked(masks, layouts, size), batch
+
+    def terms(self) -> dict[str, Any]:
+        """What the call means; all but "tokens" must be equal on all ranks."""
+        (batch, tokens, heads, head_size), options = self.tensors[0].shape, self.options
+        mask = ("causal" if options["causal"] else "full") if self.mask is None else _described(self.mask)
+        return {
+            "batch": 1 if self.rows else batch,
+            "rows of their own": self.rows,
+            "tokens": tokens * max(self.rows, 1),
+            "q heads": heads,
+            "kv heads": self.tensors[1].shape[2],
+            "head size": head_size,
+            "dtype": str(self.tensors[0].dtype),
+            "device type": self.tensors[0].device.type,
+            "kernel": self.kernel.name,
+            "need of a gradient": self.needs_gradient,
+            "softmax_scale": self.spec.scale,
+            "mask": mask,
+            "layout": self.layout.term if isinstance(self.layout, Layout) else self.layout,
+            **{name: options[name] for name in ("deterministic", "strategy", "backward", "optimize_bwd_comm")},
+            "group_bytes": options["group_bytes"],
+        }
+
+    def problem(self, said: Sequence[bytes]) -> Problem:
+        """What follows from the terms of all ranks. Raises ValueError, alike on every rank."""
+        tokens, options = _compared(said), self.options
+        mask = self.mask or (Mask.causal if options["causal"] else Mask.full)(sum(tokens))
+        if mask.seq_len != sum(tokens):
+            raise ValueError(f"the mask has {mask.seq_len} tokens, the ranks hold {sum(tokens)}: {tokens}")
+        layout = _layout(self.layout, mask, len(tokens))
+        _check_lengths(layout, tokens)
+        q, k, _ = self.tensors
+        sizes = Sizes(
+            batch=1 if self.rows else q.shape[0],
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_size=q.shape[3],
+            dtype=q.dtype,
+            partial=self.kernel.partial_dtype(q.dtype),
+        )
+        return Problem(
+            mask=mask,
+            layout=layout,
+            spec=self.spec,
+            kernel=self.kernel,
+            sizes=sizes,
+            inner=self.rings.inner.size,
+            outer=self.rings.outer.size,
+            backward=options["backward"],
+            send_out=not options["optimize_bwd_comm"],
+            group_bytes=options["group_bytes"],
+        )
+
+
+def _of_rows(name: str, given: Any, kind: type | tuple[type, ...], batch: int) -> tuple[Any, ...]:
+    """What is given for each row of the batch: one for all, or a sequence. Raises TypeError or ValueError."""
+    if given is None or isinstance(given, kind):
+        return (given,) * batch
+    rows = tuple(given) if isinstance(given, list | tuple) else (given,)
+    for row in rows:
+        if not isinstance(row, kind) or row is given:
+            raise TypeError(f"{name} must be a {name.capitalize()} or one for each row, got {type(row).__name__}")
+    if len(rows) != batch:
+        raise ValueError(f"{name} has {len(rows)} entries for a batch of {batch} rows")
+    return rows
+
+
+@functools.lru_cache(maxsize=_MOST_PLANS)
+def _stacked(masks: tuple[Mask, ...], layouts: tuple[str | Layout, ...], size: int) -> tuple[Mask, Layout]:
+    """The rows of a batch as one sequence."""
+    layouts = tuple(_layout(layout, mask, size) for layout, mask in zip(layouts, masks, strict=True))
+    for mask, layout in zip(masks, layouts, strict=True):
+        if mask.seq_len != layout.seq_len:
+            raise ValueError(f"a row's mask has {mask.seq_len} tokens, its layout {layout.seq_len}")
+        if any(layout.length(rank) != layouts[0].length(rank) for rank in range(size)):
+            raise ValueError("the layouts of the rows must give a rank equally many tokens of each")
+    return Mask.stacked(masks), Stacked(layouts)
+
+
+@functools.lru_cache(maxsize=_MOST_PLANS)
+def _balanced(mask: Mask, size: int) -> Layout:
+    return Layout.balanced(mask, size)
+
+
+def _layout(layout: str | Layout, mask: Mask, size: int) -> Layout:
+    if isinstance(layout, Layout):
+        return layout
+    return _balanced(mask, size) if layout == Balanced.name else Layout.named(layout, mask.seq_len, size)
+
+
+def _described(mask: Mask) -> str:
+    return f"{mask.seq_len} tokens in {len(mask.slices)} slices, digest {mask.digest}"
+
+
+def _compared(said: Sequence[bytes]) -> list[int]:
+    """The tokens of each rank, once all else is known to be equal. Raises ValueError, alike on every rank."""
+    replies = read(said)
+    for rank, reply in enumerate(replies):
+        for term, value in replies[0].items():
+            if term != "tokens" and reply[term] != value:
+                raise ValueError(f"ranks differ in {term}: rank 0 has {value!r}, rank {rank} has {reply[term]!r}")
+    return [reply["tokens"] for reply in replies]
+
+
+def _check_lengths(layout: Layout, tokens: Sequence[int]) -> None:
+    expected = [layout.length(rank) for rank in range(layout.size)]
+    if sum(tokens) != layout.seq_len or list(tokens) != expected:
+        raise ValueError(
+            f"the ranks hold {tokens} tokens, but {layout.name} cuts {layout.seq_len} into {expected}; "
+            "use bmt_burst.shard or the layout's, or torch.tensor_split's sizes"
+        )

@@ -1,0 +1,100 @@
+"""A `KernelCall` as the variable-length functions of FlashAttention take it: packed tokens, cut into sequences.
+
+The tiles are sequences, and so are the tokens between them: those have no keys, or no queries. Thus every token is in
+one. Batches follow one another. What is made here stays with the call, and the host waits for no GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..span import length
+from ..tile import KernelCall
+
+Kept = TypeVar("Kept")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The sequences of a call on q (B, S, ...) and k, v (B, T, ...).
+
+    cu_seqlens_q, cu_seqlens_k  (sequences + 1,) int32: where each begins in the packed tokens; B S or B T at the end
+    longest                     tokens of the longest one, of either side
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    longest: int
+
+
+def packing(call: KernelCall, batch: int, device: torch.device) -> Packing:
+    """How a call is packed, on a device."""
+    return _kept(call, ("packing", batch), device, lambda: _packing(call, batch, device))
+
+
+def blind(call: KernelCall, device: torch.device) -> Tensor | None:
+    """(S,) bool on a device: the queries that see no key; None if all see some."""
+    return _kept(call, ("blind",), device, lambda: _blind(call, device))
+
+
+def band(call: KernelCall) -> tuple[int | None, int | None]:
+    """The call's left and right, but None where that hides nothing, for which there are faster kernels."""
+    left, right = call.left, call.right
+    if left is not None and left >= max((length(kv) for _, kv in call.tiles), default=0) - 1:
+        left = None
+    if right and right >= max((length(q) for q, _ in call.tiles), default=0) - 1:
+        right = None
+    return left, right
+
+
+def pack(x: Tensor) -> Tensor:
+    """(B, S, ...) -> (B S, ...)."""
+    return x.flatten(0, 1)
+
+
+def unpack(x: Tensor, batch: int) -> Tensor:
+    """(B S, ...) -> (B, S, ...)."""
+    return x.unflatten(0, (batch, -1))
+
+
+def pack_rows(x: Tensor) -> Tensor:
+    """lse or delta (B, H, S) -> (H, B S)."""
+    return x.transpose(0, 1).flatten(1)
+
+
+def unpack_rows(x: Tensor, batch: int) -> Tensor:
+    """(H, B S) -> (B, H, S)."""
+    return x.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def _packing(call: KernelCall, batch: int, device: torch.device) -> Packing:
+    sequences = call.sequences()
+    lengths = [[length(sequence[side]) for sequence in sequences] * batch for side in (0, 1)]
+    starts = [torch.tensor([*itertools.accumulate(side, initial=0)], dtype=torch.int32) for side in lengths]
+    return Packing(*(_sent(x, device) for x in starts), max(map(max, lengths)))
+
+
+def _blind(call: KernelCall, device: torch.device) -> Tensor | None:
+    result = torch.ones(call.q_tokens, dtype=torch.bool)
+    for q, kv in call.tiles:  # no tile is empty, and a left bound leaves each query a key
+        hidden = 0 if call.right is None else max(length(q) - length(kv) - call.right, 0)
+        result[q[0] + hidden : q[1]] = False
+    return _sent(result, device) if result.any() else None
+
+
+def _kept(call: KernelCall, name: tuple[Hashable, ...], device: torch.device, make: Callable[[], Kept]) -> Kept:
+    """What `make` makes, once for each GPU and stream, in whose order it gets there."""
+    key = *name, device, torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if key not in call.prepared:
+        call.prepared[key] = make()
+    return call.prepared[key]
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -1,0 +1,206 @@
+"""Any `KernelCall` by kernels that know blocks only: full rectangles, and causal squares.
+
+A band that has one edge in a tile is cut into at most two rectangles and a causal square. A left edge, read from the
+end of both the queries and the keys, is a right edge: there the square is causal when both sides are reversed. Of a
+band with two edges as many rows are taken at a time as there is a key that all of them see: what lies left of it has
+the left edge only, the rest the right one.
+
+    # # # . .       # #       # . .
+    . # # # .   =   . #   +   # # .
+    . . # # #       . .       # # #
+
+Blocks that are alike and lie at equal distances, as those of a window do, are one call of the kernel, in which they lie
+along the batch. Memory is O(S + T): no mask is made, and partial results are added up one after the other.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from ..merge import Outputs, accumulator_dtype
+from ..span import Span, length
+from ..spec import Spec
+from ..tile import KernelCall
+from . import Kernel
+
+_ALIKE = 4096  # blocks that may be one call: kernels bound the batch
+
+
+class Shape(Enum):
+    """Which keys b of a block its query a sees."""
+
+    FULL = "all"
+    CAUSAL = "b <= a"
+    REVERSED = "b >= a"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """`count` blocks of one shape: the first is q x kv, each next one is `step` tokens further on both sides."""
+
+    shape: Shape
+    q: Span
+    kv: Span
+    count: int = 1
+    q_step: int = 0
+    kv_step: int = 0
+
+
+class PlainKernel(Kernel):
+    """A kernel that computes blocks; `delta` is not taken."""
+
+    @abstractmethod
+    def block_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, spec: Spec) -> tuple[Tensor, Tensor]:
+        """`Kernel.forward` where every query sees every key or, if `causal`, S is T and query i sees keys 0 to i."""
+
+    @abstractmethod
+    def block_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spec: Spec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`Kernel.backward` of such a block."""
+
+    def forward(self, q, k, v, call, spec):
+        if call.is_whole:
+            return self.block_forward(q, k, v, call.is_causal, spec)
+        out = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=out.dtype, device=q.device)
+        for blocks in blocks_of(call):
+            queries, keys, values = _queries(q, blocks), _keys(k, blocks), _keys(v, blocks)
+            part, part_lse = self.block_forward(queries, keys, values, blocks.shape is not Shape.FULL, spec)
+            _merge(out, lse, blocks, part, part_lse)
+        return out.to(self.partial_dtype(q.dtype)), lse
+
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
+        if call.is_whole:
+            return self.block_backward(dout, q, k, v, out, lse, call.is_causal, spec)
+        sums = [torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device) for x in (q, k, v)]
+        for blocks in blocks_of(call):
+            douts, queries, outs = (_queries(x, blocks) for x in (dout, q, out))
+            keys, values = _keys(k, blocks), _keys(v, blocks)
+            lses = _queries(lse.transpose(1, 2), blocks).transpose(1, 2)
+            tensors = douts, queries, keys, values, outs, lses
+            grads = self.block_backward(*tensors, blocks.shape is not Shape.FULL, spec)
+            for total, grad, cut in zip(sums, grads, (_cut_queries, _cut_keys, _cut_keys), strict=True):
+                place = cut(total, blocks)
+                place.add_(_forwards(grad, blocks, 1).unflatten(0, place.shape[:2]))
+        return tuple(total.to(self.partial_dtype(x.dtype)) for total, x in zip(sums, (q, k, v), strict=True))
+
+
+def blocks_of(call: KernelCall) -> tuple[Blocks, ...]:
+    """Blocks that hold each visible pair of a call once."""
+    if "blocks" not in call.prepared:
+        blocks = [block for tile in call.tiles for block in _of_tile(*tile, call.left, call.right)]
+        call.prepared["blocks"] = tuple(_alike(blocks))
+    return call.prepared["blocks"]
+
+
+def _of_tile(q: Span, kv: Span, left: int | None, right: int | None) -> Iterator[Blocks]:
+    """The blocks of a tile whose band is bounded as that of a `KernelCall`."""
+    more = length(kv) - length(q)
+    low, high = None if left is None else more - left, None if right is None else more + right
+    if low is None or high is None:
+        yield from _of_edge(q, kv, low, high)
+        return
+    # Each part has as many rows as fit the band's width, so that all see the key that its last row begins at.
+    for start in range(0, length(q), high - low + 1):
+        stop = min(start + high - low + 1, length(q))
+        middle = min(max(kv[0] + stop - 1 + low, kv[0]), kv[1])  # that key
+        rows = q[0] + start, q[0] + stop
+        yield from _of_edge(rows, (kv[0], middle), low + start, None)
+        yield from _of_edge(rows, (middle, kv[1]), None, high + start - (middle - kv[0]))
+
+
+def _of_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterator[Blocks]:
+    """The blocks of a rectangle of which b - a >= low or b - a <= high is visible, a and b counted from its corner."""
+    if low is not None:
+        for block in _of_edge((-q[1], -q[0]), (-kv[1], -kv[0]), None, length(kv) - length(q) - low):
+            shape = Shape.REVERSED if block.shape is Shape.CAUSAL else block.shape
+            yield replace(block, shape=shape, q=(-block.q[1], -block.q[0]), kv=(-block.kv[1], -block.kv[0]))
+        return
+    if high is None:
+        high = length(kv)
+    first = min(max(q[0] - high, q[0]), q[1])  # of the rows that see any key
+    edge = min(max(kv[0] + high, kv[0]), kv[1])  # of the keys that not all of these see
+    side = min(q[1] - first, kv[1] - edge)
+    for shape, rows, columns in (
+        (Shape.FULL, (first, q[1]), (kv[0], edge)),
+        (Shape.CAUSAL, (first, first + side), (edge, edge + side)),
+        (Shape.FULL, (first + side, q[1]), (edge, kv[1])),
+    ):
+        if length(rows) and length(columns):
+            yield Blocks(shape, rows, columns)
+
+
+def _alike(blocks: list[Blocks]) -> Iterator[Blocks]:
+    """The same blocks, single ones, with those that are alike at equal distances in one."""
+    kinds: dict[tuple[Shape, int, int], list[Blocks]] = {}
+    for block in blocks:
+        found = kinds.setdefault((block.shape, length(block.q), length(block.kv)), [])
+        if not found or (joined := _joined(found[-1], block)) is None:
+            found.append(block)
+        else:
+            found[-1] = joined
+    for found in kinds.values():
+        yield from found
+
+
+def _joined(blocks: Blocks, block: Blocks) -> Blocks | None:
+    """All of them, if one more follows at the same distance and overlaps none on either side; else None."""
+    q_step = block.q[0] - blocks.q[0] - (blocks.count - 1) * blocks.q_step
+    kv_step = block.kv[0] - blocks.kv[0] - (blocks.count - 1) * blocks.kv_step
+    if q_step < length(block.q) or kv_step < length(block.kv) or blocks.count == _ALIKE:
+        return None
+    if blocks.count > 1 and (q_step, kv_step) != (blocks.q_step, blocks.kv_step):
+        return None
+    return replace(blocks, count=blocks.count + 1, q_step=q_step, kv_step=kv_step)
+
+
+def _merge(out: Tensor, lse: Tensor, blocks: Blocks, part: Tensor, part_lse: Tensor) -> None:
+    """Merges the results of blocks, (B count, tokens, H, D) and (B count, H, tokens), into out and lse, in place."""
+    places = _cut_queries(out, blocks), _cut_queries(lse.transpose(1, 2), blocks).transpose(2, 3)
+    parts = _forwards(part, blocks, 1), _forwards(part_lse, blocks, 2)
+    parts = (x.unflatten(0, place.shape[:2]) for x, place in zip(parts, places, strict=True))
+    # Of each of the batch by itself: two batches are no one dimension where the tokens between blocks are left out.
+    for out_at, lse_at, part_at, part_lse_at in zip(*places, *parts, strict=True):
+        span = 0, out_at.shape[1]
+        total = Outputs(out_at, lse_at, limit=2 * out_at.nbytes)
+        total.add(span, out_at, lse_at.clone())
+        total.add(span, part_at, part_lse_at)
+        total.result()
+
+
+def _queries(x: Tensor, blocks: Blocks) -> Tensor:
+    """The queries of blocks: (B, S, ...) -> (B count, tokens, ...), in the order in which they are causal."""
+    return _forwards(_cut_queries(x, blocks).flatten(0, 1), blocks, 1)
+
+
+def _keys(x: Tensor, blocks: Blocks) -> Tensor:
+    """The keys of blocks: (B, T, ...) -> (B count, tokens, ...), in the order in which they are causal."""
+    return _forwards(_cut_keys(x, blocks).flatten(0, 1), blocks, 1)
+
+
+def _forwards(x: Tensor, blocks: Blocks, tokens: int) -> Tensor:
+    """x with the dimension `tokens` reversed if that makes its blocks causal, and back."""
+    return x.flip(tokens) if blocks.shape is Shape.REVERSED else x
+
+
+def _cut_queries(x: Tensor, blocks: Blocks) -> Tensor:
+    return _cut(x, blocks.q, blocks.count, blocks.q_step)
+
+
+def _cut_keys(x: Tensor, blocks: Blocks) -> Tensor:
+    return _cut(x, blocks.kv, blocks.count, blocks.kv_step)
+
+
+def _cut(x: Tensor, first: Span, count: int, step: int) -> Tensor:
+    """A view of (B, S, ...) as (B, count, tokens, ...): `count` ranges of tokens, `step` apart."""
+    if count == 1:
+        return x[:, slice(*first)].unsqueeze(1)
+    tokens = x[:, first[0] : first[1] + (count - 1) * step]
+    return tokens.unfold(1, length(first), step).movedim(-1, 2)

@@ -1,0 +1,122 @@
+"""Strategies: who computes which tiles with what brought from where. One strategy a file or folder.
+
+ring      queries stay, keys and values come by; in the backward what is cheaper travels (BurstAttention)
+ulysses   every rank gets whole sequences of some heads (arXiv 2309.14509)
+
+The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports by their contracts
+only. To add one: write `strategies/NAME.py` with a subclass of Strategy, list it in `_STRATEGIES`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import Kernel
+from ..layout import Layout
+from ..mask import Mask
+from ..rings import Rings
+from ..spec import Spec
+
+_STRATEGIES = {"ring": "Ring", "ulysses": "Ulysses"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes and dtypes of q (B, S, H, D) and k, v (B, S, G, D); `partial` is the dtype of the kernel's gradients."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    partial: torch.dtype
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call of attention, as the ranks agreed on it: the same on every rank.
+
+    inner, outer  ranks of a host, and hosts, as the rings are
+    backward      "q", "kv" or "auto": what travels in a ring's backward
+    send_out      where queries travel, let out itself do so instead of delta = rowsum(out * dout)
+    group_bytes   most bytes of travelling blocks that come in together, if a single one is not larger
+    """
+
+    mask: Mask
+    layout: Layout
+    spec: Spec
+    kernel: Kernel
+    sizes: Sizes
+    inner: int
+    outer: int
+    backward: str = "auto"
+    send_out: bool = False
+    group_bytes: int = 5 << 26
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the rank that has most."""
+        return max(self.layout.length(rank) for rank in (0, self.layout.size - 1))
+
+
+class Plan(ABC):
+    """What one rank does in a call and its backward. Made from the problem alone, without a word with other ranks."""
+
+    @abstractmethod
+    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+        """Lets the transport prepare for what will land, whatever the mask; all ranks call it alike."""
+
+    @abstractmethod
+    def forward(self, rings: Rings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's out (B, S, H, D) in q's dtype, and lse (B, H, S), fp32 (fp64 for fp64 inputs).
+
+        Rows that see nothing yield 0 and -inf. Nothing is written to q, k and v.
+        """
+
+    @abstractmethod
+    def backward(
+        self, rings: Rings, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of this rank's tokens, in the inputs' dtype."""
+
+
+class Strategy(ABC):
+    """A way to compute attention over ranks."""
+
+    name: str
+
+    @abstractmethod
+    def refuses(self, problem: Problem) -> str | None:
+        """Why this strategy cannot do a problem, alike on every rank; None if it can."""
+
+    @abstractmethod
+    def plan(self, problem: Problem, rank: int) -> Plan:
+        """What `rank` does. Pure: it depends on nothing else, and costs a rank no more than its own part."""
+
+
+def names() -> list[str]:
+    """All strategies; "auto" takes the first that can."""
+    return list(_STRATEGIES)
+
+
+@functools.cache
+def load(name: str) -> Strategy:
+    """The strategy called `name`."""
+    return getattr(importlib.import_module(f"{__name__}.{name}"), _STRATEGIES[name])()
+
+
+def choose(name: str, problem: Problem) -> Strategy:
+    """The strategy asked for, or for "auto" the first that can do it. Raises ValueError with the reasons if none can."""
+    refusals = []
+    for candidate in names() if name == "auto" else [name]:
+        strategy = load(candidate)
+        if (reason := strategy.refuses(problem)) is None:
+            return strategy
+        refusals.append(f"strategy {candidate!r}: {reason}")
+    raise ValueError("; ".join(refusals))

@@ -1,0 +1,178 @@
+"""The ring: queries stay home while keys and values come by.
+
+    forward             queries stay, (k, v) travel, partial outputs merge at home
+    backward, "kv"      queries stay, (k, v) travel, their gradients come back
+    backward, "q"       keys stay, (q, dout, lse, delta) travel, dq comes back (BurstAttention, arXiv 2403.09347)
+
+    schedule   whose block a rank attends to at which hop
+    routes     which tokens go to whom, in stages, and where they land
+    payload    what travels, in which bytes, and what comes home
+    program    the order of events of a rank, as data
+    executor   what each event does with tensors
+
+Each rank computes its own block first. Then the others' come by, some heads at a time, each with a pass round the ring,
+and in stages of as many blocks as `group_bytes` allows: the tokens of a stage that this rank looks at lie one after the
+other, and what looks at them alike is one kernel call. While a stage is computed the next one is on its way, and so are
+the gradients of the one before, also from one pass to the next. One block of one kv head a stage needs the least
+memory; all blocks in one stage is attention over gathered keys and values. `print(plan)` shows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+from torch import Tensor
+
+from ...rings import Rings
+from ...tiling import Tiling, by_columns, flipped, kernel_calls
+from .. import Plan, Problem, Sizes, Strategy
+from .executor import Backward, Forward, Pass, Tour
+from .payload import Keys, KeysValues, Payload, Queries, backward_payload, of_heads
+from .program import program
+from .routes import Routes
+from .schedule import Schedule
+
+_ENOUGH_ROWS = 1 << 18  # rows of queries, over all heads, that keep a GPU busy: some sixteen tiles for each SM
+_ALIGNED = 1 << 12  # bytes by which a block may be longer than its tokens, since tensors are aligned
+
+
+class Ring(Strategy):
+    name = "ring"
+
+    def refuses(self, problem: Problem) -> str | None:
+        return None
+
+    def plan(self, problem: Problem, rank: int) -> RingPlan:
+        return RingPlan(problem, rank)
+
+
+class RingPlan(Plan):
+    """The tours of a rank's forward and backward, made when they are needed."""
+
+    def __init__(self, problem: Problem, rank: int):
+        self.problem, self.rank = problem, rank
+        self.schedule = Schedule(problem.inner, problem.outer)
+
+    @functools.cached_property
+    def forward_tour(self) -> Tour:
+        return self._tour(KeysValues(), returning=False)
+
+    @functools.cached_property
+    def backward_tour(self) -> Tour:
+        return self._tour(self._backward_payload, returning=True)
+
+    def forward(self, rings: Rings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return Forward(self.forward_tour, rings, q, k, v).result()
+
+    def backward(
+        self, rings: Rings, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return Backward(self.backward_tour, rings, Queries(q, dout, out, lse), Keys(k, v)).result()
+
+    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+        visit, home = self._most_bytes(KeysValues(), returns=False), 0
+        if with_backward:
+            visit = max(visit, self._most_bytes(self._backward_payload, returns=False))
+            home = self._most_bytes(self._backward_payload, returns=True)
+        rings.inner.reserve({"visit": visit, "return": home}, device)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, forward: {self.forward_tour}\nrank {self.rank}, backward: {self.backward_tour}"
+
+    @functools.cached_property
+    def _backward_payload(self) -> Payload:
+        problem = self.problem
+        return backward_payload(problem.backward, problem.send_out, problem.sizes)
+
+    @functools.cached_property
+    def _tiling(self) -> Tiling:
+        return Tiling(self.problem.mask, self.problem.layout)
+
+    @functools.cached_property
+    def _transposed(self) -> Tiling:
+        return Tiling(self.problem.mask.transposed, self.problem.layout)
+
+    @functools.cached_property
+    def _kv_routes(self) -> Routes:
+        return Routes(self._tiling, self.schedule, self.rank)
+
+    def _tour(self, payload: Payload, returning: bool) -> Tour:
+        problem, queries_travel = self.problem, payload.queries_travel
+        routes = Routes(self._transposed, self.schedule, self.rank) if queries_travel else self._kv_routes
+        passes = self._passes(payload, routes)
+        rounds = routes.rounds(*self._limits(passes, returning)) if passes else ()
+
+        def calls(tiles):
+            if not returning:
+                return kernel_calls(tiles)
+            tiles = by_columns(tiles)
+            return kernel_calls(map(flipped, tiles) if queries_travel else tiles)
+
+        cuts = {(n, -1): calls(round_.tiles) for n, round_ in enumerate(rounds)}
+        cuts |= {(n, i): calls(s.tiles) for n, round_ in enumerate(rounds) for i, s in enumerate(round_.stages)}
+        return Tour(
+            kernel=problem.kernel,
+            spec=problem.spec,
+            payload=payload,
+            own=kernel_calls(self._tiling.own_tiles(self.rank)),
+            passes=passes,
+            rounds=rounds,
+            cuts=cuts,
+            program=tuple(program(len(passes), [len(r.stages) for r in rounds] or [0], returning)),
+            group_bytes=problem.group_bytes,
+        )
+
+    def _passes(self, payload: Payload, routes: Routes) -> list[Pass]:
+        """The passes in which blocks go round, none if nothing has to.
+
+        Each has as few heads as let what lands of a whole round come in one stage, which makes partial results few and
+        kernel calls large, but enough heads to keep a GPU busy; a single block is within group_bytes in any case, down
+        to one kv head, whatever that is in bytes. All ranks must say the same, so between hosts, whose ranks do not
+        know what others look at, blocks count whole.
+        """
+        problem, sizes = self.problem, self.problem.sizes
+        if problem.layout.size == 1 or not routes.traffic():
+            return []
+        block, ring = self._landing_tokens(routes)
+        head_bytes = max(payload.packing(sizes).token_bytes() // sizes.kv_heads, 1)
+        within = problem.group_bytes // (head_bytes * max(block, 1))
+        in_one = problem.group_bytes // (head_bytes * max(ring, 1))
+        ratio = sizes.heads // sizes.kv_heads
+        enough = -(-_ENOUGH_ROWS // (sizes.batch * problem.most_tokens * ratio))
+        most = min(max(in_one, enough), max(within, 1), sizes.kv_heads)
+        count = -(-sizes.kv_heads // most)
+        cuts = itertools.pairwise(sizes.kv_heads * i // count for i in range(count + 1))
+        return [_pass(payload, sizes, slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts]
+
+    def _landing_tokens(self, routes: Routes) -> tuple[int, int]:
+        """The most tokens that land on a rank of one block, and of all blocks of a round."""
+        hops = range(1, self.schedule.inner)
+        if self.schedule.outer > 1:
+            return self.problem.most_tokens, len(hops) * self.problem.most_tokens
+        return max(routes.landing_tokens([hop]) for hop in hops), routes.landing_tokens(hops)
+
+    def _limits(self, passes: list[Pass], returning: bool) -> tuple[int, int | None]:
+        """The most tokens of a stage, and of the gradients that come home from one."""
+        limit = min(self.problem.group_bytes // heads.packing.token_bytes() for heads in passes)
+        back = min(self.problem.group_bytes // heads.return_packing.token_bytes() for heads in passes)
+        return max(limit, 1), max(back, 1) if returning else None
+
+    def _most_bytes(self, payload: Payload, returns: bool) -> int:
+        """The most bytes that land at once, whatever the mask: of a stage, or of one block if that has more."""
+        problem, sizes = self.problem, self.problem.sizes
+        if problem.inner == 1:
+            return 0
+        tokens, one = problem.most_tokens, of_heads(sizes, 1)
+        block = max(problem.group_bytes, payload.packing(one).token_bytes() * tokens)
+        packing = payload.packing(sizes)
+        if returns:  # of the tokens and heads of a block
+            there, packing = packing.token_bytes(), payload.return_packing(sizes)
+            block = max(problem.group_bytes, -(-block * packing.token_bytes() // there))
+        return min((problem.inner - 1) * packing.token_bytes() * tokens, block) + _ALIGNED
+
+
+def _pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
+    sizes = of_heads(sizes, kv_at.stop - kv_at.start)
+    return Pass(at, kv_at, payload.packing(sizes), payload.return_packing(sizes))

@@ -1,0 +1,450 @@
+"""Runs the program of a rank: what each event does with tensors. The order of events is not decided here.
+
+`routes` says which tokens go where, a transport moves bytes, a kernel computes, `merge` adds up.
+
+Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. All that travels is (B, S, heads, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels import Kernel
+from ...merge import Gradients, Outputs, Part, empty_lse, sum_parts, tokens_at
+from ...rings import Rings
+from ...span import Span, length, shifted
+from ...spec import Spec
+from ...tiling import Cut
+from ...transport import Arrival, Delivery, Parcel, Ticket
+from ...transport.packing import Packing
+from .payload import Keys, Payload, Queries, Side
+from .program import Event
+from .routes import Outgoing, Round, Stage
+
+# Partial results are read once more each time they are folded, and stay in memory until they are: so many groups' bytes
+# of them wait. In the backward memory is short and kernels take longer.
+_OUTPUTS_WAITING = 4
+_GRADIENTS_WAITING = 1.25
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A way round the ring: the heads that go together, slices of q's and k's, and how they lie in memory."""
+
+    q: slice
+    kv: slice
+    packing: Packing
+    return_packing: Packing
+
+
+@dataclass(frozen=True)
+class Tour:
+    """All that a rank does in a call or its backward, but for the tensors.
+
+    own     kernel calls of the own block
+    cuts    kernel calls of the tiles of each stage and of each root, by (round, stage) and (round, -1)
+    """
+
+    kernel: Kernel
+    spec: Spec
+    payload: Payload
+    own: Sequence[Cut]
+    passes: Sequence[Pass]
+    rounds: Sequence[Round]
+    cuts: dict[tuple[int, int], Sequence[Cut]]
+    program: Sequence[Event]
+    group_bytes: int
+
+    def __str__(self) -> str:
+        """The program, with what moves and what is computed."""
+        lines = [f"{type(self.payload).__name__} travel in {len(self.passes)} passes; pass, round, stage:"]
+        for event in self.program:
+            lines.append(f"  {event}{self._detail(event)}")
+        return "\n".join(lines)
+
+    def _detail(self, event: Event) -> str:
+        round_ = self.rounds[event.round] if self.rounds else None
+        if event.do == "own":
+            return f"  {_shown(self.own)}"
+        if event.do in ("compute", "open"):
+            return f"  {_shown(self.cuts[event.round, event.stage if event.do == 'compute' else -1])}"
+        if event.do in ("fetch", "return"):
+            stage = round_.stages[event.stage]
+            sends = stage.sends if event.do == "fetch" else stage.returns
+            landing = stage.tokens if event.do == "fetch" else stage.home_tokens
+            there = ", ".join(f"{length(out.span)} to {out.peer}" for out in sends) or "none"
+            return f"  {there}; {landing} tokens land"
+        return ""
+
+
+def _shown(cuts: Sequence[Cut]) -> str:
+    """Kernel calls in a few words."""
+    calls = [f"{cut.call.q_tokens} x {cut.call.kv_tokens} in {len(cut.call.tiles)} tiles" for cut in cuts]
+    return f"{len(cuts)} kernel calls: {', '.join(calls)}" if cuts else "nothing"
+
+
+class Run:
+    """One run of a tour: moves blocks. What is computed of them is a subclass's.
+
+    leaving  the side of the own block that others look at
+    """
+
+    def __init__(self, tour: Tour, rings: Rings, leaving: Side):
+        self.tour, self.rings, self.leaving = tour, rings, leaving
+        self.roots: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by pass and round
+        self.crossing: tuple[Ticket, tuple[Tensor, ...]] | None = None
+        self.fetched: list[Delivery] = []
+        self.here: Delivery | None = None
+
+    def run(self) -> None:
+        try:
+            for event in self.tour.program:
+                getattr(self, f"_{event.do}")(event)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """If the run was broken off, the next call must find all as it should be."""
+        if self.here:
+            self.here.release()
+        for delivery in self.fetched:
+            delivery.wait()
+            delivery.release()
+        if self.crossing:
+            self.crossing[0].wait()
+
+    def _heads(self, event: Event) -> Pass:
+        return self.tour.passes[event.heads]
+
+    def _round(self, event: Event) -> Round:
+        return self.tour.rounds[event.round]
+
+    def _stage(self, event: Event) -> Stage:
+        return self._round(event).stages[event.stage]
+
+    def _leaving_part(self, event: Event, spans: Sequence[Span]) -> tuple[Tensor, ...]:
+        """What travels of own tokens, contiguous."""
+        heads, payload = self._heads(event), self.tour.payload
+        if not any(map(length, spans)):
+            return ()
+        side = self.leaving.part((0, None), heads.q if payload.queries_travel else heads.kv)
+        return payload.depart(side.at(spans))
+
+    def _pack(self, event: Event) -> None:
+        self.roots[event.heads, 0] = self._leaving_part(event, self.tour.rounds[0].held)
+
+    def _cross(self, event: Event) -> None:
+        round_ = self._round(event)
+        there = self._leaving_part(event, round_.lent)
+        here = self._heads(event).packing.empty(round_.held_tokens, self._device()) if round_.held_tokens else ()
+        self.crossing = self._exchange(there, round_.lent_to, here, round_.root // self.rings.inner.size), here
+
+    def _arrive(self, event: Event) -> None:
+        ticket, self.roots[event.heads, event.round] = self.crossing
+        self.crossing = None
+        ticket.wait()
+
+    def _fetch(self, event: Event) -> None:
+        stage, packing, root = self._stage(event), self._heads(event).packing, self.roots[event.heads, event.round]
+        parcels = [parcel for out in stage.sends for parcel in _parcels(packing, out, root, out.span)]
+        self.fetched.append(self._deliver("visit", packing, stage.tokens, parcels, stage.sources))
+
+    def _land(self, event: Event) -> None:
+        self.here = self.fetched.pop(0)
+        self.here.wait()
+        if event.stage + 1 == len(self._round(event).stages):
+            del self.roots[event.heads, event.round]  # all has left
+
+    def _free(self, event: Event) -> None:
+        self.here.release()
+        self.here = None
+
+    def _landed(self, event: Event) -> Side:
+        """The block that landed, good until it is freed."""
+        tensors = self._heads(event).packing.views(self.here.memory, self._stage(event).tokens)
+        return self.tour.payload.arrive(tensors, self.tour.kernel)
+
+    def _opened(self, event: Event) -> Side | None:
+        """The root of a round, None if nothing of it is looked at."""
+        key = event.heads, event.round
+        root = self.roots[key] if self._round(event).stages else self.roots.pop(key)
+        return self.tour.payload.arrive(root, self.tour.kernel) if root else None
+
+    def _exchange(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Ticket:
+        """Starts an exchange between hosts."""
+        return self.rings.outer.exchange([(x, to) for x in sends], [(x, source) for x in recvs])
+
+    def _deliver(
+        self, lane: str, packing: Packing, tokens: int, parcels: Sequence[Parcel], sources: Sequence[tuple[int, Span]]
+    ) -> Delivery:
+        """Starts a delivery in which `tokens` land here, parts of them from each of `sources`: (place, part)."""
+        arrivals = [
+            Arrival(peer, offset, nbytes)
+            for peer, at in sources
+            for _, _, offset, nbytes in packing.messages(tokens, at)
+        ]
+        return self.rings.inner.deliver(lane, packing.nbytes(tokens), parcels, arrivals, self._device())
+
+    def _device(self) -> torch.device:
+        return (self.leaving.q if isinstance(self.leaving, Queries) else self.leaving.k).device
+
+
+class Forward(Run):
+    """The forward: partial outputs of the own queries merge here."""
+
+    def __init__(self, tour: Tour, rings: Rings, q: Tensor, k: Tensor, v: Tensor):
+        super().__init__(tour, rings, Keys(k, v))
+        self.q = q
+        self.parts: list[tuple[Span, Tensor, Tensor]] = []  # of the own block
+        self.out = self.lse = self.total = None
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Runs; out (B, S, H, D) and lse (B, H, S)."""
+        self.run()
+        return self.out, self.lse
+
+    def _own(self, event: Event) -> None:
+        self.parts = list(self._outputs(self.tour.own, self.q, self.leaving))
+        whole = len(self.parts) == 1 and length(self.parts[0][0]) == self.q.shape[1]
+        if whole and self.parts[0][1].dtype == self.q.dtype and (
+            self.tour.kernel.writes_new_memory or not self.tour.passes
+        ):
+            _, self.out, self.lse = self.parts[0]
+            if self.tour.passes:
+                self.lse = self.lse.clone()
+            return
+        self.out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        self.lse = empty_lse(self.q)
+        if not self.tour.passes:
+            self._total(slice(None)).result()
+
+    def _begin(self, event: Event) -> None:
+        self.total = self._total(self._heads(event).q)
+
+    def _open(self, event: Event) -> None:
+        if block := self._opened(event):
+            self._attend(event, (event.round, -1), block)
+
+    def _compute(self, event: Event) -> None:
+        self._attend(event, (event.round, event.stage), self._landed(event))
+
+    def _end(self, event: Event) -> None:
+        self.total.result()
+        self.total = None
+
+    def _total(self, heads: slice) -> Outputs:
+        """The sum of some heads, begun with the own block's share."""
+        total = Outputs(self.out[:, :, heads], self.lse[:, heads], _OUTPUTS_WAITING * self.tour.group_bytes)
+        for span, out, lse in self.parts:
+            total.add(span, out[:, :, heads], lse[:, heads])
+        return total
+
+    def _attend(self, event: Event, key: tuple[int, int], block: Keys) -> None:
+        for part in self._outputs(self.tour.cuts[key], self.q[:, :, self._heads(event).q], block):
+            self.total.add(*part)
+
+    def _outputs(self, cuts: Sequence[Cut], q: Tensor, keys: Keys) -> Iterator[tuple[Span, Tensor, Tensor]]:
+        for rows, columns, call in cuts:
+            seen = keys.at(columns)
+            out, lse = self.tour.kernel.forward(Queries(q).at(rows).q, seen.k, seen.v, call, self.tour.spec)
+            for span, place in _in_turn(rows):
+                yield span, tokens_at(out, place), lse[:, :, slice(*place)]
+
+
+class Backward(Run):
+    """The backward: gradients of one side stay and add up here, those of the other go home and add up there."""
+
+    def __init__(self, tour: Tour, rings: Rings, queries: Queries, keys: Keys):
+        travelling, staying = (queries, keys) if tour.payload.queries_travel else (keys, queries)
+        super().__init__(tour, rings, travelling)
+        self.queries, self.keys, self.staying = queries, keys, staying
+        inputs = queries.q, keys.k, keys.v
+        self.own_parts: tuple[list[Part], ...] = ([], [], [])  # of dq, dk and dv
+        self.grads = [torch.empty(0)] * len(inputs)
+        self.inputs = inputs
+        self.sums: dict[int, list[Gradients]] = {}  # of dq, dk, dv, by pass
+        self.shares: dict[tuple[int, int], list[Gradients]] = {}  # of a root's gradients, by pass and round
+        self.taken: list[tuple[list[Part], ...]] = []
+        self.returning: Delivery | None = None
+        self.leaving_host: tuple[Ticket, tuple[Tensor, ...]] | None = None
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs; dq, dk and dv in the inputs' dtype."""
+        self.run()
+        dq, dk, dv = self.grads
+        return dq, dk, dv
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        if self.returning:
+            self.returning.wait()
+            self.returning.release()
+        if self.leaving_host:
+            self.leaving_host[0].wait()
+
+    def _own(self, event: Event) -> None:
+        for rows, columns, grads in self._gradients(self.tour.own, self.queries, self.keys):
+            for parts, spans, grad in zip(self.own_parts, (rows, columns, columns), grads, strict=True):
+                parts += _split(spans, grad)
+        for i, (parts, x) in enumerate(zip(self.own_parts, self.inputs, strict=True)):
+            whole = len(parts) == 1 and length(parts[0][0]) == x.shape[1]
+            self.grads[i] = parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x)
+        if not self.tour.passes:
+            for total in self._totals(slice(None), slice(None)):
+                total.result()
+
+    def _begin(self, event: Event) -> None:
+        heads = self._heads(event)
+        self.sums[event.heads] = self._totals(heads.q, heads.kv)
+
+    def _totals(self, q_heads: slice, kv_heads: slice) -> list[Gradients]:
+        """The sums of some heads, begun with the own block's share."""
+        totals = []
+        for parts, into, heads in zip(self.own_parts, self.grads, (q_heads, kv_heads, kv_heads), strict=True):
+            into = into[:, :, heads]
+            total = Gradients(into.shape, into.dtype, into.device, self._limit(), into)
+            for span, part in parts:
+                total.add(span, part[:, :, heads])
+            totals.append(total)
+        return totals
+
+    def _limit(self) -> int:
+        return int(_GRADIENTS_WAITING * self.tour.group_bytes)
+
+    def _open(self, event: Event) -> None:
+        if block := self._opened(event):
+            for going, spans in self._differentiate(event, (event.round, -1), block):
+                for total, grad in zip(self._share(event), going, strict=True):
+                    for span, part in _split(spans, grad):
+                        total.add(span, part)
+
+    def _compute(self, event: Event) -> None:
+        self.taken = [([]) for _ in self._travelling_sums(event.heads)]
+        for going, spans in self._differentiate(event, (event.round, event.stage), self._landed(event)):
+            for parts, grad in zip(self.taken, going, strict=True):
+                parts += _split(spans, grad)
+
+    def _differentiate(
+        self, event: Event, key: tuple[int, int], block: Side
+    ) -> Iterator[tuple[Sequence[Tensor], Sequence[Span]]]:
+        """Adds gradients of the side that stays to its sums; yields those of the travelling side, and its spans."""
+        heads, travels = self._heads(event), self.tour.payload.queries_travel
+        here = self.staying.part((0, None), heads.kv if travels else heads.q)
+        queries, keys = (block, here) if travels else (here, block)
+        for rows, columns, (dq, *dkv) in self._gradients(self.tour.cuts[key], queries, keys):
+            mine, spans = (dkv, columns) if travels else ((dq,), rows)
+            for total, grad in zip(self._staying_sums(event.heads), mine, strict=True):
+                for span, part in _split(spans, grad):
+                    total.add(span, part)
+            yield ((dq,), rows) if travels else (dkv, columns)
+
+    def _gradients(
+        self, cuts: Sequence[Cut], queries: Queries, keys: Keys
+    ) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
+        for rows, columns, call in cuts:
+            x, y = queries.at(rows), keys.at(columns)
+            grads = self.tour.kernel.backward(x.dout, x.q, y.k, y.v, x.out, x.lse, x.delta, call, self.tour.spec)
+            yield rows, columns, grads
+
+    def _return(self, event: Event) -> None:
+        stage, packing = self._stage(event), self._heads(event).return_packing
+        parcels: list[Parcel] = []
+        for out in stage.returns:
+            tokens = length(out.span)
+            shapes = [((packing.batch, tokens, *shape), dtype) for shape, dtype in packing.rows]
+            grads = [
+                sum_parts(parts, out.span, shape, dtype, self._device())
+                for parts, (shape, dtype) in zip(self.taken, shapes, strict=True)
+            ]
+            parcels += _parcels(packing, out, grads, (0, tokens))
+        self.taken = []
+        sources = [(entry.peer, entry.at) for entry in stage.homecoming]
+        self.returning = self._deliver("return", packing, stage.home_tokens, parcels, sources)
+
+    def _collect(self, event: Event) -> None:
+        sums = self._add_returned(event)
+        if self.returning.recycled:
+            for total in sums:
+                total.fold()
+        self._release_returned()
+
+    def _end(self, event: Event) -> None:
+        if event.stage >= 0:
+            self._add_returned(event)
+        for total in self.sums.pop(event.heads):
+            total.result()
+        if event.stage >= 0:
+            self._release_returned()
+
+    def _add_returned(self, event: Event) -> list[Gradients]:
+        """Waits for the gradients of a stage, adds them to the root's sums and returns these."""
+        stage, round_ = self._stage(event), self._round(event)
+        self.returning.wait()
+        sums = self._share(event) if event.round else self._travelling_sums(event.heads)
+        first = 0 if event.round else round_.held[0][0]
+        views = self._heads(event).return_packing.views(self.returning.memory, stage.home_tokens)
+        for entry in stage.homecoming:
+            for total, grad in zip(sums, views, strict=True):
+                total.add(shifted(entry.span, first), tokens_at(grad, entry.at))
+        return sums
+
+    def _release_returned(self) -> None:
+        self.returning.release()
+        self.returning = None
+
+    def _leave(self, event: Event) -> None:
+        round_, dtype = self._round(event), self.tour.kernel.partial_dtype(self.inputs[0].dtype)
+        share = [total.result(dtype) for total in self._share(event)] if round_.held_tokens else ()
+        self.shares.pop((event.heads, event.round), None)
+        packing = self._heads(event).return_packing
+        here = packing.empty(round_.lent_tokens, self._device()) if round_.lent_tokens else ()
+        owner = round_.root // self.rings.inner.size
+        self.leaving_host = self._exchange(share, owner, here, round_.lent_to), here
+
+    def _receive(self, event: Event) -> None:
+        ticket, grads = self.leaving_host
+        ticket.wait()
+        self.leaving_host = None
+        lent = self._round(event).lent
+        for total, grad in zip(self._travelling_sums(event.heads), grads, strict=bool(grads)):
+            for span, part in _split(lent, grad):
+                total.add(span, part)
+
+    def _share(self, event: Event) -> list[Gradients]:
+        """This host's share of the gradients of what it has of a root."""
+        key, tokens = (event.heads, event.round), self._round(event).held_tokens
+        if key not in self.shares:
+            own = self._travelling_sums(event.heads)
+            shapes = [(x.shape[0], tokens, *x.shape[2:]) for x in own]
+            pairs = zip(shapes, own, strict=True)
+            self.shares[key] = [Gradients(shape, x.dtype, x.device, self._limit()) for shape, x in pairs]
+        return self.shares[key]
+
+    def _travelling_sums(self, heads: int) -> list[Gradients]:
+        return self.sums[heads][:1] if self.tour.payload.queries_travel else self.sums[heads][1:]
+
+    def _staying_sums(self, heads: int) -> list[Gradients]:
+        return self.sums[heads][1:] if self.tour.payload.queries_travel else self.sums[heads][:1]
+
+
+def _in_turn(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
+    """Each span, and where it lies when they lie one after the other."""
+    at = 0
+    for span in spans:
+        yield span, (at, at + length(span))
+        at += length(span)
+
+
+def _split(spans: Sequence[Span], x: Tensor) -> list[Part]:
+    """The parts of x (B, T, ...), in which the tokens of `spans` lie one after the other."""
+    return [(span, tokens_at(x, place)) for span, place in _in_turn(spans)]
+
+
+def _parcels(packing: Packing, out: Outgoing, tensors: Sequence[Tensor], span: Span) -> Iterator[Parcel]:
+    """The messages of tokens `span` of `tensors` (B, ...), which go out."""
+    for index, batch, offset, _ in packing.messages(out.total, (out.at, out.at + length(span))):
+        yield Parcel(tensors[index][batch, slice(*span)].contiguous(), out.peer, offset)

@@ -1,0 +1,203 @@
+"""Payloads: what travels round the ring, in which bytes, and what comes home. One class a payload.
+
+    KeysValues     k and v; in a backward dk and dv come home
+    QueriesDelta   q, dout, and lse and delta = rowsum(out * dout) side by side; dq comes home (arXiv 2403.09347)
+    QueriesOut     q, dout, lse and out; dq comes home
+
+All that travels is (B, S, heads, ...). To add one: a class here, and its name in `payload`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...compiled import fused_on_gpus
+from ...kernels import Kernel
+from ...merge import accumulator_dtype, query_rows
+from ...span import Span
+from ...transport.packing import Packing
+from .. import Sizes
+
+_SURROGATE_ENTRIES = 3
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The query side: q (B, S, H, D), in a backward also dout, out (B, S, H, D), lse, delta (B, H, S).
+
+    In a backward out or delta is None.
+    """
+
+    q: Tensor
+    dout: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    delta: Tensor | None = None
+
+    def part(self, tokens: Span, heads: slice = slice(None)) -> Queries:
+        """Some of the tokens and heads, views."""
+        wide = (None if x is None else x[:, slice(*tokens), heads] for x in (self.q, self.dout, self.out))
+        rows = (None if x is None else x[:, heads, slice(*tokens)] for x in (self.lse, self.delta))
+        return Queries(*wide, *rows)
+
+    def at(self, spans: Sequence[Span]) -> Queries:
+        """The tokens of rising spans, one after the other: a view if it is one span."""
+        parts = [self.part(span) for span in spans]
+        return parts[0] if len(parts) == 1 else Queries(*(_joined(parts, name) for name in _FIELDS))
+
+
+_FIELDS = {"q": 1, "dout": 1, "out": 1, "lse": 2, "delta": 2}  # and their dimension of tokens
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The key side: k and v (B, S, G, D)."""
+
+    k: Tensor
+    v: Tensor
+
+    def part(self, tokens: Span, heads: slice = slice(None)) -> Keys:
+        """Some of the tokens and heads, views."""
+        return Keys(self.k[:, slice(*tokens), heads], self.v[:, slice(*tokens), heads])
+
+    def at(self, spans: Sequence[Span]) -> Keys:
+        """The tokens of rising spans, one after the other: a view if it is one span."""
+        parts = [self.part(span) for span in spans]
+        if len(parts) == 1:
+            return parts[0]
+        return Keys(torch.cat([p.k for p in parts], 1), torch.cat([p.v for p in parts], 1))
+
+
+def _joined(parts: Sequence[Queries], name: str) -> Tensor | None:
+    tensors = [getattr(part, name) for part in parts]
+    return None if tensors[0] is None else torch.cat(tensors, _FIELDS[name])
+
+
+Side = Queries | Keys
+
+
+class Payload(ABC):
+    """What of a block travels.
+
+    queries_travel  whether the query side does, and the key side stays
+    """
+
+    queries_travel: bool
+
+    def packing(self, sizes: Sizes) -> Packing:
+        """How blocks lie in memory on their way."""
+        return Packing(sizes.batch, self._rows(sizes))
+
+    @abstractmethod
+    def return_packing(self, sizes: Sizes) -> Packing:
+        """How gradients lie on their way home, as the kernel makes them."""
+
+    @abstractmethod
+    def depart(self, block: Side) -> tuple[Tensor, ...]:
+        """The tensors of a block that travel, contiguous."""
+
+    @abstractmethod
+    def arrive(self, tensors: tuple[Tensor, ...], kernel: Kernel) -> Side:
+        """The block that `depart` made these of."""
+
+    def token_bytes(self, sizes: Sizes) -> int:
+        """Bytes per token and hop, there and back."""
+        return self.packing(sizes).token_bytes() + self.return_packing(sizes).token_bytes()
+
+    @abstractmethod
+    def _rows(self, sizes: Sizes) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shape of a token's entries and dtype of each tensor."""
+
+
+class KeysValues(Payload):
+    queries_travel = False
+
+    def return_packing(self, sizes: Sizes) -> Packing:
+        return Packing(sizes.batch, (((sizes.kv_heads, sizes.head_size), sizes.partial),) * 2)
+
+    def depart(self, block: Keys) -> tuple[Tensor, ...]:
+        return block.k.contiguous(), block.v.contiguous()
+
+    def arrive(self, tensors: tuple[Tensor, ...], kernel: Kernel) -> Keys:
+        return Keys(*tensors)
+
+    def _rows(self, sizes: Sizes) -> tuple:
+        return (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2
+
+
+class _QueriesTravel(Payload):
+    queries_travel = True
+
+    def return_packing(self, sizes: Sizes) -> Packing:
+        return Packing(sizes.batch, (((sizes.heads, sizes.head_size), sizes.partial),))
+
+
+class QueriesDelta(_QueriesTravel):
+    def depart(self, block: Queries) -> tuple[Tensor, ...]:
+        return block.q.contiguous(), block.dout.contiguous(), query_rows(block.out, block.dout, block.lse)
+
+    def arrive(self, tensors: tuple[Tensor, ...], kernel: Kernel) -> Queries:
+        q, dout, rows = tensors
+        lse, delta = (x.transpose(1, 2) for x in rows.unbind(-1))
+        if kernel.takes_delta:
+            return Queries(q, dout, None, lse, delta)
+        return Queries(q, dout, surrogate_out(dout, delta), lse)
+
+    def _rows(self, sizes: Sizes) -> tuple:
+        row = (sizes.heads, sizes.head_size), sizes.dtype
+        return row, row, ((sizes.heads, 2), accumulator_dtype(sizes.dtype))
+
+
+class QueriesOut(_QueriesTravel):
+    def depart(self, block: Queries) -> tuple[Tensor, ...]:
+        lse = block.lse.transpose(1, 2)
+        return tuple(x.contiguous() for x in (block.q, block.dout, lse, block.out))
+
+    def arrive(self, tensors: tuple[Tensor, ...], kernel: Kernel) -> Queries:
+        q, dout, lse, out = tensors
+        return Queries(q, dout, out, lse.transpose(1, 2))
+
+    def _rows(self, sizes: Sizes) -> tuple:
+        row = (sizes.heads, sizes.head_size), sizes.dtype
+        return row, row, ((sizes.heads,), accumulator_dtype(sizes.dtype)), row
+
+
+def backward_payload(backward: str, send_out: bool, sizes: Sizes) -> Payload:
+    """The payload of a backward in which "q" or "kv" travel; "auto" is the one with fewer bytes."""
+    choices: dict[str, Payload] = {"q": QueriesOut() if send_out else QueriesDelta(), "kv": KeysValues()}
+    if backward == "auto":
+        return min(choices.values(), key=lambda payload: payload.token_bytes(sizes))
+    return choices[backward]
+
+
+def of_heads(sizes: Sizes, kv_heads: int) -> Sizes:
+    """The sizes of some kv heads and their query heads."""
+    return replace(sizes, heads=sizes.heads // sizes.kv_heads * kv_heads, kv_heads=kv_heads)
+
+
+@fused_on_gpus
+def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
+    """A tensor o' (B, S, H, D) in dout's dtype with rowsum(o' * dout) = delta (B, H, S), for kernels that need out.
+
+    Where the softmax is saturated, dq is what is left of dP - delta after nearly all has cancelled, so delta must be
+    met far better than o' can be rounded. Therefore few entries carry it: that with the largest |dout| as much as its
+    rounding allows, the next ones the rest. Three leave an error below fp32's; in fp16, whose smallest numbers are not
+    small, one of some 1e-4 where delta is small beside |dout|, as rounding out would.
+    """
+    wide = dout.to(delta.dtype)
+    magnitude, rest = wide.abs(), delta.transpose(1, 2).unsqueeze(-1)
+    out, most = torch.zeros_like(dout), torch.finfo(dout.dtype).max
+    for _ in range(_SURROGATE_ENTRIES):
+        largest = magnitude.amax(-1, keepdim=True)
+        carrying = (magnitude == largest) & (largest > 0)  # several where entries are alike
+        divisor = largest * carrying.sum(-1, keepdim=True)
+        part = (rest / divisor).where(divisor > 0, 0.0).clamp(-most, most).to(dout.dtype)
+        out = torch.where(carrying, part * dout.sign(), out)
+        rest = rest - part.to(delta.dtype) * divisor
+        magnitude = magnitude.masked_fill(carrying, 0.0)
+    return out

@@ -1,0 +1,116 @@
+"""The order of events of one rank: what it starts, waits for and computes, as data that can be printed and checked.
+
+All that begins an exchange stands before what it overlaps with is computed, and memory is given back as soon as it was
+read. That is also what keeps streams from deadlock: what a rank waits for, its peers enqueue before they wait for
+anything later (see transport/copy_engine.py).
+
+    pack     h        the own block's part that others look at, of pass h, made contiguous
+    cross    h n      starts bringing the root of round n from its host
+    fetch    h n s    starts bringing in what this rank looks at in stage s, and sending others what they look at
+    own               computes the own block
+    begin    h        the sums of a pass begin
+    open     h n      computes what this rank looks at of the root of round n
+    land     h n s    waits for what was fetched
+    compute  h n s    computes it
+    return   h n s    starts sending its gradients home
+    collect  h n s    waits for gradients of the root that others computed in the stage, and adds them up
+    free     h n s    gives back the memory of what was fetched
+    leave    h n      starts sending this host's share of the root's gradients to its owner
+    receive  h n      waits for the share that another host has of the own gradients, and adds it
+    arrive   h n      waits for the root of round n
+    end      h (n s)  waits for the last gradients, those of stage s, and completes the sums of a pass
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Event(NamedTuple):
+    """Something that a rank does in pass `heads` over the ring, round `round` and stage `stage`."""
+
+    do: str
+    heads: int = 0
+    round: int = 0
+    stage: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.do:<8} {self.heads} {self.round} {self.stage}"
+
+
+def program(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Event]:
+    """The events of a rank in `passes` over a ring whose rounds have so many stages; `returning` if gradients come back.
+
+    What a pass needs first is on its way before the last stage of the pass before is computed, and what the first one
+    needs before the own block is. Gradients of a stage come home while the next one is computed, those from another
+    host while the next round is.
+    """
+    last = len(stages) - 1
+    collect: list[Event] = []  # of the stage before
+    receive: list[Event] = []  # of the round before
+    end: list[Event] = []  # of the pass before
+    yield from _begin(0, 0, stages)
+    yield Event("own")
+    for heads in range(passes):
+        following = [heads + 1] if heads + 1 < passes else []
+        yield Event("begin", heads)
+        for number, count in enumerate(stages):
+            if number == last and not count:
+                yield from _begin_next(following, stages)
+            if number:
+                yield Event("open", heads, number)
+                yield from _taken(collect)
+            for stage in range(count):
+                if stage + 1 < count:
+                    yield Event("fetch", heads, number, stage + 1)
+                elif number == last:
+                    yield from _begin_next(following, stages)
+                yield Event("land", heads, number, stage)
+                yield Event("compute", heads, number, stage)
+                if returning:
+                    yield from _taken(collect)
+                    if not last:
+                        yield from _taken(end)
+                    yield Event("return", heads, number, stage)
+                    collect.append(Event("collect", heads, number, stage))
+                yield Event("free", heads, number, stage)
+            if returning and number:
+                yield from _taken(collect)
+                yield from _taken(receive)
+                yield from _taken(end)
+                yield Event("leave", heads, number)
+                receive.append(Event("receive", heads, number))
+            if number < last:
+                yield Event("arrive", heads, number + 1)
+                yield from _begin(heads, number + 1, stages)
+        if last or not collect:
+            end.append(Event("end", heads, last, -1))
+        else:
+            end.append(collect.pop()._replace(do="end"))
+        if not returning:
+            yield from _taken(end)
+    yield from _taken(receive)
+    yield from _taken(end)
+
+
+def _taken(events: list[Event]) -> Iterator[Event]:
+    """The events, which are no longer pending."""
+    while events:
+        yield events.pop(0)
+
+
+def _begin_next(following: list[int], stages: Sequence[int]) -> Iterator[Event]:
+    """What begins with the next pass, if there is one."""
+    for heads in following:
+        yield from _begin(heads, 0, stages)
+
+
+def _begin(heads: int, number: int, stages: Sequence[int]) -> Iterator[Event]:
+    """What begins with a round."""
+    if not number:
+        yield Event("pack", heads)
+    if number + 1 < len(stages):
+        yield Event("cross", heads, number + 1)
+    if stages[number]:
+        yield Event("fetch", heads, number, 0)
