@@ -199,7 +199,10 @@ def test_what_is_no_stage_is_refused(settings, tmp_path):
 def test_a_jump_of_the_learning_rate_is_said(settings, capsys, change, jumps):
     before = TrainConfig(**settings | {"schedule": "cosine", "warmup_steps": 2, "steps": 6})
     after = dataclasses.replace(before, **change)
-    resume.name_changes({"step": 4, "config": before.to_dict()}, after, 5)
+    of_run = {"data": {}, "model": {}}
+    resume.name_changes(
+        {"step": 4, "config": before.to_dict(), **of_run}, {"config": after.to_dict(), **of_run}, after, 5
+    )
     rates = learning_rate(4, before), learning_rate(5, after)
     said = f"the learning rate jumps: {rates[0]:.3e} at the checkpoint's step 4, {rates[1]:.3e} at step 5"
     assert (said in capsys.readouterr().err) == jumps
@@ -212,8 +215,8 @@ def test_a_run_extended_after_its_decay_says_that_the_rate_jumps(settings, tmp_p
 
 
 def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_written(settings, tmp_path, monkeypatch):
-    def refuses(q, k, deterministic):
-        return "its backward adds up in no fixed order" if deterministic else None
+    def refuses(spec, q, k):
+        return "its backward adds up in no fixed order" if spec.deterministic else None
 
     monkeypatch.setattr(kernels.load("reference"), "refuses", refuses)
     with pytest.raises(ranks.RankError, match=r"no kernel for flash='reference'.* adds up in no fixed order"):

@@ -92,7 +92,7 @@ class Batches:
 
     def _of_whole(self, rows: Sequence[Row]) -> MicroBatch:
         """Each row is one text: all have the same mask and layout."""
-        cut, windowed = self._whole, None not in self._windows or len(self._windows) > 1
+        cut, windowed = self._whole, any(self._windows)
         return MicroBatch(
             *self._parts(rows, [cut] * len(rows)),
             positions=cut.layout.positions(self.sp.rank, self.device),
@@ -127,7 +127,7 @@ class Batches:
         in_layers = {window: mask if window is None else mask.windowed(window) for window in self._windows}
         layout = self.sp.layout_of(mask.seq_len)
         if balanced and self.sp.size > 1:
-            layout = Layout.balanced(in_layers.get(None, in_layers[next(iter(in_layers))]), self.sp.size)
+            layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)  # full ones before others
         work = sum(count * keys_seen(in_layers[window]) for window, count in self._windows.items())
         return _Cut(mask, layout, tuple(int(layout.shard(work, rank, 0).sum()) for rank in range(self.sp.size)))
 

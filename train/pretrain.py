@@ -37,6 +37,7 @@ from bmt_burst.engine import Engine
 from bmt_burst.engine.common import AdamW
 from bmt_burst.loss import count_targets
 from bmt_burst.rings import make_rings
+from bmt_burst.spec import Spec
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.cpm import CPM
 from train import checkpoint, ending, ranks, resume
@@ -168,7 +169,7 @@ class Trainer:
         self.watchdog.alive(f"reading for step {progress.step + 1}")
         with self.clock.phase("data"):
             micro_batches = self.batches.of_step(self.train_data, progress.samples)
-            targets, work = self._count(micro_batches)
+            targets, pairs, work = self._count(micro_batches)
         losses = []
         for batch in micro_batches:
             self.watchdog.alive(f"step {progress.step + 1}")
@@ -186,7 +187,7 @@ class Trainer:
             outcome = self._optimize(loss, lr)
         phases = self.clock.read()
         seconds = time.perf_counter() - began
-        speed = self._speed(seconds, work.pop("pairs"))
+        speed = self._speed(seconds, pairs)
         split = {f"{name}_s": seconds for name, seconds in phases.items()}
         self._record(**outcome, lr=lr, samples=progress.samples, **work, **speed, step_s=seconds, **split)
         if self.metrics:
@@ -198,11 +199,11 @@ class Trainer:
         shown = {"mask": batch.masks, "layout": batch.layouts}
         return self.engine.model(batch.tokens, batch.positions, batch.labels, **shown)
 
-    def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, dict[str, float]]:
-        """Targets of a step over all ranks; its documents, pairs of a query and a key that it sees, and their balance.
+    def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float, dict[str, float]]:
+        """Targets and visible pairs of a step, over all ranks, and what there is to record of its work.
 
-        The balance is the work of the ranks that wait for no other one, in pairs, over the mean of all ranks: in each
-        micro-batch the group waits for its rank with the most, at the end of the step all for the slowest group.
+        The balance is the most work, in pairs, over the mean of all ranks: in each micro-batch a group waits for its
+        rank with the most, at the end of the step all wait for the group that had the most in this way.
         """
         slowest = [0.0] * self.batches.dp_size
         documents = pairs = 0
@@ -211,8 +212,8 @@ class Trainer:
             documents, pairs = sum(b.documents for b in micro_batches), sum(sum(b.work) for b in micro_batches)
         mine = sum(int(count_targets(batch.labels)) for batch in micro_batches)
         targets, documents, pairs, *slowest = self.engine.sum([mine, documents, pairs, *slowest])
-        work = {"balance": max(slowest) * dist.get_world_size() / pairs, "pairs": pairs}
-        return targets, work | ({"documents": int(documents)} if self.train_data.documents else {})
+        work = {"documents": int(documents)} if self.train_data.documents else {}
+        return targets, pairs, work | {"balance": max(slowest) * dist.get_world_size() / pairs}
 
     def _optimize(self, loss: float, lr: float) -> dict[str, float]:
         """Steps, unless loss or gradients are not finite; returns what there is to record.
@@ -305,7 +306,7 @@ class Trainer:
         return Sequences(file, self.config.seq_len, self.config.seed)
 
     def _tell_documents_apart(self, path: Path | None) -> None:
-        """Or not; `path` is the checkpoint that is gone on from. Raises ValueError if it is not known where they start."""
+        """Or not; `path` is the checkpoint to go on from. Raises ValueError if it is not known where they start."""
         told = resume.documents(self.config, path, self.train_data.file.documents is not None)
         self.train_data = dataclasses.replace(self.train_data, documents=told)
         if self.val_data:
@@ -325,14 +326,14 @@ class Trainer:
         model, like = self.model_config, {"dtype": DTYPES[self.config.dtype], "device": self.device}
         q = torch.empty(1, 1, model.num_heads, model.head_dim, **like)
         k = torch.empty(1, 1, model.num_kv_heads, model.head_dim, **like)
-        kernels.pick(self.config.flash, q, k, self.config.deterministic)
+        kernels.pick(self.config.flash, q, k, Spec(model.head_dim**-0.5, self.config.deterministic))
 
     def _load(self, path: Path) -> Progress:
         saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(self.config)
         resume.check_same(saved, self.model_config, resume.data_identity(self.train_data), new_stage)
         counted = {} if new_stage else saved.state
         progress = Progress(**{field.name: counted.get(field.name, 0) for field in dataclasses.fields(Progress)})
-        resume.name_changes(saved.state, self._state(), self.config, progress.step + 1)
+        resume.name_changes(saved.state, self._identity(), self.config, progress.step + 1)
         self.engine.load(saved.read, saved.state["optimizer_steps"])
         if saved.state["config"]["dtype"] == self.config.dtype:
             self.engine.loss_scale = saved.state.get("loss_scale", self.engine.loss_scale)
@@ -351,6 +352,12 @@ class Trainer:
             "optimizer_steps": self.engine.optimizer_steps,
             "loss_scale": self.engine.loss_scale,
             "steps_at_scale": self.engine.steps_at_scale,
+            **self._identity(),
+        }
+
+    def _identity(self) -> dict:
+        """What a checkpoint says of the run that it is of."""
+        return {
             "data": resume.data_identity(self.train_data),
             "model": self.model_config.to_dict(),
             "config": self.config.to_dict(),
@@ -372,12 +379,10 @@ class Trainer:
         """What tokens see."""
         model, how = self.model_config, self.train_data.file.documents
         seen = f"documents told apart by {how.how}" if self.train_data.documents else "documents not told apart"
-        full = model.windows.count(None)
         if model.window is None:
             return seen
-        return (
-            f"{seen}, a window of {model.window} tokens in {len(model.windows) - full} of {len(model.windows)} layers"
-        )
+        windowed = model.windows.count(model.window)
+        return f"{seen}, a window of {model.window} tokens in {windowed} of {model.num_layers} layers"
 
     def _record(self, **values: float) -> None:
         if self.metrics:

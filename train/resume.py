@@ -1,9 +1,9 @@
 """Which checkpoint a run goes on from, whether it may, and what changes by it.
 
 A run goes on as if it had not stopped. A new stage (--new-stage) takes weights and optimizer only, as MiniCPM's longer
-contexts do (arXiv 2404.06395, 2506.07900): data, sequence length, rope base and what tokens see (documents, windows) may
-be others, and steps, samples and schedule are counted anew in a folder of its own. Once that has a checkpoint, --resume
-auto goes on with the stage.
+contexts do (arXiv 2404.06395, 2506.07900): data, sequence length, rope base and what tokens see (documents, windows)
+may be others, and steps, samples and schedule are counted anew in a folder of its own. Once that has a checkpoint,
+--resume auto goes on with the stage.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def data_identity(data: Sequences) -> dict:
 
 
 def documents(config: TrainConfig, path: Path | None, known: bool) -> bool:
-    """Whether documents are told apart: as configured, else as before the checkpoint `path`, else if they are `known`."""
+    """Whether documents are told apart: as configured, else as before the checkpoint `path`, else where `known`."""
     if config.documents == "auto" and path is not None and not begins_stage(config):
         return _documents_of(checkpoint.Checkpoint(path).state) == "mask"
     return known if config.documents == "auto" else config.documents == "mask"
@@ -111,8 +111,8 @@ def _listed(differences: dict[str, tuple]) -> str:
 def name_changes(state: dict, now: dict, config: TrainConfig, next_step: int) -> None:
     """Says which settings that matter for the result differ between the run that is resumed after `state` and this one.
 
-    `now` is this run's state. Also says whether the learning rate of `next_step` is another than that run's would have
-    been.
+    `now` has the same of this run. Also says whether the learning rate of `next_step` is another than that run's would
+    have been.
     """
     if ranks.rank():
         return
