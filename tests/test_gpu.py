@@ -13,20 +13,37 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import Layout, burst_attn_func, init_sequence_parallel, kernels, plan, transport
+from bmt_burst.spec import Spec
+from bmt_burst.tile import KernelCall
 from bmt_burst.transport.torch_dist import TorchTransport
-from tests.helpers import GPUS, RANKS, ROOT, dense_attention, needs_ranks, random_qkv, relative_error, run_ranks
+from tests.helpers import (
+    GPUS,
+    RANKS,
+    ROOT,
+    call_tensors,
+    dense_attention,
+    kernel_errors,
+    named_calls,
+    needs_ranks,
+    random_qkv,
+    relative_error,
+    run_ranks,
+)
 
 pytestmark = [pytest.mark.gpu, needs_ranks(1)]
 
 HALVES = ("fa4", "cudnn", "fa2", "aten")
 # Rounding of operands and results to 8 (bf16) or 11 (fp16) bits, as measured for one block: 2 to 3e-3, 3 to 4e-4.
 BOUNDS = {torch.bfloat16: 3.6e-3, torch.float16: 5e-4}
-OPTIONS = {"scale": 0.1, "deterministic": False}
+MERGED = 1.4  # the bounds where parts that have been rounded are added up and rounded again
+SPEC = Spec(scale=0.1)
+CALLS = named_calls(100)
+FEW_CALLS = ("causal", "documents", "a window", "tiles apart")  # for what other sizes and dtypes could change
 
 
-def usable(name: str, q, k, deterministic: bool = False):
+def usable(name: str, q, k, spec: Spec = SPEC):
     """The kernel, or a skip with its reason."""
-    reason = kernels.load(name).refuses(q, k, deterministic)
+    reason = kernels.load(name).refuses(spec, q, k)
     if reason:
         pytest.skip(f"{name}: {reason}")
     return kernels.load(name)
@@ -48,47 +65,107 @@ def reference(q, k, v, dout, causal, scale):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_block_against_float64(name, head_size, causal, heads, kv_heads, dtype):
-    tokens = 515
-    q, k, v, dout = cuda_qkv(2, tokens, heads, kv_heads, head_size, dtype=dtype)
-    if not causal:
-        k, v = (torch.cat((x, x.flip(1)[:, :255]), 1) for x in (k, v))
-    kernel = usable(name, q, k)
+    call = KernelCall.whole(515, 515 if causal else 770, causal)
+    tensors = [x.cuda() for x in call_tensors(call, 2, heads, kv_heads, head_size, dtype)]
+    kernel = usable(name, *tensors[:2])
     with torch.backends.cudnn.flags(enabled=False):  # as BMTrain leaves it
-        out, lse = kernel.forward(q, k, v, causal=causal, **OPTIONS)
-        grads = kernel.backward(dout, q, k, v, out, lse, causal=causal, **OPTIONS)
-    expected = reference(q, k, v, dout, causal, 0.1)
-    for mine, exact in zip((out, lse, *grads), expected, strict=True):
-        assert relative_error(mine, exact) < BOUNDS[dtype]
-    assert relative_error(lse, expected[1]) < 1e-5
+        errors = kernel_errors(kernel, call, tensors, SPEC)
+    assert errors.pop("lse") < 1e-5
+    assert max(errors.values()) < BOUNDS[dtype], errors
+
+
+def check_call(name, kind, heads, kv_heads, head_size, batch=2, dtype=torch.bfloat16, spec=SPEC, **options):
+    call = named_calls(100)[kind]  # without what was made for it before
+    tensors = [x.cuda() for x in call_tensors(call, batch, heads, kv_heads, head_size, dtype)]
+    errors = kernel_errors(usable(name, *tensors[:2], spec), call, tensors, spec, **options)
+    assert errors.pop("lse") < 1e-5
+    assert max(errors.values()) < MERGED * BOUNDS[dtype], errors
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_slices_of_tokens_are_fine(name):
-    """As the ring cuts them: strided inputs, lse included; a rectangle of queries and keys."""
-    q, k, v, dout = cuda_qkv(2, 515, 8, 2, 128)
-    kernel, rows, columns = usable(name, q, k), slice(100, 500), slice(3, 300)
-    out, lse = kernel.forward(q, k[:, columns], v[:, columns], causal=False, **OPTIONS)
-    sliced = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows]
-    grads = kernel.backward(*sliced, causal=False, **OPTIONS)
-    expected = reference(q[:, rows], k[:, columns], v[:, columns], dout[:, rows], False, 0.1)
-    for mine, exact in zip((out[:, rows], lse[:, :, rows], *grads), expected, strict=True):
-        assert relative_error(mine, exact) < BOUNDS[torch.bfloat16]
+@pytest.mark.parametrize("kind", CALLS)
+def test_calls_against_float64(name, kind):
+    check_call(name, kind, 8, 2, 64)
 
 
-def test_fa4_takes_delta_for_out():
-    q, k, v, dout = cuda_qkv(2, 515, 8, 2, 128)
-    kernel = usable("fa4", q, k)
-    out, lse = kernel.forward(q, k, v, causal=True, **OPTIONS)
-    delta = (out.float() * dout).sum(-1).transpose(1, 2)
-    grads = kernel.backward(dout, q, k, v, None, lse, delta, causal=True, **OPTIONS)
-    for mine, exact in zip(grads, reference(q, k, v, dout, True, 0.1)[2:], strict=True):
-        assert relative_error(mine, exact) < BOUNDS[torch.bfloat16]
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("kind", FEW_CALLS)
+@pytest.mark.parametrize("head_size", [64, 72, 80, 112, 128])
+def test_calls_of_other_head_sizes(name, kind, head_size):
+    check_call(name, kind, 8, 8, head_size, batch=1)
 
 
-def test_head_size_80_is_not_left_to_fa4():
-    q, k, _, _ = cuda_qkv(1, 8, 2, 2, 80)
-    assert kernels.load("fa4").refuses(q, k, False)
-    assert kernels.pick("auto", q, k).name in ("cudnn", "fa2", "aten")
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("kind", FEW_CALLS)
+def test_calls_in_fp16(name, kind):
+    check_call(name, kind, 8, 2, 64, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_fa4_takes_delta_for_out(kind):
+    check_call("fa4", kind, 8, 2, 64, with_delta=True)
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("kind", [*FEW_CALLS, "full documents", "a window to both sides", "causal tiles of fewer keys"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
+def test_deterministic_calls_are_equal_in_every_bit(name, kind, heads, kv_heads):
+    spec, call = Spec(0.1, deterministic=True), named_calls(300)[kind]
+    q, k, v, dout = (x.cuda() for x in call_tensors(call, 2, heads, kv_heads, 64, torch.bfloat16))
+    kernel = usable(name, q, k, spec)
+    check_call(name, kind, heads, kv_heads, 64, spec=spec)
+    results = []
+    for _ in range(10):
+        out, lse = kernel.forward(q, k, v, call, spec)
+        results.append([out, lse, *kernel.backward(dout, q, k, v, out, lse, None, call, spec)])
+    for again in results[1:]:
+        assert all(a.equal(b) for a, b in zip(again, results[0], strict=True))
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("kind", FEW_CALLS)
+def test_slices_of_tokens_are_fine(name, kind):
+    """As the ring cuts them: strided inputs, lse included."""
+    call = CALLS[kind]
+    *qkv, dout = (x.cuda() for x in call_tensors(call, 2, 8, 2, 128, torch.bfloat16))
+    q, k, v, dout = (torch.nn.functional.pad(x, (0, 0, 0, 0, 3, 4))[:, 3:-4] for x in (*qkv, dout))
+    kernel = usable(name, q, k)
+    out, lse = kernel.forward(q, k, v, call, SPEC)
+    rows = torch.nn.functional.pad(lse, (5, 6))[:, :, 5:-6]
+    grads = kernel.backward(dout, q, k, v, out, rows, None, call, SPEC)
+    exact = [x.double() for x in (q, k, v, dout)]
+    expected = kernels.load("reference").forward(*exact[:3], call, SPEC)
+    expected_grads = kernels.load("reference").backward(exact[3], *exact[:3], *expected, None, call, SPEC)
+    for mine, other in zip((out, *grads), (expected[0], *expected_grads), strict=True):
+        assert relative_error(mine, other) < MERGED * BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("kind", FEW_CALLS)
+def test_no_kernel_waits_for_the_gpu(name, kind):
+    """Also of a call that comes for the first time."""
+    q, k, v, dout = (x.cuda() for x in call_tensors(CALLS[kind], 2, 8, 2, 64, torch.bfloat16))
+    kernel = usable(name, q, k)
+
+    def step(call):
+        out, lse = kernel.forward(q, k, v, call, SPEC)
+        kernel.backward(dout, q, k, v, out, lse, None, call, SPEC)
+
+    step(named_calls(100)[kind])  # compiles
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    step(named_calls(100)[kind])
+    done = torch.cuda.Event()
+    done.record()
+    assert not done.query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("head_size", [64, 80])
+def test_fa4_comes_first_where_it_is(head_size):
+    q, k, _, _ = cuda_qkv(1, 8, 2, 2, head_size)
+    usable("fa4", q, k)
+    assert kernels.pick("auto", q, k, SPEC).name == "fa4"
 
 
 def ring_call(shards, dout, **options):

@@ -225,6 +225,7 @@ class FlashAttention:
         assert options.pop("dropout_p") == options.pop("softcap") == 0
         assert options.pop("alibi_slopes") is None
         assert options.pop("deterministic") is False
+        assert cu_q is None or not lse.eq(-torch.inf).any()
         options = self.fa2_options(options, max_k or k.shape[1])
         delta = (out * dout).sum(-1).transpose(-1, -2)
         sizes = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}

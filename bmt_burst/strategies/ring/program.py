@@ -50,7 +50,8 @@ def program(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Eve
     collect: list[Event] = []  # of the stage before
     receive: list[Event] = []  # of the round before
     end: list[Event] = []  # of the pass before
-    yield from _begin(0, 0, stages)
+    if passes:
+        yield from _begin(0, 0, stages)
     yield Event("own")
     for heads in range(passes):
         following = [heads + 1] if heads + 1 < passes else []
