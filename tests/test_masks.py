@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, Slice, burst_attn_func, burst_attn_varlen_func, simulate, tiling
-from tests.helpers import random_qkv, relative_error, ring_arguments
+from bmt_burst import Layout, Mask, Slice, burst_attn_func, simulate, tiling
+from tests.helpers import random_qkv, ring_arguments
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (4, 2), (6, 3), (6, 2), (8, 4), (4, 1)]
 HEADS = [(2, 2), (4, 2), (3, 1)]

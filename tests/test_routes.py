@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-
-from bmt_burst import Layout, Schedule
 from bmt_burst.packing import Packing
 from bmt_burst.routes import Routes
+
+from bmt_burst import Layout, Schedule
 
 GRIDS = [(2, 1), (3, 1), (8, 1), (3, 2), (2, 3), (4, 2)]
 

@@ -24,7 +24,9 @@ class Documents(ABC):
 
 
 class StoredDocuments(Documents):
-    """By documents.bin. Raises ValueError if it does not start at 0; `between` and `check` if it does not rise."""
+    """By documents.bin. Raises ValueError if that does not lead from 0 to below `tokens`, or does not rise where it is
+    read.
+    """
 
     how = "documents.bin"
 
@@ -34,9 +36,10 @@ class StoredDocuments(Documents):
         first = self._starts[:1]
         if len(first) == 0 or first[0] != 0:
             raise ValueError(f"{file} must start with a document at token 0, got {first.tolist()}")
+        self._check(self._starts[len(self._starts) - 1 :], 0, tokens)
 
     def check(self) -> None:
-        """Reads all of it. Raises ValueError if it does not rise, or passes the end of the tokens."""
+        """Reads all of it."""
         for place in range(0, len(self._starts), _CHECKED):
             self._check(self._starts[max(place - 1, 0) : place + _CHECKED], 0, self._tokens)
 
