@@ -80,7 +80,19 @@ def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str
     return (triton.cdiv(tokens * heads, rows), batch), (tokens, heads, head_size), {"ROWS": rows, "WIDTH": width}
 
 
-@triton.jit
+# Spans and lengths differ from call to call: a kernel compiled anew for each kind of number would take seconds.
+@triton.jit(
+    do_not_specialize=[
+        "lse_strides",
+        "lse_batch_strides",
+        "lse_head_strides",
+        "lse_token_strides",
+        "starts",
+        "stops",
+        "tokens",
+    ],
+    do_not_specialize_on_alignment=["lse", "part_lses"],
+)
 def _merge_outputs(
     out, lse, out_strides, lse_strides,
     parts, batch_strides, token_strides, head_strides,
@@ -127,7 +139,7 @@ def _merge_outputs(
     tl.store(lse + batch * lse_strides[0] + head * lse_strides[1] + token * lse_strides[2], total_lse, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["starts", "stops", "tokens"])
 def _sum_gradients(
     total, total_strides, parts, batch_strides, token_strides, head_strides,
     starts, stops, tokens, heads, head_size,
@@ -149,7 +161,7 @@ def _sum_gradients(
     tl.store(place, wide.to(total.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_strides", "tokens"], do_not_specialize_on_alignment=["lse"])
 def _fill_query_rows(
     rows, out, dout, lse, out_strides, dout_strides, lse_strides, tokens, heads, head_size,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,

@@ -1,7 +1,7 @@
 """Layouts: which token positions a rank owns.
 
-A layout cuts one sequence of `seq_len` tokens over `size` ranks. A rank's shard is a few *runs*, arithmetic progressions
-of positions, in rising order; everything else (positions for RoPE, sharding, labels, what a rank sees of another)
+A layout cuts one sequence of `seq_len` tokens over `size` ranks. A rank's shard is a few *runs*, arithmetic
+progressions of positions, in rising order; everything else (positions for RoPE, sharding, labels, what a rank sees of another)
 derives from the runs. Any length works: shards may differ by one token, nothing is padded or dropped.
 
     zigzag      the sequence in 2 * size chunks; rank r owns chunks r and 2 * size - 1 - r (equal causal work)
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 class Layout(ABC):
     """How `seq_len` tokens lie on `size` ranks; equal to another one that puts them in the same places.
 
-    Raises ValueError for a size below 1 or a sequence of fewer tokens than ranks, TypeError for what is no whole number.
+    Raises ValueError for a size below 1 or fewer tokens than ranks, TypeError for what is no whole number.
     """
 
     name: str

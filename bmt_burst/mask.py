@@ -1,7 +1,9 @@
 """Masks: which (query, key) pairs of a whole sequence are visible.
 
 A mask is data: disjoint slices, each a rectangle of positions of which a band along the diagonal is visible. Layouts
-and strategies ask it what a rank's queries see; nothing here knows of ranks. Try `print(Mask.documents((0, 9, 30, 64)))`.
+and strategies ask it what a rank's queries see; nothing here knows of ranks.
+
+Try `print(Mask.documents((0, 9, 30, 64)))`.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class Mask:
 
     @staticmethod
     def stacked(masks: Sequence[Mask]) -> Mask:
-        """The masks of several sequences as that of one, in which they follow one another and see nothing of each other."""
+        """Several sequences as one, in which they follow one another and see nothing of each other."""
         slices, start = [], 0
         for mask in masks:
             slices += [_moved(s, start) for s in mask.slices]

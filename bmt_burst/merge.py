@@ -52,7 +52,7 @@ class Outputs:
     def add(self, span: Span, out: Tensor, lse: Tensor) -> None:
         """A partial result of queries span[0]..span[1] - 1: out (B, T, H, D), lse (B, H, T)."""
         self.parts.append((span, out, lse))
-        if _too_many(self.parts, self.limit):
+        if _too_many(self.parts, self.out, self.limit):
             wide = torch.empty(self.out.shape, dtype=self.lse.dtype, device=self.out.device), torch.empty_like(self.lse)
             _backend(wide[0], "merge_outputs")(*wide, self.parts)
             self.parts = [((0, self.out.shape[1]), *wide)]
@@ -87,7 +87,7 @@ class Gradients:
     def add(self, span: Span, grad: Tensor) -> None:
         """The part of tokens span[0]..span[1] - 1: (B, T, ...), any float dtype."""
         self.parts.append((span, grad))
-        if _too_many(self.parts, self.limit):
+        if _too_many(self.parts, self.into, self.limit):
             self.fold()
 
     def fold(self) -> None:
@@ -186,16 +186,22 @@ def _is_whole(parts: Sequence[tuple], tokens: int) -> bool:
     return len(parts) == 1 and parts[0][0] == (0, tokens)
 
 
-def _too_many(parts: Sequence[tuple], limit: int) -> bool:
-    return len(parts) > 1 and (len(parts) > _MOST_PARTS or sum(part[1].nbytes for part in parts) > limit)
+def _too_many(parts: Sequence[tuple], into: Tensor | None, limit: int) -> bool:
+    """Whether parts that wait have too much memory; one that lies where the sum goes does not wait."""
+    waiting = parts[1:] if _lies_in(parts[0], into) else parts
+    return len(parts) > 1 and (len(parts) > _MOST_PARTS or sum(part[1].nbytes for part in waiting) > limit)
+
+
+def _lies_in(part: tuple, into: Tensor | None) -> bool:
+    """Whether a part is of all tokens and lies where the sum goes."""
+    if into is None or not _is_whole([part], into.shape[1]):
+        return False
+    return part[1].data_ptr() == into.data_ptr() and part[1].dtype == into.dtype
 
 
 def _unfinished(parts: Sequence[tuple], into: Tensor) -> Sequence[Span]:
     """The tokens whose sum is still to be written to `into`: all, or those of which more came than the first part."""
-    first, tokens = parts[0][1], into.shape[1]
-    if _is_whole(parts[:1], tokens) and first.data_ptr() == into.data_ptr() and first.dtype == into.dtype:
-        return merged(part[0] for part in parts[1:])
-    return [(0, tokens)]
+    return merged(part[0] for part in parts[1:]) if _lies_in(parts[0], into) else [(0, into.shape[1])]
 
 
 def _clipped(parts: Sequence[tuple], within: Span) -> Iterator[tuple]:

@@ -1,4 +1,4 @@
-"""What is computed of the visible pairs of a mask. A feature of the kernels is a field here and an honest refusal there."""
+"""What is computed of the visible pairs of a mask. A kernels' feature is a field here and honest refusals there."""
 
 from __future__ import annotations
 

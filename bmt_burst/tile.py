@@ -13,7 +13,7 @@ from .span import Span, length
 
 
 class Tile(NamedTuple):
-    """Query a of `q` sees key b of `kv`, both counted from the tile's corner, iff low <= a - b < high; None: no bound."""
+    """Query a of `q` sees key b of `kv`, counted from the tile's corner, iff low <= a - b < high; None: no bound."""
 
     q: Span
     kv: Span

@@ -39,7 +39,7 @@ _ALIASES = {"cuda": ("fa4", "fa2"), "triton": ()}
 
 
 class Kernel(ABC):
-    """Attention of q (B, S, H, D) to k, v (B, T, G, D), H a multiple of G, all of one dtype and device, of any strides.
+    """Attention of q (B, S, H, D) to k, v (B, T, G, D), H a multiple of G, all of one dtype and device.
 
     Query head h attends to kv head h // (H // G). A `KernelCall` says which query sees which key, in each of B alike; S
     and T are its q_tokens and kv_tokens. A `Spec` says what is computed of what is seen.

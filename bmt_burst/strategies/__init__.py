@@ -112,7 +112,7 @@ def load(name: str) -> Strategy:
 
 
 def choose(name: str, problem: Problem) -> Strategy:
-    """The strategy asked for, or for "auto" the first that can do it. Raises ValueError with the reasons if none can."""
+    """The strategy asked for, or for "auto" the first that can. Raises ValueError with the reasons if none can."""
     refusals = []
     for candidate in names() if name == "auto" else [name]:
         strategy = load(candidate)

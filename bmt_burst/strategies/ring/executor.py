@@ -210,8 +210,10 @@ class Forward(Run):
     def _own(self, event: Event) -> None:
         self.parts = list(self._outputs(self.tour.own, self.q, self.leaving))
         whole = len(self.parts) == 1 and length(self.parts[0][0]) == self.q.shape[1]
-        if whole and self.parts[0][1].dtype == self.q.dtype and (
-            self.tour.kernel.writes_new_memory or not self.tour.passes
+        if (
+            whole
+            and self.parts[0][1].dtype == self.q.dtype
+            and (self.tour.kernel.writes_new_memory or not self.tour.passes)
         ):
             _, self.out, self.lse = self.parts[0]
             if self.tour.passes:

@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 
 def program(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Event]:
-    """The events of a rank in `passes` over a ring whose rounds have so many stages; `returning` if gradients come back.
+    """The events of a rank in `passes` over a ring whose rounds have so many stages; `returning` if gradients do.
 
     What a pass needs first is on its way before the last stage of the pass before is computed, and what the first one
     needs before the own block is. Gradients of a stage come home while the next one is computed, those from another

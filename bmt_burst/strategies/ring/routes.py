@@ -1,7 +1,7 @@
 """Routes: which tokens go to whom in each stage of a ring, and where in the receiver's memory they land.
 
-A round's hops come in stages. The tokens of a stage that a rank looks at land one after the other, in the order of their
-positions, so that what looks at them alike is one kernel call. Gradients of a stage go home the same way: at home they
+A round's hops come in stages. The tokens of a stage that a rank looks at land one after the other, in the order of
+their positions, so that what looks at them alike is one kernel call. Gradients of a stage go home the same way: at home they
 land one sender's after the other. Both ends of a message compute its place from the same data, so a transport may write
 it there without asking.
 
@@ -114,8 +114,10 @@ class Routes:
 
     def landing_tokens(self, hops: Sequence[int]) -> int:
         """The most tokens that land on a rank of this host at once if these hops of a round are one stage."""
-        totals = [sum(map(length, (p.span for p in self._landing(viewer, root_host, hops)))) for viewer, root_host in
-                  itertools.product(range(self.schedule.inner), self._hosts())]
+        totals = [
+            sum(map(length, (p.span for p in self._landing(viewer, root_host, hops))))
+            for viewer, root_host in itertools.product(range(self.schedule.inner), self._hosts())
+        ]
         return max(totals, default=0)
 
     def rounds(self, limit: int | None = None, return_limit: int | None = None) -> tuple[Round, ...]:
@@ -213,9 +215,7 @@ class Routes:
             entries = self._homecoming(peer, host, hops)
             mine = [at for owner_peer, _, at in entries if owner_peer == self.place]
             own = [at for piece, at in zip(pieces, places, strict=True) if piece.owner % inner == peer]
-            returns += [
-                Outgoing(peer, at, there[0], entries[-1][2][1]) for at, there in zip(own, mine, strict=True)
-            ]
+            returns += [Outgoing(peer, at, there[0], entries[-1][2][1]) for at, there in zip(own, mine, strict=True)]
         homecoming = [Incoming(p, _within(held, s), at) for p, s, at in self._homecoming(self.place, host, hops)]
         return Stage(
             tuple(hops),
