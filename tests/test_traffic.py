@@ -4,10 +4,10 @@ import threading
 
 import pytest
 import torch
-
-from bmt_burst import Layout, burst_attn_func, kernels, simulate
 from bmt_burst.plan import Plan
 from bmt_burst.schedule import Schedule
+
+from bmt_burst import Layout, burst_attn_func, kernels, simulate
 from bmt_burst.transport import MESSAGE_BYTES
 from bmt_burst.transport.simulator import Aborted
 from tests.helpers import random_qkv, ring_arguments
