@@ -11,7 +11,7 @@ import torch
 
 from bench.implementations import Case
 from bench.masks import PACKINGS, mask_of, packing, share_of
-from bench.report import one_rank_table, planning_table, read_rows, training_table
+from bench.tables import one_rank_table, planning_table, read_rows, training_table
 from bench.timeline import Activity, breakdown
 from bmt_burst import Mask
 from tests.helpers import ROOT, torchrun
