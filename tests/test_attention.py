@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from bmt_burst.ring import surrogate_out
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bmt_burst import Transport, burst_attn_func, shard, simulate, unshard
 from bmt_burst.loss import linear_cross_entropy_sum
-from bmt_burst.ring import surrogate_out
 from tests.helpers import ROOT, dense_attention, random_qkv, relative_error
 
 

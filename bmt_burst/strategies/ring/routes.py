@@ -105,8 +105,8 @@ class Routes:
         self.sights = [_Sight(tiling.seen(viewer), place, schedule.inner) for place, viewer in self._places(self.host)]
 
     def traffic(self) -> bool:
-        """Whether anything goes to or from any rank of this host."""
-        return any(sight.pieces for sight in self.sights) or any(self._lent.values())
+        """Whether this rank has a part in what travels: to any rank of its host, or from it to another host."""
+        return any(sight.pieces for sight in self.sights) or bool(self._lent)
 
     def landing_tokens(self, hops: Sequence[int]) -> int:
         """The most tokens that land on a rank of this host at once if these hops of a round are one stage."""
