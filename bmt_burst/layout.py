@@ -1,8 +1,8 @@
 """Layouts: which token positions a rank owns.
 
 A layout cuts one sequence of `seq_len` tokens over `size` ranks. A rank's shard is a few *runs*, arithmetic
-progressions of positions, in rising order; everything else (positions for RoPE, sharding, labels, what a rank sees of another)
-derives from the runs. Any length works: shards may differ by one token, nothing is padded or dropped.
+progressions of positions, in rising order; everything else (positions for RoPE, sharding, labels, what a rank sees of
+another) derives from the runs. Any length works: shards may differ by one token, nothing is padded or dropped.
 
     zigzag      the sequence in 2 * size chunks; rank r owns chunks r and 2 * size - 1 - r (equal causal work)
     striped     rank r owns positions r, r + size, r + 2 * size, ... (equal work, also with documents; all travels)
@@ -104,7 +104,9 @@ class Layout(ABC):
         """The runs of `rank`'s shard, in storage order; positions increase from the first to the last."""
         found = self._runs.get(rank)
         if found is None:
-            if not 0 <= as_int("rank", rank) < self.size:
+            if type(rank) is not int:
+                rank = as_int("rank", rank)
+            if not 0 <= rank < self.size:
                 raise ValueError(f"rank {rank} is outside a layout of {self.size} ranks")
             runs, offset = [], 0
             for positions in self.ranges(rank):

@@ -5,6 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bmt_burst import SequenceParallel
+from models.config import CPMConfig
+from tests.test_model import SMALL
 from train.batches import Batches
 from train.config import TrainConfig
 from train.data import Sequences
@@ -17,23 +20,12 @@ class Tokens:
         self.folder, self.tokens, self.index = "memory", np.arange(count, dtype=np.uint16), {"vocab_size": count}
 
 
-class WholeSequences:
-    """As SequenceParallel of `size` ranks, but that nothing is cut."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-    def positions(self, seq_len, device):
-        return torch.arange(seq_len, device=device)
-
-    def shard(self, x):
-        return x
-
-
-def batches(monkeypatch, rank: int, world: int, sp_size: int, **options) -> Batches:
+def batches(monkeypatch, rank: int, world: int, sp_size: int, model: CPMConfig = SMALL, **options) -> Batches:
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
-    return Batches(TrainConfig(seq_len=16, **options), WholeSequences(sp_size), torch.device("cpu"))
+    config = TrainConfig(**{"seq_len": 16} | options)
+    layout = "zigzag" if config.layout == "auto" else config.layout
+    return Batches(config, model, SequenceParallel(rank % sp_size, sp_size, layout), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -56,9 +48,10 @@ def test_every_group_reads_its_share_in_micro_batches_that_fit(monkeypatch, worl
     for group in range(world // sp_size):
         of_group = batches(monkeypatch, group * sp_size, world, sp_size, **options)
         assert of_group.micro_batch_size == size
-        for tokens, _ in of_group.of_step(data, first=count):
-            assert tokens.shape == (size, 16)
-            read += (tokens[:, 0] // 16).tolist()
+        for batch in of_group.of_step(data, first=count):
+            assert batch.tokens.shape == batch.labels.shape == (size, 16 // sp_size)
+            assert (batch.masks, batch.layouts, batch.documents) == (None, None, 0)
+            read += (batch.tokens[:, 0] // 16).tolist()
     assert read == [data.order(sample) for sample in range(count, 2 * count)]
 
 
@@ -75,6 +68,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(monkeypatch, wo
         batches(monkeypatch, 0, world, 1, **options)
 
 
-def test_layouts_are_checked_against_the_sequence_parallel_ranks(monkeypatch):
+@pytest.mark.parametrize("layout", ["auto", "contiguous"])
+def test_layouts_are_checked_against_the_sequence_parallel_ranks(monkeypatch, layout):
     with pytest.raises(ValueError, match="too short for 32 ranks"):
-        batches(monkeypatch, 0, 32, 32)
+        batches(monkeypatch, 0, 32, 32, layout=layout)

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from bmt_burst import IGNORE_INDEX
 from tests.helpers import ROOT
@@ -146,6 +147,12 @@ def test_tokenizers_from_local_files(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def read(data: Sequences, indices) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of sequences: (len(indices), seq_len) each."""
+    rows = [data.read(index) for index in indices]
+    return torch.stack([row.tokens for row in rows]), torch.stack([row.labels for row in rows])
+
+
 @pytest.fixture
 def token_folder(tmp_path):
     """101 tokens 0, 1, 2, ..."""
@@ -157,14 +164,14 @@ def token_folder(tmp_path):
 def test_every_token_is_a_target_once_an_epoch(token_folder):
     data = Sequences(TokenFile(token_folder), seq_len=16, seed=3)
     assert len(data) == 7
-    tokens, labels = data.batch([data.order(sample) for sample in range(len(data))])
+    tokens, labels = read(data, [data.order(sample) for sample in range(len(data))])
     valid = labels != IGNORE_INDEX
     assert sorted(labels[valid].tolist()) == [*range(1, 100), EOS]
     assert tokens[valid].sort().values.tolist() == list(range(100))
     epochs = [[data.order(s) for s in range(e * 7, e * 7 + 7)] for e in range(3)]
     assert [sorted(e) for e in epochs] == [list(range(7))] * 3
     assert epochs[0] != epochs[1]
-    assert (data.batch([None])[1] == IGNORE_INDEX).all()
+    assert (data.read(None).labels == IGNORE_INDEX).all()
 
 
 def test_half_written_folders_are_refused(token_folder):
@@ -243,11 +250,11 @@ def replaced(file):
 )
 def test_files_that_change_under_a_run_are_named(change, message, token_folder):
     data = Sequences(TokenFile(token_folder), seq_len=16, seed=3)
-    data.batch([0, 6])
+    read(data, [0, 6])
     change(token_folder / "tokens.bin")
     for index in (0, 6):
         with pytest.raises(ValueError, match=message):
-            data.batch([index])
+            data.read(index)
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "index.json"])
@@ -277,7 +284,7 @@ def test_an_index_that_names_files_elsewhere_is_refused(token_folder):
 def test_the_share_of_positions_without_target_is_known(seq_len, padding, token_folder):
     data = Sequences(TokenFile(token_folder), seq_len=seq_len, seed=3)
     assert data.padding == pytest.approx(padding)
-    labels = data.batch(list(range(len(data))))[1]
+    labels = read(data, range(len(data)))[1]
     assert float((labels == IGNORE_INDEX).float().mean()) == pytest.approx(padding)
 
 
@@ -376,5 +383,5 @@ def test_padding_is_what_has_no_target(tmp_path, tokens, seq_len, padding):
     prepare("--input", tmp_path / "a.txt", "--output", tmp_path / "out")
     sequences = Sequences(TokenFile(tmp_path / "out/train"), seq_len, 0)
     assert sequences.padding == pytest.approx(padding)
-    labels = [sequences.read(i)[1] for i in range(len(sequences))]
-    assert sum(int((row == IGNORE_INDEX).sum()) for row in labels) / (len(labels) * seq_len) == pytest.approx(padding)
+    labels = read(sequences, range(len(sequences)))[1]
+    assert float((labels == IGNORE_INDEX).double().mean()) == pytest.approx(padding)

@@ -1,5 +1,6 @@
 """The application as its users run it: pretrain.py with real processes, stopped, killed and resumed."""
 
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import torch
 from models.huggingface import config_to_hf, fold_scalings, load_cpm, save_weights
 from tests.helpers import ROOT, pretrain
 from tests.test_data import prepare
+from tests.test_documents import WINDOWED
 from tests.test_model import SMALL, initialized
 from train import checkpoint, export, generate
 from train.checkpoint import Checkpoint
@@ -22,24 +24,19 @@ from train.lock import lock
 
 pytestmark = pytest.mark.slow
 
+LENGTHS = (17, 90, 5, 41, 160, 3, 28)  # of documents
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(60))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Tokens and a small model. The last sequence has few targets, all on one rank of a contiguous layout."""
+    """Tokens of short and long documents, and a small model, with windows. The last sequence has few targets."""
     folder = tmp_path_factory.mktemp("train")
-    (folder / "text.txt").write_text(TEXT)
-    (folder / "model.json").write_text(json.dumps(SMALL.to_dict()))
-    command = [
-        sys.executable,
-        ROOT / "train/prepare_data.py",
-        "--input",
-        folder / "text.txt",
-        "--output",
-        folder / "data",
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    cuts = [sum(LENGTHS[i % len(LENGTHS)] for i in range(n)) for n in range(60)]
+    documents = [TEXT[a:b] for a, b in itertools.pairwise(cuts) if a < len(TEXT)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    (folder / "model.json").write_text(json.dumps(WINDOWED.to_dict()))
+    prepare("--input", folder / "text.jsonl", "--output", folder / "data")
     return folder
 
 
@@ -51,7 +48,7 @@ def command(folder: Path, output: str, **options) -> list[str]:
         "batch_size": 4,
         "steps": 20,
     }
-    defaults |= {"micro_batch_size": 1, "save_every": 0, "lr": 0.003, "layout": "contiguous"}
+    defaults |= {"micro_batch_size": 1, "save_every": 0, "lr": 0.003}
     pairs = {**defaults, "output": folder / output, **options}.items()
     flags = [text for name, value in pairs for text in ("--" + name.replace("_", "-"), str(value))]
     return [sys.executable, str(ROOT / "train/pretrain.py"), *flags]
@@ -74,21 +71,22 @@ def curve(folder: Path, output: str, *names: str) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def whole_run(folder) -> list[tuple]:
-    """Losses and gradient norms of one process: what every other way to run must reproduce."""
-    train(folder, "whole", val_data=folder / "data/train", eval_every=10, eval_sequences=5)
+    """Losses and gradient norms of one process, with documents and windows: what all other ways must reproduce."""
+    said = train(folder, "whole", val_data=folder / "data/train", eval_every=10, eval_sequences=5)
+    assert "documents told apart by documents.bin, a window of 6 tokens in 2 of 3 layers" in said
     return curve(folder, "whole", "loss", "grad_norm")
 
 
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
-        (2, {"sp_size": 2}),
-        (4, {"sp_size": 4, "layout": "zigzag"}),
+        (2, {"sp_size": 2, "layout": "contiguous"}),
+        (4, {"sp_size": 4}),
         (4, {"sp_size": 4, "inner_size": 2}),
-        (4, {"sp_size": 2, "micro_batch_size": 2, "layout": "striped"}),
+        (4, {"sp_size": 2, "micro_batch_size": 2}),
         (2, {"sp_size": 1}),
     ],
-    ids=["sp2", "sp4", "double-ring", "dp2xsp2", "dp2"],
+    ids=["sp2-contiguous", "sp4", "double-ring", "dp2xsp2", "dp2"],
 )
 def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole_run, processes, options):
     """20 steps in fp32: losses differ by rounding, gradient norms, of many small numbers, by some times that."""
@@ -97,6 +95,21 @@ def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole_run,
     for mine, expected in zip(curve(folder, name, "loss", "grad_norm"), whole_run, strict=True):
         assert mine[:2] == pytest.approx(expected[:2], rel=2e-7)
         assert mine[2] == pytest.approx(expected[2], rel=2e-6)
+
+
+def test_neither_do_those_of_whole_texts(folder, whole_run):
+    """Without documents and windows, in zigzag; the losses are others."""
+    (folder / "plain.json").write_text(json.dumps(SMALL.to_dict()))
+    options = {"documents": "ignore", "model": folder / "plain.json", "steps": 5}
+    curves = []
+    for name, processes in (("text-1", 1), ("text-2", 2)):
+        assert "documents not told apart" in train(
+            folder, name, processes=processes, sp_size=processes, schedule="linear", **options
+        )
+        curves.append(curve(folder, name, "loss", "grad_norm"))
+    for mine, expected in zip(*curves, strict=True):
+        assert mine == pytest.approx(expected, rel=2e-6)
+    assert abs(curves[0][0][1] - whole_run[0][1]) > 1e-3
 
 
 def test_the_run_learns_and_leaves_its_records(folder, whole_run):
@@ -108,9 +121,10 @@ def test_the_run_learns_and_leaves_its_records(folder, whole_run):
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if "val_loss" in r] == [10, 20]
-    assert {"lr", "tokens_per_s", "tflops_per_rank", "samples", "data_s", "forward_s", "backward_s"} <= records[
-        0
-    ].keys()
+    names = {"lr", "tokens_per_s", "tflops_per_rank", "samples", "data_s", "forward_s", "backward_s"}
+    assert names <= records[0].keys()
+    assert records[0]["documents"] > 4  # more than sequences
+    assert records[0]["balance"] == 1.0  # of one rank
 
 
 def test_resuming_is_as_not_stopping(folder, whole_run):
@@ -128,7 +142,7 @@ def test_resuming_is_as_not_stopping(folder, whole_run):
     (folder / "other.txt").write_text(TEXT[1:] + TEXT[:1])
     prepare("--input", folder / "other.txt", "--output", folder / "other")
     said = train(folder, "resumed", code=2, resume="auto", data=folder / "other/train", **options)
-    assert "was reading other data: digest" in said
+    assert "was reading other data: tokens" in said
     assert "has checkpoints: give --resume auto" in train(folder, "resumed", code=2, **options)
 
 
@@ -409,7 +423,7 @@ def is_running(pid: int) -> bool:
         ({"init_from": "junk"}, "junk/config.json: it holds a list, not names and values"),
         ({"model": "cut.json"}, "cut.json: Unterminated string"),
         ({"processes": 2, "sp_size": 3}, "sp_size=3 does not divide the world of 2 ranks"),
-        ({"seq_len": 10_000}, "76% of the positions of"),
+        ({"seq_len": 10_000}, "% of the positions of"),
         ({"batch_size": 3, "micro_batch_size": 2}, "batch_size=3 is not a multiple of micro_batch_size=2"),
         ({"model": "cpm-huge"}, "neither a preset"),
         ({"processes": 2, "sp_size": 2, "seq_len": 1}, "too short for 2 ranks; the smallest is 2"),

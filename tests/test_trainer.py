@@ -199,10 +199,102 @@ def test_what_is_no_stage_is_refused(settings, tmp_path):
 def test_a_jump_of_the_learning_rate_is_said(settings, capsys, change, jumps):
     before = TrainConfig(**settings | {"schedule": "cosine", "warmup_steps": 2, "steps": 6})
     after = dataclasses.replace(before, **change)
-    resume.name_changes({"step": 4, "config": before.to_dict()}, after, 5)
+    of_run = {"data": {}, "model": {}}
+    resume.name_changes(
+        {"step": 4, "config": before.to_dict(), **of_run}, {"config": after.to_dict(), **of_run}, after, 5
+    )
     rates = learning_rate(4, before), learning_rate(5, after)
     said = f"the learning rate jumps: {rates[0]:.3e} at the checkpoint's step 4, {rates[1]:.3e} at step 5"
     assert (said in capsys.readouterr().err) == jumps
+
+
+def changed_state(path, change) -> None:
+    """Writes the state of a checkpoint anew, as an older version of this program would have it."""
+    state = json.loads((path / "state.json").read_text())
+    change(state)
+    (path / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.json"] = checkpoint._entry(path / "state.json")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def of_before(state) -> None:
+    del state["data"]["documents"]
+    for name in ("documents", "window"):
+        del state["config"][name]
+    for name in ("window", "window_pattern"):
+        del state["model"][name]
+    state["config"]["layout"] = "zigzag"
+
+
+def test_documents_are_told_apart_where_the_data_has_them_unless_the_run_goes_on_from_one_that_did_not(
+    settings, tmp_path, capsys
+):
+    """A checkpoint of a version that did not know of documents goes on as it was."""
+    train(settings, documents="ignore", steps=4)
+    expected = records(tmp_path / "run")
+    for step in (3, 4):
+        for path in checkpoint.listed(tmp_path / "run"):
+            if path.name == f"step_{step:08d}":
+                checkpoint._remove(path)
+    changed_state(checkpoint.newest(tmp_path / "run"), of_before)
+    capsys.readouterr()
+    assert train(settings, resume="auto")
+    said = capsys.readouterr()
+    assert "documents not told apart, resumed after step 2" in said.out
+    assert "changed since" not in said.err
+    assert records(tmp_path / "run") == expected
+    assert "documents" not in json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    train(settings, output=str(tmp_path / "new"))
+    assert "documents told apart by documents.bin" in capsys.readouterr().out
+    assert records(tmp_path / "new") != expected
+    assert min(records(tmp_path / "new", "documents").values()) > 2
+    assert set(records(tmp_path / "new", "balance").values()) == {1.0}
+
+
+def test_documents_are_told_apart_or_not_as_asked_and_as_can_be(settings, tmp_path):
+    index = tmp_path / "text/index.json"
+    content = json.loads(index.read_text())
+    del content["eos_id"], content["sha256"]["documents.bin"]
+    index.write_text(json.dumps(content))
+    (tmp_path / "text/documents.bin").unlink()
+    with pytest.raises(ranks.RankError, match="where documents start is not known; give --documents ignore"):
+        train(settings, documents="mask", output=str(tmp_path / "refused"))
+    with pytest.raises(ranks.RankError, match=r"text has no documents\.bin"):
+        train(settings, data=str(tmp_path / "other"), val_data=settings["data"], output=str(tmp_path / "refused-too"))
+    assert train(settings)
+    assert not records(tmp_path / "run", "documents")
+
+
+def test_what_tokens_see_is_the_runs_own(settings, tmp_path, capsys):
+    """Documents and windows stay as they are, but in a new stage."""
+    train(settings, window=8)
+    path = str(checkpoint.newest(tmp_path / "run"))
+    option = "give --new-stage to start another stage from its weights and optimizer"
+    for change, message in (
+        ({"documents": "ignore", "window": 8}, f"was reading other data: documents mask -> ignore; {option}"),
+        ({"window": 9}, f"holds another model: window 8 -> 9; {option}"),
+        ({}, f"holds another model: window 8 -> None; {option}"),
+    ):
+        with pytest.raises(ranks.RankError, match=message):
+            train(settings, **change, resume=path, output=str(tmp_path / "refused"))
+    capsys.readouterr()
+    stage = {"resume": path, "new_stage": True, "documents": "ignore", "output": str(tmp_path / "stage")}
+    assert train(settings, **stage)
+    assert "changed since the checkpoint: window 8 -> None, documents mask -> ignore, layout balanced -> zigzag" in (
+        capsys.readouterr().err
+    )
+
+
+def test_resuming_with_documents_and_windows_is_as_not_stopping(settings, tmp_path):
+    """Losses, validation losses, documents and balance, bit for bit."""
+    options = {"window": 8, "val_data": settings["data"], "eval_every": 2}
+    train(settings, **options)
+    names = ("loss", "grad_norm", "val_loss", "documents", "balance")
+    expected = [records(tmp_path / "run", name) for name in names]
+    checkpoint._remove(tmp_path / "run/step_00000004")
+    assert train(settings, **options, resume="auto")
+    assert [records(tmp_path / "run", name) for name in names] == expected
 
 
 def test_a_run_extended_after_its_decay_says_that_the_rate_jumps(settings, tmp_path, capsys):
@@ -212,8 +304,8 @@ def test_a_run_extended_after_its_decay_says_that_the_rate_jumps(settings, tmp_p
 
 
 def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_written(settings, tmp_path, monkeypatch):
-    def refuses(q, k, deterministic):
-        return "its backward adds up in no fixed order" if deterministic else None
+    def refuses(spec, q, k):
+        return "its backward adds up in no fixed order" if spec.deterministic else None
 
     monkeypatch.setattr(kernels.load("reference"), "refuses", refuses)
     with pytest.raises(ranks.RankError, match=r"no kernel for flash='reference'.* adds up in no fixed order"):

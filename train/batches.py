@@ -1,35 +1,71 @@
-"""Which sequences a rank reads, and its part of each."""
+"""Which sequences a rank reads, what tokens see of each other in them, and its part of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bmt_burst import Layout, SequenceParallel
+from bmt_burst.mask import Mask
+from models.config import CPMConfig
 from train.config import TrainConfig
-from train.data import Sequences
+from train.data import Row, Sequences
+from train.flops import keys_seen
 
 _LARGEST_DEFAULT = 8  # sequences
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank computes with at once, on its device: B sequences, S tokens of each.
+
+    tokens     (B, S) int64
+    labels     (B, S) int64, IGNORE_INDEX where there is no target
+    positions  for rotary embedding: (S,) int64, or, counted anew in each document, (B, S)
+    masks      what tokens see: None for all before them, or a mask for all rows or for each
+    layouts    how rows lie on the ranks: None as sp says, or a layout for all rows or for each
+    documents  how many there are in all B sequences, those cut at an end included; 0 if they are not told apart
+    work       of each rank that shares the sequences: visible pairs of its queries, over all layers, of one head
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    masks: Mask | tuple[Mask, ...] | None
+    layouts: Layout | tuple[Layout, ...] | None
+    documents: int
+    work: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What tokens of a sequence see, how it lies on the ranks, and the work of each of them."""
+
+    mask: Mask
+    layout: Layout
+    work: tuple[int, ...]
 
 
 class Batches:
     """Micro-batches of this rank: whole sequences of its data parallel group, cut over its sequence parallel ranks.
 
-    A micro-batch is tokens and labels, (micro-batch size, S_local) int64, on `device`. `positions` (S_local,) are those
-    of its columns in the whole sequence. Raises ValueError for sizes that do not fit the ranks.
+    The layout is the configured one; by default zigzag, where documents are told apart or layers have windows that
+    which balances the work, of full layers if there are any. Raises ValueError for sizes that do not fit the ranks.
     """
 
-    def __init__(self, config: TrainConfig, sp: SequenceParallel, device: torch.device):
+    def __init__(self, config: TrainConfig, model: CPMConfig, sp: SequenceParallel, device: torch.device):
         self.config, self.sp, self.device = config, sp, device
         self.dp_rank, self.dp_size = dist.get_rank() // sp.size, dist.get_world_size() // sp.size
         self.micro_batch_size = _micro_batch_size(config, self.dp_size)
-        Layout(config.layout, config.seq_len, sp.size)
-        self.positions = sp.positions(config.seq_len, device)
+        self._windows = Counter(model.windows)
+        self._whole = self._cut(Mask.causal(config.seq_len), config.layout == "auto" and model.window is not None)
 
-    def of_step(self, data: Sequences, first: int) -> list[tuple[Tensor, Tensor]]:
+    def of_step(self, data: Sequences, first: int) -> list[MicroBatch]:
         """The micro-batches of a step whose first sample in the run is `first`.
 
         The samples of a step are dealt to the groups in one order that does not depend on how many groups there are.
@@ -41,7 +77,7 @@ class Batches:
             for start in range(first, first + share, size)
         ]
 
-    def of_evaluation(self, data: Sequences) -> Iterator[tuple[Tensor, Tensor]]:
+    def of_evaluation(self, data: Sequences) -> Iterator[MicroBatch]:
         """Micro-batches of evenly spaced sequences; equally many on every rank, since all must take part."""
         size = self.micro_batch_size
         count = min(self.config.eval_sequences, len(data))
@@ -50,9 +86,50 @@ class Batches:
         for start in range(self.dp_rank * size, len(chosen), size * self.dp_size):
             yield self._read(data, chosen[start : start + size])
 
-    def _read(self, data: Sequences, indices: list[int | None]) -> tuple[Tensor, Tensor]:
-        tokens, labels = data.batch(indices)
-        return self.sp.shard(tokens).to(self.device), self.sp.shard(labels).to(self.device)
+    def _read(self, data: Sequences, indices: Sequence[int | None]) -> MicroBatch:
+        rows = [data.read(index) for index in indices]
+        return self._of_documents(rows) if data.documents else self._of_whole(rows)
+
+    def _of_whole(self, rows: Sequence[Row]) -> MicroBatch:
+        """Each row is one text: all have the same mask and layout."""
+        cut, windowed = self._whole, any(self._windows)
+        return MicroBatch(
+            *self._parts(rows, [cut] * len(rows)),
+            positions=cut.layout.positions(self.sp.rank, self.device),
+            masks=cut.mask if windowed else None,
+            layouts=cut.layout if windowed else None,
+            documents=0,
+            work=tuple(len(rows) * work for work in cut.work),
+        )
+
+    def _of_documents(self, rows: Sequence[Row]) -> MicroBatch:
+        cuts = [self._cut(Mask.documents(row.documents), self.config.layout == "auto") for row in rows]
+        positions = [cut.layout.shard(cut.mask.positions(), self.sp.rank, 0) for cut in cuts]
+        return MicroBatch(
+            *self._parts(rows, cuts),
+            positions=torch.stack(positions).to(self.device),
+            masks=tuple(cut.mask for cut in cuts),
+            layouts=tuple(cut.layout for cut in cuts),
+            documents=sum(len(row.documents) - 1 for row in rows),
+            work=tuple(map(sum, zip(*(cut.work for cut in cuts), strict=True))),
+        )
+
+    def _parts(self, rows: Sequence[Row], cuts: Sequence[_Cut]) -> tuple[Tensor, Tensor]:
+        """This rank's tokens and labels of each row."""
+        whole = ([row.tokens for row in rows], [row.labels for row in rows])
+        tokens, labels = (
+            torch.stack([cut.layout.shard(x, self.sp.rank, 0) for x, cut in zip(part, cuts, strict=True)])
+            for part in whole
+        )
+        return tokens.to(self.device), labels.to(self.device)
+
+    def _cut(self, mask: Mask, balanced: bool) -> _Cut:
+        in_layers = {window: mask if window is None else mask.windowed(window) for window in self._windows}
+        layout = self.sp.layout_of(mask.seq_len)
+        if balanced and self.sp.size > 1:
+            layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)  # full ones before others
+        work = sum(count * keys_seen(in_layers[window]) for window, count in self._windows.items())
+        return _Cut(mask, layout, tuple(int(layout.shard(work, rank, 0).sum()) for rank in range(self.sp.size)))
 
 
 def _micro_batch_size(config: TrainConfig, dp_size: int) -> int:

@@ -44,6 +44,10 @@ class TrainConfig:
         None, MODEL, "base of the rotary positions, instead of the model's: a larger one for longer sequences",
         kind=float,
     )  # fmt: skip
+    window: int | None = option(
+        None, MODEL, "tokens that a token sees, itself among them, in the layers that have a window, instead of the "
+        "model's; if the model has none, in all layers", kind=int,
+    )  # fmt: skip
     dtype: str = option(
         "fp32", MODEL, "weights and activations in forward and backward; masters and AdamW are always fp32",
         choices=("fp32", "bf16", "fp16"),
@@ -51,6 +55,11 @@ class TrainConfig:
 
     data: str = option("data/stdlib/train", DATA, "folder of training tokens, from prepare_data.py")
     val_data: str | None = option(None, DATA, "folder of validation tokens", kind=str)
+    documents: str = option(
+        "auto", DATA, "mask: tokens see their own document only, positions begin anew in each, and its last token has "
+        "no target; ignore: a sequence is one text; auto: mask if the data says where documents start, ignore if not, "
+        "and what it was before if the run is resumed", choices=("auto", "mask", "ignore"),
+    )  # fmt: skip
     seq_len: int = option(512, DATA, "tokens in one sequence, over all ranks that share it")
     batch_size: int = option(8, DATA, "sequences in one optimizer step, over all ranks")
     micro_batch_size: int | None = option(
@@ -61,7 +70,10 @@ class TrainConfig:
     processes: int = option(1, PARALLEL, "processes to start on this machine; leave at 1 under torchrun")
     sp_size: int = option(1, PARALLEL, "ranks that share a sequence; the others are data parallel")
     inner_size: int | None = option(None, PARALLEL, "ranks of a host, for the double ring", kind=int)
-    layout: str = option("zigzag", PARALLEL, "how a sequence is cut over its ranks", choices=tuple(LAYOUTS))
+    layout: str = option(
+        "auto", PARALLEL, "how a sequence is cut over its ranks; auto: such that their work is equal for its documents "
+        "and windows (for full layers, if some are), zigzag without any", choices=("auto", *LAYOUTS),
+    )  # fmt: skip
     engine: str = option(
         "auto", PARALLEL, "who shards and steps: bmtrain on GPUs, torch (FSDP2) anywhere; auto: bmtrain if possible",
         choices=("auto", "torch", "bmtrain"),
@@ -119,7 +131,7 @@ class TrainConfig:
     timeout: float = option(1800.0, RUN, "seconds without a sign of life after which a rank shows its stacks and ends")
 
     def __post_init__(self):
-        positive = ("seq_len", "batch_size", "micro_batch_size", "processes", "sp_size", "steps", "keep_last")
+        positive = ("window", "seq_len", "batch_size", "micro_batch_size", "processes", "sp_size", "steps", "keep_last")
         for name in (*positive, "eval_sequences", "max_skips"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -170,8 +182,8 @@ class TrainConfig:
         return self.steps // 5 if self.decay_steps is None else self.decay_steps
 
     def model_config(self) -> CPMConfig:
-        model = self._named_model()
-        return dataclasses.replace(model, rope_theta=self.rope_theta) if self.rope_theta else model
+        instead = {"rope_theta": self.rope_theta, "window": self.window}
+        return dataclasses.replace(self._named_model(), **{k: v for k, v in instead.items() if v is not None})
 
     def _named_model(self) -> CPMConfig:
         if self.init_from and not self.init_from.endswith(".pt"):

@@ -3,12 +3,15 @@
 A folder of tokens (written by prepare_data.py):
 
     tokens.bin      all documents one after the other, each ended by eos; uint16 or uint32
-    documents.bin   where each document starts: int64; for readers that want documents apart, training does not
+    documents.bin   where each document starts: int64, rising from 0; older folders may lack it
     tokenizer.*     the tokenizer
     index.json      counts, dtype, where the text came from, the sha256 of every other file; written last
 
 Files are compared with the index when they are opened: all bytes of files up to 256 MiB, else the
 size and samples of the tokens (`sha256sum` compares the rest). The folder may be a link, its files may not lead out.
+
+Training reads sequences of one length from them, in which documents are told apart (--documents mask) or not (ignore).
+Told apart, a sequence is cut where documents start; one that starts within a document starts with the rest of it.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from torch import Tensor
 
 from bmt_burst.layout import IGNORE_INDEX
 from train import ranks
+from train.documents import Documents, DocumentsByEos, StoredDocuments
 from train.paths import inside
-from train.stored import StoredTokens, sample_digest
+from train.stored import StoredNumbers, sample_digest
 
 _CHEAP = 1 << 28  # bytes of a file that are hashed whenever it is opened
 
@@ -40,15 +44,27 @@ class TokenFile:
         self.index = self._read_index()
         dtype = np.dtype(self.index["dtype"])
         self._check_size("tokens.bin", self.index["tokens"] * dtype.itemsize)
-        if inside(self.folder, "documents.bin").exists() and isinstance(self.index.get("documents"), int):
-            self._check_size("documents.bin", self.index["documents"] * 8)
         if not self.index["tokens"]:
             raise ValueError(f"{self.folder / 'tokens.bin'} is empty")
-        self.tokens = StoredTokens(self.folder / "tokens.bin", dtype)
+        documents = inside(self.folder, "documents.bin")
+        if documents.exists() and isinstance(self.index.get("documents"), int):
+            self._check_size("documents.bin", self.index["documents"] * 8)
+        self.tokens = StoredNumbers(self.folder / "tokens.bin", dtype)
         if "sha256" in self.index:
             self.verify(_CHEAP)
         elif ranks.rank() == 0:
             print(f"{self.folder}: an older index.json without sha256, file contents are not checked", file=sys.stderr)
+        self.documents = self._open_documents(documents)
+
+    def _open_documents(self, file: Path) -> Documents | None:
+        """Where documents start; None if that is not known. All of documents.bin is checked if it is not large."""
+        if file.exists():
+            stored = StoredDocuments(file, len(self.tokens))
+            if file.stat().st_size <= _CHEAP:
+                stored.check()
+            return stored
+        eos_id = self.index.get("eos_id")
+        return DocumentsByEos(self.tokens, eos_id) if type(eos_id) is int else None
 
     @cached_property
     def digest(self) -> str:
@@ -98,18 +114,44 @@ class TokenFile:
 
 
 @dataclass(frozen=True)
+class Row:
+    """One sequence.
+
+    tokens     (seq_len,) int64
+    labels     (seq_len,) int64, the next tokens; IGNORE_INDEX where there is no target
+    documents  (0, ..., seq_len): where each document starts, and the end, as Mask.documents takes it; None if they are
+               not told apart
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    documents: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
 class Sequences:
     """The tokens as sequences of `seq_len` inputs and their next tokens, each token a target once an epoch.
 
     Sequence i covers tokens i * seq_len onwards; the last may be short and is filled up with positions that have no
     target. `order` says which sequence is the n-th sample of the run: a new permutation every epoch.
+
+    With `documents` they are told apart: what fills up the last sequence is a document of its own, and the last token
+    of a document has no target, since the next token begins another one.
+
+    Raises ValueError for fewer than two tokens, and with `documents` if it is not known where they start.
     """
 
     file: TokenFile
     seq_len: int
     seed: int
+    documents: bool = False
 
     def __post_init__(self):
+        if self.documents and self.file.documents is None:
+            raise ValueError(
+                f"{self.file.folder} has no documents.bin, and no eos_id in its index.json: where documents start is "
+                "not known; give --documents ignore"
+            )
         if len(self.file.tokens) < 2:
             raise ValueError(f"{self.file.folder} has fewer than two tokens")
 
@@ -118,32 +160,40 @@ class Sequences:
 
     @property
     def padding(self) -> float:
-        """The share of an epoch's positions that have no target: large where there is less text than `seq_len`."""
+        """The share of an epoch's positions that are filled up: large where there is less text than `seq_len`."""
         return 1 - (len(self.file.tokens) - 1) / (len(self) * self.seq_len)
 
     def order(self, sample: int) -> int:
         epoch, place = divmod(sample, len(self))
         return int(_permutation(self.seed, epoch, len(self))[place])
 
-    def read(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of sequence `index`: two (seq_len,) int64 tensors. Raises ValueError for unknown tokens."""
-        start = index * self.seq_len
+    def read(self, index: int | None) -> Row:
+        """Sequence `index`; None stands for one without any target. Raises ValueError for unknown tokens."""
+        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
+        labels = torch.full((self.seq_len,), IGNORE_INDEX)
+        bounds = [0]
+        if index is not None:
+            start = index * self.seq_len
+            window = self._window(start)
+            filled = len(window) - 1
+            tokens[:filled], labels[:filled] = window[:-1], window[1:]
+            if self.documents:
+                after = torch.from_numpy(self.file.documents.between(start + 1, start + filled + 1)) - start
+                labels[after - 1] = IGNORE_INDEX
+                bounds += [*after[after < filled].tolist(), filled]
+        if bounds[-1] < self.seq_len:
+            bounds.append(self.seq_len)
+        return Row(tokens, labels, tuple(bounds) if self.documents else None)
+
+    def _window(self, start: int) -> Tensor:
+        """The tokens from `start` on, one more than a sequence has, or those there are: int64."""
         window = torch.from_numpy(self.file.tokens[start : start + self.seq_len + 1].astype(np.int64))
         if window.max() >= self.file.index["vocab_size"]:
             raise ValueError(
                 f"{self.file.folder}: token {int(window.max())} in tokens {start} to {start + len(window) - 1}, "
                 f"of a vocabulary of {self.file.index['vocab_size']}"
             )
-        inputs = torch.zeros(self.seq_len, dtype=torch.int64)
-        labels = torch.full((self.seq_len,), IGNORE_INDEX)
-        inputs[: len(window) - 1], labels[: len(window) - 1] = window[:-1], window[1:]
-        return inputs, labels
-
-    def batch(self, indices: list[int | None]) -> tuple[Tensor, Tensor]:
-        """Inputs and labels (len(indices), seq_len); None stands for a sequence without any target."""
-        blank = torch.zeros(self.seq_len, dtype=torch.int64), torch.full((self.seq_len,), IGNORE_INDEX)
-        rows = [blank if index is None else self.read(index) for index in indices]
-        return torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])
+        return window
 
 
 @lru_cache(maxsize=2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from bmt_burst.mask import Mask
 from models.config import CPMConfig
 
 # Dense 16-bit TFLOP/s by the vendors' datasheets: for the first entry whose words are all in the device's name.
@@ -23,18 +25,36 @@ _PEAK_TFLOPS = {
 }
 
 
-def step_flops(model: CPMConfig, seq_len: int, sequences: int) -> float:
-    """Operations of forward and backward over `sequences`, without what is computed a second time.
+def step_flops(model: CPMConfig, tokens: int, pairs: int) -> float:
+    """Operations of forward and backward over `tokens`, without what is computed a second time.
 
-    Per token: 6 for each entry of a matrix that it is multiplied with (2 forward, 4 backward), and for attention
-    6 * layers * heads * head_dim * seq_len: that is 12 as in PaLM (arXiv 2204.02311, appendix B), halved since a causal
-    mask hides half of the pairs.
+    6 for each token and entry of a matrix that it is multiplied with (2 forward, 4 backward), and for attention
+    12 * heads * head_dim for each of the `pairs` of a query and a key that it sees, which are counted in every layer:
+    two products of 2 * head_dim operations in the forward and four in the backward (PaLM, arXiv 2204.02311, appendix
+    B, counts all pairs). Under a causal mask a layer has seq_len * (seq_len + 1) / 2 pairs for each sequence; documents
+    and windows leave fewer.
     """
     norms = model.hidden_size * (2 * model.num_layers + 1)
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
     weights = model.num_parameters - norms - looked_up
-    attention = model.num_layers * model.num_heads * model.head_dim * seq_len
-    return 6.0 * (weights + attention) * seq_len * sequences
+    return 6.0 * weights * tokens + 12.0 * model.num_heads * model.head_dim * pairs
+
+
+def keys_seen(mask: Mask) -> Tensor:
+    """How many keys each query sees: (seq_len,) int64; their sum is `mask.area`."""
+    bounds = [(*s.q, *s.kv, s.low, s.high) for s in mask.slices]
+    seen = torch.zeros(mask.seq_len, dtype=torch.int64)
+    if not bounds:
+        return seen
+    # A missing bound is one that no distance reaches.
+    far = mask.seq_len
+    rows = torch.tensor([(*b[:4], -far if b[4] is None else b[4], far if b[5] is None else b[5]) for b in bounds])
+    lengths = rows[:, 1] - rows[:, 0]
+    first, _, start, stop, low, high = rows.repeat_interleave(lengths, 0).unbind(1)
+    before = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    query = first + torch.arange(len(first)) - before
+    keys = torch.minimum(stop, query - low + 1) - torch.maximum(start, query - high + 1)
+    return seen.index_add_(0, query, keys.clamp_min_(0))
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -3,7 +3,8 @@
 Only rank 0 has a Metrics; its folder gets
 
     metrics.jsonl   a record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or {"step", "val_loss"};
-                    what a run that went on from before has replaced is in metrics.jsonl.dropped
+                    what a run that went on from before has replaced is in metrics.jsonl.dropped. "balance" is how much
+                    longer attention takes than if all ranks had the same visible pairs: 1 is best
     tensorboard/    the same
     loss.png        the curves, drawn at each save and at the end
 """
@@ -30,6 +31,8 @@ _SHOWN = {
     "skipped": "skipped ({} in all)",
     "grad_norm": "gradient norm {:.3f}",
     "lr": "lr {:.2e}",
+    "documents": "{:,} documents",
+    "balance": "balance {:.3f}",
     "tokens_per_s": "{:,.0f} tokens/s",
     "mfu": "MFU {:.1%}",
     "peak_gib": "{:.1f} GiB",

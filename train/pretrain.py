@@ -37,10 +37,11 @@ from bmt_burst.engine import Engine
 from bmt_burst.engine.common import AdamW
 from bmt_burst.loss import count_targets
 from bmt_burst.rings import make_rings
+from bmt_burst.spec import Spec
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.cpm import CPM
 from train import checkpoint, ending, ranks, resume
-from train.batches import Batches
+from train.batches import Batches, MicroBatch
 from train.clock import Clock
 from train.config import TrainConfig, parse_config
 from train.data import Sequences, TokenFile
@@ -79,14 +80,16 @@ class Trainer:
         watchdog.alive("opening files and making groups")
         ranks.together(self._check_and_open)
         ranks.together(lambda: watchdog.write_to(self.root / "stacks"))
+        layout = "zigzag" if config.layout == "auto" else config.layout
         self.sp = ranks.together(
-            lambda: init_sequence_parallel(config.sp_size, layout=config.layout, inner_size=config.inner_size)
+            lambda: init_sequence_parallel(config.sp_size, layout=layout, inner_size=config.inner_size)
         )
-        self.batches = ranks.together(lambda: Batches(config, self.sp, device))
+        self.batches = ranks.together(lambda: Batches(config, self.model_config, self.sp, device))
         watchdog.alive("building the model")
         self.engine = self._make_engine()
         watchdog.alive("reading a checkpoint")
         path = resume.chosen(config)
+        ranks.together(lambda: self._tell_documents_apart(path))
         self.progress = ranks.together(lambda: self._load(path) if path else self._start())
         self.saved_step = self.progress.step
         self.clock = Clock(device)
@@ -166,12 +169,12 @@ class Trainer:
         self.watchdog.alive(f"reading for step {progress.step + 1}")
         with self.clock.phase("data"):
             micro_batches = self.batches.of_step(self.train_data, progress.samples)
-            [targets] = self.engine.sum([sum(int(count_targets(labels)) for _, labels in micro_batches)])
+            targets, pairs, work = self._count(micro_batches)
         losses = []
-        for tokens, labels in micro_batches:
+        for batch in micro_batches:
             self.watchdog.alive(f"step {progress.step + 1}")
             with self.clock.phase("forward"):
-                loss, _ = self.engine.model(tokens, self.batches.positions, labels)
+                loss, _ = self._losses(batch)
             with self.clock.phase("backward"):
                 self.engine.backward(loss / max(targets, 1))
             losses.append(loss.detach())
@@ -184,12 +187,33 @@ class Trainer:
             outcome = self._optimize(loss, lr)
         phases = self.clock.read()
         seconds = time.perf_counter() - began
-        speed = self._speed(seconds)
+        speed = self._speed(seconds, pairs)
         split = {f"{name}_s": seconds for name, seconds in phases.items()}
-        self._record(**outcome, lr=lr, samples=progress.samples, **speed, step_s=seconds, **split)
+        self._record(**outcome, lr=lr, samples=progress.samples, **work, **speed, step_s=seconds, **split)
         if self.metrics:
             self.metrics.progress(progress.step)
         return stops > 0
+
+    def _losses(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of this rank's token losses, and the number of its targets."""
+        shown = {"mask": batch.masks, "layout": batch.layouts}
+        return self.engine.model(batch.tokens, batch.positions, batch.labels, **shown)
+
+    def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float, dict[str, float]]:
+        """Targets and visible pairs of a step, over all ranks, and what there is to record of its work.
+
+        The balance is the most work, in pairs, over the mean of all ranks: in each micro-batch a group waits for its
+        rank with the most, at the end of the step all wait for the group that had the most in this way.
+        """
+        slowest = [0.0] * self.batches.dp_size
+        documents = pairs = 0
+        if self.sp.rank == 0:  # the others of a group have the same to say
+            slowest[self.batches.dp_rank] = sum(max(batch.work) for batch in micro_batches)
+            documents, pairs = sum(b.documents for b in micro_batches), sum(sum(b.work) for b in micro_batches)
+        mine = sum(int(count_targets(batch.labels)) for batch in micro_batches)
+        targets, documents, pairs, *slowest = self.engine.sum([mine, documents, pairs, *slowest])
+        work = {"documents": int(documents)} if self.train_data.documents else {}
+        return targets, pairs, work | {"balance": max(slowest) * dist.get_world_size() / pairs}
 
     def _optimize(self, loss: float, lr: float) -> dict[str, float]:
         """Steps, unless loss or gradients are not finite; returns what there is to record.
@@ -214,12 +238,12 @@ class Trainer:
     def _skipped(self, what: str) -> str:
         return f"step {self.progress.step}: {what}; {self.progress.skips_in_a_row} steps in a row were skipped"
 
-    def _speed(self, seconds: float) -> dict[str, float]:
+    def _speed(self, seconds: float, pairs: float) -> dict[str, float]:
         """Tokens a second over all ranks, TFLOP/s and MFU of a rank, and peak memory."""
         config = self.config
-        per_rank = step_flops(self.model_config, config.seq_len, config.batch_size) / dist.get_world_size()
-        tflops = per_rank / seconds / 1e12
-        values = {"tokens_per_s": config.batch_size * config.seq_len / seconds, "tflops_per_rank": tflops}
+        tokens = config.batch_size * config.seq_len
+        tflops = step_flops(self.model_config, tokens, pairs) / dist.get_world_size() / seconds / 1e12
+        values = {"tokens_per_s": tokens / seconds, "tflops_per_rank": tflops}
         if peak := peak_tflops(self.device, DTYPES[config.dtype]):
             values["mfu"] = tflops / peak
         if self.device.type == "cuda":
@@ -242,16 +266,17 @@ class Trainer:
         began, step, batches = time.perf_counter(), self.progress.step, self.batches
         self._say(f"step {step}: evaluating on {self.config.val_data}")
         loss = targets = 0.0
-        for tokens, labels in batches.of_evaluation(self.val_data):
+        for batch in batches.of_evaluation(self.val_data):
             self.watchdog.alive(f"evaluation after step {step}")
             if self._told_to_stop():
                 self._say(f"step {step}: evaluation stopped")
                 return False
-            batch_loss, batch_targets = self.engine.model(tokens, batches.positions, labels)
+            batch_loss, batch_targets = self._losses(batch)
             loss, targets = loss + float(batch_loss), targets + float(batch_targets)
         loss, targets = self.engine.sum([loss, targets])
-        self._record(val_loss=loss / targets)
-        self._say(f"step {step}: validation loss {loss / targets:.4f}, in {time.perf_counter() - began:.1f} s")
+        mean = loss / targets if targets else math.nan
+        self._record(val_loss=mean)
+        self._say(f"step {step}: validation loss {mean:.4f}, in {time.perf_counter() - began:.1f} s")
         return True
 
     def _check_and_open(self) -> None:
@@ -280,6 +305,13 @@ class Trainer:
             )
         return Sequences(file, self.config.seq_len, self.config.seed)
 
+    def _tell_documents_apart(self, path: Path | None) -> None:
+        """Or not; `path` is the checkpoint to go on from. Raises ValueError if it is not known where they start."""
+        told = resume.documents(self.config, path, self.train_data.file.documents is not None)
+        self.train_data = dataclasses.replace(self.train_data, documents=told)
+        if self.val_data:
+            self.val_data = dataclasses.replace(self.val_data, documents=told)
+
     def _check_padding(self) -> None:
         """Raises ValueError if most of what would be trained on is padding; says so if much is."""
         padding, text = self.train_data.padding, self.config.data
@@ -294,14 +326,14 @@ class Trainer:
         model, like = self.model_config, {"dtype": DTYPES[self.config.dtype], "device": self.device}
         q = torch.empty(1, 1, model.num_heads, model.head_dim, **like)
         k = torch.empty(1, 1, model.num_kv_heads, model.head_dim, **like)
-        kernels.pick(self.config.flash, q, k, self.config.deterministic)
+        kernels.pick(self.config.flash, q, k, Spec(model.head_dim**-0.5, self.config.deterministic))
 
     def _load(self, path: Path) -> Progress:
         saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(self.config)
         resume.check_same(saved, self.model_config, resume.data_identity(self.train_data), new_stage)
         counted = {} if new_stage else saved.state
         progress = Progress(**{field.name: counted.get(field.name, 0) for field in dataclasses.fields(Progress)})
-        resume.name_changes(saved.state, self.config, progress.step + 1)
+        resume.name_changes(saved.state, self._identity(), self.config, progress.step + 1)
         self.engine.load(saved.read, saved.state["optimizer_steps"])
         if saved.state["config"]["dtype"] == self.config.dtype:
             self.engine.loss_scale = saved.state.get("loss_scale", self.engine.loss_scale)
@@ -320,6 +352,12 @@ class Trainer:
             "optimizer_steps": self.engine.optimizer_steps,
             "loss_scale": self.engine.loss_scale,
             "steps_at_scale": self.engine.steps_at_scale,
+            **self._identity(),
+        }
+
+    def _identity(self) -> dict:
+        """What a checkpoint says of the run that it is of."""
+        return {
             "data": resume.data_identity(self.train_data),
             "model": self.model_config.to_dict(),
             "config": self.config.to_dict(),
@@ -334,8 +372,17 @@ class Trainer:
             f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, {type(self.engine).__name__}; "
             f"{self.batches.dp_size} data parallel x {self.sp.size} sequence parallel ranks; "
             f"{c.batch_size} sequences of {c.seq_len} tokens a step; "
-            f"{len(self.train_data):,} sequences an epoch{resumed}"
+            f"{len(self.train_data):,} sequences an epoch, {self._sight()}{resumed}"
         )
+
+    def _sight(self) -> str:
+        """What tokens see."""
+        model, how = self.model_config, self.train_data.file.documents
+        seen = f"documents told apart by {how.how}" if self.train_data.documents else "documents not told apart"
+        if model.window is None:
+            return seen
+        windowed = model.windows.count(model.window)
+        return f"{seen}, a window of {model.window} tokens in {windowed} of {model.num_layers} layers"
 
     def _record(self, **values: float) -> None:
         if self.metrics:

@@ -1,8 +1,9 @@
 """Which checkpoint a run goes on from, whether it may, and what changes by it.
 
 A run goes on as if it had not stopped. A new stage (--new-stage) takes weights and optimizer only, as MiniCPM's longer
-contexts do (arXiv 2404.06395, 2506.07900): data, sequence length and rope base may be others, and steps, samples and
-schedule are counted anew in a folder of its own. Once that has a checkpoint, --resume auto goes on with the stage.
+contexts do (arXiv 2404.06395, 2506.07900): data, sequence length, rope base and what tokens see (documents, windows)
+may be others, and steps, samples and schedule are counted anew in a folder of its own. Once that has a checkpoint,
+--resume auto goes on with the stage.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _TECHNICAL = {
     *("checkpointing", "checkpointing_blocks", "offload", "offload_optimizer", "timeout", "save", "new_stage"),
 }  # settings that do not matter for the result
 
+_STAGES_OWN = {"rope_theta", "window", "window_pattern"}  # of a model, what a stage may change
 _STAGE = "give --new-stage to start another stage from its weights and optimizer"
 _JUMP = 0.01  # relative change of a learning rate that is said
 
@@ -62,25 +64,37 @@ def begins_stage(config: TrainConfig) -> bool:
 
 def data_identity(data: Sequences) -> dict:
     """What must not change for the sample count to mean the same samples."""
-    order = {"seq_len": data.seq_len, "seed": data.seed}
+    order = {"seq_len": data.seq_len, "seed": data.seed, "documents": "mask" if data.documents else "ignore"}
     return {"tokens": len(data.file.tokens), "digest": data.file.digest, **order}
+
+
+def documents(config: TrainConfig, path: Path | None, known: bool) -> bool:
+    """Whether documents are told apart: as configured, else as before the checkpoint `path`, else where `known`."""
+    if config.documents == "auto" and path is not None and not begins_stage(config):
+        return _documents_of(checkpoint.Checkpoint(path).state) == "mask"
+    return known if config.documents == "auto" else config.documents == "mask"
+
+
+def _documents_of(state: dict) -> str:
+    """Older checkpoints do not say: there was one way then."""
+    return state["data"].get("documents", "ignore")
 
 
 def check_same(saved: checkpoint.Checkpoint, model: CPMConfig, data: dict, new_stage: bool) -> None:
     """Raises ValueError if the checkpoint is of another model or was reading other data than a run may go on with.
 
-    A new stage may have another rope base and any data.
+    A new stage may have another rope base, other windows and any data.
     """
     try:
         before = CPMConfig(**saved.state["model"])  # fields that it does not know are as they were then
     except (TypeError, ValueError) as error:
         raise ValueError(f"{saved.path} holds a model that is not known here: {error}") from error
     if changed := _differences(before.to_dict(), model.to_dict()):
-        if changed.keys() != {"rope_theta"}:
+        if not changed.keys() <= _STAGES_OWN:
             raise ValueError(f"{saved.path} holds another model: {_listed(changed)}")
         if not new_stage:
             raise ValueError(f"{saved.path} holds another model: {_listed(changed)}; {_STAGE}")
-    changed = _differences(saved.state["data"], data)
+    changed = _differences(saved.state["data"] | {"documents": _documents_of(saved.state)}, data)
     if changed and not new_stage:
         raise ValueError(f"{saved.path} was reading other data: {_listed(changed)}; {_STAGE}")
 
@@ -94,19 +108,29 @@ def _listed(differences: dict[str, tuple]) -> str:
     return ", ".join(f"{name} {before} -> {now}" for name, (before, now) in differences.items())
 
 
-def name_changes(state: dict, config: TrainConfig, next_step: int) -> None:
-    """Says which settings that matter for the result differ from those of the run that is resumed after `state`.
+def name_changes(state: dict, now: dict, config: TrainConfig, next_step: int) -> None:
+    """Says which settings that matter for the result differ between the run that is resumed after `state` and this one.
 
-    Also whether the learning rate of `next_step` is another than that run's would have been.
+    `now` has the same of this run. Also says whether the learning rate of `next_step` is another than that run's would
+    have been.
     """
     if ranks.rank():
         return
-    before, now = state["config"], config.to_dict()
+    before, now = _settings(state), _settings(now)
     changed = {k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v}
     if changed:
         print("changed since the checkpoint:", _listed(changed), file=sys.stderr)
     if next_step <= config.steps:
         _name_jump(state, config, next_step)
+
+
+def _settings(state: dict) -> dict:
+    """The configuration in a state, with what it meant where it leaves a choice."""
+    config, documents = state["config"], _documents_of(state)
+    layout, window = config.get("layout"), state["model"].get("window")
+    if layout == "auto":
+        layout = "balanced" if window or documents == "mask" else "zigzag"
+    return config | {"documents": documents, "layout": layout, "window": config.get("window")}
 
 
 def _name_jump(state: dict, config: TrainConfig, next_step: int) -> None:

@@ -59,7 +59,7 @@ class TokenWriter:
 
     def copy(self, other: TokenWriter, start: int, end: int) -> None:
         """Appends tokens `start` to `end` of another writer that is closed; a document that is cut gets an eos."""
-        tokens = StoredTokens(other.folder / "tokens.bin", self.tokenizer.dtype)
+        tokens = StoredNumbers(other.folder / "tokens.bin", self.tokenizer.dtype)
         documents = np.fromfile(other.folder / "documents.bin", dtype=np.int64)
         documents = np.concatenate([[start], documents[(documents > start) & (documents < end)]])
         self._note_documents(documents - start + self.tokens)
@@ -85,7 +85,7 @@ class TokenWriter:
             "vocab_size": self.tokenizer.vocab_size,
             "eos_id": self.tokenizer.eos_id,
             "sha256": hashes,
-            "digest": sample_digest(StoredTokens(self.folder / "tokens.bin", self.tokenizer.dtype)),
+            "digest": sample_digest(StoredNumbers(self.folder / "tokens.bin", self.tokenizer.dtype)),
             **notes,
         }
         with open(self.folder / "index.json", "w") as file:
@@ -102,15 +102,15 @@ class TokenWriter:
         self.documents += len(starts)
 
 
-class StoredTokens:
-    """The tokens of a file, read when a slice is asked for.
+class StoredNumbers:
+    """The tokens or other numbers of a file, read when a slice is asked for.
 
     Read rather than mapped: a map of a file that is cut short under it ends the process with SIGBUS. Raises ValueError
     if the file is no longer the one that was opened.
     """
 
     def __init__(self, file: Path, dtype: np.dtype):
-        """`dtype`: uint16 or uint32."""
+        """`dtype`: of tokens uint16 or uint32."""
         self._file, self._dtype = file, dtype
         self._descriptor = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
@@ -149,7 +149,7 @@ class StoredTokens:
             raise ValueError(f"{self._file} was written to while it was read")
 
 
-def sample_digest(tokens: StoredTokens) -> str:
+def sample_digest(tokens: StoredNumbers) -> str:
     """The sha256 of 16 stretches of the tokens, evenly spaced."""
     starts = np.linspace(0, max(len(tokens) - _SAMPLED, 0), 16, dtype=np.int64)
     return hashlib.sha256(b"".join(tokens[i : i + _SAMPLED].tobytes() for i in starts)).hexdigest()

@@ -8,7 +8,8 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from ...spec import Spec
 from ...tiling import Cut
 from ...transport import Arrival, Delivery, Parcel, Ticket
 from ...transport.packing import Packing
-from .payload import Keys, Payload, Queries, Side
+from ..compute import Keys, Queries, Side, gradients, outputs, split
+from .payload import Payload
 from .program import Event
 from .routes import Outgoing, Round, Stage
 
@@ -58,6 +60,20 @@ class Tour:
     cuts: dict[tuple[int, int], Sequence[Cut]]
     program: Sequence[Event]
     group_bytes: int
+    manifests: dict[Event, Manifest] = field(default_factory=dict)  # of fetches and returns, once they were made
+
+    def manifest(self, event: Event) -> Manifest:
+        """The messages of a fetch or a return."""
+        found = self.manifests.get(event)
+        if found is None:
+            stage, heads = self.rounds[event.round].stages[event.stage], self.passes[event.heads]
+            if event.do == "fetch":
+                found = _manifest(heads.packing, stage.tokens, stage.sources, stage.sends)
+            else:
+                sources = [(entry.peer, entry.at) for entry in stage.homecoming]
+                found = _manifest(heads.return_packing, stage.home_tokens, sources, stage.returns)
+            self.manifests[event] = found
+        return found
 
     def __str__(self) -> str:
         """The program, with what moves and what is computed."""
@@ -79,6 +95,29 @@ class Tour:
             there = ", ".join(f"{length(out.span)} to {out.peer}" for out in sends) or "none"
             return f"  {there}; {landing} tokens land"
         return ""
+
+
+class Manifest(NamedTuple):
+    """The messages of a delivery: `nbytes` land in all, at `arrivals`.
+
+    departures  (tokens, peer, messages) of each part that leaves; a message is (tensor, batch row, byte offset there)
+    """
+
+    nbytes: int
+    arrivals: Sequence[Arrival]
+    departures: Sequence[tuple[Span, int, Sequence[tuple[int, int, int]]]]
+
+
+def _manifest(
+    packing: Packing, tokens: int, sources: Sequence[tuple[int, Span]], sends: Sequence[Outgoing]
+) -> Manifest:
+    """Of `tokens` that land, parts of them from each of `sources` (place, part), and of what is sent."""
+    arrivals = [Arrival(peer, at, size) for peer, part in sources for _, _, at, size in packing.messages(tokens, part)]
+    departures = []
+    for peer, span, at, total in sends:
+        messages = packing.messages(total, (at, at + length(span)))
+        departures.append((span, peer, [(index, row, offset) for index, row, offset, _ in messages]))
+    return Manifest(packing.nbytes(tokens), arrivals, departures)
 
 
 def _shown(cuts: Sequence[Cut]) -> str:
@@ -149,9 +188,13 @@ class Run:
         ticket.wait()
 
     def _fetch(self, event: Event) -> None:
-        stage, packing, root = self._stage(event), self._heads(event).packing, self.roots[event.heads, event.round]
-        parcels = [parcel for out in stage.sends for parcel in _parcels(packing, out, root, out.span)]
-        self.fetched.append(self._deliver("visit", packing, stage.tokens, parcels, stage.sources))
+        manifest, root = self.tour.manifest(event), self.roots[event.heads, event.round]
+        parcels = [
+            Parcel(root[index][row, start:stop], peer, offset)
+            for (start, stop), peer, messages in manifest.departures
+            for index, row, offset in messages
+        ]
+        self.fetched.append(self._deliver("visit", manifest, parcels))
 
     def _land(self, event: Event) -> None:
         self.here = self.fetched.pop(0)
@@ -178,16 +221,8 @@ class Run:
         """Starts an exchange between hosts."""
         return self.rings.outer.exchange([(x, to) for x in sends], [(x, source) for x in recvs])
 
-    def _deliver(
-        self, lane: str, packing: Packing, tokens: int, parcels: Sequence[Parcel], sources: Sequence[tuple[int, Span]]
-    ) -> Delivery:
-        """Starts a delivery in which `tokens` land here, parts of them from each of `sources`: (place, part)."""
-        arrivals = [
-            Arrival(peer, offset, nbytes)
-            for peer, at in sources
-            for _, _, offset, nbytes in packing.messages(tokens, at)
-        ]
-        return self.rings.inner.deliver(lane, packing.nbytes(tokens), parcels, arrivals, self._device())
+    def _deliver(self, lane: str, manifest: Manifest, parcels: Sequence[Parcel]) -> Delivery:
+        return self.rings.inner.deliver(lane, manifest.nbytes, parcels, manifest.arrivals, self._device())
 
     def _device(self) -> torch.device:
         return (self.leaving.q if isinstance(self.leaving, Queries) else self.leaving.k).device
@@ -208,7 +243,7 @@ class Forward(Run):
         return self.out, self.lse
 
     def _own(self, event: Event) -> None:
-        self.parts = list(self._outputs(self.tour.own, self.q, self.leaving))
+        self.parts = list(outputs(self.tour.kernel, self.tour.spec, self.tour.own, self.q, self.leaving))
         whole = len(self.parts) == 1 and length(self.parts[0][0]) == self.q.shape[1]
         if (
             whole
@@ -246,15 +281,9 @@ class Forward(Run):
         return total
 
     def _attend(self, event: Event, key: tuple[int, int], block: Keys) -> None:
-        for part in self._outputs(self.tour.cuts[key], self.q[:, :, self._heads(event).q], block):
+        tour, q = self.tour, self.q[:, :, self._heads(event).q]
+        for part in outputs(tour.kernel, tour.spec, tour.cuts[key], q, block):
             self.total.add(*part)
-
-    def _outputs(self, cuts: Sequence[Cut], q: Tensor, keys: Keys) -> Iterator[tuple[Span, Tensor, Tensor]]:
-        for rows, columns, call in cuts:
-            seen = keys.at(columns)
-            out, lse = self.tour.kernel.forward(Queries(q).at(rows).q, seen.k, seen.v, call, self.tour.spec)
-            for span, place in _in_turn(rows):
-                yield span, tokens_at(out, place), lse[:, :, slice(*place)]
 
 
 class Backward(Run):
@@ -289,9 +318,10 @@ class Backward(Run):
             self.leaving_host[0].wait()
 
     def _own(self, event: Event) -> None:
-        for rows, columns, grads in self._gradients(self.tour.own, self.queries, self.keys):
+        tour = self.tour
+        for rows, columns, grads in gradients(tour.kernel, tour.spec, tour.own, self.queries, self.keys):
             for parts, spans, grad in zip(self.own_parts, (rows, columns, columns), grads, strict=True):
-                parts += _split(spans, grad)
+                parts += split(spans, grad)
         for i, (parts, x) in enumerate(zip(self.own_parts, self.inputs, strict=True)):
             whole = len(parts) == 1 and length(parts[0][0]) == x.shape[1]
             self.grads[i] = parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x)
@@ -321,51 +351,40 @@ class Backward(Run):
         if block := self._opened(event):
             for going, spans in self._differentiate(event, (event.round, -1), block):
                 for total, grad in zip(self._share(event), going, strict=True):
-                    for span, part in _split(spans, grad):
+                    for span, part in split(spans, grad):
                         total.add(span, part)
 
     def _compute(self, event: Event) -> None:
         self.taken = [([]) for _ in self._travelling_sums(event.heads)]
         for going, spans in self._differentiate(event, (event.round, event.stage), self._landed(event)):
             for parts, grad in zip(self.taken, going, strict=True):
-                parts += _split(spans, grad)
+                parts += split(spans, grad)
 
     def _differentiate(
         self, event: Event, key: tuple[int, int], block: Side
     ) -> Iterator[tuple[Sequence[Tensor], Sequence[Span]]]:
         """Adds gradients of the side that stays to its sums; yields those of the travelling side, and its spans."""
-        heads, travels = self._heads(event), self.tour.payload.queries_travel
+        tour, heads, travels = self.tour, self._heads(event), self.tour.payload.queries_travel
         here = self.staying.part((0, None), heads.kv if travels else heads.q)
         queries, keys = (block, here) if travels else (here, block)
-        for rows, columns, (dq, *dkv) in self._gradients(self.tour.cuts[key], queries, keys):
+        for rows, columns, (dq, *dkv) in gradients(tour.kernel, tour.spec, tour.cuts[key], queries, keys):
             mine, spans = (dkv, columns) if travels else ((dq,), rows)
             for total, grad in zip(self._staying_sums(event.heads), mine, strict=True):
-                for span, part in _split(spans, grad):
+                for span, part in split(spans, grad):
                     total.add(span, part)
             yield ((dq,), rows) if travels else (dkv, columns)
 
-    def _gradients(
-        self, cuts: Sequence[Cut], queries: Queries, keys: Keys
-    ) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
-        for rows, columns, call in cuts:
-            x, y = queries.at(rows), keys.at(columns)
-            grads = self.tour.kernel.backward(x.dout, x.q, y.k, y.v, x.out, x.lse, x.delta, call, self.tour.spec)
-            yield rows, columns, grads
-
     def _return(self, event: Event) -> None:
-        stage, packing = self._stage(event), self._heads(event).return_packing
+        manifest, packing = self.tour.manifest(event), self._heads(event).return_packing
         parcels: list[Parcel] = []
-        for out in stage.returns:
-            tokens = length(out.span)
-            shapes = [((packing.batch, tokens, *shape), dtype) for shape, dtype in packing.rows]
+        for span, peer, messages in manifest.departures:
             grads = [
-                sum_parts(parts, out.span, shape, dtype, self._device())
-                for parts, (shape, dtype) in zip(self.taken, shapes, strict=True)
+                sum_parts(parts, span, packing.batch, *row, self._device())
+                for parts, row in zip(self.taken, packing.rows, strict=True)
             ]
-            parcels += _parcels(packing, out, grads, (0, tokens))
+            parcels += [Parcel(grads[index][row].contiguous(), peer, offset) for index, row, offset in messages]
         self.taken = []
-        sources = [(entry.peer, entry.at) for entry in stage.homecoming]
-        self.returning = self._deliver("return", packing, stage.home_tokens, parcels, sources)
+        self.returning = self._deliver("return", manifest, parcels)
 
     def _collect(self, event: Event) -> None:
         sums = self._add_returned(event)
@@ -413,7 +432,7 @@ class Backward(Run):
         self.leaving_host = None
         lent = self._round(event).lent
         for total, grad in zip(self._travelling_sums(event.heads), grads, strict=bool(grads)):
-            for span, part in _split(lent, grad):
+            for span, part in split(lent, grad):
                 total.add(span, part)
 
     def _share(self, event: Event) -> list[Gradients]:
@@ -431,22 +450,3 @@ class Backward(Run):
 
     def _staying_sums(self, heads: int) -> list[Gradients]:
         return self.sums[heads][1:] if self.tour.payload.queries_travel else self.sums[heads][:1]
-
-
-def _in_turn(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
-    """Each span, and where it lies when they lie one after the other."""
-    at = 0
-    for span in spans:
-        yield span, (at, at + length(span))
-        at += length(span)
-
-
-def _split(spans: Sequence[Span], x: Tensor) -> list[Part]:
-    """The parts of x (B, T, ...), in which the tokens of `spans` lie one after the other."""
-    return [(span, tokens_at(x, place)) for span, place in _in_turn(spans)]
-
-
-def _parcels(packing: Packing, out: Outgoing, tensors: Sequence[Tensor], span: Span) -> Iterator[Parcel]:
-    """The messages of tokens `span` of `tensors` (B, ...), which go out."""
-    for index, batch, offset, _ in packing.messages(out.total, (out.at, out.at + length(span))):
-        yield Parcel(tensors[index][batch, slice(*span)].contiguous(), out.peer, offset)

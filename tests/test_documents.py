@@ -1,0 +1,306 @@
+"""Documents that see only themselves, and windows: from the tokens on disk to losses, layouts, work and FLOPs."""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bmt_burst import IGNORE_INDEX, Layout, Mask, SequenceParallel, shift_labels, simulate
+from bmt_burst.nn import BurstAttention, rope_tables
+from models.config import PRESETS
+from models.cpm import CPM, Saving
+from tests.test_batches import batches
+from tests.test_model import SMALL, initialized
+from train.data import Sequences, TokenFile
+from train.flops import keys_seen, step_flops
+from train.stored import TokenWriter
+from train.tokenizer import ByteTokenizer
+
+EOS = ByteTokenizer.eos_id
+LENGTHS = (3, 1, 30, 2, 7, 1, 12, 5, 9)  # of documents, without eos
+STARTS = [0, *itertools.accumulate(n + 1 for n in LENGTHS)]  # the last is the number of tokens, 79
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Documents whose tokens tell which one they are of."""
+    writer = TokenWriter(tmp_path / "data", ByteTokenizer())
+    for document, length in enumerate(LENGTHS):
+        writer.write([np.full(length, document)])
+    writer.finish()
+    return tmp_path / "data"
+
+
+def without_documents(folder, **index):
+    """Makes a folder one of before: `index` is merged into its index.json."""
+    (folder / "documents.bin").unlink(missing_ok=True)
+    there = json.loads((folder / "index.json").read_text()) | index
+    there["sha256"].pop("documents.bin", None)
+    (folder / "index.json").write_text(json.dumps({k: v for k, v in there.items() if v is not None}))
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 5, 16, 26, 39, 78, 100])
+def test_documents_begin_in_sequences_where_they_begin_on_disk(folder, seq_len):
+    """By documents.bin and by eos; a sequence may begin within one, and ends with what fills it up."""
+    read = []
+    for how in ("documents.bin", "eos"):
+        data = Sequences(TokenFile(folder), seq_len, 0, documents=True)
+        assert data.file.documents.how == how
+        assert data.read(None).documents == (0, seq_len)
+        read.append([data.read(index) for index in range(len(data))])
+        without_documents(folder, documents=None)
+    for index, (row, by_eos) in enumerate(zip(*read, strict=True)):
+        start = index * seq_len
+        filled = min(seq_len, STARTS[-1] - 1 - start)
+        inside = [s - start for s in STARTS if start < s < start + filled]
+        assert row.documents == by_eos.documents == tuple(sorted({0, *inside, filled, seq_len}))
+        assert row.labels.equal(by_eos.labels)
+
+
+@pytest.mark.parametrize("seq_len", [1, 5, 16, 78, 100])
+def test_every_token_but_the_first_of_a_document_is_a_target_once_and_none_crosses(folder, seq_len):
+    data = Sequences(TokenFile(folder), seq_len, 0, documents=True)
+    targets = []
+    for row in map(data.read, range(len(data))):
+        valid = row.labels != IGNORE_INDEX
+        targets += row.labels[valid].tolist()
+        assert (row.tokens[valid] != EOS).all()  # behind it another one begins
+        same = row.labels[valid] == row.tokens[valid]
+        assert (same | (row.labels[valid] == EOS)).all()
+    expected = [token for document, n in enumerate(LENGTHS) for token in [document] * (n - 1) + [EOS]]
+    assert targets == expected
+
+
+def test_labels_end_with_the_documents_of_a_mask():
+    tokens = torch.arange(20).view(2, 10)
+    masks = [Mask.documents((0, 4, 9, 10)), Mask.documents((0, 10), window=2)]
+    labels = shift_labels(tokens, mask=masks)
+    assert labels.tolist() == [[1, 2, 3, -100, 5, 6, 7, 8, -100, -100], [*range(11, 20), -100]]
+    assert shift_labels(tokens, mask=masks[0])[1].tolist() == [11, 12, 13, -100, 15, 16, 17, 18, -100, -100]
+    assert shift_labels(tokens.T, 0, mask=masks[0]).T.equal(shift_labels(tokens, mask=masks[0]))
+    for arguments, error, message in (
+        ({"mask": masks[:1]}, ValueError, r"1 masks are for as many rows of \(B, S\), got \(2, 10\)"),
+        ({"mask": masks, "dim": 0}, ValueError, r"got \(2, 10\), dim 0"),
+        ({"mask": Mask.causal(9)}, ValueError, "a mask of 9 tokens was given for sequences of 10"),
+        ({"mask": 3}, TypeError, "mask must be a Mask, or one for each row, got int"),
+    ):
+        with pytest.raises(error, match=message):
+            shift_labels(tokens, **arguments)
+
+
+def test_folders_that_do_not_say_where_documents_start_are_read_as_one_text(folder):
+    without_documents(folder, eos_id=None)
+    file = TokenFile(folder)
+    assert file.documents is None
+    row = Sequences(file, 16, 0).read(0)
+    assert row.documents is None
+    assert (row.labels != IGNORE_INDEX).all()
+    with pytest.raises(ValueError, match=r"has no documents.bin, and no eos_id .* give --documents ignore"):
+        Sequences(file, 16, 0, documents=True)
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([0, 9, 9], "documents must start at rising places in the 79 tokens"),
+        ([0, 9, 4], "must start at rising places"),
+        ([0, 9, 79], "must start at rising places"),
+        ([1, 9], r"must start with a document at token 0, got \[1\]"),
+        ([], r"must start with a document at token 0, got \[\]"),
+    ],
+)
+def test_wrong_starts_of_documents_are_refused(folder, starts, message, monkeypatch):
+    without_documents(folder, documents=len(starts))
+    np.array(starts, dtype=np.int64).tofile(folder / "documents.bin")
+    with pytest.raises(ValueError, match=f"documents.bin.*{message}"):
+        TokenFile(folder)
+    monkeypatch.setattr("train.data._CHEAP", 0)  # as of a large file, which is checked where it is read
+    with pytest.raises(ValueError, match=f"documents.bin.*{message}"):
+        Sequences(TokenFile(folder), 78, 0, documents=True).read(0)
+
+
+WINDOWED = dataclasses.replace(SMALL, window=6, window_pattern="wwf")
+MODELS = {"full": SMALL, "windowed": dataclasses.replace(SMALL, window=6), "mixed": WINDOWED}
+
+
+@pytest.mark.parametrize("layout", ["auto", "striped"])
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_have_the_parts_of_rows_that_they_compute_with(folder, monkeypatch, layout, model):
+    """Put together again, the rows are as read; positions begin anew in each document; work is counted."""
+    data, model = Sequences(TokenFile(folder), 26, 0, documents=True), MODELS[model]
+    rows = [data.read(index) for index in range(2)]
+    read = [batches(monkeypatch, r, 3, 3, model, seq_len=26, layout=layout)._read(data, [0, 1]) for r in range(3)]
+    for i, row in enumerate(rows):
+        mask = Mask.documents(row.documents)
+        balanced_by = mask.windowed(6) if model is MODELS["windowed"] else mask
+        cut = Layout.balanced(balanced_by, 3) if layout == "auto" else Layout.striped(26, 3)
+        assert all(batch.masks[i] == mask and batch.layouts[i] == cut for batch in read)
+        for name, whole in (("tokens", row.tokens), ("labels", row.labels), ("positions", mask.positions())):
+            assert cut.unshard([getattr(batch, name)[i] for batch in read], 0).equal(whole), name
+    assert {batch.documents for batch in read} == {sum(len(row.documents) - 1 for row in rows)}
+    work = [0, 0, 0]
+    for mask, cut in zip(read[0].masks, read[0].layouts, strict=True):
+        for window in model.windows:
+            visible = (mask if window is None else mask.windowed(window)).dense()
+            for rank in range(3):
+                work[rank] += int(visible[cut.positions(rank)].sum())
+    assert {batch.work for batch in read} == {tuple(work)}
+
+
+def test_windows_without_documents_have_a_balanced_layout_too(folder, monkeypatch):
+    data, mask = Sequences(TokenFile(folder), 26, 0), Mask.causal(26)
+    for model, balanced_by in ((MODELS["windowed"], mask.windowed(6)), (MODELS["mixed"], mask)):
+        batch = batches(monkeypatch, 1, 2, 2, model, seq_len=26)._read(data, [0, 1])
+        cut = Layout.balanced(balanced_by, 2)
+        assert (batch.masks, batch.layouts, batch.documents) == (mask, cut, 0)
+        assert batch.positions.equal(cut.positions(1))
+    named = batches(monkeypatch, 1, 2, 2, MODELS["windowed"], seq_len=26, layout="zigzag")._read(data, [0])
+    assert named.layouts == Layout.zigzag(26, 2)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask.causal(7),
+        Mask.full(5),
+        Mask.documents((0, 1, 5, 9, 30)),
+        Mask.documents((0, 1, 5, 9, 30), window=4),
+        Mask.documents((0, 4, 20), causal=False, window=3),
+        Mask(6, ()),
+    ],
+    ids=repr,
+)
+def test_keys_seen_are_those_of_the_dense_mask(mask):
+    assert keys_seen(mask).equal(mask.dense().sum(1))
+    assert int(keys_seen(mask).sum()) == mask.area
+
+
+def test_flops_count_visible_pairs_alone():
+    """Against the operations of every product, written out."""
+    c = WINDOWED
+    full, windowed = Mask.documents((0, 5, 26)), Mask.documents((0, 5, 26), window=6)
+    matrices = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    matrices = c.num_layers * (matrices + 3 * c.hidden_size * c.intermediate_size) + c.hidden_size * c.vocab_size
+    pairs = 2 * int(windowed.dense().sum()) + int(full.dense().sum())  # two layers of three have windows
+    forward = 2 * matrices * 26 + 2 * 2 * c.num_heads * c.head_dim * pairs
+    assert step_flops(c, 26, pairs) == 3 * forward
+    llama = PRESETS["7b"]  # as PaLM counts, halved for the causal mask, to the share of the diagonal
+    pairs = llama.num_layers * 4096 * 4097 // 2
+    expected = 6 * (llama.num_parameters - 65 * 4096 - 32000 * 4096) + 6 * 32 * 32 * 128 * 4096
+    assert step_flops(llama, 4096, pairs) / 4096 == pytest.approx(expected, rel=1e-4)
+
+
+def token_losses(size: int, model, tokens, masks, layouts) -> torch.Tensor:
+    """The loss of each token but the last ones of documents, of a model over simulated ranks: (B, S) fp32."""
+    labels = shift_labels(tokens, mask=masks)
+
+    def of_rank(ring):
+        sp = SequenceParallel(ring.rank, size, process_group=ring)
+        shards = [
+            [layout.shard(x, ring.rank, 0) for x, layout in zip(whole, layouts, strict=True)]
+            for whole in (tokens, labels, [mask.positions() for mask in masks])
+        ]
+        mine, targets, positions = map(torch.stack, shards)
+        logits = initialized(model, sp=sp)(mine, positions, mask=masks, layout=layouts)
+        return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none").detach()
+
+    parts = simulate(size, of_rank)
+    return torch.stack([layout.unshard([part[i] for part in parts], 0) for i, layout in enumerate(layouts)])
+
+
+CUTS = [(0, 3, 20, 21, 37), (0, 16, 37)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_document_is_as_if_it_were_alone_and_no_other_one_changes_a_bit_of_it(size):
+    """Of two rows with other documents, over ranks of a balanced layout."""
+    tokens = torch.randint(0, 300, (2, 37), generator=torch.Generator().manual_seed(1))
+    masks = [Mask.documents(cut) for cut in CUTS]
+    layouts = [Layout.balanced(mask, size) for mask in masks]
+    losses = token_losses(size, WINDOWED, tokens, masks, layouts)
+    other = tokens.clone()
+    other[0, 3:20] = (other[0, 3:20] + 7) % 300
+    changed = token_losses(size, WINDOWED, other, masks, layouts)
+    untouched = torch.ones(2, 37, dtype=torch.bool)
+    untouched[0, 3:20] = False
+    assert losses[untouched].equal(changed[untouched])
+    assert (losses[0, 3:19] != changed[0, 3:19]).all()
+    for row, cut in enumerate(CUTS):
+        for start, stop in itertools.pairwise(cut):
+            alone = tokens[row : row + 1, start:stop]
+            whole = [Mask.causal(stop - start)]
+            expected = token_losses(1, WINDOWED, alone, whole, [Layout.contiguous(stop - start, 1)])
+            assert torch.allclose(losses[row : row + 1, start:stop], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("saving", [Saving(), Saving("selective"), Saving("full")], ids=str)
+def test_gradients_of_documents_and_windows_do_not_depend_on_the_ranks(saving):
+    tokens = torch.randint(0, 300, (2, 37), generator=torch.Generator().manual_seed(1))
+    masks = [Mask.documents(cut) for cut in CUTS]
+    labels, positions = shift_labels(tokens, mask=masks), torch.stack([mask.positions() for mask in masks])
+
+    def of_rank(ring, size):
+        layouts = [Layout.balanced(mask, size) for mask in masks]
+
+        def mine(whole):
+            return torch.stack([layout.shard(x, ring.rank, 0) for x, layout in zip(whole, layouts, strict=True)])
+
+        sp = SequenceParallel(ring.rank, size, process_group=ring)
+        model = initialized(WINDOWED, sp=sp, saving=saving)
+        loss, _ = model(mine(tokens), mine(positions), mine(labels), mask=masks, layout=layouts)
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+    [(expected, grads)] = simulate(1, lambda ring: of_rank(ring, 1))
+    parts = simulate(3, lambda ring: of_rank(ring, 3))
+    assert torch.allclose(sum(loss for loss, _ in parts), expected, rtol=1e-6)
+    for name, grad in grads.items():
+        assert torch.allclose(sum(part[name] for _, part in parts), grad, rtol=1e-4, atol=1e-4), name
+
+
+def test_a_layer_with_a_window_is_the_dense_one():
+    """With no mask of its own, with one, and over ranks, which need the mask or a Layout."""
+    x, tables = torch.randn(2, 21, 16), rope_tables(torch.arange(21), 4)
+
+    def layer(like=None, **options):
+        made = BurstAttention(16, 4, 2, **options)
+        made.load_state_dict((like or made).state_dict())
+        return made
+
+    whole = layer()
+    windowed = layer(whole, window=5)
+    expected = whole(x, *tables, mask=Mask.window(21, 5))
+    assert windowed(x, *tables).equal(expected)
+    assert windowed(x, *tables, mask=Mask.causal(21)).equal(expected)
+    documents = [Mask.documents((0, 8, 21)), Mask.causal(21)]
+    expected_rows = whole(x, *tables, mask=[mask.windowed(5) for mask in documents])
+    assert windowed(x, *tables, mask=documents).equal(expected_rows)
+
+    def of_rank(ring):
+        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+        mine = layer(whole, window=5, sp=sp)
+        part = sp.shard(x), *rope_tables(sp.positions(21), 4)
+        with pytest.raises(ValueError, match=r"that is cut zigzag: a layer with a window needs a mask"):
+            mine(*part)
+        layout = Layout.zigzag(21, 2)
+        return [mine(*part, mask=Mask.causal(21)), mine(*part, layout=layout), mine(*part, layout=[layout] * 2)]
+
+    for parts in zip(*simulate(2, of_rank), strict=True):
+        assert torch.allclose(Layout.zigzag(21, 2).unshard(parts, 1), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(TypeError, match="mask must be a Mask, or one for each row, got str"):
+        windowed(x, *tables, mask=["causal", "causal"])
+
+
+def test_layers_make_a_window_of_a_mask_once(monkeypatch):
+    made = []
+    plain = Mask.windowed
+    monkeypatch.setattr(Mask, "windowed", lambda mask, window: made.append(window) or plain(mask, window))
+    model = CPM(WINDOWED)
+    masks = [Mask.documents((0, 9, 23)), Mask.documents((0, 11, 23))]
+    for _ in range(3):
+        model(torch.zeros(2, 23, dtype=torch.int64), torch.arange(23), mask=masks)
+    assert made == [6, 6]

@@ -1,0 +1,73 @@
+"""SequenceParallel with layouts: names for any length, Layout objects for one."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from bmt_burst import Layout, Mask, SequenceParallel, burst_attn_func, simulate
+from tests.helpers import random_qkv
+
+MASK = Mask.documents((0, 5, 6, 21))
+
+
+def test_a_layout_of_ones_own_cuts_and_joins_as_a_named_one():
+    x = torch.arange(2 * 21 * 3).view(2, 21, 3)
+    layout = Layout.balanced(MASK, 3)
+
+    def work(ring):
+        named = SequenceParallel(ring.rank, 3, process_group=ring)
+        sp = named.with_layout(layout)
+        assert (named.layout, sp.layout) == ("zigzag", layout)
+        assert sp.groups == named.groups | {"layout": layout}
+        assert sp.positions(21).equal(layout.positions(ring.rank))
+        assert sp.shard(x).equal(layout.shard(x, ring.rank))
+        assert sp.unshard(sp.shard(x), 21).equal(x)
+        assert sp.with_layout("striped").unshard(sp.with_layout("striped").shard(x), 21).equal(x)
+        return sp.with_layout("zigzag") == named
+
+    assert all(simulate(3, work))
+
+
+def test_groups_with_a_balanced_layout_attend():
+    q, k, v, _ = random_qkv(1, 21, 4, 2, 8)
+    expected = burst_attn_func(q, k, v, mask=MASK)
+
+    def work(ring):
+        sp = SequenceParallel(ring.rank, 3, process_group=ring).with_layout(Layout.balanced(MASK, 3))
+        return sp.unshard(burst_attn_func(*map(sp.shard, (q, k, v)), mask=MASK, **sp.groups), 21)
+
+    for out in simulate(3, work):
+        assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_that_differ_in_their_layouts_do_not_join():
+    def work(ring):
+        layouts = "zigzag", Layout.balanced(MASK, 2)
+        sp = SequenceParallel(ring.rank, 2, layouts[ring.rank], process_group=ring)
+        with pytest.raises(ValueError, match=r"ranks differ in what they join: .*zigzag.*balanced"):
+            sp.unshard(torch.zeros(1, 10 + (ring.rank == 0)), 21)
+
+    simulate(2, work)
+
+
+def test_a_layout_is_for_its_length_and_its_ranks():
+    sp = SequenceParallel(1, 2).with_layout(Layout.balanced(MASK, 2))
+    for call in (lambda: sp.positions(20), lambda: sp.shard(torch.zeros(1, 20)), lambda: sp.layout_of(20)):
+        with pytest.raises(ValueError, match="the layout is for sequences of 21 tokens, got one of 20"):
+            call()
+    with pytest.raises(ValueError, match="a layout on 3 ranks was given to 2"):
+        sp.with_layout(Layout.zigzag(21, 3))
+    with pytest.raises(ValueError, match="unknown layout 'ring'"):
+        sp.with_layout("ring")
+    with pytest.raises(TypeError, match=r"a layout is one of .*, got int"):
+        sp.with_layout(3)
+    assert SequenceParallel().with_layout("striped").layout_of(7) == Layout.striped(7, 1)
+
+
+def test_a_layout_of_ones_own_is_copied_and_pickled_with_its_groups():
+    sp = SequenceParallel().with_layout(Layout.balanced(MASK, 1))
+    for again in (copy.deepcopy(sp), pickle.loads(pickle.dumps(sp))):
+        assert again == sp
+        assert again.layout_of(21) == Layout.balanced(MASK, 1)
