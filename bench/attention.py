@@ -7,11 +7,16 @@ where the host runs ahead of the GPU, after as long a warm-up: cool GPUs run fas
 take turns in several rounds, of which the median counts; rows keep the others ("rounds"), which show what is noise. A
 row of JSON per case and implementation; bench/report.py makes tables and plots of them. On a machine without GPUs it
 runs a tiny version over gloo, so that the script itself is tested.
+
+FLOPs count visible pairs of queries and keys only (bench/masks.py says which masks there are). "fwd_bwd" is a forward
+and a backward, "bwd" what that takes longer than a forward. Rates are compared with those of yardsticks: one GPU that
+computes a rank's share of the case alone, in one kernel call.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -32,9 +37,10 @@ from torch import Tensor
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench import report
+from bench import masks, report
 from bench.implementations import (
     IMPLEMENTATIONS,
+    YARDSTICKS,
     Attention,
     Case,
     Implementation,
@@ -45,7 +51,7 @@ from bench.implementations import (
     kernel_name,
 )
 from bench.machine import GIB, Machine, append, origin, show
-from bmt_burst import Layout, SequenceParallel, init_sequence_parallel
+from bmt_burst import Mask, SequenceParallel, init_sequence_parallel
 from bmt_burst.transport import Arrival, Parcel
 from bmt_burst.transport.torch_dist import TorchTransport
 
@@ -55,11 +61,6 @@ _ROUNDS = 3
 def describe(case: Case, gpus: int) -> str:
     facts = {"gpus": gpus, **vars(case)}
     return f"{case.seq_len:,} tokens, {report.describe(tuple(facts[name] for name in report.CASE))}"
-
-
-def flops(case: Case) -> float:
-    """Floating-point operations of the forward: 4 S^2 H D, half of it if causal; the backward has 2.5 times as many."""
-    return 4.0 * case.batch * case.seq_len**2 * case.heads * case.head_dim * (0.5 if case.causal else 1.0)
 
 
 def inputs(case: Case, tokens: int, machine: Machine, seed: int = 0) -> tuple[list[Tensor], Tensor]:
@@ -93,11 +94,14 @@ class Contestant:
     def measured(self, times: dict[str, list[float]], extra_gib: float | None) -> dict[str, Any]:
         """The row with what was measured."""
         fwd_ms, fwd_bwd_ms = (statistics.median(times[name]) for name in ("fwd_ms", "fwd_bwd_ms"))
-        work = flops(self.case) / self.row["gpus"] / 1e9
+        bwd_ms = fwd_bwd_ms - fwd_ms
+        work = self.case.flops / self.row["gpus"] / 1e9
         return self.row | {
             "fwd_ms": fwd_ms,
+            "bwd_ms": bwd_ms,
             "fwd_bwd_ms": fwd_bwd_ms,
             "fwd_tflops_per_gpu": work / fwd_ms,
+            "bwd_tflops_per_gpu": 2.5 * work / bwd_ms if bwd_ms > 0 else None,  # the noise of tiny runs
             "fwd_bwd_tflops_per_gpu": 3.5 * work / fwd_bwd_ms,
             "peak_extra_gib": extra_gib,
             "rounds": times,
@@ -131,29 +135,32 @@ def measure(contestants: list[Contestant], tokens: int, machine: Machine) -> Ite
 
 def facts_of(case: Case, machine: Machine, kernel: str | None = None) -> dict[str, Any]:
     """What a row says of its case; `kernel` if it is not computed with the case's."""
-    return {**vars(case), "kernel": kernel or kernel_name(case, machine.device, machine.dtype)}
+    kernel = kernel or kernel_name(case, machine.device, machine.dtype)
+    return {**vars(case), "kernel": kernel, "visible_pairs": case.visible.area}
 
 
-def alone(kind: str, case: Case, gpus: int, machine: Machine) -> Contestant:
-    """The kernel alone with a rank's tokens of a case on `gpus`."""
-    own = dataclasses.replace(case, seq_len=case.seq_len // gpus)
-    row = {"kind": kind, "impl": "kernel alone", "gpus": 1, **facts_of(own, machine)}
-    return Contestant(row, own, kernel_alone(own))
+def alone(kind: str, case: Case, gpus: int, machine: Machine) -> Iterator[Contestant]:
+    """The yardsticks there are: one GPU with a rank's share of a case on `gpus`, see bench/masks.py."""
+    own = dataclasses.replace(case, seq_len=case.seq_len // gpus, share_of=gpus)
+    for name, make in YARDSTICKS.items():
+        row = {"kind": kind, "impl": name, "gpus": 1, **facts_of(own, machine)}
+        with contextlib.suppress(Unavailable):  # nobody asked for it
+            yield Contestant(row, own, make(own))
 
 
 def errors(case: Case, implementation: Implementation, sp: SequenceParallel, machine: Machine) -> dict[str, float]:
     """Relative L2 errors of out, dq, dk, dv over the whole sequence against float64."""
     tensors, dout = inputs(case, case.seq_len, machine)  # the same on every rank
-    layout = Layout(implementation.layout, case.seq_len, sp.size)
+    layout = implementation.layout_of(case, sp.size)
     shards = [layout.shard(x.detach(), sp.rank).requires_grad_() for x in tensors]
-    out = implementation.make(case, sp)(*shards)
+    out = implementation.on(case, sp)(*shards)
     got = [out.detach(), *torch.autograd.grad(out, shards, layout.shard(dout, sp.rank))]
     wrong = torch.zeros(4, 2, dtype=torch.float64, device=machine.device)
     group = case.heads // case.kv_heads
     for head in range(case.kv_heads):
         columns = [slice(head * group, (head + 1) * group), *[slice(head, head + 1)] * 2]
         exact = _float64(
-            [x.detach()[:, :, c] for x, c in zip(tensors, columns, strict=True)], dout[:, :, columns[0]], case.causal
+            [x.detach()[:, :, c] for x, c in zip(tensors, columns, strict=True)], dout[:, :, columns[0]], case.visible
         )
         for i, (mine, whole) in enumerate(zip(got, exact, strict=True)):
             part = layout.shard(whole, sp.rank)
@@ -164,15 +171,14 @@ def errors(case: Case, implementation: Implementation, sp: SequenceParallel, mac
     return dict(zip(("out", "dq", "dk", "dv"), (wrong[:, 0] / wrong[:, 1]).sqrt().tolist(), strict=True))
 
 
-def _float64(tensors: list[Tensor], dout: Tensor, causal: bool) -> list[Tensor]:
+def _float64(tensors: list[Tensor], dout: Tensor, mask: Mask) -> list[Tensor]:
     """out, dq, dk, dv of one kv head and its query heads, written out in float64."""
     q, k, v = (x.double().requires_grad_() for x in tensors)
-    outs = []
+    outs, hidden = [], ~mask.dense(q.device)
     for head in range(q.shape[2]):
         scores = torch.einsum("bqd,bkd->bqk", q[:, :, head], k[:, :, 0]) * q.shape[-1] ** -0.5
-        if causal:
-            scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf)
-        outs.append(torch.einsum("bqk,bkd->bqd", scores.softmax(-1), v[:, :, 0]))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("bqk,bkd->bqd", weights, v[:, :, 0]))
     out = torch.stack(outs, 2)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())]
 
@@ -233,12 +239,11 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
 
 
 def cases(args: argparse.Namespace, size: int) -> Iterator[Case]:
-    for causal in (mask == "causal" for mask in args.masks):
-        for heads, kv_heads in args.heads:
-            for tokens in args.tokens_per_gpu:
-                yield Case(tokens * size, 1, heads, kv_heads, args.head_dim, causal, args.kernel)
-            for batch in args.batches:
-                yield Case(args.tokens_per_gpu[0] * size, batch, heads, kv_heads, args.head_dim, causal, args.kernel)
+    for mask, (heads, kv_heads) in itertools.product(masks.chosen(args), args.heads):
+        for tokens in args.tokens_per_gpu:
+            yield Case(tokens * size, 1, heads, kv_heads, args.head_dim, mask, args.kernel)
+        for batch in args.batches:
+            yield Case(args.tokens_per_gpu[0] * size, batch, heads, kv_heads, args.head_dim, mask, args.kernel)
 
 
 def inner_size(sp: SequenceParallel) -> int:
@@ -257,13 +262,13 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     for number, case in enumerate(everything):
         machine.at = f"case {number + 1} of {len(everything)}, {describe(case, machine.size)}"
         tokens = case.seq_len // machine.size
-        contestants = [alone("attention", case, machine.size, machine)]
+        contestants = list(alone("attention", case, machine.size, machine))
         for name, implementation in chosen.items():
-            if tokens > (implementation.most_tokens or tokens):
+            if tokens > (implementation.most_tokens or tokens) or masks.kind(case.mask) not in implementation.kinds:
                 continue
             row = {"kind": "attention", "impl": name, **place, **facts_of(case, machine, implementation.kernel)}
             try:
-                contestants.append(Contestant(row, case, implementation.make(case, sp)))
+                contestants.append(Contestant(row, case, implementation.on(case, sp)))
             except Unavailable as reason:
                 yield row | {"unavailable": str(reason)}
         yield from measure(contestants, tokens, machine)
@@ -271,10 +276,12 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         gc.collect()
     length = -(-args.errors // (2 * machine.size)) * 2 * machine.size  # which everyone can cut
     if length:
-        for (heads, kv_heads), mask in itertools.product(args.heads, args.masks):
-            case = Case(length, 1, heads, kv_heads, args.head_dim, mask == "causal", args.kernel)
+        for (heads, kv_heads), mask in itertools.product(args.heads, masks.chosen(args)):
+            case = Case(length, 1, heads, kv_heads, args.head_dim, mask, args.kernel)
             machine.at = f"errors, {describe(case, machine.size)}"
             for name, (ranks, implementation) in _error_cases(chosen, sp).items():
+                if masks.kind(mask) not in implementation.kinds:
+                    continue
                 facts = facts_of(case, machine, implementation.kernel)
                 row = {"kind": "errors", "impl": name, "gpus": ranks.size, **facts}
                 machine.say(name)
@@ -287,7 +294,8 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
 def _error_cases(
     chosen: dict[str, Implementation], sp: SequenceParallel
 ) -> dict[str, tuple[SequenceParallel, Implementation]]:
-    limit = {"kernel alone": (SequenceParallel(), Implementation("zigzag", lambda case, _: kernel_alone(case)))}
+    alone = Implementation("contiguous", lambda case, _sp, _layout: kernel_alone(case))
+    limit = {"kernel alone": (SequenceParallel(), alone)}
     return limit | {name: (sp, implementation) for name, implementation in chosen.items()}
 
 
@@ -306,7 +314,7 @@ def parse_args() -> argparse.Namespace:
         "--heads", type=heads, nargs="+", default=[(32, 32), (32, 8)] if cuda else [(4, 2)], metavar="Q:KV"
     )
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
-    parser.add_argument("--masks", nargs="+", choices=("causal", "full"), default=["causal"])
+    masks.add_arguments(parser)
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--inner-size", type=int, help="GPUs of a host, for the double ring; by default as they lie")
     names = list(IMPLEMENTATIONS)

@@ -42,14 +42,16 @@ fi
 name=$(python3 -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-').lower() if torch.cuda.is_available() else 'cpu')")
 output=bench/results/attention-$gpus-$name-$(date +%Y%m%d-%H%M%S).jsonl
 
-arguments=()
+arguments=() packed=()
 if [ "$found" -eq 0 ]; then
     output=$(mktemp -d)/attention-cpu.jsonl
 elif [ -n "$quick$two_hosts" ]; then
     arguments=(--tokens-per-gpu 8192 16384)
+    packed=(--tokens-per-gpu 8192 --documents 4K)
 else
     # 64K to 1M tokens on 8 GPUs, and batches of 64K
     arguments=(--tokens-per-gpu 8192 16384 32768 65536 131072 --batches 2 4 8 --masks causal full)
+    packed=(--tokens-per-gpu 8192 32768)
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1} # many processes, few kernels
@@ -64,6 +66,8 @@ if [ -n "$two_hosts" ]; then
 else
     [ "$gpus" -gt 1 ] || arguments+=(--implementations bmt_burst)
     ranks "$gpus" bench/attention.py --output "$output" "${arguments[@]}"
+    [ "$gpus" -le 1 ] || ranks "$gpus" bench/attention.py --output "$output" --masks documents window --no-links \
+        --implementations bmt_burst "bmt_burst contiguous" ulysses "${packed[@]}"
     [ "$gpus" -gt 1 ] || ranks 1 bench/one_rank.py --output "$output" $([ "$found" -eq 0 ] || echo --tokens-per-gpu 8192 16384)
 fi
 [ ! -f "$output" ] || python3 bench/report.py "$output"

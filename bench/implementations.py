@@ -1,13 +1,14 @@
-"""Ways to compute attention over a sequence that is cut over ranks: ours, a built-in Ulysses, and peers if installed.
+"""Ways to compute attention over a sequence that is cut over ranks: ours, and peers if they are installed.
 
 An implementation is made once per case and then called with this rank's q, k, v; it says which layout its shards have.
+A yardstick is what one GPU does alone with as many tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -17,7 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bmt_burst import SequenceParallel, Transport, burst_attn_func, kernels
+from bench import masks
+from bmt_burst import Layout, Mask, SequenceParallel, Transport, burst_attn_func, kernels
+from bmt_burst.spec import Spec
 from bmt_burst.transport import Delivery, Done
 from bmt_burst.transport.torch_dist import TorchTransport
 
@@ -30,36 +33,70 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: global sequence length, sizes, mask and the block kernel."""
+    """One measurement: global sequence length, sizes, name of the mask and the block kernel.
+
+    share_of  over how many ranks the sequence was longer, if this is one rank's share of it for a kernel alone
+    """
 
     seq_len: int
     batch: int
     heads: int
     kv_heads: int
     head_dim: int
-    causal: bool
+    mask: str
     kernel: str
+    share_of: int = 1
+
+    @property
+    def visible(self) -> Mask:
+        """The mask itself, the same for all sequences of the batch."""
+        return masks.share_of(self.mask, self.seq_len * self.share_of, self.share_of)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward: 4 D for each visible pair and head. The backward has 2.5 times as
+        many.
+        """
+        return 4.0 * self.batch * self.visible.area * self.heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class Implementation:
     """An implementation.
 
+    layout       of its shards: "balanced" is what has equal work under the case's mask, see bench/masks.py
     most_tokens  how many tokens a GPU it is measured with at most; variants of one thing need no more
     kernel       what it computes with, if not with the case's
+    kinds        of masks that it is measured with
     """
 
     layout: str
-    make: Callable[[Case, SequenceParallel], Attention]
+    make: Callable[[Case, SequenceParallel, Layout], Attention]
     most_tokens: int | None = None
     kernel: str | None = None
+    kinds: Sequence[str] = masks.KINDS
+
+    def layout_of(self, case: Case, size: int) -> Layout:
+        """How shards of a case lie on `size` ranks."""
+        if self.layout == "balanced":
+            return masks.balanced(case.mask, case.seq_len, size)
+        return Layout.named(self.layout, case.seq_len, size)
+
+    def on(self, case: Case, sp: SequenceParallel) -> Attention:
+        """It on this rank, for a case."""
+        return self.make(case, sp, self.layout_of(case, sp.size))
 
 
 class Burst:
     """Ours, over a transport of its own, so that the memory it holds is this case's."""
 
     def __init__(
-        self, case: Case, sp: SequenceParallel, transport: Callable[[Any], Transport] = TorchTransport, **options
+        self,
+        case: Case,
+        sp: SequenceParallel,
+        layout: Layout,
+        transport: Callable[[Any], Transport] = TorchTransport,
+        **options,
     ):
         groups = dict(sp.groups)
         if sp.process_group is None:
@@ -72,7 +109,7 @@ class Burst:
             self.transport = sp.process_group
         else:
             self.transport = groups["process_group"] = transport(sp.process_group)
-        self.options = {"causal": case.causal, "flash": case.kernel, **groups, **options}
+        self.options = {"mask": case.visible, "flash": case.kernel, **groups, "layout": layout, **options}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return burst_attn_func(q, k, v, **self.options)
@@ -118,53 +155,23 @@ def _single_ring(sp: SequenceParallel, case: Case, chunks: int = 1) -> dist.Proc
     return sp.process_group
 
 
-def _ulysses(case: Case, sp: SequenceParallel) -> Attention:
-    """Ulysses (arXiv 2309.14509): every rank gets whole sequences of some heads, and the same kernel."""
-    group = _single_ring(sp, case)
-    if case.heads % sp.size or case.kv_heads % sp.size:
-        raise Unavailable(f"{case.heads}:{case.kv_heads} heads do not divide over {sp.size} ranks")
-    alone = kernel_alone(case)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (_AllToAll.apply(x, 2, 1, group) for x in (q, k, v))
-        return _AllToAll.apply(alone(q, k, v), 1, 2, group)
-
-    return attention
-
-
-class _AllToAll(torch.autograd.Function):
-    """Cuts (B, S, H, D) along one dimension and joins what comes along another."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cut: int, join: int, group) -> Tensor:
-        ctx.way = cut, join, group
-        size = dist.get_world_size(group)
-        sent = torch.stack([part.contiguous() for part in x.chunk(size, cut)])
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return torch.cat(list(received), join)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        cut, join, group = ctx.way
-        return _AllToAll.apply(grad, join, cut, group), None, None, None
-
-
-def _ring_flash_attn(case: Case, sp: SequenceParallel) -> Attention:
+def _ring_flash_attn(case: Case, sp: SequenceParallel, _layout: Layout) -> Attention:
+    if case.mask not in ("causal", "full"):
+        raise Unavailable("ring-flash-attn's zigzag ring is for causal and full masks")
     if importlib.util.find_spec("ring_flash_attn") is None or importlib.util.find_spec("flash_attn_2_cuda") is None:
         raise Unavailable("needs the packages ring-flash-attn and flash-attn 2")
     try:
         from ring_flash_attn import zigzag_ring_flash_attn_func
     except ImportError as error:  # it names things that some versions of transformers lack
         raise Unavailable(f"ring-flash-attn does not import: {error}") from error
-    return partial(zigzag_ring_flash_attn_func, causal=case.causal, group=_single_ring(sp, case, chunks=2))
+    return partial(zigzag_ring_flash_attn_func, causal=case.mask == "causal", group=_single_ring(sp, case, chunks=2))
 
 
-def _torch_context_parallel(case: Case, sp: SequenceParallel) -> Attention:
+def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -> Attention:
     """torch's attention over gathered keys and values by cuDNN, in its own load-balanced layout (which is zigzag)."""
     if not torch.cuda.is_available():
         raise Unavailable("torch's context parallel attention needs GPUs")
-    if not case.causal:
+    if case.mask != "causal":
         raise Unavailable("torch's context parallel attention is measured with a causal mask, for which it is balanced")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -198,24 +205,55 @@ _VARIANTS = 1 << 15
 _over_nccl = partial(TorchTransport, copy_engines=False)
 
 IMPLEMENTATIONS = {
-    "bmt_burst": Implementation("zigzag", Burst),
-    "bmt_burst q": Implementation("zigzag", partial(Burst, backward="q"), _VARIANTS),
-    "bmt_burst kv": Implementation("zigzag", partial(Burst, backward="kv"), _VARIANTS),
-    "bmt_burst low memory": Implementation("zigzag", partial(Burst, group_bytes=9 << 24)),
-    "bmt_burst nccl": Implementation("zigzag", partial(Burst, transport=_over_nccl), _VARIANTS),
-    "bmt_burst no overlap": Implementation("zigzag", partial(Burst, transport=_Waiting), _VARIANTS),
-    "ulysses": Implementation("contiguous", _ulysses),
+    "bmt_burst": Implementation("balanced", Burst),
+    "bmt_burst q": Implementation("balanced", partial(Burst, backward="q"), _VARIANTS),
+    "bmt_burst kv": Implementation("balanced", partial(Burst, backward="kv"), _VARIANTS),
+    "bmt_burst low memory": Implementation("balanced", partial(Burst, group_bytes=9 << 24)),
+    "bmt_burst nccl": Implementation("balanced", partial(Burst, transport=_over_nccl), _VARIANTS),
+    "bmt_burst no overlap": Implementation("balanced", partial(Burst, transport=_Waiting), _VARIANTS),
+    "bmt_burst contiguous": Implementation("contiguous", Burst, kinds=("window",)),
+    "ulysses": Implementation("contiguous", partial(Burst, strategy="ulysses")),
     "ring_flash_attn zigzag": Implementation("zigzag", _ring_flash_attn, kernel="fa2"),
     "torch context_parallel": Implementation("zigzag", _torch_context_parallel, kernel="cudnn"),
 }
 
 
 def kernel_alone(case: Case) -> Attention:
-    """The block kernel on one GPU with the whole case: a yardstick."""
-    return partial(burst_attn_func, causal=case.causal, flash=case.kernel, **SequenceParallel().groups)
+    """The block kernel on one GPU with the whole case: a yardstick. It is one kernel call."""
+    options = SequenceParallel(layout="contiguous").groups
+    return partial(burst_attn_func, mask=case.visible, flash=case.kernel, **options)
+
+
+def fa4_varlen(case: Case) -> Attention:
+    """FlashAttention-4's own function for packed sequences on one GPU: a yardstick that has nothing of ours.
+
+    Raises Unavailable where the package is not installed, for other kernels, and for masks of one dense call.
+    """
+    if case.kernel not in ("auto", "fa4") or not kernels.installed("flash_attn.cute") or not torch.cuda.is_available():
+        raise Unavailable("needs GPUs, the package flash-attn-4 and the kernel 'fa4'")
+    if masks.kind(case.mask) not in ("documents", "window"):
+        raise Unavailable("is for documents and windows")
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    slices, high = case.visible.slices, case.visible.slices[0].high
+    starts = [row * case.seq_len + s.q[0] for row in range(case.batch) for s in slices]
+    cu_seqlens = torch.tensor([*starts, case.batch * case.seq_len], dtype=torch.int32, device="cuda")
+    longest = max(s.q[1] - s.q[0] for s in slices)
+    options = {"causal": True} if high is None else {"window_size": (high - 1, 0)}
+    for side in ("q", "k"):
+        options |= {f"cu_seqlens_{side}": cu_seqlens, f"max_seqlen_{side}": longest}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, *_ = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **options)
+        return out.unflatten(0, q.shape[:2])
+
+    return attention
+
+
+YARDSTICKS = {"kernel alone": kernel_alone, "FA4 varlen": fa4_varlen}
 
 
 def kernel_name(case: Case, device: torch.device, dtype: torch.dtype) -> str:
     """The kernel that a case's name means here."""
     q = torch.empty(1, 1, case.heads, case.head_dim, device=device, dtype=dtype)
-    return kernels.pick(case.kernel, q, q[:, :, : case.kv_heads]).name
+    return kernels.pick(case.kernel, q, q[:, :, : case.kv_heads], Spec(case.head_dim**-0.5)).name

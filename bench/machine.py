@@ -37,7 +37,7 @@ class Machine:
             torch.cuda.set_device(self.device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.name = torch.cuda.get_device_name() if self.cuda else platform.processor() or "CPU"
+        self.name = torch.cuda.get_device_name() if self.cuda else cpu_name()
         hosts: list = [None] * self.size
         dist.all_gather_object(hosts, host_name())
         self.hosts = len(set(hosts))
@@ -119,6 +119,10 @@ class Machine:
         work()
         torch.cuda.synchronize()
         return self.slowest((torch.cuda.max_memory_allocated() - before + held) / GIB)
+
+
+def cpu_name() -> str:
+    return platform.processor() or "CPU"
 
 
 def versions() -> dict[str, str]:

@@ -5,12 +5,15 @@
 What is left are the block kernels, the passes that merge and sum, and the host: what the ring reaches at best, whatever
 the links. A row for each of a few ranks, as bench/attention.py's with "kind" one of its own, and beside the times of a
 forward and backward a profile of it, by kind of work (see bench/timeline.py).
+
+Peers say what this rank says, so all ranks must have as many tokens, as they have wherever these lengths divide.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +25,7 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from bench import masks
 from bench.attention import Contestant, alone, describe, facts_of, heads, inputs, measure, step
 from bench.implementations import IMPLEMENTATIONS, Case
 from bench.machine import Machine, append, origin, show
@@ -29,14 +33,14 @@ from bench.timeline import milliseconds, profiled
 from bmt_burst import SequenceParallel
 from bmt_burst.transport.simulator import ImaginedRing
 
-VARIANTS = ("bmt_burst", "bmt_burst q", "bmt_burst kv", "bmt_burst low memory")
+VARIANTS = ("bmt_burst", "bmt_burst q", "bmt_burst kv", "bmt_burst low memory", "bmt_burst contiguous")
 
 
 def one_rank(row: dict, case: Case, rank: int, size: int, machine: Machine) -> dict:
     """The row of a rank with times, rates and memory, and where its time goes."""
     tokens = case.seq_len // size
     ring = ImaginedRing(rank, size)
-    attention = IMPLEMENTATIONS[row["impl"]].make(case, SequenceParallel(rank, size, process_group=ring))
+    attention = IMPLEMENTATIONS[row["impl"]].on(case, SequenceParallel(rank, size, process_group=ring))
     work = partial(step, attention, *inputs(case, tokens, machine))
     work()
     for slots in ring.slots.values():
@@ -47,29 +51,29 @@ def one_rank(row: dict, case: Case, rank: int, size: int, machine: Machine) -> d
 
 
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
-    ranks = sorted({0, args.size // 2, args.size - 1})
-    for q_heads, kv_heads in args.heads:
-        for tokens in args.tokens_per_gpu:
-            case = Case(tokens * args.size, 1, q_heads, kv_heads, args.head_dim, args.mask == "causal", args.kernel)
-            machine.at = describe(case, args.size)
-            yield from measure([alone("one rank", case, args.size, machine)], tokens, machine)
-            for name in args.variants:
-                for rank in ranks:
-                    machine.at = f"rank {rank} of {args.size}, {describe(case, args.size)}"
-                    row = {"kind": "one rank", "impl": name, "gpus": args.size, "rank": rank}
-                    yield one_rank(row | facts_of(case, machine), case, rank, args.size, machine)
-                    gc.collect()
+    ranks = sorted(set(args.ranks or (0, args.size // 2, args.size - 1)))
+    for mask, (q_heads, kv_heads), tokens in itertools.product(masks.chosen(args), args.heads, args.tokens_per_gpu):
+        case = Case(tokens * args.size, 1, q_heads, kv_heads, args.head_dim, mask, args.kernel)
+        machine.at = describe(case, args.size)
+        yield from measure(list(alone("one rank", case, args.size, machine)), tokens, machine)
+        variants = [name for name in args.variants if masks.kind(mask) in IMPLEMENTATIONS[name].kinds]
+        for name, rank in itertools.product(variants, ranks):
+            machine.at = f"rank {rank} of {args.size}, {describe(case, args.size)}"
+            row = {"kind": "one rank", "impl": name, "gpus": args.size, "rank": rank}
+            yield one_rank(row | facts_of(case, machine), case, rank, args.size, machine)
+            gc.collect()
 
 
 def main() -> None:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=8, help="ranks of the ring, of which there is one")
+    parser.add_argument("--ranks", type=int, nargs="+", help="which of them; by default the first, middle and last")
     parser.add_argument("--tokens-per-gpu", type=int, nargs="+", default=[8192, 16384, 32768] if cuda else [64])
     default_heads = [(32, 32), (32, 8)] if cuda else [(4, 2)]
     parser.add_argument("--heads", type=heads, nargs="+", default=default_heads, metavar="Q:KV")
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
-    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
+    masks.add_arguments(parser)
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="NAME")
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,11 +17,17 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-CASE = ("gpus", "batch", "heads", "kv_heads", "head_dim", "causal")
+CASE = ("gpus", "batch", "heads", "kv_heads", "head_dim", "mask")
+YARDSTICKS = ("kernel alone", "FA4 varlen")  # on one GPU
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    """All rows. Those from before there were documents say whether they are causal."""
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    for row in rows:
+        if "causal" in row:
+            row["mask"] = "causal" if row.pop("causal") else "full"
+    return rows
 
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
@@ -32,7 +39,7 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
 
 def measured(rows: list[Row]) -> list[Row]:
     """Rows of attention over several ranks, without what could not be measured."""
-    return [r for r in rows if r["kind"] == "attention" and r["impl"] != "kernel alone" and "fwd_ms" in r]
+    return [r for r in rows if r["kind"] == "attention" and r["impl"] not in YARDSTICKS and "fwd_ms" in r]
 
 
 def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
@@ -43,55 +50,70 @@ def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
     return groups
 
 
-def alone(rows: list[Row], row: Row, kind: str = "attention") -> Row:
-    """The measurement of the kernel alone that belongs to a row of this kind, if it can be of the row's own kernel."""
-    same = ("batch", "heads", "kv_heads", "head_dim", "causal")
+def alone(rows: list[Row], row: Row, impl: str = "kernel alone") -> Row | None:
+    """A yardstick's measurement that belongs to a row, of the row's own kernel if that was measured, None without."""
+    same = ("kind", "batch", "heads", "kv_heads", "head_dim", "mask")
     found = [
         other
         for other in rows
-        if other["kind"] == kind
-        and other["impl"] == "kernel alone"
+        if other.get("impl") == impl
+        and "fwd_ms" in other
         and other["seq_len"] * row["gpus"] == row["seq_len"]
+        and other.get("share_of", row["gpus"]) == row["gpus"]
         and all(other[name] == row[name] for name in same)
     ]
-    return max(found, key=lambda other: other["kernel"] == row["kernel"])
+    return max(found, key=lambda other: other["kernel"] == row["kernel"], default=None)
+
+
+def bwd_rate(row: Row) -> float:
+    """TFLOP/s per GPU of the backward: 2.5 times a forward's work, in the time by which both take longer than that.
+
+    NaN where both took no longer, which is the noise of tiny runs.
+    """
+    bwd_ms = row["fwd_bwd_ms"] - row["fwd_ms"]
+    return 2.5 * row["fwd_tflops_per_gpu"] * row["fwd_ms"] / bwd_ms if bwd_ms > 0 else math.nan
 
 
 def describe(case: tuple) -> str:
-    gpus, batch, heads, kv_heads, head_dim, causal = case
-    return f"{gpus} ranks, batch {batch}, {heads}:{kv_heads} heads of {head_dim}, {mask(causal)}"
+    gpus, batch, heads, kv_heads, head_dim, mask = case
+    return f"{gpus} ranks, batch {batch}, {heads}:{kv_heads} heads of {head_dim}, {mask}"
 
 
 def attention_tables(rows: list[Row]) -> str:
     parts = []
-    header = [
-        "tokens",
-        "implementation",
-        "kernel",
-        "fwd ms",
-        "fwd+bwd ms",
-        "fwd TFLOP/s",
-        "fwd+bwd TFLOP/s",
-        "% of kernel alone",
-        "GiB",
-    ]
+    rates = ["fwd TFLOP/s", "bwd TFLOP/s", "fwd+bwd TFLOP/s", "% of kernel alone"]
+    header = ["tokens", "implementation", "kernel", "fwd ms", "fwd+bwd ms", *rates, "GiB"]
     for case, group in attention_groups(rows).items():
-        lines = [
-            [
-                tokens(row["seq_len"]),
-                implementation(row),
-                row["kernel"],
-                row["fwd_ms"],
-                row["fwd_bwd_ms"],
-                row["fwd_tflops_per_gpu"],
-                row["fwd_bwd_tflops_per_gpu"],
-                100 * row["fwd_bwd_tflops_per_gpu"] / alone(rows, row)["fwd_bwd_tflops_per_gpu"],
-                "-" if row["peak_extra_gib"] is None else row["peak_extra_gib"],
-            ]
-            for row in group
-        ]
+        lines = [_line(row, shown, rows) for row, shown in _beside_yardsticks(rows, group)]
         parts.append(f"### {describe(case)}\n\n" + table(header, lines))
     return "\n\n".join(parts)
+
+
+def _line(row: Row, shown: Row, rows: list[Row]) -> list[Any]:
+    """Of what is shown beside a row: the row itself, or a yardstick."""
+    limit = alone(rows, row)
+    return [
+        tokens(row["seq_len"]),
+        implementation(shown),
+        shown["kernel"],
+        shown["fwd_ms"],
+        shown["fwd_bwd_ms"],
+        shown["fwd_tflops_per_gpu"],
+        bwd_rate(shown),
+        shown["fwd_bwd_tflops_per_gpu"],
+        100 * shown["fwd_bwd_tflops_per_gpu"] / limit["fwd_bwd_tflops_per_gpu"] if limit else "-",
+        "-" if shown["peak_extra_gib"] is None else shown["peak_extra_gib"],
+    ]
+
+
+def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row]]:
+    """The rows of a group, each as (row, row), and before those of a length its yardsticks as (row, yardstick)."""
+    found: dict[tuple, tuple[Row, Row]] = {}
+    for row in sorted(group, key=lambda row: row["seq_len"]):
+        yardsticks = [alone(rows, row, name) for name in YARDSTICKS]
+        for shown in (*filter(None, yardsticks), row):
+            found.setdefault((row["seq_len"], id(shown)), (row, shown))
+    return list(found.values())
 
 
 def attention_summary(rows: list[Row]) -> str:
@@ -99,8 +121,8 @@ def attention_summary(rows: list[Row]) -> str:
     lengths = sorted({row["seq_len"] for row in measured(rows)})
     lines: dict[tuple, dict[int, Row]] = defaultdict(dict)
     for row in measured(rows):
-        for shown in (alone(rows, row), row):
-            line = row["batch"], heads(row), mask(row["causal"]), implementation(shown), shown["kernel"]
+        for shown in (*filter(None, (alone(rows, row, name) for name in YARDSTICKS)), row):
+            line = row["batch"], heads(row), row["mask"], implementation(shown), shown["kernel"]
             lines[line][row["seq_len"]] = shown
     header = ["batch", "heads", "mask", "implementation", "kernel", *map(tokens, lengths), "GiB"]
     return table(header, [[*line, *_rates(found, lengths)] for line, found in lines.items()])
@@ -120,16 +142,18 @@ def one_rank_table(rows: list[Row]) -> str:
         if row["kind"] == "one rank" and "rank" in row:
             cases[tuple(row[name] for name in (*CASE, "impl", "seq_len"))].append(row)
     facts = ["ranks", "heads", "mask", "kernel", "tokens", "implementation"]
-    header = [*facts, "fwd", "fwd+bwd", "kernel alone", "sums %", "idle %", "GiB"]
+    header = [*facts, "fwd", "bwd", "fwd+bwd", *YARDSTICKS, "sums %", "idle %", "GiB"]
     lines = []
     for ranks in cases.values():
-        row, limit = max(ranks, key=lambda r: r["fwd_bwd_ms"]), alone(rows, ranks[0], "one rank")
+        row = max(ranks, key=lambda r: r["fwd_bwd_ms"])
+        limits = [alone(rows, row, name) for name in YARDSTICKS]
         spent = row.get("ms") or dict.fromkeys(("merge", "idle"), 0.0) | {"span": 1.0}
         shares = [f"{100 * spent.get(name, 0.0) / spent['span']:.1f}" for name in ("merge", "idle")]
         gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
-        rates = [round(r) for r in (row["fwd_tflops_per_gpu"], row["fwd_bwd_tflops_per_gpu"])]
-        case = [row["gpus"], heads(row), mask(row["causal"]), row["kernel"], tokens(row["seq_len"]), row["impl"]]
-        lines.append([*case, *rates, round(limit["fwd_bwd_tflops_per_gpu"]), *shares, gib])
+        rates = [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
+        rates += [limit["fwd_bwd_tflops_per_gpu"] if limit else "-" for limit in limits]
+        case = [row["gpus"], heads(row), row["mask"], row["kernel"], tokens(row["seq_len"]), row["impl"]]
+        lines.append([*case, *rates, *shares, gib])
     return table(header, lines) if lines else ""
 
 
@@ -163,10 +187,6 @@ def heads(row: Row) -> str:
     return f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"
 
 
-def mask(causal: bool) -> str:
-    return "causal" if causal else "full"
-
-
 def tokens(length: int) -> str:
     return f"{length // 1024}K" if length >= 1024 else str(length)
 
@@ -178,7 +198,7 @@ def error_table(rows: list[Row]) -> str:
             r["impl"],
             f"{r['heads']}:{r['kv_heads']}",
             r["kernel"],
-            mask(r["causal"]),
+            r["mask"],
             tokens(r["seq_len"]),
             *(f"{r[n]:.2e}" for n in names),
         ]
@@ -186,6 +206,22 @@ def error_table(rows: list[Row]) -> str:
         if r["kind"] == "errors" and "dq" in r
     ]
     return table(["implementation", "heads", "kernel", "mask", "tokens", *names], lines) if lines else ""
+
+
+def planning_table(rows: list[Row]) -> str:
+    """What a new mask costs a rank on the host: medians in milliseconds."""
+    found = [row for row in rows if row["kind"] == "planning"]
+    parts = list(found[0]["ms"]) if found else []
+    header = ["mask", "documents", "ranks", "backward", *(f"{part} ms" for part in parts), "all ms", "target ms"]
+    facts = ("mask", "documents", "gpus", "backward")
+    lines = [[*(row[f] for f in facts), *row["ms"].values(), row["total_ms"], row["target_ms"]] for row in found]
+    return table(header, lines) if lines else ""
+
+
+def memory_table(rows: list[Row]) -> str:
+    names = ["masks", "grown_kib", "resident_grown_kib"]
+    lines = [[row[name] for name in names] for row in rows if row["kind"] == "planning memory"]
+    return table(["masks", "Python's memory, KiB more", "resident, KiB more"], lines) if lines else ""
 
 
 def link_table(rows: list[Row]) -> str:
@@ -198,6 +234,8 @@ def other_tables(rows: list[Row]) -> str:
     tables = {
         "One rank whose peers are imagined: TFLOP/s": one_rank_table(rows),
         "Training": training_table(rows),
+        "A new mask's plan, on the host": planning_table(rows),
+        "Memory after many masks": memory_table(rows),
         "Links alone": link_table(rows),
         "Error against float64 (relative L2)": error_table(rows),
     }
@@ -230,8 +268,10 @@ def plot(rows: list[Row], file: Path) -> None:
         for label, points in lines.items():
             panel.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
         lengths = sorted({row["seq_len"] for row in group})
-        limits = [alone(rows, next(r for r in group if r["seq_len"] == length)) for length in lengths]
-        panel.plot(lengths, [r["fwd_bwd_tflops_per_gpu"] for r in limits], "k--", label="kernel alone")
+        for name, style in zip(YARDSTICKS, ("k--", "k:"), strict=True):
+            limits = [alone(rows, next(r for r in group if r["seq_len"] == length), name) for length in lengths]
+            if all(limits):
+                panel.plot(lengths, [r["fwd_bwd_tflops_per_gpu"] for r in limits], style, label=name)
         panel.set(xscale="log", xlabel="tokens", ylabel="TFLOP/s per GPU, forward + backward", title=describe(case))
         panel.set_ylim(bottom=0)
         panel.title.set_fontsize(9)
@@ -246,6 +286,7 @@ _TABLES = {
     "attention": attention_summary,
     "errors": error_table,
     "links": link_table,
+    "planning": planning_table,
     "train": training_table,
 }
 

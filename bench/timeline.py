@@ -10,6 +10,7 @@ With --trace FOLDER also Chrome traces. Needs GPUs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ import torch.distributed as dist
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from bench import masks
 from bench.attention import facts_of, heads, inputs, step
 from bench.implementations import IMPLEMENTATIONS, Case
 from bench.machine import Machine, append, origin
@@ -99,6 +101,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[65536], help="of the whole sequence")
     parser.add_argument("--heads", type=heads, nargs="+", default=[(32, 32)], metavar="Q:KV")
     parser.add_argument("--head-dim", type=int, default=128)
+    masks.add_arguments(parser)
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--implementations", nargs="+", choices=list(IMPLEMENTATIONS), default=["bmt_burst"])
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
@@ -107,17 +110,16 @@ def main() -> None:
     if not machine.cuda:
         raise SystemExit("a timeline of GPUs needs GPUs")
     sp = init_sequence_parallel()
-    for tokens in args.tokens:
-        for q_heads, kv_heads in args.heads:
-            for name in args.implementations:
-                case = Case(tokens, 1, q_heads, kv_heads, args.head_dim, True, args.kernel)
-                measure(case, name, sp, machine, args)
+    for mask, tokens, (q_heads, kv_heads) in itertools.product(masks.chosen(args), args.tokens, args.heads):
+        case = Case(tokens, 1, q_heads, kv_heads, args.head_dim, mask, args.kernel)
+        for name in args.implementations:
+            measure(case, name, sp, machine, args)
     dist.destroy_process_group()
 
 
 def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespace) -> None:
     implementation = IMPLEMENTATIONS[name]
-    attention = implementation.make(case, sp)
+    attention = implementation.on(case, sp)
     tensors, dout = inputs(case, case.seq_len // machine.size, machine, seed=machine.rank)
     work = partial(step, attention, tensors, dout)
     work()
@@ -125,7 +127,8 @@ def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespac
     profile = profiled(work)
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
-        file = f"{name}-{case.seq_len}-{case.heads}-{case.kv_heads}-rank{machine.rank}.json.gz".replace(" ", "_")
+        parts = (name, case.mask, case.seq_len, case.heads, case.kv_heads, f"rank{machine.rank}")
+        file = "-".join(map(str, parts)).replace(" ", "_") + ".json.gz"
         profile.export_chrome_trace(str(args.trace / file))
     spent = milliseconds(profile)
     rows: list = [None] * machine.size
@@ -136,7 +139,7 @@ def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespac
         for rank, row in enumerate(rows):
             append(args.output, {"kind": "timeline", "impl": name, "rank": rank, **facts, "ms": row, **common})
             text = " ".join(f"{key} {value:.3f}" for key, value in sorted(row.items()))
-            print(f"{name} {case.seq_len} {case.heads}:{case.kv_heads} rank {rank}: {text}", flush=True)
+            print(f"{name} {case.mask} {case.seq_len} {case.heads}:{case.kv_heads} rank {rank}: {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,15 @@ def burst_attn_func(
 
 
 @overload
-def burst_attn_func(q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Tensor: ...
+def burst_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, *options: Any, return_lse: Literal[False] = ..., **named: Any
+) -> Tensor: ...
+
+
+@overload
+def burst_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, *options: Any, return_lse: bool, **named: Any
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @not_compiled

@@ -1,17 +1,19 @@
 """The balanced layout: equal tokens and nearly equal work on every rank, with few documents cut.
 
-A document's work is the number of its visible pairs, its density the work of a token on average. Ranks are filled one
-after the other, each with its share of the tokens and of the work: with the densest documents that fit, and with the
-sparsest ones for the tokens that are left. What then lacks is a document of just that size, or is peeled off one: as
-many tokens off its start, which see little, and off its end, which see much, as have the work that lacks. The next rank
-begins with the rest of that document. So a rank cuts one document, seldom two, and a long one goes to few ranks.
-For one causal document that is the zigzag layout, for a window or a full mask nearly the contiguous one.
+Documents are the parts of a mask that see nothing of each other. The work of one is its visible pairs, its density that
+work for each token. Ranks are filled one after the other, each with its share of the tokens and of the work: with the
+densest documents that fit, and for the tokens that are left with the sparsest. What then lacks is swapped in, if there
+are documents of just the right lengths, or peeled off a document: as many tokens off its start, which see little, and
+off its end, which see much, as have the work that lacks. The next rank begins with the rest of that document.
 
-It works to the end: as each rank gets just its share, what is left has the same density all along, and so there are
-always documents to either side of it. Those to both sides are used up together.
+As each rank gets just its share, what is left always has the mean density. So there are always denser and sparser
+documents to mix, and the last rank fares as the first. A rank leaves at most two documents unfinished: the one it
+peels, and, where that is so dense that it fits no rank, a sparse one. One causal document becomes the zigzag layout, a
+window or a full mask nearly the contiguous one.
 
-Documents are the parts of a mask that see nothing of each other. Plain numbers, no torch, nothing by chance: all ranks
-and all versions of Python get the same.
+Balance is lost where the work is in the middle of documents: a window to both sides not much shorter than they are.
+
+Plain numbers and no torch, and nothing is left to chance: all ranks and all versions of Python find the same.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from .span import Span, merged
 _SLACK = 0.005  # of the mean work of a rank: how far one may be from its share; the next rank makes up for it
 _BENT = 0.2  # of the work of a long document's piece: how far that may be from the document's density
 _FEW = 32  # tokens: shorter pieces of a document are avoided
-_TRIES = 8  # sparse documents that are given up, one or all, to find a document that a rank can have as a whole
+_TRIES = 8  # sparse documents that a rank may give up for another one, before a document is cut
 
 
 def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
@@ -315,7 +317,9 @@ def _sparse_share(document: _Document, rank: _Rank, sparse: _Document) -> int:
     at_none = document.fair(rank.tokens) - rank.work
     at_most = document.fair(rank.tokens - most) + most * sparse.density - rank.work
     share = round(most * at_none / (at_none - at_most)) if at_none > at_most else 0
-    return min(max(share if share >= rank.few else 0, least), most)
+    if share < rank.few and at_none <= rank.slack:
+        share = 0  # it is nearly right without
+    return min(max(share, least), most)
 
 
 def _cut(document: _Document, rank: _Rank, pool: _Pool) -> None:

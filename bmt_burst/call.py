@@ -95,6 +95,9 @@ class _Call:
         """What the call means; all but "tokens" must be equal on all ranks."""
         (batch, tokens, heads, head_size), options = self.tensors[0].shape, self.options
         mask = ("causal" if options["causal"] else "full") if self.mask is None else _described(self.mask)
+        layout = self.layout
+        if isinstance(layout, Layout):
+            layout = f"{layout.term} of {layout.seq_len} tokens"
         return {
             "batch": 1 if self.rows else batch,
             "rows of their own": self.rows,
@@ -108,7 +111,7 @@ class _Call:
             "need of a gradient": self.needs_gradient,
             "softmax_scale": self.spec.scale,
             "mask": mask,
-            "layout": self.layout.term if isinstance(self.layout, Layout) else self.layout,
+            "layout": layout,
             **{name: options[name] for name in ("deterministic", "strategy", "backward", "optimize_bwd_comm")},
             "group_bytes": options["group_bytes"],
         }

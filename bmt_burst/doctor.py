@@ -183,7 +183,7 @@ def ring_rank() -> None:
     with torch.no_grad():
         out = burst_attn_func(mine, mine, mine, causal=True, **sp.groups)
         alone = burst_attn_func(whole, whole, whole, causal=True, process_group=ALONE)
-    exact = Layout("zigzag", 513, 2).shard(alone, sp.rank)
+    exact = Layout.zigzag(513, 2).shard(alone, sp.rank)
     error = float((out.double() - exact).norm() / exact.double().norm())
     if not error < _BOUNDS[dtype]:
         raise RuntimeError(f"the ring's result is wrong by {error:.1e} (relative)")

@@ -1,8 +1,8 @@
 """Layouts: which token positions a rank owns.
 
 A layout cuts one sequence of `seq_len` tokens over `size` ranks. A rank's shard is a few *runs*, arithmetic
-progressions of positions, in rising order; everything else (positions for RoPE, sharding, labels, what a rank sees of another)
-derives from the runs. Any length works: shards may differ by one token, nothing is padded or dropped.
+progressions of positions, in rising order; everything else (positions for RoPE, sharding, labels, what a rank sees of
+another) derives from the runs. Any length works: shards may differ by one token, nothing is padded or dropped.
 
     zigzag      the sequence in 2 * size chunks; rank r owns chunks r and 2 * size - 1 - r (equal causal work)
     striped     rank r owns positions r, r + size, r + 2 * size, ... (equal work, also with documents; all travels)
@@ -22,7 +22,7 @@ import itertools
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class Layout(ABC):
         """The positions of `rank`'s shard, rising ranges in rising order; empty ones do not count."""
 
     @property
-    def term(self) -> Any:
+    def term(self) -> str:
         """What tells this layout from others of as many tokens on as many ranks, as ranks say it to each other."""
         return self.name
 
@@ -185,7 +185,7 @@ class _Explicit(Layout):
         return [range(*span) for span in self.spans[rank]]
 
     @functools.cached_property
-    def term(self) -> Any:
+    def term(self) -> str:
         numbers = array("q")
         for spans in self.spans:
             numbers.append(len(spans))
@@ -224,8 +224,9 @@ class Stacked(Layout):
         return [range(r.start + at, r.stop + at, r.step) for at, row in rows for r in row.ranges(rank)]
 
     @functools.cached_property
-    def term(self) -> Any:
-        return tuple((layout.seq_len, layout.term) for layout in self.layouts)
+    def term(self) -> str:
+        terms = repr([(layout.seq_len, layout.term) for layout in self.layouts])
+        return f"{self.name} {hashlib.blake2b(terms.encode(), digest_size=12).hexdigest()}"
 
 
 LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Zigzag, Striped, Contiguous)}

@@ -78,7 +78,7 @@ class Mask:
     @staticmethod
     def window(seq_len: int, window: int) -> Mask:
         """Query i sees keys i - window + 1 to i: itself and window - 1 before it, as Mistral and MiniCPM count."""
-        return Mask.documents((0, _positive("seq_len", seq_len)), window=window)
+        return Mask.documents((0, _positive("seq_len", seq_len)), window=_positive("window", window))
 
     @staticmethod
     def documents(cu_seqlens: Sequence[int] | Tensor, causal: bool = True, window: int | None = None) -> Mask:

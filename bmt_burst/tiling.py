@@ -8,6 +8,7 @@ the other way round, which queries look at a rank's keys, take the tiling of the
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -69,39 +70,48 @@ class Tiling:
     def __init__(self, mask: Mask, layout: Layout):
         self.mask, self.layout = mask, layout
         self._slices = _Sorted([s.q for s in mask.slices])
-        self._all_runs: tuple[list[Piece], _Sorted] | None = None
-        self._visible: dict[int, tuple[Span, ...]] = {}
-
-    def visible(self, rank: int) -> tuple[Span, ...]:
-        """Positions that queries of `rank` see."""
-        found = self._visible.get(rank)
-        if found is None:
-            found = self._visible[rank] = merged(part.visible for part in self._parts(rank))
-        return found
+        self._reach: dict[int, tuple[Span, ...]] = {}
 
     def seen(self, rank: int) -> list[Piece]:
         """The tokens of other ranks that queries of `rank` look at, in the order of their positions.
 
         Every piece is part of one run; of runs with steps there may be tokens among them that nobody looks at.
         """
-        runs, order = self._owners()
-        found = []
-        for start, stop in self.visible(rank):
-            for index in order.around(start, stop):
-                if runs[index].owner != rank and (piece := _within(runs[index], start, stop)):
-                    found.append(piece)
-        return sorted(found)
+        runs, order, side_by_side = self._owners
+        found: list[Piece] = []
+        for start, stop in self._looks_at(rank):
+            near = order.around(start, stop)
+            if side_by_side or len(near) < 3:
+                found += filter(None, (_within(runs[index], start, stop) for index in near))
+            else:  # between the first and the last whole runs
+                found += filter(None, (_within(runs[near[0]], start, stop),))
+                found += runs[near[1] : near[-1]]
+                found += filter(None, (_within(runs[near[-1]], start, stop),))
+        return sorted(piece for piece in found if piece.owner != rank)
 
     def seen_of(self, owner: int, ranks: Iterable[int]) -> tuple[Span, ...]:
-        """The tokens of `owner`'s shard that queries of any of `ranks` look at: spans of it, rising."""
+        """The tokens of `owner`'s shard that queries of any of the other `ranks` look at: spans of it, rising."""
         runs = self._runs(owner)
         order = _Sorted([(run.start, run.stop) for run in runs])
         found = set()
-        for start, stop in merged(span for rank in ranks for span in self.visible(rank)):
+        for start, stop in merged(span for rank in ranks for span in self._looks_at(rank)):
             for index in order.around(start, stop):
                 if piece := _within(runs[index], start, stop):
                     found.add(piece.span)
         return merged(found)
+
+    def viewers(self, rank: int) -> set[int]:
+        """Other ranks, among them all whose queries look at keys of `rank`."""
+        runs, order, _ = self._owners
+        found = set()
+        for start, step, tokens, _ in self.layout.runs(rank):
+            stop = start + step * tokens
+            for index in self._keys.around(start, stop):
+                s = self._slices_by_key[index]
+                first = s.q[0] if s.low is None else max(s.q[0], start + s.low)
+                last = s.q[1] if s.high is None else min(s.q[1], stop - 1 + s.high)
+                found.update(runs[near].owner for near in order.around(first, last))
+        return found - {rank}
 
     def own_tiles(self, rank: int) -> list[Tile]:
         """How queries of `rank` look at its own keys, in tokens of its shard."""
@@ -120,6 +130,22 @@ class Tiling:
         """How queries of `rank` look at keys that lie in memory: pieces in the order of positions, at `places`."""
         return _tiles(self._parts(rank), pieces, places)
 
+    def _looks_at(self, rank: int) -> tuple[Span, ...]:
+        """Positions that queries of `rank` see, but for those that a run sees of nothing but itself."""
+        found = self._reach.get(rank)
+        if found is None:
+            spans = []
+            for start, step, tokens, _ in self.layout.runs(rank):
+                stop = start + step * tokens
+                for index in self._slices.around(start, stop):
+                    s = self.mask.slices[index]
+                    if step == 1 and start <= s.kv[0] and s.kv[1] <= stop:
+                        continue  # as with a whole document
+                    if part := _part(s, start, step, tokens, 0):
+                        spans.append(part.visible)
+            found = self._reach[rank] = merged(spans)
+        return found
+
     def _runs(self, rank: int) -> list[Piece]:
         runs = self.layout.runs(rank)
         return [Piece(start, step, rank, (offset, offset + tokens)) for start, step, tokens, offset in runs]
@@ -129,20 +155,38 @@ class Tiling:
         found = []
         for start, step, tokens, offset in self.layout.runs(rank):
             for index in self._slices.around(start, start + step * tokens):
-                s = self.mask.slices[index]
-                first = max(-((start - s.q[0]) // step), 0)
-                stop = min(-((start - s.q[1]) // step), tokens)
-                if first < stop:
-                    found.append((index, _Part(s, start + step * first, step, (offset + first, offset + stop))))
-        found.sort(key=lambda entry: entry[0])
+                if part := _part(self.mask.slices[index], start, step, tokens, offset):
+                    found.append((index, part))
+        found.sort(key=_first)
         return [part for _, part in found]
 
-    def _owners(self) -> tuple[list[Piece], _Sorted]:
-        """The runs of all ranks, in the order of their starts."""
-        if self._all_runs is None:
-            runs = sorted(run for rank in range(self.layout.size) for run in self._runs(rank))
-            self._all_runs = runs, _Sorted([(run.start, run.stop) for run in runs])
-        return self._all_runs
+    @functools.cached_property
+    def _owners(self) -> tuple[list[Piece], _Sorted, bool]:
+        """The runs of all ranks in the order of their starts, and whether any lie side by side."""
+        runs = sorted(run for rank in range(self.layout.size) for run in self._runs(rank))
+        side_by_side = any(run.step > 1 for run in runs)
+        return runs, _Sorted([(run.start, run.stop) for run in runs]), side_by_side
+
+    @functools.cached_property
+    def _slices_by_key(self) -> Sequence[Slice]:
+        return sorted(self.mask.slices, key=lambda s: s.kv)
+
+    @functools.cached_property
+    def _keys(self) -> _Sorted:
+        return _Sorted([s.kv for s in self._slices_by_key])
+
+
+def _first(entry: tuple) -> int:
+    return entry[0]
+
+
+def _part(s: Slice, start: int, step: int, tokens: int, offset: int) -> _Part | None:
+    """The queries of a run in a slice."""
+    first = max(-((start - s.q[0]) // step), 0)
+    stop = min(-((start - s.q[1]) // step), tokens)
+    if first >= stop:
+        return None
+    return _Part(s, start + step * first, step, (offset + first, offset + stop))
 
 
 def _within(run: Piece, start: int, stop: int) -> Piece | None:

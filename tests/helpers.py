@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from bmt_burst import Layout, Mask, Slice, burst_attn_func, simulate
 from bmt_burst.kernels import Kernel, load
 from bmt_burst.kernels.reference import visible
 from bmt_burst.spec import Spec
@@ -150,6 +151,69 @@ def kernel_errors(
     if not lse[~finite].eq(-math.inf).all():
         lse_error = math.inf
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (errors[0], lse_error, *errors[1:]), strict=True))
+
+
+def random_mask(chance: random.Random, tokens: int) -> Mask:
+    """Of any kind: causal, full, windows, documents, both, arbitrary slices."""
+    cuts = sorted({0, tokens, *(chance.randint(1, tokens) for _ in range(chance.randint(0, 6)))})
+    window = chance.randint(1, tokens)
+    makers = (
+        lambda: Mask.causal(tokens),
+        lambda: Mask.full(tokens),
+        lambda: Mask.window(tokens, window),
+        lambda: Mask.documents(cuts, causal=chance.random() < 0.7),
+        lambda: Mask.documents(cuts, causal=chance.random() < 0.7, window=window),
+        lambda: Mask(tokens, tuple(random_slices(chance, tokens))),
+    )
+    return chance.choice(makers)()
+
+
+def random_slices(chance: random.Random, tokens: int):
+    """Cells of a grid, each with a band of its own; some of two bands that touch."""
+    grid = [sorted({0, tokens, *(chance.randint(0, tokens) for _ in range(3))}) for _ in range(2)]
+    for q, kv in itertools.product(*map(itertools.pairwise, grid)):
+        low, high = (chance.choice((None, chance.randint(-tokens, tokens))) for _ in range(2))
+        if chance.random() < 0.6:
+            yield Slice(q, kv, low, high)
+            if high is not None and (low is None or low <= high) and chance.random() < 0.3:
+                yield Slice(q, kv, high, high + 3)
+
+
+def random_layout(chance: random.Random, mask: Mask, size: int) -> Layout:
+    named = [layout(mask.seq_len, size) for layout in (Layout.zigzag, Layout.striped, Layout.contiguous)]
+    return chance.choice([*named, Layout.balanced(mask, size)])
+
+
+def dense_results(mask: Mask, tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
+    """Whole out, lse, dq, dk, dv in fp64 of q, k, v and an output gradient; 0 and -inf of queries that see nothing."""
+    *inputs, dout = tensors
+    q, k, v = inputs = [x.double().clone().requires_grad_() for x in inputs]
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    visible_pairs = mask.dense()
+    blind = ~visible_pairs.any(1, keepdim=True)
+    scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).masked_fill(~visible_pairs, -torch.inf)
+    probs = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    out = torch.einsum("bhqk,bkhd->bqhd", probs, v)
+    return [out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, inputs, dout.double())]
+
+
+def ring_results(
+    layout: Layout, tensors: Sequence[Tensor], scale: float, inner: int | None = None, strided: bool = False, **options
+) -> list[Tensor]:
+    """Whole out, lse, dq, dk, dv of a simulated ring; of a double one with `inner` ranks a host."""
+
+    def work(ring):
+        q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
+        if strided:
+            q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+        for x in (q, k, v):
+            x.requires_grad_()
+        arguments = {"layout": layout, **options, **ring_arguments(ring, inner or ring.size)}
+        out, lse = burst_attn_func(q, k, v, scale, return_lse=True, **arguments)
+        return out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)
+
+    results = simulate(layout.size, work)
+    return [layout.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
 
 
 def ring_arguments(ring: SimulatedRing, inner: int) -> dict:

@@ -4,17 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from bench.report import training_table
+from bench.implementations import Case
+from bench.masks import PACKINGS, mask_of, packing, share_of
+from bench.report import one_rank_table, planning_table, read_rows, training_table
 from bench.timeline import Activity, breakdown
+from bmt_burst import Mask
 from tests.helpers import ROOT, torchrun
 
 KEYS = {
-    *("kind", "impl", "gpus", "gpu_name", "seq_len", "batch", "heads", "kv_heads", "head_dim", "causal", "kernel"),
-    *("fwd_ms", "fwd_bwd_ms", "fwd_tflops_per_gpu", "fwd_bwd_tflops_per_gpu", "peak_extra_gib", "versions", "commit"),
+    *("kind", "impl", "gpus", "gpu_name", "seq_len", "batch", "heads", "kv_heads", "head_dim", "mask", "kernel"),
+    *("fwd_ms", "bwd_ms", "fwd_bwd_ms", "fwd_tflops_per_gpu", "bwd_tflops_per_gpu", "fwd_bwd_tflops_per_gpu"),
+    *("visible_pairs", "peak_extra_gib", "versions", "commit"),
 }
 
 
@@ -22,23 +27,87 @@ KEYS = {
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_benchmark_runs_and_reports(tmp_path):
     output = tmp_path / "rows.jsonl"
-    options = ["--tokens-per-gpu", "32", "64", "--masks", "causal", "full", "--output", str(output)]
+    masks = ["--masks", "causal", "full", "documents", "window", "--documents", "256", "long", "--windows", "40"]
+    names = ["bmt_burst", "bmt_burst low memory", "bmt_burst contiguous", "ulysses", "ring_flash_attn zigzag"]
+    options = ["--tokens-per-gpu", "32", "64", *masks, "--implementations", *names, "--output", output]
     done = torchrun(2, "bench/attention.py", *options, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     measured = [r for r in rows if r["kind"] == "attention" and "unavailable" not in r]
     assert all(r.keys() >= KEYS for r in measured)
-    assert {r["impl"] for r in measured} >= {"bmt_burst", "bmt_burst low memory", "ulysses", "kernel alone"}
-    assert {r["causal"] for r in measured} == {True, False}
+    everywhere = {"bmt_burst", "bmt_burst low memory", "kernel alone"}
+    if find_spec("bmt_burst.strategies.ulysses"):
+        everywhere.add("ulysses")
+    for mask in ("causal", "full", "documents 256", "documents long", "window 40"):
+        found = {r["impl"] for r in measured if r["mask"] == mask}
+        assert found >= everywhere
+        assert ("bmt_burst contiguous" in found) == (mask == "window 40")
     for row in rows:
         if row["kind"] == "errors" and "unavailable" not in row:
             assert max(row[name] for name in ("out", "dq", "dk", "dv")) < 1e-5
     report = subprocess.run(
         [sys.executable, "bench/report.py", output], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
+    assert "### 2 ranks, batch 1, 4:2 heads of 16, documents long" in report
     assert "% of kernel alone" in report
     assert "Not measured: ring_flash_attn zigzag" in report
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+def test_one_rank_of_many(tmp_path):
+    output = tmp_path / "rows.jsonl"
+    masks = ["--masks", "causal", "documents", "window", "--documents", "1K", "--windows", "40"]
+    options = ["--size", "8", "--ranks", "0", "4", "7", "--variants", "bmt_burst", "bmt_burst contiguous", *masks]
+    done = torchrun(1, "bench/one_rank.py", *options, "--output", output, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_rows([output])
+    ranks = {(r["mask"], r["impl"], r["rank"]) for r in rows if "rank" in r}
+    assert ranks == {
+        *((mask, "bmt_burst", rank) for mask in ("causal", "documents 1K", "window 40") for rank in (0, 4, 7)),
+        *(("window 40", "bmt_burst contiguous", rank) for rank in (0, 4, 7)),
+    }
+    assert one_rank_table(rows).count("| 8 | 4:2 x 16 |") == 4
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+@pytest.mark.parametrize(("seq_len", "ranks"), [(65536, 2), (65536, 8), (1 << 20, 8), (100, 3)])
+def test_a_kernel_alone_has_a_ranks_tokens_and_as_many_pairs(name, seq_len, ranks):
+    lengths = packing(name, seq_len)
+    assert lengths == packing(name, seq_len)  # the same in every process: the generator's seed is a text
+    assert sum(lengths) == seq_len
+    long = 3 * seq_len // 4
+    assert max(lengths) <= seq_len // 4 or (name, max(lengths)) == ("long", long)
+    whole, share = (f(f"documents {name}", seq_len, *more) for f, more in ((mask_of, ()), (share_of, (ranks,))))
+    assert share.seq_len == seq_len // ranks
+    if name == "long" and seq_len > 100:
+        assert share == Mask.causal(seq_len // ranks)  # no whole document comes nearer
+    elif seq_len > 100:
+        assert abs(share.area * ranks / whole.area - 1) < 0.025
+
+
+def test_flops_are_those_of_visible_pairs():
+    case = Case(64, 3, 4, 2, 16, "window 10", "auto")
+    assert case.flops == 4 * 16 * 4 * 3 * int(Mask.window(64, 10).dense().sum())
+
+
+@pytest.mark.slow
+def test_planning(tmp_path):
+    output = tmp_path / "rows.jsonl"
+    command = ["bench/planning.py", "--masks", "1", "--memory-masks", "300", "--output", output]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    rows = read_rows([output])
+    assert planning_table(rows).count("\n| documents | 100 | 512 | kv | ") == 1
+    assert all(row["total_ms"] >= max(row["ms"].values()) for row in rows if row["kind"] == "planning")
+    [memory] = [row for row in rows if row["kind"] == "planning memory"]
+    assert memory["grown_kib"] < 100  # a mask and its plan take some 10 KiB: 300 of them would be 3 MiB
+
+
+def test_rows_from_before_there_were_documents_are_read(tmp_path):
+    old = [{"kind": "attention", "causal": causal} for causal in (True, False)]
+    (tmp_path / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
+    assert [row["mask"] for row in read_rows([tmp_path / "old.jsonl"])] == ["causal", "full"]
 
 
 DRIVER = """
@@ -46,7 +115,7 @@ import sys
 sys.path.insert(0, {root!r})
 from bench import attention, implementations
 
-def make(case, sp):
+def make(case, sp, layout):
     def work(q, k, v):
         if sp.rank in {failing}:
             raise MemoryError("no memory left")

@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from bmt_burst import Layout, burst_attn_func, kernels, plan, simulate
+from bmt_burst import Layout, burst_attn_func, kernels, simulate
+from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import LANES, Arrival, Parcel
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.simulator import SimulatedRing
@@ -144,7 +145,7 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
     """Several calls after each other, of growing and shrinking size, with all group sizes, in one pass or more; one
     queue for all streams of a rank must do, since a GPU may have no more.
     """
-    monkeypatch.setattr(plan, "_ENOUGH_ROWS", enough)
+    monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", enough)
     size, arenas = inner * outer, {}
     calls = [(23 * size, 0), (31 * size + 1, 1 << 30), (9 * size, 20_000)]
 
@@ -155,7 +156,7 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
         worst = 0.0
         for repeat in range(3):
             for tokens, group_bytes in calls:
-                layout = Layout("zigzag", tokens, size)
+                layout = Layout.zigzag(tokens, size)
                 q, k, v, dout = random_qkv(2, tokens, 4, 2, 16, seed=repeat)
                 shards = [layout.shard(x, ring.rank).requires_grad_() for x in (q, k, v)]
                 options = {"causal": True, "backward": backward, "group_bytes": group_bytes}
@@ -231,7 +232,7 @@ def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
         return plain(*args, **options)
 
     monkeypatch.setattr(kernel, method, failing)
-    layout = Layout("zigzag", 40, 4)
+    layout = Layout.zigzag(40, 4)
     q, k, v, dout = random_qkv(1, 40, 2, 2, 8)  # two passes of four calls
 
     def work(ring):

@@ -28,7 +28,7 @@ SCALE = 0.31
 
 def ring_attention(size, inner, layout, causal, backward, tensors, strided=False, **options):
     """Whole out, lse, dq, dk, dv of a simulated ring."""
-    whole = Layout(layout, tensors[0].shape[1], size)
+    whole = Layout.named(layout, tensors[0].shape[1], size)
 
     def work(ring):
         q, k, v, dout = (whole.shard(x, ring.rank) for x in tensors)
@@ -98,7 +98,7 @@ def test_strides_do_not_matter(size, inner, backward, flash):
 @pytest.mark.parametrize("wanted", [(), ("q",), ("k",), ("v", "q")])
 def test_only_the_gradients_that_are_wanted(wanted):
     tensors = dict(zip("qkvd", random_qkv(1, 12, 2, 2, 8), strict=True))
-    whole = Layout("zigzag", 12, 3)
+    whole = Layout.zigzag(12, 3)
     expected = dict(zip("qkv", dense_results(True, list(tensors.values()))[2:], strict=True))
 
     def work(ring):

@@ -18,7 +18,7 @@ def worst_error(groups: dict, rank: int, size: int) -> float:
     """The largest relative error of out, lse, dq, dk, dv over CASES, of this rank's shard."""
     worst = 0.0
     for layout, causal, backward, tokens in CASES:
-        whole = Layout(layout, tokens, size)
+        whole = Layout.named(layout, tokens, size)
         tensors = random_qkv(2, tokens, 4, 2, 8, seed=tokens)
         shards = [whole.shard(x, rank).requires_grad_() for x in tensors[:3]]
         options = {"causal": causal, "layout": layout, "backward": backward, "return_lse": True}
@@ -126,7 +126,7 @@ def lengths_that_look_alike(rank: int) -> list[float]:
 
 
 def worst_error_of(tokens: int, rank: int) -> float:
-    whole = Layout("zigzag", tokens, 2)
+    whole = Layout.zigzag(tokens, 2)
     tensors = random_qkv(1, tokens, 2, 2, 8)[:3]
     out = burst_attn_func(*(whole.shard(x, rank) for x in tensors), 0.3, causal=True)
     return relative_error(out, whole.shard(dense_attention(*tensors, True, 0.3)[0], rank))

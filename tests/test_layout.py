@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bmt_burst import IGNORE_INDEX, Layout, SequenceParallel, shard, shift_labels, unshard
+from bmt_burst import IGNORE_INDEX, Layout, Mask, SequenceParallel, shard, shift_labels, unshard
 
 NAMES = ("zigzag", "striped", "contiguous")
 CASES = [
@@ -18,7 +18,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "size", "length"), CASES)
 def test_every_position_has_one_owner(name, size, length):
-    layout = Layout(name, length, size)
+    layout = Layout.named(name, length, size)
     positions = [layout.positions(rank) for rank in range(size)]
     assert torch.cat(positions).sort().values.tolist() == list(range(length))
     assert [len(p) for p in positions] == [layout.length(rank) for rank in range(size)]
@@ -26,31 +26,14 @@ def test_every_position_has_one_owner(name, size, length):
     assert all(p.equal(p.sort().values) for p in positions)
 
 
-@pytest.mark.parametrize(("name", "size", "length"), CASES)
-@pytest.mark.parametrize("causal", [True, False])
-def test_tiles_are_the_mask(name, size, length, causal):
-    layout = Layout(name, length, size)
-    for q_rank, kv_rank in itertools.product(range(size), repeat=2):
-        q, kv = layout.positions(q_rank), layout.positions(kv_rank)
-        expected = (kv[None] <= q[:, None]) if causal else torch.ones(len(q), len(kv), dtype=torch.bool)
-        got = torch.zeros_like(expected)
-        if tile := layout.tile(q_rank, kv_rank, causal):
-            block = torch.ones(tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0], dtype=torch.bool)
-            assert block.numel() > 0
-            assert not tile.causal or block.shape[0] == block.shape[1]
-            got[slice(*tile.q), slice(*tile.kv)] = block.tril() if tile.causal else block
-        assert got.equal(expected), (q_rank, kv_rank)
-
-
 @pytest.mark.parametrize("name", ["zigzag", "striped"])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_balanced_layouts_give_every_rank_and_hop_equal_work(name, size):
-    layout = Layout(name, 16 * size, size)
+    layout = Layout.named(name, 16 * size, size)
+    positions = [layout.positions(rank) for rank in range(size)]
 
     def work(q_rank, kv_rank):
-        tile = layout.tile(q_rank, kv_rank, True)
-        rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
-        return rows * (rows + 1) // 2 if tile.causal else rows * columns
+        return int((positions[q_rank].unsqueeze(1) >= positions[kv_rank]).sum())
 
     diagonal = 16 if name == "striped" else 0  # striped tiles have it or lack it
     for hop in range(1, size):
@@ -58,6 +41,14 @@ def test_balanced_layouts_give_every_rank_and_hop_equal_work(name, size):
         assert max(hops) - min(hops) <= diagonal
     whole = [sum(work(rank, other) for other in range(size)) for rank in range(size)]
     assert max(whole) - min(whole) <= diagonal * (size - 1)
+
+
+def test_layouts_are_equal_if_they_put_tokens_in_the_same_places():
+    mask, other = Mask.documents((0, 5, 24)), Mask.documents((0, 21, 24))
+    assert Layout.zigzag(8, 2) == Layout.named("zigzag", 8, 2) != Layout.striped(8, 2)
+    assert Layout.balanced(mask, 3) == Layout.balanced(Mask.documents((0, 5, 24)), 3) != Layout.balanced(other, 3)
+    assert len({Layout.zigzag(8, 2), Layout.zigzag(8, 2), Layout.zigzag(9, 2), Layout.zigzag(8, 1)}) == 3
+    assert Layout.zigzag(8, 2) != "zigzag"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,7 +87,7 @@ def test_labels_are_shifted_over_the_whole_sequence():
 )
 def test_wrong_layouts_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Layout(*arguments)
+        Layout.named(*arguments)
 
 
 def test_labels_need_negative_numbers():
@@ -117,12 +108,12 @@ def test_labels_need_negative_numbers():
 )
 def test_layouts_of_what_is_no_number_are_refused(arguments, message):
     with pytest.raises(TypeError, match=message):
-        Layout(*arguments)
+        Layout.named(*arguments)
 
 
 def test_numbers_of_numpy_are_numbers():
-    layout = Layout("zigzag", np.int64(11), np.uint8(2))
-    assert layout == Layout("zigzag", 11, 2)
+    layout = Layout.zigzag(np.int64(11), np.uint8(2))
+    assert layout == Layout.zigzag(11, 2)
     assert type(layout.seq_len) is type(layout.size) is int
     assert layout.positions(np.int32(1)).equal(layout.positions(1))
     x = torch.arange(22).view(2, 11)
@@ -131,7 +122,7 @@ def test_numbers_of_numpy_are_numbers():
 
 @pytest.mark.parametrize("dim", [2, -3, 100])
 def test_dimensions_that_are_not_there_are_refused(dim):
-    x, layout, sp = torch.zeros(8, 8, dtype=torch.int64), Layout("zigzag", 8, 1), SequenceParallel()
+    x, layout, sp = torch.zeros(8, 8, dtype=torch.int64), Layout.zigzag(8, 1), SequenceParallel()
     calls = [
         lambda: layout.shard(x, 0, dim),
         lambda: layout.unshard([x], dim),
@@ -157,8 +148,8 @@ def test_wrong_shards_are_refused():
     with pytest.raises(ValueError, match="has no dimension 5"):
         shard(torch.zeros(1, 8), 0, 2, 5)
     with pytest.raises(ValueError, match="rank 2 is outside"):
-        Layout("zigzag", 8, 2).positions(2)
+        Layout.zigzag(8, 2).positions(2)
     with pytest.raises(ValueError, match="not 8"):
-        Layout("zigzag", 8, 2).shard(torch.zeros(1, 9), 0)
+        Layout.zigzag(8, 2).shard(torch.zeros(1, 9), 0)
     with pytest.raises(ValueError, match=r"expected \[4, 4\]"):
-        Layout("zigzag", 8, 2).unshard([torch.zeros(1, 3), torch.zeros(1, 5)])
+        Layout.zigzag(8, 2).unshard([torch.zeros(1, 3), torch.zeros(1, 5)])

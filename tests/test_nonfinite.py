@@ -43,7 +43,7 @@ def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):
     for (tokens, dtype), causal in itertools.product(((4, torch.float32), (37, torch.bfloat16)), (False, True)):
         for at in (0, tokens // 2):
             (q, k, v, _), doubles = spoilt(tokens, name, at, value, dtype)
-            layout = Layout("zigzag", tokens, size)
+            layout = Layout.zigzag(tokens, size)
 
             def work(ring, layout=layout, tensors=(q, k, v), causal=causal):
                 mine = [layout.shard(x, ring.rank) for x in tensors]
@@ -60,7 +60,7 @@ def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):
 def test_gradients_of_a_query_that_is_not_finite_are_nan(flash, backward, causal, value):
     tokens, size = 12, 3
     (*tensors, dout), _ = spoilt(tokens, "q", 5, value, torch.float32)
-    layout = Layout("zigzag", tokens, size)
+    layout = Layout.zigzag(tokens, size)
 
     def work(ring):
         mine = [layout.shard(x, ring.rank).requires_grad_() for x in tensors]
@@ -81,7 +81,7 @@ def test_scores_that_overflow_are_as_in_dense_attention():
     """Keys whose score is -inf count for nothing, and a query that sees no others gets NaN."""
     q, k, v, _ = random_qkv(1, 6, 1, 1, 8, torch.float32)
     q[...], k[0, :4] = 1e20, -1e20
-    layout = Layout("contiguous", 6, 3)
+    layout = Layout.contiguous(6, 3)
 
     def work(ring):
         mine = [layout.shard(x, ring.rank) for x in (q, k, v)]

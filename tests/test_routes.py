@@ -1,123 +1,219 @@
 """Routes by brute force: every visible pair once, both ends of a message at one place, nothing on top of another."""
 
 import itertools
+import random
+from dataclasses import dataclass
 
 import pytest
 import torch
-from bmt_burst.packing import Packing
-from bmt_burst.routes import Routes
 
-from bmt_burst import Layout, Schedule
+from bmt_burst import Layout, Mask
+from bmt_burst.span import length
+from bmt_burst.strategies.ring.routes import Round, Routes, Stage
+from bmt_burst.strategies.ring.schedule import Schedule
+from bmt_burst.tiling import Tiling
+from bmt_burst.transport.packing import Packing
+from tests.helpers import random_layout, random_mask
+from tests.test_tiling import painted
 
-GRIDS = [(2, 1), (3, 1), (8, 1), (3, 2), (2, 3), (4, 2)]
+GRIDS = [(2, 1), (3, 1), (5, 1), (8, 1), (3, 2), (2, 3), (4, 2), (1, 3)]
+CASES = 24  # of each grid
 
 
-def all_routes(inner, outer, tokens_a_rank=7):
+@dataclass
+class Ring:
+    """The routes of all ranks. Tokens have names: (owner, token of its shard)."""
+
+    tiling: Tiling
+    schedule: Schedule
+    routes: list[Routes]
+    rounds: list[tuple[Round, ...]]
+    limits: tuple[int | None, int | None]
+
+    def held(self, round_: Round) -> list[tuple[int, int]]:
+        """The names of the tokens that are there of a round's root."""
+        return [(round_.root, t) for span in round_.held for t in range(*span)]
+
+    def stages(self):
+        """(rank, number of the round, the same stage of all ranks of its host) of all."""
+        for rank, rounds in enumerate(self.rounds):
+            host = self.schedule.ranks(rank // self.schedule.inner)
+            for number, round_ in enumerate(rounds):
+                for index in range(len(round_.stages)):
+                    yield rank, number, [self.rounds[peer][number].stages[index] for peer in host]
+
+    def landed(self, number: int, rank: int, stages: list[Stage]) -> list[tuple[int, int]]:
+        """The names of the tokens that land on a rank in a stage."""
+        inner = self.schedule.inner
+        place, names = rank % inner, [None] * stages[rank % inner].tokens
+        for peer, there in enumerate(stages):
+            held = self.held(self.rounds[rank - place + peer][number])
+            for out in there.sends:
+                if out.peer == place:
+                    assert out.total == len(names)
+                    put(names, out.at, held[slice(*out.span)])
+        return names
+
+
+def put(names, at, new):
+    """Into places that are free and there."""
+    assert names[at : at + len(new)] == [None] * len(new)
+    names[at : at + len(new)] = new
+
+
+def ring_of(mask, layout, inner, outer, limits=(None, None), transposed=False) -> Ring:
+    tiling = Tiling(mask.transposed if transposed else mask, layout)
+    schedule = Schedule(inner, outer)
+    routes = [Routes(tiling, schedule, rank) for rank in range(schedule.size)]
+    return Ring(tiling, schedule, routes, [each.rounds(*limits) for each in routes], limits)
+
+
+def rings(inner, outer):
+    """Random ones, and causal ones in every layout."""
     size = inner * outer
-    for layout in ("zigzag", "striped", "contiguous"):
-        for causal in (True, False):
-            for travels in ("q", "kv"):
-                for width in (1, 2, 3, inner):
-                    whole = Layout(layout, size * tokens_a_rank + size // 2, size)
-                    yield Routes(whole, Schedule(inner, outer), causal, travels, width, width % 2 == 0)
-
-
-def all_groups(inner, outer):
-    """(routes, place of a rank on its host, a group of it, the same group of every rank of the host), of all."""
-    for routes in all_routes(inner, outer):
-        for host, place in itertools.product(range(outer), range(inner)):
-            by_place = [routes.rounds(host * inner + other) for other in range(inner)]
-            for number, groups in enumerate(by_place[place]):
-                for index, group in enumerate(groups[1:], 1):
-                    yield routes, place, group, [rounds[number][index] for rounds in by_place]
-
-
-def landed(total, arriving):
-    """What lies at each of `total` places, given legs and the names of what they bring, in order."""
-    places = [None] * total
-    for leg, names in arriving:
-        assert leg.total == total
-        assert len(names) == leg.span[1] - leg.span[0]
-        for at, name in enumerate(names, leg.at):
-            assert places[at] is None
-            places[at] = name
-    return places
-
-
-def named(routes, piece):
-    """(block, token) of each token of a piece."""
-    return [(piece.step.block, t) for t in range(*(piece.tile.q if routes.travels == "q" else piece.tile.kv))]
+    for seed in range(CASES):
+        chance = random.Random(seed)
+        mask = random_mask(chance, chance.randint(size, 6 * size + 5))
+        limits = tuple(chance.choice((None, 1, chance.randint(1, 20))) for _ in range(2))
+        yield ring_of(mask, random_layout(chance, mask, size), inner, outer, limits, chance.random() < 0.5)
+    for name, limit in itertools.product(("zigzag", "striped", "contiguous"), (None, 9)):
+        mask = Mask.causal(7 * size + size // 2)
+        yield ring_of(mask, Layout.named(name, mask.seq_len, size), inner, outer, (limit, limit))
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
-def test_tokens_of_a_group_are_those_that_are_looked_at(inner, outer):
-    """Following the legs, the token that lands at each place of a group is the one that the piece's tile names."""
-    for routes, place, group, peers in all_groups(inner, outer):
-        legs = [(there, leg) for there in peers for leg in there.sends if leg.peer == place]
-        arriving = [(leg, [(there.root, there.held[0] + t) for t in range(*leg.span)]) for there, leg in legs]
-        assert landed(group.tokens, arriving) == [name for p in group.pieces for name in named(routes, p)]
+def test_every_visible_pair_is_computed_once(inner, outer):
+    """Following the messages to where they land, and there the tiles."""
+    for ring in rings(inner, outer):
+        positions = [ring.tiling.layout.positions(rank) for rank in range(ring.schedule.size)]
+        count = torch.zeros(ring.tiling.mask.seq_len, ring.tiling.mask.seq_len, dtype=torch.int)
+
+        def add(rank, tiles, names, positions=positions, count=count):
+            mine, keys = positions[rank], torch.tensor([positions[owner][t] for owner, t in names], dtype=torch.long)
+            assert keys.unique().numel() == keys.numel()
+            count[mine.unsqueeze(1), keys] += painted(tiles, len(mine), len(keys))
+
+        for rank, rounds in enumerate(ring.rounds):
+            add(rank, ring.tiling.own_tiles(rank), [(rank, t) for t in range(len(positions[rank]))])
+            for round_ in rounds:
+                add(rank, round_.tiles, ring.held(round_))
+        for rank, number, stages in ring.stages():
+            add(rank, stages[rank % inner].tiles, ring.landed(number, rank, stages))
+        assert count.equal(ring.tiling.mask.dense().int())
+
+
+@pytest.mark.parametrize(("inner", "outer"), GRIDS)
+def test_what_lands_is_what_its_receiver_expects(inner, outer):
+    """All of its memory, from the places that it expects it from, in one order, as transports demand."""
+    for ring in rings(inner, outer):
+        for rank, number, stages in ring.stages():
+            place = rank % inner
+            names, here = ring.landed(number, rank, stages), stages[place]
+            for peer, at in here.sources:
+                assert {owner % inner for owner, _ in names[slice(*at)]} == {peer}
+            assert sum(length(at) for _, at in here.sources) == len(names) == here.tokens
+            assert None not in names
+            for peer, there in enumerate(stages):
+                sent = [(out.at, length(out.span)) for out in there.sends if out.peer == place]
+                assert sent == [(at[0], length(at)) for source, at in here.sources if source == peer]
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
 def test_gradients_come_home_to_the_tokens_they_belong_to(inner, outer):
-    for routes, place, group, peers in all_groups(inner, outer):
-        arriving = []
-        for peer, there in enumerate(peers):
-            in_group = [zip(range(*p.at), named(routes, p), strict=True) for p in there.pieces]
-            names = dict(itertools.chain.from_iterable(in_group))
-            legs = [leg for leg in there.returns if leg.peer == place]
-            arriving += [(leg, [(peer, names[at]) for at in range(*leg.span)]) for leg in legs]
-        assert landed(group.home_tokens, arriving) == [
-            (entry.peer, (group.root, group.held[0] + t)) for entry in group.homecoming for t in range(*entry.span)
-        ]
+    """Each of a token that landed somewhere comes home once: to the rank that sent it."""
+    for ring in rings(inner, outer):
+        for rank, number, stages in ring.stages():
+            place, home = rank % inner, [None] * stages[rank % inner].home_tokens
+            for peer, there in enumerate(stages):
+                names = [(peer, name) for name in ring.landed(number, rank - place + peer, stages)]
+                legs = [out for out in there.returns if out.peer == place]
+                for out in legs:
+                    assert out.total == len(home)
+                    put(home, out.at, names[slice(*out.span)])
+                expected = [(e.at[0], length(e.at)) for e in stages[place].homecoming if e.peer == peer]
+                assert [(out.at, length(out.span)) for out in legs] == expected
+                sent = [(out.peer, t) for out in stages[place].sends for t in range(*out.span) if out.peer == peer]
+                came = [(peer, t) for e in stages[place].homecoming for t in range(*e.span) if e.peer == peer]
+                assert sorted(sent) == sorted(came)
+            held = ring.held(ring.rounds[rank][number])
+            assert home == [(e.peer, held[t]) for e in stages[place].homecoming for t in range(*e.span)]
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
-def test_hosts_hand_on_what_is_looked_at_from_then_on(inner, outer):
-    """Each token that a rank looks at in a round came to its host, none came that nobody looks at there or later."""
-    for routes in all_routes(inner, outer):
-        for rank in range(inner * outer):
-            host, place = divmod(rank, inner)
-            for number, (opening, *groups) in enumerate(routes.rounds(rank)):
-                looked_at = [
-                    (piece.tile.q if routes.travels == "q" else piece.tile.kv)
-                    for later in range(number, outer)
-                    for other in range(inner)
-                    for group in routes.rounds((host - later + number) % outer * inner + other)[later]
-                    for piece in group.pieces
-                    if piece.step.block == opening.root
-                ]
-                if number:
-                    hull = (min(a for a, _ in looked_at), max(b for _, b in looked_at)) if looked_at else (0, 0)
-                    assert opening.held == hull
-                start = opening.held[0]
-                assert opening.tokens == opening.held[1] - start
-                for piece in opening.pieces:
-                    side = piece.tile.q if routes.travels == "q" else piece.tile.kv
-                    assert (piece.at[0] + start, piece.at[1] + start) == side
-                [step] = opening.steps
-                if step.outer:
-                    there = routes.rounds(step.outer.send_to * inner + place)[number + 1][0]
-                    sent = [start + t for t in range(*opening.onward)]
-                    assert (there.root, sent) == (opening.root, list(range(*there.held)))
-                    assert routes.rounds(there.root)[number + 1][-1].lent == there.held
-                assert all(group.held == opening.held for group in groups)
+def test_hosts_borrow_what_they_look_at(inner, outer):
+    """What a host has of a root is what any of its ranks looks at, and what the owner lends it."""
+    for ring in rings(inner, outer):
+        layout, dense = ring.tiling.layout, ring.tiling.mask.dense()
+        for rank, rounds in enumerate(ring.rounds):
+            host = rank // inner
+            assert len(rounds) == outer
+            for number, round_ in enumerate(rounds):
+                assert round_.root == ring.schedule.block(rank, number, 0)
+                if not number:
+                    assert round_.lent == round_.tiles == ()
+                    continue
+                owner = ring.rounds[round_.root][number]
+                assert (owner.lent, owner.lent_to) == (round_.held, host)
+                rows = torch.cat([layout.positions(other) for other in ring.schedule.ranks(host)])
+                seen = dense[rows][:, layout.positions(round_.root)].any(0)
+                borrowed = torch.zeros_like(seen)
+                for span in round_.held:
+                    borrowed[slice(*span)] = True
+                assert borrowed[seen].all()
+                if all(run.step == 1 for run in layout.runs(round_.root)) and len(ring.tiling.mask.slices) == 1:
+                    assert borrowed.equal(seen)
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
-def test_every_block_is_in_one_group_and_no_group_is_wider_than_allowed(inner, outer):
-    for routes in all_routes(inner, outer):
-        visits, homes = zip(*(routes.landing_tokens(host) for host in range(outer)), strict=True)
-        for rank in range(inner * outer):
-            groups = [group for round_ in routes.rounds(rank) for group in round_]
-            assert sorted(s.block for g in groups for s in g.steps) == list(range(inner * outer))
-            assert all(len(g.steps) <= routes.width for g in groups)
-            for groups in routes.rounds(rank):
-                sizes = [len(g.steps) for g in groups[1:]]
-                assert sizes == sorted(sizes, reverse=routes.returning)
+def test_stages_are_few_and_within_limits(inner, outer):
+    for ring in rings(inner, outer):
+        limit, back = ring.limits
+        for number in range(outer):
+            for host in range(outer):
+                stages = [ring.rounds[rank][number].stages for rank in ring.schedule.ranks(host)]
+                hops = [stage.hops for stage in stages[0]]
+                assert all([stage.hops for stage in other] == hops for other in stages), "alike on all ranks of a host"
+                sizes = [len(part) for part in hops]
+                assert sorted(hop for part in hops for hop in part) == [hop for part in hops for hop in part]
                 assert max(sizes, default=0) - min(sizes, default=0) <= 1
-                assert max((g.tokens for g in groups[1:]), default=0) <= visits[rank // inner]
-                assert max((g.home_tokens for g in groups[1:]), default=0) <= homes[rank // inner]
+                if sizes:
+                    assert sizes[-1 if back else 0] == min(sizes), "what nothing overlaps with is not the longest"
+                for stage in itertools.chain(*stages):
+                    if len(stage.hops) > 1:
+                        assert stage.tokens <= (limit or stage.tokens)
+                        assert stage.home_tokens <= (back or stage.home_tokens)
+                if limit is None and back is None:
+                    assert len(hops) <= 1
+        for routes, rounds in zip(ring.routes, ring.rounds, strict=True):
+            for stage in itertools.chain(*(round_.stages for round_ in rounds)):
+                assert stage.tokens <= routes.landing_tokens(stage.hops) <= routes.landing_tokens(range(1, inner))
+
+
+@pytest.mark.parametrize(("inner", "outer"), GRIDS)
+def test_a_rank_knows_whether_it_has_a_part_in_what_travels(inner, outer):
+    """Where any rank of its host looks at another one, or another host at it."""
+    for ring in rings(inner, outer):
+        layout, dense = ring.tiling.layout, ring.tiling.mask.dense()
+        exact = len(ring.tiling.mask.slices) == 1 and all(run.step == 1 for run in layout.runs(0))
+        for rank, routes in enumerate(ring.routes):
+            mine = ring.schedule.ranks(rank // inner)
+            seen = [dense[layout.positions(r)].any(0).index_fill(0, layout.positions(r), False).any() for r in mine]
+            others = [layout.positions(r) for r in range(layout.size) if r not in mine]
+            lent = dense[torch.cat(others)][:, layout.positions(rank)].any() if others else torch.tensor(False)
+            expected = bool(torch.stack([*seen, lent]).any())
+            assert routes.traffic() == expected if exact else routes.traffic() >= expected
+
+
+def test_only_what_is_looked_at_travels():
+    """Rank r of 4 sees the last w - 1 tokens before its own; whole documents of a rank do not travel at all."""
+    layout = Layout.contiguous(64, 4)
+    ring = ring_of(Mask.window(64, 6), layout, 4, 1)
+    for rank, [round_] in enumerate(ring.rounds):
+        assert [(s.hops, s.tokens) for s in round_.stages] == [((1,), 5 if rank else 0)]
+        assert [(length(out.span), out.peer) for out in round_.stages[0].sends] == ([(5, rank + 1)] if rank < 3 else [])
+    for [round_] in ring_of(Mask.documents(range(0, 65, 8)), layout, 4, 1).rounds:
+        assert round_.stages == ()
+        assert round_.held_tokens == 0
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -19,7 +19,7 @@ ITEM = 4
 def traffic(size, inner, backward, causal, optimize=True, rank=0, group_bytes=1 << 30, dtype=torch.float32):
     """[(bytes of each message) of the forward, of the backward] of `rank`."""
     tensors = random_qkv(B, S * size, H, G, D, dtype)
-    layout = Layout("zigzag", S * size, size)
+    layout = Layout.zigzag(S * size, size)
 
     def work(ring):
         rings = ring_arguments(ring, inner)
@@ -52,7 +52,7 @@ BLOCK = 2 * B * K
 def test_a_pass_has_heads_enough_for_kernels_or_lets_a_whole_ring_come_at_once(tokens, passes):
     """64 heads, blocks twice as large as group_bytes: two passes are needed, seven let three blocks come at once."""
     q = torch.empty(1, tokens, 64, 128, device="meta", dtype=torch.bfloat16)
-    plan = Plan(Layout("zigzag", 4 * tokens, 4), Schedule(4), 0, None, 1.0, True, "q", False, False, q.nbytes)
+    plan = Plan(Layout.zigzag(4 * tokens, 4), Schedule(4), 0, None, 1.0, True, "q", False, False, q.nbytes)
     assert len(plan.passes("kv", q, q, returning=False)) == passes
 
 
@@ -141,7 +141,7 @@ def test_blocks_of_a_group_are_one_call(blocks, calls, monkeypatch):
 
     monkeypatch.setattr(kernel, "forward", counted)
     tensors = random_qkv(1, 8 * S, H, G, D, torch.float32)[:3]
-    layout = Layout("zigzag", 8 * S, 8)
+    layout = Layout.zigzag(8 * S, 8)
 
     def work(ring):
         shards = [layout.shard(x, ring.rank) for x in tensors]

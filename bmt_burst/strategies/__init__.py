@@ -4,7 +4,8 @@ ring      queries stay, keys and values come by; in the backward what is cheaper
 ulysses   every rank gets whole sequences of some heads (arXiv 2309.14509)
 
 The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports by their contracts
-only. To add one: write `strategies/NAME.py` with a subclass of Strategy, list it in `_STRATEGIES`.
+only; what they share is in `compute`. To add one: write `strategies/NAME.py` with a subclass of Strategy, list it in
+`_STRATEGIES`.
 """
 
 from __future__ import annotations

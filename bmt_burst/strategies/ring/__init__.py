@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from ...rings import Rings
-from ...tiling import Tiling, by_columns, flipped, kernel_calls
+from ...tiling import Cut, Tiling, by_columns, flipped, kernel_calls
 from .. import Plan, Problem, Sizes, Strategy
+from ..compute import Keys, Queries
 from .executor import Backward, Forward, Pass, Tour
-from .payload import Keys, KeysValues, Payload, Queries, backward_payload, of_heads
+from .payload import KeysValues, Payload, backward_payload, of_heads
 from .program import program
 from .routes import Routes
 from .schedule import Schedule
@@ -95,6 +96,10 @@ class RingPlan(Plan):
         return Tiling(self.problem.mask.transposed, self.problem.layout)
 
     @functools.cached_property
+    def _own_calls(self) -> list[Cut]:
+        return kernel_calls(self._tiling.own_tiles(self.rank))
+
+    @functools.cached_property
     def _kv_routes(self) -> Routes:
         return Routes(self._tiling, self.schedule, self.rank)
 
@@ -116,7 +121,7 @@ class RingPlan(Plan):
             kernel=problem.kernel,
             spec=problem.spec,
             payload=payload,
-            own=kernel_calls(self._tiling.own_tiles(self.rank)),
+            own=self._own_calls,
             passes=passes,
             rounds=rounds,
             cuts=cuts,

@@ -21,7 +21,8 @@ from ...spec import Spec
 from ...tiling import Cut
 from ...transport import Arrival, Delivery, Parcel, Ticket
 from ...transport.packing import Packing
-from .payload import Keys, Payload, Queries, Side
+from ..compute import Keys, Queries, Side, gradients, outputs, split
+from .payload import Payload
 from .program import Event
 from .routes import Outgoing, Round, Stage
 
@@ -208,7 +209,7 @@ class Forward(Run):
         return self.out, self.lse
 
     def _own(self, event: Event) -> None:
-        self.parts = list(self._outputs(self.tour.own, self.q, self.leaving))
+        self.parts = list(outputs(self.tour.kernel, self.tour.spec, self.tour.own, self.q, self.leaving))
         whole = len(self.parts) == 1 and length(self.parts[0][0]) == self.q.shape[1]
         if (
             whole
@@ -246,15 +247,9 @@ class Forward(Run):
         return total
 
     def _attend(self, event: Event, key: tuple[int, int], block: Keys) -> None:
-        for part in self._outputs(self.tour.cuts[key], self.q[:, :, self._heads(event).q], block):
+        tour, q = self.tour, self.q[:, :, self._heads(event).q]
+        for part in outputs(tour.kernel, tour.spec, tour.cuts[key], q, block):
             self.total.add(*part)
-
-    def _outputs(self, cuts: Sequence[Cut], q: Tensor, keys: Keys) -> Iterator[tuple[Span, Tensor, Tensor]]:
-        for rows, columns, call in cuts:
-            seen = keys.at(columns)
-            out, lse = self.tour.kernel.forward(Queries(q).at(rows).q, seen.k, seen.v, call, self.tour.spec)
-            for span, place in _in_turn(rows):
-                yield span, tokens_at(out, place), lse[:, :, slice(*place)]
 
 
 class Backward(Run):
@@ -289,9 +284,10 @@ class Backward(Run):
             self.leaving_host[0].wait()
 
     def _own(self, event: Event) -> None:
-        for rows, columns, grads in self._gradients(self.tour.own, self.queries, self.keys):
+        tour = self.tour
+        for rows, columns, grads in gradients(tour.kernel, tour.spec, tour.own, self.queries, self.keys):
             for parts, spans, grad in zip(self.own_parts, (rows, columns, columns), grads, strict=True):
-                parts += _split(spans, grad)
+                parts += split(spans, grad)
         for i, (parts, x) in enumerate(zip(self.own_parts, self.inputs, strict=True)):
             whole = len(parts) == 1 and length(parts[0][0]) == x.shape[1]
             self.grads[i] = parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x)
@@ -321,36 +317,28 @@ class Backward(Run):
         if block := self._opened(event):
             for going, spans in self._differentiate(event, (event.round, -1), block):
                 for total, grad in zip(self._share(event), going, strict=True):
-                    for span, part in _split(spans, grad):
+                    for span, part in split(spans, grad):
                         total.add(span, part)
 
     def _compute(self, event: Event) -> None:
         self.taken = [([]) for _ in self._travelling_sums(event.heads)]
         for going, spans in self._differentiate(event, (event.round, event.stage), self._landed(event)):
             for parts, grad in zip(self.taken, going, strict=True):
-                parts += _split(spans, grad)
+                parts += split(spans, grad)
 
     def _differentiate(
         self, event: Event, key: tuple[int, int], block: Side
     ) -> Iterator[tuple[Sequence[Tensor], Sequence[Span]]]:
         """Adds gradients of the side that stays to its sums; yields those of the travelling side, and its spans."""
-        heads, travels = self._heads(event), self.tour.payload.queries_travel
+        tour, heads, travels = self.tour, self._heads(event), self.tour.payload.queries_travel
         here = self.staying.part((0, None), heads.kv if travels else heads.q)
         queries, keys = (block, here) if travels else (here, block)
-        for rows, columns, (dq, *dkv) in self._gradients(self.tour.cuts[key], queries, keys):
+        for rows, columns, (dq, *dkv) in gradients(tour.kernel, tour.spec, tour.cuts[key], queries, keys):
             mine, spans = (dkv, columns) if travels else ((dq,), rows)
             for total, grad in zip(self._staying_sums(event.heads), mine, strict=True):
-                for span, part in _split(spans, grad):
+                for span, part in split(spans, grad):
                     total.add(span, part)
             yield ((dq,), rows) if travels else (dkv, columns)
-
-    def _gradients(
-        self, cuts: Sequence[Cut], queries: Queries, keys: Keys
-    ) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
-        for rows, columns, call in cuts:
-            x, y = queries.at(rows), keys.at(columns)
-            grads = self.tour.kernel.backward(x.dout, x.q, y.k, y.v, x.out, x.lse, x.delta, call, self.tour.spec)
-            yield rows, columns, grads
 
     def _return(self, event: Event) -> None:
         stage, packing = self._stage(event), self._heads(event).return_packing
@@ -413,7 +401,7 @@ class Backward(Run):
         self.leaving_host = None
         lent = self._round(event).lent
         for total, grad in zip(self._travelling_sums(event.heads), grads, strict=bool(grads)):
-            for span, part in _split(lent, grad):
+            for span, part in split(lent, grad):
                 total.add(span, part)
 
     def _share(self, event: Event) -> list[Gradients]:
@@ -431,19 +419,6 @@ class Backward(Run):
 
     def _staying_sums(self, heads: int) -> list[Gradients]:
         return self.sums[heads][1:] if self.tour.payload.queries_travel else self.sums[heads][:1]
-
-
-def _in_turn(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
-    """Each span, and where it lies when they lie one after the other."""
-    at = 0
-    for span in spans:
-        yield span, (at, at + length(span))
-        at += length(span)
-
-
-def _split(spans: Sequence[Span], x: Tensor) -> list[Part]:
-    """The parts of x (B, T, ...), in which the tokens of `spans` lie one after the other."""
-    return [(span, tokens_at(x, place)) for span, place in _in_turn(spans)]
 
 
 def _parcels(packing: Packing, out: Outgoing, tensors: Sequence[Tensor], span: Span) -> Iterator[Parcel]:

@@ -10,8 +10,7 @@ All that travels is (B, S, heads, ...). To add one: a class here, and its name i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,66 +18,11 @@ from torch import Tensor
 from ...compiled import fused_on_gpus
 from ...kernels import Kernel
 from ...merge import accumulator_dtype, query_rows
-from ...span import Span
 from ...transport.packing import Packing
 from .. import Sizes
+from ..compute import Keys, Queries, Side
 
 _SURROGATE_ENTRIES = 3
-
-
-@dataclass(frozen=True)
-class Queries:
-    """The query side: q (B, S, H, D), in a backward also dout, out (B, S, H, D), lse, delta (B, H, S).
-
-    In a backward out or delta is None.
-    """
-
-    q: Tensor
-    dout: Tensor | None = None
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    delta: Tensor | None = None
-
-    def part(self, tokens: Span, heads: slice = slice(None)) -> Queries:
-        """Some of the tokens and heads, views."""
-        wide = (None if x is None else x[:, slice(*tokens), heads] for x in (self.q, self.dout, self.out))
-        rows = (None if x is None else x[:, heads, slice(*tokens)] for x in (self.lse, self.delta))
-        return Queries(*wide, *rows)
-
-    def at(self, spans: Sequence[Span]) -> Queries:
-        """The tokens of rising spans, one after the other: a view if it is one span."""
-        parts = [self.part(span) for span in spans]
-        return parts[0] if len(parts) == 1 else Queries(*(_joined(parts, name) for name in _FIELDS))
-
-
-_FIELDS = {"q": 1, "dout": 1, "out": 1, "lse": 2, "delta": 2}  # and their dimension of tokens
-
-
-@dataclass(frozen=True)
-class Keys:
-    """The key side: k and v (B, S, G, D)."""
-
-    k: Tensor
-    v: Tensor
-
-    def part(self, tokens: Span, heads: slice = slice(None)) -> Keys:
-        """Some of the tokens and heads, views."""
-        return Keys(self.k[:, slice(*tokens), heads], self.v[:, slice(*tokens), heads])
-
-    def at(self, spans: Sequence[Span]) -> Keys:
-        """The tokens of rising spans, one after the other: a view if it is one span."""
-        parts = [self.part(span) for span in spans]
-        if len(parts) == 1:
-            return parts[0]
-        return Keys(torch.cat([p.k for p in parts], 1), torch.cat([p.v for p in parts], 1))
-
-
-def _joined(parts: Sequence[Queries], name: str) -> Tensor | None:
-    tensors = [getattr(part, name) for part in parts]
-    return None if tensors[0] is None else torch.cat(tensors, _FIELDS[name])
-
-
-Side = Queries | Keys
 
 
 class Payload(ABC):

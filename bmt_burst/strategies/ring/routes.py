@@ -1,9 +1,9 @@
 """Routes: which tokens go to whom in each stage of a ring, and where in the receiver's memory they land.
 
 A round's hops come in stages. The tokens of a stage that a rank looks at land one after the other, in the order of
-their positions, so that what looks at them alike is one kernel call. Gradients of a stage go home the same way: at home they
-land one sender's after the other. Both ends of a message compute its place from the same data, so a transport may write
-it there without asking.
+their positions, so that what looks at them alike is one kernel call. Gradients of a stage go home the same way: at home
+they land one sender's after the other. Both ends of a message compute its place from the same data, so a transport may
+write it there without asking.
 
 A rank knows what the ranks of its own host look at, and what each other host looks at of its own tokens; no more.
 No tensors. Try `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Schedule(4), 1).stages())`.
@@ -11,8 +11,9 @@ No tensors. Try `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Sch
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -101,54 +102,53 @@ class Routes:
     def __init__(self, tiling: Tiling, schedule: Schedule, rank: int):
         self.tiling, self.schedule, self.rank = tiling, schedule, rank
         self.host, self.place = divmod(rank, schedule.inner)
-        self._seen: list[dict[int, list[Piece]]] = []  # of each place of this host: what it looks at, by host
-        for viewer in schedule.ranks(self.host):
-            pieces: dict[int, list[Piece]] = {}
-            for piece in tiling.seen(viewer):
-                pieces.setdefault(piece.owner // schedule.inner, []).append(piece)
-            self._seen.append(pieces)
+        self.sights = [_Sight(tiling.seen(viewer), place, schedule.inner) for place, viewer in self._places(self.host)]
 
     def traffic(self) -> bool:
-        """Whether anything goes to or from any rank of this host."""
-        return any(self._seen) or any(self._lent(host) for host in range(self.schedule.outer) if host != self.host)
+        """Whether this rank has a part in what travels: to any rank of its host, or from it to another host."""
+        return any(sight.pieces for sight in self.sights) or bool(self._lent)
 
     def landing_tokens(self, hops: Sequence[int]) -> int:
         """The most tokens that land on a rank of this host at once if these hops of a round are one stage."""
-        totals = [
-            sum(map(length, (p.span for p in self._landing(viewer, root_host, hops))))
-            for viewer, root_host in itertools.product(range(self.schedule.inner), self._hosts())
-        ]
-        return max(totals, default=0)
+        return max((self._sizes(host, hops)[0] for host in {h for s in self.sights for h in s.pieces}), default=0)
 
     def rounds(self, limit: int | None = None, return_limit: int | None = None) -> tuple[Round, ...]:
-        """All rounds. A stage has as many hops as let at most `limit` tokens land, and `return_limit` come home.
+        """All rounds, also those in which nothing comes or goes: hosts count them alike.
 
+        A stage has as many hops as let at most `limit` tokens land, and `return_limit` come home.
         Without a return limit no gradients come back. With one the last stage, of which they come back with nothing
         left to compute meanwhile, is not the longest; else the first, which has but the own block's time to arrive.
         """
         found = []
         for number in range(self.schedule.outer):
             host = self.schedule.host_of_round(self.host, number)
-            hops = [hop for hop in range(1, self.schedule.inner) if self._sizes(host, [hop])[0]]
-            stages = tuple(self._stage(host, number, part) for part in self._cut(host, hops, limit, return_limit))
-            found.append(self._round(number, host, stages))
+            looked_at = {hop for sight in self.sights for hop in sight.pieces.get(host, ())}
+            parts = self._cut(host, sorted(looked_at - {0}), limit, return_limit)
+            found.append(self._round(number, host, [self._stage(host, number, part) for part in parts]))
         return tuple(found)
 
-    def _hosts(self) -> set[int]:
-        return {host for pieces in self._seen for host in pieces}
+    def _places(self, host: int) -> Iterator[tuple[int, int]]:
+        """The ranks of a host with their places."""
+        return enumerate(self.schedule.ranks(host))
 
-    def _lent(self, host: int) -> tuple[Span, ...]:
-        return self.tiling.seen_of(self.rank, self.schedule.ranks(host))
+    @functools.cached_property
+    def _lent(self) -> dict[int, tuple[Span, ...]]:
+        """By host, the own tokens that its ranks look at; for other hosts that do."""
+        viewers: dict[int, list[int]] = {}
+        if self.schedule.outer > 1:
+            for rank in sorted(self.tiling.viewers(self.rank)):
+                viewers.setdefault(rank // self.schedule.inner, []).append(rank)
+        viewers.pop(self.host, None)
+        return {host: spans for host, ranks in viewers.items() if (spans := self.tiling.seen_of(self.rank, ranks))}
 
-    def _round(self, number: int, host: int, stages: tuple[Stage, ...]) -> Round:
+    def _round(self, number: int, host: int, stages: Sequence[Stage]) -> Round:
         if not number:
             return self._own_round(stages)
         root = self.schedule.block(self.rank, number, 0)
-        held = self._held(root, host)
-        pieces = [p for p in self._seen[self.place].get(host, ()) if p.owner == root]
-        tiles = self.tiling.tiles(self.rank, pieces, [_within(held, p.span) for p in pieces])
+        held, pieces = self._held(host), self.sights[self.place].of(host, 0)
+        tiles = self.tiling.tiles(self.rank, pieces, [_within(held, p.span) for p in pieces]) if pieces else ()
         lent_to = self.schedule.host_of_round(self.host, -number)
-        return Round(root, held, tuple(tiles), stages, self._lent(lent_to), lent_to)
+        return Round(root, held, tuple(tiles), tuple(stages), self._lent.get(lent_to, ()), lent_to)
 
     def _own_round(self, stages: Sequence[Stage]) -> Round:
         """The round of this host: of the own block is there what others look at, and what is between that."""
@@ -162,24 +162,18 @@ class Routes:
         ]
         return Round(self.rank, held, (), tuple(stages))
 
-    def _held(self, root: int, host: int) -> tuple[Span, ...]:
-        """What this host has of the block of `root`: all that its ranks look at."""
-        return merged(p.span for pieces in self._seen for p in pieces.get(host, ()) if p.owner == root)
-
-    def _landing(self, viewer: int, host: int, hops: Sequence[int]) -> list[Piece]:
-        """What lands at place `viewer` in the stage of some hops, in the order of positions."""
+    def _held(self, host: int) -> tuple[Span, ...]:
+        """What this host has of the root of the round with `host`: all that its ranks look at."""
         inner = self.schedule.inner
-        return [p for p in self._seen[viewer].get(host, ()) if (viewer - p.owner) % inner in hops]
+        sights = enumerate(self.sights)
+        return merged(p.span for viewer, s in sights for p in s.of(host, (viewer - self.place) % inner))
 
     def _sizes(self, host: int, hops: Sequence[int]) -> tuple[int, int]:
         """The most tokens that land on a rank of this host, and that come home to one, in the stage of some hops."""
-        inner = self.schedule.inner
-        landing, home = [0] * inner, [0] * inner
-        for viewer in range(inner):
-            for piece in self._landing(viewer, host, hops):
-                landing[viewer] += length(piece.span)
-                home[piece.owner % inner] += length(piece.span)
-        return max(landing), max(home)
+        inner, sights = self.schedule.inner, self.sights
+        landing = max(sum(sight.tokens(host, hop) for hop in hops) for sight in sights)
+        home = max(sum(sights[(place + hop) % inner].tokens(host, hop) for hop in hops) for place in range(inner))
+        return landing, home
 
     def _cut(self, host: int, hops: Sequence[int], limit: int | None, return_limit: int | None) -> list[Sequence[int]]:
         """The hops in as few stages as the limits allow, nearly equal ones."""
@@ -197,46 +191,74 @@ class Routes:
         return []
 
     def _stage(self, host: int, number: int, hops: Sequence[int]) -> Stage:
-        inner, root = self.schedule.inner, self.schedule.block(self.rank, number, 0)
-        pieces = self._landing(self.place, host, hops)
+        inner = self.schedule.inner
+        pieces = self.sights[self.place].landing(host, hops)
         places = _in_a_row(pieces)
-        held = self._held(root, host) if number else ()
-        sends = []
-        for hop in hops:
-            viewer = (self.place + hop) % inner
-            there = self._landing(viewer, host, hops)
-            row = _in_a_row(there)
-            for piece, at in zip(there, row, strict=True):
-                if piece.owner == root:
-                    sends.append(Outgoing(viewer, _within(held, piece.span), at[0], row[-1][1]))
-        returns = []
-        for hop in hops:
-            peer = (self.place - hop) % inner
-            entries = self._homecoming(peer, host, hops)
-            mine = [at for owner_peer, _, at in entries if owner_peer == self.place]
-            own = [at for piece, at in zip(pieces, places, strict=True) if piece.owner % inner == peer]
-            returns += [Outgoing(peer, at, there[0], entries[-1][2][1]) for at, there in zip(own, mine, strict=True)]
-        homecoming = [Incoming(p, _within(held, s), at) for p, s, at in self._homecoming(self.place, host, hops)]
+        landings = list(zip(pieces, places, strict=True))
         return Stage(
-            tuple(hops),
-            tuple((piece.owner % inner, at) for piece, at in zip(pieces, places, strict=True)),
-            places[-1][1] if places else 0,
-            tuple(self.tiling.tiles(self.rank, pieces, places)),
-            tuple(sends),
-            tuple(returns),
-            tuple(homecoming),
+            hops=tuple(hops),
+            sources=tuple((piece.owner % inner, at) for piece, at in landings),
+            tokens=places[-1][1] if places else 0,
+            tiles=tuple(self.tiling.tiles(self.rank, pieces, places)),
+            sends=tuple(self._sends(host, number, hops)),
+            returns=tuple(self._returns(host, hops, landings)),
+            homecoming=tuple(self._homecoming(host, number, hops)),
         )
 
-    def _homecoming(self, place: int, host: int, hops: Sequence[int]) -> list[tuple[int, Span, Span]]:
-        """(place of the sender, tokens of the shard, where they land) of the gradients of the root at `place`."""
-        inner, found, at = self.schedule.inner, [], 0
+    def _sends(self, host: int, number: int, hops: Sequence[int]) -> Iterator[Outgoing]:
+        held = self._held(host) if number else ()
         for hop in hops:
-            viewer = (place + hop) % inner
-            for piece in self._landing(viewer, host, hops):
-                if piece.owner % inner == place:
-                    found.append((viewer, piece.span, (at, at + length(piece.span))))
-                    at += length(piece.span)
-        return found
+            viewer = (self.place + hop) % self.schedule.inner
+            if not self.sights[viewer].tokens(host, hop):
+                continue
+            there = self.sights[viewer].landing(host, hops)
+            row = _in_a_row(there)
+            for piece, at in zip(there, row, strict=True):
+                if piece.owner % self.schedule.inner == self.place:
+                    yield Outgoing(viewer, _within(held, piece.span), at[0], row[-1][1])
+
+    def _returns(self, host: int, hops: Sequence[int], landings: Sequence[tuple[Piece, Span]]) -> Iterator[Outgoing]:
+        """What landed goes back; with each peer lies first what comes home from nearer places."""
+        inner = self.schedule.inner
+        for hop in hops:
+            peer = (self.place - hop) % inner
+            sizes = [self.sights[(peer + h) % inner].tokens(host, h) for h in hops]
+            at = sum(size for h, size in zip(hops, sizes, strict=True) if h < hop)
+            for piece, place in landings:
+                if piece.owner % inner == peer:
+                    yield Outgoing(peer, place, at, sum(sizes))
+                    at += length(place)
+
+    def _homecoming(self, host: int, number: int, hops: Sequence[int]) -> Iterator[Incoming]:
+        held, at = self._held(host) if number else (), 0
+        for hop in hops:
+            viewer = (self.place + hop) % self.schedule.inner
+            for piece in self.sights[viewer].of(host, hop):
+                yield Incoming(viewer, _within(held, piece.span), (at, at + length(piece.span)))
+                at += length(piece.span)
+
+
+class _Sight:
+    """What a place of this host looks at, by the host it is of and by hop."""
+
+    def __init__(self, seen: Sequence[Piece], place: int, inner: int):
+        self.pieces: dict[int, dict[int, list[Piece]]] = {}
+        self.counts: dict[tuple[int, int], int] = {}
+        for piece in seen:
+            host, owner = divmod(piece.owner, inner)
+            hop, (start, stop) = (place - owner) % inner, piece.span
+            self.pieces.setdefault(host, {}).setdefault(hop, []).append(piece)
+            self.counts[host, hop] = self.counts.get((host, hop), 0) + stop - start
+
+    def of(self, host: int, hop: int) -> Sequence[Piece]:
+        return self.pieces.get(host, {}).get(hop, ())
+
+    def tokens(self, host: int, hop: int) -> int:
+        return self.counts.get((host, hop), 0)
+
+    def landing(self, host: int, hops: Sequence[int]) -> list[Piece]:
+        """What lands in the stage of some hops, in the order of positions."""
+        return sorted(piece for hop in hops for piece in self.of(host, hop))
 
 
 def _in_a_row(pieces: Sequence[Piece]) -> list[Span]:

@@ -1,0 +1,269 @@
+"""The balanced layout: every token once, equal tokens, nearly equal work, few documents cut, and soon found."""
+
+import bisect
+import itertools
+import math
+import random
+import time
+
+import pytest
+
+from bmt_burst.balance import balanced_spans
+from bmt_burst.mask import Mask, Slice
+from bmt_burst.span import length, merged
+
+SIZES = (2, 3, 4, 8, 16, 64)
+MOST_DOCUMENTS = 2500  # in a packing of these tests: more would only take time
+
+
+def lognormal(rng, tokens, mean, most=math.inf):
+    """cu_seqlens of documents of log-normal lengths with sigma 1."""
+    bounds = [0]
+    while bounds[-1] < tokens:
+        drawn = int(min(rng.lognormvariate(math.log(mean) - 0.5, 1), most))
+        bounds.append(min(bounds[-1] + max(drawn, 1), tokens))
+    return bounds
+
+
+def cuts(rng, tokens, documents):
+    """cu_seqlens of so many documents, cut at random."""
+    return [0, *sorted(rng.sample(range(1, tokens), documents - 1)), tokens]
+
+
+def equal(tokens, documents):
+    return [tokens * i // documents for i in range(documents + 1)]
+
+
+def after(first, bounds):
+    """cu_seqlens of a document of so many tokens and then others."""
+    return [0, *(first + x for x in bounds)]
+
+
+def prefixed(rng, bounds):
+    """Causal documents with a prefix each that all of the document sees: two slices each."""
+    slices = []
+    for start, stop in itertools.pairwise(bounds):
+        prefix = start + rng.randrange((stop - start) // 2 + 1)
+        slices += [Slice((start, prefix), (start, prefix)), Slice((prefix, stop), (start, stop), 0)]
+    return Mask(bounds[-1], tuple(s for s in slices if length(s.q)))
+
+
+def shorts(rng, n, size):
+    """Packings of documents that are all short beside a rank's tokens."""
+    yield Mask.documents(cuts(rng, n, 50 * size))
+    yield Mask.documents(equal(n, 1000))
+    if n // 256 <= MOST_DOCUMENTS:
+        yield Mask.documents(lognormal(rng, n, 256, n // size // 8))
+
+
+def longs(rng, n, size):
+    """Packings with long documents, alone and among short ones."""
+    for mean in (256, 1024, 4096):
+        for most in (n // 4, 16384, n):
+            if n // mean <= MOST_DOCUMENTS:
+                yield Mask.documents(lognormal(rng, n, mean, most))
+    for share in (3, 5, 7.5):
+        first = int(n * share / 10)
+        yield Mask.documents(after(first, lognormal(rng, n - first, max(512, n // 2000))))
+        yield Mask.documents(after(first, cuts(rng, n - first, 300)))
+    for documents in (1, 2, 3, 10, 100, 3 * size + 1):
+        yield Mask.documents(equal(n, documents))
+        yield Mask.documents(cuts(rng, n, documents))
+
+
+def others(rng, n, size):
+    """Masks of other kinds, and some of several kinds."""
+    half = n // 2
+    yield Mask.full(n)
+    yield from (Mask.window(n, window) for window in (64, 1024, 4096))
+    yield Mask.documents(lognormal(rng, n, 4096), causal=False)
+    yield Mask.documents(lognormal(rng, n, 4096, 16384), causal=False)
+    yield Mask.documents(cuts(rng, n, 100), causal=False)
+    yield Mask.documents(lognormal(rng, n, 4096), window=1024)
+    yield Mask.documents(after(half, lognormal(rng, n - half, 2048)), window=4096)
+    yield Mask.documents(lognormal(rng, n, 8192), causal=False, window=128)
+    yield prefixed(rng, [0, n])
+    yield prefixed(rng, lognormal(rng, n, max(4096, n // 100)))
+    full = Mask.documents(lognormal(rng, n - half, 2048), causal=False)
+    yield Mask.stacked([Mask.documents(lognormal(rng, half, 4096)), full])
+    yield Mask.stacked([Mask.window(half, 1024), full])
+
+
+def small(rng):
+    """Any small mask."""
+    n = rng.randrange(1, 70)
+    bounds = cuts(rng, n, rng.randrange(1, n + 1))
+    kind = rng.randrange(6)
+    if kind < 4:
+        window = rng.randrange(1, n + 1) if kind % 2 else None
+        return Mask.documents(bounds, causal=kind < 2, window=window)
+    if kind == 4:
+        return prefixed(rng, bounds)
+    slices = []  # of separate queries, so disjoint; some see nothing, and some queries are in none
+    for start, stop in itertools.pairwise(bounds):
+        keys = sorted(rng.sample(range(n + 1), 2))
+        low, high = (rng.choice((None, rng.randrange(-n, n))) for _ in range(2))
+        slices += [Slice((start, stop), tuple(keys), low, high)] * rng.randrange(2)
+    return Mask(n, tuple(slices))
+
+
+def works(mask, spans):
+    """The visible pairs of each rank's queries, by the areas of slices."""
+    ends = list(itertools.accumulate((s.q[1] for s in mask.slices), max))
+    found = []
+    for start, stop in spans:
+        work = 0
+        for s in mask.slices[bisect.bisect_right(ends, start) :]:
+            if s.q[0] >= stop:
+                break
+            q = max(start, s.q[0]), min(stop, s.q[1])
+            work += Slice(q, *s[1:]).area if length(q) else 0
+        found.append(work)
+    return sum(found)
+
+
+def unevenness(mask, layout):
+    """Between the ranks of most and least work, for the mean work of a rank."""
+    found = [works(mask, spans) for spans in layout]
+    assert sum(found) == mask.area
+    return (max(found) - min(found)) * len(layout) / mask.area
+
+
+def owners(mask, layout):
+    """The ranks of each document."""
+    starts = [start for start, _ in mask.parts]
+    found = [set() for _ in starts]
+    for rank, spans in enumerate(layout):
+        for start, stop in spans:
+            for part in range(bisect.bisect_right(starts, start) - 1, bisect.bisect_left(starts, stop)):
+                found[part].add(rank)
+    return found
+
+
+def cut(mask, layout):
+    return [ranks for ranks in owners(mask, layout) if len(ranks) > 1]
+
+
+def check_shards(mask, size, layout):
+    """Each position once, the spans of a rank rising and merged, tokens as equal as can be, longer ranks first."""
+    small, longer = divmod(mask.seq_len, size)
+    assert [sum(map(length, spans)) for spans in layout] == [small + (rank < longer) for rank in range(size)]
+    assert all(spans == merged(spans) for spans in layout)
+    assert merged(itertools.chain(*layout)) == ((0, mask.seq_len),)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_small_masks_of_any_kind(seed):
+    rng = random.Random(seed)
+    for _ in range(50):
+        mask = small(rng)
+        for size in {1, 2, rng.randrange(1, mask.seq_len + 1), mask.seq_len} & set(range(1, mask.seq_len + 1)):
+            check_shards(mask, size, balanced_spans(mask, size))
+
+
+@pytest.mark.parametrize("n", [1, 7, 64])
+def test_masks_that_see_nothing(n):
+    for size in range(1, n + 1):
+        check_shards(Mask(n, ()), size, balanced_spans(Mask(n, ()), size))
+
+
+@pytest.mark.parametrize("tokens", [4096, 32768])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", [shorts, longs])
+def test_causal_documents_are_balanced(kind, size, tokens):
+    for seed in range(1 if size == 64 else 2):
+        rng = random.Random(f"{kind.__name__} {size} {tokens} {seed}")
+        for mask in kind(rng, size * tokens + 7 * seed, size):
+            layout = balanced_spans(mask, size)
+            check_shards(mask, size, layout)
+            assert unevenness(mask, layout) < 0.03, (mask, seed)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_other_masks_are_balanced(size):
+    for tokens, seed in ((8192, 0), (32768, 1)):
+        rng = random.Random(f"{size} {tokens} {seed}")
+        for mask in others(rng, size * tokens + seed, size):
+            layout = balanced_spans(mask, size)
+            check_shards(mask, size, layout)
+            assert unevenness(mask, layout) < 0.03, (mask, seed)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_short_documents_are_cut_for_equal_tokens_only(size):
+    """A rank cuts one, which the next completes: fewer are cut than there are ranks, and each over two of them."""
+    rng = random.Random(size)
+    for mask in shorts(rng, size * 8192, size):
+        found = cut(mask, balanced_spans(mask, size))
+        assert len(found) < size
+        assert all(len(ranks) == 2 for ranks in found)
+
+
+def test_documents_of_many_lengths_are_swapped_before_one_is_cut():
+    """Among 1,000 documents there are some of just the lengths that lack: on average half of the ranks cut none."""
+    masks = [Mask.documents(cuts(random.Random(seed), 2**18, 1000)) for seed in range(4)]
+    found = [len(cut(mask, balanced_spans(mask, 8))) for mask in masks]
+    assert sum(found) / len(found) <= 7 / 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_leave_two_documents_unfinished_at_most(size):
+    """The one that is peeled, and a sparse one: a document over r ranks was left unfinished r - 1 times."""
+    rng = random.Random(size)
+    for mask in itertools.chain(longs(rng, size * 8192, size), others(rng, size * 8192, size)):
+        assert sum(len(ranks) - 1 for ranks in cut(mask, balanced_spans(mask, size))) <= 2 * (size - 1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_causal_document_is_nearly_zigzag(size):
+    """The slack in work moves a bound by a few tokens."""
+    n = 128 * size
+    for rank, spans in enumerate(balanced_spans(Mask.causal(n), size)):
+        zigzag = merged(((64 * rank, 64 * (rank + 1)), (n - 64 * (rank + 1), n - 64 * rank)))
+        bounds = zip(itertools.chain(*spans), itertools.chain(*zigzag), strict=True)
+        assert all(abs(bound - expected) <= size for bound, expected in bounds)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_long_document_among_short_ones_is_nearly_the_only_one_cut(size):
+    """Each rank needs a share of its work, and that share makes up for what the lengths of the others lack."""
+    n = size * 4096
+    mask = Mask.documents(after(n // 2, cuts(random.Random(size), n - n // 2, 20 * size)))
+    found = owners(mask, balanced_spans(mask, size))
+    assert len(found[0]) == size
+    assert sum(len(ranks) > 1 for ranks in found[1:]) <= size // 16
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_full_masks_and_short_windows_are_nearly_contiguous(size):
+    n = size * 16384
+    for mask, most in ((Mask.full(n), size), (Mask.window(n, 64), size + 1)):
+        assert sum(map(len, balanced_spans(mask, size))) <= most
+
+
+def test_pieces_are_not_slivers():
+    """Of 100 documents cut over 8 ranks hardly a piece is shorter than 16 tokens: 1 in 20 at most."""
+    pieces = []
+    for seed in range(8):
+        mask = Mask.documents(lognormal(random.Random(seed), 8 * 32768, 4096))
+        layout = balanced_spans(mask, 8)
+        for part, ranks in zip(mask.parts, owners(mask, layout), strict=True):
+            inside = ((max(a, part[0]), min(b, part[1])) for spans in layout for a, b in spans)
+            pieces += [length(span) for span in inside if length(span)] if len(ranks) > 1 else []
+    assert sum(piece < 16 for piece in pieces) <= len(pieces) / 20
+
+
+TIMES = [(100, 8, 0.001), (1000, 8, 0.004), (100, 512, 0.012), (1, 512, 0.005)]
+
+
+@pytest.mark.parametrize(("documents", "size", "most"), TIMES)
+def test_time(documents, size, most):
+    """Of a new mask, in seconds; ten times what it takes, as a machine may be slow and busy."""
+    masks = [Mask.documents(cuts(random.Random(seed), size * 32768, documents)) for seed in range(3)]
+    times = []
+    for mask in masks:
+        assert mask.parts
+        start = time.perf_counter()
+        balanced_spans(mask, size)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 10 * most

@@ -1,0 +1,443 @@
+"""Masks as data, against brute force; and what calls of attention refuse of them, on every rank."""
+
+import itertools
+import random
+import re
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from bmt_burst import Layout, Mask, Slice, burst_attn_func, burst_attn_varlen_func, simulate
+from tests.helpers import random_mask, random_qkv, run_ranks
+
+
+def visible(mask: Mask, i: int, j: int) -> bool:
+    """Whether query i sees key j, as the definition of a slice says."""
+    return any(
+        s.q[0] <= i < s.q[1]
+        and s.kv[0] <= j < s.kv[1]
+        and (s.low is None or i - j >= s.low)
+        and (s.high is None or i - j < s.high)
+        for s in mask.slices
+    )
+
+
+def pairs(tokens: int, sees) -> torch.Tensor:
+    """(tokens, tokens) bool of a function of query and key."""
+    return torch.tensor([[bool(sees(i, j)) for j in range(tokens)] for i in range(tokens)])
+
+
+def random_masks(count: int, most: int = 30):
+    for seed in range(count):
+        chance = random.Random(seed)
+        yield random_mask(chance, chance.randint(1, most))
+
+
+def test_dense_and_area_are_those_of_the_slices():
+    for mask in random_masks(150, 20):
+        dense = mask.dense()
+        assert dense.equal(pairs(mask.seq_len, lambda i, j, mask=mask: visible(mask, i, j)))
+        assert mask.area == dense.sum()
+        for s in mask.slices:
+            assert s.area == Mask(mask.seq_len, (s,)).dense().sum() > 0
+
+
+def test_the_area_of_any_slice():
+    """Also of bands that lie partly or wholly outside of their rectangle."""
+    i, j = torch.arange(9).unsqueeze(1), torch.arange(9)
+    for q, kv in itertools.product([(0, 9), (2, 7), (3, 4), (5, 5)], [(0, 9), (1, 4), (8, 9)]):
+        for low, high in itertools.product([None, *range(-11, 12, 2)], repeat=2):
+            inside = (i >= q[0]) & (i < q[1]) & (j >= kv[0]) & (j < kv[1])
+            inside &= i - j >= (-99 if low is None else low)
+            inside &= i - j < (99 if high is None else high)
+            s = Slice(q, kv, low, high)
+            assert s.area == inside.sum()
+            if s.area:
+                differences = (i - j)[inside]
+                assert s.differences[0] <= differences.min()
+                assert s.differences[1] > differences.max()
+
+
+def test_masks_that_have_names():
+    assert Mask.causal(7).dense().equal(pairs(7, lambda i, j: j <= i))
+    assert Mask.full(7).dense().all()
+    assert Mask.causal(1).dense().all()
+    document = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 2])
+    cuts = (0, 3, 4, 9)
+    for causal, window in itertools.product((True, False), (None, 1, 2, 4, 99)):
+        expected = pairs(
+            9,
+            lambda i, j, causal=causal, window=window: (
+                document[i] == document[j] and (j <= i or not causal) and (window is None or abs(i - j) < window)
+            ),
+        )
+        assert Mask.documents(cuts, causal, window).dense().equal(expected), (causal, window)
+    assert Mask.documents((0, 5)) == Mask.causal(5)
+    assert Mask.documents((0, 5), causal=False) == Mask.full(5)
+
+
+def test_windows_count_as_mistral_does():
+    """A window of 3 lets a token see itself and two before it."""
+    assert Mask.window(6, 3).dense().equal(pairs(6, lambda i, j: j in (i - 2, i - 1, i)))
+    assert Mask.window(6, 1).dense().equal(torch.eye(6, dtype=torch.bool))
+    assert Mask.window(6, 6).dense().equal(Mask.causal(6).dense())
+    assert Mask.window(6, 3).area == 1 + 2 + 4 * 3
+
+
+def test_cu_seqlens_may_be_any_sequence_of_whole_numbers():
+    expected = Mask.documents((0, 3, 8))
+    for given in (
+        [0, 3, 8],
+        np.array([0, 3, 8]),
+        [np.int32(0), np.int64(3), 8],
+        range(0, 9, 1)[::1],
+        torch.tensor([0, 3, 8], dtype=torch.int32),
+        torch.tensor([0, 3, 8]),
+    ):
+        mask = Mask.documents(given)
+        assert mask == (expected if len(given) == 3 else Mask.documents(list(range(9))))
+        assert all(type(x) is int for s in mask.slices for x in (*s.q, *s.kv))
+
+
+def test_positions_start_anew_in_each_document():
+    assert Mask.documents((0, 3, 4, 9)).positions().tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
+    assert Mask.documents((0, 3, 9), window=2).positions().tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert Mask.window(5, 2).positions().equal(torch.arange(5))
+    assert Mask.full(4).positions().dtype == torch.int64
+    gaps = Mask(9, (Slice((2, 4), (2, 4), 0), Slice((3, 6), (5, 7))))  # the second reaches back into the first
+    assert gaps.positions().tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1]
+
+
+def test_parts_see_nothing_of_each_other():
+    for mask in random_masks(200):
+        dense, parts = mask.dense(), mask.parts
+        assert [p for span in parts for p in range(*span)] == list(range(mask.seq_len))
+        for span in parts:
+            inside = torch.zeros(mask.seq_len, dtype=torch.bool)
+            inside[slice(*span)] = True
+            assert not dense[inside][:, ~inside].any()
+            assert not dense[~inside][:, inside].any()
+    assert Mask.documents((0, 3, 4, 9)).parts == ((0, 3), (3, 4), (4, 9))
+
+
+def test_masks_made_of_others():
+    masks = list(random_masks(120))
+    for mask in masks:
+        assert mask.transposed.dense().equal(mask.dense().T)
+        assert mask.transposed.transposed.dense().equal(mask.dense())
+        assert mask.transposed.area == mask.area
+        for window in (1, 3, 50):
+            expected = mask.dense() & pairs(mask.seq_len, lambda i, j, w=window: i - j < w)
+            assert mask.windowed(window).dense().equal(expected)
+    for some in (masks[i : i + 3] for i in range(0, 60, 3)):
+        stacked = Mask.stacked(some)
+        assert stacked.dense().equal(torch.block_diag(*(m.dense() for m in some)).bool())
+        assert stacked.area == sum(m.area for m in some)
+
+
+def test_masks_made_of_others_are_as_good_as_new():
+    """What is not checked when it is made would be right if it were."""
+    for mask in random_masks(150):
+        for made in (mask, mask.transposed, mask.windowed(3), Mask.stacked([mask, mask])):
+            again = Mask(made.seq_len, made.slices)
+            assert again == made
+            assert again.digest == made.digest
+
+
+def test_equal_masks_are_equal_and_unlike_ones_are_not():
+    slices = (Slice((0, 4), (0, 4), 0), Slice((4, 9), (4, 9), 0))
+    mask = Mask(9, slices[::-1])
+    assert mask == Mask(9, slices) == Mask.documents((0, 4, 9))
+    assert hash(mask) == hash(Mask.documents((0, 4, 9)))
+    others = [
+        Mask.documents((0, 4, 10)),
+        Mask.documents((0, 5, 9)),
+        Mask.documents((0, 4, 9), causal=False),
+        Mask.documents((0, 4, 9), window=2),
+        Mask.documents((0, 4, 9), window=3),
+        Mask(9, (*slices, Slice((4, 5), (0, 1)))),
+        Mask(9, (Slice((0, 4), (0, 4)), slices[1])),
+        Mask(10, slices),
+        Mask(9, ()),
+    ]
+    assert len({mask, *others}) == len({m.digest for m in (mask, *others)}) == 1 + len(others)
+    assert mask != "causal"
+    assert Mask(9, (*slices, Slice((5, 5), (0, 1)), Slice((0, 1), (5, 6), 0))) == mask  # what hides all is nothing
+
+
+def test_a_digest_is_the_same_in_every_process():
+    assert Mask.documents((0, 3, 8), window=2).digest == "587bf77bbbd73f59596715627c344ad9"
+
+
+def test_a_mask_prints_a_drawing():
+    lines = str(Mask.documents((0, 2, 4))).splitlines()
+    assert lines[0] == "4 tokens, 2 documents, 6 visible pairs (37.5%)"
+    assert lines[1:] == ["#", "# #", "    #", "    # #"]
+    long = str(Mask.causal(1 << 20)).splitlines()
+    assert long[0].startswith("1,048,576 tokens, 1 document, ")
+    assert len(long) == 33
+    assert long[-1].count("#") == 31
+    assert (
+        repr(Mask.documents((0, 2, 4))) == "Mask(4, (Slice((0, 2), (0, 2), 0, None), Slice((2, 4), (2, 4), 0, None)))"
+    )
+    assert repr(Mask.documents(range(9))).endswith(", ...))")
+
+
+SQUARE = Slice((0, 4), (0, 4))
+
+
+@pytest.mark.parametrize(
+    ("slices", "message"),
+    [
+        ((SQUARE, SQUARE), "slices overlap"),
+        ((SQUARE, Slice((3, 6), (3, 6))), "slices overlap"),
+        ((Slice((0, 8), (0, 8), 0), Slice((0, 8), (0, 8), None, 1)), "slices overlap"),
+        ((Slice((0, 8), (6, 8), 0), SQUARE, Slice((7, 8), (0, 8))), r"Slice\(\(7, 8\).*have pairs in common"),
+        ((Slice((0, 9), (0, 4)),), r"q=\(0, 9\) of a slice is out of range: the mask has 8 tokens"),
+        ((Slice((0, 4), (-1, 4)),), r"kv=\(-1, 4\) of a slice is out of range"),
+        ((Slice((4, 3), (0, 4)),), r"q=\(4, 3\) of a slice is out of range"),
+    ],
+)
+def test_slices_that_cannot_be_are_refused(slices, message):
+    with pytest.raises(ValueError, match=message):
+        Mask(8, slices)
+
+
+def test_slices_that_only_touch_are_no_overlap():
+    """Bands side by side in one rectangle; rectangles side by side."""
+    mask = Mask(8, (Slice((0, 8), (0, 8), 0, 2), Slice((0, 8), (0, 8), 2), Slice((0, 8), (0, 8), None, 0)))
+    assert mask.dense().all()
+    assert mask.area == 64
+
+
+def test_overlaps_are_found_whenever_there_are_some():
+    for seed in range(300):
+        chance = random.Random(seed)
+        slices = []
+        for _ in range(chance.randint(2, 4)):
+            spans = [tuple(sorted(chance.sample(range(10), 2))) for _ in range(2)]
+            low, high = (chance.choice((None, chance.randint(-9, 9))) for _ in range(2))
+            slices.append(Slice(*spans, low, high))
+        most = sum(Mask(9, (s,)).dense().int() for s in slices).max()
+        if most > 1:
+            with pytest.raises(ValueError, match="slices overlap"):
+                Mask(9, tuple(slices))
+        else:
+            assert Mask(9, tuple(slices)).area == sum(s.area for s in slices)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: Mask(8, (((0, 4), (0, 4)),)), TypeError, "a mask is made of Slices, got tuple"),
+        (lambda: Mask(8, (Slice(4, (0, 4)),)), TypeError, r"q of a slice must be \(start, stop\), got 4"),
+        (lambda: Mask(8, (Slice((0, 4.0), (0, 4)),)), TypeError, r"q of a slice must be a whole number, got 4\.0"),
+        (lambda: Mask(8, (Slice((0, 4), (0, 4), 0.5),)), TypeError, r"low must be a whole number, got 0\.5"),
+        (lambda: Mask(8.0, ()), TypeError, r"seq_len must be a whole number, got 8\.0"),
+        (lambda: Mask(0, ()), ValueError, "a mask needs at least one token, got 0"),
+        (lambda: Mask.causal(0), ValueError, "seq_len must be at least 1, got 0"),
+        (lambda: Mask.full(True), TypeError, "seq_len must be a whole number, got True"),
+        (lambda: Mask.window(8, 0), ValueError, "window must be at least 1, got 0"),
+        (lambda: Mask.window(8, None), TypeError, "window must be a whole number, got None"),
+        (lambda: Mask.documents((0, 8), window=-1), ValueError, "window must be at least 1, got -1"),
+        (lambda: Mask.documents((0, 8), causal=1), TypeError, "causal must be True or False, got 1"),
+        (lambda: Mask.causal(8).windowed(2.0), TypeError, r"window must be a whole number, got 2\.0"),
+    ],
+)
+def test_what_makes_no_mask_is_refused(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()
+
+
+CU_SEQLENS = [
+    ((1, 8), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(1, 8\)"),
+    ((), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(\)"),
+    ((0,), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(0\)"),
+    ((0, 5, 5, 8), ValueError, "cu_seqlens must rise, but 5 comes after 5"),
+    ((0, 5, 3, 8), ValueError, "cu_seqlens must rise, but 3 comes after 5"),
+    ((0, 2.0), TypeError, r"cu_seqlens must be a whole number, got 2\.0"),
+    ("0123", TypeError, "cu_seqlens must be a sequence of whole numbers, got str"),
+    (b"0123", TypeError, "cu_seqlens must be a sequence of whole numbers, got bytes"),
+    (8, TypeError, "cu_seqlens must be a sequence of whole numbers, got int"),
+    (None, TypeError, "cu_seqlens must be a sequence of whole numbers, got NoneType"),
+    (torch.tensor([0.0, 8.0]), TypeError, "tensor of integers of one dimension, got shape .* and torch.float32"),
+    (torch.tensor([False, True]), TypeError, "tensor of integers of one dimension, got shape .* and torch.bool"),
+    (torch.tensor([[0, 8]]), TypeError, r"tensor of integers of one dimension, got shape \(1, 2\)"),
+    (torch.tensor(8), TypeError, r"tensor of integers of one dimension, got shape \(\)"),
+    (torch.zeros(2, dtype=torch.int32, device="meta"), ValueError, "must be on the CPU, .* got meta"),
+]
+
+
+@pytest.mark.parametrize(("cu_seqlens", "kind", "message"), CU_SEQLENS)
+def test_wrong_cu_seqlens_are_refused(cu_seqlens, kind, message):
+    with pytest.raises(kind, match=message):
+        Mask.documents(cu_seqlens)
+
+
+def test_long_masks_cost_little():
+    """10,000 documents, and what a call asks of them, in a tenth of what comparing each with each would take."""
+    began = time.process_time()
+    mask = Mask.documents(range(0, 100_001, 10))
+    assert mask.area == 10_000 * 55
+    assert len(mask.parts) == 10_000
+    assert Mask(mask.seq_len, mask.slices) == mask
+    assert time.process_time() - began < 5
+
+
+# What calls refuse of masks and layouts: the change that rank 2 of 3 makes, or all do; each holds 4 of 12 tokens.
+WRONG_ON_ALL = [
+    ({"mask": Mask.causal(13)}, ValueError, r"the mask has 13 tokens, the ranks hold 12: \[4, 4, 4\]"),
+    ({"mask": Mask.causal(12), "causal": True}, ValueError, "mask and causal exclude each other"),
+    ({"mask": "causal"}, TypeError, "mask must be a Mask or one for each row, got str"),
+    ({"mask": torch.ones(12, 12, dtype=torch.bool)}, TypeError, "mask must be a Mask or one for each row, got Tensor"),
+    ({"mask": [Mask.causal(12), None]}, TypeError, "mask must be a Mask or one for each row, got NoneType"),
+    ({"mask": [[Mask.causal(12)]]}, TypeError, "mask must be a Mask or one for each row, got list"),
+    ({"mask": [Mask.causal(12)] * 3}, ValueError, "mask has 3 entries for a batch of 2 rows"),
+    ({"mask": []}, ValueError, "mask has 0 entries for a batch of 2 rows"),
+    ({"mask": [Mask.causal(12), Mask.full(13)]}, ValueError, "equally many tokens|13"),
+    ({"layout": ["zigzag"] * 3}, ValueError, "layout has 3 entries for a batch of 2 rows"),
+    ({"layout": ["zigzag", None]}, TypeError, "layout must be a Layout or one for each row, got NoneType"),
+    ({"layout": 3}, TypeError, "layout must be a Layout or one for each row, got int"),
+    ({"layout": ["zigzag", "striped"]}, ValueError, "rows with layouts of their own need a mask each"),
+    ({"layout": ["zigzag", "spiral"], "mask": Mask.causal(12)}, ValueError, "unknown layout 'spiral'"),
+    ({"layout": Layout.zigzag(12, 4)}, ValueError, "the layout is one for 4 ranks, the group has 3"),
+    ({"layout": Layout.zigzag(13, 3)}, ValueError, r"the ranks hold \[4, 4, 4\] tokens, but zigzag cuts 13 into"),
+    (
+        {"layout": Layout.zigzag(13, 3), "mask": Mask.causal(12)},
+        ValueError,
+        r"the ranks hold \[4, 4, 4\] tokens, but zigzag cuts 13 into",
+    ),
+    (
+        {"layout": [Layout.zigzag(12, 3), Layout.zigzag(13, 3)], "mask": Mask.causal(12)},
+        ValueError,
+        "a row's mask has 12 tokens, its layout 13",
+    ),
+    (
+        {"layout": [Layout.zigzag(12, 3), Layout.zigzag(13, 3)]},
+        ValueError,
+        "the layouts of the rows must give a rank equally many tokens",
+    ),
+]
+
+
+def attend(ring, **options):
+    q, k, v = random_qkv(2, 4, 2, 2, 8)[:3]
+    return burst_attn_func(q, k, v, process_group=ring, **options)
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), WRONG_ON_ALL)
+def test_wrong_masks_are_an_error_on_every_rank(options, kind, message):
+    def work(ring):
+        with pytest.raises(kind, match=message):
+            attend(ring, **options)
+        return attend(ring, mask=Mask.causal(12)).shape  # all goes on
+
+    assert simulate(3, work) == [(2, 4, 2, 8)] * 3
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), WRONG_ON_ALL)
+def test_wrong_masks_of_one_rank_are_an_error_on_every_rank(options, kind, message):
+    def work(ring):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            attend(ring, **(options if ring.rank == 2 else {"mask": Mask.causal(12)}))
+        attend(ring)
+        return str(caught.value)
+
+    said = simulate(3, work)
+    theirs = re.compile(f"rank 2 of the group failed before a call of .*({message})|ranks differ in ")
+    assert all(theirs.search(words) for words in said[:2])
+    assert re.search(f"{message}|ranks differ in ", said[2])
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "term"),
+    [
+        ({"mask": Mask.causal(12)}, {"mask": Mask.full(12)}, "mask"),
+        ({"mask": Mask.documents((0, 5, 12))}, {"mask": Mask.documents((0, 6, 12))}, "mask"),
+        ({"mask": Mask.causal(12)}, {"causal": True}, "mask"),
+        ({"causal": True}, {}, "mask"),
+        ({"mask": Mask.causal(12)}, {"mask": [Mask.causal(12), Mask.full(12)]}, "batch|rows|tokens|mask"),
+        ({"layout": "zigzag"}, {"layout": "striped"}, "layout"),
+        (
+            {"layout": Layout.balanced(Mask.documents((0, 5, 12)), 3)},
+            {"layout": Layout.balanced(Mask.documents((0, 2, 12)), 3)},
+            "layout",
+        ),
+        (
+            {"layout": ["zigzag", "striped"], "mask": Mask.full(12)},
+            {"layout": "zigzag", "mask": Mask.full(12)},
+            "batch",
+        ),
+    ],
+)
+def test_ranks_with_unlike_masks_all_raise(mine, theirs, term):
+    def work(ring):
+        with pytest.raises(ValueError, match=rf"ranks differ in ({term}): rank 0 has .*, rank 2 has"):
+            attend(ring, **(theirs if ring.rank == 2 else mine))
+        return attend(ring, **mine).shape
+
+    assert simulate(3, work) == [(2, 4, 2, 8)] * 3
+
+
+def test_equal_masks_may_be_said_differently():
+    """A mask of its own for each row that is the same for all; numbers of numpy."""
+
+    def work(ring):
+        mask = Mask.causal(np.int64(12)) if ring.rank else [Mask(12, (Slice((0, 12), (0, 12), 0),))] * 2
+        return attend(ring, mask=mask, layout=["zigzag"] * 2), attend(ring, causal=True)
+
+    for got, expected in simulate(3, work):
+        assert got.equal(expected)
+
+
+def test_wrong_cu_seqlens_of_one_rank_are_an_error_on_every_rank():
+    def work(ring):
+        q, k, v = (x[0] for x in random_qkv(1, 4, 2, 2, 8)[:3])
+        for wrong, _, message in CU_SEQLENS:
+            with pytest.raises((ValueError, TypeError), match=message):
+                burst_attn_varlen_func(q, k, v, wrong if ring.rank == 2 else (0, 12), process_group=ring)
+        for wrong in ((0, 11), (0, 5, 13)):
+            with pytest.raises(ValueError, match=rf"the mask has {wrong[-1]} tokens, the ranks hold 12"):
+                burst_attn_varlen_func(q, k, v, wrong, process_group=ring)
+        return True
+
+    assert simulate(3, work) == [True] * 3
+
+
+def refused(rank: int) -> list[str]:
+    """What a call says whose mask is wrong on a rank, or another one there; then one that is right."""
+    q, k, v = random_qkv(2, 6, 2, 2, 8)[:3]
+    wrong = [
+        {"mask": Mask.causal(12 + rank)},
+        {"mask": Mask.documents((0, 4 + rank, 12))},
+        {"mask": "causal" if rank else None},
+        {"mask": [Mask.causal(12)] * (2 + rank)},
+        {"mask": Mask.causal(12), "causal": rank == 1},
+        {"layout": Layout.zigzag(12, 2 + rank)},
+        {"layout": Layout.zigzag(13, 2)},
+    ]
+    said = []
+    for options in wrong:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            burst_attn_func(q, k, v, **options)
+        said.append(str(caught.value))
+    assert burst_attn_func(q, k, v, mask=Mask.documents((0, 4, 12)), layout="balanced").shape == q.shape
+    return said
+
+
+def test_processes_hear_of_wrong_masks_too():
+    reasons = [
+        "ranks differ in mask",
+        "ranks differ in mask",
+        "mask must be a Mask or one for each row, got str",
+        "mask has 3 entries for a batch of 2 rows",
+        "mask and causal exclude each other",
+        "the layout is one for 3 ranks, the group has 2",
+        "the ranks hold [6, 6] tokens, but zigzag cuts 13",
+    ]
+    first, second = run_ranks(2, refused)
+    for mine, theirs, reason in zip(first, second, reasons, strict=True):
+        assert reason in mine
+        assert reason in theirs

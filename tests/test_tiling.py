@@ -1,0 +1,173 @@
+"""Tilings by brute force: every visible pair in one tile and in one kernel call, and nothing else in any."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from bmt_burst import Layout, Mask, Slice, tiling
+from bmt_burst.span import length, merged
+from bmt_burst.tile import Tile
+from bmt_burst.tiling import Tiling, by_columns, flipped, kernel_calls
+from tests.helpers import random_layout, random_mask
+
+CASES = 480
+PARTS = 6  # tests that share them
+NAMES = ("zigzag", "striped", "contiguous")
+
+
+def painted(tiles, rows, columns):
+    """How many of the tiles have each (query, key) pair."""
+    count = torch.zeros(rows, columns, dtype=torch.int)
+    for q, kv, low, high in tiles:
+        distance = torch.arange(length(q)).unsqueeze(1) - torch.arange(length(kv))
+        inside = torch.ones_like(distance, dtype=torch.bool)
+        if low is not None:
+            inside &= distance >= low
+        if high is not None:
+            inside &= distance < high
+        assert inside.any(), "a tile has something visible"
+        count[slice(*q), slice(*kv)] += inside.int()
+    return count
+
+
+def painted_calls(cuts, rows, columns):
+    """The same of kernel calls, as kernels are told to read them."""
+    count = torch.zeros(rows, columns, dtype=torch.int)
+    for cut in cuts:
+        for spans, tokens in ((cut.rows, cut.call.q_tokens), (cut.columns, cut.call.kv_tokens)):
+            assert sum(map(length, spans)) == tokens
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "what is copied rises, each token once"
+        for (q, kv), (next_q, next_kv) in itertools.pairwise(cut.call.tiles):
+            assert q[1] <= next_q[0], "tiles of a call share no queries and rise"
+            assert kv[1] <= next_kv[0], "nor keys"
+        i, j = (torch.cat([torch.arange(*span) for span in spans]) for spans in (cut.rows, cut.columns))
+        for q, kv in cut.call.tiles:
+            ahead = torch.arange(length(kv)) - length(kv) - torch.arange(length(q)).unsqueeze(1) + length(q)
+            inside = torch.ones_like(ahead, dtype=torch.bool)
+            if cut.call.right is not None:
+                inside &= ahead <= cut.call.right
+            if cut.call.left is not None:
+                inside &= ahead >= -cut.call.left
+            count[i[slice(*q)].unsqueeze(1), j[slice(*kv)]] += inside.int()
+    return count
+
+
+def assert_tiles_are(tiles, pairs):
+    """Tiles, and the kernel calls that a forward and each backward makes of them, are these pairs."""
+    assert painted(tiles, *pairs.shape).equal(pairs)
+    assert painted_calls(kernel_calls(tiles), *pairs.shape).equal(pairs)
+    assert painted_calls(kernel_calls(by_columns(tiles)), *pairs.shape).equal(pairs)
+    assert painted_calls(kernel_calls(map(flipped, by_columns(tiles))), *pairs.T.shape).equal(pairs.T)
+
+
+def in_a_row(pieces):
+    """Where pieces lie one after the other."""
+    ends = list(itertools.accumulate((length(piece.span) for piece in pieces), initial=0))
+    return list(itertools.pairwise(ends))
+
+
+def check(mask: Mask, layout: Layout):
+    pairs, cut = mask.dense().int(), Tiling(mask, layout)
+    positions = [layout.positions(rank) for rank in range(layout.size)]
+    for rank, mine in enumerate(positions):
+        assert_tiles_are(cut.own_tiles(rank), pairs[mine][:, mine])
+        pieces = cut.seen(rank)
+        assert pieces == sorted(pieces)
+        for piece in pieces:
+            expected = torch.arange(piece.start, piece.stop, piece.step)
+            assert positions[piece.owner][slice(*piece.span)].equal(expected)
+        names = [torch.zeros(0, dtype=torch.long), *(positions[p.owner][slice(*p.span)] for p in pieces)]
+        memory = torch.cat(names)
+        assert memory.unique().numel() == memory.numel()
+        others = pairs[mine].clone()
+        others[:, mine] = 0
+        seen = pairs[mine][:, memory]
+        assert seen.sum() == others.sum(), "all that is looked at is among what comes"
+        assert_tiles_are(cut.tiles(rank, pieces, in_a_row(pieces)), seen)
+        for owner in range(layout.size):
+            if owner != rank:
+                assert cut.seen_of(owner, [rank]) == merged(p.span for p in pieces if p.owner == owner)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_visible_pair_is_in_one_tile_and_one_kernel_call(part, monkeypatch):
+    for seed in range(part, CASES, PARTS):
+        chance = random.Random(seed)
+        monkeypatch.setattr(tiling, "_GAP", chance.choice((0, 3, 256)))
+        monkeypatch.setattr(tiling, "_MOST_SPANS", chance.choice((1, 2, 8)))
+        size = chance.randint(1, 6)
+        mask = random_mask(chance, chance.randint(size, 40))
+        check(mask, random_layout(chance, mask, size))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_so_it_is_for_every_length(name, size):
+    for tokens in {size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, 4 * size + 3, 41}:
+        for mask in (Mask.causal(tokens), Mask.full(tokens)):
+            check(mask, Layout.named(name, tokens, size))
+
+
+def test_ranks_see_tokens_of_several_ranks_together():
+    """What any of some ranks looks at of another one's shard."""
+    mask, layout = Mask.documents((0, 5, 12, 31, 40)), Layout.zigzag(40, 4)
+    cut, pairs = Tiling(mask, layout), mask.dense()
+    for owner, ranks in itertools.product(range(4), ([], [0, 1], [0, 2, 3], [0, 1, 2, 3])):
+        rows = [layout.positions(rank) for rank in ranks]
+        seen = pairs[torch.cat(rows)].any(0)[layout.positions(owner)] if rows else torch.zeros(layout.length(owner))
+        spans = cut.seen_of(owner, ranks)
+        assert [i for span in spans for i in range(*span)] == seen.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+def test_only_what_is_looked_at_comes(name):
+    """Where positions of a run are next to each other, every token that comes is looked at by some query."""
+    for seed in range(60):
+        chance = random.Random(seed)
+        cuts = sorted({0, 40, *(chance.randint(1, 40) for _ in range(4))})
+        mask = Mask.documents(cuts, window=chance.choice((None, 3, 9)))
+        layout = Layout.named(name, 40, 4)
+        for rank in range(4):
+            for piece in Tiling(mask, layout).seen(rank):
+                keys = layout.positions(piece.owner)[slice(*piece.span)]
+                assert mask.dense()[layout.positions(rank)][:, keys].any(0).all()
+
+
+def calls_of(mask, layout, rank):
+    """Kernel calls of the own block, and of all others where they lie one after the other."""
+    cut = Tiling(mask, layout)
+    pieces = cut.seen(rank)
+    return kernel_calls(cut.own_tiles(rank)), kernel_calls(cut.tiles(rank, pieces, in_a_row(pieces)))
+
+
+def test_few_kernel_calls():
+    """Causal zigzag: what is earlier for all queries, and what only the late half sees. Documents: one."""
+    own, others = calls_of(Mask.causal(1 << 18), Layout.zigzag(1 << 18, 8), 3)
+    assert [cut.call.is_causal and cut.call.is_whole for cut in own] == [True]
+    assert len(others) == 2
+    documents = Mask.documents(range(0, (1 << 14) + 1, 64))
+    own, others = calls_of(documents, Layout.contiguous(1 << 14, 8), 3)
+    assert [len(cut.call.tiles) for cut in own] == [32]
+    assert others == []
+    own, others = calls_of(documents.windowed(16), Layout.contiguous(1 << 14, 8), 3)
+    assert [(cut.call.left, cut.call.right) for cut in own] == [(15, 0)]
+    own, others = calls_of(Mask.window(1 << 14, 256), Layout.contiguous(1 << 14, 8), 3)
+    assert [cut.call.q_tokens for cut in own] == [2048]
+    assert [(cut.call.q_tokens, cut.call.kv_tokens) for cut in others] == [(255, 255)]
+
+
+def test_tiles_are_flipped_and_flipped_back():
+    tile = Tile((3, 9), (4, 14), -2, 5)
+    assert flipped(tile) == Tile((4, 14), (3, 9), -4, 3)
+    assert flipped(flipped(tile)) == tile
+    assert flipped(flipped(Tile((0, 2), (0, 3), None, 1))) == Tile((0, 2), (0, 3), None, 1)
+
+
+def test_a_mask_that_hides_all_has_no_tiles():
+    cut = Tiling(Mask(12, ()), Layout.zigzag(12, 3))
+    for rank in range(3):
+        assert cut.own_tiles(rank) == cut.seen(rank) == kernel_calls([]) == []
+    one = Tiling(Mask(12, (Slice((3, 4), (7, 8)),)), Layout.contiguous(12, 3))
+    assert [one.seen(rank) != [] for rank in range(3)] == [True, False, False]

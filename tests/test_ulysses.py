@@ -1,0 +1,318 @@
+"""Ulysses: against dense attention in fp64 through the simulator, over gloo, by copy engines, and on GPUs."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bmt_burst import Layout, Mask, burst_attn_func, burst_attn_varlen_func, init_sequence_parallel, kernels, simulate
+from bmt_burst.layout import LAYOUTS
+from bmt_burst.rings import make_rings
+from bmt_burst.spec import Spec
+from bmt_burst.strategies import Problem, Sizes, load
+from bmt_burst.strategies.ulysses import Heads
+from bmt_burst.transport import MESSAGE_BYTES
+from bmt_burst.transport.torch_dist import TorchTransport
+from tests.helpers import needs_ranks, random_qkv, relative_error, ring_arguments, run_ranks
+from tests.test_copy_engine import engine_ring
+from tests.test_masks import SCALE, dense_results, random_layout, random_mask, random_slices, ring_results
+
+SIZES = [1, 2, 3, 4, 5, 8]
+HEADS = [(8, 8), (8, 2), (6, 3), (5, 5), (7, 1), (3, 1)]
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def assert_equal(got, expected, bound=1e-10, where=None):
+    """out, lse, dq, dk, dv, relative to the norm; lse is -inf in the same places, and out is 0 there."""
+    blind = expected[1].isinf()
+    assert got[1].isinf().equal(blind), where
+    assert got[0].transpose(1, 2)[blind].eq(0).all(), where
+    for name, mine, exact in zip(NAMES, got, expected, strict=True):
+        mine, exact = (x.masked_fill(blind, 0.0) if name == "lse" else x for x in (mine, exact))
+        error = (mine - exact).norm() / exact.norm().clamp_min(1e-3)  # gradients may be 0 but for rounding
+        assert error < bound, (name, float(error), where)
+
+
+def masks(tokens: int) -> list[Mask]:
+    cuts = (0, 1, tokens // 3, tokens // 2, tokens)
+    return [
+        Mask.causal(tokens),
+        Mask.full(tokens),
+        Mask.documents(cuts),
+        Mask.documents(cuts, causal=False, window=5),
+        Mask.window(tokens, 7),
+        Mask(tokens, tuple(random_slices(random.Random(tokens), tokens))),
+    ]
+
+
+def layouts(mask: Mask, size: int) -> list[Layout]:
+    return [*(Layout.named(name, mask.seq_len, size) for name in LAYOUTS), Layout.balanced(mask, size)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("size", SIZES)
+def test_equals_dense(size, heads, kv_heads):
+    """Each layout with each mask in some of these."""
+    at = SIZES.index(size) + HEADS.index((heads, kv_heads))
+    for i in range(len(LAYOUTS) + 1):
+        tokens = 37 + 2 * i
+        mask = masks(tokens)[(at + i) % 6]
+        layout = layouts(mask, size)[i]
+        tensors = random_qkv(1 + i % 2, tokens, heads, kv_heads, 8, seed=at)
+        options = {"flash": ("cpu", "reference")[(at + i) % 2], "optimize_bwd_comm": i % 3 > 0}
+        got = ring_results(mask, layout, tensors, size, strategy="ulysses", **options)
+        assert_equal(got, dense_results(mask, tensors), where=(mask, layout, options))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_any_mask_equals_dense(part):
+    for seed in range(part, 60, 4):
+        chance = random.Random(seed)
+        size = chance.choice(SIZES)
+        mask = random_mask(chance, chance.randint(size, 70))
+        layout = random_layout(chance, mask, size)
+        tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed)
+        options = {"flash": chance.choice(("cpu", "reference")), "group_bytes": chance.choice((0, 1 << 30))}
+        got = ring_results(mask, layout, tensors, size, strategy="ulysses", **options)
+        assert_equal(got, dense_results(mask, tensors), where=(seed, mask, layout, options))
+
+
+def test_equals_the_ring():
+    mask, tensors = Mask.documents((0, 5, 30, 61)), random_qkv(2, 61, 6, 2, 8)
+    layout = Layout.balanced(mask, 4)
+    by_name = [ring_results(mask, layout, tensors, 4, strategy=name) for name in ("ulysses", "ring")]
+    assert_equal(*by_name, bound=1e-13)
+
+
+def test_rows_with_masks_of_their_own_and_packed_documents():
+    tensors, own = random_qkv(2, 24, 4, 2, 8), [Mask.documents((0, 9, 24)), Mask.full(24)]
+    rows = [dense_results(mask, [x[i : i + 1] for x in tensors]) for i, mask in enumerate(own)]
+    expected = [torch.cat(same) for same in zip(*rows, strict=True)]
+    got = ring_results(own, Layout.zigzag(24, 3), tensors, 3, strategy="ulysses")
+    assert_equal(got, expected)
+
+    def packed(ring):
+        q, k, v = (Layout.zigzag(24, 3).shard(x[0], ring.rank, 0) for x in tensors[:3])
+        return burst_attn_varlen_func(q, k, v, (0, 9, 24), SCALE, causal=True, process_group=ring, strategy="ulysses")
+
+    out = Layout.zigzag(24, 3).unshard(simulate(3, packed), 0)
+    assert relative_error(out, expected[0][0]) < 1e-13
+
+
+def test_every_query_head_is_computed_once_with_its_kv_head():
+    for (heads, kv_heads), size in itertools.product([*HEADS, (32, 8), (12, 4), (9, 3)], range(1, 14)):
+        ratio, found = heads // kv_heads, []
+        for rank in range(size):
+            mine = Heads.of(rank, size, heads, kv_heads)
+            chunks = mine.chunks(ratio)
+            assert len(chunks) <= 3
+            for at, kv_at in chunks:
+                here, there = range(heads)[slice(*mine.q)][at], range(kv_heads)[slice(*mine.kv)][kv_at]
+                assert len(here) % len(there) == 0
+                found += [(q, there[i // (len(here) // len(there))]) for i, q in enumerate(here)]
+            assert -1 < mine.q[1] - mine.q[0] - heads // size < 2
+        assert found == [(q, q // ratio) for q in range(heads)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_results_have_the_error_of_the_kernel_alone(size):
+    """In bf16, with a kv head that all ranks have query heads of: its gradients are added up in fp32 once.
+
+    The sum of two or four gradients that were rounded each has no larger error than one that was rounded.
+    """
+    mask, exact = Mask.causal(96), random_qkv(1, 96, 8, 1, 16)
+    tensors = [x.bfloat16() for x in exact]
+    expected = dense_results(mask, tensors)
+    results = {n: ring_results(mask, Layout.zigzag(96, n), tensors, n, strategy="ulysses") for n in (1, size)}
+    errors = {n: [relative_error(*pair) for pair in zip(got, expected, strict=True)] for n, got in results.items()}
+    assert [x.dtype for x in results[size]] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 3]
+    for name, mine, alone in zip(NAMES, errors[size], errors[1], strict=True):
+        assert mine < 1.15 * alone, (name, mine, alone)
+
+
+def test_inputs_of_any_strides_are_left_alone():
+    layout, tensors = Layout.striped(23, 2), random_qkv(2, 23, 4, 2, 8)
+    expected = dense_results(Mask.causal(23), [*tensors[:3], torch.ones_like(tensors[3])])
+
+    def work(ring):
+        shards = [layout.shard(x, ring.rank).transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:3]]
+        before = [x.clone() for x in shards]
+        shards = [x.requires_grad_() for x in shards]
+        out, lse = burst_attn_func(
+            *shards, SCALE, causal=True, layout="striped", strategy="ulysses", return_lse=True, process_group=ring
+        )
+        grads = torch.autograd.grad(out.sum(), shards)  # the gradient of out has strides of 0
+        assert all(x.equal(y) for x, y in zip(shards, before, strict=True))
+        return out.detach(), lse, *grads
+
+    results = simulate(2, work)
+    got = [layout.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
+    assert_equal(got, expected)
+
+
+def test_in_inference_mode_and_after_it():
+    layout, (q, k, v, _) = Layout.zigzag(23, 2), random_qkv(1, 23, 4, 2, 8)
+    expected = dense_results(Mask.full(23), [q, k, v, v.new_zeros(q.shape)])[0]
+
+    def work(ring):
+        shards = [layout.shard(x, ring.rank) for x in (q, k, v)]
+        options = {"strategy": "ulysses", "process_group": ring}
+        with torch.inference_mode():
+            first = burst_attn_func(*shards, SCALE, **options).clone()
+        return first, burst_attn_func(*shards, SCALE, **options)
+
+    for outs in zip(*simulate(2, work), strict=True):
+        assert relative_error(layout.unshard(outs), expected) < 1e-13
+
+
+def problem(size: int, heads: int, kv_heads: int, mask: Mask) -> Problem:
+    sizes = Sizes(2, heads, kv_heads, 8, torch.float64, torch.float64)
+    return Problem(mask, Layout.zigzag(mask.seq_len, size), Spec(SCALE), kernels.load("cpu"), sizes, size, 1)
+
+
+def test_a_plan_says_who_computes_what_and_what_moves():
+    plans = [load("ulysses").plan(problem(4, 3, 1, Mask.causal(41)), rank) for rank in range(4)]
+    said = str(plans[1]).splitlines()
+    assert said[0] == "rank 1 of 4: 1 kernel calls for each of 1 chunks of heads, of 41 tokens"
+    assert said[1:3] == [
+        "  rank 0 computes no heads",
+        "  rank 1 computes query heads 0 to 0, kv heads 0 to 0",
+    ]
+    layout, tensors = Layout.zigzag(41, 4), random_qkv(2, 41, 3, 1, 8)
+
+    def work(ring):
+        shards = [layout.shard(x, ring.rank).requires_grad_() for x in tensors[:3]]
+        out = burst_attn_func(*shards, causal=True, flash="cpu", strategy="ulysses", process_group=ring)
+        torch.autograd.grad(out, shards, layout.shard(tensors[3], ring.rank))
+        return sum(nbytes for _, nbytes in ring.traffic if nbytes != MESSAGE_BYTES + 4)
+
+    for plan, sent in zip(plans, simulate(4, work), strict=True):
+        assert sum(int(line.split()[0].replace(",", "")) for line in str(plan).splitlines()[5:]) == sent
+
+
+def test_a_double_ring_is_refused_on_every_rank():
+    q, k, v, _ = random_qkv(1, 4, 2, 2, 8)
+
+    def work(ring):
+        with pytest.raises(ValueError, match=r"strategy 'ulysses': it takes a single group .* of 2 x 2"):
+            burst_attn_func(q, k, v, strategy="ulysses", **ring_arguments(ring, 2))
+        return make_rings(ring, (None, None)).size
+
+    assert simulate(4, work) == [4] * 4
+
+
+def test_ranks_with_unlike_strategies_are_told_so():
+    q, k, v, _ = random_qkv(1, 4, 2, 2, 8)
+
+    def work(ring):
+        with pytest.raises(ValueError, match="ranks differ in strategy: rank 0 has 'ring', rank 1 has 'ulysses'"):
+            burst_attn_func(q, k, v, strategy=("ring", "ulysses")[ring.rank], process_group=ring)
+        return burst_attn_func(q, k, v, strategy="ulysses", process_group=ring).shape
+
+    assert simulate(2, work) == [q.shape] * 2
+
+
+def worst_error(rank: int, size: int, group: dict, heads, tokens: int, seed: int = 0) -> float:
+    """Of out, lse, dq, dk, dv of this rank's tokens in fp64, in several calls after each other."""
+    worst = 0.0
+    for i, mask in enumerate(masks(tokens)[:5]):  # of the last one not all rows see something
+        layout = layouts(mask, size)[i % 4]
+        tensors = random_qkv(2, tokens, *heads, 8, seed=seed + i)
+        *shards, dout = (layout.shard(x, rank) for x in tensors)
+        shards = [x.requires_grad_() for x in shards]
+        options = {"mask": mask, "layout": layout, "strategy": "ulysses", "return_lse": True, **group}
+        out, lse = burst_attn_func(*shards, SCALE, **options)
+        got = [out, lse, *torch.autograd.grad(out, shards, dout)]
+        for j, (mine, exact) in enumerate(zip(got, dense_results(mask, tensors), strict=True)):
+            exact = layout.shard(exact, rank, 2 if j == 1 else 1)
+            worst = max(worst, float((mine.detach() - exact).norm() / exact.norm().clamp_min(1e-3)))
+    return worst
+
+
+def over_gloo(rank: int) -> list[float]:
+    return [worst_error(rank, dist.get_world_size(), {}, heads, 31) for heads in ((7, 1), (4, 2), (2, 2))]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_real_processes(size):
+    for errors in run_ranks(size, over_gloo):
+        assert max(errors) < 1e-10
+
+
+@pytest.mark.parametrize("one_queue", [True, False])
+@pytest.mark.parametrize(("size", "heads"), [(2, (4, 2)), (3, (7, 1)), (4, (3, 1))])
+def test_by_copy_engines(size, heads, one_queue):
+    """Several calls after each other, of growing and shrinking size; one queue for all streams of a rank must do."""
+    arenas = {}
+
+    def work(ring):
+        group = {"process_group": engine_ring(ring, arenas, one_queue)}
+        return max(worst_error(ring.rank, size, group, heads, tokens) for tokens in (23, 57, 9))
+
+    assert max(simulate(size, work)) < 1e-10
+
+
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(method, monkeypatch):
+    arenas, kernel = {}, kernels.load("cpu")
+    plain = getattr(kernel, method)
+
+    def work(ring):
+        group = {"process_group": engine_ring(ring, arenas, one_queue=False)}
+        monkeypatch.setattr(kernel, method, failing)
+        with pytest.raises(MemoryError):
+            worst_error(ring.rank, 3, group, (4, 2), 23)
+        ring.gather(b"")
+        monkeypatch.setattr(kernel, method, plain)
+        ring.gather(b"")
+        return worst_error(ring.rank, 3, group, (4, 2), 23)
+
+    def failing(*_):
+        raise MemoryError("no memory left")
+
+    assert max(simulate(3, work)) < 1e-10
+
+
+# Rounding to 8 bits of operands and results, as of one block: see tests/test_gpu.py.
+BF16 = 1.2 * 3.6e-3
+
+
+def on_gpus(rank: int, size: int) -> dict[str, float]:
+    """The worst error of each case; the host waits for no GPU."""
+    sp, errors, scale = init_sequence_parallel(size), {}, 0.1
+    transports = [TorchTransport(sp.process_group, copy_engines=engines) for engines in (False, True)]
+    for heads, tokens in itertools.product(((4, 4), (6, 2), (3, 1), (1, 1)), (1024, 1031)):
+        tensors = random_qkv(2, tokens, *heads, 64, torch.bfloat16)
+        for mask in (Mask.causal(tokens), Mask.full(tokens), Mask.documents((0, 100, 700, tokens), window=64)):
+            exact = dense_results(mask, tensors, scale)
+            for layout, transport in itertools.product(layouts(mask, size), transports):
+                *shards, dout = (layout.shard(x, rank).cuda() for x in tensors)
+                shards = [x.requires_grad_() for x in shards]
+                options = {"mask": mask, "layout": layout, "strategy": "ulysses", "process_group": transport}
+                for _ in range(3):  # slots are taken in turn
+                    out, lse = burst_attn_func(*shards, scale, return_lse=True, **options)
+                    got = [out.detach(), lse, *torch.autograd.grad(out, shards, dout)]
+                own = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
+                worst = max(relative_error(a.cpu(), b) for a, b in zip(got, own, strict=True))
+                errors[f"{heads} {mask!r} {layout!r} engines={transport.wants_copy_engines}"] = worst
+    for transport in transports:
+        options["process_group"] = transport
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)
+        out = burst_attn_func(*shards, scale, **options)
+        torch.autograd.grad(out, shards, dout)
+        done = torch.cuda.Event()
+        done.record()
+        assert not done.query(), "the host waited for the GPU"
+        torch.cuda.synchronize()
+    return errors
+
+
+@pytest.mark.gpu
+@needs_ranks(2)
+def test_on_gpus():
+    for errors in run_ranks(2, on_gpus, 2, backend="nccl"):
+        name, worst = max(errors.items(), key=lambda entry: entry[1])
+        assert worst < BF16, (name, worst)
