@@ -37,7 +37,7 @@ from torch import Tensor
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench import masks, report
+from bench import masks, tables
 from bench.implementations import (
     IMPLEMENTATIONS,
     YARDSTICKS,
@@ -60,7 +60,7 @@ _ROUNDS = 3
 
 def describe(case: Case, gpus: int) -> str:
     facts = {"gpus": gpus, **vars(case)}
-    return f"{case.seq_len:,} tokens, {report.describe(tuple(facts[name] for name in report.CASE))}"
+    return f"{case.seq_len:,} tokens, {tables.describe(tuple(facts[name] for name in tables.CASE))}"
 
 
 def inputs(case: Case, tokens: int, machine: Machine, seed: int = 0) -> tuple[list[Tensor], Tensor]:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from bench.report import MARKED, with_tables
+from bench.report import DOCS, MARKED, RESULTS, known, page, with_tables
 from tests.helpers import ROOT
 
 
@@ -30,6 +30,15 @@ def test_its_tables_are_those_of_the_results():
     text = (ROOT / "README.md").read_text()
     assert with_tables(text) == text
     assert len(MARKED.findall(text)) == text.count("<!-- results:") == text.count("<!-- end") > 0
+
+
+def test_the_page_of_results_is_what_the_results_say():
+    text = (DOCS / "results.md").read_text()
+    assert page() == text, "python bench/report.py --readme writes it anew"
+    for folder, written in ((DOCS, text), (ROOT, (ROOT / "README.md").read_text())):
+        assert all((folder / plot).read_text().count("<svg") == 1 for plot in re.findall(r"!\[.*?\]\((.*?)\)", written))
+    with pytest.raises(ValueError, match=r"guessed-8\.jsonl begins with none of"):
+        known(RESULTS / "guessed-8.jsonl")
 
 
 def test_every_file_it_names_is_there():

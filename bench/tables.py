@@ -1,0 +1,285 @@
+"""Markdown tables of rows that this folder's scripts measured. bench/report.py prints them and writes the pages."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+CASE = ("gpus", "batch", "heads", "kv_heads", "head_dim", "mask")
+YARDSTICKS = ("kernel alone", "FA4 varlen")  # on one GPU
+
+
+def read_rows(files: Iterable[Path]) -> list[Row]:
+    """All rows. Those from before there were documents say whether they are causal."""
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    for row in rows:
+        if "causal" in row:
+            row["mask"] = "causal" if row.pop("causal") else "full"
+    return rows
+
+
+def table(header: list[str], rows: list[list[Any]]) -> str:
+    """A Markdown table; floats with three significant digits."""
+    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    lines = [header, ["---"] * len(header), *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def measured(rows: list[Row]) -> list[Row]:
+    """Rows of attention over several ranks, without what could not be measured."""
+    return [r for r in rows if r["kind"] == "attention" and r["impl"] not in YARDSTICKS and "fwd_ms" in r]
+
+
+def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
+    """Measured rows by everything but length and implementation."""
+    groups: dict[tuple, list[Row]] = defaultdict(list)
+    for row in measured(rows):
+        groups[tuple(row[name] for name in CASE)].append(row)
+    return groups
+
+
+def alone(rows: list[Row], row: Row, impl: str = "kernel alone") -> Row | None:
+    """A yardstick's measurement that belongs to a row, of the row's own kernel if that was measured, None without."""
+    same = ("kind", "batch", "heads", "kv_heads", "head_dim", "mask")
+    found = [
+        other
+        for other in rows
+        if other.get("impl") == impl
+        and "fwd_ms" in other
+        and other["seq_len"] * row["gpus"] == row["seq_len"]
+        and other.get("share_of", row["gpus"]) == row["gpus"]
+        and all(other[name] == row[name] for name in same)
+    ]
+    return max(found, key=lambda other: other["kernel"] == row["kernel"], default=None)
+
+
+def bwd_rate(row: Row) -> float:
+    """TFLOP/s per GPU of the backward: 2.5 times a forward's work, in the time by which both take longer than that.
+
+    NaN where both took no longer, which is the noise of tiny runs.
+    """
+    bwd_ms = row["fwd_bwd_ms"] - row["fwd_ms"]
+    return 2.5 * row["fwd_tflops_per_gpu"] * row["fwd_ms"] / bwd_ms if bwd_ms > 0 else math.nan
+
+
+def describe(case: tuple) -> str:
+    gpus, batch, heads, kv_heads, head_dim, mask = case
+    return f"{gpus} ranks, batch {batch}, {heads}:{kv_heads} heads of {head_dim}, {mask}"
+
+
+def attention_tables(rows: list[Row]) -> str:
+    parts = []
+    rates = ["fwd TFLOP/s", "bwd TFLOP/s", "fwd+bwd TFLOP/s", "% of kernel alone"]
+    header = ["tokens", "implementation", "kernel", "fwd ms", "fwd+bwd ms", *rates, "GiB"]
+    for case, group in attention_groups(rows).items():
+        lines = [_line(row, shown, rows) for row, shown in _beside_yardsticks(rows, group)]
+        parts.append(f"### {describe(case)}\n\n" + table(header, lines))
+    return "\n\n".join(parts)
+
+
+def _line(row: Row, shown: Row, rows: list[Row]) -> list[Any]:
+    """Of what is shown beside a row: the row itself, or a yardstick."""
+    limit = alone(rows, row)
+    return [
+        tokens(row["seq_len"]),
+        implementation(shown),
+        shown["kernel"],
+        shown["fwd_ms"],
+        shown["fwd_bwd_ms"],
+        shown["fwd_tflops_per_gpu"],
+        bwd_rate(shown),
+        shown["fwd_bwd_tflops_per_gpu"],
+        100 * shown["fwd_bwd_tflops_per_gpu"] / limit["fwd_bwd_tflops_per_gpu"] if limit else "-",
+        "-" if shown["peak_extra_gib"] is None else shown["peak_extra_gib"],
+    ]
+
+
+def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row]]:
+    """The rows of a group, each as (row, row), and before those of a length its yardsticks as (row, yardstick)."""
+    found: dict[tuple, tuple[Row, Row]] = {}
+    for row in sorted(group, key=lambda row: row["seq_len"]):
+        yardsticks = [alone(rows, row, name) for name in YARDSTICKS]
+        for shown in (*filter(None, yardsticks), row):
+            found.setdefault((row["seq_len"], id(shown)), (row, shown))
+    return list(found.values())
+
+
+def brief_table(rows: list[Row]) -> str:
+    """A batch of one, without variants of ours: rates by length, and forward and backward as a share of the limit."""
+    rows = [r for r in rows if r.get("batch") == 1]
+    found = [r for r in measured(rows) if not r["impl"].startswith("bmt_burst ")]
+    lengths = sorted({row["seq_len"] for row in found})
+    lines: dict[tuple, dict[int, str]] = defaultdict(dict)
+    for row in found:
+        for shown in (alone(rows, row), row):
+            if shown:
+                line = heads(row), row["mask"], implementation(shown), shown["kernel"]
+                lines[line][row["seq_len"]] = _brief(shown, alone(rows, row))
+    header = ["heads", "mask", "implementation", "kernel", *map(tokens, lengths)]
+    return table(header, [[*line, *(rates.get(n, "") for n in lengths)] for line, rates in lines.items()])
+
+
+def _brief(row: Row, limit: Row | None) -> str:
+    rates = f"{row['fwd_tflops_per_gpu']:.0f} / {bwd_rate(row):.0f}"
+    if limit is None or limit is row:
+        return rates
+    return f"{rates} ({row['fwd_bwd_tflops_per_gpu'] / limit['fwd_bwd_tflops_per_gpu']:.0%})"
+
+
+def attention_summary(rows: list[Row]) -> str:
+    """Rates of forward / forward and backward by length, and after them the memory at each of these lengths."""
+    lengths = sorted({row["seq_len"] for row in measured(rows)})
+    lines: dict[tuple, dict[int, Row]] = defaultdict(dict)
+    for row in measured(rows):
+        for shown in (*filter(None, (alone(rows, row, name) for name in YARDSTICKS)), row):
+            line = row["batch"], heads(row), row["mask"], implementation(shown), shown["kernel"]
+            lines[line][row["seq_len"]] = shown
+    header = ["batch", "heads", "mask", "implementation", "kernel", *map(tokens, lengths), "GiB"]
+    return table(header, [[*line, *_rates(found, lengths)] for line, found in lines.items()])
+
+
+def _rates(found: dict[int, Row], lengths: list[int]) -> list[str]:
+    measured = [found.get(length) for length in lengths]
+    rates = [f"{r['fwd_tflops_per_gpu']:.0f} / {r['fwd_bwd_tflops_per_gpu']:.0f}" if r else "" for r in measured]
+    gib = [f"{r['peak_extra_gib']:.2f}" for r in measured if r and r["peak_extra_gib"] is not None]
+    return [*rates, ", ".join(gib)]
+
+
+def one_rank_table(rows: list[Row]) -> str:
+    """The slowest of the ranks measured, and the profile of where its time goes."""
+    cases: dict[tuple, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "one rank" and "rank" in row:
+            cases[tuple(row[name] for name in (*CASE, "impl", "seq_len"))].append(row)
+    facts = ["ranks", "heads", "mask", "kernel", "tokens", "implementation"]
+    header = [*facts, "fwd", "bwd", "fwd+bwd", *YARDSTICKS, "sums %", "idle %", "GiB"]
+    lines = []
+    for ranks in cases.values():
+        row = max(ranks, key=lambda r: r["fwd_bwd_ms"])
+        limits = [alone(rows, row, name) for name in YARDSTICKS]
+        spent = row.get("ms") or dict.fromkeys(("merge", "idle"), 0.0) | {"span": 1.0}
+        shares = [f"{100 * spent.get(name, 0.0) / spent['span']:.1f}" for name in ("merge", "idle")]
+        gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
+        rates = [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
+        rates += [limit["fwd_bwd_tflops_per_gpu"] if limit else "-" for limit in limits]
+        case = [row["gpus"], heads(row), row["mask"], row["kernel"], tokens(row["seq_len"]), row["impl"]]
+        lines.append([*case, *rates, *shares, gib])
+    return table(header, lines) if lines else ""
+
+
+def training_table(rows: list[Row]) -> str:
+    lines = [
+        [
+            *(row[name] for name in ("model", "layers", "engine", "gpus")),
+            tokens(row["seq_len"]),
+            checkpointing(row),
+            round(row["tokens_per_s_per_gpu"]),
+            *("-" if row.get(n) is None else row[n] for n in ("mfu", "peak_gib")),
+            row["step_s"],
+        ]
+        for row in rows
+        if row["kind"] == "train" and "step_s" in row
+    ]
+    header = ["model", "layers", "engine", "GPUs", "tokens", "checkpointing", "tokens/s/GPU", "MFU", "GiB", "s/step"]
+    return table(header, lines) if lines else ""
+
+
+def implementation(row: Row) -> str:
+    return row["impl"] + (", double ring" if (row.get("inner_size") or row["gpus"]) < row["gpus"] else "")
+
+
+def checkpointing(row: Row) -> str:
+    blocks = row.get("checkpointing_blocks")
+    return row["checkpointing"] + ("" if blocks is None else f", {blocks} blocks")
+
+
+def heads(row: Row) -> str:
+    return f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"
+
+
+def tokens(length: int) -> str:
+    return f"{length // 1024}K" if length >= 1024 else str(length)
+
+
+def error_table(rows: list[Row]) -> str:
+    names = ["out", "dq", "dk", "dv"]
+    lines = [
+        [
+            r["impl"],
+            f"{r['heads']}:{r['kv_heads']}",
+            r["kernel"],
+            r["mask"],
+            tokens(r["seq_len"]),
+            *(f"{r[n]:.2e}" for n in names),
+        ]
+        for r in rows
+        if r["kind"] == "errors" and "dq" in r
+    ]
+    return table(["implementation", "heads", "kernel", "mask", "tokens", *names], lines) if lines else ""
+
+
+def planning_table(rows: list[Row]) -> str:
+    """What a new mask costs a rank on the host: medians in milliseconds."""
+    found = [row for row in rows if row["kind"] == "planning"]
+    parts = list(found[0]["ms"]) if found else []
+    header = ["mask", "documents", "ranks", "backward", *(f"{part} ms" for part in parts), "all ms", "target ms"]
+    facts = ("mask", "documents", "gpus", "backward")
+    lines = [[*(row[f] for f in facts), *row["ms"].values(), row["total_ms"], row["target_ms"]] for row in found]
+    return table(header, lines) if lines else ""
+
+
+def memory_table(rows: list[Row]) -> str:
+    names = ["masks", "grown_kib", "resident_grown_kib"]
+    lines = [[row[name] for name in names] for row in rows if row["kind"] == "planning memory"]
+    return table(["masks", "Python's memory, KiB more", "resident, KiB more"], lines) if lines else ""
+
+
+def timeline_table(rows: list[Row]) -> str:
+    """Milliseconds of a forward and backward by kind of work: means over the ranks, and the slowest rank's span."""
+    cases: dict[tuple, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "timeline":
+            facts = row["gpus"], tokens(row["seq_len"]), heads(row), row["mask"], row["impl"], row["kernel"]
+            cases[facts].append(row["ms"])
+    kinds = ("attention", "merge", "other", "idle", "copies", "nccl")
+    header = ["ranks", "tokens", "heads", "mask", "implementation", "kernel", *kinds, "slowest span"]
+    lines = [
+        [*case, *(sum(ms.get(k, 0.0) for ms in ranks) / len(ranks) for k in kinds), max(ms["span"] for ms in ranks)]
+        for case, ranks in cases.items()
+    ]
+    return table(header, lines) if lines else ""
+
+
+def power_table(rows: list[Row]) -> str:
+    names = ["gpu", "median_w", "limit_w", "median_sm_mhz", "max_sm_mhz", "median_celsius"]
+    lines = [[round(row[name]) for name in names] for row in rows if row["kind"] == "power"]
+    header = ["GPU", "median W", "limit W", "median MHz", "most MHz", "median degrees C"]
+    return table(header, lines) if lines else ""
+
+
+def link_table(rows: list[Row]) -> str:
+    lines = [[r["impl"], r["message_mib"], r["gib_per_s"]] for r in rows if r["kind"] == "links"]
+    return table(["way", "message MiB", "GiB/s received"], lines) if lines else ""
+
+
+def other_tables(rows: list[Row]) -> str:
+    """Those of all kinds but attention; and what could not be measured."""
+    tables = {
+        "One rank whose peers are imagined: TFLOP/s": one_rank_table(rows),
+        "Training": training_table(rows),
+        "Where the time goes: ms": timeline_table(rows),
+        "Power": power_table(rows),
+        "A new mask's plan, on the host": planning_table(rows),
+        "Memory after many masks": memory_table(rows),
+        "Links alone": link_table(rows),
+        "Error against float64 (relative L2)": error_table(rows),
+    }
+    parts = [f"### {title}\n\n{text}" for title, text in tables.items() if text]
+    missing = sorted({(r["impl"], r["unavailable"]) for r in rows if "unavailable" in r})
+    parts += [f"Not measured: {name}: {reason}" for name, reason in missing]
+    return "\n\n".join(parts)
