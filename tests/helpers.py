@@ -34,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 GPUS = torch.cuda.device_count()
-_PRELOADED = ["train.pretrain", "bmt_burst.engine.torch", "tests.helpers"]  # seconds of imports, which forks share
+# Seconds of imports, which forks share.
+_PRELOADED = ["train.pretrain", "bmt_burst.engine.torch", "matplotlib.pyplot", "tests.helpers"]
 # Ranks that NCCL can make here: it wants a GPU for each, but for recent versions with this set.
 RANKS = max(GPUS, 4) if GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else GPUS
 
