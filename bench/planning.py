@@ -35,7 +35,7 @@ from bmt_burst.strategies import Problem, Sizes, load
 
 _TOKENS = 16384  # of a rank
 _WINDOW = 4096
-_WARM_UP = 500  # masks after which what is kept for reuse is full
+_WARM_UP = 100  # masks after which what is kept for reuse is full
 
 
 class Setting(NamedTuple):

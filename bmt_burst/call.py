@@ -35,11 +35,15 @@ def agree_on_call(
     lengths. So the ranks ask each other every time, and remember the plan that follows from the same replies.
     """
     call: _Call | None = None
+    tensors = q, k, v
 
     def mine() -> dict[str, Any]:
-        nonlocal call
-        call = _Call(rings, (q, k, v), options(), packed)
-        return call.terms()
+        nonlocal call, tensors
+        given = options()
+        tensors = check_packed(q, k, v) if packed else tensors
+        check_tensors(*tensors)
+        call = _known_call(rings, tensors, given)
+        return call.terms
 
     history = rings.history
     said = tell(rings, "a call of burst_attn_func", mine)
@@ -47,36 +51,57 @@ def agree_on_call(
     if plan is None:
         problem = call.problem(said)
         plan = choose(call.options["strategy"], problem).plan(problem, rings.rank)
-        plan.reserve(rings, call.tensors[0].device, with_backward=call.needs_gradient)
+        plan.reserve(rings, tensors[0].device, with_backward=call.needs_gradient)
         while len(history.plans) >= _MOST_PLANS:
             history.plans.pop(next(iter(history.plans)))
     else:
         history.plans.pop(said)
     history.plans[said] = plan  # last in order: just used
     history.calls += 1
-    return plan, history.calls, call.tensors, call.rows
+    return plan, history.calls, tensors, call.rows
+
+
+def _known_call(rings: Rings, tensors: Tensors, options: dict[str, Any]) -> _Call:
+    """The call with these arguments, checked: layers repeat them, and the host has little time for each."""
+    q, k, _ = tensors
+    options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    facts = q.shape, k.shape, q.dtype, q.device, needs_gradient
+    key = (*facts, *options.values(), *map(type, options.values()))  # 1 is equal to True
+    known = rings.history.known
+    try:
+        call = known.get(key)
+    except TypeError:  # something that cannot be hashed, of which an error will say that it is wrong
+        return _Call(rings, tensors, options, needs_gradient)
+    if call is None:
+        call = _Call(rings, tensors, options, needs_gradient)
+        if len(known) >= _MOST_PLANS:
+            known.clear()
+        known[key] = call
+    return call
 
 
 class _Call:
-    """A rank's arguments. Raises ValueError or TypeError if they are wrong."""
+    """A rank's arguments but for the values of tensors. Raises ValueError or TypeError if they are wrong."""
 
-    def __init__(self, rings: Rings, tensors: Tensors, options: dict[str, Any], packed: bool):
-        self.rings = rings
-        self.tensors = q, k, _ = check_packed(*tensors) if packed else tensors
-        check_tensors(*self.tensors)
+    def __init__(self, rings: Rings, tensors: Tensors, options: dict[str, Any], needs_gradient: bool):
+        q, k, _ = tensors
+        self.inner, self.outer, self.shape, self.kv_heads = rings.inner.size, rings.outer.size, q.shape, k.shape[2]
+        self.dtype = q.dtype
+        self.device_type, self.needs_gradient = q.device.type, needs_gradient
         self.options = check_options(options)
         check_scale(self.options["softmax_scale"], q.dtype)
         check_device(rings, q)
         scale = self.options["softmax_scale"]
         self.spec = Spec(q.shape[-1] ** -0.5 if scale is None else scale, self.options["deterministic"])
         self.kernel: Kernel = pick(self.options["flash"], q, k, self.spec)
-        self.needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors)
         self.mask, self.layout, self.rows = self._masking()
+        self.terms = self._terms()
 
     def _masking(self) -> tuple[Mask | None, str | Layout, int]:
         """The mask, None if `causal` says it, the layout, and the batch size if rows have their own."""
-        mask, layout, size = self.options["mask"], self.options["layout"], self.rings.size
-        causal, batch = as_bool("causal", self.options["causal"]), self.tensors[0].shape[0]
+        mask, layout, size = self.options["mask"], self.options["layout"], self.inner * self.outer
+        causal, batch = as_bool("causal", self.options["causal"]), self.shape[0]
         masks, layouts = _of_rows("mask", mask, Mask, batch), _of_rows("layout", layout, (str, Layout), batch)
         if mask is not None and causal:
             raise ValueError("mask and causal exclude each other: give Mask.documents(..., causal=True) or the like")
@@ -91,9 +116,9 @@ class _Call:
             masks = tuple((Mask.causal if causal else Mask.full)(x.seq_len) for x in layouts)
         return *_stacked(masks, layouts, size), batch
 
-    def terms(self) -> dict[str, Any]:
+    def _terms(self) -> dict[str, Any]:
         """What the call means; all but "tokens" must be equal on all ranks."""
-        (batch, tokens, heads, head_size), options = self.tensors[0].shape, self.options
+        (batch, tokens, heads, head_size), options = self.shape, self.options
         mask = ("causal" if options["causal"] else "full") if self.mask is None else _described(self.mask)
         layout = self.layout
         if isinstance(layout, Layout):
@@ -103,10 +128,10 @@ class _Call:
             "rows of their own": self.rows,
             "tokens": tokens * max(self.rows, 1),
             "q heads": heads,
-            "kv heads": self.tensors[1].shape[2],
+            "kv heads": self.kv_heads,
             "head size": head_size,
-            "dtype": str(self.tensors[0].dtype),
-            "device type": self.tensors[0].device.type,
+            "dtype": str(self.dtype),
+            "device type": self.device_type,
             "kernel": self.kernel.name,
             "need of a gradient": self.needs_gradient,
             "softmax_scale": self.spec.scale,
@@ -124,23 +149,17 @@ class _Call:
             raise ValueError(f"the mask has {mask.seq_len} tokens, the ranks hold {sum(tokens)}: {tokens}")
         layout = _layout(self.layout, mask, len(tokens))
         _check_lengths(layout, tokens)
-        q, k, _ = self.tensors
-        sizes = Sizes(
-            batch=1 if self.rows else q.shape[0],
-            heads=q.shape[2],
-            kv_heads=k.shape[2],
-            head_size=q.shape[3],
-            dtype=q.dtype,
-            partial=self.kernel.partial_dtype(q.dtype),
-        )
+        batch, _, heads, head_size = self.shape
+        partial = self.kernel.partial_dtype(self.dtype)
+        sizes = Sizes(1 if self.rows else batch, heads, self.kv_heads, head_size, self.dtype, partial)
         return Problem(
             mask=mask,
             layout=layout,
             spec=self.spec,
             kernel=self.kernel,
             sizes=sizes,
-            inner=self.rings.inner.size,
-            outer=self.rings.outer.size,
+            inner=self.inner,
+            outer=self.outer,
             backward=options["backward"],
             send_out=not options["optimize_bwd_comm"],
             group_bytes=options["group_bytes"],

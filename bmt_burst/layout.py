@@ -109,7 +109,9 @@ class Layout(ABC):
         """The runs of `rank`'s shard, in storage order; positions increase from the first to the last."""
         found = self._runs.get(rank)
         if found is None:
-            if not 0 <= as_int("rank", rank) < self.size:
+            if type(rank) is not int:
+                rank = as_int("rank", rank)
+            if not 0 <= rank < self.size:
                 raise ValueError(f"rank {rank} is outside a layout of {self.size} ranks")
             runs, offset = [], 0
             for positions in self.ranges(rank):

@@ -113,12 +113,15 @@ class Gradients:
 
 
 def sum_parts(
-    parts: Sequence[Part], span: Span, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    parts: Sequence[Part], span: Span, batch: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The gradient of tokens span[0]..span[1] - 1 of which there are `parts`: (B, T, ...) of `shape`, contiguous."""
-    total = Gradients(shape, dtype, device, limit=1 << 62)
-    for at, place, grad in _clipped(parts, span):
-        total.add(at, tokens_at(grad, place))
+    """The gradient of tokens span[0]..span[1] - 1 of which there are `parts`: (B, T, *shape), a view if one has it."""
+    here = [(at, tokens_at(grad, place)) for at, place, grad in _clipped(parts, span)]
+    if _is_whole(here, length(span)) and here[0][1].dtype == dtype:
+        return here[0][1]
+    total = Gradients((batch, length(span), *shape), dtype, device, limit=1 << 62)
+    for at, grad in here:
+        total.add(at, grad)
     return total.result()
 
 

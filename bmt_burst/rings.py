@@ -30,11 +30,13 @@ class History:
     """What the ranks of some rings did together so far.
 
     calls    how many; every rank counts alike, since all agree on each
+    known    calls that this rank has checked, by their arguments
     plans    of calls, by what the ranks said of them
     is_grid  whether a double ring is known to be a grid of ranks
     """
 
     calls: int = 0
+    known: dict[tuple, Any] = field(default_factory=dict)
     plans: dict[tuple[bytes, ...], Any] = field(default_factory=dict)
     is_grid: bool = False
 

@@ -198,22 +198,22 @@ def dense_results(mask: Mask, tensors: Sequence[Tensor], scale: float) -> list[T
 
 
 def ring_results(
-    layout: Layout, tensors: Sequence[Tensor], scale: float, inner: int | None = None, strided: bool = False, **options
+    whole: Layout, tensors: Sequence[Tensor], scale: float, inner: int | None = None, strided: bool = False, **options
 ) -> list[Tensor]:
-    """Whole out, lse, dq, dk, dv of a simulated ring; of a double one with `inner` ranks a host."""
+    """All of out, lse, dq, dk, dv of a simulated ring in a layout; of a double one with `inner` ranks a host."""
 
     def work(ring):
-        q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
+        q, k, v, dout = (whole.shard(x, ring.rank) for x in tensors)
         if strided:
             q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
         for x in (q, k, v):
             x.requires_grad_()
-        arguments = {"layout": layout, **options, **ring_arguments(ring, inner or ring.size)}
+        arguments = {"layout": whole, **options, **ring_arguments(ring, inner or ring.size)}
         out, lse = burst_attn_func(q, k, v, scale, return_lse=True, **arguments)
         return out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)
 
-    results = simulate(layout.size, work)
-    return [layout.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
+    results = simulate(whole.size, work)
+    return [whole.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
 
 
 def ring_arguments(ring: SimulatedRing, inner: int) -> dict:

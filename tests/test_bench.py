@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -35,9 +34,7 @@ def test_benchmark_runs_and_reports(tmp_path):
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     measured = [r for r in rows if r["kind"] == "attention" and "unavailable" not in r]
     assert all(r.keys() >= KEYS for r in measured)
-    everywhere = {"bmt_burst", "bmt_burst low memory", "kernel alone"}
-    if find_spec("bmt_burst.strategies.ulysses"):
-        everywhere.add("ulysses")
+    everywhere = {"bmt_burst", "bmt_burst low memory", "ulysses", "kernel alone"}
     for mask in ("causal", "full", "documents 256", "documents long", "window 40"):
         found = {r["impl"] for r in measured if r["mask"] == mask}
         assert found >= everywhere

@@ -8,7 +8,8 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +60,20 @@ class Tour:
     cuts: dict[tuple[int, int], Sequence[Cut]]
     program: Sequence[Event]
     group_bytes: int
+    manifests: dict[Event, Manifest] = field(default_factory=dict)  # of fetches and returns, once they were made
+
+    def manifest(self, event: Event) -> Manifest:
+        """The messages of a fetch or a return."""
+        found = self.manifests.get(event)
+        if found is None:
+            stage, heads = self.rounds[event.round].stages[event.stage], self.passes[event.heads]
+            if event.do == "fetch":
+                found = _manifest(heads.packing, stage.tokens, stage.sources, stage.sends)
+            else:
+                sources = [(entry.peer, entry.at) for entry in stage.homecoming]
+                found = _manifest(heads.return_packing, stage.home_tokens, sources, stage.returns)
+            self.manifests[event] = found
+        return found
 
     def __str__(self) -> str:
         """The program, with what moves and what is computed."""
@@ -80,6 +95,29 @@ class Tour:
             there = ", ".join(f"{length(out.span)} to {out.peer}" for out in sends) or "none"
             return f"  {there}; {landing} tokens land"
         return ""
+
+
+class Manifest(NamedTuple):
+    """The messages of a delivery: `nbytes` land in all, at `arrivals`.
+
+    departures  (tokens, peer, messages) of each part that leaves; a message is (tensor, batch row, byte offset there)
+    """
+
+    nbytes: int
+    arrivals: Sequence[Arrival]
+    departures: Sequence[tuple[Span, int, Sequence[tuple[int, int, int]]]]
+
+
+def _manifest(
+    packing: Packing, tokens: int, sources: Sequence[tuple[int, Span]], sends: Sequence[Outgoing]
+) -> Manifest:
+    """Of `tokens` that land, parts of them from each of `sources` (place, part), and of what is sent."""
+    arrivals = [Arrival(peer, at, size) for peer, part in sources for _, _, at, size in packing.messages(tokens, part)]
+    departures = []
+    for peer, span, at, total in sends:
+        messages = packing.messages(total, (at, at + length(span)))
+        departures.append((span, peer, [(index, row, offset) for index, row, offset, _ in messages]))
+    return Manifest(packing.nbytes(tokens), arrivals, departures)
 
 
 def _shown(cuts: Sequence[Cut]) -> str:
@@ -150,9 +188,13 @@ class Run:
         ticket.wait()
 
     def _fetch(self, event: Event) -> None:
-        stage, packing, root = self._stage(event), self._heads(event).packing, self.roots[event.heads, event.round]
-        parcels = [parcel for out in stage.sends for parcel in _parcels(packing, out, root, out.span)]
-        self.fetched.append(self._deliver("visit", packing, stage.tokens, parcels, stage.sources))
+        manifest, root = self.tour.manifest(event), self.roots[event.heads, event.round]
+        parcels = [
+            Parcel(root[index][row, start:stop], peer, offset)
+            for (start, stop), peer, messages in manifest.departures
+            for index, row, offset in messages
+        ]
+        self.fetched.append(self._deliver("visit", manifest, parcels))
 
     def _land(self, event: Event) -> None:
         self.here = self.fetched.pop(0)
@@ -179,16 +221,8 @@ class Run:
         """Starts an exchange between hosts."""
         return self.rings.outer.exchange([(x, to) for x in sends], [(x, source) for x in recvs])
 
-    def _deliver(
-        self, lane: str, packing: Packing, tokens: int, parcels: Sequence[Parcel], sources: Sequence[tuple[int, Span]]
-    ) -> Delivery:
-        """Starts a delivery in which `tokens` land here, parts of them from each of `sources`: (place, part)."""
-        arrivals = [
-            Arrival(peer, offset, nbytes)
-            for peer, at in sources
-            for _, _, offset, nbytes in packing.messages(tokens, at)
-        ]
-        return self.rings.inner.deliver(lane, packing.nbytes(tokens), parcels, arrivals, self._device())
+    def _deliver(self, lane: str, manifest: Manifest, parcels: Sequence[Parcel]) -> Delivery:
+        return self.rings.inner.deliver(lane, manifest.nbytes, parcels, manifest.arrivals, self._device())
 
     def _device(self) -> torch.device:
         return (self.leaving.q if isinstance(self.leaving, Queries) else self.leaving.k).device
@@ -341,19 +375,16 @@ class Backward(Run):
             yield ((dq,), rows) if travels else (dkv, columns)
 
     def _return(self, event: Event) -> None:
-        stage, packing = self._stage(event), self._heads(event).return_packing
+        manifest, packing = self.tour.manifest(event), self._heads(event).return_packing
         parcels: list[Parcel] = []
-        for out in stage.returns:
-            tokens = length(out.span)
-            shapes = [((packing.batch, tokens, *shape), dtype) for shape, dtype in packing.rows]
+        for span, peer, messages in manifest.departures:
             grads = [
-                sum_parts(parts, out.span, shape, dtype, self._device())
-                for parts, (shape, dtype) in zip(self.taken, shapes, strict=True)
+                sum_parts(parts, span, packing.batch, *row, self._device())
+                for parts, row in zip(self.taken, packing.rows, strict=True)
             ]
-            parcels += _parcels(packing, out, grads, (0, tokens))
+            parcels += [Parcel(grads[index][row].contiguous(), peer, offset) for index, row, offset in messages]
         self.taken = []
-        sources = [(entry.peer, entry.at) for entry in stage.homecoming]
-        self.returning = self._deliver("return", packing, stage.home_tokens, parcels, sources)
+        self.returning = self._deliver("return", manifest, parcels)
 
     def _collect(self, event: Event) -> None:
         sums = self._add_returned(event)
@@ -419,9 +450,3 @@ class Backward(Run):
 
     def _staying_sums(self, heads: int) -> list[Gradients]:
         return self.sums[heads][1:] if self.tour.payload.queries_travel else self.sums[heads][:1]
-
-
-def _parcels(packing: Packing, out: Outgoing, tensors: Sequence[Tensor], span: Span) -> Iterator[Parcel]:
-    """The messages of tokens `span` of `tensors` (B, ...), which go out."""
-    for index, batch, offset, _ in packing.messages(out.total, (out.at, out.at + length(span))):
-        yield Parcel(tensors[index][batch, slice(*span)].contiguous(), out.peer, offset)
