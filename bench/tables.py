@@ -124,6 +124,24 @@ def brief_table(rows: list[Row]) -> str:
     return table(header, [[*line, *(rates.get(n, "") for n in lengths)] for line, rates in lines.items()])
 
 
+def peers_table(rows: list[Row]) -> str:
+    """A batch of one and a causal mask, at the longest sequence that all were measured with: a line each."""
+    found = [r for r in measured(rows) if r["batch"] == 1 and r["mask"] == "causal"]
+    found = [r for r in found if not r["impl"].startswith("bmt_burst ")]
+    names = {(row["impl"], row["kernel"]) for row in found}
+    if not names:
+        return ""
+    most = min(max(r["seq_len"] for r in found if (r["impl"], r["kernel"]) == name) for name in names)
+    lines: dict[tuple, dict[str, str]] = defaultdict(dict)
+    for row in (row for row in found if row["seq_len"] == most):
+        for shown in (alone(rows, row), row):
+            if shown:
+                lines[implementation(shown), shown["kernel"]][heads(row)] = _brief(shown, alone(rows, row))
+    cases = list(dict.fromkeys(case for line in lines.values() for case in line))
+    header = [f"{tokens(most)} tokens", "kernel", *(f"{case} heads" for case in cases)]
+    return table(header, [[*line, *(rates.get(case, "") for case in cases)] for line, rates in lines.items()])
+
+
 def _brief(row: Row, limit: Row | None) -> str:
     rates = f"{row['fwd_tflops_per_gpu']:.0f} / {bwd_rate(row):.0f}"
     if limit is None or limit is row:

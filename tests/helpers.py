@@ -25,6 +25,7 @@ from bmt_burst import Layout, Mask, Slice, burst_attn_func, simulate
 from bmt_burst.kernels import Kernel, load
 from bmt_burst.kernels.reference import visible
 from bmt_burst.spec import Spec
+from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.tile import KernelCall
 from bmt_burst.transport.simulator import SimulatedRing
 from train.distributed import free_port
@@ -33,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 GPUS = torch.cuda.device_count()
-_PRELOADED = ["train.pretrain", "bmt_burst.engine.torch", "tests.helpers"]  # seconds of imports, which forks share
+# Seconds of imports, which forks share.
+_PRELOADED = ["train.pretrain", "bmt_burst.engine.torch", "matplotlib.pyplot", "tests.helpers"]
 # Ranks that NCCL can make here: it wants a GPU for each, but for recent versions with this set.
 RANKS = max(GPUS, 4) if GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else GPUS
 
@@ -198,22 +200,31 @@ def dense_results(mask: Mask, tensors: Sequence[Tensor], scale: float) -> list[T
 
 
 def ring_results(
-    layout: Layout, tensors: Sequence[Tensor], scale: float, inner: int | None = None, strided: bool = False, **options
+    whole: Layout, tensors: Sequence[Tensor], scale: float, inner: int | None = None, strided: bool = False, **options
 ) -> list[Tensor]:
-    """Whole out, lse, dq, dk, dv of a simulated ring; of a double one with `inner` ranks a host."""
+    """All of out, lse, dq, dk, dv of a simulated ring in a layout; of a double one with `inner` ranks a host."""
 
     def work(ring):
-        q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
+        q, k, v, dout = (whole.shard(x, ring.rank) for x in tensors)
         if strided:
             q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
         for x in (q, k, v):
             x.requires_grad_()
-        arguments = {"layout": layout, **options, **ring_arguments(ring, inner or ring.size)}
+        arguments = {"layout": whole, **options, **ring_arguments(ring, inner or ring.size)}
         out, lse = burst_attn_func(q, k, v, scale, return_lse=True, **arguments)
         return out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)
 
-    results = simulate(layout.size, work)
-    return [layout.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
+    results = simulate(whole.size, work)
+    return [whole.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
+
+
+def problem(mask: Mask, layout: Layout, inner: int | None = None, **changes) -> Problem:
+    """A call of attention over the layout's ranks, `inner` of them a host; fields of Problem or of Sizes may change."""
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_size": 8, "dtype": torch.float32, "partial": torch.float32}
+    sizes = Sizes(**{name: changes.pop(name, default) for name, default in sizes.items()})
+    inner = inner or layout.size
+    ranks = {"inner": inner, "outer": layout.size // inner}
+    return Problem(mask=mask, layout=layout, spec=Spec(0.3), kernel=load("cpu"), sizes=sizes, **ranks, **changes)
 
 
 def ring_arguments(ring: SimulatedRing, inner: int) -> dict:

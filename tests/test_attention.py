@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from bmt_burst.ring import surrogate_out
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bmt_burst import Transport, burst_attn_func, shard, simulate, unshard
 from bmt_burst.loss import linear_cross_entropy_sum
+from bmt_burst.strategies.ring.payload import surrogate_out
 from tests.helpers import ROOT, dense_attention, random_qkv, relative_error
 
 
@@ -65,7 +65,7 @@ WRONG_OPTIONS = [
     ({"flash": None}, TypeError, "flash must be the name of a kernel, got None"),
     ({"layout": "ring"}, ValueError, "unknown layout 'ring'"),
     ({"backward": "v"}, ValueError, "unknown backward 'v'"),
-    ({"layout": ["zigzag"]}, TypeError, "layout must be one of .*, got list"),
+    ({"layout": [["zigzag"]]}, TypeError, "layout must be a Layout or one for each row, got list"),
     ({"backward": ["kv"]}, TypeError, "backward must be one of .*, got list"),
     ({"flash": ["cpu"]}, TypeError, "flash must be the name of a kernel"),
     ({"causal": torch.tensor(True)}, TypeError, "causal must be True or False, got a Tensor"),
@@ -200,7 +200,7 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
         ({"batch": 2}, "ranks differ in batch"),
         ({"tokens": 9}, r"the ranks hold \[6, 6, 9\] tokens, but zigzag cuts 21 into \[7, 7, 7\]"),
         ({"kv_heads": 3}, "k has 3 heads|rank 2 of the group failed before a call of .*: k has 3 heads"),
-        ({"causal": False}, "ranks differ in causal: rank 0 has True, rank 2 has False"),
+        ({"causal": False}, "ranks differ in mask: rank 0 has 'causal', rank 2 has 'full'"),
         ({"backward": "q"}, "ranks differ in backward"),
         ({"layout": "striped"}, "ranks differ in layout"),
         ({"flash": "reference"}, "ranks differ in kernel"),
@@ -351,7 +351,7 @@ def test_backward_auto_moves_the_fewer_bytes():
         def work(ring):
             q, k, v = (x.requires_grad_() for x in qkv(heads=heads, kv_heads=kv_heads, head_size=32))
             out = burst_attn_func(q, k, v, process_group=ring)
-            return out.grad_fn.plan.backward
+            return "q" if out.grad_fn.plan.backward_tour.payload.queries_travel else "kv"
 
         return set(simulate(2, work))
 

@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import Layout, burst_attn_func, plan, simulate
-from tests.helpers import dense_attention, random_qkv, relative_error, ring_arguments
+from bmt_burst import Layout, Mask, burst_attn_func, simulate
+from bmt_burst.strategies import ring as ring_strategy
+from tests.helpers import dense_results, random_qkv, relative_error, ring_results
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (8, 4), (8, 2), (4, 1)]  # ranks, ranks of a host
 LAYOUTS = ("zigzag", "striped", "contiguous")
@@ -26,29 +27,19 @@ CASES += [(8, 4, "striped", True, "q", (17, 3, 1, 1, 2), 6)]  # a message of one
 SCALE = 0.31
 
 
-def ring_attention(size, inner, layout, causal, backward, tensors, strided=False, **options):
+def whole_mask(causal, tensors):
+    return (Mask.causal if causal else Mask.full)(tensors[0].shape[1])
+
+
+def dense(causal, tensors):
+    return dense_results(whole_mask(causal, tensors), tensors, SCALE)
+
+
+def ring_attention(size, inner, layout, causal, backward, tensors, **options):
     """Whole out, lse, dq, dk, dv of a simulated ring."""
     whole = Layout.named(layout, tensors[0].shape[1], size)
-
-    def work(ring):
-        q, k, v, dout = (whole.shard(x, ring.rank) for x in tensors)
-        if strided:
-            q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
-        for x in (q, k, v):
-            x.requires_grad_()
-        arguments = {"causal": causal, "layout": layout, "backward": backward, **options, **ring_arguments(ring, inner)}
-        out, lse = burst_attn_func(q, k, v, SCALE, return_lse=True, **arguments)
-        return out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)
-
-    results = simulate(size, work)
-    return [whole.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
-
-
-def dense_results(causal, tensors):
-    *inputs, dout = tensors
-    inputs = [x.double().clone().requires_grad_() for x in inputs]
-    out, lse = dense_attention(*inputs, causal, SCALE)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, dout.double())]
+    options = {"causal": causal, "layout": layout, "backward": backward, **options}
+    return ring_results(whole, tensors, SCALE, inner, **options)
 
 
 @pytest.mark.parametrize(("size", "inner", "layout", "causal", "backward", "shape", "seed"), CASES)
@@ -63,7 +54,7 @@ def test_ring_equals_dense(size, inner, layout, causal, backward, shape, seed):
     )
     options = {"flash": flash, "optimize_bwd_comm": optimize, "group_bytes": group_bytes}
     got = ring_attention(size, inner, layout, causal, backward, tensors, **options)
-    for name, mine, expected in zip(("out", "lse", "dq", "dk", "dv"), got, dense_results(causal, tensors), strict=True):
+    for name, mine, expected in zip(("out", "lse", "dq", "dk", "dv"), got, dense(causal, tensors), strict=True):
         assert mine.dtype == torch.float64
         assert relative_error(mine, expected) < 1e-10, name
 
@@ -74,14 +65,14 @@ def test_ring_equals_dense(size, inner, layout, causal, backward, shape, seed):
 @pytest.mark.parametrize("blocks", [1, 2, 7])
 def test_a_pass_for_each_kv_head_equals_dense(size, inner, layout, optimize, backward, blocks, monkeypatch):
     """In groups of so many blocks."""
-    monkeypatch.setattr(plan, "_ENOUGH_ROWS", 1)
+    monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", 1)
     tensors = random_qkv(1, 8 * size, 6, 3, 8)
     options = {
         "optimize_bwd_comm": optimize,
         "group_bytes": blocks * 2560,
     }  # a block of a kv head has 1024 bytes, its two query heads 2304
     got = ring_attention(size, inner, layout, True, backward, tensors, **options)
-    for mine, expected in zip(got, dense_results(True, tensors), strict=True):
+    for mine, expected in zip(got, dense(True, tensors), strict=True):
         assert relative_error(mine, expected) < 1e-10
 
 
@@ -91,7 +82,7 @@ def test_a_pass_for_each_kv_head_equals_dense(size, inner, layout, optimize, bac
 def test_strides_do_not_matter(size, inner, backward, flash):
     tensors = random_qkv(2, 19, 4, 2, 8)
     got = ring_attention(size, inner, "zigzag", True, backward, tensors, strided=True, flash=flash)
-    for mine, expected in zip(got, dense_results(True, tensors), strict=True):
+    for mine, expected in zip(got, dense(True, tensors), strict=True):
         assert relative_error(mine, expected) < 1e-10
 
 
@@ -99,7 +90,7 @@ def test_strides_do_not_matter(size, inner, backward, flash):
 def test_only_the_gradients_that_are_wanted(wanted):
     tensors = dict(zip("qkvd", random_qkv(1, 12, 2, 2, 8), strict=True))
     whole = Layout.zigzag(12, 3)
-    expected = dict(zip("qkv", dense_results(True, list(tensors.values()))[2:], strict=True))
+    expected = dict(zip("qkv", dense(True, list(tensors.values()))[2:], strict=True))
 
     def work(ring):
         shards = {name: whole.shard(x, ring.rank).requires_grad_(name in wanted) for name, x in tensors.items()}
@@ -125,7 +116,7 @@ def test_narrow_dtypes_keep_their_precision(dtype, bound, backward, flash, inner
     """Bounds: a few units in the last place of the dtype (1e-7, 4e-3, 5e-4), to which results are rounded."""
     tensors = random_qkv(1, 61, 4, 2, 24, dtype)
     got = ring_attention(4, inner, "zigzag", True, backward, tensors, flash=flash)
-    for i, (mine, expected) in enumerate(zip(got, dense_results(True, tensors), strict=True)):
+    for i, (mine, expected) in enumerate(zip(got, dense(True, tensors), strict=True)):
         assert mine.dtype == (torch.float32 if i == 1 else dtype)
         assert relative_error(mine, expected) < bound
 

@@ -125,6 +125,9 @@ def test_a_curve_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypa
     metrics.draw()
     before = (tmp_path / "loss.png").read_bytes()
     monkeypatch.setattr(Figure, "savefig", full)
+    metrics.draw()  # nothing, since there is no more
+    assert not capsys.readouterr().out
+    metrics.record(1, loss=1.0)
     metrics.draw()
     assert (tmp_path / "loss.png").read_bytes() == before
     assert not list(tmp_path.glob(".*partial"))

@@ -37,8 +37,8 @@ class TrainConfig:
 
     model: str = option("cpm-tiny", MODEL, f"a preset ({', '.join(PRESETS)}) or a JSON file with CPMConfig's fields")
     init_from: str | None = option(
-        None, MODEL, "starting weights: a Hugging Face folder of a Llama or MiniCPM, whose shape is then taken too and "
-        "not --model's; or a file that bmtrain.save wrote, ending in .pt, of --model", kind=str,
+        None, MODEL, "starting weights: a Hugging Face folder of a Llama, Mistral or MiniCPM, whose shape is then "
+        "taken too and not --model's; or a file that bmtrain.save wrote, ending in .pt, of --model", kind=str,
     )  # fmt: skip
     rope_theta: float | None = option(
         None, MODEL, "base of the rotary positions, instead of the model's: a larger one for longer sequences",
@@ -119,8 +119,8 @@ class TrainConfig:
         "never: refuse an --output that has checkpoints; or the folder of a checkpoint",
     )  # fmt: skip
     new_stage: bool = option(
-        False, RUN, "with --resume CHECKPOINT: another stage, with data, length or rope base of its own; keeps weights "
-        "and optimizer, counts steps, samples and schedule anew. With --resume auto a stage goes on",
+        False, RUN, "with --resume CHECKPOINT: another stage, with data, length, rope base or windows of its own; "
+        "keeps weights and optimizer, counts steps, samples and schedule anew. With --resume auto a stage goes on",
     )  # fmt: skip
     seed: int = option(0, RUN, "of starting weights and data order")
     save: bool = option(True, RUN, "write checkpoints; without, a run leaves its curves only")

@@ -50,6 +50,7 @@ class Metrics:
         threading.excepthook = _tell_shortly
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         self.steps = steps
+        self._drawn = -1  # records
         # In a terminal a bar, in a log file a line a step.
         self._bar = tqdm(total=steps, initial=start, unit="step", desc="training", dynamic_ncols=True, disable=None)
 
@@ -95,9 +96,12 @@ class Metrics:
             sys.stdout.flush()
 
     def draw(self) -> None:
-        """Draws loss.png. That it cannot be drawn is said, and no reason to end a run."""
+        """Draws loss.png, if there is more than when it was drawn. A failure is said, and no reason to end a run."""
+        if self._drawn == len(self.records):
+            return
         try:
             plot_losses(self.records, self.folder / "loss.png")
+            self._drawn = len(self.records)
         except Exception as error:  # noqa: BLE001 - of matplotlib, which is free to fail in its own ways
             self.say(f"loss.png was not drawn: {type(error).__name__}: {error}")
 

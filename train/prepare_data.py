@@ -4,7 +4,8 @@
 
 Inputs are .txt files (one document each), .jsonl files (one document a line, in --field), either as .gz, or folders of
 them. What a folder has besides, and files that are named twice, are counted and said. Writes OUTPUT/train and, with a
-validation share, OUTPUT/val; train/data.py says what is in them.
+validation share, OUTPUT/val: tokens, each document ended by the tokenizer's eos, and where each document starts, by
+which pretrain.py tells them apart (its --documents). train/data.py says all that is in them.
 
 Text streams through: files may be larger than memory, a line may not; a long .txt is tokenized in pieces of some MiB
 that end with a line. --workers processes do so at once; the result is the same for any number of them. Lines that are
