@@ -195,6 +195,7 @@ def training_table(rows: list[Row]) -> str:
         [
             *(row[name] for name in ("model", "layers", "engine", "gpus")),
             tokens(row["seq_len"]),
+            row.get("mask", "causal"),  # the only one when rows did not say
             checkpointing(row),
             round(row["tokens_per_s_per_gpu"]),
             *("-" if row.get(n) is None else row[n] for n in ("mfu", "peak_gib")),
@@ -203,7 +204,8 @@ def training_table(rows: list[Row]) -> str:
         for row in rows
         if row["kind"] == "train" and "step_s" in row
     ]
-    header = ["model", "layers", "engine", "GPUs", "tokens", "checkpointing", "tokens/s/GPU", "MFU", "GiB", "s/step"]
+    header = ["model", "layers", "engine", "GPUs", "tokens", "mask", "checkpointing"]
+    header += ["tokens/s/GPU", "MFU", "GiB", "s/step"]
     return table(header, lines) if lines else ""
 
 
@@ -252,9 +254,10 @@ def planning_table(rows: list[Row]) -> str:
 
 
 def memory_table(rows: list[Row]) -> str:
-    names = ["masks", "grown_kib", "resident_grown_kib"]
+    names = ["masks", "blocks", "blocks_more", "resident_kib", "resident_kib_more"]
     lines = [[row[name] for name in names] for row in rows if row["kind"] == "planning memory"]
-    return table(["masks", "Python's memory, KiB more", "resident, KiB more"], lines) if lines else ""
+    header = ["masks", "Python's blocks", "more after them", "resident KiB", "more after them"]
+    return table(header, lines) if lines else ""
 
 
 def timeline_table(rows: list[Row]) -> str:
