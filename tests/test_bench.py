@@ -10,7 +10,7 @@ import torch
 
 from bench.implementations import Case
 from bench.masks import PACKINGS, mask_of, packing, share_of
-from bench.tables import one_rank_table, planning_table, read_rows, training_table
+from bench.tables import masks_table, one_rank_table, planning_table, read_rows, training_table
 from bench.timeline import Activity, breakdown
 from bmt_burst import Mask
 from tests.helpers import ROOT, torchrun
@@ -42,6 +42,7 @@ def test_benchmark_runs_and_reports(tmp_path):
     for row in rows:
         if row["kind"] == "errors" and "unavailable" not in row:
             assert max(row[name] for name in ("out", "dq", "dk", "dv")) < 1e-5
+    assert masks_table(rows).startswith("| 128 tokens | kernel | documents 256 | documents long | window 40 |\n")
     report = subprocess.run(
         [sys.executable, "bench/report.py", output], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
