@@ -191,7 +191,7 @@ def dense_results(mask: Mask, tensors: Sequence[Tensor], scale: float) -> list[T
     *inputs, dout = tensors
     q, k, v = inputs = [x.double().clone().requires_grad_() for x in inputs]
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    visible_pairs = mask.dense()
+    visible_pairs = mask.dense(q.device)
     blind = ~visible_pairs.any(1, keepdim=True)
     scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).masked_fill(~visible_pairs, -torch.inf)
     probs = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.implementations import Case
-from bench.masks import PACKINGS, mask_of, packing, share_of
+from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
 from bench.tables import masks_table, one_rank_table, planning_table, read_rows, training_table
 from bench.timeline import Activity, breakdown
 from bmt_burst import Mask
@@ -198,3 +198,10 @@ def test_timeline_adds_up_by_kind():
         "span": 8.0,
         "idle": 0.25,
     }
+
+
+@pytest.mark.parametrize("name", ["documents 256", "documents long", "window 64", "causal"])
+def test_ranks_are_measured_with_the_mask_that_their_layout_balances(name):
+    case = Case(8192, 1, 4, 2, 16, name, "cpu")
+    assert case.visible == mask_of(name, 8192)
+    assert balanced(name, 8192, 2).seq_len == 8192
