@@ -48,7 +48,7 @@ def share_of(name: str, seq_len: int, ranks: int) -> Mask:
     masks it is the same on a shorter sequence. Nothing of it is cut over kernel calls, which is what makes it a limit.
     """
     tokens = seq_len // ranks
-    if kind(name) != "documents":
+    if kind(name) != "documents" or ranks == 1:
         return mask_of(name, tokens)
     lengths, wanted = packing(name.partition(" ")[2], seq_len), mask_of(name, seq_len).area / ranks
     rng, longest = random.Random(name), max(lengths)

@@ -18,7 +18,6 @@ import random
 import statistics
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -142,7 +141,10 @@ def measured(setting: Setting, backward: str, masks: int) -> dict:
 
 
 def memory(masks: int) -> dict:
-    """The row of calls with so many masks, each of them new: KiB that Python holds more at their end than early on."""
+    """The row of calls with so many masks, each of them new: what they leave, once what is kept for reuse is full.
+
+    A block is a piece of memory that Python's allocator has handed out; a mask and its plan take hundreds.
+    """
     rng, tokens = random.Random(0), 48
     x = torch.randn(1, tokens, 1, 8, requires_grad=True)
 
@@ -150,24 +152,23 @@ def memory(masks: int) -> dict:
         mask = Mask.documents(list(itertools.accumulate(lengths(rng, rng.randint(2, 12), tokens), initial=0)))
         burst_attn_func(x, x, x, mask=mask, layout="balanced").sum().backward()
 
+    def held() -> tuple[int, int]:
+        gc.collect()
+        return sys.getallocatedblocks(), _resident_kib()
+
     for _ in range(_WARM_UP):
         call()
-    gc.collect()
-    tracemalloc.start()
-    for _ in range(_WARM_UP):  # what is kept is now all of what is traced
-        call()
-    gc.collect()
-    before, resident = tracemalloc.get_traced_memory()[0], _resident_kib()
+    blocks, resident = held()
     for _ in range(masks):
         call()
-    gc.collect()
-    grown = (tracemalloc.get_traced_memory()[0] - before) / 1024
-    tracemalloc.stop()
+    blocks_then, resident_then = held()
     return {
         "kind": "planning memory",
         "masks": masks,
-        "grown_kib": grown,
-        "resident_grown_kib": _resident_kib() - resident,
+        "blocks": blocks,
+        "blocks_more": blocks_then - blocks,
+        "resident_kib": resident,
+        "resident_kib_more": resident_then - resident,
     }
 
 

@@ -124,6 +124,24 @@ def brief_table(rows: list[Row]) -> str:
     return table(header, [[*line, *(rates.get(n, "") for n in lengths)] for line, rates in lines.items()])
 
 
+def peers_table(rows: list[Row]) -> str:
+    """A batch of one and a causal mask, at the longest sequence that all were measured with: a line each."""
+    found = [r for r in measured(rows) if r["batch"] == 1 and r["mask"] == "causal"]
+    found = [r for r in found if not r["impl"].startswith("bmt_burst ")]
+    names = {(row["impl"], row["kernel"]) for row in found}
+    if not names:
+        return ""
+    most = min(max(r["seq_len"] for r in found if (r["impl"], r["kernel"]) == name) for name in names)
+    lines: dict[tuple, dict[str, str]] = defaultdict(dict)
+    for row in (row for row in found if row["seq_len"] == most):
+        for shown in (alone(rows, row), row):
+            if shown:
+                lines[implementation(shown), shown["kernel"]][heads(row)] = _brief(shown, alone(rows, row))
+    cases = list(dict.fromkeys(case for line in lines.values() for case in line))
+    header = [f"{tokens(most)} tokens", "kernel", *(f"{case} heads" for case in cases)]
+    return table(header, [[*line, *(rates.get(case, "") for case in cases)] for line, rates in lines.items()])
+
+
 def _brief(row: Row, limit: Row | None) -> str:
     rates = f"{row['fwd_tflops_per_gpu']:.0f} / {bwd_rate(row):.0f}"
     if limit is None or limit is row:
@@ -177,6 +195,7 @@ def training_table(rows: list[Row]) -> str:
         [
             *(row[name] for name in ("model", "layers", "engine", "gpus")),
             tokens(row["seq_len"]),
+            row.get("mask", "causal"),  # the only one when rows did not say
             checkpointing(row),
             round(row["tokens_per_s_per_gpu"]),
             *("-" if row.get(n) is None else row[n] for n in ("mfu", "peak_gib")),
@@ -185,7 +204,8 @@ def training_table(rows: list[Row]) -> str:
         for row in rows
         if row["kind"] == "train" and "step_s" in row
     ]
-    header = ["model", "layers", "engine", "GPUs", "tokens", "checkpointing", "tokens/s/GPU", "MFU", "GiB", "s/step"]
+    header = ["model", "layers", "engine", "GPUs", "tokens", "mask", "checkpointing"]
+    header += ["tokens/s/GPU", "MFU", "GiB", "s/step"]
     return table(header, lines) if lines else ""
 
 
@@ -234,9 +254,10 @@ def planning_table(rows: list[Row]) -> str:
 
 
 def memory_table(rows: list[Row]) -> str:
-    names = ["masks", "grown_kib", "resident_grown_kib"]
+    names = ["masks", "blocks", "blocks_more", "resident_kib", "resident_kib_more"]
     lines = [[row[name] for name in names] for row in rows if row["kind"] == "planning memory"]
-    return table(["masks", "Python's memory, KiB more", "resident, KiB more"], lines) if lines else ""
+    header = ["masks", "Python's blocks", "more after them", "resident KiB", "more after them"]
+    return table(header, lines) if lines else ""
 
 
 def timeline_table(rows: list[Row]) -> str:

@@ -4,7 +4,7 @@
         --data data/corpus/train --output bench/results/training.jsonl
 
 A row holds medians over the steps after --warm-up: tokens a second and GPU, MFU (its formula is in train/flops.py),
-seconds a step and where they go, peak memory. All GPUs share each sequence unless --sp-size says otherwise. With
+seconds a step and where they go, peak memory, the balance of the ranks' work and what mask that was. All GPUs share each sequence unless --sp-size says otherwise. With
 --layers the model has fewer layers than its preset; the row says so. On a machine without GPUs ranks are CPU processes.
 """
 
@@ -78,6 +78,7 @@ def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
     """Runs pretrain.py; medians of its metrics, or its error."""
     flags = [text for name, value in options.items() for text in ("--" + name.replace("_", "-"), str(value))]
     flags += ["--no-save", "--timeout", str(args.timeout), *(["--offload"] if args.offload else []), *args.more]
+    flags += ["--documents", args.documents] + (["--window", str(args.window)] if args.window else [])
     if args.checkpointing_blocks is not None:
         flags += ["--checkpointing-blocks", str(args.checkpointing_blocks)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
@@ -92,10 +93,12 @@ def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
         return {"error": f"{len(records) - len(steps)} of {len(records)} steps were skipped: " + done.stdout[-2000:]}
     medians: dict = {
         name: statistics.median(r[name] for r in measured)
-        for name in ("tokens_per_s", "tflops_per_rank", "mfu", "peak_gib", "step_s", *_PHASES)
+        for name in ("tokens_per_s", "tflops_per_rank", "mfu", "peak_gib", "step_s", "balance", "documents", *_PHASES)
         if name in measured[0]
     }
     medians["measured_steps"] = len(measured)
+    mask = "documents" if "documents" in medians else "causal"
+    medians["mask"] = f"{mask}, window {args.window}" if args.window else mask
     medians["engine"] = "bmtrain" if "BMTrainEngine" in done.stdout else "torch"
     medians["tokens_per_s_per_gpu"] = medians.pop("tokens_per_s") / args.gpus
     return {**medians, "losses": [r["loss"] for r in steps], "grad_norms": [r["grad_norm"] for r in steps]}
@@ -118,6 +121,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--engine", choices=("auto", "torch", "bmtrain"), default="auto")
     parser.add_argument("--dtype", default="bf16" if cuda else "fp32")
+    parser.add_argument("--documents", choices=("auto", "mask", "ignore"), default="auto", help="as of pretrain.py")
+    parser.add_argument("--window", type=int, help="as of pretrain.py; by default the model's")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those that are measured")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a step that end a run")
@@ -135,7 +140,17 @@ def main() -> int:
     for row in rows(args):
         failed += "error" in row
         append(args.output, row)
-        names = ("model", "seq_len", "checkpointing", "tokens_per_s_per_gpu", "mfu", "peak_gib", "step_s", "error")
+        names = (
+            "model",
+            "seq_len",
+            "checkpointing",
+            "mask",
+            "tokens_per_s_per_gpu",
+            "mfu",
+            "peak_gib",
+            "step_s",
+            "error",
+        )
         print(" ".join(f"{name}={row[name]}" for name in names if name in row), flush=True)
     return 1 if failed else 0
 

@@ -77,15 +77,18 @@ def burst_attn_func(
             torch.distributed, or this process alone.
         double_group: (intra, inter) groups for a double ring, instead of `process_group`.
         mask: which pairs of the whole sequence are visible, instead of `causal`: a `bmt_burst.Mask`, or one for each
-            row of the batch.
-        layout: which positions the ranks own: "zigzag", "striped" or "contiguous", "balanced" for the balanced one of
-            the mask, a `bmt_burst.Layout`, or one for each row of the batch.
-        strategy: "ring", "ulysses", or "auto", which is the ring.
+            row of the batch. Without either all are.
+        layout: which positions the ranks own, in which order: "zigzag", "striped" or "contiguous", "balanced" for
+            Layout.balanced of the mask, a `bmt_burst.Layout`, or one of these for each row of the batch, which must
+            give a rank equally many tokens. The tokens of q, k and v are those, as the layout's `shard` cuts them.
+        strategy: "ring", "ulysses" (every rank computes some heads of the whole sequence; not with a double_group), or
+            "auto", which is the ring.
         backward: what travels in a ring's backward: "kv" (keys and values), "q" (queries and the output's gradient) or
             "auto", the one with fewer bytes.
         return_lse: also return the logsumexp.
-        group_bytes: how many bytes of travelling blocks may come in together: more means fewer and larger kernel calls,
-            less means less memory. Long blocks go round in several passes, each of some of the heads.
+        group_bytes: how many bytes of a ring's travelling blocks may come in together: more means fewer and larger
+            kernel calls, less means less memory. Long blocks go round in several passes, each of some of the heads.
+            It also bounds how many partial results wait to be added up, with any strategy.
 
     Returns:
         out (B, S_local, H, D) in q's dtype, and with return_lse also lse (B, H, S_local), fp32 (fp64 for fp64
@@ -142,13 +145,15 @@ def burst_attn_varlen_func(
         k, v: (T_local, G, D) keys and values of the same tokens.
         cu_seqlens: (0, ..., T): where documents begin in the whole sequence, and its length; a sequence or an integer
             tensor on the CPU. The same on every rank.
-        causal, window: as of `Mask.documents`.
-        options: further options of burst_attn_func.
+        causal: whether a token sees only tokens at its own or earlier positions of its document.
+        window: tokens see only those less than so many positions away; with `causal` themselves and window - 1 before.
+        layout: as burst_attn_func's, for the packed sequence as a whole.
+        options: optimize_bwd_comm, deterministic, strategy, backward and group_bytes, as burst_attn_func's.
 
     Returns:
         out (T_local, H, D), and with return_lse also lse (H, T_local).
 
-    All else as burst_attn_func.
+    Raises TypeError for an option that is not known, on this rank alone. All else as burst_attn_func.
     """
     given = {"softmax_scale": softmax_scale, "flash": flash, "layout": layout, **options}
 

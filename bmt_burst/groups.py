@@ -46,9 +46,9 @@ _groups_made = itertools.count()
 class SequenceParallel:
     """This rank's place among the ranks that share its sequence, and the layout of that sequence; by default alone.
 
-    `layout` is the name of one, for sequences of any length, or a Layout, for those of its length. `groups` are the
-    keyword arguments that burst_attn_func takes to run over these ranks; init_sequence_parallel says in `made_for` how
-    many ranks share a sequence and, in a double ring, a host.
+    This is rank `rank` of `size`. `layout` is the name of one, for sequences of any length, or a Layout, for those of
+    its length. `groups` are the keyword arguments that burst_attn_func takes to run over these ranks;
+    init_sequence_parallel says in `made_for` how many ranks share a sequence and, in a double ring, a host.
 
     A copy by copy.copy or copy.deepcopy has the same groups. What is pickled, also with a module by torch.save, is the
     number of ranks and the layout: read in another process or on another rank, it has the groups and the rank that
@@ -78,6 +78,7 @@ class SequenceParallel:
 
     @property
     def groups(self) -> dict[str, Any]:
+        """process_group, double_group and layout, as keyword arguments of burst_attn_func."""
         return {"process_group": self.process_group, "double_group": self.double_group, "layout": self.layout}
 
     def with_layout(self, layout: str | Layout) -> SequenceParallel:
@@ -107,7 +108,10 @@ class SequenceParallel:
         return self.layout_of(seq_len).positions(self.rank, device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of `x`, which is whole and the same on every rank, cut along `dim`."""
+        """This rank's part of `x`, which is whole and the same on every rank, cut along `dim`. Differentiable; a copy.
+
+        Raises as `layout_of` for a number of entries that cannot be cut.
+        """
         dim = check_dim(x, dim)
         return self.layout_of(x.shape[dim]).shard(x, self.rank, dim)
 

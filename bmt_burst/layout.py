@@ -50,7 +50,9 @@ class Run(NamedTuple):
 
 
 class Layout(ABC):
-    """How `seq_len` tokens lie on `size` ranks; equal to another one that puts them in the same places.
+    """How `seq_len` tokens lie on `size` ranks. Made by zigzag, striped, contiguous, balanced, or named.
+
+    Equal to another one of the same kind that puts tokens in the same places. Prints the positions of each rank.
 
     Raises ValueError for a size below 1 or fewer tokens than ranks, TypeError for what is no whole number.
     """
@@ -74,14 +76,17 @@ class Layout(ABC):
 
     @staticmethod
     def zigzag(seq_len: int, size: int) -> Layout:
+        """Rank r owns chunks r and 2 * size - 1 - r of 2 * size: equal work under a causal mask."""
         return Zigzag(seq_len, size)
 
     @staticmethod
     def striped(seq_len: int, size: int) -> Layout:
+        """Rank r owns every size-th position from r on: equal work also with documents, but all tokens travel."""
         return Striped(seq_len, size)
 
     @staticmethod
     def contiguous(seq_len: int, size: int) -> Layout:
+        """Rank r owns chunk r of size: equal work under a full mask and under windows."""
         return Contiguous(seq_len, size)
 
     @staticmethod
@@ -126,14 +131,20 @@ class Layout(ABC):
         return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in self.runs(rank)])
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """The part of `x` that `rank` owns, cut along `dim` (of seq_len entries). Differentiable; a copy."""
+        """The part of `x` that `rank` owns, cut along `dim` (of seq_len entries). Differentiable; a copy.
+
+        Raises ValueError for another number of entries or a rank out of range, TypeError for what is no tensor.
+        """
         dim = check_dim(x, dim)
         if x.shape[dim] != self.seq_len:
             raise ValueError(f"dimension {dim} of {tuple(x.shape)} has {x.shape[dim]} tokens, not {self.seq_len}")
         return x.index_select(dim, self.positions(rank, x.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole of what `shard` cut: `shards` of all ranks, in rank order, joined along `dim`."""
+        """The whole of what `shard` cut: `shards` of all ranks, in rank order, joined along `dim`. Differentiable.
+
+        Raises ValueError for shards of other lengths or another number of them.
+        """
         lengths, given = [self.length(r) for r in range(self.size)], [s.shape[check_dim(s, dim)] for s in shards]
         if given != lengths:
             raise ValueError(f"shards have {given} tokens, expected {lengths}")
@@ -244,7 +255,10 @@ def layout_class(name: str) -> type[Layout]:
 
 
 def shard(x: Tensor, rank: int, size: int, dim: int = 1, layout: str = "zigzag") -> Tensor:
-    """Cuts `x` along `dim` and returns the part of `rank` out of `size`. Any dtype, any other dimensions."""
+    """Cuts `x` along `dim` and returns the part of `rank` out of `size`. Any dtype, any other dimensions.
+
+    `layout` is "zigzag", "striped" or "contiguous"; a Layout has a `shard` of its own.
+    """
     dim = check_dim(x, dim)
     return Layout.named(layout, x.shape[dim], size).shard(x, rank, dim)
 

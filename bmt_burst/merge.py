@@ -42,7 +42,7 @@ class Outputs:
     """Adds up the attention output over key sets as they come; it ends up in out (B, S, H, D) and lse (B, H, S).
 
     Partial results are folded into one, in lse's dtype, whenever those that wait exceed `limit` bytes. Out may be the
-    first part's own memory; lse may not.
+    first part's own memory; lse then begins as a copy of that part's.
     """
 
     def __init__(self, out: Tensor, lse: Tensor, limit: int = 0):

@@ -65,9 +65,16 @@ class BurstAttention(nn.Module):
     """Self-attention with rotary positions over the ranks of `sp`, causal unless a mask is given; GQA where
     num_kv_heads < num_heads.
 
-    Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`, without bias. With a `window`, a token sees of what the mask
-    shows it only itself and the window - 1 tokens before it, as Mistral and MiniCPM count. `layer` is this layer's
-    index in a KVCache.
+    hidden_size    E, the width of what comes in and goes out
+    num_heads      H; num_kv_heads G, by default as many; head_dim D, by default hidden_size / num_heads
+    sp             whose ranks share the sequence, from init_sequence_parallel; by default this rank alone
+    flash          the block kernel, and
+    deterministic  equal bits between runs, as of burst_attn_func
+    window         a token sees of what the mask shows it only itself and the window - 1 tokens before it, as Mistral
+                   and MiniCPM count
+    layer          this layer's index in a KVCache
+
+    Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`, without bias.
 
     Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd or window is below 1; TypeError for a
     window that is no whole number.

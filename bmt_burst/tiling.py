@@ -71,6 +71,14 @@ class Tiling:
         self.mask, self.layout = mask, layout
         self._slices = _Sorted([s.q for s in mask.slices])
         self._reach: dict[int, tuple[Span, ...]] = {}
+        self._parts_of: dict[int, list[_Part]] = {}
+
+    @functools.cached_property
+    def transposed(self) -> Tiling:
+        """The tiling of the transposed mask; what is known of the layout is shared."""
+        other = Tiling(self.mask.transposed, self.layout)
+        other._owners = self._owners
+        return other
 
     def seen(self, rank: int) -> list[Piece]:
         """The tokens of other ranks that queries of `rank` look at, in the order of their positions.
@@ -152,20 +160,22 @@ class Tiling:
 
     def _parts(self, rank: int) -> list[_Part]:
         """The queries of a rank, by slice."""
-        found = []
-        for start, step, tokens, offset in self.layout.runs(rank):
-            for index in self._slices.around(start, start + step * tokens):
-                if part := _part(self.mask.slices[index], start, step, tokens, offset):
-                    found.append((index, part))
-        found.sort(key=_first)
-        return [part for _, part in found]
+        if rank not in self._parts_of:
+            found = []
+            for start, step, tokens, offset in self.layout.runs(rank):
+                for index in self._slices.around(start, start + step * tokens):
+                    if part := _part(self.mask.slices[index], start, step, tokens, offset):
+                        found.append((index, part))
+            found.sort(key=_first)
+            self._parts_of[rank] = [part for _, part in found]
+        return self._parts_of[rank]
 
     @functools.cached_property
     def _owners(self) -> tuple[list[Piece], _Sorted, bool]:
         """The runs of all ranks in the order of their starts, and whether any lie side by side."""
         runs = sorted(run for rank in range(self.layout.size) for run in self._runs(rank))
-        side_by_side = any(run.step > 1 for run in runs)
-        return runs, _Sorted([(run.start, run.stop) for run in runs]), side_by_side
+        order = _Sorted([(start, start + step * (stop - first)) for start, step, _, (first, stop) in runs])
+        return runs, order, any(step > 1 for _, step, _, _ in runs)
 
     @functools.cached_property
     def _slices_by_key(self) -> Sequence[Slice]:

@@ -25,6 +25,7 @@ from bmt_burst import Layout, Mask, Slice, burst_attn_func, simulate
 from bmt_burst.kernels import Kernel, load
 from bmt_burst.kernels.reference import visible
 from bmt_burst.spec import Spec
+from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.tile import KernelCall
 from bmt_burst.transport.simulator import SimulatedRing
 from train.distributed import free_port
@@ -190,7 +191,7 @@ def dense_results(mask: Mask, tensors: Sequence[Tensor], scale: float) -> list[T
     *inputs, dout = tensors
     q, k, v = inputs = [x.double().clone().requires_grad_() for x in inputs]
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    visible_pairs = mask.dense()
+    visible_pairs = mask.dense(q.device)
     blind = ~visible_pairs.any(1, keepdim=True)
     scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).masked_fill(~visible_pairs, -torch.inf)
     probs = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
@@ -215,6 +216,15 @@ def ring_results(
 
     results = simulate(whole.size, work)
     return [whole.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
+
+
+def problem(mask: Mask, layout: Layout, inner: int | None = None, **changes) -> Problem:
+    """A call of attention over the layout's ranks, `inner` of them a host; fields of Problem or of Sizes may change."""
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_size": 8, "dtype": torch.float32, "partial": torch.float32}
+    sizes = Sizes(**{name: changes.pop(name, default) for name, default in sizes.items()})
+    inner = inner or layout.size
+    ranks = {"inner": inner, "outer": layout.size // inner}
+    return Problem(mask=mask, layout=layout, spec=Spec(0.3), kernel=load("cpu"), sizes=sizes, **ranks, **changes)
 
 
 def ring_arguments(ring: SimulatedRing, inner: int) -> dict:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.implementations import Case
-from bench.masks import PACKINGS, mask_of, packing, share_of
+from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
 from bench.tables import one_rank_table, planning_table, read_rows, training_table
 from bench.timeline import Activity, breakdown
 from bmt_burst import Mask
@@ -98,7 +98,7 @@ def test_planning(tmp_path):
     assert planning_table(rows).count("\n| documents | 100 | 512 | kv | ") == 1
     assert all(row["total_ms"] >= max(row["ms"].values()) for row in rows if row["kind"] == "planning")
     [memory] = [row for row in rows if row["kind"] == "planning memory"]
-    assert memory["grown_kib"] < 100  # a mask and its plan take some 10 KiB: 300 of them would be 3 MiB
+    assert memory["blocks_more"] < 10 * 300  # a mask and its plan take hundreds each
 
 
 def test_rows_from_before_there_were_documents_are_read(tmp_path):
@@ -196,3 +196,10 @@ def test_timeline_adds_up_by_kind():
         "span": 8.0,
         "idle": 0.25,
     }
+
+
+@pytest.mark.parametrize("name", ["documents 256", "documents long", "window 64", "causal"])
+def test_ranks_are_measured_with_the_mask_that_their_layout_balances(name):
+    case = Case(8192, 1, 4, 2, 16, name, "cpu")
+    assert case.visible == mask_of(name, 8192)
+    assert balanced(name, 8192, 2).seq_len == 8192

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_burst import Layout, burst_attn_func, init_sequence_parallel, kernels, plan, transport
+from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, kernels, transport
 from bmt_burst.spec import Spec
+from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.tile import KernelCall
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.helpers import (
@@ -21,7 +22,7 @@ from tests.helpers import (
     RANKS,
     ROOT,
     call_tensors,
-    dense_attention,
+    dense_results,
     kernel_errors,
     named_calls,
     needs_ranks,
@@ -51,12 +52,6 @@ def usable(name: str, q, k, spec: Spec = SPEC):
 
 def cuda_qkv(*shape, dtype=torch.bfloat16, seed=0):
     return [x.cuda() for x in random_qkv(*shape, dtype, seed)]
-
-
-def reference(q, k, v, dout, causal, scale):
-    inputs = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(*inputs, causal, scale)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, dout.double())]
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -191,26 +186,38 @@ def rings(size: int) -> dict[str, dict]:
     return found
 
 
+LAYOUTS = ("zigzag", "striped", "contiguous")
+MASKS = {
+    "causal": Mask.causal,
+    "full": Mask.full,
+    "documents": lambda n: Mask.documents((0, 1, 130, 140, n // 2 + 3, n - 7, n)),
+    "full documents": lambda n: Mask.documents((0, 300, n), causal=False),
+    "window": lambda n: Mask.window(n, 200),
+    "documents with a window": lambda n: Mask.documents((0, 64, n // 3, n), window=150),
+}
+
+
 def equality(rank: int, size: int) -> dict[str, float]:
     """The worst error of each of many cases, of all heads in one pass and of a kv head in each."""
-    plan._ENOUGH_ROWS = 1
+    ring_strategy._ENOUGH_ROWS = 1
     errors, groups = {}, rings(size)
     if size == 3:
         groups["cudnn"] = {**groups["by copy engines"], "flash": "cudnn"}
-    cases = itertools.product(("zigzag", "striped", "contiguous"), (True, False), ((4, 4), (8, 2)), (1024, 1031))
-    for layout, causal, (heads, kv_heads), tokens in cases:
-        whole = Layout(layout, tokens, size)
+    for index, (mask, layout) in enumerate(itertools.product(MASKS, (*LAYOUTS, "balanced"))):
+        tokens, (heads, kv_heads) = (1024, 1031)[index % 2], ((4, 4), (8, 2))[index // 2 % 2]
+        visible = MASKS[mask](tokens)
+        whole = Layout.balanced(visible, size) if layout == "balanced" else Layout.named(layout, tokens, size)
         tensors = cuda_qkv(2, tokens, heads, kv_heads, 64)
         *shards, dout = (whole.shard(x, rank) for x in tensors)
         shards = [x.requires_grad_() for x in shards]
-        exact = reference(*tensors, causal, 0.1)
+        exact = dense_results(visible, tensors, 0.1)
         expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
         two_blocks = 2 * 2 * tensors[0][:, : -(-tokens // size), : heads // kv_heads].nbytes  # q and dout of a kv head
         sizes = (two_blocks, 1 << 30)
         for (ring, group), backward, group_bytes in itertools.product(groups.items(), ("q", "kv"), sizes):
-            options = {"layout": layout, "causal": causal, "backward": backward, "group_bytes": group_bytes}
+            options = {"layout": whole, "mask": visible, "backward": backward, "group_bytes": group_bytes}
             got = ring_call(shards, dout, **options, **group)
-            name = f"{ring} {layout} causal={causal} {backward} {heads}:{kv_heads} {tokens} {group_bytes}"
+            name = f"{ring} {layout} {mask} {backward} {heads}:{kv_heads} {tokens} {group_bytes}"
             errors[name] = max(relative_error(a, b) for a, b in zip(got, expected, strict=True))
     return errors
 
@@ -226,7 +233,7 @@ def late_ranks(rank: int, size: int) -> None:
     """Kernels that sleep on one rank's stream, anywhere in the ring, change no bit of several calls in a row."""
     *shards, dout = cuda_qkv(1, 2048, 4, 4, 64, seed=rank)
     shards = [x.requires_grad_() for x in shards]
-    kernel, chance = kernels.pick("auto", *shards[:2], deterministic=True), random.Random(rank)
+    kernel, chance = kernels.pick("auto", *shards[:2], Spec(0.1, deterministic=True)), random.Random(rank)
     late = None
 
     def sleeping(plain):
@@ -304,7 +311,7 @@ def falls_out(rank: int, folder: str, how: str) -> None:
     torch.autograd.grad(burst_attn_func(*inputs, causal=False, backward="q", **group), inputs, dout)
     torch.cuda.synchronize()
     out = burst_attn_func(*inputs, causal=False, backward="q", **group)
-    kernel = kernels.pick("auto", *inputs[:2])
+    kernel = kernels.pick("auto", *inputs[:2], SPEC)
     plain, calls = kernel.backward, itertools.count(1)
 
     def backward(*args, **options):

@@ -49,16 +49,16 @@ class Allocator(Kernel):
     name = "allocator"
     takes_delta = True
 
-    def refuses(self, q, k, deterministic):
+    def refuses(self, spec, q, k):
         return None
 
     def partial_dtype(self, dtype):
         return dtype
 
-    def forward(self, q, k, v, *, scale, causal, deterministic):
+    def forward(self, q, k, v, call, spec):
         return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
-    def backward(self, dout, q, k, v, out, lse, delta=None, *, scale, causal, deterministic):
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         grads = tuple(torch.empty_like(x) for x in (q, k, v))
         sums = [q, lse, lse] if q.shape[2] == k.shape[2] else [q, lse, lse, k, v]
         _held = [torch.empty_like(x, dtype=torch.float32) for x in sums]

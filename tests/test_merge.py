@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bmt_burst.merge import Gradients, Outputs, accumulator_dtype
+from bmt_burst.merge import Gradients, Outputs, accumulator_dtype, sum_parts
 from tests.helpers import relative_error
 
 
@@ -89,3 +89,57 @@ def test_parts_are_added_up_wide():
         gradients.add((0, 1), torch.full((1, 1, 1, 1), 1.0078125, dtype=torch.bfloat16))
     assert gradients.result().item() == 258.0  # bf16 alone would have stopped at 256
     assert Gradients((1, 2, 3, 1), torch.float32, torch.device("cpu")).result().equal(torch.zeros(1, 2, 3, 1))
+
+
+def test_sums_may_lie_where_their_first_part_does():
+    """Only tokens of which more comes are written; the others' bits stay, whatever they are."""
+    first, second = torch.randn(1, 7, 2, 4), torch.randn(1, 3, 2, 4)
+    first[0, 0, 0, 0] = torch.nan
+    lse, second_lse = torch.randn(1, 2, 7), torch.randn(1, 2, 3)
+    out, grad = first.clone(), first.clone()
+    gradients = Gradients(grad.shape, grad.dtype, grad.device, into=grad)
+    outputs = Outputs(out, lse.clone(), limit=1 << 30)
+    for sums in (outputs, Outputs(torch.empty_like(out), torch.empty_like(lse), limit=1 << 30)):
+        sums.add((0, 7), out.clone() if sums is not outputs else out, lse)
+        sums.add((2, 5), second, second_lse)
+    apart = sums
+    gradients.add((0, 7), grad)
+    gradients.add((2, 5), second)
+    assert gradients.result() is grad
+    assert torch.equal(grad[:, 2:5], first[:, 2:5] + second)
+    outputs.result()
+    apart.result()
+    for mine, before in ((grad, first), (out, first)):
+        assert mine[:, 5:].equal(before[:, 5:])
+        assert mine[:, :2].nan_to_num().equal(before[:, :2].nan_to_num())
+        assert mine[0, 0, 0, 0].isnan()
+    assert out[:, 2:5].equal(apart.out[:, 2:5])
+    assert outputs.lse[:, :, 2:5].equal(apart.lse[:, :, 2:5])
+    assert outputs.lse[:, :, 5:].equal(lse[:, :, 5:])
+
+
+def test_the_parts_of_a_span():
+    """Of parts that lie where they like: a view where one has it all, else their sum, 0 where none came."""
+    parts = [((0, 4), torch.randn(2, 4, 3, 5)), ((6, 9), torch.randn(2, 3, 3, 5)), ((2, 7), torch.randn(2, 5, 3, 5))]
+    whole = torch.zeros(2, 12, 3, 5)
+    for span, part in parts:
+        whole[:, slice(*span)] += part
+
+    def of(span, dtype=torch.float32):
+        return sum_parts(parts, span, 2, (3, 5), dtype, torch.device("cpu"))
+
+    for start, stop in ((0, 12), (0, 2), (1, 7), (3, 8), (9, 12), (10, 11)):
+        assert torch.allclose(of((start, stop)), whole[:, start:stop])
+    assert of((0, 2)).data_ptr() == parts[0][1].data_ptr()
+    assert of((0, 2), torch.bfloat16).dtype == torch.bfloat16
+    assert of((9, 12)).eq(0).all()
+
+
+def test_folded_parts_are_not_read_again():
+    """As memory that they arrived in must be given back."""
+    gradients, part = Gradients((1, 4, 1, 2), torch.float32, torch.device("cpu"), limit=1 << 30), torch.ones(1, 4, 1, 2)
+    gradients.add((0, 4), part)
+    gradients.fold()
+    part.fill_(torch.nan)
+    gradients.add((1, 3), torch.ones(1, 2, 1, 2))
+    assert gradients.result().flatten().tolist() == [1, 1, 2, 2, 2, 2, 1, 1]

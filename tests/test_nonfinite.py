@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from bmt_burst import Layout, burst_attn_func, kernels, simulate
+from bmt_burst.spec import Spec
+from bmt_burst.tile import KernelCall
 from tests.helpers import dense_attention, random_qkv
 
 VALUES = [float("nan"), float("inf"), -float("inf")]
@@ -29,7 +31,7 @@ def test_a_block_is_nan_where_dense_attention_is(flash, dtype, name, value):
     for tokens, causal in itertools.product(BLOCKS, (False, True) if name != "v" else (False,)):
         for at in ([0], list(range(tokens))):
             (q, k, v, _), doubles = spoilt(tokens, name, at, value, dtype)
-            out, lse = kernel.forward(q, k, v, scale=0.25, causal=causal, deterministic=False)
+            out, lse = kernel.forward(q, k, v, KernelCall.whole(tokens, causal=causal), Spec(0.25))
             expected, expected_lse = dense_attention(*doubles, causal, 0.25)
             assert out.isnan().equal(expected.isnan()), (tokens, causal, at)
             assert lse.isfinite().equal(expected_lse.isfinite()), (tokens, causal, at)
@@ -97,7 +99,7 @@ def test_scores_that_overflow_are_as_in_dense_attention():
 def test_a_query_of_zeros_is_nothing_special():
     q, k, v, _ = random_qkv(1, 5, 2, 2, 8)
     expected, expected_lse = dense_attention(q * 0, k, v, True, 0.3)
-    out, lse = kernels.load("cpu").forward(q * 0, k, v, scale=0.3, causal=True, deterministic=False)
+    out, lse = kernels.load("cpu").forward(q * 0, k, v, KernelCall.whole(5, causal=True), Spec(0.3))
     assert lse[0, 0, 0] == 0
     assert torch.allclose(out, expected)
     assert torch.allclose(lse, expected_lse)

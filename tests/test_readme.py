@@ -1,5 +1,6 @@
-"""What the README shows works."""
+"""What the README and the pages in docs/ show works."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -9,25 +10,71 @@ import pytest
 import torch
 
 from bench.report import DOCS, MARKED, RESULTS, known, page, with_tables
-from tests.helpers import ROOT
+from tests.helpers import ROOT, torchrun
+from train.config import TrainConfig
+
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(path, language):
+    """The contents of a page's blocks of code in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+def commands(path, after):
+    """The commands of the first block of bash after a heading, a line each."""
+    section = path.read_text().split(f"{after}\n")[1]
+    return re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1].replace("\\\n", " ").splitlines()
 
 
 def test_the_simulated_example_prints_rounding():
-    [code] = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = blocks(README, "python")[0]
     printed = []
     names = {"print": printed.append}
     exec(code, names)
     [difference] = printed
     assert isinstance(difference, torch.Tensor)
     assert 0 <= difference < 1e-5
-    x = names["x"].requires_grad_()
-    [grad] = torch.autograd.grad(names["burst_attn_func"](x, x, x, causal=True).sin().sum(), x)
-    names["unshard"](names["simulate"](3, names["work"])).sin().sum().backward()
-    assert (x.grad - grad).abs().max() < 1e-4 * grad.abs().max()
+    inputs = [names[name].requires_grad_() for name in "qkv"]
+    grads = torch.autograd.grad(names["burst_attn_func"](*inputs, mask=names["mask"]).sin().sum(), inputs)
+    names["layout"].unshard(names["simulate"](3, names["work"])).sin().sum().backward()
+    for x, grad in zip(inputs, grads, strict=True):
+        assert (x.grad - grad).abs().max() < 1e-4 * grad.abs().max()
+
+
+def test_the_script_computes_what_one_rank_would(tmp_path):
+    code = blocks(README, "python")[1]
+    assert code.startswith("# torchrun --nproc-per-node 2 script.py\n")
+    check = """
+parts = [torch.empty(1, layout.length(rank), 128) for rank in range(sp.size)]
+dist.all_gather_object(parts, out.detach())
+alone = nn.BurstAttention(128, 4, num_kv_heads=2)
+alone.load_state_dict(attention.state_dict())
+whole = torch.arange(1001).unsqueeze(0) % 320
+tables = nn.rope_tables(mask.positions(), alone.head_dim)
+assert (alone(embedding(whole), *tables, mask=mask) - layout.unshard(parts)).abs().max() < 1e-5
+texts = [labels] * sp.size
+dist.all_gather_object(texts, labels)
+expected = whole.roll(-1)
+expected[:, [399, 649, 1000]] = -100
+assert layout.unshard(texts).equal(expected)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code + check)
+    done = torchrun(2, script)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_examples_of_the_pages_run():
+    examples = [code for path in PAGES[1:] for code in blocks(path, "python")]
+    assert examples
+    for code in examples:
+        exec(code, {})
 
 
 def test_its_tables_are_those_of_the_results():
-    text = (ROOT / "README.md").read_text()
+    text = README.read_text()
     assert with_tables(text) == text
     assert len(MARKED.findall(text)) == text.count("<!-- results:") == text.count("<!-- end") > 0
 
@@ -35,37 +82,65 @@ def test_its_tables_are_those_of_the_results():
 def test_the_page_of_results_is_what_the_results_say():
     text = (DOCS / "results.md").read_text()
     assert page() == text, "python bench/report.py --readme writes it anew"
-    for folder, written in ((DOCS, text), (ROOT, (ROOT / "README.md").read_text())):
+    for folder, written in ((DOCS, text), (ROOT, README.read_text())):
         assert all((folder / plot).read_text().count("<svg") == 1 for plot in re.findall(r"!\[.*?\]\((.*?)\)", written))
     with pytest.raises(ValueError, match=r"guessed-8\.jsonl begins with none of"):
         known(RESULTS / "guessed-8.jsonl")
 
 
-def test_every_file_it_names_is_there():
-    text = (ROOT / "README.md").read_text()
-    tree = text[text.index("bmt_burst/            the library") : text.index("A layout, kernel, transport")]
-    folder = ""
+def test_every_link_leads_somewhere():
+    for path in PAGES:
+        for link in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
+            name, _, anchor = link.partition("#")
+            target = path.parent / name if name else path
+            assert target.is_file(), f"{path.name}: {link}"
+            headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], link
+
+
+def test_every_file_they_name_is_there():
+    for path in PAGES:
+        text = re.sub(r"```python\n.*?```", "", path.read_text(), flags=re.DOTALL)
+        names = set(re.findall(r"\b(?:bmt_burst|models|train|bench|tests|docs)/[\w/.-]*\w", text))
+        assert all((ROOT / name).exists() for name in names), [name for name in names if not (ROOT / name).exists()]
+    [tree] = re.findall(r"\n\n```\n(.*?)```", README.read_text(), re.DOTALL)
     for line in tree.splitlines():
-        if line.startswith("`"):
-            break
-        names = re.findall(r"[\w/]+\.(?:py|sh)|^ *\w+/", line)
-        folder = "" if not line.startswith(" ") else "bmt_burst/"
-        base = names[0] if names and names[0].endswith("/") and not folder else ""
-        for name in names:
-            path = name.strip() if name.strip() == base else folder + base + name.strip()
-            assert (ROOT / path).exists(), path
+        folder = ROOT / "bmt_burst" if line.startswith(" ") else ROOT
+        names = re.findall(r"[\w/]+\.py", line) + re.findall(r"^ *(\w+/)", line)
+        assert names
+        assert all((folder / name).exists() for name in names), line
+
+
+def test_every_option_of_pretraining_that_they_name_is_one():
+    scripts = [(ROOT / f"train/{name}").read_text() for name in ("prepare_data.py", "export.py", "generate.py")]
+    ours = set(re.findall(r"\"(--[a-z-]+)\"", "".join(scripts)))
+    ours |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)} | {"--config", "--help"}
+    launchers = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--nnodes", "--nproc-per-node"}
+    launchers |= {"--rdzv-backend", "--rdzv-endpoint", "--logdir", "--from"}
+    named = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/pretraining.md").read_text()))
+    assert {"--resume", "--val-fraction", "--keep-scalings", "--nnodes"} <= named <= ours | launchers
+
+
+def test_the_scripts_of_the_two_commands_are_there_and_take_their_options():
+    lines = commands(README, "## Two commands")
+    assert [re.findall(r"bash (\S+\.sh)", line) for line in lines] == [
+        ["train/quickstart.sh"],
+        ["train/install_gpu.sh", "bench/bench.sh"],
+    ]
+    for script in re.findall(r"bash (\S+\.sh)", "\n".join(lines)):
+        subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+    assert "--quick)" in (ROOT / "bench/bench.sh").read_text()
 
 
 @pytest.mark.slow
 def test_the_commands_of_pretraining_run_as_they_stand(tmp_path):
     """From a file and a folder of text to a sample and a Hugging Face folder; TensorBoard, which never ends, aside."""
-    section = (ROOT / "README.md").read_text().split("## Pretraining\n")[1].split("\n## ")[0]
-    [commands] = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
-    lines = commands.replace("\\\n", " ").splitlines()
+    lines = commands(ROOT / "docs/pretraining.md", "# Pretraining")
     assert [line.split()[:2] for line in lines] == [
         *(["python", f"train/{name}.py"] for name in ("prepare_data", "pretrain", "generate", "export")),
         ["tensorboard", "--logdir"],
     ]
+    assert commands(README, "## Pretraining") == lines[:-1]
     texts = [f"Once there were {i} rings, and {i * i} hops. " * 20 for i in range(300)]
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "more_text").mkdir()
@@ -79,7 +154,7 @@ def test_the_commands_of_pretraining_run_as_they_stand(tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, line + done.stdout + done.stderr
         said[line.split()[1]] = done.stdout
-    assert "2 data parallel x 2 sequence parallel ranks" in said["train/pretrain.py"]
+    assert "1 data parallel x 2 sequence parallel ranks" in said["train/pretrain.py"]
     assert said["train/generate.py"].startswith("Once")
     assert (tmp_path / "runs/mine/loss.png").is_file()
     assert list((tmp_path / "runs/mine").glob("tensorboard/events.*"))

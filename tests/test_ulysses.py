@@ -15,9 +15,21 @@ from bmt_burst.strategies import Problem, Sizes, load
 from bmt_burst.strategies.ulysses import Heads
 from bmt_burst.transport import MESSAGE_BYTES
 from bmt_burst.transport.torch_dist import TorchTransport
-from tests.helpers import needs_ranks, random_qkv, relative_error, ring_arguments, run_ranks
+from tests.helpers import (
+    dense_results,
+    needs_ranks,
+    random_layout,
+    random_mask,
+    random_qkv,
+    random_slices,
+    relative_error,
+    ring_arguments,
+    ring_results,
+    run_ranks,
+)
 from tests.test_copy_engine import engine_ring
-from tests.test_masks import SCALE, dense_results, random_layout, random_mask, random_slices, ring_results
+
+SCALE = 0.31
 
 SIZES = [1, 2, 3, 4, 5, 8]
 HEADS = [(8, 8), (8, 2), (6, 3), (5, 5), (7, 1), (3, 1)]
@@ -62,8 +74,8 @@ def test_equals_dense(size, heads, kv_heads):
         layout = layouts(mask, size)[i]
         tensors = random_qkv(1 + i % 2, tokens, heads, kv_heads, 8, seed=at)
         options = {"flash": ("cpu", "reference")[(at + i) % 2], "optimize_bwd_comm": i % 3 > 0}
-        got = ring_results(mask, layout, tensors, size, strategy="ulysses", **options)
-        assert_equal(got, dense_results(mask, tensors), where=(mask, layout, options))
+        got = ring_results(layout, tensors, SCALE, size, mask=mask, strategy="ulysses", **options)
+        assert_equal(got, dense_results(mask, tensors, SCALE), where=(mask, layout, options))
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -75,22 +87,22 @@ def test_any_mask_equals_dense(part):
         layout = random_layout(chance, mask, size)
         tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed)
         options = {"flash": chance.choice(("cpu", "reference")), "group_bytes": chance.choice((0, 1 << 30))}
-        got = ring_results(mask, layout, tensors, size, strategy="ulysses", **options)
-        assert_equal(got, dense_results(mask, tensors), where=(seed, mask, layout, options))
+        got = ring_results(layout, tensors, SCALE, size, mask=mask, strategy="ulysses", **options)
+        assert_equal(got, dense_results(mask, tensors, SCALE), where=(seed, mask, layout, options))
 
 
 def test_equals_the_ring():
     mask, tensors = Mask.documents((0, 5, 30, 61)), random_qkv(2, 61, 6, 2, 8)
     layout = Layout.balanced(mask, 4)
-    by_name = [ring_results(mask, layout, tensors, 4, strategy=name) for name in ("ulysses", "ring")]
+    by_name = [ring_results(layout, tensors, SCALE, 4, mask=mask, strategy=name) for name in ("ulysses", "ring")]
     assert_equal(*by_name, bound=1e-13)
 
 
 def test_rows_with_masks_of_their_own_and_packed_documents():
     tensors, own = random_qkv(2, 24, 4, 2, 8), [Mask.documents((0, 9, 24)), Mask.full(24)]
-    rows = [dense_results(mask, [x[i : i + 1] for x in tensors]) for i, mask in enumerate(own)]
+    rows = [dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(own)]
     expected = [torch.cat(same) for same in zip(*rows, strict=True)]
-    got = ring_results(own, Layout.zigzag(24, 3), tensors, 3, strategy="ulysses")
+    got = ring_results(Layout.zigzag(24, 3), tensors, SCALE, 3, mask=own, strategy="ulysses")
     assert_equal(got, expected)
 
     def packed(ring):
@@ -124,8 +136,10 @@ def test_results_have_the_error_of_the_kernel_alone(size):
     """
     mask, exact = Mask.causal(96), random_qkv(1, 96, 8, 1, 16)
     tensors = [x.bfloat16() for x in exact]
-    expected = dense_results(mask, tensors)
-    results = {n: ring_results(mask, Layout.zigzag(96, n), tensors, n, strategy="ulysses") for n in (1, size)}
+    expected = dense_results(mask, tensors, SCALE)
+    results = {
+        n: ring_results(Layout.zigzag(96, n), tensors, SCALE, n, mask=mask, strategy="ulysses") for n in (1, size)
+    }
     errors = {n: [relative_error(*pair) for pair in zip(got, expected, strict=True)] for n, got in results.items()}
     assert [x.dtype for x in results[size]] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 3]
     for name, mine, alone in zip(NAMES, errors[size], errors[1], strict=True):
@@ -134,7 +148,7 @@ def test_results_have_the_error_of_the_kernel_alone(size):
 
 def test_inputs_of_any_strides_are_left_alone():
     layout, tensors = Layout.striped(23, 2), random_qkv(2, 23, 4, 2, 8)
-    expected = dense_results(Mask.causal(23), [*tensors[:3], torch.ones_like(tensors[3])])
+    expected = dense_results(Mask.causal(23), [*tensors[:3], torch.ones_like(tensors[3])], SCALE)
 
     def work(ring):
         shards = [layout.shard(x, ring.rank).transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:3]]
@@ -154,7 +168,7 @@ def test_inputs_of_any_strides_are_left_alone():
 
 def test_in_inference_mode_and_after_it():
     layout, (q, k, v, _) = Layout.zigzag(23, 2), random_qkv(1, 23, 4, 2, 8)
-    expected = dense_results(Mask.full(23), [q, k, v, v.new_zeros(q.shape)])[0]
+    expected = dense_results(Mask.full(23), [q, k, v, v.new_zeros(q.shape)], SCALE)[0]
 
     def work(ring):
         shards = [layout.shard(x, ring.rank) for x in (q, k, v)]
@@ -225,7 +239,7 @@ def worst_error(rank: int, size: int, group: dict, heads, tokens: int, seed: int
         options = {"mask": mask, "layout": layout, "strategy": "ulysses", "return_lse": True, **group}
         out, lse = burst_attn_func(*shards, SCALE, **options)
         got = [out, lse, *torch.autograd.grad(out, shards, dout)]
-        for j, (mine, exact) in enumerate(zip(got, dense_results(mask, tensors), strict=True)):
+        for j, (mine, exact) in enumerate(zip(got, dense_results(mask, tensors, SCALE), strict=True)):
             exact = layout.shard(exact, rank, 2 if j == 1 else 1)
             worst = max(worst, float((mine.detach() - exact).norm() / exact.norm().clamp_min(1e-3)))
     return worst

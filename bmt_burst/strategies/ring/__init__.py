@@ -92,10 +92,6 @@ class RingPlan(Plan):
         return Tiling(self.problem.mask, self.problem.layout)
 
     @functools.cached_property
-    def _transposed(self) -> Tiling:
-        return Tiling(self.problem.mask.transposed, self.problem.layout)
-
-    @functools.cached_property
     def _own_calls(self) -> list[Cut]:
         return kernel_calls(self._tiling.own_tiles(self.rank))
 
@@ -105,7 +101,7 @@ class RingPlan(Plan):
 
     def _tour(self, payload: Payload, returning: bool) -> Tour:
         problem, queries_travel = self.problem, payload.queries_travel
-        routes = Routes(self._transposed, self.schedule, self.rank) if queries_travel else self._kv_routes
+        routes = Routes(self._tiling.transposed, self.schedule, self.rank) if queries_travel else self._kv_routes
         passes = self._passes(payload, routes)
         rounds = routes.rounds(*self._limits(passes, returning)) if passes else ()
 

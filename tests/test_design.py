@@ -1,0 +1,82 @@
+"""What docs/design.md says is so: its plan, its rule of order, its names. `python -m tests.test_design` prints anew."""
+
+import contextlib
+import io
+import itertools
+import re
+
+import pytest
+
+from bmt_burst.strategies.ring.program import program
+from tests.helpers import ROOT
+
+PAGE = ROOT / "docs/design.md"
+_PRINTED = re.compile(r"(```python\n(.*?)```\n\n<!-- printed -->\n```\n).*?(```\n)", re.DOTALL)
+
+
+def with_printed(text: str) -> str:
+    """A page with what its code prints, where that is marked."""
+
+    def printed(match: re.Match) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(match[2], {})
+        return match[1] + said.getvalue() + match[3]
+
+    return _PRINTED.sub(printed, text)
+
+
+def test_the_plan_it_shows_is_what_the_code_prints():
+    text = PAGE.read_text()
+    assert len(_PRINTED.findall(text)) == text.count("<!-- printed -->") == 1
+    assert with_printed(text) == text, "python -m tests.test_design prints it anew"
+
+
+def test_every_file_it_names_is_there():
+    names = set(re.findall(r"`([\w/]+\.(?:py|sh|md))`", PAGE.read_text()))
+    assert len(names) > 20
+    folders = [ROOT, *(ROOT / "bmt_burst" / folder for folder in ("", "kernels", "strategies", "strategies/ring"))]
+    for name in names:
+        assert any((folder / name).is_file() for folder in folders), name
+
+
+def test_every_name_it_uses_is_in_the_code():
+    paths = [path for part in ("bmt_burst", "tests") for path in (ROOT / part).rglob("*.py")]
+    code = "\n".join(path.read_text() for path in paths)
+    prose = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
+    names = {name for quoted in re.findall(r"`([^`]+)`", prose) for name in re.findall(r"[A-Za-z_]\w+", quoted)}
+    files = {name for path in paths for part in path.relative_to(ROOT).parts for name in part.split(".")}
+    words = set(re.findall(r"\w+", code))
+    assert len(names) > 60
+    assert names - files <= words
+
+
+@pytest.mark.parametrize("returning", [False, True])
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_an_event_waits_only_for_what_stands_before_it_in_the_list_of_all(passes, returning):
+    """There are two buffers for blocks and one for gradients: a delivery needs that the one so many before was read."""
+    for rounds in range(1, 4):
+        for stages in itertools.product(range(4), repeat=rounds):
+            events = list(program(passes, stages, returning))
+            at = {event: number for number, event in enumerate(events)}
+            assert len(at) == len(events)
+            fetches = [event for event in events if event.do == "fetch"]
+            returns = [event for event in events if event.do == "return"]
+            assert len(fetches) == passes * sum(stages)
+            assert len(returns) == returning * len(fetches)
+            read = []
+            for event in fetches:
+                landed, freed = event._replace(do="land"), event._replace(do="free")
+                assert at[event] < at[landed] < at[event._replace(do="compute")] < at[freed]
+                read.append(at[freed])
+            assert read == sorted(read)
+            assert all(freed < at[event] for freed, event in zip(read, fetches[2:], strict=False))
+            added = []
+            for event in returns:
+                last = event._replace(do="end")
+                added.append(at[last if last in at else event._replace(do="collect")])
+                assert at[event] < added[-1]
+            assert all(before < at[event] for before, event in zip(added, returns[1:], strict=False))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_printed(PAGE.read_text()))

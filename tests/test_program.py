@@ -1,0 +1,339 @@
+"""The order of events of all ranks, as data: what a rank waits for, its peers enqueue before they wait for more.
+
+Each rank is one queue that works in order, which is the least that a GPU grants its streams (transport/copy_engine.py),
+and stands still until what it waits for has been done by others.
+"""
+
+import collections
+import itertools
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from bmt_burst import Layout, Mask
+from bmt_burst.strategies import ring as ring_strategy
+from bmt_burst.strategies.ring import RingPlan
+from bmt_burst.strategies.ring.program import Event, program
+from bmt_burst.transport import LANES
+from tests.helpers import problem, random_layout, random_mask
+
+RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (8, 8), (4, 2), (6, 3), (6, 2), (8, 4), (4, 1), (8, 2)]
+CASES = 240
+PARTS = 6  # tests that share them
+
+
+class Step(NamedTuple):
+    """What a rank's queue does: waits until each of `until` is done, and then does `done`.
+
+    There is a name for everything that one rank does and another may wait for.
+    """
+
+    event: Event
+    until: tuple = ()
+    done: tuple = ()
+
+
+class Queue:
+    """A rank's queue: its steps in the calls so far. `host` are the ranks of its host."""
+
+    def __init__(self, rank, inner):
+        self.rank, self.inner = rank, inner
+        self.host = range(rank // inner * inner, (rank // inner + 1) * inner)
+        self.begun = collections.Counter()  # deliveries, by lane
+        self.released = collections.Counter()
+        self.steps: list[Step] = []
+
+    def add(self, tour, call, change=lambda events: events):
+        """The steps of a tour, which is the ranks' call of that number; `change` may spoil the order of events."""
+        for event in change(tour.program):
+            self.steps += self._steps(tour, call, event)
+
+    def _steps(self, tour, call, event):
+        if event.do in ("own", "pack", "begin", "compute") or (event.do == "end" and event.stage < 0):
+            return [Step(event)]
+        round_ = tour.rounds[event.round]
+        if event.do in ("fetch", "return"):
+            stage = round_.stages[event.stage]
+            outgoing = stage.sends if event.do == "fetch" else stage.returns
+            return self._deliver(event, "visit" if event.do == "fetch" else "return", {out.peer for out in outgoing})
+        if event.do == "land":
+            return [self._arrival(event, "visit", {peer for peer, _ in round_.stages[event.stage].sources})]
+        if event.do == "free":
+            return [self._release(event, "visit")]
+        if event.do in ("collect", "end"):
+            peers = {entry.peer for entry in round_.stages[event.stage].homecoming}
+            return [self._arrival(event, "return", peers), self._release(event, "return")]
+        return self._between_hosts(tour, call, event)
+
+    def _deliver(self, event, lane, peers):
+        """Into the peers' slots, each once its owner has released what was there."""
+        self.begun[lane] += 1
+        number = self.begun[lane]
+        ranks = [self.host[peer] for peer in sorted(peers)]
+        return [
+            Step(event, self._free(lane, rank, number - LANES[lane]), (("arrived", lane, self.rank, rank, number),))
+            for rank in ranks
+        ] or [Step(event)]
+
+    def _free(self, lane, owner, number):
+        """What a slot waits for: that its owner has read the delivery before, if there was one."""
+        return (("freed", lane, owner, number),) if number > 0 else ()
+
+    def _arrival(self, event, lane, peers):
+        number = self.released[lane] + 1
+        assert number <= self.begun[lane], f"{event} waits for a delivery that this rank has not begun"
+        return Step(event, tuple(("arrived", lane, self.host[peer], self.rank, number) for peer in peers))
+
+    def _release(self, event, lane):
+        self.released[lane] += 1
+        return Step(event, (), (("freed", lane, self.rank, self.released[lane]),))
+
+    def _between_hosts(self, tour, call, event):
+        """An exchange stands still until both ends of each of its messages are there, as NCCL's kernels do."""
+        round_ = tour.rounds[event.round]
+        place = self.rank % self.inner
+        borrowed = (round_.root,) if round_.held_tokens else ()
+        lent = (round_.lent_to * self.inner + place,) if round_.lent_tokens else ()
+        if event.do in ("cross", "leave"):
+            name = call, event.do, event.heads, event.round
+            ends = [(self.rank, other) for other in (*borrowed, *lent)]
+            there = Step(event, (), tuple(("at", *name, *end) for end in ends))
+            return [there, Step(event, tuple(("at", *name, other, mine) for mine, other in ends))]
+        assert event.do in ("open", "arrive", "receive"), event
+        return [Step(event)]
+
+
+def stuck(queues):
+    """Works off the queues; returns the events at which ranks stand still for ever."""
+    done, at = set(), [0] * len(queues)
+    going = True
+    while going:
+        going = False
+        for i, queue in enumerate(queues):
+            while at[i] < len(queue.steps) and all(
+                u in done or (u[-1] <= 0 and u[0] == "freed") for u in queue.steps[at[i]].until
+            ):
+                done.update(queue.steps[at[i]].done)
+                at[i] += 1
+                going = True
+    return {queue.rank: queue.steps[i].event for queue, i in zip(queues, at, strict=True) if i < len(queue.steps)}
+
+
+def random_plans(chance, size, inner):
+    """The plans of all ranks for a random call, of several stages and passes or of few."""
+    mask = random_mask(chance, chance.randint(size, 60))
+    call = problem(
+        mask,
+        random_layout(chance, mask, size),
+        inner,
+        heads=4,
+        kv_heads=chance.choice((1, 4)),
+        backward=chance.choice(("q", "kv")),
+        group_bytes=chance.choice((0, 300, 1000, 4000, 1 << 30)),
+    )
+    return [RingPlan(call, rank) for rank in range(size)]
+
+
+def queues_of(calls, inner, change=lambda events: events):
+    """Of all ranks, for tours of theirs, one call after the other."""
+    queues = [Queue(rank, inner) for rank in range(len(calls[0]))]
+    for number, tours in enumerate(calls):
+        for queue, tour in zip(queues, tours, strict=True):
+            queue.add(tour, number, change)
+    return queues
+
+
+def orders(plans):
+    """Forwards and backwards as they follow one another: of a layer each, of two layers, and with more computed."""
+    forwards = [[plan.forward_tour for plan in of_all] for of_all in plans]
+    backwards = [[plan.backward_tour for plan in of_all] for of_all in plans]
+    return [
+        [forwards[0], backwards[0], forwards[0], backwards[0]],
+        [*forwards, *backwards[::-1], forwards[0], forwards[0], backwards[0], forwards[1], backwards[1]],
+    ]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_order_of_calls_leaves_a_rank_waiting(part, monkeypatch):
+    for seed in range(part, CASES, PARTS):
+        chance = random.Random(seed)
+        monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", chance.choice((1, 1 << 18)))
+        size, inner = RINGS[seed % len(RINGS)]
+        for calls in orders([random_plans(chance, size, inner) for _ in range(2)]):
+            assert stuck(queues_of(calls, inner)) == {}, seed
+
+
+def test_plans_of_several_passes_rounds_and_stages_were_among_them(monkeypatch):
+    """So the test above has seen what it is about."""
+    found = collections.Counter()
+    for seed in range(CASES):
+        chance = random.Random(seed)
+        monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", chance.choice((1, 1 << 18)))
+        size, inner = RINGS[seed % len(RINGS)]
+        tour = random_plans(chance, size, inner)[0].backward_tour
+        stages = max((len(round_.stages) for round_ in tour.rounds), default=0)
+        found[min(len(tour.passes), 2), min(len(tour.rounds), 2), min(stages, 2)] += 1
+    for kind in itertools.product((1, 2), (1, 2), (1, 2)):
+        assert found[kind] > 3, (kind, found)
+
+
+def causal_plans(monkeypatch, size, inner, backward="kv", group_bytes=400):
+    """Causal zigzag in two passes of several stages."""
+    monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", 1)
+    heads = {"heads": 2, "kv_heads": 2, "backward": backward, "group_bytes": group_bytes}
+    call = problem(Mask.causal(4 * size), Layout.zigzag(4 * size, size), inner, **heads)
+    return [RingPlan(call, rank) for rank in range(size)]
+
+
+def swapped(first, second):
+    """A change: the first event of one kind changes places with the next of another."""
+
+    def change(events):
+        events = list(events)
+        i = next((i for i, event in enumerate(events) if event.do == first), None)
+        if i is not None:
+            j = next(j for j in range(i, len(events)) if events[j].do == second)
+            events[i], events[j] = events[j], events[i]
+        return events
+
+    return change
+
+
+def test_ranks_that_release_nothing_are_found_waiting(monkeypatch):
+    plans = causal_plans(monkeypatch, 4, 4)
+    forward = [plan.forward_tour for plan in plans]
+    assert stuck(queues_of([forward] * 2, 4)) == {}
+    queues = queues_of([forward] * 2, 4)
+    queues[2].steps = [step for step in queues[2].steps if step.event.do != "free"]
+    found = stuck(queues)
+    assert {event.do for event in found.values()} >= {"fetch"}
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_waits_before_it_sends_is_found_waiting(size, monkeypatch):
+    """All ranks wait for stage 0 to land before they let it go: nobody gets it."""
+    tours = [plan.forward_tour for plan in causal_plans(monkeypatch, size, size)]
+    with pytest.raises(AssertionError, match="waits for a delivery that this rank has not begun"):
+        queues_of([tours], size, swapped("fetch", "land"))
+    queues = queues_of([tours], size)
+    for queue in queues:
+        steps = queue.steps
+        fetch = next(i for i, step in enumerate(steps) if step.event.do == "fetch")
+        land = next(i for i, step in enumerate(steps) if step.event.do == "land")
+        steps[fetch], steps[land] = steps[land], steps[fetch]
+    assert {event.do for event in stuck(queues).values()} == {"land"}
+
+
+@pytest.mark.parametrize("inner", [2, 1])
+def test_hosts_that_exchange_in_unlike_orders_are_found_waiting(inner, monkeypatch):
+    """One rank sends its share of the gradients before it has brought what the next round needs."""
+    plans = causal_plans(monkeypatch, 3 * inner, inner)
+    backward = [plan.backward_tour for plan in plans]
+    assert stuck(queues_of([backward], inner)) == {}
+    queues = queues_of([backward], inner)
+    queues[0].steps = []
+    queues[0].add(backward[0], 0, swapped("cross", "leave"))
+    assert stuck(queues) != {}
+
+
+def test_gradients_that_are_not_waited_for_in_turn_are_found(monkeypatch):
+    """With one slot for gradients a rank must read those of a stage before others send theirs of the next."""
+    plans = causal_plans(monkeypatch, 4, 4, group_bytes=0)
+    backward = [plan.backward_tour for plan in plans]
+    queues = queues_of([backward], 4)
+    for queue in queues:
+        collect = next(i for i, step in enumerate(queue.steps) if step.event.do == "collect")
+        second = [i for i, step in enumerate(queue.steps) if step.event.do == "return"]
+        after = next(i for i in second if i > collect)
+        queue.steps.insert(after + 3, queue.steps.pop(collect + 1))  # the release
+    assert {event.do for event in stuck(queues).values()} == {"return"}
+
+
+SHAPES = [
+    (passes, stages, returning)
+    for passes in range(4)
+    for rounds in (1, 2, 3)
+    for stages in itertools.product(range(4), repeat=rounds)
+    for returning in (False, True)
+]
+
+
+def places(events):
+    """Of each kind of event, where its events are, by (pass, round, stage)."""
+    found = collections.defaultdict(dict)
+    for i, event in enumerate(events):
+        key = tuple(event[1:])
+        assert key not in found[event.do], f"{event} comes twice"
+        found[event.do][key] = i
+    return found
+
+
+@pytest.mark.parametrize("returning", [False, True])
+def test_every_event_has_what_it_needs_before_it(returning):
+    """For all numbers of passes, rounds and stages: each stage is fetched, lands, is computed, goes home, is freed."""
+    for passes, stages, _ in (shape for shape in SHAPES if shape[2] == returning):
+        at = places(program(passes, stages, returning))
+        every = [(h, n, s) for h in range(passes) for n, count in enumerate(stages) for s in range(count)]
+        kinds = ["fetch", "land", "compute", *["return"] * returning, "free"]
+        for kind in kinds:
+            assert sorted(at[kind]) == every
+        for key in every:
+            assert [at[kind][key] for kind in kinds] == sorted(at[kind][key] for kind in kinds)
+        for kind in kinds:  # and one after the other
+            assert list(at[kind]) == every
+        assert list(at["own"].values()) == [at["own"][0, 0, 0]]
+        later = [(h, n, 0) for h in range(passes) for n in range(1, len(stages))]
+        for kind in ("cross", "arrive", "open", *["leave", "receive"] * returning):
+            assert sorted(at[kind]) == later
+        for key in later:
+            assert at["cross"][key] < at["arrive"][key] < at["open"][key]
+            if returning:
+                assert at["open"][key] < at["leave"][key] < at["receive"][key]
+                assert all(at["collect"][*key[:2], s] < at["leave"][key] for s in range(stages[key[1]]))
+        for h in range(passes):
+            mine = {(kind, key): i for kind in at for key, i in at[kind].items() if key[0] == h and kind != "own"}
+            [end] = [i for (kind, _), i in mine.items() if kind == "end"]
+            assert at["pack"][h, 0, 0] < at["begin"][h, 0, 0] < end == max(mine.values())
+            home = [key for kind, key in mine if kind == "collect" or (kind == "end" and key[2] >= 0)]
+            assert sorted(home) == ([key for key in every if key[0] == h] if returning else [])
+
+
+@pytest.mark.parametrize("returning", [False, True])
+def test_no_lane_has_more_deliveries_than_it_has_slots(returning):
+    for passes, stages, _ in (shape for shape in SHAPES if shape[2] == returning):
+        begun = collections.Counter()
+        for event in program(passes, stages, returning):
+            begun["visit"] += {"fetch": 1, "free": -1}.get(event.do, 0)
+            begun["return"] += {"return": 1, "collect": -1, "end": -1 if event.stage >= 0 else 0}.get(event.do, 0)
+            if not returning:
+                begun["return"] = 0
+            assert all(0 <= begun[lane] <= slots for lane, slots in LANES.items()), (passes, stages)
+        assert not any(begun.values())
+
+
+def test_what_comes_next_is_on_its_way_before_something_is_computed():
+    """Every stage but a pass's first in a round begins to come before the one before it is computed."""
+    for passes, stages, returning in SHAPES:
+        at = places(program(passes, stages, returning))
+        for h, n, s in at["fetch"]:
+            if s:
+                assert at["fetch"][h, n, s] < at["compute"][h, n, s - 1]
+            elif h and not n and stages[-1]:
+                assert at["fetch"][h, 0, 0] < at["compute"][h - 1, len(stages) - 1, stages[-1] - 1]
+            elif not h and not n:
+                assert at["fetch"][0, 0, 0] < at["own"][0, 0, 0]
+        for h, n, _ in at["cross"]:
+            before = [i for (g, m, _), i in at["compute"].items() if (g, m) == (h, n - 1)]
+            assert all(at["cross"][h, n, 0] < i for i in before)
+
+
+def test_a_plan_prints_its_program():
+    call = problem(Mask.causal(32), Layout.zigzag(32, 4), dtype=torch.bfloat16)
+    said = str(RingPlan(call, 1))
+    assert "rank 1, forward: KeysValues travel in 1 passes" in said
+    assert "rank 1, backward: " in said
+    assert "land" in said
+    assert "kernel calls: 8 x 8 in 1 tiles" in said

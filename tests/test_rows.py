@@ -1,0 +1,331 @@
+"""What users do with masks: rows with masks of their own, packed documents, queries that see nothing, windows."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from bmt_burst import Layout, Mask, Slice, burst_attn_func, burst_attn_varlen_func, simulate
+from bmt_burst.call import _MOST_PLANS
+from bmt_burst.transport import MESSAGE_BYTES
+from tests.helpers import (
+    dense_results,
+    random_layout,
+    random_mask,
+    random_qkv,
+    relative_error,
+    ring_arguments,
+    ring_results,
+)
+
+SCALE = 0.3
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def assert_equal(got, expected, bound=1e-12):
+    """Of out, lse, dq, dk, dv."""
+    for name, mine, other in zip(NAMES, got, expected, strict=True):
+        assert mine.isinf().equal(other.isinf()), name
+        mine, other = (x.masked_fill(x.isinf(), 0.0) for x in (mine, other))
+        assert (mine - other).norm() <= bound * other.norm().clamp_min(1e-3), name
+
+
+def results_of_rows(masks, layouts, tensors, inner=None, **options):
+    """out, lse, dq, dk, dv of each row; a call of all rows together with masks and layouts of their own."""
+    size = layouts[0].size
+
+    def work(ring):
+        shards = [
+            torch.stack([layout.shard(row, ring.rank, 0) for layout, row in zip(layouts, x, strict=True)])
+            for x in tensors
+        ]
+        *inputs, dout = shards
+        inputs = [x.requires_grad_() for x in inputs]
+        groups = ring_arguments(ring, inner or size)
+        out, lse = burst_attn_func(*inputs, SCALE, mask=masks, return_lse=True, **options, **groups)
+        return out.detach(), lse, *torch.autograd.grad(out, inputs, dout)
+
+    results = simulate(size, work)
+    rows = range(len(layouts))
+    whole = [[layouts[row].unshard([r[i][row] for r in results], int(i == 1)) for i in range(5)] for row in rows]
+    return [[x.unsqueeze(0) for x in row] for row in whole]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_rows_have_masks_and_layouts_of_their_own(seed):
+    """Each row is what it is alone."""
+    chance = random.Random(seed)
+    size, inner = [(1, 1), (2, 2), (3, 3), (4, 2)][seed % 4]
+    tokens, rows = size * chance.randint(2, 8), chance.randint(2, 3)
+    masks = [random_mask(chance, tokens) for _ in range(rows)]
+    layouts = [random_layout(chance, mask, size) for mask in masks]
+    tensors = random_qkv(rows, tokens, 4, 2, 8, seed=seed)
+    options = {"backward": chance.choice(("q", "kv")), "group_bytes": chance.choice((0, 5000, 1 << 30))}
+    got = results_of_rows(masks, layouts, tensors, inner, layout=layouts, **options)
+    for row, (mask, mine) in enumerate(zip(masks, got, strict=True)):
+        assert_equal(mine, dense_results(mask, [x[row : row + 1] for x in tensors], SCALE))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced", ["contiguous", "balanced", "striped"]])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_rows_in_layouts_by_name(layout, kind):
+    """One name for all rows, or one for each; "balanced" is each row's own."""
+    masks = [Mask.documents((0, 5, 24)), Mask.documents((0, 11, 13, 24), causal=False), Mask.window(24, 4)]
+    names = [layout] * 3 if isinstance(layout, str) else layout
+    layouts = [
+        Layout.balanced(mask, 3) if name == "balanced" else Layout.named(name, 24, 3)
+        for name, mask in zip(names, masks, strict=True)
+    ]
+    tensors = random_qkv(3, 24, 2, 2, 8)
+    given = layout if isinstance(layout, str) else kind(layout)
+    for row, mine in enumerate(results_of_rows(kind(masks), layouts, tensors, layout=given)):
+        assert_equal(mine, dense_results(masks[row], [x[row : row + 1] for x in tensors], SCALE))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_with_layouts_alone(causal):
+    """The mask of each is causal, or full."""
+    layouts = [Layout.zigzag(24, 3), Layout.balanced(Mask.documents((0, 20, 24)), 3)]
+    tensors = random_qkv(2, 24, 2, 1, 8)
+    got = results_of_rows(None, layouts, tensors, layout=layouts, causal=causal)
+    mask = (Mask.causal if causal else Mask.full)(24)
+    for row, mine in enumerate(got):
+        assert_equal(mine, dense_results(mask, [x[row : row + 1] for x in tensors], SCALE))
+
+
+def test_many_rows_fit_into_a_message():
+    """Whatever ranks say of a call to each other."""
+    masks = [Mask.documents((0, 2 + row, 130)) for row in range(120)]
+    q, k, v = (x.expand(120, -1, -1, -1) for x in random_qkv(1, 65, 1, 1, 8)[:3])
+    mixed = ["zigzag", "balanced", "contiguous"] * 40
+    for layout in ("balanced", mixed):
+        outs = simulate(2, lambda ring, x=layout: burst_attn_func(q, k, v, mask=masks, layout=x, process_group=ring))
+        assert outs[0].shape == (120, 65, 1, 8)
+
+
+def test_rows_that_are_alike_are_a_plain_batch():
+    """The same numbers, and as many messages, as one mask for all."""
+    tensors = random_qkv(2, 24, 2, 2, 8)
+    mask, layout = Mask.documents((0, 7, 24)), Layout.zigzag(24, 3)
+    expected = ring_results(layout, tensors, SCALE, mask=mask)
+    for options in ({"mask": [mask, Mask.documents([0, 7, 24])]}, {"mask": [mask, mask], "layout": [layout, layout]}):
+        got = ring_results(layout, tensors, SCALE, **options)
+        assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
+
+
+def packed_results(whole, tensors, cu_seqlens, **options):
+    """As ring_results, of burst_attn_varlen_func on the first row."""
+
+    def work(ring):
+        q, k, v, dout = (whole.shard(x[0], ring.rank, 0) for x in tensors)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = burst_attn_varlen_func(*inputs, cu_seqlens, SCALE, process_group=ring, return_lse=True, **options)
+        assert (out.shape, lse.shape) == (q.shape, (q.shape[1], q.shape[0]))
+        assert not lse.requires_grad
+        return out.detach(), lse, *torch.autograd.grad(out, inputs, dout)
+
+    results = simulate(whole.size, work)
+    return [whole.unshard([r[i] for r in results], int(i == 1)).unsqueeze(0) for i in range(5)]
+
+
+CUTS = (0, 3, 4, 17, 31)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("size", [1, 3])
+def test_packed_documents(causal, window, size):
+    mask, tensors = Mask.documents(CUTS, causal, window), random_qkv(1, 31, 4, 2, 8)
+    expected = dense_results(mask, tensors, SCALE)
+    kinds = [list(CUTS), CUTS, torch.tensor(CUTS, dtype=torch.int32), torch.tensor(CUTS)]
+    layouts = ["zigzag", Layout.balanced(mask, size), "balanced", Layout.striped(31, size)]
+    for cuts, layout in zip(kinds, layouts, strict=True):
+        whole = layout if isinstance(layout, Layout) else Layout.zigzag(31, size)
+        if layout == "balanced":
+            whole = Layout.balanced(mask, size)
+        got = packed_results(whole, tensors, cuts, causal=causal, window=window, layout=layout)
+        assert_equal(got, expected)
+
+
+def test_packed_documents_alone_and_without_lse():
+    q, k, v = (x[0] for x in random_qkv(1, 31, 4, 2, 8)[:3])
+    out = burst_attn_varlen_func(q, k, v, CUTS)
+    assert out.shape == q.shape
+    for start, stop in itertools.pairwise(CUTS):
+        parts = (x[None, start:stop] for x in (q, k, v))
+        assert relative_error(out[start:stop], burst_attn_func(*parts)[0]) < 1e-14
+    positional = burst_attn_varlen_func(q, k, v, CUTS, 0.3, "cpu", True, 4, None, (None, None))
+    assert positional.equal(burst_attn_varlen_func(q, k, v, CUTS, 0.3, causal=True, window=4))
+    further = {"backward": "kv", "deterministic": True, "group_bytes": 0, "strategy": "ring"}
+    assert burst_attn_varlen_func(q, k, v, CUTS, **further).equal(out)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"q": torch.zeros(1, 31, 4, 8)}, ValueError, r"q must be packed, \(tokens, heads, head size\), got shape"),
+        ({"k": [1, 2]}, TypeError, "k must be a torch.Tensor, got list"),
+        ({"v": torch.zeros(31, 2, 9, dtype=torch.float64)}, ValueError, "k and v must have one shape"),
+        ({"cu_seqlens": (0, 30)}, ValueError, r"the mask has 30 tokens, the ranks hold 31: \[31\]"),
+        ({"cu_seqlens": None}, TypeError, "cu_seqlens must be a sequence of whole numbers"),
+        ({"window": 0}, ValueError, "window must be at least 1, got 0"),
+        ({"causal": "yes"}, TypeError, "causal must be True or False, got 'yes'"),
+        ({"mask": Mask.causal(31)}, TypeError, "burst_attn_varlen_func has no option 'mask'"),
+        ({"cu_seqlens_k": CUTS}, TypeError, "burst_attn_varlen_func has no option 'cu_seqlens_k'"),
+        ({"layout": "spiral"}, ValueError, "unknown layout 'spiral'"),
+    ],
+)
+def test_wrong_packed_documents_are_refused(change, kind, message):
+    q, k, v = (x[0] for x in random_qkv(1, 31, 4, 2, 8)[:3])
+    with pytest.raises(kind, match=message):
+        burst_attn_varlen_func(**{"q": q, "k": k, "v": v, "cu_seqlens": CUTS, **change})
+
+
+BLIND = Mask(24, (Slice((3, 11), (0, 9), 2), Slice((20, 22), (12, 24))))  # most queries see nothing, most keys nobody
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize(("size", "inner"), [(1, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize("flash", ["cpu", "reference"])
+def test_queries_that_see_nothing_give_nothing(backward, size, inner, flash):
+    """An out and gradients of exactly 0, an lse of -inf; keys that nobody sees have gradients of exactly 0."""
+    tensors = random_qkv(1, 24, 4, 2, 8)
+    for mask in (BLIND, Mask(24, ())):
+        blind, unseen = ~mask.dense().any(1), ~mask.dense().any(0)
+        layout = Layout.zigzag(24, size)
+        options = {"mask": mask, "backward": backward, "flash": flash}
+        out, lse, dq, dk, dv = got = ring_results(layout, tensors, SCALE, inner, **options)
+        assert out[:, blind].eq(0).all()
+        assert lse[:, :, blind].eq(-torch.inf).all()
+        assert dq[:, blind].eq(0).all()
+        assert dk[:, unseen].eq(0).all()
+        assert dv[:, unseen].eq(0).all()
+        assert_equal(got, dense_results(mask, tensors, SCALE))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous", "balanced"])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_documents_do_not_leak(layout, backward):
+    """Changing all of a document leaves out, lse and gradients of the others as they were, bit for bit."""
+    mask = Mask.documents((0, 9, 22, 37))
+    whole = Layout.balanced(mask, 4) if layout == "balanced" else Layout.named(layout, 37, 4)
+    tensors = random_qkv(1, 37, 2, 1, 8, torch.float32)
+    options = {"mask": mask, "backward": backward, "deterministic": True}
+    before = ring_results(whole, tensors, SCALE, 2, **options)
+    changed = torch.zeros(37, dtype=torch.bool)
+    changed[9:22] = True
+    for x in tensors:
+        x[:, changed] += 1.0
+    after = ring_results(whole, tensors, SCALE, 2, **options)
+    for name, mine, other in zip(NAMES, before, after, strict=True):
+        tokens = 2 if name == "lse" else 1
+        mine, other = (x.movedim(tokens, 0) for x in (mine, other))
+        assert mine[~changed].equal(other[~changed]), name
+        assert not mine[changed].equal(other[changed]), name
+
+
+def messages(mask, layout, inner=None, backward="kv", group_bytes=1 << 30):
+    """Bytes of each message of each rank but those of agreements, in the forward and the backward: of both rings."""
+    tensors = random_qkv(1, layout.seq_len, 2, 1, 8, torch.float32)
+
+    def work(ring):
+        groups = ring_arguments(ring, inner or ring.size)
+        ends = [groups["process_group"]] if "process_group" in groups else list(groups["double_group"])
+        q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        options = {"mask": mask, "layout": layout, "backward": backward, "group_bytes": group_bytes}
+        out = burst_attn_func(*inputs, **options, **groups)
+        counts = [len(end.traffic) for end in ends]
+        torch.autograd.grad(out, inputs, dout)
+        halves = [(end.traffic[:n], end.traffic[n:]) for end, n in zip(ends, counts, strict=True)]
+        return [
+            [(peer, size) for end in halves for peer, size in end[half] if size != MESSAGE_BYTES + 4] for half in (0, 1)
+        ]
+
+    return simulate(layout.size, work)
+
+
+@pytest.mark.parametrize("tokens", [64, 512, 4096])
+@pytest.mark.parametrize("group_bytes", [0, 1 << 30])
+@pytest.mark.parametrize(
+    ("inner", "there", "back"),
+    [(4, (1, 1, 1, 0), (0, 1, 1, 1)), (2, (1, 1, 1, 1), (0, 1, 1, 2))],  # rank 3 hands on what crossed hosts, and back
+)
+def test_of_a_window_less_than_a_window_travels_whatever_the_length(tokens, group_bytes, inner, there, back):
+    """Contiguous chunks: each rank sends the last window - 1 of its tokens to the next one, and gets gradients back."""
+    window, token = 9, 2 * 8 * 4  # bytes of k and v of a token
+    sent = messages(Mask.window(tokens, window), Layout.contiguous(tokens, 4), inner, group_bytes=group_bytes)
+    for (forward, backward), sends, returns in zip(sent, there, back, strict=True):
+        assert sum(size for _, size in forward) == sends * (window - 1) * token
+        assert sum(size for _, size in backward) == (sends + returns) * (window - 1) * token
+        assert len({peer for peer, _ in forward}) == sends
+
+
+def test_windows_that_reach_further_than_a_chunk_take_as_many_hops_as_they_need():
+    """Chunks of 16 tokens, a window of 40: hops 1 and 2 whole, 7 tokens of hop 3."""
+    sent = messages(Mask.window(128, 40), Layout.contiguous(128, 8))
+    for rank, (forward, _) in enumerate(sent):
+        hops = {}
+        for peer, size in forward:
+            hops[peer - rank] = hops.get(peer - rank, 0) + size // (8 * 4)
+        tokens = {1: 32, 2: 32, 3: 14}  # of k and of v
+        assert hops == {hop: count for hop, count in tokens.items() if rank + hop < 8}
+
+
+@pytest.mark.parametrize("inner", [4, 2, 1])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_what_is_whole_on_a_rank_does_not_travel(inner, backward):
+    """Not one message where no document crosses ranks; where one does, only between the ranks that share it."""
+    documents = Mask.documents((0, 4, 16, 20, 32, 47, 48, 64))
+    for layout in (Layout.contiguous(64, 4), Layout.balanced(Mask.documents(range(0, 65, 8)), 4)):
+        mask = documents if layout.name == "contiguous" else Mask.documents(range(0, 65, 8))
+        assert messages(mask, layout, inner, backward) == [[[], []]] * 4
+    sent = messages(Mask.documents((0, 4, 16, 20, 40, 47, 48, 64)), Layout.contiguous(64, 4), 4, backward)
+    assert [sorted({peer for half in halves for peer, _ in half}) for halves in sent] == [[], [2], [1], []]
+
+
+def test_balanced_layouts_of_documents_send_less_than_zigzag():
+    mask = Mask.documents((0, 5, 19, 30, 31, 44, 60, 64))
+    totals = [
+        sum(size for rank in messages(mask, layout) for half in rank for _, size in half)
+        for layout in (Layout.balanced(mask, 4), Layout.zigzag(64, 4))
+    ]
+    assert totals[0] < 0.7 * totals[1]
+
+
+def test_plans_of_many_masks_take_no_more_memory_than_of_some():
+    """2,000 masks, no two alike: what is kept of them is of the last ones."""
+
+    masks = [Mask.documents((0, 1 + number % 63, 64), window=1 + number // 63) for number in range(2000)]
+    assert len(set(masks)) == 2000
+
+    def work(ring):
+        q, k, v = random_qkv(1, 64, 1, 1, 4, torch.float32)[:3]
+        kept = []
+        for mask in masks:
+            burst_attn_func(q, k, v, mask=mask, process_group=ring, layout="contiguous")
+            [history] = ring.histories.values()
+            kept.append((len(history.plans), len(history.known)))
+        return kept, [plan.problem.mask for plan in history.plans.values()]
+
+    [(kept, newest)] = simulate(1, work)
+    assert max(plans for plans, _ in kept) == _MOST_PLANS
+    assert max(known for _, known in kept) <= _MOST_PLANS
+    assert newest == masks[-_MOST_PLANS:]
+
+
+def test_a_plan_that_is_used_again_is_kept():
+    """A model of two masks that come in turn plans twice, however many others were in between."""
+
+    def work(ring):
+        q, k, v = random_qkv(1, 32, 1, 1, 4)[:3]
+        plans = []
+        for number in range(3 * _MOST_PLANS):
+            for mask in (Mask.causal(64), Mask.documents((0, 1 + number % 63, 64), window=2 + number // 63)):
+                burst_attn_func(q, k, v, mask=mask, process_group=ring)
+            [history] = ring.histories.values()
+            plans.append(next(id(p) for p in history.plans.values() if p.problem.mask == Mask.causal(64)))
+        return len(set(plans))
+
+    assert simulate(2, work) == [1, 1]
