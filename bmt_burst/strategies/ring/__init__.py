@@ -77,7 +77,7 @@ class RingPlan(Plan):
         if with_backward:
             visit = max(visit, self._most_bytes(self._backward_payload, returns=False))
             home = self._most_bytes(self._backward_payload, returns=True)
-        rings.inner.reserve({"visit": visit, "return": home}, device)
+        rings.reserve({"visit": visit, "return": home}, device)
 
     def __str__(self) -> str:
         return f"rank {self.rank}, forward: {self.forward_tour}\nrank {self.rank}, backward: {self.backward_tour}"
