@@ -126,8 +126,8 @@ def _shown(cuts: Sequence[Cut]) -> str:
     return f"{len(cuts)} kernel calls: {', '.join(calls)}" if cuts else "nothing"
 
 
-class Run:
-    """One run of a tour: moves blocks. What is computed of them is a subclass's.
+class Execution:
+    """Runs a tour once: moves blocks. What is computed of them is a subclass's.
 
     leaving  the side of the own block that others look at
     """
@@ -228,7 +228,7 @@ class Run:
         return (self.leaving.q if isinstance(self.leaving, Queries) else self.leaving.k).device
 
 
-class Forward(Run):
+class Forward(Execution):
     """The forward: partial outputs of the own queries merge here."""
 
     def __init__(self, tour: Tour, rings: Rings, q: Tensor, k: Tensor, v: Tensor):
@@ -286,7 +286,7 @@ class Forward(Run):
             self.total.add(*part)
 
 
-class Backward(Run):
+class Backward(Execution):
     """The backward: gradients of one side stay and add up here, those of the other go home and add up there."""
 
     def __init__(self, tour: Tour, rings: Rings, queries: Queries, keys: Keys):
