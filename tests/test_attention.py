@@ -364,8 +364,8 @@ def test_auto_says_once_what_it_took(caplog):
 
     kernels._announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="bmt_burst"):
-        for _ in range(3):
-            burst_attn_func(*qkv())
+        for tokens in (101, 102, 101):  # of which no call was made before
+            burst_attn_func(*qkv(tokens=tokens))
     assert [r.getMessage() for r in caplog.records] == ["flash='auto' took the cpu kernel for torch.float32 on cpu"]
 
 
