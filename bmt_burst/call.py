@@ -64,10 +64,10 @@ def agree_on_call(
 def _known_call(rings: Rings, tensors: Tensors, options: dict[str, Any]) -> _Call:
     """The call with these arguments, checked: layers repeat them, and the host has little time for each."""
     q, k, _ = tensors
+    values = [tuple(x) if isinstance(x, list) else x for x in options.values()]
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     facts = q.shape, k.shape, q.dtype, q.device, needs_gradient
-    values = (tuple(x) if isinstance(x, list) else x for x in options.values())
-    key = (*facts, *values, *map(type, options.values()))  # 1 is equal to True
+    key = (*facts, *values, *map(type, values))  # 1 is equal to True
     known = rings.history.known
     try:
         call = known.get(key)

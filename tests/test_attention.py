@@ -366,8 +366,8 @@ def test_auto_says_once_what_it_took(caplog):
     kernels._announce.cache_clear()
     ALONE.histories.clear()  # a call that is known takes the kernel that it took before
     with caplog.at_level(logging.INFO, logger="bmt_burst"):
-        for _ in range(3):
-            burst_attn_func(*qkv())
+        for tokens in (101, 102, 101):  # of which no call was made before
+            burst_attn_func(*qkv(tokens=tokens))
     assert [r.getMessage() for r in caplog.records] == ["flash='auto' took the cpu kernel for torch.float32 on cpu"]
 
 
