@@ -172,10 +172,10 @@ class BurstAttention(nn.Module):
 
 @not_compiled
 def _within(window: int, mask: Masks | None, groups: dict[str, Any], seq_len: int | None) -> Masks:
-    """`_seen_within` of a call's mask and layout. What is wrong with them is told the other ranks, which call as well."""
+    """`_seen_within` of a call's mask and layout; the other ranks, which call as well, hear what is wrong with them."""
     try:
         return _seen_within(window, mask, groups["layout"], seq_len)
-    except Exception as error:  # whatever it is: the others would wait
+    except (TypeError, ValueError, AttributeError) as error:  # of whatever was given; the others would wait
         refuse_call(error, groups["process_group"], groups["double_group"])
 
 
