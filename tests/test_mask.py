@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, Slice, burst_attn_func, burst_attn_varlen_func, simulate
+from bmt_burst import Layout, Mask, SequenceParallel, Slice, burst_attn_func, burst_attn_varlen_func, nn, simulate
 from tests.helpers import random_mask, random_qkv, run_ranks
 
 
@@ -411,6 +411,25 @@ def test_equal_masks_may_be_said_differently():
 
     for got, expected in simulate(3, work):
         assert got.equal(expected)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mask": "causal"}, {"mask": 3}, {"mask": ["causal"] * 2}, {}, {"layout": ["zigzag"] * 2}]
+)
+def test_a_wrong_mask_of_a_layer_with_a_window_is_an_error_on_every_rank(wrong):
+    """The layer makes a mask of it before the ranks agree on a call; the ranks stay in step."""
+
+    def work(ring):
+        layer = nn.BurstAttention(16, 2, window=3, sp=SequenceParallel(ring.rank, 2, process_group=ring))
+        x, tables = torch.zeros(2, 6, 16), nn.rope_tables(torch.arange(6), 8)
+        with pytest.raises((ValueError, TypeError, AttributeError)) as caught:
+            layer(x, *tables, **(wrong if ring.rank else {"mask": Mask.causal(12)}))
+        return str(caught.value), layer(x, *tables, mask=Mask.causal(12)).shape
+
+    (theirs, _), (mine, _) = simulate(2, work)
+    assert re.search("a Mask|needs a mask|not iterable|no attribute 'seq_len'", mine)
+    assert theirs.startswith("rank 1 of the group failed before a call of burst_attn_func")
+    assert mine[:30] in theirs
 
 
 def test_wrong_cu_seqlens_of_one_rank_are_an_error_on_every_rank():
