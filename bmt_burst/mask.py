@@ -41,12 +41,6 @@ class Slice(NamedTuple):
         below = length(self.q) * length(self.kv) if self.high is None else _pairs_below(self, self.high)
         return below - (0 if self.low is None else min(_pairs_below(self, self.low), below))
 
-    @property
-    def differences(self) -> Span:
-        """The range of i - j over the visible pairs, empty if there is none."""
-        low, high = self.q[0] - self.kv[1] + 1, self.q[1] - self.kv[0]
-        return max(low, low if self.low is None else self.low), min(high, high if self.high is None else self.high)
-
 
 @dataclass(frozen=True, eq=False)
 class Mask:
