@@ -147,15 +147,7 @@ def _draw(panel, rows: list[Row], group: list[Row], colours: dict[tuple[str, str
 
 
 MARKED = re.compile(r"(<!-- results: (\w+) of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_GENERATED = {
-    "brief": tables.brief_table,
-    "peers": tables.peers_table,
-    "attention": tables.attention_summary,
-    "errors": tables.error_table,
-    "links": tables.link_table,
-    "train": tables.training_table,
-    "planning": tables.planning_table,
-}
+_GENERATED = {"peers": tables.peers_table, "masks": tables.masks_table}
 
 
 def with_tables(readme: str) -> str:

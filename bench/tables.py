@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -109,37 +109,32 @@ def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row
     return list(found.values())
 
 
-def brief_table(rows: list[Row]) -> str:
-    """A batch of one, without variants of ours: rates by length, and forward and backward as a share of the limit."""
-    rows = [r for r in rows if r.get("batch") == 1]
-    found = [r for r in measured(rows) if not r["impl"].startswith("bmt_burst ")]
-    lengths = sorted({row["seq_len"] for row in found})
-    lines: dict[tuple, dict[int, str]] = defaultdict(dict)
-    for row in found:
-        for shown in (alone(rows, row), row):
-            if shown:
-                line = heads(row), row["mask"], implementation(shown), shown["kernel"]
-                lines[line][row["seq_len"]] = _brief(shown, alone(rows, row))
-    header = ["heads", "mask", "implementation", "kernel", *map(tokens, lengths)]
-    return table(header, [[*line, *(rates.get(n, "") for n in lengths)] for line, rates in lines.items()])
-
-
 def peers_table(rows: list[Row]) -> str:
-    """A batch of one and a causal mask, at the longest sequence that all were measured with: a line each."""
-    found = [r for r in measured(rows) if r["batch"] == 1 and r["mask"] == "causal"]
-    found = [r for r in found if not r["impl"].startswith("bmt_burst ")]
+    """A causal mask: a line for each implementation, a column for each number of heads."""
+    return _compared(rows, [r for r in measured(rows) if r["mask"] == "causal"], lambda row: f"{heads(row)} heads")
+
+
+def masks_table(rows: list[Row]) -> str:
+    """Masks under which documents or a window hide pairs: a line for each implementation, a column for each mask."""
+    found = [r for r in measured(rows) if r["mask"] not in ("causal", "full")]
+    several = len({heads(row) for row in found}) > 1
+    return _compared(rows, found, lambda row: f"{row['mask']}, {heads(row)} heads" if several else row["mask"])
+
+
+def _compared(rows: list[Row], found: list[Row], column: Callable[[Row], str]) -> str:
+    """A batch of one without variants of ours, at the longest sequence that all of these were measured with."""
+    found = [r for r in found if r["batch"] == 1 and not r["impl"].startswith("bmt_burst ")]
     names = {(row["impl"], row["kernel"]) for row in found}
     if not names:
         return ""
     most = min(max(r["seq_len"] for r in found if (r["impl"], r["kernel"]) == name) for name in names)
     lines: dict[tuple, dict[str, str]] = defaultdict(dict)
     for row in (row for row in found if row["seq_len"] == most):
-        for shown in (alone(rows, row), row):
-            if shown:
-                lines[implementation(shown), shown["kernel"]][heads(row)] = _brief(shown, alone(rows, row))
-    cases = list(dict.fromkeys(case for line in lines.values() for case in line))
-    header = [f"{tokens(most)} tokens", "kernel", *(f"{case} heads" for case in cases)]
-    return table(header, [[*line, *(rates.get(case, "") for case in cases)] for line, rates in lines.items()])
+        for shown in (*filter(None, (alone(rows, row, name) for name in YARDSTICKS)), row):
+            lines[implementation(shown), shown["kernel"]][column(row)] = _brief(shown, alone(rows, row))
+    columns = list(dict.fromkeys(name for line in lines.values() for name in line))
+    header = [f"{tokens(most)} tokens", "kernel", *columns]
+    return table(header, [[*line, *(rates.get(name, "") for name in columns)] for line, rates in lines.items()])
 
 
 def _brief(row: Row, limit: Row | None) -> str:
@@ -147,25 +142,6 @@ def _brief(row: Row, limit: Row | None) -> str:
     if limit is None or limit is row:
         return rates
     return f"{rates} ({row['fwd_bwd_tflops_per_gpu'] / limit['fwd_bwd_tflops_per_gpu']:.0%})"
-
-
-def attention_summary(rows: list[Row]) -> str:
-    """Rates of forward / forward and backward by length, and after them the memory at each of these lengths."""
-    lengths = sorted({row["seq_len"] for row in measured(rows)})
-    lines: dict[tuple, dict[int, Row]] = defaultdict(dict)
-    for row in measured(rows):
-        for shown in (*filter(None, (alone(rows, row, name) for name in YARDSTICKS)), row):
-            line = row["batch"], heads(row), row["mask"], implementation(shown), shown["kernel"]
-            lines[line][row["seq_len"]] = shown
-    header = ["batch", "heads", "mask", "implementation", "kernel", *map(tokens, lengths), "GiB"]
-    return table(header, [[*line, *_rates(found, lengths)] for line, found in lines.items()])
-
-
-def _rates(found: dict[int, Row], lengths: list[int]) -> list[str]:
-    measured = [found.get(length) for length in lengths]
-    rates = [f"{r['fwd_tflops_per_gpu']:.0f} / {r['fwd_bwd_tflops_per_gpu']:.0f}" if r else "" for r in measured]
-    gib = [f"{r['peak_extra_gib']:.2f}" for r in measured if r and r["peak_extra_gib"] is not None]
-    return [*rates, ", ".join(gib)]
 
 
 def one_rank_table(rows: list[Row]) -> str:

@@ -4,8 +4,9 @@
         --data data/corpus/train --output bench/results/training.jsonl
 
 A row holds medians over the steps after --warm-up: tokens a second and GPU, MFU (its formula is in train/flops.py),
-seconds a step and where they go, peak memory, the balance of the ranks' work and what mask that was. All GPUs share each sequence unless --sp-size says otherwise. With
---layers the model has fewer layers than its preset; the row says so. On a machine without GPUs ranks are CPU processes.
+seconds a step and where they go, peak memory, the balance of the ranks' work; and what the mask was. All GPUs share
+each sequence unless --sp-size says otherwise. With --layers the model has fewer layers than its preset; the row says
+so. On a machine without GPUs ranks are CPU processes.
 """
 
 from __future__ import annotations
@@ -140,18 +141,8 @@ def main() -> int:
     for row in rows(args):
         failed += "error" in row
         append(args.output, row)
-        names = (
-            "model",
-            "seq_len",
-            "checkpointing",
-            "mask",
-            "tokens_per_s_per_gpu",
-            "mfu",
-            "peak_gib",
-            "step_s",
-            "error",
-        )
-        print(" ".join(f"{name}={row[name]}" for name in names if name in row), flush=True)
+        names = ("model", "seq_len", "mask", "checkpointing", "tokens_per_s_per_gpu", "mfu", "peak_gib", "step_s")
+        print(" ".join(f"{name}={row[name]}" for name in (*names, "error") if name in row), flush=True)
     return 1 if failed else 0
 
 

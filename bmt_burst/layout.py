@@ -98,7 +98,7 @@ class Layout(ABC):
 
     @abstractmethod
     def ranges(self, rank: int) -> Sequence[range]:
-        """The positions of `rank`'s shard, rising ranges in rising order; empty ones do not count."""
+        """The positions of `rank`'s shard: rising ranges in rising order, all of one step; empty ones do not count."""
 
     @property
     def term(self) -> str:

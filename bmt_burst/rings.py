@@ -7,7 +7,7 @@ import os
 import threading
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,15 @@ class Rings:
         for ring, other in ((self.inner, self.outer), (self.outer, self.inner)):
             if other.broken and not ring.broken:
                 ring.leave(words)
+
+    def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
+        """Prepares for deliveries within the host, as Transport.reserve, and for exchanges over both rings.
+
+        All ranks call it alike, whether they will have anything to send or not.
+        """
+        self.inner.reserve(lane_bytes, device)
+        for ring in (self.inner, self.outer):
+            ring.connect(device)
 
     def enqueued(self, doing: str) -> None:
         """As Transport.enqueued, over the ring that may leave streams waiting."""

@@ -1,4 +1,4 @@
-"""What is computed of the visible pairs of a mask. A kernels' feature is a field here and honest refusals there."""
+"""What is computed of the visible pairs of a mask. What kernels may lack is a field here and a refusal there."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def _tile(part: _Part, piece: Piece, place: Span) -> Tile | None:
     piece = _within(piece._replace(span=place), *s.kv)
     if piece is None:
         return None
-    assert piece.step == step or length(piece.span) == 1 or length(part.span) == 1, "runs of one layout have one step"
+    assert piece.step == step, f"a run of step {step} sees one of step {piece.step}: a layout's ranges have one step"
     ahead = part.first - piece.start
     rows, columns = length(part.span), length(piece.span)
     low = -columns if s.low is None else -((ahead - s.low) // step)

@@ -297,7 +297,7 @@ def _pretrain_main(arguments: list[str], said: Path, rank: int, processes: int, 
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         os.environ.update({name: str(value) for name, value in places.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)  # tensors are tiny: several would wait for each other where other processes run too
     ending.leave(main(arguments))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from bench.implementations import Case
 from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
-from bench.tables import one_rank_table, planning_table, read_rows, training_table
+from bench.tables import masks_table, one_rank_table, planning_table, read_rows, training_table
 from bench.timeline import Activity, breakdown
 from bmt_burst import Mask
 from tests.helpers import ROOT, torchrun
@@ -42,6 +42,7 @@ def test_benchmark_runs_and_reports(tmp_path):
     for row in rows:
         if row["kind"] == "errors" and "unavailable" not in row:
             assert max(row[name] for name in ("out", "dq", "dk", "dv")) < 1e-5
+    assert masks_table(rows).startswith("| 128 tokens | kernel | documents 256 | documents long | window 40 |\n")
     report = subprocess.run(
         [sys.executable, "bench/report.py", output], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
@@ -157,11 +158,12 @@ def test_benchmark_of_two_hosts():
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_training_benchmark(tmp_path):
-    (tmp_path / "text.txt").write_text("a line of text\n" * 500)
-    prepare = ["train/prepare_data.py", "--input", tmp_path / "text.txt", "--output", tmp_path / "data"]
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(500)))
+    prepare = ["train/prepare_data.py", "--input", tmp_path / "text.jsonl", "--output", tmp_path / "data"]
     subprocess.run([sys.executable, *prepare], cwd=ROOT, check=True, capture_output=True)
     output = tmp_path / "rows.jsonl"
     options = ["--gpus", "2", "--seq-len", "64", "--steps", "4", "--layers", "2", "--data", tmp_path / "data/train"]
+    options += ["--documents", "mask", "--window", "7"]
     command = ["bench/training.py", *options, "--output", output, "--", "--layout", "striped"]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, timeout=120)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
@@ -171,7 +173,7 @@ def test_training_benchmark(tmp_path):
         assert row.keys() >= {"model", "engine", "gpus", "tokens_per_s_per_gpu", "step_s", "versions", "commit"}
         assert len(row["losses"]) == 4
     assert rows[0]["losses"] == rows[1]["losses"]
-    assert training_table(rows).count("| cpm-tiny | 2 | torch | 2 | 64 | ") == 2
+    assert training_table(rows).count("| cpm-tiny | 2 | torch | 2 | 64 | documents, window 7 | ") == 2
     failing = subprocess.run([sys.executable, *command, "--clip", "-1"], cwd=ROOT, capture_output=True, text=True)
     assert failing.returncode == 1
     assert "clip must be positive" in failing.stdout

@@ -1,12 +1,15 @@
 """What docs/design.md says is so: its plan, its rule of order, its names. `python -m tests.test_design` prints anew."""
 
+import ast
 import contextlib
+import importlib
 import io
 import itertools
 import re
 
 import pytest
 
+import bmt_burst
 from bmt_burst.strategies.ring.program import program
 from tests.helpers import ROOT
 
@@ -29,6 +32,19 @@ def test_the_plan_it_shows_is_what_the_code_prints():
     text = PAGE.read_text()
     assert len(_PRINTED.findall(text)) == text.count("<!-- printed -->") == 1
     assert with_printed(text) == text, "python -m tests.test_design prints it anew"
+
+
+def test_what_docstrings_say_one_can_try_prints_something(capsys):
+    """With the package's public names and those of the module itself."""
+    tried = 0
+    for path in (ROOT / "bmt_burst").rglob("*.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        for line in re.findall(r"Try `(.+?)`\.", docstring):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            exec(line, {**vars(bmt_burst), **vars(importlib.import_module(module))})
+            assert capsys.readouterr().out.strip(), line
+            tried += 1
+    assert tried > 3
 
 
 def test_every_file_it_names_is_there():

@@ -2,34 +2,60 @@
 
 import itertools
 import os
+import random
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_burst import Layout, burst_attn_func, init_sequence_parallel
+from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel
 from bmt_burst.groups import _ranks_a_host
-from tests.helpers import dense_attention, random_qkv, relative_error, run_ranks
+from tests.helpers import (
+    dense_attention,
+    dense_results,
+    random_layout,
+    random_mask,
+    random_qkv,
+    relative_error,
+    run_ranks,
+)
 
+RANDOM_MASKS = 12
 CASES = list(itertools.product(("zigzag", "striped", "contiguous"), (True, False), ("q", "kv"), (13, 32)))
 
 
 def worst_error(groups: dict, rank: int, size: int) -> float:
-    """The largest relative error of out, lse, dq, dk, dv over CASES, of this rank's shard."""
+    """The largest relative error of out, lse, dq, dk, dv over CASES and some random masks, of this rank's shard."""
     worst = 0.0
     for layout, causal, backward, tokens in CASES:
+        mask = Mask.causal(tokens) if causal else Mask.full(tokens)
         whole = Layout.named(layout, tokens, size)
-        tensors = random_qkv(2, tokens, 4, 2, 8, seed=tokens)
-        shards = [whole.shard(x, rank).requires_grad_() for x in tensors[:3]]
-        options = {"causal": causal, "layout": layout, "backward": backward, "return_lse": True}
-        out, lse = burst_attn_func(*shards, 0.3, **options, **groups)
-        got = [out, lse, *torch.autograd.grad(out, shards, whole.shard(tensors[3], rank))]
-        inputs = [x.clone().requires_grad_() for x in tensors[:3]]
-        out, lse = dense_attention(*inputs, causal, 0.3)
-        expected = [out, lse, *torch.autograd.grad(out, inputs, tensors[3])]
-        for i, (mine, dense) in enumerate(zip(got, expected, strict=True)):
-            worst = max(worst, relative_error(mine, whole.shard(dense, rank, 2 if i == 1 else 1)))
+        options = {"causal": causal, "layout": layout, "backward": backward}
+        worst = max(worst, error(groups, rank, mask, whole, options))
+    for seed in range(RANDOM_MASKS):
+        chance = random.Random(seed)
+        mask = random_mask(chance, 29)
+        whole = random_layout(chance, mask, size)
+        options = {"mask": mask, "layout": whole, "backward": chance.choice(("q", "kv"))}
+        if "double_group" not in groups:
+            options["strategy"] = chance.choice(("ring", "ulysses"))
+        worst = max(worst, error(groups, rank, mask, whole, options))
     return worst
+
+
+def error(groups: dict, rank: int, mask: Mask, whole: Layout, options: dict) -> float:
+    """The largest relative error of this rank's shards of out, lse, dq, dk, dv; they see nothing in the same places."""
+    tensors = random_qkv(2, mask.seq_len, 4, 2, 8, seed=mask.seq_len)
+    shards = [whole.shard(x, rank).requires_grad_() for x in tensors[:3]]
+    out, lse = burst_attn_func(*shards, 0.3, return_lse=True, **options, **groups)
+    got = [out, lse, *torch.autograd.grad(out, shards, whole.shard(tensors[3], rank))]
+    dense = dense_results(mask, tensors, 0.3)
+    expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(dense)]
+    blind = expected[1].isinf()
+    assert got[1].isinf().equal(blind)
+    got[1], expected[1] = (x.masked_fill(blind, 0.0) for x in (got[1], expected[1]))
+    pairs = zip(got, expected, strict=True)
+    return max(float((mine - exact).norm() / exact.norm().clamp_min(1e-3)) for mine, exact in pairs)
 
 
 def equality(rank: int) -> list[float]:

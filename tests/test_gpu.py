@@ -229,6 +229,26 @@ def test_ring_equals_dense(size):
         assert worst < 1.2 * BOUNDS[torch.bfloat16], (name, worst)
 
 
+def first_of_few(rank: int, size: int) -> dict[str, float]:
+    """The errors of a group's very first call, in which the last rank has nothing to send and nothing to receive."""
+    sp, tokens = init_sequence_parallel(size), 400 * size
+    visible = Mask.documents((0, tokens * (size - 1) // size, tokens))
+    whole = Layout.contiguous(tokens, size)
+    tensors = cuda_qkv(1, tokens, 4, 4, 64)
+    *shards, dout = (whole.shard(x, rank) for x in tensors)
+    group = {"process_group": TorchTransport(sp.process_group, copy_engines=False)}
+    got = ring_call([x.requires_grad_() for x in shards], dout, layout=whole, mask=visible, **group)
+    exact = dense_results(visible, tensors, 0.1)
+    expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
+    return {str(i): relative_error(a, b) for i, (a, b) in enumerate(zip(got, expected, strict=True))}
+
+
+@needs_ranks(3)
+def test_ranks_without_a_part_in_the_first_exchange_keep_nobody_waiting():
+    for errors in run_ranks(3, first_of_few, 3, backend="nccl"):
+        assert max(errors.values()) < 1.2 * BOUNDS[torch.bfloat16], errors
+
+
 def late_ranks(rank: int, size: int) -> None:
     """Kernels that sleep on one rank's stream, anywhere in the ring, change no bit of several calls in a row."""
     *shards, dout = cuda_qkv(1, 2048, 4, 4, 64, seed=rank)

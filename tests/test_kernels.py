@@ -342,8 +342,8 @@ def test_fa4_pads_head_sizes(monkeypatch, kind, head_size):
 def test_what_is_made_for_a_call_is_made_once():
     call = named_calls(5)["tiles apart"]
     cpu = torch.device("cpu")
-    assert packed.packing(call, 2, cpu) is packed.packing(call, 2, cpu)
-    assert packed.packing(call, 1, cpu) is not packed.packing(call, 2, cpu)
+    assert packed.sequences(call, 2, cpu) is packed.sequences(call, 2, cpu)
+    assert packed.sequences(call, 1, cpu) is not packed.sequences(call, 2, cpu)
     assert packed.blind(call, cpu) is packed.blind(call, cpu)
     assert blocks_of(call) is blocks_of(call)
 

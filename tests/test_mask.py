@@ -244,6 +244,11 @@ def test_overlaps_are_found_whenever_there_are_some():
         (lambda: Mask.documents((0, 8), window=-1), ValueError, "window must be at least 1, got -1"),
         (lambda: Mask.documents((0, 8), causal=1), TypeError, "causal must be True or False, got 1"),
         (lambda: Mask.causal(8).windowed(2.0), TypeError, r"window must be a whole number, got 2\.0"),
+        (lambda: Mask.window(8, 1 << 63), ValueError, r"window must be below 2\^63, got a number of 64 bits"),
+        (lambda: Mask.causal(1 << 70), ValueError, r"seq_len must be below 2\^63, got a number of 71 bits"),
+        (lambda: Mask(8, (SQUARE._replace(low=-1 << 63),)), ValueError, r"low must be below 2\^63"),
+        (lambda: Mask.stacked([]), ValueError, "there is no mask to stack"),
+        (lambda: Mask.stacked(["causal"]), TypeError, "masks of several sequences must be Masks, got str"),
     ],
 )
 def test_what_makes_no_mask_is_refused(make, kind, message):
@@ -267,6 +272,7 @@ CU_SEQLENS = [
     (torch.tensor([[0, 8]]), TypeError, r"tensor of integers of one dimension, got shape \(1, 2\)"),
     (torch.tensor(8), TypeError, r"tensor of integers of one dimension, got shape \(\)"),
     (torch.zeros(2, dtype=torch.int32, device="meta"), ValueError, "must be on the CPU, .* got meta"),
+    ((0, 1 << 70), ValueError, r"cu_seqlens must be below 2\^63, got a number of 71 bits"),
 ]
 
 
@@ -284,6 +290,21 @@ def test_long_masks_cost_little():
     assert len(mask.parts) == 10_000
     assert Mask(mask.seq_len, mask.slices) == mask
     assert time.process_time() - began < 5
+
+
+def test_the_largest_numbers_have_a_digest():
+    most = (1 << 63) - 1
+    masks = Mask.window(8, most), Mask.causal(most), Mask(8, (SQUARE._replace(low=1 - most, high=most),))
+    assert all(mask.transposed.transposed.digest == mask.digest for mask in masks)
+    assert masks[0].dense().equal(Mask.causal(8).dense())
+
+
+def test_many_slices_of_the_same_queries_cost_little():
+    """What shares queries is compared, each with each: ranges of keys first, bands only of those that meet."""
+    slices = tuple(Slice((0, 1500), (i, i + 1)) for i in range(1500))
+    began = time.process_time()
+    assert Mask(1500, slices).area == 1500**2
+    assert time.process_time() - began < 1.7  # 0.2 s; 3.5 s if bands were compared each with each
 
 
 # What calls refuse of masks and layouts: the change that rank 2 of 3 makes, or all do; each holds 4 of 12 tokens.

@@ -97,7 +97,7 @@ class Queue:
         borrowed = (round_.root,) if round_.held_tokens else ()
         lent = (round_.lent_to * self.inner + place,) if round_.lent_tokens else ()
         if event.do in ("cross", "leave"):
-            name = call, event.do, event.heads, event.round
+            name = call, event.do, event.number, event.round
             ends = [(self.rank, other) for other in (*borrowed, *lent)]
             there = Step(event, (), tuple(("at", *name, *end) for end in ends))
             return [there, Step(event, tuple(("at", *name, other, mine) for mine, other in ends))]

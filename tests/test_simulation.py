@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bmt_burst import burst_attn_func, shard, simulate, unshard
+from bmt_burst.transport import Parcel
 from bmt_burst.transport.simulator import Aborted
 from tests.helpers import random_qkv, relative_error, ring_arguments
 
@@ -202,3 +203,15 @@ def test_impossible_numbers_of_ranks_are_refused(size, kind, message):
 def test_work_must_be_a_function():
     with pytest.raises(TypeError, match="work must be a function of a ring, got NoneType"):
         simulate(2, None)
+
+
+def test_a_parcel_that_is_not_contiguous_is_refused():
+    """Its bytes would be those of its neighbours in memory, and as many."""
+
+    def work(ring):
+        ring.reserve({"visit": 64, "return": 0}, torch.device("cpu"))
+        parcel = Parcel(torch.zeros(2, 4, dtype=torch.float32)[:, :2], 1 - ring.rank, 0)
+        ring.deliver("visit", 64, [parcel], [], torch.device("cpu"))
+
+    with pytest.raises(AssertionError, match="taken as they lie"):
+        simulate(2, work)

@@ -171,3 +171,18 @@ def test_a_mask_that_hides_all_has_no_tiles():
         assert cut.own_tiles(rank) == cut.seen(rank) == kernel_calls([]) == []
     one = Tiling(Mask(12, (Slice((3, 4), (7, 8)),)), Layout.contiguous(12, 3))
     assert [one.seen(rank) != [] for rank in range(3)] == [True, False, False]
+
+
+class TwoSteps(Layout):
+    name = "two steps"
+
+    def ranges(self, rank):
+        return [range(rank, self.seq_len - 2, 2), range(self.seq_len - 2 + rank, self.seq_len - 1 + rank)]
+
+
+def test_a_layout_with_ranges_of_two_steps_is_refused():
+    """A tile's band counts tokens: it would hide the wrong ones where those of two runs are not equally far apart."""
+    tiling = Tiling(Mask.window(10, 4), TwoSteps(10, 2))
+    pieces = tiling.seen(1)
+    with pytest.raises(AssertionError, match="a run of step 1 sees one of step 2"):
+        tiling.tiles(1, pieces, [piece.span for piece in pieces])

@@ -1,6 +1,7 @@
 """Messages and bytes on the wire against the closed forms, and the simulator's own guards."""
 
 import threading
+import types
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch
 from bmt_burst import Layout, Mask, burst_attn_func, kernels, simulate
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.transport import MESSAGE_BYTES
-from bmt_burst.transport.simulator import Aborted
+from bmt_burst.transport import MESSAGE_BYTES, torch_dist
+from bmt_burst.transport.simulator import Aborted, SimulatedRing
+from bmt_burst.transport.torch_dist import TorchTransport
 from tests.helpers import problem, random_qkv, ring_arguments
 
 B, S, H, G, D = 2, 96, 4, 2, 64  # S tokens of a rank
@@ -179,3 +181,37 @@ def test_a_send_buffer_must_stay_as_it_is():
 
     with pytest.raises((AssertionError, Aborted), match=r"overwritten|another simulated rank"):
         simulate(2, work)
+
+
+def test_all_ranks_connect_both_rings_once_a_plan_also_those_without_a_part(monkeypatch):
+    """NCCL waits for all ranks of a group in its first operation: those that see and send nothing as well."""
+    connected = []
+    monkeypatch.setattr(SimulatedRing, "connect", lambda ring, device: connected.append((ring.members, ring.rank)))
+    layout, mask = Layout.contiguous(16, 4), Mask.documents((0, 8, 12, 16))
+
+    def work(ring):
+        q, k, v, _ = (layout.shard(x, ring.rank) for x in random_qkv(1, 16, 2, 2, 8))
+        groups = ring_arguments(ring, 2)
+        for _ in range(2):
+            burst_attn_func(q, k, v, mask=mask, layout=layout, **groups)
+
+    simulate(4, work)
+    assert sorted(connected) == [((r, s), i) for r, s in ((0, 1), (0, 2), (1, 3), (2, 3)) for i in (0, 1)]
+
+
+def test_a_group_connects_over_nccl_once_and_only_where_it_is_needed(monkeypatch):
+    summed = []
+    monkeypatch.setattr(torch, "zeros", lambda size, device: (size, device))
+    monkeypatch.setattr(torch_dist.dist, "all_reduce", lambda x, group: summed.append((x, group)))
+    group, cuda = types.SimpleNamespace(), torch.device("cuda")
+    for device, size, engines, count in (
+        (cuda, 1, None, 0),
+        ("cpu", 2, None, 0),
+        (cuda, 2, "engines", 0),
+        (cuda, 2, None, 1),
+    ):
+        ring = object.__new__(TorchTransport)
+        ring.size, ring.copy_engines, ring.connected, ring._group = size, engines, False, lambda: group
+        for _ in range(2):
+            ring.connect(torch.device(device))
+        assert summed == [((1, cuda), group)] * count

@@ -279,7 +279,7 @@ def read_until(run: subprocess.Popen, text: str) -> str:
 def start(arguments: list[str]) -> subprocess.Popen:
     """In a process group of its own, as a shell does."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(arguments, **options, process_group=0)
+    return subprocess.Popen(arguments, **options, env=os.environ | {"OMP_NUM_THREADS": "1"}, process_group=0)
 
 
 def wait_for_steps(output: Path, steps: int, run: subprocess.Popen) -> None:
@@ -337,10 +337,10 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(forked(killed), 0)[1]))
 
 def test_kills_at_random_moments_leave_no_trace_in_the_curve(folder):
     """While it starts, trains, saves or evaluates."""
-    options = {"save_every": 1, "resume": "auto", "steps": 40, "eval_every": 3, "val_data": folder / "data/train"}
+    options = {"save_every": 1, "resume": "auto", "steps": 24, "eval_every": 3, "val_data": folder / "data/train"}
     options |= {"eval_sequences": 3, "batch_size": 2}
     [_, _, *flags] = command(folder, "killed-often", **options)
-    line = [sys.executable, "-c", KILLER, "8", folder / "spared", folder / "killed-often", *flags]
+    line = [sys.executable, "-c", KILLER, "6", folder / "spared", folder / "killed-often", *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

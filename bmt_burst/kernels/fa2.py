@@ -12,7 +12,7 @@ from torch import Tensor
 from ..spec import Spec
 from ..tile import KernelCall
 from . import Kernel, import_failure, installed, refuses_half
-from .packed import band, blind, pack, pack_rows, packing, unpack, unpack_rows
+from .packed import band, blind, pack, pack_rows, sequences, unpack, unpack_rows
 
 
 class Fa2Kernel(Kernel):
@@ -84,7 +84,7 @@ def _sizes(call: KernelCall, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
     wrong where there are more queries than keys. It also has a way of its own for single queries, which takes for
     granted that each sequence has one. So it is told that both sides are as long as the longest of either, and two.
     """
-    packed = packing(call, len(q), q.device)
+    packed = sequences(call, len(q), q.device)
     longest = max(packed.longest, 2)
     return packed.cu_seqlens_q, packed.cu_seqlens_k, longest, longest
 

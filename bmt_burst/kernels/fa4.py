@@ -23,7 +23,7 @@ from torch.nn import functional
 from ..spec import Spec
 from ..tile import KernelCall
 from . import Kernel, import_failure, installed, refuses_half
-from .packed import band, pack, pack_rows, packing, unpack, unpack_rows
+from .packed import band, pack, pack_rows, sequences, unpack, unpack_rows
 
 # 4.0.0b36 computes wrong gradients for other sizes, 80 among them, and says nothing: those are padded to the next of
 # these. On Blackwell it lacks 192, and for 256 the gradient of lse, by which delta is handed over.
@@ -103,7 +103,7 @@ def _dense_options(call: KernelCall) -> dict[str, Any] | None:
 
 
 def _packed_options(call: KernelCall, q: Tensor) -> dict[str, Any]:
-    packed = packing(call, len(q), q.device)
+    packed = sequences(call, len(q), q.device)
     longest = max(packed.longest, _LONGEST_AT_LEAST)
     return {
         "cu_seqlens_q": packed.cu_seqlens_q,

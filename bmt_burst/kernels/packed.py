@@ -21,7 +21,7 @@ Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
-class Packing:
+class Sequences:
     """The sequences of a call on q (B, S, ...) and k, v (B, T, ...).
 
     cu_seqlens_q, cu_seqlens_k  (sequences + 1,) int32: where each begins in the packed tokens; B S or B T at the end
@@ -33,9 +33,9 @@ class Packing:
     longest: int
 
 
-def packing(call: KernelCall, batch: int, device: torch.device) -> Packing:
-    """How a call is packed, on a device."""
-    return _kept(call, ("packing", batch), device, lambda: _packing(call, batch, device))
+def sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
+    """The sequences of a call, on a device."""
+    return _kept(call, ("sequences", batch), device, lambda: _sequences(call, batch, device))
 
 
 def blind(call: KernelCall, device: torch.device) -> Tensor | None:
@@ -73,11 +73,11 @@ def unpack_rows(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
-def _packing(call: KernelCall, batch: int, device: torch.device) -> Packing:
-    sequences = call.sequences()
-    lengths = [[length(sequence[side]) for sequence in sequences] * batch for side in (0, 1)]
+def _sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
+    spans = call.sequences()
+    lengths = [[length(pair[side]) for pair in spans] * batch for side in (0, 1)]
     starts = [torch.tensor([*itertools.accumulate(side, initial=0)], dtype=torch.int32) for side in lengths]
-    return Packing(*(_sent(x, device) for x in starts), max(map(max, lengths)))
+    return Sequences(*(_sent(x, device) for x in starts), max(map(max, lengths)))
 
 
 def _blind(call: KernelCall, device: torch.device) -> Tensor | None:

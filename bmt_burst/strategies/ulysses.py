@@ -174,7 +174,7 @@ class UlyssesPlan(Plan):
         there = [self.inputs] + [self.backward_inputs] * with_backward
         back = [self.results] + [self.backward_results] * with_backward
         lanes = {"visit": there, "return": back}
-        rings.inner.reserve({lane: max(move.nbytes for move in moves) for lane, moves in lanes.items()}, device)
+        rings.reserve({lane: max(move.nbytes for move in moves) for lane, moves in lanes.items()}, device)
 
     def forward(self, rings: Rings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = self._to_heads(rings, self.inputs, [q, k, v])

@@ -103,6 +103,9 @@ class Transport(ABC):
         What was prepared before stays so.
         """
 
+    def connect(self, device: torch.device) -> None:  # noqa: B027 - nothing to do here
+        """Prepares for exchanges of tensors on `device` in which not all ranks have a part. All ranks call it alike."""
+
     def deliver(
         self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
     ) -> Delivery:

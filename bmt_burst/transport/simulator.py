@@ -2,8 +2,8 @@
 
 `bmt_burst.simulate` runs the threads. Their ring is stricter than a real network. A receive buffer holds NaN bytes
 until the exchange is waited for, and so does what was delivered once it is released. Errors are: a send buffer that
-changed in flight, a parcel that is not for the place where its receiver expects one, a delivery while too many are
-unreleased. It counts: `ring.traffic` lists (peer, bytes) of every message sent.
+changed in flight, a parcel that is not contiguous or not for the place where its receiver expects one, a delivery while
+too many are unreleased. It counts: `ring.traffic` lists (peer, bytes) of every message sent.
 
     ring = ImaginedRing(rank=3, size=8)
 
@@ -168,6 +168,7 @@ class SimulatedRing(Transport):
         assert len(unreleased) < LANES[lane], f"{len(unreleased)} deliveries of lane {lane} are unreleased"
         assert nbytes <= self.reserved[lane], f"{nbytes} bytes on lane {lane}, reserved are {self.reserved[lane]}"
         for parcel in sends:
+            assert parcel.tensor.is_contiguous(), "a parcel's bytes are taken as they lie"
             self.put(parcel.peer, (parcel.offset, parcel.tensor.nbytes), "place", lane)
         delivery = self._deliver(lane, nbytes, sends, arrivals, device)
         guards = {"delivery": delivery, "lane": lane, "ring": self, "arrivals": arrivals, "unreleased": unreleased}

@@ -51,6 +51,7 @@ class TorchTransport(ProcessTransport):
         options = (group._get_backend(torch.device(device)).options for device in self.device_types)
         self.patience = max(each._timeout.total_seconds() for each in options)
         self.companion: TorchTransport | None = None
+        self.connected = False  # over NCCL
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -67,6 +68,12 @@ class TorchTransport(ProcessTransport):
             for tensor, peer in messages
         ]
         return _Ticket(dist.batch_isend_irecv(ops) if ops else [], (sends, recvs))
+
+    def connect(self, device: torch.device) -> None:
+        """NCCL makes its communicator in a group's first operation, for which it waits for all ranks of the group."""
+        if device.type == "cuda" and self.size > 1 and not (self.copy_engines or self.connected):
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+            self.connected = True
 
     def symmetric_group(self) -> dist.ProcessGroup:
         return self.group

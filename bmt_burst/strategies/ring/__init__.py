@@ -77,7 +77,7 @@ class RingPlan(Plan):
         if with_backward:
             visit = max(visit, self._most_bytes(self._backward_payload, returns=False))
             home = self._most_bytes(self._backward_payload, returns=True)
-        rings.inner.reserve({"visit": visit, "return": home}, device)
+        rings.reserve({"visit": visit, "return": home}, device)
 
     def __str__(self) -> str:
         return f"rank {self.rank}, forward: {self.forward_tour}\nrank {self.rank}, backward: {self.backward_tour}"
@@ -156,8 +156,8 @@ class RingPlan(Plan):
 
     def _limits(self, passes: list[Pass], returning: bool) -> tuple[int, int | None]:
         """The most tokens of a stage, and of the gradients that come home from one."""
-        limit = min(self.problem.group_bytes // heads.packing.token_bytes() for heads in passes)
-        back = min(self.problem.group_bytes // heads.return_packing.token_bytes() for heads in passes)
+        limit = min(self.problem.group_bytes // each.packing.token_bytes() for each in passes)
+        back = min(self.problem.group_bytes // each.return_packing.token_bytes() for each in passes)
         return max(limit, 1), max(back, 1) if returning else None
 
     def _most_bytes(self, payload: Payload, returns: bool) -> int:

@@ -66,12 +66,12 @@ class Tour:
         """The messages of a fetch or a return."""
         found = self.manifests.get(event)
         if found is None:
-            stage, heads = self.rounds[event.round].stages[event.stage], self.passes[event.heads]
+            stage, pass_ = self.rounds[event.round].stages[event.stage], self.passes[event.number]
             if event.do == "fetch":
-                found = _manifest(heads.packing, stage.tokens, stage.sources, stage.sends)
+                found = _manifest(pass_.packing, stage.tokens, stage.sources, stage.sends)
             else:
                 sources = [(entry.peer, entry.at) for entry in stage.homecoming]
-                found = _manifest(heads.return_packing, stage.home_tokens, sources, stage.returns)
+                found = _manifest(pass_.return_packing, stage.home_tokens, sources, stage.returns)
             self.manifests[event] = found
         return found
 
@@ -126,8 +126,8 @@ def _shown(cuts: Sequence[Cut]) -> str:
     return f"{len(cuts)} kernel calls: {', '.join(calls)}" if cuts else "nothing"
 
 
-class Run:
-    """One run of a tour: moves blocks. What is computed of them is a subclass's.
+class Execution:
+    """Runs a tour once: moves blocks. What is computed of them is a subclass's.
 
     leaving  the side of the own block that others look at
     """
@@ -156,8 +156,8 @@ class Run:
         if self.crossing:
             self.crossing[0].wait()
 
-    def _heads(self, event: Event) -> Pass:
-        return self.tour.passes[event.heads]
+    def _pass(self, event: Event) -> Pass:
+        return self.tour.passes[event.number]
 
     def _round(self, event: Event) -> Round:
         return self.tour.rounds[event.round]
@@ -167,28 +167,28 @@ class Run:
 
     def _leaving_part(self, event: Event, spans: Sequence[Span]) -> tuple[Tensor, ...]:
         """What travels of own tokens, contiguous."""
-        heads, payload = self._heads(event), self.tour.payload
+        pass_, payload = self._pass(event), self.tour.payload
         if not any(map(length, spans)):
             return ()
-        side = self.leaving.part((0, None), heads.q if payload.queries_travel else heads.kv)
+        side = self.leaving.part((0, None), pass_.q if payload.queries_travel else pass_.kv)
         return payload.depart(side.at(spans))
 
     def _pack(self, event: Event) -> None:
-        self.roots[event.heads, 0] = self._leaving_part(event, self.tour.rounds[0].held)
+        self.roots[event.number, 0] = self._leaving_part(event, self.tour.rounds[0].held)
 
     def _cross(self, event: Event) -> None:
         round_ = self._round(event)
         there = self._leaving_part(event, round_.lent)
-        here = self._heads(event).packing.empty(round_.held_tokens, self._device()) if round_.held_tokens else ()
+        here = self._pass(event).packing.empty(round_.held_tokens, self._device()) if round_.held_tokens else ()
         self.crossing = self._exchange(there, round_.lent_to, here, round_.root // self.rings.inner.size), here
 
     def _arrive(self, event: Event) -> None:
-        ticket, self.roots[event.heads, event.round] = self.crossing
+        ticket, self.roots[event.number, event.round] = self.crossing
         self.crossing = None
         ticket.wait()
 
     def _fetch(self, event: Event) -> None:
-        manifest, root = self.tour.manifest(event), self.roots[event.heads, event.round]
+        manifest, root = self.tour.manifest(event), self.roots[event.number, event.round]
         parcels = [
             Parcel(root[index][row, start:stop], peer, offset)
             for (start, stop), peer, messages in manifest.departures
@@ -200,7 +200,7 @@ class Run:
         self.here = self.fetched.pop(0)
         self.here.wait()
         if event.stage + 1 == len(self._round(event).stages):
-            del self.roots[event.heads, event.round]  # all has left
+            del self.roots[event.number, event.round]  # all has left
 
     def _free(self, event: Event) -> None:
         self.here.release()
@@ -208,12 +208,12 @@ class Run:
 
     def _landed(self, event: Event) -> Side:
         """The block that landed, good until it is freed."""
-        tensors = self._heads(event).packing.views(self.here.memory, self._stage(event).tokens)
+        tensors = self._pass(event).packing.views(self.here.memory, self._stage(event).tokens)
         return self.tour.payload.arrive(tensors, self.tour.kernel)
 
     def _opened(self, event: Event) -> Side | None:
         """The root of a round, None if nothing of it is looked at."""
-        key = event.heads, event.round
+        key = event.number, event.round
         root = self.roots[key] if self._round(event).stages else self.roots.pop(key)
         return self.tour.payload.arrive(root, self.tour.kernel) if root else None
 
@@ -228,7 +228,7 @@ class Run:
         return (self.leaving.q if isinstance(self.leaving, Queries) else self.leaving.k).device
 
 
-class Forward(Run):
+class Forward(Execution):
     """The forward: partial outputs of the own queries merge here."""
 
     def __init__(self, tour: Tour, rings: Rings, q: Tensor, k: Tensor, v: Tensor):
@@ -260,7 +260,7 @@ class Forward(Run):
             self._total(slice(None)).result()
 
     def _begin(self, event: Event) -> None:
-        self.total = self._total(self._heads(event).q)
+        self.total = self._total(self._pass(event).q)
 
     def _open(self, event: Event) -> None:
         if block := self._opened(event):
@@ -281,12 +281,12 @@ class Forward(Run):
         return total
 
     def _attend(self, event: Event, key: tuple[int, int], block: Keys) -> None:
-        tour, q = self.tour, self.q[:, :, self._heads(event).q]
+        tour, q = self.tour, self.q[:, :, self._pass(event).q]
         for part in outputs(tour.kernel, tour.spec, tour.cuts[key], q, block):
             self.total.add(*part)
 
 
-class Backward(Run):
+class Backward(Execution):
     """The backward: gradients of one side stay and add up here, those of the other go home and add up there."""
 
     def __init__(self, tour: Tour, rings: Rings, queries: Queries, keys: Keys):
@@ -299,7 +299,7 @@ class Backward(Run):
         self.inputs = inputs
         self.sums: dict[int, list[Gradients]] = {}  # of dq, dk, dv, by pass
         self.shares: dict[tuple[int, int], list[Gradients]] = {}  # of a root's gradients, by pass and round
-        self.taken: list[tuple[list[Part], ...]] = []
+        self.taken: list[list[Part]] = []  # of what travels, in a stage
         self.returning: Delivery | None = None
         self.leaving_host: tuple[Ticket, tuple[Tensor, ...]] | None = None
 
@@ -330,8 +330,8 @@ class Backward(Run):
                 total.result()
 
     def _begin(self, event: Event) -> None:
-        heads = self._heads(event)
-        self.sums[event.heads] = self._totals(heads.q, heads.kv)
+        pass_ = self._pass(event)
+        self.sums[event.number] = self._totals(pass_.q, pass_.kv)
 
     def _totals(self, q_heads: slice, kv_heads: slice) -> list[Gradients]:
         """The sums of some heads, begun with the own block's share."""
@@ -355,7 +355,7 @@ class Backward(Run):
                         total.add(span, part)
 
     def _compute(self, event: Event) -> None:
-        self.taken = [([]) for _ in self._travelling_sums(event.heads)]
+        self.taken = [[] for _ in self._travelling_sums(event.number)]
         for going, spans in self._differentiate(event, (event.round, event.stage), self._landed(event)):
             for parts, grad in zip(self.taken, going, strict=True):
                 parts += split(spans, grad)
@@ -364,18 +364,18 @@ class Backward(Run):
         self, event: Event, key: tuple[int, int], block: Side
     ) -> Iterator[tuple[Sequence[Tensor], Sequence[Span]]]:
         """Adds gradients of the side that stays to its sums; yields those of the travelling side, and its spans."""
-        tour, heads, travels = self.tour, self._heads(event), self.tour.payload.queries_travel
-        here = self.staying.part((0, None), heads.kv if travels else heads.q)
+        tour, pass_, travels = self.tour, self._pass(event), self.tour.payload.queries_travel
+        here = self.staying.part((0, None), pass_.kv if travels else pass_.q)
         queries, keys = (block, here) if travels else (here, block)
         for rows, columns, (dq, *dkv) in gradients(tour.kernel, tour.spec, tour.cuts[key], queries, keys):
             mine, spans = (dkv, columns) if travels else ((dq,), rows)
-            for total, grad in zip(self._staying_sums(event.heads), mine, strict=True):
+            for total, grad in zip(self._staying_sums(event.number), mine, strict=True):
                 for span, part in split(spans, grad):
                     total.add(span, part)
             yield ((dq,), rows) if travels else (dkv, columns)
 
     def _return(self, event: Event) -> None:
-        manifest, packing = self.tour.manifest(event), self._heads(event).return_packing
+        manifest, packing = self.tour.manifest(event), self._pass(event).return_packing
         parcels: list[Parcel] = []
         for span, peer, messages in manifest.departures:
             grads = [
@@ -396,7 +396,7 @@ class Backward(Run):
     def _end(self, event: Event) -> None:
         if event.stage >= 0:
             self._add_returned(event)
-        for total in self.sums.pop(event.heads):
+        for total in self.sums.pop(event.number):
             total.result()
         if event.stage >= 0:
             self._release_returned()
@@ -405,9 +405,9 @@ class Backward(Run):
         """Waits for the gradients of a stage, adds them to the root's sums and returns these."""
         stage, round_ = self._stage(event), self._round(event)
         self.returning.wait()
-        sums = self._share(event) if event.round else self._travelling_sums(event.heads)
+        sums = self._share(event) if event.round else self._travelling_sums(event.number)
         first = 0 if event.round else round_.held[0][0]
-        views = self._heads(event).return_packing.views(self.returning.memory, stage.home_tokens)
+        views = self._pass(event).return_packing.views(self.returning.memory, stage.home_tokens)
         for entry in stage.homecoming:
             for total, grad in zip(sums, views, strict=True):
                 total.add(shifted(entry.span, first), tokens_at(grad, entry.at))
@@ -420,8 +420,8 @@ class Backward(Run):
     def _leave(self, event: Event) -> None:
         round_, dtype = self._round(event), self.tour.kernel.partial_dtype(self.inputs[0].dtype)
         share = [total.result(dtype) for total in self._share(event)] if round_.held_tokens else ()
-        self.shares.pop((event.heads, event.round), None)
-        packing = self._heads(event).return_packing
+        self.shares.pop((event.number, event.round), None)
+        packing = self._pass(event).return_packing
         here = packing.empty(round_.lent_tokens, self._device()) if round_.lent_tokens else ()
         owner = round_.root // self.rings.inner.size
         self.leaving_host = self._exchange(share, owner, here, round_.lent_to), here
@@ -431,22 +431,22 @@ class Backward(Run):
         ticket.wait()
         self.leaving_host = None
         lent = self._round(event).lent
-        for total, grad in zip(self._travelling_sums(event.heads), grads, strict=bool(grads)):
+        for total, grad in zip(self._travelling_sums(event.number), grads, strict=bool(grads)):
             for span, part in split(lent, grad):
                 total.add(span, part)
 
     def _share(self, event: Event) -> list[Gradients]:
         """This host's share of the gradients of what it has of a root."""
-        key, tokens = (event.heads, event.round), self._round(event).held_tokens
+        key, tokens = (event.number, event.round), self._round(event).held_tokens
         if key not in self.shares:
-            own = self._travelling_sums(event.heads)
+            own = self._travelling_sums(event.number)
             shapes = [(x.shape[0], tokens, *x.shape[2:]) for x in own]
             pairs = zip(shapes, own, strict=True)
             self.shares[key] = [Gradients(shape, x.dtype, x.device, self._limit()) for shape, x in pairs]
         return self.shares[key]
 
-    def _travelling_sums(self, heads: int) -> list[Gradients]:
-        return self.sums[heads][:1] if self.tour.payload.queries_travel else self.sums[heads][1:]
+    def _travelling_sums(self, number: int) -> list[Gradients]:
+        return self.sums[number][:1] if self.tour.payload.queries_travel else self.sums[number][1:]
 
-    def _staying_sums(self, heads: int) -> list[Gradients]:
-        return self.sums[heads][1:] if self.tour.payload.queries_travel else self.sums[heads][:1]
+    def _staying_sums(self, number: int) -> list[Gradients]:
+        return self.sums[number][1:] if self.tour.payload.queries_travel else self.sums[number][:1]

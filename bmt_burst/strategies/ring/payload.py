@@ -4,7 +4,7 @@
     QueriesDelta   q, dout, and lse and delta = rowsum(out * dout) side by side; dq comes home (arXiv 2403.09347)
     QueriesOut     q, dout, lse and out; dq comes home
 
-All that travels is (B, S, heads, ...). To add one: a class here, and its name in `payload`.
+All that travels is (B, S, heads, ...). To add one: a class here, listed in `backward_payload`.
 """
 
 from __future__ import annotations

@@ -4,21 +4,21 @@ All that begins an exchange stands before what it overlaps with is computed, and
 read. That is also what keeps streams from deadlock: what a rank waits for, its peers enqueue before they wait for
 anything later (see transport/copy_engine.py).
 
-    pack     h        the own block's part that others look at, of pass h, made contiguous
-    cross    h n      starts bringing the root of round n from its host
-    fetch    h n s    starts bringing in what this rank looks at in stage s, and sending others what they look at
+    pack     p        the own block's part that others look at, of pass p, made contiguous
+    cross    p n      starts bringing the root of round n from its host
+    fetch    p n s    starts bringing in what this rank looks at in stage s, and sending others what they look at
     own               computes the own block
-    begin    h        the sums of a pass begin
-    open     h n      computes what this rank looks at of the root of round n
-    land     h n s    waits for what was fetched
-    compute  h n s    computes it
-    return   h n s    starts sending its gradients home
-    collect  h n s    waits for gradients of the root that others computed in the stage, and adds them up
-    free     h n s    gives back the memory of what was fetched
-    leave    h n      starts sending this host's share of the root's gradients to its owner
-    receive  h n      waits for the share that another host has of the own gradients, and adds it
-    arrive   h n      waits for the root of round n
-    end      h (n s)  waits for the last gradients, those of stage s, and completes the sums of a pass
+    begin    p        the sums of a pass begin
+    open     p n      computes what this rank looks at of the root of round n
+    land     p n s    waits for what was fetched
+    compute  p n s    computes it
+    return   p n s    starts sending its gradients home
+    collect  p n s    waits for gradients of the root that others computed in the stage, and adds them up
+    free     p n s    gives back the memory of what was fetched
+    leave    p n      starts sending this host's share of the root's gradients to its owner
+    receive  p n      waits for the share that another host has of the own gradients, and adds it
+    arrive   p n      waits for the root of round n
+    end      p (n s)  waits for the last gradients, those of stage s, and completes the sums of a pass
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """Something that a rank does in pass `heads` over the ring, round `round` and stage `stage`."""
+    """Something that a rank does in pass `number` over the ring, round `round` and stage `stage`."""
 
     do: str
-    heads: int = 0
+    number: int = 0
     round: int = 0
     stage: int = 0
 
     def __str__(self) -> str:
-        return f"{self.do:<8} {self.heads} {self.round} {self.stage}"
+        return f"{self.do:<8} {self.number} {self.round} {self.stage}"
 
 
 def program(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Event]:
@@ -53,40 +53,40 @@ def program(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Eve
     if passes:
         yield from _begin(0, 0, stages)
     yield Event("own")
-    for heads in range(passes):
-        following = [heads + 1] if heads + 1 < passes else []
-        yield Event("begin", heads)
-        for number, count in enumerate(stages):
-            if number == last and not count:
+    for number in range(passes):
+        following = [number + 1] if number + 1 < passes else []
+        yield Event("begin", number)
+        for round_, count in enumerate(stages):
+            if round_ == last and not count:
                 yield from _begin_next(following, stages)
-            if number:
-                yield Event("open", heads, number)
+            if round_:
+                yield Event("open", number, round_)
                 yield from _taken(collect)
             for stage in range(count):
                 if stage + 1 < count:
-                    yield Event("fetch", heads, number, stage + 1)
-                elif number == last:
+                    yield Event("fetch", number, round_, stage + 1)
+                elif round_ == last:
                     yield from _begin_next(following, stages)
-                yield Event("land", heads, number, stage)
-                yield Event("compute", heads, number, stage)
+                yield Event("land", number, round_, stage)
+                yield Event("compute", number, round_, stage)
                 if returning:
                     yield from _taken(collect)
                     if not last:
                         yield from _taken(end)
-                    yield Event("return", heads, number, stage)
-                    collect.append(Event("collect", heads, number, stage))
-                yield Event("free", heads, number, stage)
-            if returning and number:
+                    yield Event("return", number, round_, stage)
+                    collect.append(Event("collect", number, round_, stage))
+                yield Event("free", number, round_, stage)
+            if returning and round_:
                 yield from _taken(collect)
                 yield from _taken(receive)
                 yield from _taken(end)
-                yield Event("leave", heads, number)
-                receive.append(Event("receive", heads, number))
-            if number < last:
-                yield Event("arrive", heads, number + 1)
-                yield from _begin(heads, number + 1, stages)
+                yield Event("leave", number, round_)
+                receive.append(Event("receive", number, round_))
+            if round_ < last:
+                yield Event("arrive", number, round_ + 1)
+                yield from _begin(number, round_ + 1, stages)
         if last or not collect:
-            end.append(Event("end", heads, last, -1))
+            end.append(Event("end", number, last, -1))
         else:
             end.append(collect.pop()._replace(do="end"))
         if not returning:
@@ -103,15 +103,15 @@ def _taken(events: list[Event]) -> Iterator[Event]:
 
 def _begin_next(following: list[int], stages: Sequence[int]) -> Iterator[Event]:
     """What begins with the next pass, if there is one."""
-    for heads in following:
-        yield from _begin(heads, 0, stages)
+    for number in following:
+        yield from _begin(number, 0, stages)
 
 
-def _begin(heads: int, number: int, stages: Sequence[int]) -> Iterator[Event]:
+def _begin(number: int, round_: int, stages: Sequence[int]) -> Iterator[Event]:
     """What begins with a round."""
-    if not number:
-        yield Event("pack", heads)
-    if number + 1 < len(stages):
-        yield Event("cross", heads, number + 1)
-    if stages[number]:
-        yield Event("fetch", heads, number, 0)
+    if not round_:
+        yield Event("pack", number)
+    if round_ + 1 < len(stages):
+        yield Event("cross", number, round_ + 1)
+    if stages[round_]:
+        yield Event("fetch", number, round_, 0)

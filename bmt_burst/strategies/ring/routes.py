@@ -6,7 +6,7 @@ they land one sender's after the other. Both ends of a message compute its place
 write it there without asking.
 
 A rank knows what the ranks of its own host look at, and what each other host looks at of its own tokens; no more.
-No tensors. Try `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Schedule(4), 1).stages())`.
+No tensors. Try `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Schedule(4), 1).rounds())`.
 """
 
 from __future__ import annotations
