@@ -30,7 +30,6 @@ from torch import Tensor
 from .arguments import as_int, check_dim
 from .balance import balanced_spans
 from .mask import Mask
-from .span import Span
 
 IGNORE_INDEX = -100
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes that can hold it
@@ -100,10 +99,15 @@ class Layout(ABC):
     def ranges(self, rank: int) -> Sequence[range]:
         """The positions of `rank`'s shard: rising ranges in rising order, all of one step; empty ones do not count."""
 
-    @property
+    @functools.cached_property
     def term(self) -> str:
         """What tells this layout from others of as many tokens on as many ranks, as ranks say it to each other."""
-        return self.name
+        numbers = array("q")
+        for rank in range(self.size):
+            ranges = [(r.start, r.stop, r.step) for r in self.ranges(rank) if r]
+            numbers.append(len(ranges))
+            numbers.extend(itertools.chain.from_iterable(ranges))
+        return f"{self.name} {hashlib.blake2b(numbers.tobytes(), digest_size=12).hexdigest()}"
 
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The runs of `rank`'s shard, in storage order; positions increase from the first to the last."""
@@ -166,57 +170,49 @@ class Layout(ABC):
         return "\n".join(f"rank {r}: {self.positions(r).tolist()}" for r in range(self.size))
 
 
-class Zigzag(Layout):
+class _Named(Layout):
+    """One that the name alone tells from others."""
+
+    @property
+    def term(self) -> str:
+        return self.name
+
+
+class Zigzag(_Named):
     name = "zigzag"
 
     def ranges(self, rank: int) -> Sequence[range]:
         return [_chunk(self.seq_len, 2 * self.size, chunk) for chunk in (rank, 2 * self.size - 1 - rank)]
 
 
-class Striped(Layout):
+class Striped(_Named):
     name = "striped"
 
     def ranges(self, rank: int) -> Sequence[range]:
         return [range(rank, self.seq_len, self.size)]
 
 
-class Contiguous(Layout):
+class Contiguous(_Named):
     name = "contiguous"
 
     def ranges(self, rank: int) -> Sequence[range]:
         return [_chunk(self.seq_len, self.size, rank)]
 
 
-class _Explicit(Layout):
-    """Spans of positions for each rank, rising."""
+class Balanced(Layout):
+    """See bmt_burst.balance."""
 
-    def __init__(self, seq_len: int, spans: Sequence[Sequence[Span]]):
-        super().__init__(seq_len, len(spans))
-        self.spans = spans
+    name = "balanced"
+
+    def __init__(self, mask: Mask, size: int):
+        super().__init__(mask.seq_len, size)
+        self.spans = balanced_spans(mask, self.size)
 
     def ranges(self, rank: int) -> Sequence[range]:
         return [range(*span) for span in self.spans[rank]]
 
-    @functools.cached_property
-    def term(self) -> str:
-        numbers = array("q")
-        for spans in self.spans:
-            numbers.append(len(spans))
-            numbers.extend(itertools.chain.from_iterable(spans))
-        return f"{self.name} {hashlib.blake2b(numbers.tobytes(), digest_size=12).hexdigest()}"
-
     def __repr__(self) -> str:
-        return f"<{self.name} layout of {self.seq_len} tokens on {self.size} ranks>"
-
-
-class Balanced(_Explicit):
-    name = "balanced"
-
-    def __init__(self, mask: Mask, size: int):
-        size = as_int("size", size)
-        if not 1 <= size <= mask.seq_len:
-            Contiguous(mask.seq_len, size)  # says what is wrong
-        super().__init__(mask.seq_len, balanced_spans(mask, size))
+        return f"<balanced layout of {self.seq_len} tokens on {self.size} ranks>"
 
 
 class Stacked(Layout):

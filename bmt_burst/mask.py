@@ -64,12 +64,12 @@ class Mask:
     @staticmethod
     def causal(seq_len: int) -> Mask:
         """Every token sees itself and all before it."""
-        return _Checked(seq_len, (Slice((0, n := _positive("seq_len", seq_len)), (0, n), 0),))
+        return _mask(seq_len, (Slice((0, n := _positive("seq_len", seq_len)), (0, n), 0),))
 
     @staticmethod
     def full(seq_len: int) -> Mask:
         """Every token sees every token."""
-        return _Checked(seq_len, (Slice((0, n := _positive("seq_len", seq_len)), (0, n)),))
+        return _mask(seq_len, (Slice((0, n := _positive("seq_len", seq_len)), (0, n)),))
 
     @staticmethod
     def window(seq_len: int, window: int) -> Mask:
@@ -91,7 +91,7 @@ class Mask:
         high = None if window is None else _positive("window", window)
         low = 0 if as_bool("causal", causal) else None if high is None else 1 - high
         spans = itertools.pairwise(bounds)
-        return _Checked(bounds[-1], tuple(Slice(span, span, low, high) for span in spans))
+        return _mask(bounds[-1], tuple(Slice(span, span, low, high) for span in spans))
 
     @staticmethod
     def stacked(masks: Sequence[Mask]) -> Mask:
@@ -107,13 +107,13 @@ class Mask:
                 raise TypeError(f"masks of several sequences must be Masks, got {type(mask).__name__}")
             slices += [_moved(s, start) for s in mask.slices]
             start += mask.seq_len
-        return _Checked(start, tuple(slices))
+        return _mask(start, tuple(slices))
 
     def windowed(self, window: int) -> Mask:
         """Of the visible pairs those in which the key is less than `window` positions before the query."""
         high = _positive("window", window)
         slices = (s._replace(high=high if s.high is None else min(s.high, high)) for s in self.slices)
-        return _Checked(self.seq_len, tuple(s for s in slices if s.area))
+        return _mask(self.seq_len, tuple(s for s in slices if s.area))
 
     @functools.cached_property
     def area(self) -> int:
@@ -144,7 +144,7 @@ class Mask:
     def transposed(self) -> Mask:
         """Keys in the place of queries: pair (i, j) is visible iff (j, i) is here."""
         flipped = [Slice(s.kv, s.q, *(None if x is None else 1 - x for x in (s.high, s.low))) for s in self.slices]
-        return _Checked(self.seq_len, tuple(sorted(flipped, key=_start)))
+        return _mask(self.seq_len, tuple(sorted(flipped, key=_start)))
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Of each token within its document, for rotary embedding: (seq_len,) int64.
@@ -200,11 +200,12 @@ class Mask:
             yield " ".join(line).rstrip()
 
 
-class _Checked(Mask):
-    """A mask whose slices are known to be right and in order."""
-
-    def __post_init__(self):
-        pass
+def _mask(seq_len: int, slices: Sequence[Slice]) -> Mask:
+    """A mask of slices that are known to be right and in order."""
+    mask = object.__new__(Mask)
+    object.__setattr__(mask, "seq_len", seq_len)
+    object.__setattr__(mask, "slices", tuple(slices))
+    return mask
 
 
 def _pairs_below(s: Slice, bound: int) -> int:
