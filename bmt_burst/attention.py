@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .agreement import taking_part, together
-from .call import agree_on_call
+from .agreement import taking_part, tell, together
+from .call import CALL, agree_on_call
 from .compiled import not_compiled
 from .layout import Layout
 from .mask import Mask
@@ -174,6 +174,16 @@ _DEFAULTS: dict[str, Any] = {
     "group_bytes": 5 << 26,
     "causal": False,
 }
+
+
+def refuse_call(error: Exception, process_group: Group | None, double_group: Sequence[Group | None]) -> NoReturn:
+    """Raises an error of this rank's in place of a call of burst_attn_func, and ValueError where the others call."""
+
+    def fail() -> dict[str, Any]:
+        raise error
+
+    tell(make_rings(process_group, double_group), CALL, fail)
+    raise AssertionError("a failure was told and not raised")
 
 
 def _attention(

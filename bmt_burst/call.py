@@ -19,6 +19,7 @@ from .rings import Rings
 from .spec import Spec
 from .strategies import Plan, Problem, Sizes, choose
 
+CALL = "a call of burst_attn_func"  # what ranks say that they begin
 _MOST_PLANS = 64  # of some rings; then the one that was not used for longest goes
 
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -46,7 +47,7 @@ def agree_on_call(
         return call.terms
 
     history = rings.history
-    said = tell(rings, "a call of burst_attn_func", mine)
+    said = tell(rings, CALL, mine)
     plan = history.plans.get(said)
     if plan is None:
         problem = call.problem(said)

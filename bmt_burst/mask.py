@@ -24,6 +24,7 @@ from .span import Span, length
 
 _DRAWN = 32  # rows and columns of a drawing, at most
 _SHADES = " .:+#"
+_LARGEST = (1 << 63) - 1  # of lengths, windows and bounds, which digests hold; x and 1 - x are in reach or neither is
 
 
 class Slice(NamedTuple):
@@ -45,14 +46,15 @@ class Slice(NamedTuple):
 class Mask:
     """The visible pairs of `seq_len` tokens: those of `slices`, which share none; pairs in no slice are not visible.
 
-    Raises ValueError for slices that overlap or reach out of the sequence, TypeError for what is no whole number.
+    Raises ValueError for slices that overlap or reach out of the sequence and for numbers that 64 bits do not hold,
+    TypeError for what is no whole number.
     """
 
     seq_len: int
     slices: tuple[Slice, ...]
 
     def __post_init__(self):
-        object.__setattr__(self, "seq_len", as_int("seq_len", self.seq_len))
+        object.__setattr__(self, "seq_len", _number("seq_len", self.seq_len))
         if self.seq_len < 1:
             raise ValueError(f"a mask needs at least one token, got {self.seq_len}")
         slices = sorted((_checked(s, self.seq_len) for s in self.slices), key=_start)
@@ -93,9 +95,16 @@ class Mask:
 
     @staticmethod
     def stacked(masks: Sequence[Mask]) -> Mask:
-        """Several sequences as one, in which they follow one another and see nothing of each other."""
+        """Several sequences as one, in which they follow one another and see nothing of each other.
+
+        Raises ValueError without any, TypeError for what is no Mask.
+        """
         slices, start = [], 0
+        if not masks:
+            raise ValueError("there is no mask to stack")
         for mask in masks:
+            if not isinstance(mask, Mask):
+                raise TypeError(f"masks of several sequences must be Masks, got {type(mask).__name__}")
             slices += [_moved(s, start) for s in mask.slices]
             start += mask.seq_len
         return _Checked(start, tuple(slices))
@@ -183,10 +192,10 @@ class Mask:
         cells = min(_DRAWN, self.seq_len)
         cuts = [self.seq_len * i // cells for i in range(cells + 1)]
         for rows in itertools.pairwise(cuts):
-            crossing = [s for s in self.slices if s.q[0] < rows[1] and rows[0] < s.q[1]]
+            crossing = [s for s in self.slices if _meet(s.q, rows)]
             line = []
             for columns in itertools.pairwise(cuts):
-                visible = sum(_cropped(s, rows, columns).area for s in crossing)
+                visible = sum(_cropped(s, rows, columns).area for s in crossing if _meet(s.kv, columns))
                 line.append(_SHADES[-(-visible * (len(_SHADES) - 1) // (length(rows) * length(columns)))])
             yield " ".join(line).rstrip()
 
@@ -235,8 +244,19 @@ def _joined(slices: Sequence[Slice]) -> tuple[Span, ...]:
     return tuple(found)
 
 
+def _meet(a: Span, b: Span) -> bool:
+    """Whether two ranges that are not empty have a position in common."""
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def _number(name: str, value: Any) -> int:
+    if not 1 - _LARGEST <= (number := as_int(name, value)) <= _LARGEST:
+        raise ValueError(f"{name} must be below 2^63, got a number of {number.bit_length()} bits")
+    return number
+
+
 def _positive(name: str, value: Any) -> int:
-    if (number := as_int(name, value)) < 1:
+    if (number := _number(name, value)) < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
     return number
 
@@ -257,6 +277,7 @@ def _bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
     for before, after in itertools.pairwise(bounds):
         if after <= before:
             raise ValueError(f"cu_seqlens must rise, but {after} comes after {before}")
+    _number("cu_seqlens", bounds[-1])
     return bounds
 
 
@@ -271,7 +292,7 @@ def _checked(s: Any, seq_len: int) -> Slice:
         if not 0 <= start <= stop <= seq_len:
             raise ValueError(f"{name}=({start}, {stop}) of a slice is out of range: the mask has {seq_len} tokens")
         spans.append((start, stop))
-    bounds = (None if x is None else as_int(name, x) for name, x in (("low", s.low), ("high", s.high)))
+    bounds = (None if x is None else _number(name, x) for name, x in (("low", s.low), ("high", s.high)))
     return Slice(*spans, *bounds)
 
 
@@ -281,6 +302,8 @@ def _check_disjoint(slices: Sequence[Slice]) -> None:
     for s in slices:
         active = [other for other in active if other.q[1] > s.q[0]]
         for other in active:
+            if not _meet(s.kv, other.kv):
+                continue  # of long masks most, and what follows takes long
             both = Slice(s.q, s.kv, *_tighter(s, other))
             if _cropped(both, other.q, other.kv).area > 0:
                 raise ValueError(f"slices overlap: Slice{tuple(other)} and Slice{tuple(s)} have pairs in common")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .arguments import as_int
-from .attention import burst_attn_func
+from .attention import burst_attn_func, refuse_call
 from .compiled import fused_on_gpus, not_compiled
 from .groups import SequenceParallel
 from .layout import Layout
@@ -156,7 +156,7 @@ class BurstAttention(nn.Module):
             return self._attend_to(cache, q, k, v, mask, layout)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
         if self.window is not None:
-            mask = _within(self.window, mask, groups["layout"], q.shape[1] if self.sp.size == 1 else None)
+            mask = _within(self.window, mask, groups, q.shape[1] if self.sp.size == 1 else None)
         seen: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
         return burst_attn_func(q, k, v, **seen, **self.options, **groups).flatten(2)
 
@@ -171,7 +171,15 @@ class BurstAttention(nn.Module):
 
 
 @not_compiled
-def _within(window: int, mask: Masks | None, layout: str | Layouts, seq_len: int | None) -> Masks:
+def _within(window: int, mask: Masks | None, groups: dict[str, Any], seq_len: int | None) -> Masks:
+    """`_seen_within` of a call's mask and layout; the other ranks, which call as well, hear what is wrong with them."""
+    try:
+        return _seen_within(window, mask, groups["layout"], seq_len)
+    except (TypeError, ValueError, AttributeError) as error:  # of whatever was given; the others would wait
+        refuse_call(error, groups["process_group"], groups["double_group"])
+
+
+def _seen_within(window: int, mask: Masks | None, layout: str | Layouts, seq_len: int | None) -> Masks:
     """What is visible of a mask, by default the causal one, in a window; `seq_len`, if it is known without a layout."""
     if mask is None:
         if isinstance(layout, str):

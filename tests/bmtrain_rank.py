@@ -120,6 +120,11 @@ def layer(folder: Path) -> dict:
     }
 
 
+def library(folder: Path) -> dict:
+    """What the engine and the layer do."""
+    return {**engines(folder), **layer(folder)}
+
+
 def pretrain(folder: Path, *arguments: str) -> dict:
     """train/pretrain.py, but for how it finds the ranks, which are here already."""
     from train import pretrain
@@ -145,7 +150,7 @@ if __name__ == "__main__":
     results, what, *arguments = sys.argv[1:]
     dist.init_process_group("gloo")
     fake_cuda.install()
-    rank, work = dist.get_rank(), {"engines": engines, "layer": layer, "pretrain": pretrain, "example": example}[what]
+    rank, work = dist.get_rank(), {"library": library, "pretrain": pretrain, "example": example}[what]
     found = work(Path(results), *arguments)
     (Path(results) / f"{rank}.json").write_text(json.dumps(found))
     if dist.is_initialized():  # pretrain.py leaves it

@@ -50,39 +50,43 @@ def expected() -> dict[bool, list[float]]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_engine_equals_the_torch_engine(tmp_path, expected, size):
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def found(request, tmp_path_factory) -> list[dict]:
+    """What so many ranks find of the engine and of the layer."""
+    return run(request.param, tmp_path_factory.mktemp("library"), "library")[0]
+
+
+def test_engine_equals_the_torch_engine(found, expected):
     """Losses and gradient norms, sequence parallel over BMTrain's communicators, in fp32; what is saved and loaded."""
-    for found in run(size, tmp_path, "engines")[0]:
+    for rank in found:
         for name, tied in (("selective True", True), ("none False", False), ("full True", True)):
-            assert found[name] == pytest.approx(expected[tied], rel=1e-5), name
-        assert "layers.2.self_attn.q_proj.weight" in found["saved"]
-        assert found["loaded"]
-        assert found["summed"] == [1 + 2**-8]
-        assert found["nan"] == "the gradient norm is nan"
-        assert "does not go with BMTrain's tensor or pipeline parallelism yet: tp_size is 2" in found["refused"]
+            assert rank[name] == pytest.approx(expected[tied], rel=1e-5), name
+        assert "layers.2.self_attn.q_proj.weight" in rank["saved"]
+        assert rank["loaded"]
+        assert rank["summed"] == [1 + 2**-8]
+        assert rank["nan"] == "the gradient norm is nan"
+        assert "does not go with BMTrain's tensor or pipeline parallelism yet: tp_size is 2" in rank["refused"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_layer_equals_torchs(tmp_path, size):
-    for found in run(size, tmp_path, "layer")[0]:
-        assert found["error"] < 1e-6
-        assert found["gradient_error"] < 1e-5
-        assert found["is_distributed"]
+def test_layer_equals_torchs(found):
+    for rank in found:
+        assert rank["error"] < 1e-6
+        assert rank["gradient_error"] < 1e-5
+        assert rank["is_distributed"]
 
 
 def test_pretraining_and_checkpoints_do_not_depend_on_the_engine(tmp_path, folder):  # noqa: F811
-    """Two ranks on BMTrain; from step 6 on again on torch, one process; from step 12 on again BMTrain, three ranks."""
-    train(folder, "torch-alone")
+    """Two ranks on BMTrain; from step 3 on again on torch, one process; from step 6 on again BMTrain, three ranks."""
+    train(folder, "torch-alone", steps=10)
     expected = [pytest.approx(row, rel=1e-5) for row in curve(folder, "torch-alone", "loss", "grad_norm")]
-    options = {"save_every": 6, "keep_last": 9, "resume": "auto"}
+    options = {"steps": 10, "save_every": 3, "keep_last": 9, "resume": "auto"}
     said = run_pretrain(2, tmp_path, command(folder, "engines", sp_size=2, **options))
     assert "BMTrainEngine" in said
     assert curve(folder, "engines", "loss", "grad_norm") == expected
-    forget(folder / "engines", 12, 18, 20)
+    forget(folder / "engines", 6, 9, 10)
     train(folder, "engines", **options)
     assert curve(folder, "engines", "loss", "grad_norm") == expected
-    forget(folder / "engines", 18, 20)
+    forget(folder / "engines", 9, 10)
     run_pretrain(3, tmp_path, command(folder, "engines", sp_size=3, **options))
     assert curve(folder, "engines", "loss", "grad_norm") == expected
 

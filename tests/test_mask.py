@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, Slice, burst_attn_func, burst_attn_varlen_func, simulate
+from bmt_burst import Layout, Mask, SequenceParallel, Slice, burst_attn_func, burst_attn_varlen_func, nn, simulate
 from tests.helpers import random_mask, random_qkv, run_ranks
 
 
@@ -239,6 +239,11 @@ def test_overlaps_are_found_whenever_there_are_some():
         (lambda: Mask.documents((0, 8), window=-1), ValueError, "window must be at least 1, got -1"),
         (lambda: Mask.documents((0, 8), causal=1), TypeError, "causal must be True or False, got 1"),
         (lambda: Mask.causal(8).windowed(2.0), TypeError, r"window must be a whole number, got 2\.0"),
+        (lambda: Mask.window(8, 1 << 63), ValueError, r"window must be below 2\^63, got a number of 64 bits"),
+        (lambda: Mask.causal(1 << 70), ValueError, r"seq_len must be below 2\^63, got a number of 71 bits"),
+        (lambda: Mask(8, (SQUARE._replace(low=-1 << 63),)), ValueError, r"low must be below 2\^63"),
+        (lambda: Mask.stacked([]), ValueError, "there is no mask to stack"),
+        (lambda: Mask.stacked(["causal"]), TypeError, "masks of several sequences must be Masks, got str"),
     ],
 )
 def test_what_makes_no_mask_is_refused(make, kind, message):
@@ -262,6 +267,7 @@ CU_SEQLENS = [
     (torch.tensor([[0, 8]]), TypeError, r"tensor of integers of one dimension, got shape \(1, 2\)"),
     (torch.tensor(8), TypeError, r"tensor of integers of one dimension, got shape \(\)"),
     (torch.zeros(2, dtype=torch.int32, device="meta"), ValueError, "must be on the CPU, .* got meta"),
+    ((0, 1 << 70), ValueError, r"cu_seqlens must be below 2\^63, got a number of 71 bits"),
 ]
 
 
@@ -279,6 +285,21 @@ def test_long_masks_cost_little():
     assert len(mask.parts) == 10_000
     assert Mask(mask.seq_len, mask.slices) == mask
     assert time.process_time() - began < 5
+
+
+def test_the_largest_numbers_have_a_digest():
+    most = (1 << 63) - 1
+    masks = Mask.window(8, most), Mask.causal(most), Mask(8, (SQUARE._replace(low=1 - most, high=most),))
+    assert all(mask.transposed.transposed.digest == mask.digest for mask in masks)
+    assert masks[0].dense().equal(Mask.causal(8).dense())
+
+
+def test_many_slices_of_the_same_queries_cost_little():
+    """What shares queries is compared, each with each: ranges of keys first, bands only of those that meet."""
+    slices = tuple(Slice((0, 1500), (i, i + 1)) for i in range(1500))
+    began = time.process_time()
+    assert Mask(1500, slices).area == 1500**2
+    assert time.process_time() - began < 1.7  # 0.2 s; 3.5 s if bands were compared each with each
 
 
 # What calls refuse of masks and layouts: the change that rank 2 of 3 makes, or all do; each holds 4 of 12 tokens.
@@ -385,6 +406,25 @@ def test_equal_masks_may_be_said_differently():
 
     for got, expected in simulate(3, work):
         assert got.equal(expected)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mask": "causal"}, {"mask": 3}, {"mask": ["causal"] * 2}, {}, {"layout": ["zigzag"] * 2}]
+)
+def test_a_wrong_mask_of_a_layer_with_a_window_is_an_error_on_every_rank(wrong):
+    """The layer makes a mask of it before the ranks agree on a call; the ranks stay in step."""
+
+    def work(ring):
+        layer = nn.BurstAttention(16, 2, window=3, sp=SequenceParallel(ring.rank, 2, process_group=ring))
+        x, tables = torch.zeros(2, 6, 16), nn.rope_tables(torch.arange(6), 8)
+        with pytest.raises((ValueError, TypeError, AttributeError)) as caught:
+            layer(x, *tables, **(wrong if ring.rank else {"mask": Mask.causal(12)}))
+        return str(caught.value), layer(x, *tables, mask=Mask.causal(12)).shape
+
+    (theirs, _), (mine, _) = simulate(2, work)
+    assert re.search("a Mask|needs a mask|not iterable|no attribute 'seq_len'", mine)
+    assert theirs.startswith("rank 1 of the group failed before a call of burst_attn_func")
+    assert mine[:30] in theirs
 
 
 def test_wrong_cu_seqlens_of_one_rank_are_an_error_on_every_rank():
