@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .agreement import read, tell
+from .agreement import read, taking_part, tell
 from .arguments import as_bool
 from .checks import check_device, check_options, check_packed, check_scale, check_tensors
 from .kernels import Kernel, pick
@@ -51,7 +51,9 @@ def agree_on_call(
     plan = history.plans.get(said)
     if plan is None:
         problem = call.problem(said)
-        plan = choose(call.options["strategy"], problem).plan(problem, rings.rank)
+        strategy = choose(call.options["strategy"], problem)
+        with taking_part(rings, f"call {history.calls + 1}"):  # the others may be on their way already
+            plan = strategy.plan(problem, rings.rank)
         plan.reserve(rings, tensors[0].device, with_backward=call.needs_gradient)
         while len(history.plans) >= _MOST_PLANS:
             history.plans.pop(next(iter(history.plans)))

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, kernels, nn, simulate, transport
 from bmt_burst.rings import Rings, make_rings
+from bmt_burst.strategies.ring import Ring
 from bmt_burst.transport import Transport, host_memory
 from bmt_burst.transport.host_memory import has_ended, process_name
 from tests.helpers import random_qkv, run_ranks
@@ -176,6 +177,25 @@ def test_a_rank_that_fails_while_it_computes_attention_again_is_heard_of_once(fa
     assert failed.startswith("TypeError: v must be a torch.Tensor" if fails == "in" else "KeyError: 'lost'")
     assert other.startswith("ValueError: rank 1 of the group failed before ")
     assert "lost" in other or "v must be a torch.Tensor" in other
+
+
+def unplanned(rank: int) -> list[str]:
+    """What each rank says where all of them fail to plan what they agreed on, and where one does."""
+    plain, said = Ring.plan, []
+    for who in ((0, 1), (1,)):
+        Ring.plan = failing_plan if rank in who else plain
+        said.append(said_by(lambda who=who: call(dist.group.WORLD, 8 + len(who))))
+    return said
+
+
+def failing_plan(*_) -> None:
+    raise MemoryError("no memory left")
+
+
+def test_a_rank_that_cannot_plan_what_it_agreed_on_keeps_nobody_waiting():
+    first, second = run_ranks(2, unplanned)
+    assert first[0] == second[0] == second[1] == "MemoryError: no memory left"
+    assert first[1].startswith("RuntimeError: rank 1 of the group gave up call 1: MemoryError: no memory left")
 
 
 def until_all_know(rank: int, size: int, said: list[str]) -> list[str]:
