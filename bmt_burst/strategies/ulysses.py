@@ -150,7 +150,6 @@ class UlyssesPlan(Plan):
         self.heads = [Heads.of(r, self.size, sizes.heads, sizes.kv_heads) for r in range(self.size)]
         self.chunks = self.heads[rank].chunks(sizes.heads // sizes.kv_heads)
         self.sends_delta = problem.kernel.takes_delta and not problem.send_out
-        self._positions: dict[tuple, tuple[Tensor, ...]] = {}  # by GPU and stream, in whose order they get there
         head, wide = (sizes.head_size,), accumulator_dtype(sizes.dtype)
         q, kv, grad = Row(0, head, sizes.dtype), Row(1, head, sizes.dtype), Row(1, head, sizes.partial)
         softmax = [Row(0, (2,), wide)] if self.sends_delta else [Row(0, (), wide), q]
@@ -274,12 +273,16 @@ class UlyssesPlan(Plan):
         return move.moved(rings.inner, [[x.index_select(1, at) for x in tensors] for at in positions])
 
     def _all_positions(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The positions of each rank's tokens, (S,) int64. The host waits for no GPU."""
-        key = device, torch.cuda.current_stream(device) if device.type == "cuda" else None
-        if key not in self._positions:
-            layout = self.problem.layout
-            all_ranks = torch.cat([layout.positions(rank) for rank in range(self.size)])
-            if device.type == "cuda":
-                all_ranks = all_ranks.pin_memory().to(device, non_blocking=True)
-            self._positions[key] = all_ranks.split(self.inputs.tokens)
-        return self._positions[key]
+        """The positions of each rank's tokens, (S,) int64."""
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        return _positions(self.problem.layout, device, stream)
+
+
+@functools.lru_cache(maxsize=4)  # large on GPUs where every step has a layout of its own
+def _positions(layout: Layout, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[Tensor, ...]:
+    """The positions of each rank's tokens, (S,) int64, for work on `stream`. The host waits for no GPU."""
+    parts = [layout.positions(rank) for rank in range(layout.size)]
+    all_ranks = torch.cat(parts)
+    if device.type == "cuda":
+        all_ranks = all_ranks.pin_memory().to(device, non_blocking=True)
+    return all_ranks.split([len(part) for part in parts])
