@@ -73,11 +73,11 @@ class RingPlan(Plan):
         return Backward(self.backward_tour, rings, Queries(q, dout, out, lse), Keys(k, v)).result()
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        visit, home = self._most_bytes(KeysValues(), returns=False), 0
+        visit, home = self._most_bytes(KeysValues(), returning=False)[0], 0
         if with_backward:
-            visit = max(visit, self._most_bytes(self._backward_payload, returns=False))
-            home = self._most_bytes(self._backward_payload, returns=True)
-        rings.reserve({"visit": visit, "return": home}, device)
+            there, home = self._most_bytes(self._backward_payload, returning=True)
+            visit = max(visit, there)
+        rings.reserve({"visit": visit + _ALIGNED, "return": home + _ALIGNED}, device)
 
     def __str__(self) -> str:
         return f"rank {self.rank}, forward: {self.forward_tour}\nrank {self.rank}, backward: {self.backward_tour}"
@@ -102,8 +102,8 @@ class RingPlan(Plan):
     def _tour(self, payload: Payload, returning: bool) -> Tour:
         problem, queries_travel = self.problem, payload.queries_travel
         routes = Routes(self._tiling.transposed, self.schedule, self.rank) if queries_travel else self._kv_routes
-        passes = self._passes(payload, routes)
-        rounds = routes.rounds(*self._limits(passes, returning)) if passes else ()
+        passes = self._passes(payload, routes, returning)
+        rounds = routes.rounds(*self._limits(payload, passes, returning)) if passes else ()
 
         def calls(tiles):
             if not returning:
@@ -125,27 +125,33 @@ class RingPlan(Plan):
             group_bytes=problem.group_bytes,
         )
 
-    def _passes(self, payload: Payload, routes: Routes) -> list[Pass]:
+    def _passes(self, payload: Payload, routes: Routes, returning: bool) -> list[Pass]:
         """The passes in which blocks go round, none if nothing has to.
 
-        Each has as few heads as let what lands of a whole round come in one stage, which makes partial results few and
-        kernel calls large, but enough heads to keep a GPU busy; a single block is within group_bytes in any case, down
-        to one kv head, whatever that is in bytes. All ranks must say the same, so between hosts, whose ranks do not
-        know what others look at, blocks count whole.
+        All ranks must say the same, so between hosts, whose ranks do not know what others look at, blocks count whole.
         """
-        problem, sizes = self.problem, self.problem.sizes
-        if problem.layout.size == 1 or not routes.traffic():
+        sizes = self.problem.sizes
+        if self.problem.layout.size == 1 or not routes.traffic():
             return []
-        block, ring = self._landing_tokens(routes)
-        head_bytes = max(payload.packing(sizes).token_bytes() // sizes.kv_heads, 1)
-        within = problem.group_bytes // (head_bytes * max(block, 1))
-        in_one = problem.group_bytes // (head_bytes * max(ring, 1))
+        nbytes, _ = self._most_bytes(payload, returning)
+        count = self._count(payload, nbytes, *self._landing_tokens(routes))
         ratio = sizes.heads // sizes.kv_heads
-        enough = -(-_ENOUGH_ROWS // (sizes.batch * problem.most_tokens * ratio))
-        most = min(max(in_one, enough), max(within, 1), sizes.kv_heads)
-        count = -(-sizes.kv_heads // most)
         cuts = itertools.pairwise(sizes.kv_heads * i // count for i in range(count + 1))
         return [_pass(payload, sizes, slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts]
+
+    def _count(self, payload: Payload, nbytes: int, block: int, ring: int) -> int:
+        """How many passes, if `block` tokens land of one block and `ring` of a whole round, and may have `nbytes`.
+
+        Each has as few heads as let what lands of a round come in one stage, which makes partial results few and kernel
+        calls large, but enough heads to keep a GPU busy; a single block is within the bytes in any case, down to one kv
+        head, whatever that has.
+        """
+        sizes = self.problem.sizes
+        head_bytes = max(payload.packing(sizes).token_bytes() // sizes.kv_heads, 1)
+        within, in_one = (nbytes // (head_bytes * max(tokens, 1)) for tokens in (block, ring))
+        rows = sizes.batch * self.problem.most_tokens * (sizes.heads // sizes.kv_heads)
+        most = min(max(in_one, -(-_ENOUGH_ROWS // rows)), max(within, 1), sizes.kv_heads)
+        return -(-sizes.kv_heads // most)
 
     def _landing_tokens(self, routes: Routes) -> tuple[int, int]:
         """The most tokens that land on a rank of one block, and of all blocks of a round."""
@@ -154,24 +160,28 @@ class RingPlan(Plan):
             return self.problem.most_tokens, len(hops) * self.problem.most_tokens
         return max(routes.landing_tokens([hop]) for hop in hops), routes.landing_tokens(hops)
 
-    def _limits(self, passes: list[Pass], returning: bool) -> tuple[int, int | None]:
+    def _limits(self, payload: Payload, passes: list[Pass], returning: bool) -> tuple[int, int | None]:
         """The most tokens of a stage, and of the gradients that come home from one."""
-        limit = min(self.problem.group_bytes // each.packing.token_bytes() for each in passes)
-        back = min(self.problem.group_bytes // each.return_packing.token_bytes() for each in passes)
-        return max(limit, 1), max(back, 1) if returning else None
+        there, back = self._most_bytes(payload, returning)
+        limit = min(there // each.packing.token_bytes() for each in passes)
+        back_limit = min(back // each.return_packing.token_bytes() for each in passes)
+        return max(limit, 1), max(back_limit, 1) if returning else None
 
-    def _most_bytes(self, payload: Payload, returns: bool) -> int:
-        """The most bytes that land at once, whatever the mask: of a stage, or of one block if that has more."""
-        problem, sizes = self.problem, self.problem.sizes
-        if problem.inner == 1:
-            return 0
-        tokens, one = problem.most_tokens, of_heads(sizes, 1)
-        block = max(problem.group_bytes, payload.packing(one).token_bytes() * tokens)
-        packing = payload.packing(sizes)
-        if returns:  # of the tokens and heads of a block
-            there, packing = packing.token_bytes(), payload.return_packing(sizes)
-            block = max(problem.group_bytes, -(-block * packing.token_bytes() // there))
-        return min((problem.inner - 1) * packing.token_bytes() * tokens, block) + _ALIGNED
+    def _most_bytes(self, payload: Payload, returning: bool) -> tuple[int, int]:
+        """The most bytes that land at once, of blocks and of gradients: as many as where all look at all.
+
+        Other masks get no more, so that what is reserved does for any mask.
+        """
+        problem, hops = self.problem, self.schedule.inner - 1
+        if not hops:
+            return 0, 0
+        tokens, sizes = problem.most_tokens, problem.sizes
+        count = self._count(payload, problem.group_bytes, tokens, hops * tokens)
+        part = of_heads(sizes, -(-sizes.kv_heads // count))
+        there, back = (p(part).token_bytes() * tokens for p in (payload.packing, payload.return_packing))
+        width = max(problem.group_bytes // (max(there, back) if returning else there), 1)
+        width = -(-hops // -(-hops // width))  # stages are nearly equal
+        return width * there, width * back
 
 
 def _pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
