@@ -17,6 +17,6 @@ setup(
         "flash-attn": ["flash-attn>=2.6"],
         # BMTrain is no extra: it requires nvidia-nccl-cu11, which overwrites torch's NCCL. See train/install_gpu.sh.
         "train": TRAIN,
-        "test": [*TRAIN, "triton", "pytest", "ruff==0.17.5", "transformers"],
+        "test": [*TRAIN, "triton", "pytest", "pytest-xdist", "ruff==0.17.5", "transformers"],
     },
 )

@@ -16,4 +16,4 @@ python -m pip install --quiet --disable-pip-version-check --no-deps --only-binar
     echo "BMTrain has no wheel for this Python: tests of its engine will be skipped" >&2
 ruff check .
 ruff format --check .
-python -m pytest "$@"
+python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@" # a file at a time on each of two workers

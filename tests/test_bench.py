@@ -145,7 +145,7 @@ def test_an_implementation_that_fails_does_not_end_the_others(tmp_path, failing,
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_benchmark_of_two_hosts():
     command = ["bash", "bench/bench.sh", "--two-hosts"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=240)
     for ring in ("bmt_burst q", "bmt_burst kv", "bmt_burst q, double ring", "bmt_burst kv, double ring"):
         assert f"| 256 | {ring} |" in done.stdout
     assert done.stdout.count(" hosts=2 inner_size=4 ") == 2
