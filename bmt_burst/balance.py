@@ -27,7 +27,6 @@ from .span import Span, merged
 
 _SLACK = 0.005  # of the mean work of a rank: how far one may be from its share; the next rank makes up for it
 _BENT = 0.2  # of the work of a long document's piece: how far that may be from the document's density
-_FEW = 32  # tokens: shorter pieces of a document are avoided
 _TRIES = 8  # sparse documents that a rank may give up for another one, before a document is cut
 
 
@@ -84,7 +83,6 @@ class _Rank:
     def __init__(self, tokens: int, work: int, slack: int):
         self.tokens, self.work = tokens, work
         self.slack = slack  # of work
-        self.few = min(tokens // 16, _FEW)
         self.spans: list[Span] = []
 
     def take(self, document: _Document) -> None:
@@ -246,12 +244,11 @@ def _end_cutting(rank: _Rank, pool: _Pool) -> bool:
             break
         tokens, work = pool.lacking(rank, room - given_up)
         if tokens and (index := _cuttable(pool, room - given_up, tokens, work, rank.slack)) is not None:
-            length = pool.documents[index].tokens
-            found = min(tokens, length - tokens) < rank.few, length, room - given_up, index
+            found = pool.documents[index].tokens, room - given_up, index
             best = found if best is None else min(best, found)
     if best is None:
         return False
-    _, _, count, index = best
+    _, count, index = best
     document = pool.pop(index)
     pool.give_sparsest(count, rank)
     _cut(document, rank, pool)
@@ -298,13 +295,13 @@ def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
     if not whole and pool.documents and (tokens := _sparse_share(document, rank, pool.documents[0])):
         pool.peel_sparsest(tokens, rank)
     _cut(document, rank, pool)
-    while rank.tokens:
+    while rank.tokens:  # of a document whose ends are sparse all was not enough
         pool.peel_sparsest(rank.tokens, rank)
 
 
 def _bends(document: _Document, rank: _Rank, tokens: int, work: int) -> bool:
     """Whether a piece of the document can have so many tokens and so much work and leave a rest like it."""
-    if not rank.few <= tokens <= document.tokens - rank.few:
+    if not 0 < tokens < document.tokens:
         return False
     low, high = document.reach(tokens)
     off = abs(work - tokens * document.density)
@@ -316,9 +313,7 @@ def _sparse_share(document: _Document, rank: _Rank, sparse: _Document) -> int:
     least, most = max(rank.tokens - document.tokens, 0), min(rank.tokens, sparse.tokens)
     at_none = document.fair(rank.tokens) - rank.work
     at_most = document.fair(rank.tokens - most) + most * sparse.density - rank.work
-    share = round(most * at_none / (at_none - at_most)) if at_none > at_most else 0
-    if share < rank.few and at_none <= rank.slack:
-        share = 0  # it is nearly right without
+    share = round(most * at_none / (at_none - at_most)) if at_none > max(at_most, rank.slack) else 0
     return min(max(share, least), most)
 
 

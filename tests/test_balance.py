@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from bmt_burst.balance import balanced_spans
+from bmt_burst.balance import _documents, balanced_spans
 from bmt_burst.mask import Mask, Slice
 from bmt_burst.span import length, merged
 
@@ -161,6 +161,29 @@ def test_small_masks_of_any_kind(seed):
             check_shards(mask, size, balanced_spans(mask, size))
 
 
+def test_work_before_a_position():
+    """The closed forms for documents of one slice, and the general sum, by the dense mask."""
+    rng = random.Random(0)
+    for _ in range(300):
+        mask = small(rng)
+        rows = mask.dense().sum(1).tolist()
+        for document in _documents(mask):
+            seen = [document.seen(i) for i in range(document.start, document.stop + 1)]
+            assert seen == list(itertools.accumulate(rows[document.start : document.stop], initial=0))
+
+
+def test_a_document_of_which_all_is_not_enough():
+    """It was chosen to be peeled, but has fewer tokens than the rank lacks."""
+    bounds = (0, 3, 4, 7, 8, 12, 13, 14, 18, 19, 20, 21, 22, 26, 34, 43, 44, 47, 54)
+    prefixes = {0: 1, 8: 1, 14: 2, 26: 1, 34: 2, 47: 2}  # tokens that all of the document sees
+    slices = []
+    for start, stop in itertools.pairwise(bounds):
+        prefix = start + prefixes.get(start, 0)
+        slices += [Slice((start, prefix), (start, prefix)), Slice((prefix, stop), (start, stop), 0)]
+    mask = Mask(54, tuple(slices))
+    check_shards(mask, 14, balanced_spans(mask, 14))
+
+
 @pytest.mark.parametrize("n", [1, 7, 64])
 def test_masks_that_see_nothing(n):
     for size in range(1, n + 1):
@@ -171,7 +194,7 @@ def test_masks_that_see_nothing(n):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", [shorts, longs])
 def test_causal_documents_are_balanced(kind, size, tokens):
-    for seed in range(1 if size == 64 else 2):
+    for seed in range(2 if size < 16 else 1):
         rng = random.Random(f"{kind.__name__} {size} {tokens} {seed}")
         for mask in kind(rng, size * tokens + 7 * seed, size):
             layout = balanced_spans(mask, size)
@@ -241,16 +264,16 @@ def test_full_masks_and_short_windows_are_nearly_contiguous(size):
         assert sum(map(len, balanced_spans(mask, size))) <= most
 
 
-def test_pieces_are_not_slivers():
-    """Of 100 documents cut over 8 ranks hardly a piece is shorter than 16 tokens: 1 in 20 at most."""
+def test_hardly_a_piece_is_a_sliver():
+    """Of the pieces of cut documents 1 in 50 at most is shorter than 16 tokens, less than a kernel's tile."""
     pieces = []
-    for seed in range(8):
-        mask = Mask.documents(lognormal(random.Random(seed), 8 * 32768, 4096))
+    for seed, mean in itertools.product(range(8), (512, 4096)):
+        mask = Mask.documents(lognormal(random.Random(seed), 8 * 16384, mean))
         layout = balanced_spans(mask, 8)
         for part, ranks in zip(mask.parts, owners(mask, layout), strict=True):
             inside = ((max(a, part[0]), min(b, part[1])) for spans in layout for a, b in spans)
             pieces += [length(span) for span in inside if length(span)] if len(ranks) > 1 else []
-    assert sum(piece < 16 for piece in pieces) <= len(pieces) / 20
+    assert sum(piece < 16 for piece in pieces) <= len(pieces) / 50
 
 
 TIMES = [(100, 8, 0.001), (1000, 8, 0.004), (100, 512, 0.012), (1, 512, 0.005)]
