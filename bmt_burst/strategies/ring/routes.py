@@ -102,7 +102,8 @@ class Routes:
     def __init__(self, tiling: Tiling, schedule: Schedule, rank: int):
         self.tiling, self.schedule, self.rank = tiling, schedule, rank
         self.host, self.place = divmod(rank, schedule.inner)
-        self.sights = [_Sight(tiling.seen(viewer), place, schedule.inner) for place, viewer in self._places(self.host)]
+        viewers = enumerate(schedule.ranks(self.host))
+        self.sights = [_Sight(tiling.seen(viewer), place, schedule.inner) for place, viewer in viewers]
 
     def traffic(self) -> bool:
         """Whether this rank has a part in what travels: to any rank of its host, or from it to another host."""
@@ -124,12 +125,9 @@ class Routes:
             host = self.schedule.host_of_round(self.host, number)
             looked_at = {hop for sight in self.sights for hop in sight.pieces.get(host, ())}
             parts = self._cut(host, sorted(looked_at - {0}), limit, return_limit)
-            found.append(self._round(number, host, [self._stage(host, number, part) for part in parts]))
+            held = self._held(host) if number else ()
+            found.append(self._round(number, host, held, [self._stage(host, held, part) for part in parts]))
         return tuple(found)
-
-    def _places(self, host: int) -> Iterator[tuple[int, int]]:
-        """The ranks of a host with their places."""
-        return enumerate(self.schedule.ranks(host))
 
     @functools.cached_property
     def _lent(self) -> dict[int, tuple[Span, ...]]:
@@ -141,11 +139,11 @@ class Routes:
         viewers.pop(self.host, None)
         return {host: spans for host, ranks in viewers.items() if (spans := self.tiling.seen_of(self.rank, ranks))}
 
-    def _round(self, number: int, host: int, stages: Sequence[Stage]) -> Round:
+    def _round(self, number: int, host: int, held: Sequence[Span], stages: Sequence[Stage]) -> Round:
         if not number:
             return self._own_round(stages)
         root = self.schedule.block(self.rank, number, 0)
-        held, pieces = self._held(host), self.sights[self.place].of(host, 0)
+        pieces = self.sights[self.place].of(host, 0)
         tiles = self.tiling.tiles(self.rank, pieces, [_within(held, p.span) for p in pieces]) if pieces else ()
         lent_to = self.schedule.host_of_round(self.host, -number)
         return Round(root, held, tuple(tiles), tuple(stages), self._lent.get(lent_to, ()), lent_to)
@@ -190,7 +188,7 @@ class Routes:
                 return parts
         return []
 
-    def _stage(self, host: int, number: int, hops: Sequence[int]) -> Stage:
+    def _stage(self, host: int, held: Sequence[Span], hops: Sequence[int]) -> Stage:
         inner = self.schedule.inner
         pieces = self.sights[self.place].landing(host, hops)
         places = _in_a_row(pieces)
@@ -200,13 +198,12 @@ class Routes:
             sources=tuple((piece.owner % inner, at) for piece, at in landings),
             tokens=places[-1][1] if places else 0,
             tiles=tuple(self.tiling.tiles(self.rank, pieces, places)),
-            sends=tuple(self._sends(host, number, hops)),
+            sends=tuple(self._sends(host, held, hops)),
             returns=tuple(self._returns(host, hops, landings)),
-            homecoming=tuple(self._homecoming(host, number, hops)),
+            homecoming=tuple(self._homecoming(host, held, hops)),
         )
 
-    def _sends(self, host: int, number: int, hops: Sequence[int]) -> Iterator[Outgoing]:
-        held = self._held(host) if number else ()
+    def _sends(self, host: int, held: Sequence[Span], hops: Sequence[int]) -> Iterator[Outgoing]:
         for hop in hops:
             viewer = (self.place + hop) % self.schedule.inner
             if not self.sights[viewer].tokens(host, hop):
@@ -229,8 +226,8 @@ class Routes:
                     yield Outgoing(peer, place, at, sum(sizes))
                     at += length(place)
 
-    def _homecoming(self, host: int, number: int, hops: Sequence[int]) -> Iterator[Incoming]:
-        held, at = self._held(host) if number else (), 0
+    def _homecoming(self, host: int, held: Sequence[Span], hops: Sequence[int]) -> Iterator[Incoming]:
+        at = 0
         for hop in hops:
             viewer = (self.place + hop) % self.schedule.inner
             for piece in self.sights[viewer].of(host, hop):
