@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .agreement import read, taking_part, tell
-from .arguments import as_bool
 from .checks import check_device, check_options, check_packed, check_scale, check_tensors
 from .kernels import Kernel, pick
 from .layout import Balanced, Layout, Stacked
@@ -104,7 +103,7 @@ class _Call:
     def _masking(self) -> tuple[Mask | None, str | Layout, int]:
         """The mask, None if `causal` says it, the layout, and the batch size if rows have their own."""
         mask, layout, size = self.options["mask"], self.options["layout"], self.inner * self.outer
-        causal, batch = as_bool("causal", self.options["causal"]), self.shape[0]
+        causal, batch = self.options["causal"], self.shape[0]
         masks, layouts = _of_rows("mask", mask, Mask, batch), _of_rows("layout", layout, (str, Layout), batch)
         if mask is not None and causal:
             raise ValueError("mask and causal exclude each other: give Mask.documents(..., causal=True) or the like")
