@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .arguments import as_bool, as_int
-from .span import Span, length
+from .span import Span, length, shifted
 
 _DRAWN = 32  # rows and columns of a drawing, at most
 _SHADES = " .:+#"
@@ -231,7 +231,7 @@ def _cropped(s: Slice, q: Span, kv: Span) -> Slice:
 
 
 def _moved(s: Slice, by: int) -> Slice:
-    return Slice((s.q[0] + by, s.q[1] + by), (s.kv[0] + by, s.kv[1] + by), s.low, s.high)
+    return s._replace(q=shifted(s.q, by), kv=shifted(s.kv, by))
 
 
 def _joined(slices: Sequence[Slice]) -> tuple[Span, ...]:
