@@ -101,7 +101,7 @@ class Gradients:
         """The sum, 0 where no part came: in `into`, else contiguous in `dtype` (by default the tensor's)."""
         assert dtype is None or self.into is None, "the sum's place has a dtype"
         dtype = dtype or self.dtype
-        if self.into is None and _is_whole(self.parts, self.shape[1]) and self.parts[0][1].dtype == dtype:
+        if self.into is None and is_whole(self.parts, self.shape[1]) and self.parts[0][1].dtype == dtype:
             return self.parts[0][1].contiguous()
         total = torch.empty(self.shape, dtype=dtype, device=self.device) if self.into is None else self.into
         if not self.parts:
@@ -117,7 +117,7 @@ def sum_parts(
 ) -> Tensor:
     """The gradient of tokens span[0]..span[1] - 1 of which there are `parts`: (B, T, *shape), a view if one has it."""
     here = [(at, tokens_at(grad, place)) for at, place, grad in _clipped(parts, span)]
-    if _is_whole(here, length(span)) and here[0][1].dtype == dtype:
+    if is_whole(here, length(span)) and here[0][1].dtype == dtype:
         return here[0][1]
     total = Gradients((batch, length(span), *shape), dtype, device, limit=1 << 62)
     for at, grad in here:
@@ -184,7 +184,7 @@ def _by_row(x: Tensor) -> Tensor:
     return x.transpose(1, 2).unsqueeze(-1)
 
 
-def _is_whole(parts: Sequence[tuple], tokens: int) -> bool:
+def is_whole(parts: Sequence[tuple], tokens: int) -> bool:
     """Whether there is one part, of all tokens."""
     return len(parts) == 1 and parts[0][0] == (0, tokens)
 
@@ -197,7 +197,7 @@ def _too_many(parts: Sequence[tuple], into: Tensor | None, limit: int) -> bool:
 
 def _lies_in(part: tuple, into: Tensor | None) -> bool:
     """Whether a part is of all tokens and lies where the sum goes."""
-    if into is None or not _is_whole([part], into.shape[1]):
+    if into is None or not is_whole([part], into.shape[1]):
         return False
     return part[1].data_ptr() == into.data_ptr() and part[1].dtype == into.dtype
 

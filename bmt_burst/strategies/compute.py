@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import Kernel
-from ..merge import Part, tokens_at
+from ..merge import Gradients, Part, tokens_at
 from ..span import Span, length
 from ..spec import Spec
 from ..tiling import Cut
@@ -96,6 +96,13 @@ def gradients(
 def split(spans: Sequence[Span], x: Tensor) -> list[Part]:
     """The parts of x (B, T, ...), in which the tokens of `spans` lie one after the other."""
     return [(span, tokens_at(x, place)) for span, place in _in_turn(spans)]
+
+
+def add_each(sums: Sequence[Gradients], spans: Sequence[Span], grads: Sequence[Tensor]) -> None:
+    """Adds to each of `sums` its gradient (B, T, ...), in which the tokens of `spans` lie one after the other."""
+    for total, grad in zip(sums, grads, strict=True):
+        for span, part in split(spans, grad):
+            total.add(span, part)
 
 
 def _in_turn(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:

@@ -30,7 +30,7 @@ from ..tiling import Cut, Tiling, kernel_calls
 from ..transport import Arrival, Parcel, Transport
 from ..transport.packing import Packing
 from . import Plan, Problem, Strategy
-from .compute import Keys, Queries, gradients, outputs, split
+from .compute import Keys, Queries, add_each, gradients, outputs
 
 
 class Ulysses(Strategy):
@@ -230,9 +230,8 @@ class UlyssesPlan(Plan):
             totals = [self._gradients(x) for x in (dq[:, :, at], dk[:, :, kv_at], dv[:, :, kv_at])]
             sides = queries.part((0, None), at), keys.part((0, None), kv_at)
             for rows, columns, parts in gradients(problem.kernel, problem.spec, self.cuts, *sides):
-                for total, spans, part in zip(totals, (rows, columns, columns), parts, strict=True):
-                    for span, grad in split(spans, part):
-                        total.add(span, grad)
+                add_each(totals[:1], rows, parts[:1])
+                add_each(totals[1:], columns, parts[1:])
             for total in totals:
                 total.result()
         return grads

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ...kernels import Kernel
-from ...merge import Gradients, Outputs, Part, empty_lse, sum_parts, tokens_at
+from ...merge import Gradients, Outputs, Part, empty_lse, is_whole, sum_parts, tokens_at
 from ...rings import Rings
 from ...span import Span, length, shifted
 from ...spec import Spec
 from ...tiling import Cut
 from ...transport import Arrival, Delivery, Parcel, Ticket
 from ...transport.packing import Packing
-from ..compute import Keys, Queries, Side, gradients, outputs, split
+from ..compute import Keys, Queries, Side, add_each, gradients, outputs, split
 from .payload import Payload
 from .program import Event
 from .routes import Outgoing, Round, Stage
@@ -244,9 +244,8 @@ class Forward(Execution):
 
     def _own(self, event: Event) -> None:
         self.parts = list(outputs(self.tour.kernel, self.tour.spec, self.tour.own, self.q, self.leaving))
-        whole = len(self.parts) == 1 and length(self.parts[0][0]) == self.q.shape[1]
         if (
-            whole
+            is_whole(self.parts, self.q.shape[1])
             and self.parts[0][1].dtype == self.q.dtype
             and (self.tour.kernel.writes_new_memory or not self.tour.passes)
         ):
@@ -323,7 +322,7 @@ class Backward(Execution):
             for parts, spans, grad in zip(self.own_parts, (rows, columns, columns), grads, strict=True):
                 parts += split(spans, grad)
         for i, (parts, x) in enumerate(zip(self.own_parts, self.inputs, strict=True)):
-            whole = len(parts) == 1 and length(parts[0][0]) == x.shape[1]
+            whole = is_whole(parts, x.shape[1])
             self.grads[i] = parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x)
         if not self.tour.passes:
             for total in self._totals(slice(None), slice(None)):
@@ -350,9 +349,7 @@ class Backward(Execution):
     def _open(self, event: Event) -> None:
         if block := self._opened(event):
             for going, spans in self._differentiate(event, (event.round, -1), block):
-                for total, grad in zip(self._share(event), going, strict=True):
-                    for span, part in split(spans, grad):
-                        total.add(span, part)
+                add_each(self._share(event), spans, going)
 
     def _compute(self, event: Event) -> None:
         self.taken = [[] for _ in self._travelling_sums(event.number)]
@@ -369,9 +366,7 @@ class Backward(Execution):
         queries, keys = (block, here) if travels else (here, block)
         for rows, columns, (dq, *dkv) in gradients(tour.kernel, tour.spec, tour.cuts[key], queries, keys):
             mine, spans = (dkv, columns) if travels else ((dq,), rows)
-            for total, grad in zip(self._staying_sums(event.number), mine, strict=True):
-                for span, part in split(spans, grad):
-                    total.add(span, part)
+            add_each(self._staying_sums(event.number), spans, mine)
             yield ((dq,), rows) if travels else (dkv, columns)
 
     def _return(self, event: Event) -> None:
@@ -430,10 +425,8 @@ class Backward(Execution):
         ticket, grads = self.leaving_host
         ticket.wait()
         self.leaving_host = None
-        lent = self._round(event).lent
-        for total, grad in zip(self._travelling_sums(event.number), grads, strict=bool(grads)):
-            for span, part in split(lent, grad):
-                total.add(span, part)
+        if grads:
+            add_each(self._travelling_sums(event.number), self._round(event).lent, grads)
 
     def _share(self, event: Event) -> list[Gradients]:
         """This host's share of the gradients of what it has of a root."""
