@@ -5,7 +5,8 @@ A token has a group, a segment of it, and a position; groups and segments are ru
 have a number by their distance, alike from `reach` on; pairs of two segments of one group one by these; pairs of two
 groups one for all. So nearly all pairs of a long sequence lie in large areas with one number each. Attention with a
 constant added is plain attention with that added to its lse, which the fastest kernels do: `terms` are those areas.
-What is left, near the diagonal and where segments are short, is for a kernel that knows the table.
+What is left is for a kernel that knows the table: near pairs of a long segment, which go by distance alone, and all
+pairs of segments that are short.
 
 No rank, no layout, no GPU. All of it is O(sequence), and the same on every rank.
 """
@@ -28,16 +29,24 @@ from .arguments import as_int
 from .mask import Mask, Slice
 from .span import Span, length, overlap
 
-BY_DISTANCE = -1  # in `pairs`: the row follows from the distance
-_LONG = 1024  # tokens from which on a segment is worth kernel calls of its own
+BY_DISTANCE = -1  # in place of a row: it follows from the distance
+_LONG = 256  # tokens from which on a segment is worth kernel calls of its own
 _MOST_TERMS = 16  # with a row each: attention keeps a number for each of them, query and head
 
 
 class Term(NamedTuple):
-    """A part of the visible pairs: those of `mask`. All have row `row` of the table; None: each has its own."""
+    """A part of the visible pairs: those of `mask`.
+
+    All have row `row` of the table; BY_DISTANCE: each has its own by its distance; None: each has its own.
+    """
 
     row: int | None
     mask: Mask
+
+
+def is_one_row(row: int | None) -> bool:
+    """Whether all pairs of a term have the same row of the table."""
+    return row is not None and row != BY_DISTANCE
 
 
 class _Segment(NamedTuple):
@@ -168,17 +177,17 @@ class Scores:
 
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:
-        """The visible pairs in parts, that without a row of its own first, if there is one."""
+        """The visible pairs in parts, those without a row first, if there are any."""
         if not any(cell.segment for cell in self._cells):
             return (Term(None, self.mask),)
         areas: dict[int | None, list[Slice]] = {}
         for s in self.mask.slices:
             for row, area in self._areas(s):
                 areas.setdefault(row, []).append(area)
-        by_area = sorted(areas.keys() - {None}, key=lambda row: (sum(s.area for s in areas[row]), row))
+        by_area = sorted(areas.keys() - {None, BY_DISTANCE}, key=lambda row: (sum(s.area for s in areas[row]), row))
         for row in by_area[:-_MOST_TERMS]:
             areas.setdefault(None, []).extend(areas.pop(row))
-        order = sorted(areas, key=lambda row: -1 if row is None else row)
+        order = sorted(areas, key=lambda row: -2 if row is None else row)
         return tuple(Term(row, Mask(self.seq_len, tuple(_joined(areas[row])))) for row in order)
 
     def __eq__(self, other: object) -> bool:
@@ -267,7 +276,7 @@ class Scores:
             bounds = (None if math.isinf(x) else x for x in (start, stop))
             part = Slice(s.q, s.kv, *bounds)
             if part.area:
-                yield (None if near else far), part
+                yield (BY_DISTANCE if near else far), part
 
 
 def _stop(cell: _Cell) -> int:

@@ -294,7 +294,7 @@ def _append(tiles: list[Tile], tile: Tile) -> None:
 class Cut(NamedTuple):
     """A kernel call and what it is about: queries and keys at these spans, one after the other.
 
-    row  of a bias's table, which all pairs have; None: each has its own, or there is no bias
+    row  of the `Term` that it is part of; None too where there is no bias
     """
 
     rows: tuple[Span, ...]

@@ -1,11 +1,13 @@
 """Compiles the Triton attention kernels, as they are launched, for a GPU that need not be there. Run by test_triton.py.
 
-With and without a bias, for a head size that is padded and a band of two edges, so that every branch is compiled.
+Without a bias, with one by segments and with one by distance, for a head size that is padded and a band of two edges,
+so that every branch is compiled.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -64,13 +66,14 @@ def kind(x, path, values):
 
 
 def main():
-    names = "forward", "backward_kv", "backward_q", "delta_of"
+    names = "forward", "backward_kv", "backward_q", "backward_table", "delta_of"
     compilers = {name: Compiler(getattr(triton_blocks, name)) for name in names}
-    backend._kernels = lambda: SimpleNamespace(Bias=triton_blocks.Bias, **compilers)
+    backend._kernels = lambda: SimpleNamespace(**{**vars(triton_blocks), **compilers})
     backend._shape = lambda name, *_: backend._INTERPRETED[name]
     call = KernelCall(40, 40, (((0, 40), (0, 40)),), 30, 0)
     *qkv, dout = call_tensors(call, 1, 2, 1, 24, torch.bfloat16)
-    for bias in (None, random_bias(call, 2, dtype=torch.float32)):
+    by_segments = random_bias(call, 2, dtype=torch.float32)
+    for bias in (None, by_segments, replace(by_segments, segments=None)):
         spec = Spec(0.3, biased=bias is not None)
         out, lse = kernels.load("triton").forward(*qkv, call, spec, bias)
         kernels.load("triton").backward(dout, *qkv, out, lse, None, call, spec, bias)

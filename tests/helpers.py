@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, simulate
 from bmt_burst.kernels import Kernel, load
-from bmt_burst.kernels.bias import CallBias
+from bmt_burst.kernels.bias import CallBias, Segments
 from bmt_burst.kernels.reference import visible
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
@@ -138,22 +138,29 @@ def random_bias(call: KernelCall, heads: int, seed: int = 0, dtype=torch.float64
         group += 1
     q, kv = (_some_tokens(chance, count, tokens) for count in (call.q_tokens, call.kv_tokens))
     generator = torch.Generator().manual_seed(seed)
-    return CallBias(
-        table=torch.randn(rows, heads, dtype=torch.float64, generator=generator).to(dtype),
+    segments = Segments(
         **{f"q_{name}": torch.tensor([fields[t][i] for t in q], dtype=torch.int32) for name, i in _Q_FIELDS.items()},
         **{f"kv_{name}": torch.tensor([fields[t][i] for t in kv], dtype=torch.int32) for name, i in _KV_FIELDS.items()},
+        pairs=torch.tensor(pairs, dtype=torch.int32),
+        other=chance.randrange(rows),
+    )
+    return CallBias(
+        table=torch.randn(rows, heads, dtype=torch.float64, generator=generator).to(dtype),
         q_position=torch.tensor(q, dtype=torch.int32),
         kv_position=torch.tensor(kv, dtype=torch.int32),
-        pairs=torch.tensor(pairs, dtype=torch.int32),
         distances=torch.randint(rows, (2 * reach + 1,), dtype=torch.int32, generator=generator),
-        other=chance.randrange(rows),
+        segments=segments,
     )
 
 
 def moved(bias: CallBias, device: str) -> CallBias:
     """The bias on a device."""
-    tensors = {name: x.to(device) for name, x in vars(bias).items() if isinstance(x, Tensor)}
-    return replace(bias, **tensors)
+    segments = bias.segments and replace(bias.segments, **_on(bias.segments, device))
+    return replace(bias, **_on(bias, device), segments=segments)
+
+
+def _on(fields: object, device: str) -> dict[str, Tensor]:
+    return {name: x.to(device) for name, x in vars(fields).items() if isinstance(x, Tensor)}
 
 
 _Q_FIELDS, _KV_FIELDS = {"group": 0, "base": 1}, {"group": 0, "segment": 2}

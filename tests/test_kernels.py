@@ -76,21 +76,22 @@ def test_rows_of_a_bias():
     call, ways = CALLS["documents"], set()
     for seed in range(10):
         bias = random_bias(call, 2, seed)
-        found = bias.rows().tolist()
-        fields = "q_group", "q_base", "q_position", "kv_group", "kv_segment", "kv_position", "pairs", "distances"
-        group, base, position, kv_group, segment, kv_position, pairs, distances = (
-            getattr(bias, name).tolist() for name in fields
-        )
+        found, by_distance = bias.rows().tolist(), replace(bias, segments=None).rows().tolist()
+        fields = "q_group", "q_base", "kv_group", "kv_segment", "pairs"
+        group, base, kv_group, segment, pairs = (getattr(bias.segments, name).tolist() for name in fields)
+        fields = "q_position", "kv_position", "distances"
+        position, kv_position, distances = (getattr(bias, name).tolist() for name in fields)
         for i in range(call.q_tokens):
             for j in range(call.kv_tokens):
                 if group[i] != kv_group[j]:
-                    way, row = "other", bias.other
+                    way, row = "other", bias.segments.other
                 elif pairs[base[i] + segment[j]] >= 0:
                     way, row = "pair", pairs[base[i] + segment[j]]
                 else:
                     distance = kv_position[j] - position[i]
                     row = distances[max(min(distance, bias.reach), -bias.reach) + bias.reach]
                     way = "far" if abs(distance) > bias.reach else "near"
+                    assert by_distance[i][j] == row
                 assert found[i][j] == row
                 ways.add(way)
     assert ways == {"other", "pair", "near", "far"}
@@ -140,8 +141,16 @@ def test_kernels_that_know_no_bias_refuse_it(name, monkeypatch):
         ("table", torch.zeros(3, 2, dtype=torch.bfloat16), "got \\(3, 2\\) torch.bfloat16"),
         ("kv_segment", torch.zeros(40), "kv_segment is of one dimension, int32; got \\(40,\\) torch.float32"),
         ("pairs", torch.zeros(2, 2, dtype=torch.int32), "got \\(2, 2\\) torch.int32"),
-        ("q_base", torch.zeros(39, dtype=torch.int32), "each query; got {'group': 40, 'base': 39, 'position': 40}"),
-        ("kv_group", torch.zeros(1, dtype=torch.int32), "each key; got {'group': 1, 'segment': 40, 'position': 40}"),
+        (
+            "q_base",
+            torch.zeros(39, dtype=torch.int32),
+            "each query; got {'q_group': 40, 'q_base': 39, ",
+        ),
+        (
+            "kv_group",
+            torch.zeros(1, dtype=torch.int32),
+            "each key; got {'kv_group': 1, 'kv_segment': 40, ",
+        ),
         ("distances", torch.zeros(4, dtype=torch.int32), "an odd number; got 4"),
         ("other", 12, "one of the table's 12 rows; got 12"),
         ("other", -1, "one of the table's 12 rows; got -1"),
@@ -150,7 +159,10 @@ def test_kernels_that_know_no_bias_refuse_it(name, monkeypatch):
 def test_a_bias_of_wrong_shapes_is_refused(field, value, said):
     bias = random_bias(CALLS["full"], 2)
     with pytest.raises(ValueError, match=said):
-        replace(bias, **{field: value})
+        if field in vars(bias):
+            replace(bias, **{field: value})
+        else:
+            replace(bias, segments=replace(bias.segments, **{field: value}))
 
 
 def test_the_cpu_kernel_on_many_calls():

@@ -5,6 +5,7 @@ there, so that calls of some tokens have several.
 """
 
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -79,20 +80,51 @@ def test_shared_keys_and_a_bias(heads, kv_heads, dtype):
     check(call, tensors_of(call, 2, heads, kv_heads, 8, dtype), BIASED, bias=bias_of(call, heads))
 
 
+@pytest.mark.parametrize("kind", CALLS)
+def test_calls_whose_bias_goes_by_distance(kind):
+    """Of even positions, of a contiguous rank, and of others; distances are beyond reach, too."""
+    call, heads = CALLS[kind], (2, 1)
+    bias = replace(bias_of(call, 2, seed=sum(map(ord, kind))), segments=None)
+    q, kv = (torch.arange(n, dtype=torch.int32, device=DEVICE) for n in (call.q_tokens, call.kv_tokens))
+    for each in (bias, replace(bias, q_position=q + 11, kv_position=kv)):
+        check(call, tensors_of(call, 1, *heads, 8), BIASED, len(kind) % 2 == 0, each)
+
+
+def test_walks_are_each_pair_once():
+    """Of blocks that a walk has only its own sequence's pairs count."""
+    chance = random.Random(0)
+    for call in [*CALLS.values(), *(random_call(chance) for _ in range(100))]:
+        found = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.int)
+        for queries, keys in ((8, 4), (4, 4)):
+            found.zero_()
+            walks = backend._walks_on_host(call, queries, keys).tolist()
+            for start, steps, ahead, q_start, q_count, kv_start, kv_count in walks:
+                assert 0 < steps <= backend._MOST_STEPS
+                for first in range(start, start + steps * queries, queries):
+                    rows = range(first, min(first + queries, q_count))
+                    columns = range(max(first + ahead, 0), min(first + ahead + keys, kv_count))
+                    assert len(rows) * len(columns)
+                    q, kv = (
+                        slice(at + span[0], at + span[-1] + 1) for at, span in ((q_start, rows), (kv_start, columns))
+                    )
+                    found[q, kv] += 1
+            assert found[visible(call)].eq(1).all()
+
+
 @pytest.mark.parametrize(("kind", "step"), [("full", 1), ("causal", 3)])
 def test_one_segment_goes_by_distance_alone(kind, step):
     """Positions are even, so that diagonals of blocks are summed; then with two groups, then with two segments."""
     call, places = CALLS[kind], torch.arange(CALLS[kind].q_tokens, dtype=torch.int32, device=DEVICE)
     same, halves = torch.zeros_like(places), (places >= len(places) * 3 // 7).int()
     bias = replace(bias_of(call, 1), q_position=places * step + 7, kv_position=places * step)
-    bias = replace(bias, q_group=same, kv_group=same, q_base=same, kv_segment=same)
+    segments = replace(bias.segments, q_group=same, kv_group=same, q_base=same, kv_segment=same)
     pairs = torch.tensor([-1, 3, 5, -1], dtype=torch.int32, device=DEVICE)
     for changes in (
         {},
         {"q_group": halves, "kv_group": halves},
         {"pairs": pairs, "q_base": 2 * halves, "kv_segment": halves},
     ):
-        check(call, tensors_of(call, 1, 1, 1, 8), BIASED, bias=replace(bias, **changes))
+        check(call, tensors_of(call, 1, 1, 1, 8), BIASED, bias=replace(bias, segments=replace(segments, **changes)))
 
 
 def test_tables_of_any_strides():
@@ -197,8 +229,6 @@ def test_nan_is_where_the_reference_has_it(name, value):
 
 @pytest.mark.parametrize("size", [4, 16])
 def test_programs_are_each_token_once_and_the_longest_come_first(size):
-    import random
-
     chance = random.Random(0)
     for call in [*CALLS.values(), *(random_call(chance) for _ in range(100))]:
         seen = visible(call)
@@ -252,4 +282,5 @@ def test_it_compiles_for_gpus(tmp_path):
     command = [sys.executable, "-m", "tests.compile_triton"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["forward", "delta_of", "backward_kv", "backward_q"] * 2
+    kernels = ["forward", "delta_of", "backward_kv", "backward_q"]
+    assert done.stdout.split() == [*kernels, *kernels, *kernels, "backward_table"]

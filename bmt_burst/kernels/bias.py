@@ -15,53 +15,75 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
+class Segments:
+    """The segments of a call's tokens, and the rows that go by them. Query i and key j of the call have the row
+
+        other                                       if q_group[i] != kv_group[j], else
+        pairs[q_base[i] + kv_segment[j]]            if that is not negative, else one by their distance
+
+    q_group, q_base       (S,) int32, of the call's queries; alike in each of B
+    kv_group, kv_segment  (T,) int32, of its keys
+    pairs                 (P,) int32, rows or -1; P may be 0 if no groups are equal
+    other                 a row
+
+    q_base + kv_segment is in range of pairs where groups are equal, elsewhere anything. Raises ValueError for tensors
+    of another dtype or shape.
+    """
+
+    q_group: Tensor
+    q_base: Tensor
+    kv_group: Tensor
+    kv_segment: Tensor
+    pairs: Tensor
+    other: int
+
+    def __post_init__(self):
+        for name in ("q_group", "q_base", "kv_group", "kv_segment", "pairs"):
+            _check_numbers(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
 class CallBias:
     """What is added to the scores of a call: for each pair the number of a row of a table, one for each head.
 
-    Query i and key j of the call have the row
-        other                                       if q_group[i] != kv_group[j], else
-        pairs[q_base[i] + kv_segment[j]]            if that is not negative, else
+    Query i and key j of the call have the row that `segments` say, if there are any, else
         distances[clamp(kv_position[j] - q_position[i], -reach, reach) + reach]
 
-    table                                    (R, H) fp32 (fp64 for fp64 inputs), H heads of q; any strides
-    q_group, q_base, q_position              (S,) int32, of the call's queries; alike in each of B
-    kv_group, kv_segment, kv_position        (T,) int32, of its keys
-    pairs                                    (P,) int32, rows or -1; P may be 0 if no groups are equal
-    distances                                (2 reach + 1,) int32, rows
-    other                                    a row
+    table        (R, H) fp32 (fp64 for fp64 inputs), H heads of q; any strides
+    q_position   (S,) int32, of the call's queries; alike in each of B. Positions rise within a tile
+    kv_position  (T,) int32, of its keys
+    distances    (2 reach + 1,) int32, rows
+    segments     None: all pairs go by distance
 
-    All are on the inputs' device. q_base + kv_segment is in range of pairs where groups are equal, elsewhere anything.
-    Positions rise along a rank's tokens; a call's keys may come from several ranks. Raises ValueError for tensors of
-    another dtype or shape; values are not looked at, since they may be on a GPU.
+    All are on the inputs' device. Raises ValueError for tensors of another dtype or shape; values are not looked at,
+    since they may be on a GPU.
     """
 
     table: Tensor
-    q_group: Tensor
-    q_base: Tensor
     q_position: Tensor
-    kv_group: Tensor
-    kv_segment: Tensor
     kv_position: Tensor
-    pairs: Tensor
     distances: Tensor
-    other: int
+    segments: Segments | None = None
 
     def __post_init__(self):
         if self.table.dim() != 2 or self.table.dtype not in (torch.float32, torch.float64):
             shape = tuple(self.table.shape)
             raise ValueError(f"a bias's table is (rows, heads) fp32 or fp64; got {shape} {self.table.dtype}")
-        for name in ("q_group", "q_base", "q_position", "kv_group", "kv_segment", "kv_position", "pairs", "distances"):
-            x = getattr(self, name)
-            if x.dim() != 1 or x.dtype != torch.int32:
-                raise ValueError(f"a bias's {name} is of one dimension, int32; got {tuple(x.shape)} {x.dtype}")
-        for side, names in (("query", ("group", "base", "position")), ("key", ("group", "segment", "position"))):
-            lengths = {name: len(getattr(self, f"{'q' if side == 'query' else 'kv'}_{name}")) for name in names}
-            if len(set(lengths.values())) != 1:
-                raise ValueError(f"a bias has one number for each {side}; got {lengths}")
+        for name in ("q_position", "kv_position", "distances"):
+            _check_numbers(name, getattr(self, name))
         if len(self.distances) % 2 == 0:
             raise ValueError(f"a bias has 2 reach + 1 distances, an odd number; got {len(self.distances)}")
-        if not 0 <= self.other < len(self.table):
-            raise ValueError(f"a bias's other is one of the table's {len(self.table)} rows; got {self.other}")
+        if self.segments:
+            self._check_segments(self.segments)
+
+    def _check_segments(self, segments: Segments) -> None:
+        for side, names in (("query", ("q_group", "q_base")), ("key", ("kv_group", "kv_segment"))):
+            position = "q_position" if side == "query" else "kv_position"
+            lengths = {name: len(getattr(segments, name)) for name in names} | {position: len(getattr(self, position))}
+            if len(set(lengths.values())) != 1:
+                raise ValueError(f"a bias has one number for each {side}; got {lengths}")
+        if not 0 <= segments.other < len(self.table):
+            raise ValueError(f"a bias's other is one of the table's {len(self.table)} rows; got {segments.other}")
 
     @property
     def reach(self) -> int:
@@ -70,8 +92,16 @@ class CallBias:
 
     def rows(self) -> Tensor:
         """(S, T) int64: the row of each pair. The host waits for no GPU."""
-        same = self.q_group.unsqueeze(1) == self.kv_group
-        entries = (self.q_base.unsqueeze(1) + self.kv_segment).where(same, len(self.pairs))
-        by_segments = functional.pad(self.pairs, (0, 1), value=self.other)[entries.long()]
-        distances = (self.kv_position - self.q_position.unsqueeze(1)).clamp(-self.reach, self.reach).long()
-        return by_segments.where(by_segments >= 0, self.distances[distances + self.reach]).long()
+        ahead = (self.kv_position - self.q_position.unsqueeze(1)).clamp(-self.reach, self.reach).long()
+        by_distance, segments = self.distances[ahead + self.reach].long(), self.segments
+        if segments is None:
+            return by_distance
+        same = segments.q_group.unsqueeze(1) == segments.kv_group
+        entries = (segments.q_base.unsqueeze(1) + segments.kv_segment).where(same, len(segments.pairs))
+        by_segments = functional.pad(segments.pairs, (0, 1), value=segments.other)[entries.long()].long()
+        return by_segments.where(by_segments >= 0, by_distance)
+
+
+def _check_numbers(name: str, x: Tensor) -> None:
+    if x.dim() != 1 or x.dtype != torch.int32:
+        raise ValueError(f"a bias's {name} is of one dimension, int32; got {tuple(x.shape)} {x.dtype}")

@@ -3,7 +3,8 @@
 One launch does all tiles of a call: which tokens a program has is read from a list, in which those with the most to do
 come first. The backward has a program for each block of keys, which adds up dk and dv, and one for each of queries, for
 dq. So no sum is made by several programs but the gradient of a bias's table, and that one in whole numbers: results are
-equal bit for bit between runs.
+equal bit for bit between runs. Where a bias goes by distance alone that gradient has a kernel of its own: its programs
+go along diagonals, on which distances are equal.
 """
 
 from __future__ import annotations
@@ -38,21 +39,43 @@ class Shape(NamedTuple):
 _HALF = {
     "forward": {
         64: (Shape(128, 128, 8, 3), Shape(128, 64, 4, 3), Shape(128, 64, 4, 2)),
-        128: (Shape(128, 128, 8, 2), Shape(128, 64, 8, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)),
+        128: (Shape(128, 128, 8, 3), Shape(128, 64, 8, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)),
         256: (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 4, 2), Shape(32, 32, 4, 1)),
     },
     "backward_kv": {
         64: (Shape(64, 128, 8, 3), Shape(64, 64, 4, 2)),
-        128: (Shape(64, 128, 8, 2), Shape(32, 128, 8, 2), Shape(32, 64, 4, 2)),
+        128: (Shape(32, 64, 4, 3), Shape(32, 64, 4, 2)),
         256: (Shape(32, 64, 8, 2), Shape(16, 64, 8, 2), Shape(16, 32, 4, 1)),
     },
     "backward_q": {
         64: (Shape(128, 64, 8, 3), Shape(64, 64, 4, 2)),
-        128: (Shape(128, 64, 8, 2), Shape(64, 32, 4, 2)),
+        128: (Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 32, 4, 2)),
         256: (Shape(64, 64, 8, 2), Shape(64, 32, 8, 2), Shape(32, 16, 4, 1)),
     },
 }
-_BIASED = {  # more registers for a pair
+_BY_DISTANCE = {
+    "forward": {
+        64: (Shape(128, 64, 8, 2), Shape(64, 64, 4, 2)),
+        128: (Shape(128, 64, 8, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)),
+        256: (Shape(64, 64, 8, 2), Shape(64, 32, 8, 2), Shape(32, 32, 4, 1)),
+    },
+    "backward_kv": {
+        64: (Shape(64, 64, 4, 2), Shape(32, 64, 4, 2)),
+        128: (Shape(32, 64, 4, 3), Shape(32, 64, 4, 2)),
+        256: (Shape(16, 64, 8, 2), Shape(16, 32, 4, 1)),
+    },
+    "backward_q": {
+        64: (Shape(128, 64, 8, 2), Shape(64, 32, 4, 2)),
+        128: (Shape(128, 64, 8, 2), Shape(64, 32, 4, 2)),
+        256: (Shape(64, 32, 8, 2), Shape(32, 16, 4, 1)),
+    },
+    "backward_table": {
+        64: (Shape(128, 64, 8, 3), Shape(64, 32, 4, 2)),
+        128: (Shape(128, 64, 8, 2), Shape(64, 32, 4, 2)),
+        256: (Shape(64, 32, 8, 2), Shape(32, 16, 4, 1)),
+    },
+}
+_BY_SEGMENTS = {  # more registers for a pair
     "forward": {
         64: (Shape(64, 64, 4, 2),),
         128: (Shape(64, 64, 8, 2), Shape(64, 32, 4, 2)),
@@ -77,8 +100,16 @@ _SINGLE = {
     },
     "backward_kv": {64: (Shape(32, 64, 4, 2),), 128: (Shape(16, 32, 4, 2),), 256: (Shape(16, 16, 4, 1),)},
     "backward_q": {64: (Shape(64, 32, 4, 2),), 128: (Shape(32, 16, 4, 2),), 256: (Shape(16, 16, 4, 1),)},
+    "backward_table": {64: (Shape(64, 32, 4, 1),), 128: (Shape(32, 16, 4, 1),), 256: (Shape(16, 16, 4, 1),)},
 }
-_INTERPRETED = {"forward": Shape(32, 16, 4, 1), "backward_kv": Shape(16, 32, 4, 1), "backward_q": Shape(32, 16, 4, 1)}
+_INTERPRETED = {
+    "forward": Shape(32, 16, 4, 1),
+    "backward_kv": Shape(16, 32, 4, 1),
+    "backward_q": Shape(32, 16, 4, 1),
+    "backward_table": Shape(32, 16, 4, 1),
+}
+_PADDING = 256  # distances beyond reach that kernels have all the same: a block's queries and keys
+_MOST_STEPS = 64  # blocks of a walk along a diagonal
 
 
 class TritonKernel(Kernel):
@@ -122,6 +153,8 @@ class TritonKernel(Kernel):
         _launch("backward_q", (*inputs, delta, dq), call, spec, added)
         if bias is None:
             return grads
+        if bias.segments is None:
+            _launch("backward_table", (*inputs, delta), call, spec, added)
         return *grads, (added.sums.double() / added.unit).T.to(bias.table.dtype)
 
 
@@ -129,9 +162,13 @@ def _launch(name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec, bias
     """One of the kernels, on tensors of which the first are q and k."""
     q, k = tensors[:2]
     width = max(16, 1 << (q.shape[-1] - 1).bit_length())
-    shape = _shape(name, q, width, bool(bias))
+    mode = _mode(bias)
+    shape = _shape(name, q, width, mode)
     by_keys = name == "backward_kv"
-    blocks = _blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M)
+    if name == "backward_table":
+        blocks = _walks(call, q.device, shape.M, shape.N)
+    else:
+        blocks = _blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M)
     left, right = band(call)
     grid = len(blocks), k.shape[2] if by_keys else q.shape[2], len(q)
     getattr(_kernels(), name)[grid](
@@ -149,7 +186,7 @@ def _launch(name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec, bias
         N=shape.N,
         LEFT=left is not None,
         RIGHT=right is not None,
-        BIASED=bool(bias),
+        BIAS=mode,
         PRECISION=_precision(q),
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -170,9 +207,8 @@ def _blocks_on_host(call: KernelCall, side: int, size: int) -> Tensor:
     spans = [(*own, *other) for own, other in ((pair[side], pair[1 - side]) for pair in call.sequences())]
     own_at, own_end, other_at, other_end = torch.tensor(spans, dtype=torch.int64).view(-1, 4).unbind(1)
     own, other = own_end - own_at, other_end - other_at
-    counts = (own + size - 1) // size
-    at = torch.arange(len(own)).repeat_interleave(counts)
-    first = (torch.arange(len(at)) - (counts.cumsum(0) - counts)[at]) * size
+    at, nth = _counted((own + size - 1) // size)
+    first = nth * size
     # How many tokens of the other side the block's first and last see between them.
     last, more = torch.minimum(first + size, own[at]) - 1, (other - own)[at]
     low, high = (call.left, call.right) if side == 0 else (call.right, call.left)
@@ -183,21 +219,68 @@ def _blocks_on_host(call: KernelCall, side: int, size: int) -> Tensor:
     return torch.stack([x[order] for x in fields], 1).to(torch.int32)
 
 
-def _shape(name: str, q: Tensor, width: int, biased: bool) -> Shape:
+def _walks(call: KernelCall, device: torch.device, queries: int, keys: int) -> Tensor:
+    """The programs of a call's walks along diagonals, in blocks of so many queries and keys, the longest first.
+
+    (programs, 7) int32: the first block's first query, counted in its sequence, the number of blocks, how far the first
+    key of each block is ahead of its first query, and where queries and keys of the sequence begin and how many there
+    are.
+    """
+    name = "triton walks", queries, keys
+    return kept(call, name, device, lambda: sent(_walks_on_host(call, queries, keys), device))
+
+
+def _walks_on_host(call: KernelCall, queries: int, keys: int) -> Tensor:
+    tiles = torch.tensor([(*q, *kv) for q, kv in call.tiles], dtype=torch.int64).view(-1, 4)
+    q_at, q_end, kv_at, kv_end = tiles.unbind(1)
+    q_count, kv_count = q_end - q_at, kv_end - kv_at
+    # Query i sees keys i + lowest .. i + highest.
+    lowest, highest = 1 - q_count, kv_count - 1
+    if call.left is not None:
+        lowest = torch.maximum(lowest, kv_count - q_count - call.left)
+    if call.right is not None:
+        highest = torch.minimum(highest, kv_count - q_count + call.right)
+    at, nth = _counted(((highest - lowest + queries - 1) // keys + 1).clamp_min(0))
+    ahead = lowest[at] + nth * keys
+    # Blocks of which some query and some key is there.
+    first = ((-ahead - keys) // queries + 1).clamp_min(0)
+    stop = (torch.minimum(q_count[at], kv_count[at] - ahead) + queries - 1) // queries
+    part, nth = _counted(((stop - first + _MOST_STEPS - 1) // _MOST_STEPS).clamp_min(0))
+    at, start = at[part], first[part] + nth * _MOST_STEPS
+    steps = (stop[part] - start).clamp_max(_MOST_STEPS)
+    fields = start * queries, steps, ahead[part], q_at[at], q_count[at], kv_at[at], kv_count[at]
+    return torch.stack(fields, 1)[steps.argsort(descending=True, stable=True)].to(torch.int32)
+
+
+def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """For counts (2, 3): (0, 0, 1, 1, 1) and (0, 1, 0, 1, 2)."""
+    at = torch.arange(len(counts)).repeat_interleave(counts)
+    return at, torch.arange(len(at)) - (counts.cumsum(0) - counts)[at]
+
+
+def _mode(bias: Any) -> int:
+    blocks = _kernels()
+    return (blocks.BY_DISTANCE if bias.pairs is None else blocks.BY_SEGMENTS).value if bias else blocks.NONE.value
+
+
+def _shape(name: str, q: Tensor, width: int, mode: int) -> Shape:
     if not q.is_cuda:
         return _INTERPRETED[name]
-    table = _SINGLE if q.dtype == torch.float32 else _BIASED if biased else _HALF
+    table = _SINGLE if q.dtype == torch.float32 else (_HALF, _BY_DISTANCE, _BY_SEGMENTS)[mode]
     shapes = table[name][max(width, 64)]
     most = _shared_memory(q.device)
-    return next((shape for shape in shapes if _bytes(name, shape, width * q.itemsize, biased) <= most), shapes[-1])
+    by_segments = table is _BY_SEGMENTS
+    return next((s for s in shapes if _bytes(name, s, width * q.itemsize, by_segments) <= most), shapes[-1])
 
 
-def _bytes(name: str, shape: Shape, row: int, biased: bool) -> int:
-    """The shared memory of a kernel with rows of so many bytes, as Triton 3.9 takes it on Hopper, and 4 KiB more."""
+def _bytes(name: str, shape: Shape, row: int, by_segments: bool) -> int:
+    """The shared memory of a kernel with rows of so many bytes, as Triton 3.9 takes it on Hopper, and 2 KiB more."""
     own, other = (shape.N, shape.M) if name == "backward_kv" else (shape.M, shape.N)
     held = own if name == "forward" else 2 * own
-    scores = (8 if name == "backward_q" else 4) * shape.M * shape.N if biased else 0
-    return (held + 2 * other * shape.stages) * row + scores + 4096
+    scores = (8 if name == "backward_q" else 4) * shape.M * shape.N if by_segments else 0
+    if name == "backward_table":
+        return 2 * (own + other) * shape.stages * row + 2048
+    return (held + 2 * other * shape.stages) * row + scores + 2048
 
 
 @functools.cache
@@ -229,11 +312,16 @@ def _delta(out: Tensor, dout: Tensor) -> Tensor:
 
 def _bias_arguments(bias: CallBias) -> Any:
     """The bias as the kernels take it, without what its gradient needs."""
-    fields = "q_group", "q_base", "q_position", "kv_group", "kv_segment", "kv_position", "pairs", "distances"
-    numbers = [_aligned(getattr(bias, name)) for name in fields]
+    ends = bias.distances[:1].expand(_PADDING), bias.distances[-1:].expand(_PADDING)
+    distances = torch.cat([ends[0], bias.distances, ends[1]])
     table = (bias.table.float() * _LOG2_E).T
-    biases = torch.cat([table, table.index_select(1, bias.distances)], 1)
-    return _kernels().Bias(*numbers, biases, len(bias.table), bias.reach, bias.other)
+    biases = torch.cat([table, table.index_select(1, distances)], 1)
+    positions = map(_aligned, (bias.q_position, bias.kv_position))
+    found = _kernels().Bias(*positions, distances, biases, len(bias.table), bias.reach + _PADDING)
+    if bias.segments is None:
+        return found
+    numbers = {name: _aligned(x) for name, x in vars(bias.segments).items() if isinstance(x, Tensor)}
+    return found._replace(**numbers, other=bias.segments.other)
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -19,6 +19,11 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _INFINITY = tl.constexpr(float("inf"))
 
+# What BIAS says of a call's biases. Pairs that go by distance alone are many; the others are few.
+NONE = tl.constexpr(0)
+BY_DISTANCE = tl.constexpr(1)
+BY_SEGMENTS = tl.constexpr(2)
+
 # These differ from call to call: a kernel compiled anew for each kind of number would take seconds.
 _NUMBERS = ["lse_strides", "delta_strides", "left", "right", "bias"]
 _ROWS = ["lse", "delta"]  # numbers of tokens, which may begin anywhere
@@ -28,7 +33,7 @@ _ROWS = ["lse", "delta"]  # numbers of tokens, which may begin anywhere
 def forward(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, lse_strides, blocks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fills out and lse of a block of queries of one head. GROUP query heads share a kv head."""
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -37,23 +42,29 @@ def forward(
     q_block = _load(_token(q, q_strides, batch, head, q_start + first), q_strides, rows, D, WIDTH, M, True)
     k_rows = _token(k, k_strides, batch, head // GROUP, kv_start)
     v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
-    if BIASED:
+    if BIAS == BY_SEGMENTS:
         queries = _q_fields(bias, q_start + first, rows, M)
+    if BIAS == BY_DISTANCE:
+        q_range = _range(bias.q_position, q_start + first, 0, rows)
 
     sums = tl.zeros((M, WIDTH), tl.float32)
     weights = tl.zeros((M,), tl.float32)
     largest = tl.full((M,), -_INFINITY, tl.float32)
-    FIRST_PART: tl.constexpr = 2 if BIASED else (0 if LEFT else 1)
-    edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIASED)
+    FIRST_PART: tl.constexpr = 2 if BIAS == BY_SEGMENTS else (0 if LEFT else 1)
+    edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIAS == BY_SEGMENTS)
     for part in tl.static_range(FIRST_PART, 3):
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
             k_block = _load(_ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
             scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
             factor = scale * _LOG2_E
-            if BIASED:
+            if BIAS == BY_SEGMENTS:
                 keys = _kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
                 scores = scores * factor + _bias(bias, head, queries, keys, False)
+                factor = 1.0
+            if BIAS == BY_DISTANCE:
+                kv_range = _range(bias.kv_position, kv_start + at, 0, tl.minimum(columns, N))
+                scores = scores * factor + _by_distance(bias, head, q_range, kv_range, M, N, False)
                 factor = 1.0
             if part != 1:
                 seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
@@ -81,7 +92,7 @@ def backward_kv(
     q, k, v, dout, lse, delta, dk, dv, q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
     dk_strides, dv_strides, blocks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fills dk and dv of a block of keys of one kv head. Scores are transposed, so that no product has to transpose."""
     kv_head, batch = tl.program_id(1), tl.program_id(2)
@@ -89,13 +100,15 @@ def backward_kv(
     columns, more = tl.minimum(kv_count - first, N), q_count - kv_count
     k_block = _load(_token(k, k_strides, batch, kv_head, kv_start + first), k_strides, columns, D, WIDTH, N, True)
     v_block = _load(_token(v, v_strides, batch, kv_head, kv_start + first), v_strides, columns, D, WIDTH, N, True)
-    if BIASED:
+    if BIAS == BY_SEGMENTS:
         keys = _kv_fields(bias, kv_start + first, columns, N)
+    if BIAS == BY_DISTANCE:
+        kv_range = _range(bias.kv_position, kv_start + first, 0, columns)
 
     dk_sums = tl.zeros((N, WIDTH), tl.float32)
     dv_sums = tl.zeros((N, WIDTH), tl.float32)
-    FIRST_PART: tl.constexpr = 2 if BIASED else (0 if RIGHT else 1)
-    edges = _edges(first, columns, more, right, left, q_count, M, RIGHT, LEFT, BIASED)
+    FIRST_PART: tl.constexpr = 2 if BIAS == BY_SEGMENTS else (0 if RIGHT else 1)
+    edges = _edges(first, columns, more, right, left, q_count, M, RIGHT, LEFT, BIAS == BY_SEGMENTS)
     for head in tl.range(kv_head * GROUP, kv_head * GROUP + GROUP):
         q_rows = _token(q, q_strides, batch, head, q_start)
         dout_rows = _token(dout, dout_strides, batch, head, q_start)
@@ -106,9 +119,12 @@ def backward_kv(
                 rows = q_count - at
                 q_block = _load(_ahead(q_rows, q_strides, at), q_strides, rows, D, WIDTH, M, part != 1)
                 scores = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * (scale * _LOG2_E)
-                if BIASED:
+                if BIAS == BY_SEGMENTS:
                     queries = _q_fields(bias, q_start + at, tl.minimum(rows, M), M)
                     scores += _bias(bias, head, queries, keys, True)
+                if BIAS == BY_DISTANCE:
+                    q_range = _range(bias.q_position, q_start + at, 0, tl.minimum(rows, M))
+                    scores += _by_distance(bias, head, q_range, kv_range, M, N, True)
                 probs = tl.exp2(scores - _load_lse(lse_rows, at, rows, M)[None, :])
                 if part != 1:
                     seen = _visible(first, at, more, right, left, rows, N, M, RIGHT, LEFT)
@@ -130,9 +146,9 @@ def backward_q(
     q, k, v, dout, lse, delta, dq, q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
     dq_strides, blocks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fills dq of a block of queries of one head, and adds to the sums of a bias."""
+    """Fills dq of a block of queries of one head, and adds to the sums of a bias that goes by segments."""
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
@@ -143,20 +159,25 @@ def backward_q(
     row_delta = _load_row(_row(delta, delta_strides, batch, head, q_start + first), 0, rows, M)
     k_rows = _token(k, k_strides, batch, head // GROUP, kv_start)
     v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
-    if BIASED:
+    if BIAS == BY_SEGMENTS:
         queries = _q_fields(bias, q_start + first, rows, M)
+    if BIAS == BY_DISTANCE:
+        q_range = _range(bias.q_position, q_start + first, 0, rows)
 
     dq_sums = tl.zeros((M, WIDTH), tl.float32)
-    FIRST_PART: tl.constexpr = 2 if BIASED else (0 if LEFT else 1)
-    edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIASED)
+    FIRST_PART: tl.constexpr = 2 if BIAS == BY_SEGMENTS else (0 if LEFT else 1)
+    edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIAS == BY_SEGMENTS)
     for part in tl.static_range(FIRST_PART, 3):
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
             k_block = _load(_ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
             scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION) * (scale * _LOG2_E)
-            if BIASED:
+            if BIAS == BY_SEGMENTS:
                 keys = _kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
                 scores += _bias(bias, head, queries, keys, False)
+            if BIAS == BY_DISTANCE:
+                kv_range = _range(bias.kv_position, kv_start + at, 0, tl.minimum(columns, N))
+                scores += _by_distance(bias, head, q_range, kv_range, M, N, False)
             probs = tl.exp2(scores - row_lse[:, None])
             if part != 1:
                 seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
@@ -165,11 +186,65 @@ def backward_q(
             dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
             dscores = probs * (dprobs - row_delta[:, None])
             dq_sums = tl.dot(dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION)
-            if BIASED:
+            if BIAS == BY_SEGMENTS:
                 _add_to_table(bias, head, dscores, queries, keys, M, N)
 
     dq_rows = _token(dq, dq_strides, batch, head, q_start + first)
     _store(dq_rows, dq_strides, dq_sums * scale, rows, D, WIDTH, M)
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
+def backward_table(
+    q, k, v, dout, lse, delta, q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
+    walks, scale, left, right, bias,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds to the sums of a bias that goes by distance, for blocks of one head along a diagonal.
+
+    Distances are the same in all of these, so that their dscores are summed pair by pair before they are added.
+    """
+    head, batch, walk = tl.program_id(1), tl.program_id(2), walks + tl.program_id(0) * 7
+    start, steps, ahead = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2)
+    q_start, q_count, kv_start, kv_count = tl.load(walk + 3), tl.load(walk + 4), tl.load(walk + 5), tl.load(walk + 6)
+    more = kv_count - q_count
+    q_rows = _token(q, q_strides, batch, head, q_start)
+    dout_rows = _token(dout, dout_strides, batch, head, q_start)
+    k_rows = _token(k, k_strides, batch, head // GROUP, kv_start)
+    v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
+    lse_rows = _row(lse, lse_strides, batch, head, q_start)
+    delta_rows = _row(delta, delta_strides, batch, head, q_start)
+    between = tl.arange(0, N)[None, :] - tl.arange(0, M)[:, None]
+
+    sums = tl.zeros((M, N), tl.float32)
+    distance = 0  # of the first key from the first query of the blocks that were summed
+    for first in tl.range(start, start + steps * M, M):
+        at = first + ahead  # of keys; some of them may come before the first or after the last
+        rows, columns = q_count - first, kv_count - at
+        q_block = _load(_ahead(q_rows, q_strides, first), q_strides, rows, D, WIDTH, M, True)
+        k_block = _load_between(_ahead(k_rows, k_strides, at), k_strides, -at, columns, D, WIDTH, N)
+        scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION) * (scale * _LOG2_E)
+        q_range = _range(bias.q_position, q_start + first, 0, tl.minimum(rows, M))
+        kv_range = _range(bias.kv_position, kv_start + at, tl.maximum(-at, 0), tl.minimum(columns, N))
+        scores += _by_distance(bias, head, q_range, kv_range, M, N, False)
+        probs = tl.exp2(scores - _load_lse(lse_rows, first, rows, M)[:, None])
+        dout_block = _load(_ahead(dout_rows, dout_strides, first), dout_strides, rows, D, WIDTH, M, True)
+        v_block = _load_between(_ahead(v_rows, v_strides, at), v_strides, -at, columns, D, WIDTH, N)
+        dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
+        dscores = probs * (dprobs - _load_row(delta_rows, first, rows, M)[:, None])
+        seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (tl.arange(0, N)[None, :] >= -at)
+        dscores = tl.where(seen, dscores, 0.0)
+        if q_range.even & kv_range.even:
+            now = kv_range.first - q_range.first
+            if now != distance:
+                _add_by_distance(bias, head, sums, distance + between)
+                sums = tl.zeros((M, N), tl.float32)
+            sums += dscores
+            distance = now
+        else:
+            apart = _positions(kv_range, N)[None, :] - _positions(q_range, M)[:, None]
+            _add_by_distance(bias, head, dscores, apart)
+    _add_by_distance(bias, head, sums, distance + between)
 
 
 @triton.jit(do_not_specialize=["delta_strides", "tokens"])
@@ -189,23 +264,25 @@ def delta_of(
 class Bias(NamedTuple):
     """A `CallBias` as the kernels take it; `()` where there is none.
 
+    distances    (2 reach + 1,) int32: rows, from reach on alike
     biases       (H, R + 2 reach + 1) fp32, to base 2: the table, and behind it its rows of `distances`
     sums         (H, R) int64: what the gradient adds up, 1 / unit each
     unit         fp32, a single number
+    others       None where all goes by distance
     """
 
-    q_group: tl.tensor
-    q_base: tl.tensor
     q_position: tl.tensor
-    kv_group: tl.tensor
-    kv_segment: tl.tensor
     kv_position: tl.tensor
-    pairs: tl.tensor
     distances: tl.tensor
     biases: tl.tensor
     rows: int
     reach: int
-    other: int
+    q_group: tl.tensor = None
+    q_base: tl.tensor = None
+    kv_group: tl.tensor = None
+    kv_segment: tl.tensor = None
+    pairs: tl.tensor = None
+    other: int = None
     sums: tl.tensor = None
     unit: tl.tensor = None
 
@@ -311,6 +388,14 @@ def _load(at, strides, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.con
 
 
 @triton.jit
+def _load_between(at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """(SIZE, WIDTH): the tokens from `at` on, with zeros before those from `begin` to `end`, after them and after D."""
+    token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
+    there = (token >= begin) & (token < end)
+    return tl.load(at + token * strides[1] + column, mask=there & (column < D), other=0.0)
+
+
+@triton.jit
 def _store(at, strides, x, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     """Stores the first `count` tokens of x (SIZE, WIDTH)."""
     token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -330,6 +415,57 @@ def _load_lse(at, first, count, SIZE: tl.constexpr):
     token = tl.arange(0, SIZE)
     lse = tl.load(at + first + token, mask=token < count, other=_INFINITY)
     return tl.where(lse == -_INFINITY, _INFINITY, lse * _LOG2_E)
+
+
+class Range(NamedTuple):
+    """Some tokens of one side: those from begin to end of a block of tokens.
+
+    positions  where that of the block's first token is
+    first      its position, as if tokens before `begin` were one apart too
+    even       whether neighbours are one apart
+    """
+
+    positions: tl.tensor
+    begin: tl.tensor
+    end: tl.tensor
+    first: tl.tensor
+    even: tl.tensor
+
+
+@triton.jit
+def _range(positions, at, begin, end):
+    """Tokens at + begin .. at + end - 1. Positions rise in a sequence, so it is even if the last one is."""
+    positions += at
+    first, last = tl.load(positions + begin), tl.load(positions + end - 1)
+    return Range(positions, begin, end, first - begin, last - first == end - 1 - begin)
+
+
+@triton.jit
+def _positions(tokens, SIZE: tl.constexpr):
+    """(SIZE,): those of a range, and 0."""
+    token = tl.arange(0, SIZE)
+    return tl.load(tokens.positions + token, mask=(token >= tokens.begin) & (token < tokens.end), other=0)
+
+
+@triton.jit
+def _spread(queries, keys, TRANSPOSED: tl.constexpr):
+    """Numbers of queries and of keys as a column and a row, or the other way round."""
+    return tl.expand_dims(queries, 0 if TRANSPOSED else 1), tl.expand_dims(keys, 1 if TRANSPOSED else 0)
+
+
+@triton.jit
+def _by_distance(bias, head, queries, keys, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """(M, N), or (N, M) if TRANSPOSED: what is added to the scores, to base 2, where all goes by distance."""
+    biases = bias.biases + head * (bias.rows + 2 * bias.reach + 1) + bias.rows + bias.reach
+    if queries.even & keys.even:
+        # A block that is beyond reach may as well be nearer, as long as all of it is beyond that.
+        distance = tl.minimum(tl.maximum(keys.first - queries.first, M - bias.reach), bias.reach - N)
+        query, key = _spread(tl.arange(0, M), tl.arange(0, N), TRANSPOSED)
+        result = tl.load(biases + distance + (key - query))
+    else:
+        q_positions, kv_positions = _spread(_positions(queries, M), _positions(keys, N), TRANSPOSED)
+        result = tl.load(biases + _clamp(kv_positions - q_positions, bias.reach))
+    return result
 
 
 class Fields(NamedTuple):
@@ -372,12 +508,6 @@ def _kv_fields(bias, first, count, N: tl.constexpr):
 
 
 @triton.jit
-def _spread(queries, keys, TRANSPOSED: tl.constexpr):
-    """Numbers of queries and of keys as a column and a row, or the other way round."""
-    return tl.expand_dims(queries, 0 if TRANSPOSED else 1), tl.expand_dims(keys, 1 if TRANSPOSED else 0)
-
-
-@triton.jit
 def _bias(bias, head, queries, keys, TRANSPOSED: tl.constexpr):
     """(M, N), or (N, M) if TRANSPOSED: what is added to the scores, to base 2."""
     biases = bias.biases + head * (bias.rows + 2 * bias.reach + 1)
@@ -406,45 +536,23 @@ def _clamp(distance, reach):
 
 
 @triton.jit
-def _add_to_table(bias, head, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
+def _add_by_distance(bias, head, dscores, distances):
     """Adds dscores (M, N) to the sums of their rows, as integers: their sum is the same in any order."""
     sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit)
+    rows = tl.load(bias.distances + bias.reach + _clamp(distances, bias.reach))
+    tl.atomic_add(sums + rows, _whole(dscores, unit), mask=dscores != 0.0, sem="relaxed")
+
+
+@triton.jit
+def _add_to_table(bias, head, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
+    """Adds dscores (M, N) to the sums of their rows where these go by segments."""
     rows = _pair_rows(bias, queries, keys, False)
-    some_near = tl.min(tl.min(rows, 1), 0) < 0
-    if some_near:
-        _add_by_distance(sums, unit, bias, tl.where(rows < 0, dscores, 0.0), queries, keys, M, N)
-    if not (some_near & queries.alike & keys.alike):
+    near = tl.where(rows < 0, dscores, 0.0)
+    if tl.max(tl.max((near != 0.0).to(tl.int32), 1), 0) > 0:
+        _add_by_distance(bias, head, near, keys.positions[None, :] - queries.positions[:, None])
+    if tl.max(tl.max(rows, 1), 0) >= 0:
+        sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit)
         _add_by_runs(sums, unit, bias, tl.where(rows < 0, 0.0, dscores), queries, keys, M, N)
-
-
-@triton.jit
-def _add_by_distance(sums, unit, bias, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """What goes by distance, with zeros elsewhere."""
-    q_first, q_step, q_even = _steps(bias.q_position, queries, M)
-    kv_first, kv_step, kv_even = _steps(bias.kv_position, keys, N)
-    distances = bias.distances + bias.reach
-    if q_even & kv_even & (q_step == kv_step):
-        # Along a diagonal of the block distances are equal. Each line is turned until diagonals are columns.
-        line, column = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
-        turned = tl.gather(dscores, (line + column) % N, 1)
-        for turn in tl.static_range((M + N - 2) // N + 1):
-            diagonal = tl.sum(tl.where((line + column) // N == turn, turned, 0.0), 0)
-            distance = kv_first - q_first + (tl.arange(0, N) - turn * N) * kv_step
-            row = tl.load(distances + _clamp(distance, bias.reach))
-            tl.atomic_add(sums + row, _whole(diagonal, unit), sem="relaxed")
-    else:
-        rows = tl.load(distances + _clamp(keys.positions[None, :] - queries.positions[:, None], bias.reach))
-        tl.atomic_add(sums + rows, _whole(dscores, unit), mask=dscores != 0.0, sem="relaxed")
-
-
-@triton.jit
-def _steps(positions, fields, SIZE: tl.constexpr):
-    """The first position of some tokens, how far apart the first two are, and whether all neighbours are."""
-    token = tl.arange(0, SIZE)
-    start = tl.load(positions + fields.first)
-    step = tl.load(positions + fields.first + 1, mask=fields.count > 1, other=0) - start
-    uneven = (token < fields.count) & (fields.positions != start + token * step)
-    return start, step, tl.max(uneven.to(tl.int32), 0) == 0
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from ..kernels import Kernel
 from ..layout import Layout
 from ..mask import Mask
 from ..rings import Rings
-from ..scores import Scores, Term
+from ..scores import Scores, Term, is_one_row
 from ..spec import Spec
 
 _STRATEGIES = {"ring": "Ring", "ulysses": "Ulysses"}
@@ -70,15 +70,15 @@ class Problem:
         """The mask in parts, each with the row of the bias's table that its pairs have; None: each its own, or none.
 
         The gradient of such a row is found for kv heads (see `compute`), so they are made use of where these are as
-        many as query heads; and where the kernel that knows tables is not as fast.
+        many as query heads.
         """
-        is_one = self.scores is None or self.kernel is self.biased_kernel or self.sizes.heads != self.sizes.kv_heads
+        is_one = self.scores is None or self.sizes.heads != self.sizes.kv_heads
         return (Term(None, self.mask),) if is_one else self.scores.terms
 
     @property
     def rows(self) -> tuple[int, ...]:
         """Rows of the table that parts of the mask have as a whole."""
-        return tuple(term.row for term in self.terms if term.row is not None)
+        return tuple(term.row for term in self.terms if is_one_row(term.row))
 
     @property
     def most_tokens(self) -> int:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..compiled import fused_on_gpus
 from ..kernels import Kernel
-from ..kernels.bias import CallBias
+from ..kernels.bias import CallBias, Segments
 from ..kernels.packed import current_stream, sent
 from ..merge import Gradients, Part, query_rows, tokens_at
-from ..scores import Scores
+from ..scores import BY_DISTANCE, Scores, is_one_row
 from ..span import Span, length
 from ..spec import Spec
 from ..tile import KernelCall
@@ -114,11 +114,12 @@ class Bias:
         dtable = None if self.dtable is None else self.dtable[:, heads]
         return replace(self, table=self.table[:, heads], row_lse=self.row_lse[:, :, heads], dtable=dtable)
 
-    def of_call(self, queries: Queries, keys: Keys) -> CallBias:
+    def of_call(self, queries: Queries, keys: Keys, row: int | None) -> CallBias:
+        """What a kernel has to know where pairs have rows of their own, or, if `row` is BY_DISTANCE, by distance."""
         q_group, q_base, _, q_position = queries.tokens
         group, _, segment, position = keys.tokens
-        sides = q_group, q_base, q_position, group, segment, position
-        return CallBias(self.table, *sides, self.pairs, self.distances, self.other)
+        segments = None if row == BY_DISTANCE else Segments(q_group, q_base, group, segment, self.pairs, self.other)
+        return CallBias(self.table, q_position, position, self.distances, segments)
 
     def add_lse(self, row: int, span: Span, lse: Tensor) -> None:
         """What the queries of a span see in a call whose pairs have this row: lse (B, H, T)."""
@@ -173,9 +174,9 @@ class Attention:
 
     def forward(self, q: Queries, keys: Keys, call: KernelCall, row: int | None) -> tuple[Tensor, Tensor]:
         bias = self.bias
-        if bias and row is None:
+        if bias and not is_one_row(row):
             spec = replace(self.spec, biased=True)
-            return bias.kernel.forward(q.q, keys.k, keys.v, call, spec, bias.of_call(q, keys))
+            return bias.kernel.forward(q.q, keys.k, keys.v, call, spec, bias.of_call(q, keys, row))
         out, lse = self.kernel.forward(q.q, keys.k, keys.v, call, self.spec)
         if bias is None:
             return out, lse
@@ -187,9 +188,9 @@ class Attention:
         bias, inputs = self.bias, (q.dout, q.q, keys.k, keys.v, q.out)
         if bias is None:
             return self.kernel.backward(*inputs, q.lse, q.delta, call, self.spec)
-        if row is None:
+        if not is_one_row(row):
             spec = replace(self.spec, biased=True)
-            *grads, dtable = bias.kernel.backward(*inputs, q.lse, q.delta, call, spec, bias.of_call(q, keys))
+            *grads, dtable = bias.kernel.backward(*inputs, q.lse, q.delta, call, spec, bias.of_call(q, keys, row))
             bias.dtable.add_(dtable)
             return tuple(grads)
         lse = q.lse - bias.table[row].unsqueeze(-1)
@@ -219,7 +220,7 @@ def outputs(
         out, lse = attention.forward(queries.at(rows), keys.at(columns), call, row)
         for span, place in _in_turn(rows):
             part = lse[:, :, slice(*place)]
-            if row is not None:
+            if is_one_row(row):
                 attention.bias.add_lse(row, span, part)
             yield span, tokens_at(out, place), part
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...kernels.packed import current_stream, sent
 from ...merge import Gradients, Outputs, Part, empty_lse, is_whole, sum_parts, tokens_at
 from ...rings import Rings
+from ...scores import is_one_row
 from ...span import Span, length, shifted
 from ...tiling import Cut
 from ...transport import Arrival, Delivery, Parcel, Ticket
@@ -281,7 +282,7 @@ class Forward(Execution):
         self.parts = list(outputs(self.attention, self.tour.own, self.queries, self.leaving))
         if (
             is_whole(self.parts, q.shape[1])
-            and self.tour.own[0].row is None  # else out does not know of the bias, only the merged one does
+            and not is_one_row(self.tour.own[0].row)  # else out does not know of the bias, only the merged one does
             and self.parts[0][1].dtype == q.dtype
             and (self.attention.writes_new_memory or not self.tour.passes)
         ):
