@@ -10,7 +10,7 @@ Gradients are plain sums, and so is delta = rowsum(out * dout), by which a backw
 
 Partial results are kept as the kernels made them until there is enough to add up, so that each is read once; the
 arithmetic is fp32, or fp64 for fp64 inputs. Tokens of which there is one part, which lies where the sum goes, are left
-alone.
+alone; so are those of an earlier sum to which nothing came.
 """
 
 from __future__ import annotations
@@ -48,14 +48,22 @@ class Outputs:
     def __init__(self, out: Tensor, lse: Tensor, limit: int = 0):
         self.out, self.lse, self.limit = out, lse, limit
         self.parts: list[OutputPart] = []
+        self.wide: tuple[Tensor, Tensor] | None = None  # once folded, the first of the parts
 
     def add(self, span: Span, out: Tensor, lse: Tensor) -> None:
         """A partial result of queries span[0]..span[1] - 1: out (B, T, H, D), lse (B, H, T)."""
         self.parts.append((span, out, lse))
-        if _too_many(self.parts, self.out, self.limit):
-            wide = torch.empty(self.out.shape, dtype=self.lse.dtype, device=self.out.device), torch.empty_like(self.lse)
-            _backend(wide[0], "merge_outputs")(*wide, self.parts)
-            self.parts = [((0, self.out.shape[1]), *wide)]
+        if _too_many(self.parts, self.wide[0] if self.wide else self.out, self.limit):
+            self._fold()
+
+    def _fold(self) -> None:
+        if self.wide is None:
+            wide = torch.empty(self.out.shape, dtype=self.lse.dtype, device=self.out.device)
+            self.wide = wide, torch.empty_like(self.lse)
+        self._merge(*self.wide)
+        self.parts = [
+            ((0, self.out.shape[1]), self.wide[0], self.wide[1].clone())
+        ]  # which is read while that is written
 
     def result(self) -> None:
         """Fills out and lse; 0 and -inf where no part came."""
@@ -63,12 +71,15 @@ class Outputs:
             self.out.zero_()
             self.lse.fill_(-torch.inf)
             return
-        for span in _unfinished(self.parts, self.out):
+        self._merge(self.out, self.lse)
+
+    def _merge(self, total: Tensor, total_lse: Tensor) -> None:
+        for span in _unfinished(self.parts, total):
             parts = [
                 (at, tokens_at(out, place), lse[:, :, slice(*place)])
                 for at, place, out, lse in _clipped(self.parts, span)
             ]
-            _backend(self.out, "merge_outputs")(tokens_at(self.out, span), self.lse[:, :, slice(*span)], parts)
+            _backend(total, "merge_outputs")(tokens_at(total, span), total_lse[:, :, slice(*span)], parts)
 
 
 class Gradients:
@@ -87,14 +98,14 @@ class Gradients:
     def add(self, span: Span, grad: Tensor) -> None:
         """The part of tokens span[0]..span[1] - 1: (B, T, ...), any float dtype."""
         self.parts.append((span, grad))
-        if _too_many(self.parts, self.into, self.limit):
+        if _too_many(self.parts, self.into if self.total is None else self.total, self.limit):
             self.fold()
 
     def fold(self) -> None:
         """Adds up what has come, in the accumulator's dtype; memory of the parts is not read again."""
         if self.total is None:
             self.total = torch.empty(self.shape, dtype=accumulator_dtype(self.dtype), device=self.device)
-        _backend(self.total, "sum_gradients")(self.total, self.parts)
+        self._sum(self.total)
         self.parts = [((0, self.shape[1]), self.total)]
 
     def result(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -106,10 +117,13 @@ class Gradients:
         total = torch.empty(self.shape, dtype=dtype, device=self.device) if self.into is None else self.into
         if not self.parts:
             return total.zero_()
+        self._sum(total)
+        return total
+
+    def _sum(self, total: Tensor) -> None:
         for span in _unfinished(self.parts, total):
             parts = [(at, tokens_at(grad, place)) for at, place, grad in _clipped(self.parts, span)]
             _backend(total, "sum_gradients")(tokens_at(total, span), parts)
-        return total
 
 
 def sum_parts(
@@ -204,7 +218,9 @@ def _lies_in(part: tuple, into: Tensor | None) -> bool:
 
 def _unfinished(parts: Sequence[tuple], into: Tensor) -> Sequence[Span]:
     """The tokens whose sum is still to be written to `into`: all, or those of which more came than the first part."""
-    return merged(part[0] for part in parts[1:]) if _lies_in(parts[0], into) else [(0, into.shape[1])]
+    if parts and _lies_in(parts[0], into):
+        return merged(part[0] for part in parts[1:])
+    return [(0, into.shape[1])]
 
 
 def _clipped(parts: Sequence[tuple], within: Span) -> Iterator[tuple]:
