@@ -109,7 +109,7 @@ _INTERPRETED = {
     "backward_table": Shape(32, 16, 4, 1),
 }
 _PADDING = 256  # distances beyond reach that kernels have all the same: a block's queries and keys
-_MOST_STEPS = 64  # blocks of a walk along a diagonal
+_MOST_STEPS = 256  # blocks of a walk along a diagonal
 
 
 class TritonKernel(Kernel):
@@ -154,11 +154,12 @@ class TritonKernel(Kernel):
         if bias is None:
             return grads
         if bias.segments is None:
-            _launch("backward_table", (*inputs, delta), call, spec, added)
+            for even in (True, False):
+                _launch("backward_table", (*inputs, delta), call, spec, added, EVEN=even)
         return *grads, (added.sums.double() / added.unit).T.to(bias.table.dtype)
 
 
-def _launch(name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec, bias: tuple) -> None:
+def _launch(name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec, bias: tuple, **constants: bool) -> None:
     """One of the kernels, on tensors of which the first are q and k."""
     q, k = tensors[:2]
     width = max(16, 1 << (q.shape[-1] - 1).bit_length())
@@ -188,6 +189,7 @@ def _launch(name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec, bias
         RIGHT=right is not None,
         BIAS=mode,
         PRECISION=_precision(q),
+        **constants,
         num_warps=shape.warps,
         num_stages=shape.stages,
         enable_fp_fusion=True,

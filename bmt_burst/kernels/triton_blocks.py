@@ -45,7 +45,7 @@ def forward(
     if BIAS == BY_SEGMENTS:
         queries = _q_fields(bias, q_start + first, rows, M)
     if BIAS == BY_DISTANCE:
-        q_range = _range(bias.q_position, q_start + first, 0, rows)
+        places = _distances(bias, q_start, q_count, kv_start, kv_count)
 
     sums = tl.zeros((M, WIDTH), tl.float32)
     weights = tl.zeros((M,), tl.float32)
@@ -53,6 +53,8 @@ def forward(
     FIRST_PART: tl.constexpr = 2 if BIAS == BY_SEGMENTS else (0 if LEFT else 1)
     edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIAS == BY_SEGMENTS)
     for part in tl.static_range(FIRST_PART, 3):
+        if BIAS == BY_DISTANCE:
+            added = _by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
             k_block = _load(_ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
@@ -62,9 +64,9 @@ def forward(
                 keys = _kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
                 scores = scores * factor + _bias(bias, head, queries, keys, False)
                 factor = 1.0
-            if BIAS == BY_DISTANCE:
-                kv_range = _range(bias.kv_position, kv_start + at, 0, tl.minimum(columns, N))
-                scores = scores * factor + _by_distance(bias, head, q_range, kv_range, M, N, False)
+            if BIAS == BY_DISTANCE:  # the next block's numbers come while this one is computed
+                scores = scores * factor + added
+                added = _by_distance(bias, head, places, first, at + N, M, N, False)
                 factor = 1.0
             if part != 1:
                 seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
@@ -103,7 +105,7 @@ def backward_kv(
     if BIAS == BY_SEGMENTS:
         keys = _kv_fields(bias, kv_start + first, columns, N)
     if BIAS == BY_DISTANCE:
-        kv_range = _range(bias.kv_position, kv_start + first, 0, columns)
+        places = _distances(bias, q_start, q_count, kv_start, kv_count)
 
     dk_sums = tl.zeros((N, WIDTH), tl.float32)
     dv_sums = tl.zeros((N, WIDTH), tl.float32)
@@ -115,6 +117,8 @@ def backward_kv(
         lse_rows = _row(lse, lse_strides, batch, head, q_start)
         delta_rows = _row(delta, delta_strides, batch, head, q_start)
         for part in tl.static_range(FIRST_PART, 3):
+            if BIAS == BY_DISTANCE:
+                added = _by_distance(bias, head, places, edges[part], first, M, N, True)
             for at in tl.range(edges[part], edges[part + 1], M):
                 rows = q_count - at
                 q_block = _load(_ahead(q_rows, q_strides, at), q_strides, rows, D, WIDTH, M, part != 1)
@@ -123,8 +127,8 @@ def backward_kv(
                     queries = _q_fields(bias, q_start + at, tl.minimum(rows, M), M)
                     scores += _bias(bias, head, queries, keys, True)
                 if BIAS == BY_DISTANCE:
-                    q_range = _range(bias.q_position, q_start + at, 0, tl.minimum(rows, M))
-                    scores += _by_distance(bias, head, q_range, kv_range, M, N, True)
+                    scores += added
+                    added = _by_distance(bias, head, places, at + M, first, M, N, True)
                 probs = tl.exp2(scores - _load_lse(lse_rows, at, rows, M)[None, :])
                 if part != 1:
                     seen = _visible(first, at, more, right, left, rows, N, M, RIGHT, LEFT)
@@ -162,12 +166,14 @@ def backward_q(
     if BIAS == BY_SEGMENTS:
         queries = _q_fields(bias, q_start + first, rows, M)
     if BIAS == BY_DISTANCE:
-        q_range = _range(bias.q_position, q_start + first, 0, rows)
+        places = _distances(bias, q_start, q_count, kv_start, kv_count)
 
     dq_sums = tl.zeros((M, WIDTH), tl.float32)
     FIRST_PART: tl.constexpr = 2 if BIAS == BY_SEGMENTS else (0 if LEFT else 1)
     edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIAS == BY_SEGMENTS)
     for part in tl.static_range(FIRST_PART, 3):
+        if BIAS == BY_DISTANCE:
+            added = _by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
             k_block = _load(_ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
@@ -176,8 +182,8 @@ def backward_q(
                 keys = _kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
                 scores += _bias(bias, head, queries, keys, False)
             if BIAS == BY_DISTANCE:
-                kv_range = _range(bias.kv_position, kv_start + at, 0, tl.minimum(columns, N))
-                scores += _by_distance(bias, head, q_range, kv_range, M, N, False)
+                scores += added
+                added = _by_distance(bias, head, places, first, at + N, M, N, False)
             probs = tl.exp2(scores - row_lse[:, None])
             if part != 1:
                 seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
@@ -198,11 +204,12 @@ def backward_table(
     q, k, v, dout, lse, delta, q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
     walks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Adds to the sums of a bias that goes by distance, for blocks of one head along a diagonal.
 
-    Distances are the same in all of these, so that their dscores are summed pair by pair before they are added.
+    If positions are EVEN, distances are the same in all blocks, and dscores are summed before they are added.
+    Sequences of the other kind are left alone.
     """
     head, batch, walk = tl.program_id(1), tl.program_id(2), walks + tl.program_id(0) * 7
     start, steps, ahead = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2)
@@ -214,19 +221,21 @@ def backward_table(
     v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
     lse_rows = _row(lse, lse_strides, batch, head, q_start)
     delta_rows = _row(delta, delta_strides, batch, head, q_start)
-    between = tl.arange(0, N)[None, :] - tl.arange(0, M)[:, None]
-
+    places = _distances(bias, q_start, q_count, kv_start, kv_count)
+    steps = tl.where(places.even == EVEN, steps, 0)
+    added = _by_distance(bias, head, places, start, start + ahead, M, N, False)
     sums = tl.zeros((M, N), tl.float32)
-    distance = 0  # of the first key from the first query of the blocks that were summed
     for first in tl.range(start, start + steps * M, M):
         at = first + ahead  # of keys; some of them may come before the first or after the last
         rows, columns = q_count - first, kv_count - at
         q_block = _load(_ahead(q_rows, q_strides, first), q_strides, rows, D, WIDTH, M, True)
         k_block = _load_between(_ahead(k_rows, k_strides, at), k_strides, -at, columns, D, WIDTH, N)
         scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION) * (scale * _LOG2_E)
-        q_range = _range(bias.q_position, q_start + first, 0, tl.minimum(rows, M))
-        kv_range = _range(bias.kv_position, kv_start + at, tl.maximum(-at, 0), tl.minimum(columns, N))
-        scores += _by_distance(bias, head, q_range, kv_range, M, N, False)
+        if EVEN:
+            scores += added
+        else:
+            distances = _uneven(places, first, at, M, N, False)
+            scores += _by_distance(bias, head, places, first, at, M, N, False)
         probs = tl.exp2(scores - _load_lse(lse_rows, first, rows, M)[:, None])
         dout_block = _load(_ahead(dout_rows, dout_strides, first), dout_strides, rows, D, WIDTH, M, True)
         v_block = _load_between(_ahead(v_rows, v_strides, at), v_strides, -at, columns, D, WIDTH, N)
@@ -234,17 +243,13 @@ def backward_table(
         dscores = probs * (dprobs - _load_row(delta_rows, first, rows, M)[:, None])
         seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (tl.arange(0, N)[None, :] >= -at)
         dscores = tl.where(seen, dscores, 0.0)
-        if q_range.even & kv_range.even:
-            now = kv_range.first - q_range.first
-            if now != distance:
-                _add_by_distance(bias, head, sums, distance + between)
-                sums = tl.zeros((M, N), tl.float32)
+        if EVEN:
             sums += dscores
-            distance = now
         else:
-            apart = _positions(kv_range, N)[None, :] - _positions(q_range, M)[:, None]
-            _add_by_distance(bias, head, dscores, apart)
-    _add_by_distance(bias, head, sums, distance + between)
+            _add_by_distance(bias, head, dscores, distances)
+    if EVEN:
+        between = tl.arange(0, N)[None, :] - tl.arange(0, M)[:, None]
+        _add_by_distance(bias, head, sums, places.apart + ahead + between)
 
 
 @triton.jit(do_not_specialize=["delta_strides", "tokens"])
@@ -417,34 +422,38 @@ def _load_lse(at, first, count, SIZE: tl.constexpr):
     return tl.where(lse == -_INFINITY, _INFINITY, lse * _LOG2_E)
 
 
-class Range(NamedTuple):
-    """Some tokens of one side: those from begin to end of a block of tokens.
+class Distances(NamedTuple):
+    """The positions of a sequence's queries and keys.
 
-    positions  where that of the block's first token is
-    first      its position, as if tokens before `begin` were one apart too
-    even       whether neighbours are one apart
+    q_position, kv_position  where those of its first tokens are
+    apart                    of its first key from its first query
+    even                     whether neighbours are one apart on both sides
     """
 
-    positions: tl.tensor
-    begin: tl.tensor
-    end: tl.tensor
-    first: tl.tensor
+    q_position: tl.tensor
+    q_count: tl.tensor
+    kv_position: tl.tensor
+    kv_count: tl.tensor
+    apart: tl.tensor
     even: tl.tensor
 
 
 @triton.jit
-def _range(positions, at, begin, end):
-    """Tokens at + begin .. at + end - 1. Positions rise in a sequence, so it is even if the last one is."""
-    positions += at
-    first, last = tl.load(positions + begin), tl.load(positions + end - 1)
-    return Range(positions, begin, end, first - begin, last - first == end - 1 - begin)
+def _distances(bias, q_start, q_count, kv_start, kv_count):
+    """Positions rise in a sequence: they are even if the last one is."""
+    queries, keys = bias.q_position + q_start, bias.kv_position + kv_start
+    query, key = tl.load(queries), tl.load(keys)
+    last_query = tl.load(queries + q_count - 1, mask=q_count > 0, other=0)
+    last_key = tl.load(keys + kv_count - 1, mask=kv_count > 0, other=0)
+    even = (last_query - query == q_count - 1) & (last_key - key == kv_count - 1)
+    return Distances(queries, q_count, keys, kv_count, key - query, even)
 
 
 @triton.jit
-def _positions(tokens, SIZE: tl.constexpr):
-    """(SIZE,): those of a range, and 0."""
-    token = tl.arange(0, SIZE)
-    return tl.load(tokens.positions + token, mask=(token >= tokens.begin) & (token < tokens.end), other=0)
+def _positions(positions, first, count, SIZE: tl.constexpr):
+    """(SIZE,): those of tokens first .. of a sequence of `count`, and 0."""
+    token = first + tl.arange(0, SIZE)
+    return tl.load(positions + token, mask=(token >= 0) & (token < count), other=0)
 
 
 @triton.jit
@@ -454,18 +463,27 @@ def _spread(queries, keys, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _by_distance(bias, head, queries, keys, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """(M, N), or (N, M) if TRANSPOSED: what is added to the scores, to base 2, where all goes by distance."""
+def _by_distance(bias, head, places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """(M, N), or (N, M) if TRANSPOSED: what is added to the scores of queries first .. and keys at .., to base 2."""
     biases = bias.biases + head * (bias.rows + 2 * bias.reach + 1) + bias.rows + bias.reach
-    if queries.even & keys.even:
+    if places.even:
         # A block that is beyond reach may as well be nearer, as long as all of it is beyond that.
-        distance = tl.minimum(tl.maximum(keys.first - queries.first, M - bias.reach), bias.reach - N)
+        distance = tl.minimum(tl.maximum(places.apart + at - first, M - bias.reach), bias.reach - N)
         query, key = _spread(tl.arange(0, M), tl.arange(0, N), TRANSPOSED)
         result = tl.load(biases + distance + (key - query))
     else:
-        q_positions, kv_positions = _spread(_positions(queries, M), _positions(keys, N), TRANSPOSED)
-        result = tl.load(biases + _clamp(kv_positions - q_positions, bias.reach))
+        distances = _uneven(places, first, at, M, N, TRANSPOSED)
+        result = tl.load(biases + _clamp(distances, bias.reach))
     return result
+
+
+@triton.jit
+def _uneven(places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """(M, N), or (N, M) if TRANSPOSED: distances, whatever the positions."""
+    queries = _positions(places.q_position, first, places.q_count, M)
+    keys = _positions(places.kv_position, at, places.kv_count, N)
+    query, key = _spread(queries, keys, TRANSPOSED)
+    return key - query
 
 
 class Fields(NamedTuple):
