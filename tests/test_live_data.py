@@ -1,5 +1,6 @@
 """CPM-Live's data: text to tokens, instances on disk, rows packed with them, and what ranks have of these."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel
+from models.cpm_live import scores as live_scores
 from models.cpm_live.config import PRESETS
 from models.cpm_live.scores import bee_scores
 from tests.live import ANT_FIELDS, BEE_FIELDS, changed, golden
 from tests.test_data import prepare
 from train import make_vocabulary
 from train.config import TrainConfig
+from train.cpm_live import rows as live_rows
 from train.cpm_live.batches import AntBatches, BeeBatches
 from train.cpm_live.data import InstanceFile
 from train.cpm_live.instances import COLUMNS, BadRecord, bee_instance, shuffled
@@ -470,14 +473,62 @@ def test_folders_of_other_data_and_damaged_ones_are_refused(bee_folder, ant_fold
 
 @pytest.mark.parametrize("count", [1, 17, 3000])
 def test_packing_is_tight_complete_and_always_the_same(count):
+    of = functools.partial(packed, slices=np.ones(count, dtype=int), size=100, most_slices=100)
     lengths = np.random.default_rng(1).integers(1, 101, count)
-    rows = packed(lengths, 100, seed=3)
+    rows = of(lengths, seed=3)
     assert sorted(itertools.chain.from_iterable(rows[i] for i in range(len(rows)))) == list(range(count))
     assert all(1 <= lengths[rows[i]].sum() <= 100 for i in range(len(rows)))
-    again, other = packed(lengths, 100, seed=3), packed(lengths, 100, seed=4)
+    again, other = of(lengths, seed=3), of(lengths, seed=4)
     assert np.array_equal(rows.items, again.items) and np.array_equal(rows.starts, again.starts)
     assert count == 1 or not np.array_equal(rows.items, other.items)
     assert count < 3000 or lengths.sum() > 0.97 * 100 * len(rows)
+
+
+def test_packing_keeps_to_the_slices_that_a_row_may_have():
+    """Where they, not the tokens, are what fills rows, and where few items have nearly all of them."""
+    chance = np.random.default_rng(2)
+    lengths, costs = chance.integers(1, 11, 3000), chance.integers(1, 101, 3000)
+    rows = packed(lengths, costs, 1000, 100, seed=0)
+    assert sorted(rows.items) == list(range(3000))
+    assert all(costs[rows[i]].sum() <= 100 for i in range(len(rows)))
+    assert costs.sum() > 0.9 * 100 * len(rows)  # of slices the first row that has enough is taken, not the best
+    costs = np.where(np.arange(3000) % 1500, 1, 900)
+    rows = packed(lengths, costs, 1000, 1000, seed=0)
+    assert all(lengths[rows[i]].sum() <= 1000 and costs[rows[i]].sum() <= 1000 for i in range(len(rows)))
+    assert lengths.sum() > 0.9 * 1000 * len(rows)
+
+
+def test_rows_of_many_hidden_runs_are_packed_such_that_they_can_be_planned(tmp_path, monkeypatch):
+    """An Ant's rows of masked texts; what a row would have, the models refuse."""
+    vocabulary = ant_words(tmp_path, *LETTERS)
+    as_jsonl(tmp_path / "x.jsonl", [{"text": "def f(x)" * 10, "task": "mlm"}] * 60 + [{"text": "def f(x)" * 10}] * 60)
+    prepare("--input", tmp_path / "x.jsonl", "--tokenizer", f"cpm-ant-greedy:{vocabulary}", "--output", tmp_path / "x")
+    for module in (live_rows, live_scores):
+        monkeypatch.setattr(module, "MOST_SLICES", 60)
+    rows = AntRows(InstanceFile(tmp_path / "x/train", "cpm-ant"), PRESETS["cpm-ant-tiny"], 4096, 0)
+    read = [rows.of_sample(i) for i in range(len(rows))]
+    assert sum(row.instances for row in read) == 120
+    assert len(rows) > 4 > 120 * 90 / 4096
+    monkeypatch.setattr(live_rows, "MOST_SLICES", 10**6)
+    with pytest.raises(ValueError, match="would make more than 60 slices"):
+        AntRows(rows.file, rows.config, 4096, 0).read(0)
+
+
+def test_bees_with_too_many_answers_are_left_out(tmp_path, monkeypatch):
+    """Those that alone make more slices than a row may have: 723 texts make 261,726, 724 make 262,450."""
+    vocabulary = write_vocabulary(tmp_path / "bee.txt", *LETTERS)
+    as_jsonl(tmp_path / "x.jsonl", [{"<ans>": dict.fromkeys(map(str, range(n)), "x")} for n in (723, 724, 1, 1023)])
+    prepare("--input", tmp_path / "x.jsonl", "--tokenizer", f"cpm-bee:{vocabulary}", "--output", tmp_path / "x")
+    rows = bee_rows(tmp_path / "x", 8192)
+    assert rows.file.all.kinds.tolist() == [723, 724, 1, 1023]
+    assert (rows.instances, rows.too_many, rows.left_out) == (2, 2, 0)
+    assert sum(rows.of_sample(i).instances for i in range(len(rows))) == 2
+    said = dealer(monkeypatch, tmp_path / "x").sight(rows)
+    assert said == "2 instances, 2 with too many texts to be predicted are left out"
+    as_jsonl(tmp_path / "y.jsonl", [{"<ans>": dict.fromkeys(map(str, range(800)), "x")}])
+    prepare("--input", tmp_path / "y.jsonl", "--tokenizer", f"cpm-bee:{vocabulary}", "--output", tmp_path / "y")
+    with pytest.raises(ValueError, match="fits into seq_len=8192 tokens; 1 have too many texts to be predicted"):
+        bee_rows(tmp_path / "y", 8192)
 
 
 def bee_rows(folder, seq_len=160, seed=0) -> BeeRows:

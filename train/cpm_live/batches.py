@@ -82,6 +82,8 @@ class LiveBatches(Dealer):
         said = f"{data.instances:,} instances"
         if data.left_out:
             said += f", {data.left_out:,} longer than a row are left out"
+        if data.too_many:
+            said += f", {data.too_many:,} with too many texts to be predicted are left out"
         return f"{said}, {data.cut:,} longer than a row are cut" if data.cut else said
 
     def _of_samples(self, data: PackedRows, samples: Sequence[int]) -> LiveMicroBatch:

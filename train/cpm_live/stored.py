@@ -10,6 +10,7 @@ segment_starts.bin                                   int64, where each instance'
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from train.stored import HashedFile, StoredNumbers, TokenWriter
 from train.tokenizer import Tokenizer
 
 _SUBS, _SEGMENTS, _STARTS = np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.int64)
+_COPIED = 1 << 20  # segments at once
 
 
 class InstanceWriter(TokenWriter):
@@ -108,6 +110,14 @@ class InstanceFiles:
     def lengths(self) -> np.ndarray:
         """Tokens of each instance."""
         return np.diff(self.starts)
+
+    @cached_property
+    def kinds(self) -> np.ndarray:
+        """The sum of each instance's kinds of segments: how many a Bee is to predict, an Ant's type."""
+        width = len(COLUMNS)
+        bounds = range(0, len(self._segments), _COPIED * width)
+        kinds = [self._segments[at : at + _COPIED * width][COLUMNS.kind :: width] for at in bounds]
+        return np.add.reduceat(np.concatenate(kinds), self._segment_starts[:-1], dtype=np.int64)
 
     def instance(self, number: int) -> Instance:
         """Raises ValueError if its segments are not those of its tokens."""
