@@ -29,7 +29,7 @@ from train.data import permutation
 
 _DEEPEST = 8  # steps to a common ancestor that are told apart, at most
 _HIDDEN_SHARE = 0.15  # of a text whose hidden tokens are a random subset (BERT, arXiv 1810.04805)
-_HIDDEN_LENGTH, _MOST_RUNS = 3, 64  # of the runs in which they lie: short ones (SpanBERT, arXiv 1907.10529), not many
+_HIDDEN_LENGTH, _MOST_RUNS = 3, 16  # of the runs in which they lie: short ones (SpanBERT, arXiv 1907.10529), not many
 _SMALL_TREE = 64  # segments
 _ORDER, _TRAINING, _EVALUATION = 0, 1, 2  # what a random generator is for
 
