@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from models.cpm_live.config import PRESETS
 from models.cpm_live.scores import bee_scores
 from tests.live import ANT_FIELDS, BEE_FIELDS, changed, golden
 from tests.test_data import prepare
-from train import make_vocabulary
+from train import make_vocabulary, resume
 from train.config import TrainConfig
 from train.cpm_live import rows as live_rows
 from train.cpm_live.batches import AntBatches, BeeBatches
@@ -556,6 +557,32 @@ def test_samples_do_not_depend_on_what_was_read_before(bee_folder, ant_folder):
     again = next(s for s in range(count, 2 * count) if ants[0].order(s) == ants[0].order(0))
     assert not ants[0].of_sample(0).targets.equal(ants[0].of_sample(again).targets)
     assert ants[0].identity["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "before", "after", "changed"),
+    [
+        ("cpm-bee", BeeRows, {"a": "x", "<ans>": "y"}, {"a": {"x": "y"}, "<ans>": "b"}, "tokens"),
+        ("cpm-bee", BeeRows, {"a": "é è", "<ans>": "b"}, {"a": "é é", "<ans>": "b"}, "subs"),
+        ("cpm-bee", BeeRows, {"a": {"x": "y"}, "<ans>": "b"}, {"a": "x", "y": {}, "<ans>": "b"}, "segments"),
+        ("cpm-ant-greedy", AntRows, {"text": "def"}, {"text": "def", "task": "mlm"}, "segments"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_instances(tmp_path, name, kind, before, after, changed):
+    """Also where their tokens are the same; what differs is named."""
+    model = name.removesuffix("-greedy")
+    vocabulary = write_vocabulary(tmp_path / "v.txt", *LETTERS, model=model)
+    config, seen = PRESETS[f"{model}-tiny"], []
+    for i, line in enumerate((before, after)):
+        as_jsonl(tmp_path / "x.jsonl", [line] * 3)
+        folder = tmp_path / str(i)
+        prepare("--input", tmp_path / "x.jsonl", "--tokenizer", f"{name}:{vocabulary}", "--output", folder)
+        seen.append(kind(InstanceFile(folder / "train", model), config, 64, 0).identity)
+    saved = SimpleNamespace(path="run", state={"model": config.to_dict(), "data": seen[0]})
+    resume.check_same(saved, config, seen[0], new_stage=False)
+    with pytest.raises(ValueError, match=rf"run was reading other data: .*{changed}.bin \w+ -> \w+.*give --new-stage"):
+        resume.check_same(saved, config, seen[1], new_stage=False)
+    assert (changed == "tokens") == (seen[0]["digest"] != seen[1]["digest"])
 
 
 def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder, monkeypatch):

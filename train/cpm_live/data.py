@@ -23,6 +23,11 @@ class InstanceFile(TokenFile):
     def all(self) -> InstanceFiles:
         return InstanceFiles(self.folder, np.dtype(self.index["dtype"]))
 
+    @property
+    def hashes(self) -> dict[str, str]:
+        """The sha256 of all of tokens, sub-ids, segments and tasks, by file, as far as the index has it."""
+        return {name: found for name, found in self.index.get("sha256", {}).items() if name.endswith(".bin")}
+
     def instance(self, number: int) -> Instance:
         """Raises ValueError for unknown tokens, too."""
         found = self.all.instance(number)

@@ -83,7 +83,7 @@ class PackedRows(ABC):
     def identity(self) -> dict[str, Any]:
         """What must not change for a sample number to mean the same sample."""
         numbers = {"tokens": len(self.file.tokens), "digest": self.file.digest, "seq_len": self.seq_len}
-        return numbers | {"seed": self.seed, "documents": "instances"}
+        return numbers | self.file.hashes | {"seed": self.seed, "documents": "instances"}
 
     def order(self, sample: int) -> int:
         epoch, place = divmod(sample, len(self))
