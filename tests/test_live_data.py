@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import os
 import shutil
 import sys
 import time
@@ -25,9 +26,10 @@ from train.config import TrainConfig
 from train.cpm_live import rows as live_rows
 from train.cpm_live.batches import AntBatches, BeeBatches
 from train.cpm_live.data import InstanceFile
-from train.cpm_live.instances import COLUMNS, BadRecord, bee_instance, shuffled
+from train.cpm_live.instances import COLUMNS, BadRecord, Instance, bee_instance, shuffled
 from train.cpm_live.packing import packed
 from train.cpm_live.rows import AntRows, BeeRows, ant_row, bee_row, hide, relation
+from train.cpm_live.stored import AntWriter
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer, SubIds
 from train.data import TokenFile
 from train.kinds import config_of, kind_of
@@ -396,6 +398,62 @@ def test_an_ants_instances_begin_and_end(ant_folder):
     assert [x.segments[0, COLUMNS.kind] for x in instances] == [2, 1] * 15 + [2]
     text = load_tokenizer(ant_folder / "train").decode(instances[-1].tokens)
     assert text == "def y(x)\n" * 40
+
+
+class Spelled(AntGreedyTokenizer):
+    """Ids stand for themselves."""
+
+    def __init__(self):
+        self.vocab_size, self.bos_id, self.eos_id, self.file = 100, 6, 7, None
+
+
+def ant_pieces(count, tokens):
+    for _ in range(count):
+        yield Instance(np.full(tokens, 50), np.zeros(tokens, dtype=int), np.array([[tokens, -1, 0, 2]], dtype=np.int32))
+
+
+@pytest.fixture
+def peak():
+    """The most memory that Python and numpy had since the test began, MiB."""
+    tracemalloc.start()
+    yield lambda: tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+
+
+def test_a_long_text_streams_to_disk_and_its_parts_are_read_alone(tmp_path, peak, monkeypatch):
+    """6M tokens, of which 96 MiB as they come: neither writing, dividing nor reading has more than a few pieces."""
+    writer = AntWriter(tmp_path / "whole", Spelled())
+    writer.write(ant_pieces(0, 1))
+    writer.write(ant_pieces(3, 0))
+    for _ in range(2):
+        writer.write(itertools.chain(ant_pieces(1, 0), ant_pieces(60, 100_000)))
+    writer.finish()
+    copied = AntWriter(tmp_path / "copied", Spelled())
+    copied.copy(writer, 1, 2)
+    copied.finish()
+    assert peak() < 48
+    for folder, count in (("whole", 2), ("copied", 1)):
+        file = InstanceFile(tmp_path / folder, "cpm-ant")
+        assert file.all.lengths.tolist() == [6_000_002] * count
+        tokens = file.instance(count - 1).tokens
+        assert tokens[0] == 6 and tokens[-1] == 7 and (tokens[1:-1] == 50).all()
+    rows, read = AntRows(file, PRESETS["cpm-ant-tiny"], 1024, 0), []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda at, size, place: read.append(size) or pread(at, size, place))
+    rows.read(0)
+    assert 1000 * 4 < sum(read) < 1024 * 4 + 100  # tokens and sub-ids of 2 bytes, and a segment
+
+
+def test_a_text_of_too_many_tokens_is_refused(tmp_path):
+    writer = AntWriter(tmp_path / "out", Spelled())
+
+    def endless():
+        yield from ant_pieces(1, 9)
+        writer.tokens += 2**31  # which would take long to write
+        yield from ant_pieces(1, 9)
+
+    with pytest.raises(ValueError, match=r"a text of 2,147,483,668 tokens: an instance has fewer than 2\^31"):
+        writer.write(endless())
 
 
 def test_lines_that_are_no_instances_are_counted_and_said(tmp_path):

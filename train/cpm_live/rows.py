@@ -233,8 +233,9 @@ class AntRows(PackedRows):
     def _row(self, index: int, chance: np.random.Generator, training: bool) -> Row:
         room, texts, tasks = self.seq_len - self.config.prompt_length, [], []
         for item in self._rows[index]:
-            instance, start = self.file.instance(int(self._instance[item])), int(self._start[item])
-            texts.append(instance.tokens[start : start + room])
+            start = int(self._start[item])
+            instance = self.file.instance(int(self._instance[item]), slice(start, start + room))
+            texts.append(instance.tokens)
             tasks.append(int(instance.segments[0, COLUMNS.kind]))
         hidden = [hide(len(text), task, chance) for text, task in zip(texts, tasks, strict=True)]
         return ant_row(self.config, texts, tasks, hidden, self.seq_len)
