@@ -617,6 +617,22 @@ def test_samples_do_not_depend_on_what_was_read_before(bee_folder, ant_folder):
     assert ants[0].identity["seed"] == 5
 
 
+def test_a_last_part_of_one_token_is_predicted(ant_folder):
+    """By the token before it, which is read once more and is no target then."""
+    file = InstanceFile(ant_folder / "train", "cpm-ant")
+    longest = int(file.all.lengths.argmax())
+    room = int(file.all.lengths[longest]) - 1
+    ants = AntRows(file, PRESETS["cpm-ant-tiny"], room + 8, 0)
+    parts = np.flatnonzero(ants._instance == longest)
+    assert len(parts) == 2
+    rows = [(row, ants.read(row)) for row in range(len(ants)) if parts[-1] in ants._rows[row]]
+    [(number, row)] = rows
+    at = ants._rows[number].index(parts[-1])
+    mine = (row.fields["span"] == at) & (row.fields["segment"] > 0)
+    assert row.fields["input"][mine].tolist() == file.instance(longest).tokens[-2:].tolist()
+    assert row.targets[mine].tolist() == [EOS, -100]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "before", "after", "changed"),
     [
@@ -658,8 +674,7 @@ def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder, monkeyp
     assert ants.cut == int((ants.file.all.lengths > 42).sum()) > 1
     texts = [ants.read(i) for i in range(len(ants))]
     read = sum(int((row.fields["segment"] > 0).sum()) for row in texts)
-    lost = int((ants.file.all.lengths % 42 == 1).sum())  # a part of a single token predicts nothing
-    assert read == len(ants.file.tokens) - lost
+    assert read == len(ants.file.tokens)
     with pytest.raises(ValueError, match="seq_len=9 leaves no room after a prompt of 8"):
         AntRows(ants.file, config, 9, 0)
     with pytest.raises(ValueError, match="too few prompt_types or segment_types"):

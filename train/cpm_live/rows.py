@@ -209,7 +209,10 @@ def _relation(parents: np.ndarray, most: int) -> np.ndarray:
 
 
 class AntRows(PackedRows):
-    """Texts after a prompt of their task; those that are longer than a row come in parts, with a prompt each."""
+    """Texts after a prompt of their task; those that are longer than a row come in parts, with a prompt each.
+
+    A last part of one token, which alone would predict nothing, begins with the token before, too.
+    """
 
     config: AntConfig
 
@@ -223,12 +226,11 @@ class AntRows(PackedRows):
         self.cut = int((parts > 1).sum())
         self._instance = np.repeat(np.arange(len(lengths)), parts)
         self._start = (np.arange(len(self._instance)) - np.repeat(np.cumsum(parts) - parts, parts)) * room
+        self._start = np.minimum(self._start, lengths[self._instance] - 2)
         tokens = np.minimum(lengths[self._instance] - self._start, room)
-        kept = tokens > 1  # a single token predicts nothing
-        self._instance, self._start = self._instance[kept], self._start[kept]
         self.instances = len(lengths)
-        runs = hidden_runs(tokens[kept], self.file.all.kinds[self._instance])
-        return tokens[kept] + self.config.prompt_length, slices_of(runs)
+        runs = hidden_runs(tokens, self.file.all.kinds[self._instance])
+        return tokens + self.config.prompt_length, slices_of(runs)
 
     def _row(self, index: int, chance: np.random.Generator, training: bool) -> Row:
         room, texts, tasks = self.seq_len - self.config.prompt_length, [], []
