@@ -1,5 +1,6 @@
 """CPM-Live's data: text to tokens, instances on disk, rows packed with them, and what ranks have of these."""
 
+import errno
 import functools
 import itertools
 import json
@@ -8,6 +9,7 @@ import shutil
 import sys
 import time
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -335,6 +337,33 @@ def test_vocabularies_are_made_of_characters_and_frequent_words(tmp_path):
         with pytest.raises(SystemExit):
             make_vocabulary.main([*flags[:4], "--output", str(tmp_path / "w.txt"), *flag])
         assert not (tmp_path / "w.txt").exists(), message
+
+
+def test_vocabularies_are_written_whole_or_not_at_all(tmp_path, capsys, monkeypatch):
+    """Half characters, of which no file can be made, are bad lines, as they are to prepare_data.py."""
+    file = as_jsonl(tmp_path / "in.jsonl", [{"a": "\ud800\ud800 x"}, {"\udfff": "x"}, {"a": "ab ab"}])
+    flags = ["--model", "cpm-ant", "--input", str(file), "--output", str(tmp_path / "v.txt")]
+    make_vocabulary.main(flags)
+    assert (tmp_path / "v.txt").read_text().split("\n")[10:-1] == ["a", "b", "ab"]
+    assert "2 bad lines were skipped" in capsys.readouterr().err
+
+    def fails(*flags):
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(SystemExit):
+            make_vocabulary.main([*flags])
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+        return capsys.readouterr().err
+
+    assert "v.txt exists and is not replaced" in fails(*flags)
+    flags[-1] = str(tmp_path / "w.txt")
+    assert "not Unicode: surrogates not allowed at character 1" in fails(*flags, "--special", "<\udcff>")
+
+    def full(path, text, **_):
+        path.write_bytes(text.encode()[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert "No space left on device: '" in fails(*flags)
 
 
 # On disk
