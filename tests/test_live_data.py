@@ -513,6 +513,19 @@ def test_lines_that_are_no_instances_are_counted_and_said(tmp_path):
     assert "task must be one of mlm, lm, got 'other'" in prepare("--input", tmp_path / "y.jsonl", *ants, code=2)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_characters_that_an_ant_leaves_out_are_counted_and_said(tmp_path, workers):
+    vocabulary = ant_words(tmp_path, *LETTERS)
+    as_jsonl(tmp_path / "x.jsonl", [{"text": "déf f(é)é"}] * 700 + [{"text": "é", "task": "none"}, {"text": "é"}])
+    (tmp_path / "y.txt").write_text("def é")
+    arguments = ("--tokenizer", f"cpm-ant-greedy:{vocabulary}", "--output", tmp_path / "x", "--workers", workers)
+    said = prepare("--input", tmp_path / "x.jsonl", tmp_path / "y.txt", *arguments)
+    assert "\n2,102 characters that the vocabulary lacks were left out\n" in said
+    assert InstanceFile(tmp_path / "x/train", "cpm-ant").index["left_out_characters"] == 2102
+    (tmp_path / "y.txt").write_text("def")
+    assert "left out" not in prepare("--input", tmp_path / "y.txt", *arguments, "--overwrite")
+
+
 def test_workers_and_a_split_by_number(tmp_path):
     vocabulary = write_vocabulary(tmp_path / "bee.txt", *LETTERS)
     as_jsonl(tmp_path / "x.jsonl", LINES[:4])

@@ -175,6 +175,7 @@ def prepare(args: argparse.Namespace) -> None:
             "sources": args.input,
             "bad_lines": bad.count,
             "first_bad_lines": bad.first,
+            "left_out_characters": bad.left_out,
             "not_read": unread.lines(),
         }
         for each in writers.values():
@@ -185,6 +186,8 @@ def prepare(args: argparse.Namespace) -> None:
     for name, each in writers.items():
         kind = "instances" if tokenizer.instances else "documents"
         print(f"{output / name}: {each.tokens:,} tokens in {each.documents:,} {kind}")
+    if bad.left_out:
+        print(f"{bad.left_out:,} characters that the vocabulary lacks were left out", file=sys.stderr)
     if bad.count:
         print(f"{bad.count} bad lines were skipped, the first:", *bad.first[:5], sep="\n  ", file=sys.stderr)
 
