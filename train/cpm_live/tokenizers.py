@@ -4,7 +4,8 @@ A Bee's text may name special tokens, `<name>`; a plain `<` is written `<<`. `<n
 so is each run of characters that the vocabulary lacks, of `<unk>`: sub-ids tell different ones of an instance apart.
 
 An Ant's text is cut into jieba's words first, which needs the package jieba; what the vocabulary lacks is left out
-and counted. AntGreedyTokenizer does without words, for vocabularies that were made so, such as those of make_vocabulary.py.
+and counted. AntGreedyTokenizer does without words, for vocabularies that were made so, such as those of
+make_vocabulary.py.
 """
 
 from __future__ import annotations
