@@ -790,13 +790,29 @@ def test_ranks_have_the_parts_of_rows_that_they_compute_with(bee_folder, monkeyp
 def test_steps_read_ahead_are_those_read_in_time(bee_folder, monkeypatch):
     data = bee_rows(bee_folder)
     batches, other = (dealer(monkeypatch, bee_folder, steps=3) for _ in range(2))
-    in_order = [batches.of_step(data, first) for first in (0, 4, 8)]
+    in_order = [batches.of_step(data, first, last=first == 8) for first in (0, 4, 8)]
     assert batches._ahead is None  # after the last step
     for first in (8, 0, 4):  # none of which is the next
         [mine], [expected] = in_order[first // 4], other.of_step(data, first)
         assert mine.labels.equal(expected.labels)
         assert all(a.equal(b) for a, b in zip(mine.inputs, expected.inputs, strict=True))
         assert mine.scores == expected.scores
+
+
+@pytest.mark.parametrize(("size", "steps"), [(2, 5), (4, 5), (8, 4)])
+def test_a_run_goes_on_with_batches_of_another_size(bee_folder, monkeypatch, size, steps):
+    """After two steps of 4: each sample is read once, all but the first step's ahead, and none beyond the last."""
+    data, read = bee_rows(bee_folder), []
+    of_sample = data.of_sample
+    monkeypatch.setattr(data, "of_sample", lambda sample: read.append(sample) or of_sample(sample))
+    batches = dealer(monkeypatch, bee_folder, steps=steps, batch_size=size, micro_batch_size=size)
+    for step in range(2, steps):
+        first, last = 8 + (step - 2) * size, step + 1 == steps
+        [batch] = batches.of_step(data, first, last)
+        assert batch.scores == tuple(of_sample(sample).scores for sample in range(first, first + size))
+        assert (batches._ahead is None) == last
+    batches._reader.shutdown()
+    assert read == [*range(8, 8 + (steps - 2) * size)]
 
 
 def test_evaluation_reads_rows_as_they_are_and_fills_up_with_ones_without_targets(ant_folder, monkeypatch):

@@ -167,7 +167,8 @@ class Trainer:
         began, config, progress = time.perf_counter(), self.config, self.progress
         self.watchdog.alive(f"reading for step {progress.step + 1}")
         with self.clock.phase("data"):
-            micro_batches = self.batches.of_step(self.train_data, progress.samples)
+            last = progress.step + 1 == config.steps
+            micro_batches = self.batches.of_step(self.train_data, progress.samples, last)
             targets, pairs, work = self._count(micro_batches)
         losses = []
         for batch in micro_batches:
