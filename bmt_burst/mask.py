@@ -303,15 +303,23 @@ def _checked(s: Any, seq_len: int) -> Slice:
 def _check_disjoint(slices: Sequence[Slice]) -> None:
     """Raises ValueError if two slices, which come in the order of their queries, have a pair in common."""
     active: list[Slice] = []
-    for s in slices:
-        active = [other for other in active if other.q[1] > s.q[0]]
-        for other in active:
-            if not _meet(s.kv, other.kv):
-                continue  # of long masks most, and what follows takes long
-            both = Slice(s.q, s.kv, *_tighter(s, other))
-            if _cropped(both, other.q, other.kv).area > 0:
-                raise ValueError(f"slices overlap: Slice{tuple(other)} and Slice{tuple(s)} have pairs in common")
-        active.append(s)
+    for start, beginning in itertools.groupby(slices, key=lambda s: s.q[0]):
+        active = [s for s in active if s.q[1] > start]
+        known = len(active)
+        active += beginning
+        near: list[int] = []  # those whose keys meet the next one's: of long masks few, and to compare them takes long
+        for i in sorted(range(len(active)), key=lambda i: active[i].kv):
+            near = [j for j in near if active[j].kv[1] > active[i].kv[0]]
+            for j in near:
+                if max(i, j) >= known:
+                    _check_pair(active[j], active[i])
+            near.append(i)
+
+
+def _check_pair(a: Slice, b: Slice) -> None:
+    both = Slice(b.q, b.kv, *_tighter(a, b))
+    if _cropped(both, a.q, a.kv).area > 0:
+        raise ValueError(f"slices overlap: Slice{tuple(a)} and Slice{tuple(b)} have pairs in common")
 
 
 def _tighter(a: Slice, b: Slice) -> tuple[int | None, int | None]:

@@ -1,11 +1,16 @@
 """CPM-Live's data: text to tokens, instances on disk, rows packed with them, and what ranks have of these."""
 
+import errno
+import functools
 import itertools
 import json
+import os
 import shutil
 import sys
 import time
 import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,17 +18,20 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel
+from models.cpm_live import scores as live_scores
 from models.cpm_live.config import PRESETS
 from models.cpm_live.scores import bee_scores
 from tests.live import ANT_FIELDS, BEE_FIELDS, changed, golden
 from tests.test_data import prepare
-from train import make_vocabulary
+from train import make_vocabulary, resume
 from train.config import TrainConfig
+from train.cpm_live import rows as live_rows
 from train.cpm_live.batches import AntBatches, BeeBatches
 from train.cpm_live.data import InstanceFile
-from train.cpm_live.instances import COLUMNS, BadRecord, bee_instance, shuffled
+from train.cpm_live.instances import COLUMNS, BadRecord, Instance, bee_instance, shuffled
 from train.cpm_live.packing import packed
 from train.cpm_live.rows import AntRows, BeeRows, ant_row, bee_row, hide, relation
+from train.cpm_live.stored import AntWriter
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer, SubIds
 from train.data import TokenFile
 from train.kinds import config_of, kind_of
@@ -175,7 +183,7 @@ def test_what_is_hidden(tokens):
     subsets = [hide(tokens, 1, chance) for _ in range(20)]
     assert not any(s[0] for s in subsets)
     assert all(1 <= s.sum() <= max(0.16 * tokens + 1, 1) for s in subsets)
-    assert all((np.diff(s.astype(int)) == 1).sum() <= 64 for s in subsets)  # slices of a mask grow with the square
+    assert all((np.diff(s.astype(int)) == 1).sum() <= 16 for s in subsets)  # slices of a mask grow with the square
     assert tokens < 20 or len({s.tobytes() for s in subsets}) > 1
 
 
@@ -331,6 +339,33 @@ def test_vocabularies_are_made_of_characters_and_frequent_words(tmp_path):
         assert not (tmp_path / "w.txt").exists(), message
 
 
+def test_vocabularies_are_written_whole_or_not_at_all(tmp_path, capsys, monkeypatch):
+    """Half characters, of which no file can be made, are bad lines, as they are to prepare_data.py."""
+    file = as_jsonl(tmp_path / "in.jsonl", [{"a": "\ud800\ud800 x"}, {"\udfff": "x"}, {"a": "ab ab"}])
+    flags = ["--model", "cpm-ant", "--input", str(file), "--output", str(tmp_path / "v.txt")]
+    make_vocabulary.main(flags)
+    assert (tmp_path / "v.txt").read_text().split("\n")[10:-1] == ["a", "b", "ab"]
+    assert "2 bad lines were skipped" in capsys.readouterr().err
+
+    def fails(*flags):
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(SystemExit):
+            make_vocabulary.main([*flags])
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+        return capsys.readouterr().err
+
+    assert "v.txt exists and is not replaced" in fails(*flags)
+    flags[-1] = str(tmp_path / "w.txt")
+    assert "not Unicode: surrogates not allowed at character 1" in fails(*flags, "--special", "<\udcff>")
+
+    def full(path, text, **_):
+        path.write_bytes(text.encode()[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert "No space left on device: '" in fails(*flags)
+
+
 # On disk
 
 
@@ -394,6 +429,62 @@ def test_an_ants_instances_begin_and_end(ant_folder):
     assert text == "def y(x)\n" * 40
 
 
+class Spelled(AntGreedyTokenizer):
+    """Ids stand for themselves."""
+
+    def __init__(self):
+        self.vocab_size, self.bos_id, self.eos_id, self.file = 100, 6, 7, None
+
+
+def ant_pieces(count, tokens):
+    for _ in range(count):
+        yield Instance(np.full(tokens, 50), np.zeros(tokens, dtype=int), np.array([[tokens, -1, 0, 2]], dtype=np.int32))
+
+
+@pytest.fixture
+def peak():
+    """The most memory that Python and numpy had since the test began, MiB."""
+    tracemalloc.start()
+    yield lambda: tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+
+
+def test_a_long_text_streams_to_disk_and_its_parts_are_read_alone(tmp_path, peak, monkeypatch):
+    """6M tokens, of which 96 MiB as they come: neither writing, dividing nor reading has more than a few pieces."""
+    writer = AntWriter(tmp_path / "whole", Spelled())
+    writer.write(ant_pieces(0, 1))
+    writer.write(ant_pieces(3, 0))
+    for _ in range(2):
+        writer.write(itertools.chain(ant_pieces(1, 0), ant_pieces(60, 100_000)))
+    writer.finish()
+    copied = AntWriter(tmp_path / "copied", Spelled())
+    copied.copy(writer, 1, 2)
+    copied.finish()
+    assert peak() < 48
+    for folder, count in (("whole", 2), ("copied", 1)):
+        file = InstanceFile(tmp_path / folder, "cpm-ant")
+        assert file.all.lengths.tolist() == [6_000_002] * count
+        tokens = file.instance(count - 1).tokens
+        assert tokens[0] == 6 and tokens[-1] == 7 and (tokens[1:-1] == 50).all()
+    rows, read = AntRows(file, PRESETS["cpm-ant-tiny"], 1024, 0), []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda at, size, place: read.append(size) or pread(at, size, place))
+    rows.read(0)
+    assert 1000 * 4 < sum(read) < 1024 * 4 + 100  # tokens and sub-ids of 2 bytes, and a segment
+
+
+def test_a_text_of_too_many_tokens_is_refused(tmp_path):
+    writer = AntWriter(tmp_path / "out", Spelled())
+
+    def endless():
+        yield from ant_pieces(1, 9)
+        writer.tokens += 2**31  # which would take long to write
+        yield from ant_pieces(1, 9)
+
+    with pytest.raises(ValueError, match=r"a text of 2,147,483,668 tokens: an instance has fewer than 2\^31"):
+        writer.write(endless())
+
+
 def test_lines_that_are_no_instances_are_counted_and_said(tmp_path):
     vocabulary = write_vocabulary(tmp_path / "bee.txt", *LETTERS)
     wrong = [
@@ -420,6 +511,19 @@ def test_lines_that_are_no_instances_are_counted_and_said(tmp_path):
     as_jsonl(tmp_path / "y.jsonl", [{"text": "a", "task": "other"}, {"text": "a", "task": []}, {"text": 3}])
     ants = ("--tokenizer", f"cpm-ant-greedy:{vocabulary}", "--output", tmp_path / "ants")
     assert "task must be one of mlm, lm, got 'other'" in prepare("--input", tmp_path / "y.jsonl", *ants, code=2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_characters_that_an_ant_leaves_out_are_counted_and_said(tmp_path, workers):
+    vocabulary = ant_words(tmp_path, *LETTERS)
+    as_jsonl(tmp_path / "x.jsonl", [{"text": "déf f(é)é"}] * 700 + [{"text": "é", "task": "none"}, {"text": "é"}])
+    (tmp_path / "y.txt").write_text("def é")
+    arguments = ("--tokenizer", f"cpm-ant-greedy:{vocabulary}", "--output", tmp_path / "x", "--workers", workers)
+    said = prepare("--input", tmp_path / "x.jsonl", tmp_path / "y.txt", *arguments)
+    assert "\n2,102 characters that the vocabulary lacks were left out\n" in said
+    assert InstanceFile(tmp_path / "x/train", "cpm-ant").index["left_out_characters"] == 2102
+    (tmp_path / "y.txt").write_text("def")
+    assert "left out" not in prepare("--input", tmp_path / "y.txt", *arguments, "--overwrite")
 
 
 def test_workers_and_a_split_by_number(tmp_path):
@@ -470,14 +574,62 @@ def test_folders_of_other_data_and_damaged_ones_are_refused(bee_folder, ant_fold
 
 @pytest.mark.parametrize("count", [1, 17, 3000])
 def test_packing_is_tight_complete_and_always_the_same(count):
+    of = functools.partial(packed, slices=np.ones(count, dtype=int), size=100, most_slices=100)
     lengths = np.random.default_rng(1).integers(1, 101, count)
-    rows = packed(lengths, 100, seed=3)
+    rows = of(lengths, seed=3)
     assert sorted(itertools.chain.from_iterable(rows[i] for i in range(len(rows)))) == list(range(count))
     assert all(1 <= lengths[rows[i]].sum() <= 100 for i in range(len(rows)))
-    again, other = packed(lengths, 100, seed=3), packed(lengths, 100, seed=4)
+    again, other = of(lengths, seed=3), of(lengths, seed=4)
     assert np.array_equal(rows.items, again.items) and np.array_equal(rows.starts, again.starts)
     assert count == 1 or not np.array_equal(rows.items, other.items)
     assert count < 3000 or lengths.sum() > 0.97 * 100 * len(rows)
+
+
+def test_packing_keeps_to_the_slices_that_a_row_may_have():
+    """Where they, not the tokens, are what fills rows, and where few items have nearly all of them."""
+    chance = np.random.default_rng(2)
+    lengths, costs = chance.integers(1, 11, 3000), chance.integers(1, 101, 3000)
+    rows = packed(lengths, costs, 1000, 100, seed=0)
+    assert sorted(rows.items) == list(range(3000))
+    assert all(costs[rows[i]].sum() <= 100 for i in range(len(rows)))
+    assert costs.sum() > 0.9 * 100 * len(rows)  # of slices the first row that has enough is taken, not the best
+    costs = np.where(np.arange(3000) % 1500, 1, 900)
+    rows = packed(lengths, costs, 1000, 1000, seed=0)
+    assert all(lengths[rows[i]].sum() <= 1000 and costs[rows[i]].sum() <= 1000 for i in range(len(rows)))
+    assert lengths.sum() > 0.9 * 1000 * len(rows)
+
+
+def test_rows_of_many_hidden_runs_are_packed_such_that_they_can_be_planned(tmp_path, monkeypatch):
+    """An Ant's rows of masked texts; what a row would have, the models refuse."""
+    vocabulary = ant_words(tmp_path, *LETTERS)
+    as_jsonl(tmp_path / "x.jsonl", [{"text": "def f(x)" * 10, "task": "mlm"}] * 60 + [{"text": "def f(x)" * 10}] * 60)
+    prepare("--input", tmp_path / "x.jsonl", "--tokenizer", f"cpm-ant-greedy:{vocabulary}", "--output", tmp_path / "x")
+    for module in (live_rows, live_scores):
+        monkeypatch.setattr(module, "MOST_SLICES", 60)
+    rows = AntRows(InstanceFile(tmp_path / "x/train", "cpm-ant"), PRESETS["cpm-ant-tiny"], 4096, 0)
+    read = [rows.of_sample(i) for i in range(len(rows))]
+    assert sum(row.instances for row in read) == 120
+    assert len(rows) > 4 > 120 * 90 / 4096
+    monkeypatch.setattr(live_rows, "MOST_SLICES", 10**6)
+    with pytest.raises(ValueError, match="would make more than 60 slices"):
+        AntRows(rows.file, rows.config, 4096, 0).read(0)
+
+
+def test_bees_with_too_many_answers_are_left_out(tmp_path, monkeypatch):
+    """Those that alone make more slices than a row may have: 723 texts make 261,726, 724 make 262,450."""
+    vocabulary = write_vocabulary(tmp_path / "bee.txt", *LETTERS)
+    as_jsonl(tmp_path / "x.jsonl", [{"<ans>": dict.fromkeys(map(str, range(n)), "x")} for n in (723, 724, 1, 1023)])
+    prepare("--input", tmp_path / "x.jsonl", "--tokenizer", f"cpm-bee:{vocabulary}", "--output", tmp_path / "x")
+    rows = bee_rows(tmp_path / "x", 8192)
+    assert rows.file.all.kinds.tolist() == [723, 724, 1, 1023]
+    assert (rows.instances, rows.too_many, rows.left_out) == (2, 2, 0)
+    assert sum(rows.of_sample(i).instances for i in range(len(rows))) == 2
+    said = dealer(monkeypatch, tmp_path / "x").sight(rows)
+    assert said == "2 instances, 2 with too many texts to be predicted are left out"
+    as_jsonl(tmp_path / "y.jsonl", [{"<ans>": dict.fromkeys(map(str, range(800)), "x")}])
+    prepare("--input", tmp_path / "y.jsonl", "--tokenizer", f"cpm-bee:{vocabulary}", "--output", tmp_path / "y")
+    with pytest.raises(ValueError, match="fits into seq_len=8192 tokens; 1 have too many texts to be predicted"):
+        bee_rows(tmp_path / "y", 8192)
 
 
 def bee_rows(folder, seq_len=160, seed=0) -> BeeRows:
@@ -507,6 +659,48 @@ def test_samples_do_not_depend_on_what_was_read_before(bee_folder, ant_folder):
     assert ants[0].identity["seed"] == 5
 
 
+def test_a_last_part_of_one_token_is_predicted(ant_folder):
+    """By the token before it, which is read once more and is no target then."""
+    file = InstanceFile(ant_folder / "train", "cpm-ant")
+    longest = int(file.all.lengths.argmax())
+    room = int(file.all.lengths[longest]) - 1
+    ants = AntRows(file, PRESETS["cpm-ant-tiny"], room + 8, 0)
+    parts = np.flatnonzero(ants._instance == longest)
+    assert len(parts) == 2
+    rows = [(row, ants.read(row)) for row in range(len(ants)) if parts[-1] in ants._rows[row]]
+    [(number, row)] = rows
+    at = ants._rows[number].index(parts[-1])
+    mine = (row.fields["span"] == at) & (row.fields["segment"] > 0)
+    assert row.fields["input"][mine].tolist() == file.instance(longest).tokens[-2:].tolist()
+    assert row.targets[mine].tolist() == [EOS, -100]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "before", "after", "changed"),
+    [
+        ("cpm-bee", BeeRows, {"a": "x", "<ans>": "y"}, {"a": {"x": "y"}, "<ans>": "b"}, "tokens"),
+        ("cpm-bee", BeeRows, {"a": "é è", "<ans>": "b"}, {"a": "é é", "<ans>": "b"}, "subs"),
+        ("cpm-bee", BeeRows, {"a": {"x": "y"}, "<ans>": "b"}, {"a": "x", "y": {}, "<ans>": "b"}, "segments"),
+        ("cpm-ant-greedy", AntRows, {"text": "def"}, {"text": "def", "task": "mlm"}, "segments"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_instances(tmp_path, name, kind, before, after, changed):
+    """Also where their tokens are the same; what differs is named."""
+    model = name.removesuffix("-greedy")
+    vocabulary = write_vocabulary(tmp_path / "v.txt", *LETTERS, model=model)
+    config, seen = PRESETS[f"{model}-tiny"], []
+    for i, line in enumerate((before, after)):
+        as_jsonl(tmp_path / "x.jsonl", [line] * 3)
+        folder = tmp_path / str(i)
+        prepare("--input", tmp_path / "x.jsonl", "--tokenizer", f"{name}:{vocabulary}", "--output", folder)
+        seen.append(kind(InstanceFile(folder / "train", model), config, 64, 0).identity)
+    saved = SimpleNamespace(path="run", state={"model": config.to_dict(), "data": seen[0]})
+    resume.check_same(saved, config, seen[0], new_stage=False)
+    with pytest.raises(ValueError, match=rf"run was reading other data: .*{changed}.bin \w+ -> \w+.*give --new-stage"):
+        resume.check_same(saved, config, seen[1], new_stage=False)
+    assert (changed == "tokens") == (seen[0]["digest"] != seen[1]["digest"])
+
+
 def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder, monkeypatch):
     file = InstanceFile(bee_folder / "train", "cpm-bee")
     longest = int(file.all.lengths.max())
@@ -522,8 +716,7 @@ def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder, monkeyp
     assert ants.cut == int((ants.file.all.lengths > 42).sum()) > 1
     texts = [ants.read(i) for i in range(len(ants))]
     read = sum(int((row.fields["segment"] > 0).sum()) for row in texts)
-    lost = int((ants.file.all.lengths % 42 == 1).sum())  # a part of a single token predicts nothing
-    assert read == len(ants.file.tokens) - lost
+    assert read == len(ants.file.tokens)
     with pytest.raises(ValueError, match="seq_len=9 leaves no room after a prompt of 8"):
         AntRows(ants.file, config, 9, 0)
     with pytest.raises(ValueError, match="too few prompt_types or segment_types"):
@@ -597,13 +790,29 @@ def test_ranks_have_the_parts_of_rows_that_they_compute_with(bee_folder, monkeyp
 def test_steps_read_ahead_are_those_read_in_time(bee_folder, monkeypatch):
     data = bee_rows(bee_folder)
     batches, other = (dealer(monkeypatch, bee_folder, steps=3) for _ in range(2))
-    in_order = [batches.of_step(data, first) for first in (0, 4, 8)]
+    in_order = [batches.of_step(data, first, last=first == 8) for first in (0, 4, 8)]
     assert batches._ahead is None  # after the last step
     for first in (8, 0, 4):  # none of which is the next
         [mine], [expected] = in_order[first // 4], other.of_step(data, first)
         assert mine.labels.equal(expected.labels)
         assert all(a.equal(b) for a, b in zip(mine.inputs, expected.inputs, strict=True))
         assert mine.scores == expected.scores
+
+
+@pytest.mark.parametrize(("size", "steps"), [(2, 5), (4, 5), (8, 4)])
+def test_a_run_goes_on_with_batches_of_another_size(bee_folder, monkeypatch, size, steps):
+    """After two steps of 4: each sample is read once, all but the first step's ahead, and none beyond the last."""
+    data, read = bee_rows(bee_folder), []
+    of_sample = data.of_sample
+    monkeypatch.setattr(data, "of_sample", lambda sample: read.append(sample) or of_sample(sample))
+    batches = dealer(monkeypatch, bee_folder, steps=steps, batch_size=size, micro_batch_size=size)
+    for step in range(2, steps):
+        first, last = 8 + (step - 2) * size, step + 1 == steps
+        [batch] = batches.of_step(data, first, last)
+        assert batch.scores == tuple(of_sample(sample).scores for sample in range(first, first + size))
+        assert (batches._ahead is None) == last
+    batches._reader.shutdown()
+    assert read == [*range(8, 8 + (steps - 2) * size)]
 
 
 def test_evaluation_reads_rows_as_they_are_and_fills_up_with_ones_without_targets(ant_folder, monkeypatch):

@@ -72,7 +72,8 @@ def whole(folder) -> dict[str, list[tuple]]:
         evaluated = {"val_data": folder / f"{name}-data/val", "eval_every": 5, "eval_sequences": 3, "save_every": 5}
         said = train(folder, name, **options(folder, name, keep_last=9, **evaluated))
         assert " sequences an epoch, " in said
-        assert " instances" in said
+        counts = r"(\d+) instances(, \d+ longer than a row are (left out|cut))?"
+        assert re.search(rf"sequences an epoch, {counts}; validation: {counts}\n", said)
         found[name] = curve(folder, name, "loss", "grad_norm")
     return found
 

@@ -4,10 +4,12 @@ import functools
 import multiprocessing
 import os
 import signal
+import threading
 import time
 
 import pytest
 
+from train import parallel
 from train.parallel import in_order
 
 
@@ -54,3 +56,27 @@ def test_a_worker_that_is_killed_ends_the_work_and_leaves_no_process():
     for _ in in_order(squares, range(20), 2):
         break  # and so does one who stops asking
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["alone", "with a thread that may get it"])
+def test_an_interrupt_while_processes_start_is_not_lost(monkeypatch, thread):
+    """Nor do they get it, or stay."""
+    done, started = threading.Event(), []
+    threading.Thread(target=done.wait).start() if thread else None
+
+    class Slow(parallel.Worker):
+        def __init__(self, make):
+            os.kill(os.getpid(), signal.SIGINT)
+            super().__init__(make)
+            started.append(self.process)
+            os.kill(self.process.pid, signal.SIGINT)
+            self.give(0, 3)
+            assert self.take() == 9
+
+    monkeypatch.setattr(parallel, "Worker", Slow)
+    with pytest.raises(KeyboardInterrupt):
+        next(in_order(squares, range(20), 2))
+    done.set()
+    assert len(started) == 2
+    assert not any(process.is_alive() for process in started)
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler

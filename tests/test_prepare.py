@@ -249,6 +249,50 @@ def test_an_interrupted_run_leaves_one_line_and_nothing_else(workers, much, tmp_
     assert not any(alive(child) for child in children)
 
 
+DROPPED = """
+import os, signal, sys
+from train import prepare_data
+
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100):
+            pass
+
+def read(path, pieces=prepare_data.read_pieces):
+    for piece in pieces(path):
+        Dropped()
+        yield piece
+
+prepare_data.read_pieces = read
+prepare_data.main()
+"""
+LATE = """
+import os, signal
+from pathlib import Path
+from train import prepare_data
+
+def emptied(folder, empty=prepare_data._empty):
+    if folder.with_name("out").exists():
+        os.kill(os.getpid(), signal.SIGINT)
+    empty(folder)
+
+prepare_data._empty = emptied
+prepare_data.main()
+"""
+
+
+@pytest.mark.parametrize(("code", "returned"), [(DROPPED, 130), (LATE, 0)], ids=["ignored by Python", "too late"])
+def test_an_interrupted_run_writes_nothing_or_all(code, returned, tmp_path):
+    """Python ignores an interrupt in a callback; one that comes when all is written ends nothing."""
+    (tmp_path / "x.txt").write_text("text")
+    command = [sys.executable, "-c", code, "--input", tmp_path / "x.txt", "--output", tmp_path / "out"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == returned, done.stderr
+    assert ("interrupted, nothing was written" in done.stderr) == (returned == 130)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.txt"} | ({"out"} if returned == 0 else set())
+
+
 def test_a_process_that_is_killed_ends_the_run_with_the_files_name(much, tmp_path):
     process = running(tmp_path, *much, "--workers", 2)
     deadline = time.monotonic() + 200

@@ -59,8 +59,8 @@ class Dealer(ABC):
         self.dp_rank, self.dp_size = dist.get_rank() // sp.size, dist.get_world_size() // sp.size
         self.micro_batch_size = _micro_batch_size(config, self.dp_size)
 
-    def of_step(self, data: Data, first: int) -> list[Work]:
-        """The micro-batches of a step whose first sample in the run is `first`.
+    def of_step(self, data: Data, first: int, last: bool = False) -> list[Work]:
+        """The micro-batches of a step whose first sample in the run is `first`; `last`: there is none to be read ahead.
 
         The samples of a step are dealt to the groups in one order that does not depend on how many groups there are.
         """

@@ -23,7 +23,9 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from train.command_line import ArgumentParser
+from train.cpm_live.instances import checked
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, BadRecord, bee_parts, is_special
+from train.files import writing
 from train.text import BadLines, find_files, is_records, parsed, plain_text, read_pieces
 
 _COMMON = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>")
@@ -42,7 +44,7 @@ def pieces_of(texts: Iterator[str], special: Sequence[str], size: int) -> list[s
     if room < 2:
         raise ValueError(f"size must leave room for more than the {len(special)} special tokens, got {size}")
     known = {*WRITTEN, "\r"}
-    single = _best({c: n for c, n in characters.items() if c not in known and not _surrogate(c)}, room // 2)
+    single = _best({c: n for c, n in characters.items() if c not in known}, room // 2)
     scores = {word: count * (len(word) - 1) for word, count in words.items() if not is_special(word)}
     return [*special, *single, *_best(scores, room - len(single))]
 
@@ -50,10 +52,6 @@ def pieces_of(texts: Iterator[str], special: Sequence[str], size: int) -> list[s
 def _best(scores: dict[str, int], count: int) -> list[str]:
     """Those with the highest scores, of equal ones the first in the order of their characters."""
     return sorted(scores, key=lambda piece: (-scores[piece], piece))[:count]
-
-
-def _surrogate(character: str) -> bool:
-    return "\ud800" <= character <= "\udfff"
 
 
 def texts_of(path: Path, model: str, bad: BadLines) -> Iterator[str]:
@@ -78,9 +76,9 @@ def _plain(texts: Iterator[str], model: str) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Keys and texts of a JSON value."""
+    """Keys and texts of a JSON value. Raises BadRecord for what is not Unicode."""
     if isinstance(value, str):
-        yield value
+        yield checked(value)
     elif isinstance(value, dict):
         for inner in itertools.chain.from_iterable(value.items()):
             yield from _strings(inner)
@@ -89,16 +87,28 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all."""
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        with writing(partial):
+            partial.write_text(text, encoding="utf-8", newline="\n")
+            partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def make(args: argparse.Namespace) -> None:
+    if Path(args.output).exists():
+        raise ValueError(f"{args.output} exists and is not replaced")
     files, unread = find_files(args.input, args.glob, args.exclude)
-    special = [*SPECIAL[args.model], *args.special]
+    special = [checked(name) for name in (*SPECIAL[args.model], *args.special)]
     if not all(map(is_special, args.special)) or len({*special}) < len(special):
         raise ValueError(f"special tokens are <name>, each of them once; got {special}")
     bad = BadLines()
     texts = itertools.chain.from_iterable(texts_of(file, args.model, bad) for file in files)
     pieces = pieces_of(texts, special, args.size)
-    with open(args.output, "x", encoding="utf-8", newline="\n") as file:
-        file.writelines(f"{piece}\n" for piece in pieces)
+    _write(Path(args.output), "".join(f"{piece}\n" for piece in pieces))
     print(f"{args.output}: {len(pieces)} pieces, {len(special)} of them special, from {len(files)} files")
     for line in unread.lines():
         print(f"not read: {line}", file=sys.stderr)

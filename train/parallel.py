@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import TypeVar
 
@@ -66,16 +68,30 @@ def in_order(make: Callable[[], Callable[[Item], Result]], items: Iterable[Item]
                 raise ValueError(f"{item}: {_reason(error)}") from error
             yield result
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers keep it so: Ctrl-C is for this process to handle
+    pool: list[Worker] = []
     try:
-        pool = [Worker(make) for _ in range(workers)]
-    finally:
-        signal.signal(signal.SIGINT, before)
-    try:
+        with _interrupts_later():
+            pool.extend(Worker(make) for _ in range(workers))
         yield from _deal(pool, iter(items))
     finally:
         for worker in pool:
             worker.stop()
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Lets Ctrl-C come after this, and never to processes that are started here: it is for this one to handle."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda signum, _: came.append(signum))  # of threads that do not block it
+    resource_tracker.ensure_running()  # it unblocks signals
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which processes inherit
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _deal(pool: list[Worker], items: Iterator) -> Iterator:

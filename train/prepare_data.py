@@ -45,6 +45,7 @@ from train.command_line import ArgumentParser
 from train.cpm_live.stored import writer
 from train.lock import lock
 from train.parallel import in_order
+from train.signals import Interrupts
 from train.stored import TokenWriter
 from train.text import BadLines, Encoded, Encoder, find_files, read_pieces
 from train.tokenizer import Tokenizer, open_tokenizer
@@ -108,11 +109,14 @@ def _workers(asked: int | None, tokenizer: str, size: int) -> int:
     return 1 if tokenizer == "bytes" or size < _SMALL else len(os.sched_getaffinity(0))
 
 
-def _documents(results: Iterator[Encoded], bad: BadLines, bar: tqdm) -> Iterator[tuple[str, Iterator]]:
+def _documents(
+    results: Iterator[Encoded], bad: BadLines, bar: tqdm, interrupts: Interrupts
+) -> Iterator[tuple[str, Iterator]]:
     """Each document's name and its ids in pieces, to be read before the next document is asked for."""
 
     def named() -> Iterator[tuple]:
         for result in results:
+            interrupts.check()
             bad.extend(result.bad)
             yield from result.documents
             bar.update(result.size)
@@ -121,14 +125,16 @@ def _documents(results: Iterator[Encoded], bad: BadLines, bar: tqdm) -> Iterator
         yield name, (ids for _, ids in pieces)
 
 
-def _tokenize(files: list[Path], args: argparse.Namespace, writers: dict[str, TokenWriter]) -> BadLines:
+def _tokenize(
+    files: list[Path], args: argparse.Namespace, writers: dict[str, TokenWriter], interrupts: Interrupts
+) -> BadLines:
     """Writes every document to its part; returns what could not be used."""
     bad, size = BadLines(), sum(file.stat().st_size for file in files)
     encoder = functools.partial(Encoder, args.tokenizer, args.field)
     pieces = (piece for file in files for piece in read_pieces(file))
     results = in_order(encoder, pieces, _workers(args.workers, args.tokenizer, size))
     with closing(results), tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
-        for name, document in _documents(results, bad, bar):
+        for name, document in _documents(results, bad, bar, interrupts):
             part = "val" if _is_validation(name, args.val_fraction) else "train"
             writers[part].write(document)
     return bad
@@ -156,7 +162,7 @@ def _split(
     return parts
 
 
-def prepare(args: argparse.Namespace) -> None:
+def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
     tokenizer = open_tokenizer(args.tokenizer)
     files, unread = find_files(args.input, args.glob, args.exclude)
     output = Path(args.output)
@@ -166,7 +172,7 @@ def prepare(args: argparse.Namespace) -> None:
             print(f"not read: {line}", file=sys.stderr)
         names = ["train", "val"] if args.val_fraction else ["train"]
         writers = {name: writer(partial / "new" / name, tokenizer) for name in names}
-        bad = _tokenize(files, args, writers)
+        bad = _tokenize(files, args, writers, interrupts)
         if not any(each.tokens for each in writers.values()):
             raise ValueError(f"got no tokens from {len(files)} files; {bad.count} bad lines {bad.first}")
         if not all(each.tokens for each in writers.values()):
@@ -175,16 +181,20 @@ def prepare(args: argparse.Namespace) -> None:
             "sources": args.input,
             "bad_lines": bad.count,
             "first_bad_lines": bad.first,
+            "left_out_characters": bad.left_out,
             "not_read": unread.lines(),
         }
         for each in writers.values():
             each.finish(**notes)
+        interrupts.end()
         if output.exists():
             output.rename(partial / "replaced")
         writers["train"].folder.parent.rename(output)
     for name, each in writers.items():
         kind = "instances" if tokenizer.instances else "documents"
         print(f"{output / name}: {each.tokens:,} tokens in {each.documents:,} {kind}")
+    if bad.left_out:
+        print(f"{bad.left_out:,} characters that the vocabulary lacks were left out", file=sys.stderr)
     if bad.count:
         print(f"{bad.count} bad lines were skipped, the first:", *bad.first[:5], sep="\n  ", file=sys.stderr)
 
@@ -219,7 +229,7 @@ def main() -> None:
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val-fraction must be at least 0 and below 1, got {args.val_fraction}")
     try:
-        prepare(args)
+        prepare(args, Interrupts())
     except (ValueError, OSError) as error:
         parser.fail(error)
     except KeyboardInterrupt:

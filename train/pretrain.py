@@ -167,7 +167,8 @@ class Trainer:
         began, config, progress = time.perf_counter(), self.config, self.progress
         self.watchdog.alive(f"reading for step {progress.step + 1}")
         with self.clock.phase("data"):
-            micro_batches = self.batches.of_step(self.train_data, progress.samples)
+            last = progress.step + 1 == config.steps
+            micro_batches = self.batches.of_step(self.train_data, progress.samples, last)
             targets, pairs, work = self._count(micro_batches)
         losses = []
         for batch in micro_batches:
@@ -363,12 +364,13 @@ class Trainer:
         c, resumed = self.config, f", resumed after step {self.progress.step}" if self.progress.step else ""
         if resume.begins_stage(c):
             resumed = f", a new stage from {c.resume}"
+        val = f"; validation: {self.batches.sight(self.val_data)}" if self.val_data else ""
         name, size = c.init_from or c.model, self.model_config.num_parameters
         return (
             f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, {type(self.engine).__name__}; "
             f"{self.batches.dp_size} data parallel x {self.sp.size} sequence parallel ranks; "
             f"{c.batch_size} sequences of {c.seq_len} tokens a step; "
-            f"{len(self.train_data):,} sequences an epoch, {self.batches.sight(self.train_data)}{resumed}"
+            f"{len(self.train_data):,} sequences an epoch, {self.batches.sight(self.train_data)}{val}{resumed}"
         )
 
     def _record(self, **values: float) -> None:

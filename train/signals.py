@@ -64,6 +64,32 @@ class StopSignal:
                 self._insist()
 
 
+class Interrupts:
+    """Lets SIGINT raise KeyboardInterrupt, as Python does, and remembers it.
+
+    Python ignores what is raised in callbacks, such as those of garbage collection: then `check` raises it again. What
+    nohup lets a process ignore stays ignored.
+    """
+
+    def __init__(self):
+        self._came = False
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+
+    def check(self) -> None:
+        if self._came:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        """Checks for the last time: those that come later change nothing."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.check()
+
+    def _note(self, *_: object) -> None:
+        self._came = True
+        raise KeyboardInterrupt
+
+
 def die_with_parent() -> None:
     """If its launcher or torchrun's agent is killed outright, Linux kills this rank too, from now on."""
     launcher = os.environ.get(LAUNCHER)

@@ -25,16 +25,18 @@ _LISTED = 20  # bad lines that are listed one by one
 
 @dataclass
 class BadLines:
-    """Lines that could not be used."""
+    """Lines that could not be used, and characters of the others that the tokenizer left out."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
+    left_out: int = 0
 
     def add(self, path: Path, line: int, reason: str) -> None:
         self.extend(BadLines(1, [f"{path}:{line}: {reason}"]))
 
     def extend(self, later: BadLines) -> None:
         self.count += later.count
+        self.left_out += later.left_out
         self.first += later.first[: _LISTED - len(self.first)]
 
 
@@ -90,7 +92,7 @@ class Encoder:
         self._of_text = instances.of_text if instances else self._document
 
     def __call__(self, piece: Piece) -> Encoded:
-        bad = BadLines()
+        bad, before = BadLines(), self.tokenizer.left_out
         if is_records(piece.path):
             documents = list(self._records(piece, bad))
         else:
@@ -98,6 +100,7 @@ class Encoder:
         if piece.damage:
             reason = f"damaged, nothing is read from here on: {piece.damage}"
             bad.add(piece.path, piece.first_line + len(piece.lines), reason)
+        bad.left_out = self.tokenizer.left_out - before
         return Encoded(documents, bad, piece.size)
 
     def _records(self, piece: Piece, bad: BadLines) -> Iterator[tuple[str, np.ndarray | Instance]]:

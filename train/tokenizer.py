@@ -26,12 +26,14 @@ class Tokenizer(ABC):
     """Text to ids and back. `eos_id` ends a document; ids are below `vocab_size`.
 
     instances  the kind of models whose instances its data folders hold, instead of documents
+    left_out   characters that `encode` has had no ids for so far
     """
 
     vocab_size: int
     eos_id: int
     file: Path | None = None
     instances: str | None = None
+    left_out: int = 0
 
     @abstractmethod
     def encode(self, text: str) -> Sequence[int] | np.ndarray:

@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from bmt_burst.span import Span
 
 from .config import AntConfig, BeeConfig
 
-_MOST_SLICES = 1 << 18  # of a mask; planning takes minutes then
+MOST_SLICES = 1 << 18  # of what tokens to be predicted see of each other in a row; planning takes minutes then
 
 
 class _Run(NamedTuple):
@@ -111,16 +111,21 @@ def ant_scores(config: AntConfig, length: int | Tensor, context: Tensor, segment
     )
 
 
+def slices_of(runs: Any) -> Any:
+    """What a span takes of MOST_SLICES, by its separate runs of tokens to be predicted: numbers, also in arrays."""
+    return runs * (runs + 1) // 2
+
+
 def _mask(seq_len: int, span: Tensor, sample: Tensor, context: Tensor) -> Mask:
     """What is visible in a row of `seq_len` tokens; the tensors are of those before the padding."""
     by_span: dict[int, list[_Run]] = defaultdict(list)
     for run in _runs(span, sample, context):
         by_span[run.span].append(run)
     predicted = [sum(not run.context for run in runs) for runs in by_span.values()]
-    if sum(p * (p + 1) // 2 for p in predicted) > _MOST_SLICES:
+    if sum(map(slices_of, predicted)) > MOST_SLICES:
         raise ValueError(
             f"there are {sum(predicted)} runs of tokens to be predicted, up to {max(predicted)} in a span: what they "
-            f"see would make more than {_MOST_SLICES} slices. Predict fewer and longer runs, or cut shorter spans"
+            f"see would make more than {MOST_SLICES} slices. Predict fewer and longer runs, or cut shorter spans"
         )
     return Mask(seq_len, tuple(itertools.chain.from_iterable(map(_slices_of_span, by_span.values()))))
 

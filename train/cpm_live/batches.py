@@ -69,12 +69,12 @@ class LiveBatches(Dealer):
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._ahead: tuple[int, Future] | None = None
 
-    def of_step(self, data: PackedRows, first: int) -> list[LiveMicroBatch]:
+    def of_step(self, data: PackedRows, first: int, last: bool = False) -> list[LiveMicroBatch]:
         ahead, self._ahead = self._ahead, None
         made = ahead[1] if ahead and ahead[0] == first else self._reader.submit(super().of_step, data, first)
         found = made.result()
         following = first + self.config.batch_size
-        if following < self.config.steps * self.config.batch_size:
+        if not last:
             self._ahead = following, self._reader.submit(super().of_step, data, following)
         return [batch.to(self.device) for batch in found]
 
@@ -82,6 +82,8 @@ class LiveBatches(Dealer):
         said = f"{data.instances:,} instances"
         if data.left_out:
             said += f", {data.left_out:,} longer than a row are left out"
+        if data.too_many:
+            said += f", {data.too_many:,} with too many texts to be predicted are left out"
         return f"{said}, {data.cut:,} longer than a row are cut" if data.cut else said
 
     def _of_samples(self, data: PackedRows, samples: Sequence[int]) -> LiveMicroBatch:

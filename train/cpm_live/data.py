@@ -23,9 +23,14 @@ class InstanceFile(TokenFile):
     def all(self) -> InstanceFiles:
         return InstanceFiles(self.folder, np.dtype(self.index["dtype"]))
 
-    def instance(self, number: int) -> Instance:
-        """Raises ValueError for unknown tokens, too."""
-        found = self.all.instance(number)
+    @property
+    def hashes(self) -> dict[str, str]:
+        """The sha256 of all of tokens, sub-ids, segments and tasks, by file, as far as the index has it."""
+        return {name: found for name, found in self.index.get("sha256", {}).items() if name.endswith(".bin")}
+
+    def instance(self, number: int, part: slice = slice(None)) -> Instance:
+        """As that of InstanceFiles; raises ValueError for unknown tokens, too."""
+        found = self.all.instance(number, part)
         if len(found) and found.tokens.max() >= self.index["vocab_size"]:
             raise ValueError(
                 f"{self.folder}: token {int(found.tokens.max())} in instance {number}, of a vocabulary of "

@@ -1,4 +1,7 @@
-"""Which instances share a row: best fit, among the rows that are open, of instances in random order."""
+"""Which instances share a row: best fit, among the rows that are open, of instances in random order.
+
+A row has room for so many tokens, and for so many slices of its mask, which planning takes time for.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +27,25 @@ class Packed:
         return self.items[self.starts[row] : self.starts[row + 1]].tolist()
 
 
-def packed(lengths: np.ndarray, size: int, seed: int) -> Packed:
-    """Items of such lengths (N,), all from 1 to `size`, in rows of `size`: alike for one seed."""
+def packed(lengths: np.ndarray, slices: np.ndarray, size: int, most_slices: int, seed: int) -> Packed:
+    """Items of such lengths and slices (N,), up to `size` and `most_slices`, in rows of these: alike for one seed."""
     rows: list[list[int]] = []
+    left: list[int] = []  # of each row's slices
     spare: list[tuple[int, int]] = []  # room of open rows, rising, and which they are
     order = np.random.default_rng((seed, 0)).permutation(len(lengths))
-    for item, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        at = bisect.bisect_left(spare, (length, -1))
+    for item, length, cost in zip(order.tolist(), lengths[order].tolist(), slices[order].tolist(), strict=True):
+        fitting = range(bisect.bisect_left(spare, (length, -1)), len(spare))
+        at = next((at for at in fitting if left[spare[at][1]] >= cost), len(spare))
         if at < len(spare):
             room, row = spare.pop(at)
         else:
             room, row = size, len(rows)
             rows.append([])
+            left.append(most_slices)
             if len(spare) == _OPEN:
-                del spare[0]  # the fullest
+                spare.remove(min(spare, key=lambda at: min(at[0] / size, left[at[1]] / most_slices)))  # the fullest
         rows[row].append(item)
+        left[row] -= cost
         if room > length:
             bisect.insort(spare, (room - length, row))
     counts = np.cumsum([0, *map(len, rows)])

@@ -16,19 +16,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from bmt_burst import IGNORE_INDEX, Scores
 from models.cpm_live.config import AntConfig, BeeConfig, LiveConfig
-from models.cpm_live.scores import ant_scores, bee_scores
+from models.cpm_live.scores import MOST_SLICES, ant_scores, bee_scores, slices_of
 from train.cpm_live.data import InstanceFile
 from train.cpm_live.instances import COLUMNS, TASKS, Instance, shuffled
-from train.cpm_live.packing import Packed, packed
+from train.cpm_live.packing import packed
 from train.data import permutation
 
 _DEEPEST = 8  # steps to a common ancestor that are told apart, at most
 _HIDDEN_SHARE = 0.15  # of a text whose hidden tokens are a random subset (BERT, arXiv 1810.04805)
-_HIDDEN_LENGTH, _MOST_RUNS = 3, 64  # of the runs in which they lie: short ones (SpanBERT, arXiv 1907.10529), not many
+_HIDDEN_LENGTH, _MOST_RUNS = 3, 16  # of the runs in which they lie: short ones (SpanBERT, arXiv 1907.10529), not many
 _SMALL_TREE = 64  # segments
 _ORDER, _TRAINING, _EVALUATION = 0, 1, 2  # what a random generator is for
 
@@ -55,18 +56,20 @@ class PackedRows(ABC):
 
     instances      how many are read
     left_out, cut  those that are longer than a row: not read, or read in parts
+    too_many       those with so many texts to be predicted that planning would take minutes: not read
     """
 
     instances: int
 
-    left_out = cut = 0
+    left_out = too_many = cut = 0
 
     def __init__(self, file: InstanceFile, config: LiveConfig, seq_len: int, seed: int):
         self.file, self.config, self.seq_len, self.seed = file, config, seq_len, seed
-        lengths = self._items()
+        lengths, slices = self._items()
         if not len(lengths):
-            raise ValueError(f"{file.folder} has no instance that fits into seq_len={seq_len} tokens")
-        self._tokens, self._rows = int(lengths.sum()), self._packed(lengths)
+            many = f"; {self.too_many} have too many texts to be predicted" if self.too_many else ""
+            raise ValueError(f"{file.folder} has no instance that fits into seq_len={seq_len} tokens{many}")
+        self._tokens, self._rows = int(lengths.sum()), packed(lengths, slices, seq_len, MOST_SLICES, seed)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -80,7 +83,7 @@ class PackedRows(ABC):
     def identity(self) -> dict[str, Any]:
         """What must not change for a sample number to mean the same sample."""
         numbers = {"tokens": len(self.file.tokens), "digest": self.file.digest, "seq_len": self.seq_len}
-        return numbers | {"seed": self.seed, "documents": "instances"}
+        return numbers | self.file.hashes | {"seed": self.seed, "documents": "instances"}
 
     def order(self, sample: int) -> int:
         epoch, place = divmod(sample, len(self))
@@ -94,12 +97,9 @@ class PackedRows(ABC):
         """Row `index`, always alike."""
         return self._row(index, np.random.default_rng((self.seed, _EVALUATION, index)), training=False)
 
-    def _packed(self, lengths: np.ndarray) -> Packed:
-        return packed(lengths, self.seq_len, self.seed)
-
     @abstractmethod
-    def _items(self) -> np.ndarray:
-        """Tokens of what is packed, (N,): instances that fit, or their parts."""
+    def _items(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens, and slices of the mask, of what is packed, both (N,): instances that fit, or their parts."""
 
     @abstractmethod
     def _row(self, index: int, chance: np.random.Generator, training: bool) -> Row:
@@ -111,13 +111,14 @@ class BeeRows(PackedRows):
 
     config: BeeConfig
 
-    def _items(self) -> np.ndarray:
+    def _items(self) -> tuple[np.ndarray, np.ndarray]:
         cap(self.config)
-        lengths = self.file.all.lengths
-        [self._fitting] = np.nonzero(lengths <= self.seq_len)
+        lengths, slices = self.file.all.lengths, slices_of(self.file.all.kinds)  # a key parts each text from others
+        fits, few = lengths <= self.seq_len, slices <= MOST_SLICES
+        [self._fitting] = np.nonzero(fits & few)
         self.instances = len(self._fitting)
-        self.left_out = len(lengths) - self.instances
-        return lengths[self._fitting]
+        self.left_out, self.too_many = int((~fits).sum()), int((fits & ~few).sum())
+        return lengths[self._fitting], slices[self._fitting]
 
     def _row(self, index: int, chance: np.random.Generator, training: bool) -> Row:
         instances = [self.file.instance(int(self._fitting[item])) for item in self._rows[index]]
@@ -208,11 +209,14 @@ def _relation(parents: np.ndarray, most: int) -> np.ndarray:
 
 
 class AntRows(PackedRows):
-    """Texts after a prompt of their task; those that are longer than a row come in parts, with a prompt each."""
+    """Texts after a prompt of their task; those that are longer than a row come in parts, with a prompt each.
+
+    A last part of one token, which alone would predict nothing, begins with the token before, too.
+    """
 
     config: AntConfig
 
-    def _items(self) -> np.ndarray:
+    def _items(self) -> tuple[np.ndarray, np.ndarray]:
         check_ant(self.config)
         room = self.seq_len - self.config.prompt_length
         if room < 2:
@@ -222,20 +226,27 @@ class AntRows(PackedRows):
         self.cut = int((parts > 1).sum())
         self._instance = np.repeat(np.arange(len(lengths)), parts)
         self._start = (np.arange(len(self._instance)) - np.repeat(np.cumsum(parts) - parts, parts)) * room
+        self._start = np.minimum(self._start, lengths[self._instance] - 2)
         tokens = np.minimum(lengths[self._instance] - self._start, room)
-        kept = tokens > 1  # a single token predicts nothing
-        self._instance, self._start = self._instance[kept], self._start[kept]
         self.instances = len(lengths)
-        return tokens[kept] + self.config.prompt_length
+        runs = hidden_runs(tokens, self.file.all.kinds[self._instance])
+        return tokens + self.config.prompt_length, slices_of(runs)
 
     def _row(self, index: int, chance: np.random.Generator, training: bool) -> Row:
         room, texts, tasks = self.seq_len - self.config.prompt_length, [], []
         for item in self._rows[index]:
-            instance, start = self.file.instance(int(self._instance[item])), int(self._start[item])
-            texts.append(instance.tokens[start : start + room])
+            start = int(self._start[item])
+            instance = self.file.instance(int(self._instance[item]), slice(start, start + room))
+            texts.append(instance.tokens)
             tasks.append(int(instance.segments[0, COLUMNS.kind]))
         hidden = [hide(len(text), task, chance) for text, task in zip(texts, tasks, strict=True)]
         return ant_row(self.config, texts, tasks, hidden, self.seq_len)
+
+
+def hidden_runs(tokens: ArrayLike, task: ArrayLike) -> np.ndarray:
+    """In how many runs `hide` hides some of such numbers of tokens, at most."""
+    short = np.clip(np.rint(_HIDDEN_SHARE * np.asarray(tokens) / _HIDDEN_LENGTH), 1, _MOST_RUNS).astype(np.int64)
+    return np.where(np.equal(task, TASKS["mlm"]), short, 1)
 
 
 def hide(tokens: int, task: int, chance: np.random.Generator) -> np.ndarray:
@@ -247,8 +258,7 @@ def hide(tokens: int, task: int, chance: np.random.Generator) -> np.ndarray:
     if task == TASKS["lm"]:
         hidden[chance.integers(1, tokens) :] = True
         return hidden
-    runs = int(np.clip(round(_HIDDEN_SHARE * tokens / _HIDDEN_LENGTH), 1, _MOST_RUNS))
-    edges = np.linspace(1, tokens, runs + 1).astype(int)
+    edges = np.linspace(1, tokens, int(hidden_runs(tokens, task)) + 1).astype(int)
     for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         length = max(round(_HIDDEN_SHARE * (stop - start)), 1)
         at = int(chance.integers(start, stop - length + 1))

@@ -9,7 +9,8 @@ segment_starts.bin                                   int64, where each instance'
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from train.stored import HashedFile, StoredNumbers, TokenWriter
 from train.tokenizer import Tokenizer
 
 _SUBS, _SEGMENTS, _STARTS = np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.int64)
+_COPIED = 1 << 20  # tokens or segments at once
 
 
 class InstanceWriter(TokenWriter):
@@ -41,13 +43,17 @@ class InstanceWriter(TokenWriter):
         """Appends an instance; one without tokens leaves no trace."""
         [instance] = document
         if len(instance):
-            self._put(instance)
+            self._extend(instance.tokens, instance.subs)
+            self._end(instance.segments)
 
     def copy(self, other: TokenWriter, start: int, end: int) -> None:
         """Appends instances `start` to `end` of another writer that is closed."""
         file = InstanceFiles(other.folder, other.tokenizer.dtype)
-        for number in range(start, end):
-            self._put(file.instance(number))
+        for number, tokens in enumerate(file.lengths[start:end].tolist(), start):
+            for at in range(0, tokens, _COPIED):
+                piece = file.instance(number, slice(at, at + _COPIED))
+                self._extend(piece.tokens, piece.subs)
+            self._end(piece.segments)
 
     def close(self) -> dict[str, str]:
         return super().close() | {name: file.close() for name, file in self._more.items()}
@@ -55,31 +61,40 @@ class InstanceWriter(TokenWriter):
     def finish(self, **notes: object) -> None:
         super().finish(instances=self.tokenizer.instances, segments=self.segments, **notes)
 
-    def _put(self, instance: Instance) -> None:
-        self._note_documents(np.array([self.tokens]))
-        self._append(instance.tokens)
-        starts = np.array([self.segments])
-        for name, numbers, dtype in (
-            ("subs.bin", instance.subs, _SUBS),
-            ("segments.bin", instance.segments, _SEGMENTS),
-            ("segment_starts.bin", starts, _STARTS),
-        ):
-            self._more[name].write(numbers.astype(dtype).tobytes())
-        self.segments += len(instance.segments)
+    def _extend(self, tokens: Sequence[int] | np.ndarray, subs: Sequence[int] | np.ndarray) -> None:
+        """Appends tokens of an instance and their sub-ids."""
+        self._append(tokens)
+        self._more["subs.bin"].write(np.asarray(subs, dtype=_SUBS).tobytes())
+
+    def _end(self, segments: np.ndarray) -> None:
+        """Ends an instance, by the segments of its tokens."""
+        self._note_documents(np.array([self.tokens - segments[:, COLUMNS.tokens].sum()]))
+        self._more["segments.bin"].write(segments.astype(_SEGMENTS).tobytes())
+        self._more["segment_starts.bin"].write(np.array([self.segments], dtype=_STARTS).tobytes())
+        self.segments += len(segments)
 
 
 class AntWriter(InstanceWriter):
     """Puts `<s>` before and `</s>` after what comes in pieces."""
 
     def write(self, document: Iterable[Instance]) -> None:
-        """Appends an instance that comes in pieces; one without tokens leaves no trace."""
-        pieces = list(document)
-        tokens = np.concatenate([piece.tokens for piece in pieces])
-        if len(tokens):
-            tokens = np.concatenate(([self.tokenizer.bos_id], tokens, [self.tokenizer.eos_id]))
-            segments = pieces[0].segments.copy()
-            segments[0, COLUMNS.tokens] = len(tokens)
-            self._put(Instance(tokens, np.zeros_like(tokens), segments))
+        """Appends an instance that comes in pieces; one without tokens leaves no trace.
+
+        Raises ValueError for 2^31 tokens or more.
+        """
+        start = self.tokens
+        for piece in document:
+            if len(piece) and self.tokens == start:
+                self._extend([self.tokenizer.bos_id], [0])
+            self._extend(piece.tokens, piece.subs)
+        if self.tokens == start:
+            return
+        self._extend([self.tokenizer.eos_id], [0])
+        segments = piece.segments.astype(np.int64)
+        segments[0, COLUMNS.tokens] = tokens = self.tokens - start
+        if tokens > np.iinfo(_SEGMENTS).max:
+            raise ValueError(f"a text of {tokens:,} tokens: an instance has fewer than 2^31; cut it into several")
+        self._end(segments)
 
 
 WRITERS = {"cpm-bee": InstanceWriter, "cpm-ant": AntWriter, None: TokenWriter}
@@ -109,8 +124,16 @@ class InstanceFiles:
         """Tokens of each instance."""
         return np.diff(self.starts)
 
-    def instance(self, number: int) -> Instance:
-        """Raises ValueError if its segments are not those of its tokens."""
+    @cached_property
+    def kinds(self) -> np.ndarray:
+        """The sum of each instance's kinds of segments: how many a Bee is to predict, an Ant's type."""
+        width = len(COLUMNS)
+        bounds = range(0, len(self._segments), _COPIED * width)
+        kinds = [self._segments[at : at + _COPIED * width][COLUMNS.kind :: width].copy() for at in bounds]
+        return np.add.reduceat(np.concatenate(kinds), self._segment_starts[:-1], dtype=np.int64)
+
+    def instance(self, number: int, part: slice = slice(None)) -> Instance:
+        """With `part` of its tokens and sub-ids. Raises ValueError if its segments are not those of its tokens."""
         start, stop = map(int, self.starts[number : number + 2])
         first, last = map(int, self._segment_starts[number : number + 2])
         width = len(COLUMNS)
@@ -118,5 +141,6 @@ class InstanceFiles:
         lengths, parents = segments[:, COLUMNS.tokens], segments[:, COLUMNS.parent]
         if (lengths <= 0).any() or lengths.sum() != stop - start or (parents >= np.arange(len(segments))).any():
             raise ValueError(f"{self._folder}: the segments of instance {number} are not those of its tokens")
-        tokens, subs = self._tokens[start:stop], self._subs[start:stop]
+        within, to, _ = part.indices(stop - start)
+        tokens, subs = (numbers[start + within : start + to] for numbers in (self._tokens, self._subs))
         return Instance(tokens.astype(np.int64), subs.astype(np.int64), segments)

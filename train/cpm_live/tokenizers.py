@@ -3,8 +3,9 @@
 A Bee's text may name special tokens, `<name>`; a plain `<` is written `<<`. `<name_3>` is `<name>` with a sub-id, and
 so is each run of characters that the vocabulary lacks, of `<unk>`: sub-ids tell different ones of an instance apart.
 
-An Ant's text is cut into jieba's words first, which needs the package jieba; what the vocabulary lacks is left out.
-AntGreedyTokenizer does without words, for vocabularies that were made so, such as those of make_vocabulary.py.
+An Ant's text is cut into jieba's words first, which needs the package jieba; what the vocabulary lacks is left out
+and counted. AntGreedyTokenizer does without words, for vocabularies that were made so, such as those of
+make_vocabulary.py.
 """
 
 from __future__ import annotations
@@ -106,8 +107,9 @@ class AntTokenizer(LiveTokenizer):
         self._words = self._cutter()
 
     def encode(self, text: str) -> np.ndarray:
-        found = [token for word in self._words(text) for _, token in self.vocabulary.matched(word)]
-        return np.array([token for token in found if token is not None], dtype=np.int64)
+        found = [piece for word in self._words(text) for piece in self.vocabulary.matched(word)]
+        self.left_out += sum(len(run) for run, token in found if token is None)
+        return np.array([token for _, token in found if token is not None], dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.vocabulary.spelled(int(i)) for i in ids if self.vocabulary.is_text(int(i)))
