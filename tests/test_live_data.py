@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel
+from bmt_burst.call import stacked_scores
 from models.cpm_live.config import PRESETS
 from models.cpm_live.scores import bee_scores
 from tests.live import ANT_FIELDS, BEE_FIELDS, changed, golden
@@ -604,6 +605,16 @@ def test_steps_read_ahead_are_those_read_in_time(bee_folder, monkeypatch):
         assert mine.labels.equal(expected.labels)
         assert all(a.equal(b) for a, b in zip(mine.inputs, expected.inputs, strict=True))
         assert mine.scores == expected.scores
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_what_tokens_see_is_planned_when_rows_are_read(bee_folder, monkeypatch, size):
+    """As attention takes several rows: as one sequence."""
+    [*found] = dealer(monkeypatch, bee_folder, micro_batch_size=size).of_step(bee_rows(bee_folder), 0)
+    for batch in found:
+        planned = vars(batch.scores[0] if size == 1 else stacked_scores(batch.scores))
+        assert len(set(batch.scores)) == size
+        assert {"terms", "digest"} <= planned.keys()
 
 
 def test_evaluation_reads_rows_as_they_are_and_fills_up_with_ones_without_targets(ant_folder, monkeypatch):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel
+from bmt_burst.call import stacked_scores
 from models.cpm_live.config import LiveConfig
 from train.batches import Dealer
 from train.cpm_live.instances import MOST_SUBS
@@ -95,7 +96,7 @@ class LiveBatches(Dealer):
         return LiveMicroBatch(
             self._inputs(rows, layouts),
             self._mine(labels, layouts),
-            tuple(_planned(row.scores) for row in rows),
+            _planned(tuple(row.scores for row in rows)),
             tuple(layouts),
             sum(row.instances for row in rows),
             sum(int((row != IGNORE_INDEX).sum()) for row in labels),
@@ -166,7 +167,8 @@ def _blank(row: Row) -> Row:
     )
 
 
-def _planned(scores: Scores) -> Scores:
-    """With what takes time computed."""
-    assert scores.terms is not None and scores.digest
-    return scores
+def _planned(rows: tuple[Scores, ...]) -> tuple[Scores, ...]:
+    """With what takes time computed, of the rows as attention takes them: as one sequence."""
+    whole = rows[0] if len(set(rows)) == 1 else stacked_scores(rows)
+    assert whole.terms is not None and whole.digest
+    return rows
