@@ -24,6 +24,7 @@ __all__ = ["BeeConfig", "CPMBee", "bee_scores"]
 
 _STEP = 16  # positions that a sub-id turns a token by
 _THETA = 10000.0
+_TURNED_AT_ONCE = 4096  # tokens
 
 
 class CPMBee(LiveModel):
@@ -64,8 +65,14 @@ class CPMBee(LiveModel):
         return self._turned(self.looked_up(tokens, words), subs)
 
     def _turned(self, x: Tensor, subs: Tensor) -> Tensor:
-        """x (..., E) turned by its sub-ids (...). Sines and cosines, twice the memory of x, are made again."""
-        return recomputed(_turned, x, subs, self.config.fp16_rotary)
+        """x (..., E) turned by its sub-ids (...).
+
+        Angles are fp64, with their sines and cosines many times the memory of x: they are made of some tokens at a
+        time, and again in the backward.
+        """
+        parts = zip(x.flatten(0, -2).split(_TURNED_AT_ONCE), subs.flatten().split(_TURNED_AT_ONCE), strict=True)
+        turned = [recomputed(_turned, part, its, self.config.fp16_rotary) for part, its in parts]
+        return torch.cat(turned).view(x.shape)
 
 
 def _turned(x: Tensor, subs: Tensor, in_fp16: bool) -> Tensor:

@@ -6,9 +6,11 @@ import json
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmt_burst.scores
 from bmt_burst import Layout, Mask, SequenceParallel, simulate
+from models import cpm_bee
 from models.blocks import Saving
 from models.cpm_ant import AntConfig, CPMAnt, ant_scores
 from models.cpm_bee import BeeConfig, CPMBee, bee_scores
@@ -23,6 +25,20 @@ LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
 # fp32 rounds to 6e-8: a few hundred operations one after the other, which the golden values have made in another order.
 # Those themselves are 1.6e-6 off what fp64 gives; a residual divisor of 1 instead of 1.05 moves logits by 7e-2.
 FP32 = 1e-5
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many entries the largest tensor of a dtype has that is made within it."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype, self.entries = dtype, 0
+
+    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == self.dtype:
+            self.entries = max(self.entries, made.numel())
+        return made
 
 
 def mean_loss(model, case: Golden, scores=None):
@@ -174,6 +190,20 @@ def test_a_rotation_in_fp16_is_that_of_cpm_lives_fp16_weights():
     expected = case.tensors["mid.embed_f16"]
     unit = 2.0 ** (expected.abs().max().log2().floor() - 10)  # of the last place of the largest
     assert (found - expected).abs().max() <= unit
+
+
+def test_rotations_need_little_memory(monkeypatch):
+    """Angles are fp64, and only of so many tokens at a time; results are the same bits."""
+    found, most = {}, {}
+    for at_once in (10**6, 8):
+        monkeypatch.setattr(cpm_bee, "_TURNED_AT_ONCE", at_once)
+        model, case = golden("bee").model(), golden("bee")
+        with Largest(torch.float64) as largest:
+            turned = model.embedded(case.input["input"], case.input["input_sub"], model.input_embedding.weight)
+            turned.square().sum().backward()
+        found[at_once], most[at_once] = [turned.detach(), model.input_embedding.weight.grad], largest.entries
+    assert all(a.equal(b) for a, b in zip(*found.values(), strict=True))
+    assert most == {10**6: 2 * 96 * 32, 8: 8 * 32}
 
 
 def test_rotations_in_fp16_and_exact_ones_part_far_out():
