@@ -192,6 +192,29 @@ def test_a_rotation_in_fp16_is_that_of_cpm_lives_fp16_weights():
     assert (found - expected).abs().max() <= unit
 
 
+def test_sub_ids_that_fp16_does_not_hold_are_refused():
+    """The last one that it holds has a rotation; those beyond would be NaN. Exact rotations hold any."""
+    case = golden("bee")
+    tokens, subs, ext_tokens, ext_subs = case.arguments(ALONE, 0)
+    for in_fp16 in (True, False):
+        model = case.model(config=dataclasses.replace(case.config, fp16_rotary=in_fp16))
+        assert model(tokens, subs, ext_tokens, ext_subs.clamp(min=4094), case.scores()).isfinite().all()
+    assert model(tokens, subs + 4095, ext_tokens, ext_subs + 4095, case.scores()).isfinite().all()
+    model = case.model(config=dataclasses.replace(case.config, fp16_rotary=True))
+    for wrong in ((subs, ext_subs.clamp(min=4095)), (subs.clamp(min=4095), ext_subs)):
+        with pytest.raises(ValueError, match="fp16_rotary holds sub-ids below 4095, got 4095: train with fp16_rotary"):
+            model(tokens, wrong[0], ext_tokens, wrong[1], case.scores())
+
+
+def test_released_bees_rotate_in_fp16():
+    """As CPM-Live's files say with `half`."""
+    assert [PRESETS[f"cpm-bee-{size}"].fp16_rotary for size in ("tiny", "3b", "10b")] == [False, True, True]
+    assert BeeConfig.from_dict(CPM_LIVES).fp16_rotary
+    assert not BeeConfig.from_dict(CPM_LIVES | {"half": False}).fp16_rotary
+    assert not BeeConfig.from_dict(CPM_LIVES | {"fp16_rotary": False}).fp16_rotary
+    assert not BeeConfig.from_dict({}).fp16_rotary
+
+
 def test_rotations_need_little_memory(monkeypatch):
     """Angles are fp64, and only of so many tokens at a time; results are the same bits."""
     found, most = {}, {}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel
 from bmt_burst.call import stacked_scores
+from models.cpm_bee import check_subs
 from models.cpm_live.config import LiveConfig
 from train.batches import Dealer
 from train.cpm_live.instances import MOST_SUBS
@@ -123,6 +124,7 @@ class BeeBatches(LiveBatches):
     def _inputs(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         mine = (self._mine([row.fields[name].long() for row in rows], layouts) for name in ("input", "input_sub"))
         extended = extended_table(rows)
+        check_subs(self._model, extended[1])
         return (*mine, *extended), [row_labels(row, extended, self._model.vocab_size) for row in rows]
 
 
