@@ -51,6 +51,14 @@ CALLS = {name: ("lengths", "documents of rows", "context") for name in CONFIGS i
 CALLS["CPM3 segments"] = ("segments",)
 
 
+# What is wrong on a single rank, by name.
+ON_ONE = {
+    "cache on one": {"use_cache": True},
+    "pooler on one": {"output_pooler_output": True},
+    "unknown on one": {"more": 1},
+}
+
+
 def build(name: str, dtype: torch.dtype, **changes):
     """A model with random weights, alike on all ranks, none of which is 0 or 1."""
     import bmtrain
@@ -323,6 +331,9 @@ def refused(folder: Path) -> dict:
         found["cache"] = words(lambda: llama(part, use_cache=True))
         found["past"] = words(lambda: llama(part, past_key_values=past))
         found["pooler"] = words(lambda: bert(part, output_pooler_output=True))
+        for name, wrong in ON_ONE.items():
+            found[name] = words(lambda wrong=wrong: bert(part, **(wrong if sp.rank == 0 else {})))
+        found["dropout on one"] = words(lambda: dropping.train(sp.rank == 0)(part))
         found["layers"] = words(lambda: llama.encoder(llama.input_embedding(part), see_all))
     assert type(plain) is zoo.Llama
     assert all(type(part) is not model_center._Attention for part in [*of_layers.modules(), *plain.modules()])

@@ -43,7 +43,7 @@ import torch
 from model_center.layer import Attention, SegmentPositionEmbedding
 from torch import Tensor, nn
 
-from ..attention import burst_attn_func
+from ..attention import burst_attn_func, refuse_call
 from ..groups import SequenceParallel
 from ..mask import Mask
 from ..nn import Layouts, Masks, apply_rope, rope_tables
@@ -131,10 +131,11 @@ class _Attention(Attention):
                 )
             return super().forward(query, key_value, attention_mask, position_bias, use_cache, past_key_value)
         if self.training and self.attention_dropout is not None and self.attention_dropout.p:
-            raise ValueError(
+            error = ValueError(
                 f"attention over ranks cannot drop probabilities, and dropout_p is {self.attention_dropout.p}: build "
                 "the model with dropout_p=0, or call its eval()"
             )
+            refuse_call(error, self._sp.process_group, self._sp.double_group)
         projected = self.project_q(query), self.project_k(key_value), self.project_v(key_value)
         q, k, v = (x.unflatten(-1, (-1, self.dim_head)) for x in projected)
         if self.pos_bias_type == "rotary":
@@ -166,15 +167,19 @@ class _Model:
 
     def forward(self, *args: Any, mask: Masks | None = None, layout: Layouts | None = None, **named: Any) -> Any:
         """The model's own forward, of this rank's tokens; see the module."""
-        given = _bound(super().forward, args, named)
-        if (given["use_cache"] or given["past_key_values"] is not None) and self._sp.size == 1:
+        own, given = super().forward, {}
+        if self._sp.size == 1 and _generates(_bound(own, args, named)):
             if mask is not None or layout is not None:
                 raise ValueError("mask and layout do not go with use_cache and past_key_values")
-            return super().forward(*args, **named)
-        self._check(given)
-        tensors = {name: given[name] for name in self.of_tokens if name in given}
-        masking = {"length": given["length"], "attention_mask": given["attention_mask"], "mask": mask, "layout": layout}
-        part = Given(tensors, **masking, **self._marks(given))
+            return own(*args, **named)
+
+        def part() -> Given:
+            given.update(_bound(own, args, named))
+            self._check(given)
+            tensors = {name: given[name] for name in self.of_tokens if name in given}
+            padding = {name: given[name] for name in ("length", "attention_mask")}
+            return Given(tensors, **padding, mask=mask, layout=layout, **self._marks(given))
+
         batch = agree(self._sp, f"the forward of a {type(self).__name__}", part)
         hidden = self._embed(given, batch)
         options = self._options | self._sp.groups | self._masking(batch, hidden.device)
@@ -183,7 +188,7 @@ class _Model:
 
     def _check(self, given: dict[str, Any]) -> None:
         """Raises ValueError for what only a whole sequence has."""
-        if given["use_cache"] or given["past_key_values"] is not None:
+        if _generates(given):
             raise ValueError(
                 f"use_cache and past_key_values are of whole sequences, and these are cut over {self._sp.size} ranks: "
                 "generate with a model that is not enabled, or is for one rank"
@@ -539,6 +544,10 @@ def _check_layer(layer: Attention, family: type[_Model]) -> None:
 @functools.cache
 def _enabled(cls: type[nn.Module], family: type[_Model]) -> type[nn.Module]:
     return type(cls.__name__, (family, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _generates(given: dict[str, Any]) -> bool:
+    return bool(given["use_cache"]) or given["past_key_values"] is not None
 
 
 def _bound(function: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
