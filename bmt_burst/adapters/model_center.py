@@ -8,9 +8,10 @@
 Llama, GPT2, GPTj, OPT, CPM1 and CPM3, which are causal, Bert and Roberta, which are not, and subclasses that leave
 their forward as it is. Other models are refused, with the reason.
 
-Parameters, their names and checkpoints stay as they are, and so does the checkpointing of layers. What changes is the
-model's forward: it makes no mask of S x S, positions are those of the whole sequence, and attention goes over the ranks
-of `sp`. It takes what it took, and two arguments more:
+Parameters, their names and checkpoints stay as they are, and so does the checkpointing of layers. An enabled model is
+not pickled: its weights are what bmtrain.save writes. What changes is the model's forward: it makes no mask of S x S,
+positions are those of the whole sequence, and attention goes over the ranks of `sp`. It takes what it took, and two
+arguments more:
 
     input_ids, inputs_embeds, position_ids, token_type_ids, attention_mask
             (B, S_local, ...), this rank's part, as sp.shard cuts it
@@ -21,7 +22,12 @@ of `sp`. It takes what it took, and two arguments more:
             positions begin anew in each of its documents
     layout  how the sequences of this call lie on the ranks, if not as sp says; or one for each row
 
-Without length, attention_mask and mask there is no padding. What comes back is of this rank's tokens.
+Without length, attention_mask and mask there is no padding. What comes back is of this rank's tokens. So its loss is a
+share: the sum over its targets, which one rank has more of than another, divided by how many there are on all ranks of
+the batch, never a mean over its own. BMTrain's OptimManager averages over ranks, so that is times their number:
+
+    total, count = cross_entropy_sum(logits, labels)  # of bmt_burst.loss; labels = sp.shard(shift_labels(input_ids))
+    manager.backward(bmt.world_size() * total / bmt.distributed.all_reduce(count, "sum"))
 
 CPM1 and CPM3 add learned numbers to their scores, by the distance of tokens in the sequence. So their position_ids,
 (B, S_local) or (S_local,), must count on between tokens that see each other.
@@ -36,7 +42,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import model_center.model as zoo
 import torch
@@ -186,6 +192,12 @@ class _Model:
         sight = _Sight(options, self._rotation(batch, hidden))
         return self._output(given, getattr(self, self.layers)(hidden, sight, self._table(hidden.device)))
 
+    def __reduce_ex__(self, _protocol: int) -> NoReturn:
+        raise TypeError(
+            f"an enabled {type(self).__name__} is neither copied nor pickled, as torch.save would: save its weights, "
+            "with bmtrain.save, and load them into a model that is enabled then"
+        )
+
     def _check(self, given: dict[str, Any]) -> None:
         """Raises ValueError for what only a whole sequence has."""
         if _generates(given):
@@ -239,15 +251,19 @@ class _Rotary(_Model):
 
     def _rotation(self, batch: Batch, hidden: Tensor) -> Callable[[Tensor], Tensor]:
         whole = [row.positions() for row in batch.rows]
-        last, largest = max(int(x.max()) for x in whole), torch.finfo(hidden.dtype).max
-        if last > largest and not self._exact_rotary:
+        last, dtype = max(int(x.max()) for x in whole), self._angle_dtype(hidden)
+        if last > torch.finfo(dtype).max and not self._exact_rotary:
             raise ValueError(
-                f"position {last} is infinite in {hidden.dtype}, in which ModelCenter forms the angles of rotary "
-                "embeddings: enable the model with exact_rotary=True"
+                f"position {last} is infinite in {dtype}, in which ModelCenter forms the angles of rotary embeddings: "
+                "enable the model with exact_rotary=True"
             )
         tables = self._exact_tables if self._exact_rotary else self._tables
-        cos, sin = tables(batch.cut(whole).to(hidden.device), hidden.dtype)
+        cos, sin = tables(batch.cut(whole).to(hidden.device), dtype)
         return lambda x: self._rotate(x, cos, sin)
+
+    def _angle_dtype(self, hidden: Tensor) -> torch.dtype:
+        """In which ModelCenter forms angles."""
+        return hidden.dtype
 
 
 class _Llama(_Rotary):
@@ -256,10 +272,12 @@ class _Llama(_Rotary):
     padding_sees = False
     _rotate = staticmethod(apply_rope)
 
-    def _tables(self, positions: Tensor, _dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        frequencies = self.position_bias.inv_freq
-        scaled = positions.to(frequencies.dtype) * self.position_bias.distance_scale
-        angles = scaled.unsqueeze(-1) * frequencies.to(positions.device)
+    def _angle_dtype(self, _hidden: Tensor) -> torch.dtype:
+        return self.position_bias.inv_freq.dtype
+
+    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        scaled = positions.to(dtype) * self.position_bias.distance_scale
+        angles = scaled.unsqueeze(-1) * self.position_bias.inv_freq.to(positions.device)
         return angles.cos().float(), angles.sin().float()
 
     def _exact_tables(self, positions: Tensor, _dtype: torch.dtype) -> tuple[Tensor, Tensor]:
