@@ -134,7 +134,7 @@ class _Call:
             if not all(isinstance(x, Layout) for x in layouts):
                 raise ValueError("rows with layouts of their own need a mask each, or Layouts which know their length")
             masks = tuple((Mask.causal if causal else Mask.full)(x.seq_len) for x in layouts)
-        return *_stacked(masks, layouts, size), None if None in scores else _stacked_scores(scores), batch
+        return *_stacked(masks, layouts, size), None if None in scores else stacked_scores(scores), batch
 
     def _terms(self) -> dict[str, Any]:
         """What the call means; all but "tokens" must be equal on all ranks."""
@@ -217,7 +217,8 @@ def _stacked(masks: tuple[Mask, ...], layouts: tuple[str | Layout, ...], size: i
 
 
 @functools.lru_cache(maxsize=_MOST_PLANS)
-def _stacked_scores(scores: tuple[Scores, ...]) -> Scores:
+def stacked_scores(scores: tuple[Scores, ...]) -> Scores:
+    """Those of a call whose rows have these: kept, with what follows from them, so that they can be made ahead."""
     return Scores.stacked(scores)
 
 

@@ -28,78 +28,78 @@ _TILE_ENTRIES = 1 << 11
 
 
 @not_compiled
-def linear_cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor
+) -> tuple[Tensor, Tensor]:
     """`cross_entropy_sum` of the logits hidden @ weight^T, without ever holding them all.
 
-    hidden: (..., S, E); weight: (V, E); labels: (..., S) int64; all on one device. hidden and weight are of one dtype,
-    fp16, bf16, fp32 or fp64; under autocast they are cast as F.linear casts, and gradients come back in their own.
-    Logits are rounded to that dtype, as a linear layer's, and taken in fp32 (fp64). The backward forms them once more
-    and goes back through each tile: with P = softmax(logits), dlogits = dloss (P - onehot(label)), and 0 for tokens
-    without a target. Differentiable (once) in hidden and weight.
+    hidden: (..., S, E); weight: (V, E), or several such whose rows count in turn, as if they were one; labels: (..., S)
+    int64; all on one device. hidden and weight are of one dtype, fp16, bf16, fp32 or fp64; under autocast they are cast
+    as F.linear casts, and gradients come back in their own. Logits are rounded to that dtype, as a linear layer's, and
+    taken in fp32 (fp64). The backward forms them once more and goes back through each tile: with P = softmax(logits),
+    dlogits = dloss (P - onehot(label)), and 0 for tokens without a target. Differentiable (once) in hidden and weight.
 
     Raises TypeError for wrong dtypes and for tensors without values of their own, ValueError for shapes or devices that
     do not go together and for a label outside the vocabulary; on GPUs, where the host does not wait for it, that last
     one is a device-side assertion.
     """
-    for name, x in (("hidden", hidden), ("weight", weight)):
+    weights = weight if isinstance(weight, list | tuple) else [weight]
+    for name, x in (("hidden", hidden), *(("weight", part) for part in weights)):
         _check_floats(name, x)
-    if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        got = f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
-        raise ValueError(f"hidden and weight must be (..., tokens, E) and (vocabulary, E), got shapes {got}")
-    hidden, weight = _autocast(hidden), _autocast(weight)
-    if hidden.dtype != weight.dtype:
-        raise TypeError(f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")
-    if hidden.device != weight.device:
-        raise ValueError(f"hidden and weight must be on one device, got {hidden.device} and {weight.device}")
-    _check_labels(labels, hidden, weight.shape[0])
-    total = _LinearCrossEntropySum.apply(hidden.flatten(0, -2), weight, labels.flatten())
+    hidden, *weights = map(_autocast, (hidden, *weights))
+    for part in weights:
+        _check_weight(hidden, part)
+    _check_labels(labels, hidden, sum(map(len, weights)))
+    total = _LinearCrossEntropySum.apply(hidden.flatten(0, -2), labels.flatten(), *weights)
     return total, count_targets(labels)
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx, hidden: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
         wide = accumulator_dtype(hidden.dtype)
         lse = torch.full(labels.shape, -torch.inf, dtype=wide, device=hidden.device)
         target = torch.zeros_like(lse)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _cut(len(labels), _TILE_TOKENS):
-                for entries in _cut(len(weight), _TILE_ENTRIES):
-                    logits = hidden[rows] @ weight[entries].T
+                for part, entries, first in _tiles(weights):
+                    logits = hidden[rows] @ weights[part][entries].T
                     lse[rows] = torch.logaddexp(lse[rows], _logsumexp(logits))
-                    column, inside = _columns(labels[rows], entries)
+                    column, inside = _columns(labels[rows] - first, logits.shape[1])
                     target[rows] += logits.gather(1, column).squeeze(1).where(inside, 0.0)
-            ctx.save_for_backward(hidden, weight, labels, lse)
+            ctx.save_for_backward(hidden, labels, lse, *weights)
             return (lse - target).where(labels != IGNORE_INDEX, 0.0).sum()
 
     @staticmethod
     @not_compiled  # nor by compiled autograd
     @once_differentiable
     def backward(ctx, dtotal: Tensor):
-        hidden, weight, labels, lse = ctx.saved_tensors
+        hidden, labels, lse, *weights = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
             factor = dtotal.to(lse.dtype) * (labels != IGNORE_INDEX)
-            return *_gradients(hidden, weight, labels, lse, factor, ctx.needs_input_grad), None
+            wanted, _, *of_weights = ctx.needs_input_grad
+            dhidden, dweights = _gradients(hidden, weights, labels, lse, factor, (wanted, *of_weights))
+        return dhidden, None, *dweights
 
 
 def _gradients(
-    hidden: Tensor, weight: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, wanted: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """dhidden (N, E) and dweight (V, E), each if it is wanted; `factor` (N,) is the gradient of each token's loss."""
+    hidden: Tensor, weights: Sequence[Tensor], labels: Tensor, lse: Tensor, factor: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """dhidden (N, E) and dweights, each if it is wanted; `factor` (N,) is the gradient of each token's loss."""
     dhidden = torch.empty_like(hidden) if wanted[0] else None
-    dweight = torch.zeros_like(weight) if wanted[1] else None
+    dweights = [torch.zeros_like(x) if is_wanted else None for x, is_wanted in zip(weights, wanted[1:], strict=True)]
     for rows in _cut(len(labels), _TILE_TOKENS):
         total = torch.zeros_like(hidden[rows], dtype=lse.dtype)
-        for entries in _cut(len(weight), _TILE_ENTRIES):
-            logits, column = hidden[rows] @ weight[entries].T, labels[rows] - entries.start
-            dlogits = _logits_gradient(logits, lse[rows], column, factor[rows])
+        for part, entries, first in _tiles(weights):
+            weight, dweight = weights[part][entries], dweights[part]
+            dlogits = _logits_gradient(hidden[rows] @ weight.T, lse[rows], labels[rows] - first, factor[rows])
             if dhidden is not None:
-                total += dlogits @ weight[entries]
+                total += dlogits @ weight
             if dweight is not None:
                 dweight[entries] += dlogits.T @ hidden[rows]
         if dhidden is not None:
             dhidden[rows] = total
-    return dhidden, dweight
+    return dhidden, dweights
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,6 +134,16 @@ def _check_floats(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} is on meta, where tensors have no values")
 
 
+def _check_weight(hidden: Tensor, weight: Tensor) -> None:
+    if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        got = f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
+        raise ValueError(f"hidden and weight must be (..., tokens, E) and (vocabulary, E), got shapes {got}")
+    if hidden.dtype != weight.dtype:
+        raise TypeError(f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")
+    if hidden.device != weight.device:
+        raise ValueError(f"hidden and weight must be on one device, got {hidden.device} and {weight.device}")
+
+
 def _check_labels(labels: Tensor, rows: Tensor, vocabulary: int) -> None:
     """`rows` (..., any) has a row for each label."""
     check_tensor("labels", labels)
@@ -161,6 +171,15 @@ def _cut(count: int, width: int) -> Iterator[slice]:
     return (slice(start, min(start + width, count)) for start in range(0, count, width))
 
 
+def _tiles(weights: Sequence[Tensor]) -> Iterator[tuple[int, slice, int]]:
+    """Tiles of entries: which weight, which of its rows, and where the first of these is among those of all weights."""
+    before = 0
+    for part, weight in enumerate(weights):
+        for entries in _cut(len(weight), _TILE_ENTRIES):
+            yield part, entries, before + entries.start
+        before += len(weight)
+
+
 @fused_on_gpus
 def _logsumexp(logits: Tensor) -> Tensor:
     """Of a tile's rows: (N, V) to (N,), in the accumulator's dtype."""
@@ -175,7 +194,7 @@ def _logits_gradient(logits: Tensor, lse: Tensor, column: Tensor, factor: Tensor
     return probs.sub_(onehot.to(torch.uint8)).mul_(factor.unsqueeze(1)).to(logits.dtype)
 
 
-def _columns(labels: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-    """Where each label stands in a tile, (N, 1), anywhere in it if it is not there; and whether it is, (N,)."""
-    inside = (labels >= entries.start) & (labels < entries.stop)
-    return (labels - entries.start).where(inside, 0).unsqueeze(1), inside
+def _columns(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Columns (N,) of a tile as (N, 1), those outside anywhere in it; and whether they are inside, (N,)."""
+    inside = (column >= 0) & (column < width)
+    return column.where(inside, 0).unsqueeze(1), inside

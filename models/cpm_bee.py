@@ -20,10 +20,12 @@ from models.cpm_live.config import BeeConfig
 from models.cpm_live.layers import LiveModel, RowScores
 from models.cpm_live.scores import bee_scores
 
-__all__ = ["BeeConfig", "CPMBee", "bee_scores"]
+__all__ = ["BeeConfig", "CPMBee", "bee_scores", "check_subs"]
 
 _STEP = 16  # positions that a sub-id turns a token by
 _THETA = 10000.0
+_FP16_SUBS = 4095  # whose 16-fold is rounded to infinity
+_TURNED_AT_ONCE = 4096  # tokens
 
 
 class CPMBee(LiveModel):
@@ -53,7 +55,11 @@ class CPMBee(LiveModel):
         scores                `bee_scores` of the whole rows, for each
         layout                how the rows lie on the ranks, or one for each row; by default sp's
         cache, rows           for generation, see LiveModel.encoded
+
+        Raises as check_subs, for ext_subs on all ranks.
         """
+        for each in (ext_subs, subs):
+            check_subs(self.config, each)
         words = self.input_embedding.weight
         hidden = self.encoded(self.embedded(tokens, subs, words), scores, layout, cache, rows)
         extended = self._turned(F.embedding(ext_tokens, words), ext_subs)
@@ -64,8 +70,28 @@ class CPMBee(LiveModel):
         return self._turned(self.looked_up(tokens, words), subs)
 
     def _turned(self, x: Tensor, subs: Tensor) -> Tensor:
-        """x (..., E) turned by its sub-ids (...). Sines and cosines, twice the memory of x, are made again."""
-        return recomputed(_turned, x, subs, self.config.fp16_rotary)
+        """x (..., E) turned by its sub-ids (...).
+
+        Angles are fp64, with their sines and cosines many times the memory of x: they are made of some tokens at a
+        time, and again in the backward.
+        """
+        parts = zip(x.flatten(0, -2).split(_TURNED_AT_ONCE), subs.flatten().split(_TURNED_AT_ONCE), strict=True)
+        turned = [recomputed(_turned, part, its, self.config.fp16_rotary) for part, its in parts]
+        return torch.cat(turned).view(x.shape)
+
+
+def check_subs(config: BeeConfig, subs: Tensor) -> None:
+    """Raises ValueError for sub-ids (any shape) that fp16_rotary does not hold: their sines would be NaN.
+
+    On GPUs, where the host does not wait for it, that is a device-side assertion.
+    """
+    if not config.fp16_rotary:
+        return
+    fits, limit = (subs < _FP16_SUBS).all(), f"fp16_rotary holds sub-ids below {_FP16_SUBS}"
+    if subs.is_cuda:
+        torch._assert_async(fits, limit)
+    elif not fits:
+        raise ValueError(f"{limit}, got {int(subs.max())}: train with fp16_rotary false in the model's configuration")
 
 
 def _turned(x: Tensor, subs: Tensor, in_fp16: bool) -> Tensor:

@@ -10,16 +10,18 @@
 
 Written is the first of them that can say what a CPMConfig says: a Mistral without a window becomes a Llama. Rotary
 scalings are those of models/rope.py, under transformers 4's and 5's names. All else is refused by name: mixtures of
-experts, sparse attention (sparse_config), windows of other kinds, other rotary scalings, partial rotary positions.
+experts, sparse attention (sparse_config), windows of other kinds, other rotary scalings, partial rotary positions or
+none, MiniCPM's scalings in part, switched off (use_mup) or by another depth than the layers' (mup_denominator).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 from .config import CPMConfig
-from .rope import DynamicNTK, Linear, RopeScaling, Yarn
+from .rope import DynamicNTK, Linear, LongRope, RopeScaling, Yarn
 
 _SAME_NAME = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
 _RENAMED = {
@@ -39,6 +41,7 @@ _QWEN = ("qwen2", "qwen3")
 _WINDOWED = {"mistral": set(), "ministral": {"layer_types"}}  # models with windows: what says which layers have it
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OF_OTHERS = ("no_rope", "no_rope_layers", "use_qk_norm", "attn_logit_softcapping", "final_logit_softcapping")
 _SCALINGS = ("scale_emb", "scale_depth", "dim_model_base")
 _QWEN3_HEAD_DIM = 128  # where a Qwen3's config.json does not say it
 
@@ -63,6 +66,8 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     rope = _rope(hf)
     _refuse_others(hf, rope)
     required = {*_SAME_NAME, *_RENAMED.values()} - {"num_key_value_heads"}
+    if hf["model_type"] == "minicpm":
+        required |= {*_SCALINGS}  # MiniCPM's own code takes 1 for each, transformers' 12, 1.4 and 256
     if missing := sorted(required - hf.keys()):
         raise ValueError(f"config.json lacks {missing}")
     for name in {*_SAME_NAME, *_RENAMED.values(), "head_dim"} & hf.keys() - {"rms_norm_eps"}:
@@ -96,6 +101,7 @@ def _by_architecture(hf: dict[str, Any]) -> str | None:
 def _refuse_others(hf: dict[str, Any], rope: dict[str, Any]) -> None:
     """Raises ValueError for models that CPM does not compute."""
     kind = hf.get("model_type")
+    scales, layers = kind == "minicpm", hf.get("num_hidden_layers")
     unsupported = {
         "model_type": not isinstance(kind, str) or kind not in _ARCHITECTURES,
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
@@ -103,8 +109,10 @@ def _refuse_others(hf: dict[str, Any], rope: dict[str, Any]) -> None:
         "mlp_bias": bool(hf.get("mlp_bias")) and kind != "llama",
         "quantization_config": bool(hf.get("quantization_config")),
         "sparse_config": "sparse_config" in hf,
+        "use_mup": hf.get("use_mup", scales) != scales,
+        "mup_denominator": hf.get("mup_denominator", layers) != layers,
         "partial_rotary_factor": rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1)) != 1,
-    } | {name: bool(hf.get(name)) for name in _EXPERTS}
+    } | {name: bool(hf.get(name)) for name in (*_EXPERTS, *_OF_OTHERS)}
     if refused := [name for name, is_refused in unsupported.items() if is_refused]:
         values = {name: rope.get(name, hf.get(name)) for name in refused}
         raise ValueError(f"this is not a dense {', '.join(_ARCHITECTURES)} as CPM computes them: {values}")
@@ -227,8 +235,8 @@ def _without_mscale(said: dict[str, Any]) -> dict[str, Any]:
 def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any]:
     """config.json's content for `config`; `longest` is the number of tokens that a sequence should not exceed.
 
-    Raises ValueError for what no model there has: windows, biases or norms of q and k beside MiniCPM's scalings, and
-    biases or windows that do not go together.
+    Raises ValueError for what no model there has: windows, biases, norms of q and k or a LongRoPE with an
+    attention_factor of its own beside MiniCPM's scalings, and biases or windows that do not go together.
     """
     kind = _kind(config)
     hf: dict[str, Any] = {
@@ -266,6 +274,7 @@ def _kind(config: CPMConfig) -> str:
             raise ValueError(f"a MiniCPM with scalings has no window there, this one has {config.window}: fold them")
         if has:
             raise ValueError(f"a MiniCPM with scalings has none of {has} there: fold them")
+        _check_longrope(config.rope_scaling)
         return "minicpm"
     if config.qk_norm and biases in ([], ["qkv_bias", "o_bias"]):
         return "qwen3"
@@ -274,6 +283,17 @@ def _kind(config: CPMConfig) -> str:
     if not config.qk_norm and config.qkv_bias == config.o_bias and not (config.window and biases):
         return "llama" if not config.window else "ministral" if None in config.windows else "mistral"
     raise ValueError(f"no model there has {has}" + f" and a window of {config.window}" * bool(config.window))
+
+
+def _check_longrope(scaling: RopeScaling | None) -> None:
+    """Raises ValueError for an attention_factor that is not what MiniCPM's own code takes from the lengths."""
+    if isinstance(scaling, LongRope):
+        expected, scale = dataclasses.replace(scaling, attention_factor=None).attention_scale, scaling.attention_scale
+        if not math.isclose(expected, scale, rel_tol=1e-6):
+            raise ValueError(
+                f"the longrope of a MiniCPM with scalings has the attention_factor that follows from its factor there, "
+                f"{expected:.6g}, this one has {scale:.6g}: fold them"
+            )
 
 
 def _windows_to_hf(config: CPMConfig, kind: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ TASKS is JSON: the functions below to call, with their arguments. What they find
 GPUs BMTrain runs as it is, elsewhere see fake_cuda.py.
 """
 
+import copy
 import importlib.util
 import itertools
 import json
@@ -49,6 +50,14 @@ CONFIGS = {
 # to all scores, which has no gradient but for rounding.
 CALLS = {name: ("lengths", "documents of rows", "context") for name in CONFIGS if " " in name}
 CALLS["CPM3 segments"] = ("segments",)
+
+
+# What is wrong on a single rank, by name.
+ON_ONE = {
+    "cache on one": {"use_cache": True},
+    "pooler on one": {"output_pooler_output": True},
+    "unknown on one": {"more": 1},
+}
 
 
 def build(name: str, dtype: torch.dtype, **changes):
@@ -323,11 +332,16 @@ def refused(folder: Path) -> dict:
         found["cache"] = words(lambda: llama(part, use_cache=True))
         found["past"] = words(lambda: llama(part, past_key_values=past))
         found["pooler"] = words(lambda: bert(part, output_pooler_output=True))
+        for name, wrong in ON_ONE.items():
+            found[name] = words(lambda wrong=wrong: bert(part, **(wrong if sp.rank == 0 else {})))
+        found["dropout on one"] = words(lambda: dropping.train(sp.rank == 0)(part))
         found["layers"] = words(lambda: llama.encoder(llama.input_embedding(part), see_all))
     assert type(plain) is zoo.Llama
     assert all(type(part) is not model_center._Attention for part in [*of_layers.modules(), *plain.modules()])
     assert all(p.equal(w) for p, w in zip((p.data for p in plain.parameters()), weights, strict=True))
     plain(tokens, length=torch.tensor([TOKENS, TOKENS], device=DEVICE))
+    found["copied"] = words(lambda: copy.deepcopy(llama))
+    found["pickled"] = words(lambda: torch.save(llama, folder / "never.pt"))
     return {"errors": found, "still works": words(lambda: llama(part, length=length))}
 
 
@@ -388,6 +402,9 @@ def rotary(folder: Path) -> dict:
                 found[f"{name} {dtype}"] = relative_error(model(sp.shard(few)).last_hidden_state, sp.shard(whole))
             if dtype == torch.half:
                 found[f"{name} refused"] = words(lambda model=model: model(sp.shard(tokens)))
+            elif name == "Llama":  # whose frequencies have a dtype of their own
+                model._exact_rotary, model.position_bias.inv_freq = False, model.position_bias.inv_freq.half()
+                found["frequencies"] = words(lambda model=model: model(sp.shard(tokens)))
         angles = model._exact_tables(torch.tensor([1, 66000]), torch.float32)
         found[f"{name} exact"] = [x[:, 0].tolist() for x in angles]
     return found

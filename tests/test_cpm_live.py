@@ -6,9 +6,11 @@ import json
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmt_burst.scores
 from bmt_burst import Layout, Mask, SequenceParallel, simulate
+from models import cpm_bee
 from models.blocks import Saving
 from models.cpm_ant import AntConfig, CPMAnt, ant_scores
 from models.cpm_bee import BeeConfig, CPMBee, bee_scores
@@ -23,6 +25,20 @@ LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
 # fp32 rounds to 6e-8: a few hundred operations one after the other, which the golden values have made in another order.
 # Those themselves are 1.6e-6 off what fp64 gives; a residual divisor of 1 instead of 1.05 moves logits by 7e-2.
 FP32 = 1e-5
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many entries the largest tensor of a dtype has that is made within it."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype, self.entries = dtype, 0
+
+    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == self.dtype:
+            self.entries = max(self.entries, made.numel())
+        return made
 
 
 def mean_loss(model, case: Golden, scores=None):
@@ -174,6 +190,43 @@ def test_a_rotation_in_fp16_is_that_of_cpm_lives_fp16_weights():
     expected = case.tensors["mid.embed_f16"]
     unit = 2.0 ** (expected.abs().max().log2().floor() - 10)  # of the last place of the largest
     assert (found - expected).abs().max() <= unit
+
+
+def test_sub_ids_that_fp16_does_not_hold_are_refused():
+    """The last one that it holds has a rotation; those beyond would be NaN. Exact rotations hold any."""
+    case = golden("bee")
+    tokens, subs, ext_tokens, ext_subs = case.arguments(ALONE, 0)
+    for in_fp16 in (True, False):
+        model = case.model(config=dataclasses.replace(case.config, fp16_rotary=in_fp16))
+        assert model(tokens, subs, ext_tokens, ext_subs.clamp(min=4094), case.scores()).isfinite().all()
+    assert model(tokens, subs + 4095, ext_tokens, ext_subs + 4095, case.scores()).isfinite().all()
+    model = case.model(config=dataclasses.replace(case.config, fp16_rotary=True))
+    for wrong in ((subs, ext_subs.clamp(min=4095)), (subs.clamp(min=4095), ext_subs)):
+        with pytest.raises(ValueError, match="fp16_rotary holds sub-ids below 4095, got 4095: train with fp16_rotary"):
+            model(tokens, wrong[0], ext_tokens, wrong[1], case.scores())
+
+
+def test_released_bees_rotate_in_fp16():
+    """As CPM-Live's files say with `half`."""
+    assert [PRESETS[f"cpm-bee-{size}"].fp16_rotary for size in ("tiny", "3b", "10b")] == [False, True, True]
+    assert BeeConfig.from_dict(CPM_LIVES).fp16_rotary
+    assert not BeeConfig.from_dict(CPM_LIVES | {"half": False}).fp16_rotary
+    assert not BeeConfig.from_dict(CPM_LIVES | {"fp16_rotary": False}).fp16_rotary
+    assert not BeeConfig.from_dict({}).fp16_rotary
+
+
+def test_rotations_need_little_memory(monkeypatch):
+    """Angles are fp64, and only of so many tokens at a time; results are the same bits."""
+    found, most = {}, {}
+    for at_once in (10**6, 8):
+        monkeypatch.setattr(cpm_bee, "_TURNED_AT_ONCE", at_once)
+        model, case = golden("bee").model(), golden("bee")
+        with Largest(torch.float64) as largest:
+            turned = model.embedded(case.input["input"], case.input["input_sub"], model.input_embedding.weight)
+            turned.square().sum().backward()
+        found[at_once], most[at_once] = [turned.detach(), model.input_embedding.weight.grad], largest.entries
+    assert all(a.equal(b) for a, b in zip(*found.values(), strict=True))
+    assert most == {10**6: 2 * 96 * 32, 8: 8 * 32}
 
 
 def test_rotations_in_fp16_and_exact_ones_part_far_out():

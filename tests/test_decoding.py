@@ -7,6 +7,7 @@ import torch
 from transformers import CpmAntConfig, CpmAntForCausalLM
 
 from bmt_burst import SequenceParallel, simulate
+from models.config import PRESETS
 from models.cpm_ant import ant_scores
 from tests.helpers import relative_error
 from tests.live import Golden, bee_instance, golden
@@ -111,6 +112,19 @@ def test_what_cannot_be_continued_is_refused():
 
     with pytest.raises(ValueError, match="a KVCache holds one rank's tokens, sp has 2 ranks"):
         simulate(2, work)
+
+
+@pytest.mark.parametrize("tokens", [2**40, 2**60])
+def test_more_tokens_than_memory_are_refused(tokens):
+    """Than a machine has, and than an address says."""
+    case, (row, _), ant = golden("bee"), bee_instance(), golden("ant")
+    for decode in (
+        lambda: BeeDecoder(case.model(), row, tokens),
+        lambda: AntDecoder(ant.model(), *ant_row(ant), tokens),
+        lambda: Cache(PRESETS["cpm-tiny"], tokens, torch.zeros(1)),
+    ):
+        with pytest.raises(ValueError, match=f"no memory for the keys and values of {tokens} tokens"):
+            decode()
 
 
 def hugging_faces(case: Golden) -> CpmAntForCausalLM:

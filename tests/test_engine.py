@@ -73,14 +73,20 @@ def test_engine_equals_torch(size):
             assert torch.allclose(got, value.detach().flatten(), rtol=1e-4, atol=1e-7), (kind, name)
 
 
-def live_errors(rank: int, name: str) -> tuple[float, dict[str, float]]:
-    """The loss of a CPM-Live model over all ranks and the errors of its gradients, against the golden values."""
+def live_engine(rank: int, name: str) -> TorchEngine:
+    """Of a CPM-Live model with the golden weights, over all ranks."""
     case, size = golden(name), dist.get_world_size()
     sp = SequenceParallel(rank, size, process_group=dist.group.WORLD)
     engine = TorchEngine(lambda: (CPMBee if name == "bee" else CPMAnt)(case.config, sp), device=CPU)
     weights = {f"weight/{key}": x.flatten() for key, x in case.all("param").items()}
     moments = torch.zeros(10**5)
     engine.load(lambda key, s: weights.get(key, moments)[s.start : s.start + len(s.flat)], optimizer_steps=0)
+    return engine
+
+
+def live_errors(rank: int, name: str) -> tuple[float, dict[str, float]]:
+    """The loss of a CPM-Live model over all ranks and the errors of its gradients, against the golden values."""
+    case, size, engine = golden(name), dist.get_world_size(), live_engine(rank, name)
     layouts = case.layouts("zigzag", size)
     labels = shard_rows(case.input["target"], layouts, rank)
     loss, count = engine.model(*case.arguments(layouts, rank), case.scores(), labels)
@@ -97,6 +103,35 @@ def test_cpm_lives_models_equal_the_golden_values(name):
         assert abs(loss - float(golden(name).tensors["loss"])) < 5e-6
         assert errors.keys() == golden(name).all("param").keys()
         assert max(errors.values()) < 1e-5
+
+
+def shortened(name: str, tokens: int) -> dict[str, torch.Tensor]:
+    """The golden rows, of which what comes after some tokens is padding, which sees nothing; its targets stay."""
+    fields = golden(name).input
+    return fields | {"length": fields["length"].clamp(max=tokens)}
+
+
+def shortened_norm(rank: int, name: str, tokens: int) -> float:
+    """The norm of the gradients, where each of two ranks has a half of the rows."""
+    case, engine, fields = golden(name), live_engine(rank, name), shortened(name, tokens)
+    layouts = case.layouts("contiguous", 2)
+    labels = shard_rows(fields["target"], layouts, rank)
+    loss, _ = engine.model(*case.arguments(layouts, rank, fields), case.scores(fields), labels, layouts)
+    engine.backward(loss)
+    return engine.step(0.1, 1.0)
+
+
+@pytest.mark.parametrize("name", ["bee", "ant"])
+@pytest.mark.parametrize("tokens", [0, 40])
+def test_ranks_whose_tokens_see_nothing_have_gradients(name, tokens):
+    """The second rank's tokens, or all: of projections and the bias's table they are 0, and of no parameter missing."""
+    case, fields, model = golden(name), shortened(name, tokens), golden(name).model()
+    loss, _ = model(*case.arguments(case.layouts("zigzag", 1), 0, fields), case.scores(fields), fields["target"])
+    loss.backward()
+    table = model.position_bias.relative_attention_bias.grad
+    assert bool(table.any()) == (tokens > 0)
+    expected = math.sqrt(square_sum([p.grad for p in model.parameters()]))
+    assert run_ranks(2, shortened_norm, name, tokens) == [pytest.approx(expected, rel=1e-5)] * 2
 
 
 def test_checkpoints_keep_the_random_state(tmp_path):

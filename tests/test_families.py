@@ -198,6 +198,26 @@ def test_minicpm4_folds_into_a_llama_with_the_same_logits(tmp_path):
         assert error(read(tokens, torch.arange(length)), llama(tokens).logits.detach()) < CLOSE
 
 
+def test_what_minicpm4_says_beside_its_scalings_changes_nothing():
+    """Its denominator is the number of layers; others are switched off."""
+    hf = config_to_hf(SMALL)
+    said = {"use_mup": True, "mup_denominator": SMALL.num_layers, "no_rope": False, "sparse_config": None}
+    assert config_from_hf(hf | said) == config_from_hf(hf)
+
+
+def test_minicpms_longrope_has_no_attention_factor_of_its_own():
+    """MiniCPM's own code would not read it; a Llama's is read."""
+    own, same = (
+        dataclasses.replace(MINICPM4, rope_scaling=dataclasses.replace(MINICPM4.rope_scaling, attention_factor=factor))
+        for factor in (1.3, MINICPM4.rope_scaling.attention_scale)
+    )
+    with pytest.raises(ValueError, match=r"attention_factor that follows from its factor there, 1\.22474, this one"):
+        config_to_hf(own)
+    assert config_to_hf(same)["model_type"] == "minicpm"
+    plain = dataclasses.replace(own, scale_emb=1.0, scale_depth=None, dim_model_base=None)
+    assert config_from_hf(config_to_hf(plain)).rope_scaling == own.rope_scaling
+
+
 def test_a_config_that_does_not_say_its_model_type_is_known_by_its_architecture():
     hf = config_to_hf(SMALL)
     del hf["model_type"]
@@ -311,6 +331,13 @@ def test_ranks_tell_each_other_the_longest():
         ("llama", {"model_type": "minicpm3"}, "'model_type': 'minicpm3'"),
         ("llama", {"model_type": "minicpm", "num_experts": 8}, "'num_experts': 8"),
         ("llama", {"model_type": "minicpm", "sparse_config": {"kernel_size": 32}}, "sparse_config"),
+        ("llama", {"model_type": "minicpm", "use_mup": False}, "'use_mup': False"),
+        ("llama", {"use_mup": True}, "'use_mup': True"),
+        ("llama", {"model_type": "minicpm", "mup_denominator": 40}, "'mup_denominator': 40"),
+        ("llama", {"model_type": "minicpm", "no_rope": True}, "'no_rope': True"),
+        ("llama", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping': 30.0"),
+        ("llama", {"model_type": "minicpm"}, r"lacks \['dim_model_base', 'scale_depth', 'scale_emb'\]"),
+        ("llama", {"model_type": "minicpm", "scale_depth": 1.4, "scale_emb": 12}, r"lacks \['dim_model_base'\]"),
         ("qwen2", {"mlp_bias": True}, "mlp_bias"),
         ("mistral", {"attention_bias": True}, "attention_bias"),
         ("llama", {"attention_bias": "yes"}, "qkv_bias must be bool, got 'yes'"),

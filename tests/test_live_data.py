@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel
+from bmt_burst.call import stacked_scores
 from models.cpm_live import scores as live_scores
 from models.cpm_live.config import PRESETS
 from models.cpm_live.scores import bee_scores
@@ -815,6 +816,16 @@ def test_a_run_goes_on_with_batches_of_another_size(bee_folder, monkeypatch, siz
     assert read == [*range(8, 8 + (steps - 2) * size)]
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_what_tokens_see_is_planned_when_rows_are_read(bee_folder, monkeypatch, size):
+    """As attention takes several rows: as one sequence."""
+    [*found] = dealer(monkeypatch, bee_folder, micro_batch_size=size).of_step(bee_rows(bee_folder), 0)
+    for batch in found:
+        planned = vars(batch.scores[0] if size == 1 else stacked_scores(batch.scores))
+        assert len(set(batch.scores)) == size
+        assert {"terms", "digest"} <= planned.keys()
+
+
 def test_evaluation_reads_rows_as_they_are_and_fills_up_with_ones_without_targets(ant_folder, monkeypatch):
     data = AntRows(InstanceFile(ant_folder / "train", "cpm-ant"), PRESETS["cpm-ant-tiny"], 160, 0)
     batches = dealer(monkeypatch, ant_folder, micro_batch_size=4, eval_sequences=3)
@@ -829,6 +840,16 @@ def test_a_batch_without_sub_ids_has_a_placeholder(golden_words, monkeypatch, be
     row = bee_row(BEE, [bee_instance(golden_words, {"<ans>": written(20)})[0]], 20, EOS)
     batch = dealer(monkeypatch, bee_folder, seq_len=20)._made([row])
     assert [x.tolist() for x in batch.inputs[2:]] == [[0], [1]]
+
+
+def test_sub_ids_that_a_model_does_not_hold_are_refused_when_they_are_read(golden_words, monkeypatch, bee_folder):
+    row = bee_row(BEE, [bee_instance(golden_words, {"<ans>": written(20)})[0]], 20, EOS)
+    row.fields["input_sub"][3] = 4095
+    batches = dealer(monkeypatch, bee_folder, seq_len=20)
+    assert 4095 in batches._made([row]).inputs[3]
+    batches._model = changed(batches._model, fp16_rotary=True)
+    with pytest.raises(ValueError, match="fp16_rotary holds sub-ids below 4095, got 4095"):
+        batches._made([row])
 
 
 # Models

@@ -23,6 +23,17 @@ def test_loss_is_a_sum_and_a_count():
     assert not torch.autograd.grad(nothing, logits)[0].any()
 
 
+class Largest(TorchDispatchMode):
+    entries = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.entries = max(self.entries, x.numel())
+        return result
+
+
 def plain(hidden, weight, labels):
     return cross_entropy_sum(F.linear(hidden, weight), labels)
 
@@ -54,6 +65,29 @@ def test_tiled_equals_plain(monkeypatch, dtype, bound, tokens, vocabulary, tile)
         assert torch.allclose(mine.double(), expected.double(), rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+def test_weights_in_parts_are_as_one(monkeypatch, frozen):
+    """To the bits where tiles end alike, and no part is copied: nothing is as large as all of them."""
+    monkeypatch.setattr(loss, "_TILE_TOKENS", 8)
+    monkeypatch.setattr(loss, "_TILE_ENTRIES", 8)
+    hidden, weight, labels = case(7, 43, torch.float32, size=64)
+    labels[0, 1] = 42
+    total, count, dhidden, dweight = results(linear_cross_entropy_sum, hidden, weight, labels)
+    parts = [x.detach().requires_grad_(i != frozen) for i, x in enumerate(weight.split([40, 3]))]
+    with Largest() as largest:
+        found, found_count = linear_cross_entropy_sum(hidden, parts, labels)
+        (found * 0.37).backward()
+    assert largest.entries < weight.numel()
+    assert (found, found_count) == (total, count)
+    assert hidden.grad.equal(dhidden)
+    for i, (part, expected) in enumerate(zip(parts, dweight.split([40, 3]), strict=True)):
+        assert part.grad is None if i == frozen else part.grad.equal(expected)
+    with pytest.raises(TypeError, match="hidden and weight must have one dtype"):
+        linear_cross_entropy_sum(hidden, [parts[0], parts[1].double()], labels)
+    with pytest.raises(ValueError, match="is not in a vocabulary of 40"):
+        linear_cross_entropy_sum(hidden, parts[:1], labels)
+
+
 def test_tiled_gradients_by_finite_differences(monkeypatch):
     monkeypatch.setattr(loss, "_TILE_TOKENS", 3)
     monkeypatch.setattr(loss, "_TILE_ENTRIES", 4)
@@ -70,16 +104,6 @@ def test_a_shard_without_targets_adds_nothing():
 
 
 def test_logits_are_never_whole(monkeypatch):
-    class Largest(TorchDispatchMode):
-        entries = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            for x in result if isinstance(result, (tuple, list)) else [result]:
-                if isinstance(x, torch.Tensor):
-                    self.entries = max(self.entries, x.numel())
-            return result
-
     monkeypatch.setattr(loss, "_TILE_TOKENS", 8)
     monkeypatch.setattr(loss, "_TILE_ENTRIES", 16)
     tensors = case(40, 160, torch.float32)

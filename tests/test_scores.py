@@ -219,6 +219,23 @@ def test_rows_of_minus_infinity_count_for_nothing(flash, monkeypatch):
         assert torch.allclose(mine, exact)
 
 
+@pytest.mark.parametrize("long", [1, 100])
+@pytest.mark.parametrize("flash", ["cpu", "reference"])
+def test_who_sees_rows_of_minus_infinity_alone_has_no_lse_and_no_gradient(flash, long, monkeypatch):
+    """Whether they are an area or not; what out is then is not said."""
+    monkeypatch.setattr(scores, "_LONG", long)
+    group, nothing = integers([0] * 6 + [1] * 6), integers([0] * 12)
+    mask = Mask(12, (Slice((0, 6), (6, 12)),))
+    added = Scores(mask, group, nothing, nothing, integers([BY_DISTANCE]), integers([0, 1, 2]), OTHER)
+    bias = torch.zeros(4, 2)
+    bias[OTHER, 0] = -math.inf
+    tensors = random_qkv(1, 12, 2, 2, 8, torch.float32)
+    _, lse, dq, dk, dv, dbias = ring_results(Layout.zigzag(12, 2), tensors, SCALE, scores=added, bias=bias, flash=flash)
+    assert lse.isfinite().sum((0, 2)).tolist() == [0, 6]
+    assert all(x.isnan().any(-1).sum((0, 1)).tolist() == [6, 0] for x in (dq, dk, dv))
+    assert dbias[OTHER].isnan().tolist() == [True, False]
+
+
 def test_ranks_must_have_one_kernel_for_biases(monkeypatch):
     """Which they find by what is installed, whatever `flash` says."""
     monkeypatch.setattr(call, "pick_biased", lambda kernel, q, *_: load("cpu" if q.sum() else "reference"))

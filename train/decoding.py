@@ -26,11 +26,17 @@ from models.cpm_live.layers import LiveModel
 
 
 class Cache:
-    """Keys and values of all layers for up to `limit` tokens: implements bmt_burst.nn.KVCache."""
+    """Keys and values of all layers for up to `limit` tokens: implements bmt_burst.nn.KVCache.
+
+    Raises ValueError if there is no memory for so many.
+    """
 
     def __init__(self, config: CPMConfig | LiveConfig, limit: int, like: Tensor):
         shape = (config.num_layers, 1, limit, config.num_kv_heads, config.head_dim)
-        self._k, self._v = like.new_empty(shape), like.new_empty(shape)
+        try:
+            self._k, self._v = like.new_empty(shape), like.new_empty(shape)
+        except RuntimeError as error:
+            raise ValueError(f"no memory for the keys and values of {limit} tokens") from error
         self._filled = [0] * config.num_layers
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +105,7 @@ class BeeDecoder:
 
     A row's answers come last, one after the other, wherever their segments are in the tree: by distance there are only
     pairs of one segment. A token of `logits` beyond the vocabulary is one of the extended table. Raises ValueError for
-    a wrong row, for one that is full, and for an answer that was not begun.
+    a wrong row, for one that is full, for a limit beyond memory, and for an answer that was not begun.
     """
 
     @torch.inference_mode()
@@ -158,7 +164,7 @@ class AntDecoder:
     segments  (S,): the types of their segments; what is added is of the last one's
     limit     tokens that the row may have in the end, S among them
 
-    Both on the CPU. Raises ValueError for types that are none, and for a row that is full.
+    Both on the CPU. Raises ValueError for types that are none, for a row that is full, and for a limit beyond memory.
     """
 
     @torch.inference_mode()

@@ -68,10 +68,7 @@ def generate(
     device = model.norm.weight.device
     choose = sampler(device, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eos_id]
-    try:
-        cache = Cache(model.config, len(ids) + tokens, model.norm.weight)
-    except RuntimeError as error:
-        raise ValueError(f"no memory for the keys and values of {len(ids) + tokens} tokens") from error
+    cache = Cache(model.config, len(ids) + tokens, model.norm.weight)
     fresh = ids
     for _ in range(tokens):
         positions = torch.arange(len(ids) - len(fresh), len(ids), device=device)

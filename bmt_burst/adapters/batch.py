@@ -142,10 +142,11 @@ class Batch:
         return [everything if mask is None else mask for mask in masks]
 
 
-def agree(sp: SequenceParallel, doing: str, given: Given) -> Batch:
+def agree(sp: SequenceParallel, doing: str, given: Callable[[], Given]) -> Batch:
     """The batch of which each rank gives its part; every rank of `sp` must call it.
 
     doing  what the ranks are about to do, for errors
+    given  makes this rank's part, or raises what is wrong with it
 
     Raises, on every rank, ValueError or TypeError for arguments that are wrong on any rank or differ between ranks.
     """
@@ -153,7 +154,7 @@ def agree(sp: SequenceParallel, doing: str, given: Given) -> Batch:
 
     def terms() -> dict[str, Any]:
         nonlocal call
-        call = _Call(sp, given)
+        call = _Call(sp, given())
         return call.terms
 
     said = tell(make_rings(sp.process_group, sp.double_group), doing, terms)

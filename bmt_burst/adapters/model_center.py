@@ -8,9 +8,10 @@
 Llama, GPT2, GPTj, OPT, CPM1 and CPM3, which are causal, Bert and Roberta, which are not, and subclasses that leave
 their forward as it is. Other models are refused, with the reason.
 
-Parameters, their names and checkpoints stay as they are, and so does the checkpointing of layers. What changes is the
-model's forward: it makes no mask of S x S, positions are those of the whole sequence, and attention goes over the ranks
-of `sp`. It takes what it took, and two arguments more:
+Parameters, their names and checkpoints stay as they are, and so does the checkpointing of layers. An enabled model is
+not pickled: its weights are what bmtrain.save writes. What changes is the model's forward: it makes no mask of S x S,
+positions are those of the whole sequence, and attention goes over the ranks of `sp`. It takes what it took, and two
+arguments more:
 
     input_ids, inputs_embeds, position_ids, token_type_ids, attention_mask
             (B, S_local, ...), this rank's part, as sp.shard cuts it
@@ -21,7 +22,12 @@ of `sp`. It takes what it took, and two arguments more:
             positions begin anew in each of its documents
     layout  how the sequences of this call lie on the ranks, if not as sp says; or one for each row
 
-Without length, attention_mask and mask there is no padding. What comes back is of this rank's tokens.
+Without length, attention_mask and mask there is no padding. What comes back is of this rank's tokens. So its loss is a
+share: the sum over its targets, which one rank has more of than another, divided by how many there are on all ranks of
+the batch, never a mean over its own. BMTrain's OptimManager averages over ranks, so that is times their number:
+
+    total, count = cross_entropy_sum(logits, labels)  # of bmt_burst.loss; labels = sp.shard(shift_labels(input_ids))
+    manager.backward(bmt.world_size() * total / bmt.distributed.all_reduce(count, "sum"))
 
 CPM1 and CPM3 add learned numbers to their scores, by the distance of tokens in the sequence. So their position_ids,
 (B, S_local) or (S_local,), must count on between tokens that see each other.
@@ -36,14 +42,14 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import model_center.model as zoo
 import torch
 from model_center.layer import Attention, SegmentPositionEmbedding
 from torch import Tensor, nn
 
-from ..attention import burst_attn_func
+from ..attention import burst_attn_func, refuse_call
 from ..groups import SequenceParallel
 from ..mask import Mask
 from ..nn import Layouts, Masks, apply_rope, rope_tables
@@ -131,10 +137,11 @@ class _Attention(Attention):
                 )
             return super().forward(query, key_value, attention_mask, position_bias, use_cache, past_key_value)
         if self.training and self.attention_dropout is not None and self.attention_dropout.p:
-            raise ValueError(
+            error = ValueError(
                 f"attention over ranks cannot drop probabilities, and dropout_p is {self.attention_dropout.p}: build "
                 "the model with dropout_p=0, or call its eval()"
             )
+            refuse_call(error, self._sp.process_group, self._sp.double_group)
         projected = self.project_q(query), self.project_k(key_value), self.project_v(key_value)
         q, k, v = (x.unflatten(-1, (-1, self.dim_head)) for x in projected)
         if self.pos_bias_type == "rotary":
@@ -166,24 +173,34 @@ class _Model:
 
     def forward(self, *args: Any, mask: Masks | None = None, layout: Layouts | None = None, **named: Any) -> Any:
         """The model's own forward, of this rank's tokens; see the module."""
-        given = _bound(super().forward, args, named)
-        if (given["use_cache"] or given["past_key_values"] is not None) and self._sp.size == 1:
+        own, given = super().forward, {}
+        if self._sp.size == 1 and _generates(_bound(own, args, named)):
             if mask is not None or layout is not None:
                 raise ValueError("mask and layout do not go with use_cache and past_key_values")
-            return super().forward(*args, **named)
-        self._check(given)
-        tensors = {name: given[name] for name in self.of_tokens if name in given}
-        masking = {"length": given["length"], "attention_mask": given["attention_mask"], "mask": mask, "layout": layout}
-        part = Given(tensors, **masking, **self._marks(given))
+            return own(*args, **named)
+
+        def part() -> Given:
+            given.update(_bound(own, args, named))
+            self._check(given)
+            tensors = {name: given[name] for name in self.of_tokens if name in given}
+            padding = {name: given[name] for name in ("length", "attention_mask")}
+            return Given(tensors, **padding, mask=mask, layout=layout, **self._marks(given))
+
         batch = agree(self._sp, f"the forward of a {type(self).__name__}", part)
         hidden = self._embed(given, batch)
         options = self._options | self._sp.groups | self._masking(batch, hidden.device)
         sight = _Sight(options, self._rotation(batch, hidden))
         return self._output(given, getattr(self, self.layers)(hidden, sight, self._table(hidden.device)))
 
+    def __reduce_ex__(self, _protocol: int) -> NoReturn:
+        raise TypeError(
+            f"an enabled {type(self).__name__} is neither copied nor pickled, as torch.save would: save its weights, "
+            "with bmtrain.save, and load them into a model that is enabled then"
+        )
+
     def _check(self, given: dict[str, Any]) -> None:
         """Raises ValueError for what only a whole sequence has."""
-        if given["use_cache"] or given["past_key_values"] is not None:
+        if _generates(given):
             raise ValueError(
                 f"use_cache and past_key_values are of whole sequences, and these are cut over {self._sp.size} ranks: "
                 "generate with a model that is not enabled, or is for one rank"
@@ -234,15 +251,19 @@ class _Rotary(_Model):
 
     def _rotation(self, batch: Batch, hidden: Tensor) -> Callable[[Tensor], Tensor]:
         whole = [row.positions() for row in batch.rows]
-        last, largest = max(int(x.max()) for x in whole), torch.finfo(hidden.dtype).max
-        if last > largest and not self._exact_rotary:
+        last, dtype = max(int(x.max()) for x in whole), self._angle_dtype(hidden)
+        if last > torch.finfo(dtype).max and not self._exact_rotary:
             raise ValueError(
-                f"position {last} is infinite in {hidden.dtype}, in which ModelCenter forms the angles of rotary "
-                "embeddings: enable the model with exact_rotary=True"
+                f"position {last} is infinite in {dtype}, in which ModelCenter forms the angles of rotary embeddings: "
+                "enable the model with exact_rotary=True"
             )
         tables = self._exact_tables if self._exact_rotary else self._tables
-        cos, sin = tables(batch.cut(whole).to(hidden.device), hidden.dtype)
+        cos, sin = tables(batch.cut(whole).to(hidden.device), dtype)
         return lambda x: self._rotate(x, cos, sin)
+
+    def _angle_dtype(self, hidden: Tensor) -> torch.dtype:
+        """In which ModelCenter forms angles."""
+        return hidden.dtype
 
 
 class _Llama(_Rotary):
@@ -251,10 +272,12 @@ class _Llama(_Rotary):
     padding_sees = False
     _rotate = staticmethod(apply_rope)
 
-    def _tables(self, positions: Tensor, _dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        frequencies = self.position_bias.inv_freq
-        scaled = positions.to(frequencies.dtype) * self.position_bias.distance_scale
-        angles = scaled.unsqueeze(-1) * frequencies.to(positions.device)
+    def _angle_dtype(self, _hidden: Tensor) -> torch.dtype:
+        return self.position_bias.inv_freq.dtype
+
+    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        scaled = positions.to(dtype) * self.position_bias.distance_scale
+        angles = scaled.unsqueeze(-1) * self.position_bias.inv_freq.to(positions.device)
         return angles.cos().float(), angles.sin().float()
 
     def _exact_tables(self, positions: Tensor, _dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -539,6 +562,10 @@ def _check_layer(layer: Attention, family: type[_Model]) -> None:
 @functools.cache
 def _enabled(cls: type[nn.Module], family: type[_Model]) -> type[nn.Module]:
     return type(cls.__name__, (family, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _generates(given: dict[str, Any]) -> bool:
+    return bool(given["use_cache"]) or given["past_key_values"] is not None
 
 
 def _bound(function: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from models.config import check_fields, check_size
 
 MaskModules = tuple[tuple[bool, bool], ...]
 
-# Of CPM-Live's own fields those that say nothing about the model here: the engine has the dtype.
+# Of CPM-Live's own fields those that are none here: the engine has the dtype.
 _NOT_OURS = ("dropout_p", "half")
 
 
@@ -136,7 +136,11 @@ class BeeConfig(LiveConfig):
 
     position_bias_num_segment_buckets  rows of the bias table for pairs of different segments
     fp16_rotary                        the rotation by sub-ids has its frequencies, angles, sines and cosines rounded to
-                                       fp16, as CPM-Live's fp16 models have; else they are exact
+                                       fp16, which holds sub-ids below 4095; else they are exact
+
+    CPM-Live rounds so in a model that is `half`: both released ones, cpm-bee-3b and cpm-bee-10b, were trained with it,
+    and their presets and files have it. An angle is off by 0.004 at sub-id 1, by 0.25 at 64, by 1 at 256: new training
+    is better without, and with sub-ids from 4095 on has to be.
     """
 
     model_type: ClassVar[str] = "cpm-bee"
@@ -148,6 +152,12 @@ class BeeConfig(LiveConfig):
         super().__post_init__()
         if self.dim_model % 2:
             raise ValueError(f"dim_model must be even, its halves are rotated by sub-ids; got {self.dim_model}")
+
+    @classmethod
+    def _accepted(cls, values: dict[str, Any], known: set[str]) -> dict[str, Any]:
+        """CPM-Live's `half` says in what the rotation is formed, too."""
+        rotary = {"fp16_rotary": values["half"]} if "half" in values else {}
+        return super()._accepted(rotary | values, known)
 
     @property
     def num_bias_rows(self) -> int:
@@ -195,14 +205,16 @@ def _mask_modules(value: Any, num_layers: int) -> MaskModules:
 
 _TINY = {"vocab_size": 320, "dim_model": 128, "num_heads": 4, "dim_head": 32, "dim_ff": 384, "num_layers": 4}
 _TINY |= {"position_bias_num_buckets": 64, "position_bias_max_distance": 512}
+_BEE_3B = {"dim_model": 2560, "num_heads": 32, "dim_head": 80, "dim_ff": 3072, "num_layers": 32}
 _BIG = {"dim_model": 4096, "num_heads": 32, "dim_head": 128, "dim_ff": 10240, "num_layers": 48}
 # fmt: off
 PRESETS: dict[str, LiveConfig] = {
     # A laptop's: bytes as tokens.
     "cpm-bee-tiny": BeeConfig(**_TINY, position_bias_num_segment_buckets=64),
     "cpm-ant-tiny": AntConfig(**_TINY, prompt_types=4, prompt_length=8, segment_types=4),
-    "cpm-bee-3b": BeeConfig(vocab_size=86580, dim_model=2560, num_heads=32, dim_head=80, dim_ff=3072, num_layers=32),
-    "cpm-bee-10b": BeeConfig(vocab_size=86583, **_BIG),
+    # As released, with what their weights were trained with.
+    "cpm-bee-3b": BeeConfig(vocab_size=86580, **_BEE_3B, fp16_rotary=True),
+    "cpm-bee-10b": BeeConfig(vocab_size=86583, **_BIG, fp16_rotary=True),
     "cpm-ant-10b": AntConfig(vocab_size=30720, **_BIG),
 }
 # fmt: on

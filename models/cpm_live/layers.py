@@ -267,12 +267,12 @@ class LiveModel(nn.Module):
         """Logits of `words` (any, E), one part after the other, or with `labels` (B, S), which count in this order, the
         sum of token losses (fp32) and the number of targets.
 
-        Each word's logit is hidden . word / sqrt(E). Whole logits are never made with labels.
+        Each word's logit is hidden . word / sqrt(E). With labels whole logits are never made, nor are the parts copied.
         """
         hidden = hidden / math.sqrt(self.config.dim_model)
         if labels is None:
             return torch.cat([F.linear(hidden, part) for part in words], -1)
-        return linear_cross_entropy_sum(hidden, words[0] if len(words) == 1 else torch.cat(words), labels.long())
+        return linear_cross_entropy_sum(hidden, words, labels.long())
 
     def init_parameter(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         """Fills the whole parameter called `name`, in place, with its starting values."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel
+from bmt_burst.call import stacked_scores
+from models.cpm_bee import check_subs
 from models.cpm_live.config import LiveConfig
 from train.batches import Dealer
 from train.cpm_live.instances import MOST_SUBS
@@ -93,11 +95,12 @@ class LiveBatches(Dealer):
         return self._made([_blank(data.read(0)) if i is None else data.read(i) for i in indices]).to(self.device)
 
     def _made(self, rows: Sequence[Row]) -> LiveMicroBatch:
-        layouts, labels = [self._layout(row) for row in rows], self._labels(rows)
+        layouts = [self._layout(row) for row in rows]
+        inputs, labels = self._inputs(rows, layouts)
         return LiveMicroBatch(
-            self._inputs(rows, layouts),
+            inputs,
             self._mine(labels, layouts),
-            tuple(_planned(row.scores) for row in rows),
+            _planned(tuple(row.scores for row in rows)),
             tuple(layouts),
             sum(row.instances for row in rows),
             sum(int((row != IGNORE_INDEX).sum()) for row in labels),
@@ -110,12 +113,8 @@ class LiveBatches(Dealer):
         return self.sp.layout_of(row.scores.seq_len)
 
     @abstractmethod
-    def _inputs(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> tuple[Tensor, ...]:
-        """What the model's forward takes before `scores`."""
-
-    @abstractmethod
-    def _labels(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Of each row, whole: (S,) int64."""
+    def _inputs(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """What the model's forward takes before `scores`, and the labels of each row, whole: (S,) int64."""
 
     def _work(self, row: Row, layout: Layout) -> tuple[int, ...]:
         return self._work_of(keys_seen(row.scores.mask) * self._model.num_attentions, layout)
@@ -124,22 +123,18 @@ class LiveBatches(Dealer):
 class BeeBatches(LiveBatches):
     """The extended table is that of all rows of a micro-batch, so losses depend on how many these are."""
 
-    def _inputs(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> tuple[Tensor, ...]:
+    def _inputs(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         mine = (self._mine([row.fields[name].long() for row in rows], layouts) for name in ("input", "input_sub"))
-        return *mine, *extended_table(rows)
-
-    def _labels(self, rows: Sequence[Row]) -> list[Tensor]:
         extended = extended_table(rows)
-        return [row_labels(row, extended, self._model.vocab_size) for row in rows]
+        check_subs(self._model, extended[1])
+        return (*mine, *extended), [row_labels(row, extended, self._model.vocab_size) for row in rows]
 
 
 class AntBatches(LiveBatches):
-    def _inputs(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> tuple[Tensor, ...]:
+    def _inputs(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         mine = (self._mine([row.fields[name].long() for row in rows], layouts) for name in ("input", "segment"))
-        return *mine, torch.stack([layout.positions(self.sp.rank) for layout in layouts])
-
-    def _labels(self, rows: Sequence[Row]) -> list[Tensor]:
-        return [row.targets for row in rows]
+        positions = torch.stack([layout.positions(self.sp.rank) for layout in layouts])
+        return (*mine, positions), [row.targets for row in rows]
 
 
 def extended_table(rows: Sequence[Row]) -> Extended:
@@ -168,7 +163,8 @@ def _blank(row: Row) -> Row:
     )
 
 
-def _planned(scores: Scores) -> Scores:
-    """With what takes time computed."""
-    assert scores.terms is not None and scores.digest
-    return scores
+def _planned(rows: tuple[Scores, ...]) -> tuple[Scores, ...]:
+    """With what takes time computed, of the rows as attention takes them: as one sequence."""
+    whole = rows[0] if len(set(rows)) == 1 else stacked_scores(rows)
+    assert whole.terms is not None and whole.digest
+    return rows
