@@ -19,6 +19,7 @@ from .span import Span, length, merged, shifted
 from .tile import KernelCall, Tile
 
 _GAP = 256  # tokens between two tiles that one kernel call may as well go over
+_NARROW = 256  # tokens of queries, or keys, that are worth being joined with others that see, or are seen by, the same
 _MOST_SPANS = 8  # that are copied together for one kernel call; more are taken with the gaps between them
 
 
@@ -335,7 +336,11 @@ def kernel_calls(tiles: Iterable[Tile], row: int | None = None) -> list[Cut]:
         for q, kv, left, right in _aligned(tile):
             kinds.setdefault((left, right), []).append((q, kv))
     _join(kinds)
-    return [_cut(group, *kind, row) for kind, entries in kinds.items() for group in _disjoint(sorted(entries))]
+    return [
+        _cut(group, *kind, row)
+        for kind, entries in kinds.items()
+        for group in _disjoint(_without_narrow(entries) if kind == (None, None) else map(_alone, sorted(entries)))
+    ]
 
 
 def _aligned(tile: Tile) -> Iterator[tuple[Span, Span, int | None, int | None]]:
@@ -367,29 +372,66 @@ def _join(kinds: dict[tuple[int | None, int | None], list[tuple[Span, Span]]]) -
             move((None, 0), (left, 0), lambda q, kv, left=left: length(kv) <= left + 1)
 
 
-def _disjoint(entries: Sequence[tuple[Span, Span]]) -> Iterator[list[tuple[Span, Span]]]:
-    """Groups in which both spans rise without overlap."""
-    groups: list[list[tuple[Span, Span]]] = []
-    for q, kv in entries:
+class _Sides(NamedTuple):
+    """A tile of which each side may be several rising spans: it is one where these lie one after the other."""
+
+    q: tuple[Span, ...]
+    kv: tuple[Span, ...]
+
+
+def _alone(entry: tuple[Span, Span]) -> _Sides:
+    q, kv = entry
+    return _Sides((q,), (kv,))
+
+
+def _without_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
+    """Rectangles, of which narrow ones with the same keys are one, and then those with the same queries."""
+    by_keys: dict[Span, list[Span]] = {}
+    found: list[_Sides] = []
+    for q, kv in sorted(rectangles):
+        if length(q) <= _NARROW:
+            by_keys.setdefault(kv, []).append(q)
+    by_queries: dict[Span, list[Span]] = {}
+    for q, kv in sorted(rectangles):
+        if len(by_keys.get(kv, ())) > 1 and length(q) <= _NARROW:
+            continue
+        if length(kv) <= _NARROW:
+            by_queries.setdefault(q, []).append(kv)
+        else:
+            found.append(_Sides((q,), (kv,)))
+    found += [_Sides(tuple(queries), (kv,)) for kv, queries in by_keys.items() if len(queries) > 1]
+    found += [_Sides((q,), tuple(keys)) for q, keys in by_queries.items()]
+    return sorted(found)
+
+
+def _disjoint(tiles: Iterable[_Sides]) -> Iterator[list[_Sides]]:
+    """Groups in which both sides rise without overlap."""
+    groups: list[list[_Sides]] = []
+    for tile in tiles:
         for group in groups:
-            if group[-1][0][1] <= q[0] and group[-1][1][1] <= kv[0]:
-                group.append((q, kv))
+            if all(last[-1][1] <= new[0][0] for last, new in zip(group[-1], tile, strict=True)):
+                group.append(tile)
                 break
         else:
-            groups.append([(q, kv)])
+            groups.append([tile])
     return iter(groups)
 
 
-def _cut(entries: Sequence[tuple[Span, Span]], left: int | None, right: int | None, row: int | None) -> Cut:
-    rows, q_places = _gathered([q for q, _ in entries])
-    columns, kv_places = _gathered([kv for _, kv in entries])
+def _cut(tiles: Sequence[_Sides], left: int | None, right: int | None, row: int | None) -> Cut:
+    rows, q_places = _gathered([tile.q for tile in tiles])
+    columns, kv_places = _gathered([tile.kv for tile in tiles])
     tokens, kv_tokens = (sum(map(length, spans)) for spans in (rows, columns))
-    tiles = tuple(zip(q_places, kv_places, strict=True))
-    return Cut(rows, columns, KernelCall(tokens, kv_tokens, tiles, left, right), row)
+    places = tuple(zip(q_places, kv_places, strict=True))
+    return Cut(rows, columns, KernelCall(tokens, kv_tokens, places, left, right), row)
 
 
-def _gathered(spans: Sequence[Span]) -> tuple[tuple[Span, ...], list[Span]]:
-    """Spans that hold the given, rising ones, and where these lie when those lie one after the other."""
+def _gathered(sides: Sequence[tuple[Span, ...]]) -> tuple[tuple[Span, ...], list[Span]]:
+    """Spans that hold one side of rising tiles, and where the tiles lie when those lie one after the other."""
+    if any(len(side) > 1 for side in sides):  # just these
+        spans = [span for side in sides for span in side]
+        ends = itertools.accumulate((sum(map(length, side)) for side in sides), initial=0)
+        return tuple(spans), list(itertools.pairwise(ends))
+    spans = [side[0] for side in sides]
     near: list[Span] = []
     for span in spans:
         if near and span[0] - near[-1][1] <= _GAP:
