@@ -1,9 +1,9 @@
-"""What torch.compile does for this library, elementwise functions in one pass over memory, and what it leaves alone."""
+"""Compilers: what torch.compile does for this library, and leaves alone; how Triton compiles a kernel once."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -28,3 +28,12 @@ def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return (compiled() if outermost else function)(x, *args)
 
     return call
+
+
+def of_one_kind(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Numbers that differ from call to call, for a Triton kernel that takes them in a tuple: each times 16.
+
+    Triton compiles a kernel anew, for seconds, for numbers that are 1 and for multiples of 16, in a tuple whatever
+    `do_not_specialize` says. So all are multiples; the kernel divides them.
+    """
+    return tuple(16 * x for x in numbers)

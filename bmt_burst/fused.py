@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .compiled import of_one_kind
 from .span import Span
 
 _BLOCK = 2048  # entries that a program handles
@@ -22,17 +23,18 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tens
         out,
         lse,
         out.stride(),
-        lse.stride(),
+        of_one_kind(lse.stride()),
         tuple(outs),
         tuple(part.stride(0) for part in outs),
         tuple(part.stride(1) for part in outs),
         tuple(part.stride(2) for part in outs),
-        tuple(lses),
-        tuple(part_lse.stride(0) for part_lse in lses),
-        tuple(part_lse.stride(1) for part_lse in lses),
-        tuple(part_lse.stride(2) for part_lse in lses),
-        tuple(start for (start, _), _, _ in parts),
-        tuple(stop for (_, stop), _, _ in parts),
+        tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses),  # where memory begins, at multiples of 16 too
+        of_one_kind(part_lse.storage_offset() for part_lse in lses),
+        of_one_kind(part_lse.stride(0) for part_lse in lses),
+        of_one_kind(part_lse.stride(1) for part_lse in lses),
+        of_one_kind(part_lse.stride(2) for part_lse in lses),
+        of_one_kind(start for (start, _), _, _ in parts),
+        of_one_kind(stop for (_, stop), _, _ in parts),
         *sizes,
         PARTS=len(parts),
         **constants,
@@ -53,8 +55,8 @@ def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
         tuple(part.stride(0) for part in grads),
         tuple(part.stride(1) for part in grads),
         tuple(part.stride(2) for part in grads),
-        tuple(start for (start, _), _ in parts),
-        tuple(stop for (_, stop), _ in parts),
+        of_one_kind(start for (start, _), _ in parts),
+        of_one_kind(stop for (_, stop), _ in parts),
         *sizes,
         PARTS=len(parts),
         **constants,
@@ -64,7 +66,8 @@ def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
 def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
     """Fills rows (B, S, H, 2) with lse (B, H, S) and rowsum(out * dout) of out, dout (B, S, H, D) of any strides."""
     grid, sizes, constants = _by_rows(out)
-    _fill_query_rows[grid](rows, out, dout, lse, out.stride(), dout.stride(), lse.stride(), *sizes, **constants)
+    strides = out.stride(), dout.stride(), of_one_kind(lse.stride())
+    _fill_query_rows[grid](rows, out, dout, lse, *strides, *sizes, **constants)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -80,23 +83,12 @@ def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str
     return (triton.cdiv(tokens * heads, rows), batch), (tokens, heads, head_size), {"ROWS": rows, "WIDTH": width}
 
 
-# Spans and lengths differ from call to call: a kernel compiled anew for each kind of number would take seconds.
-@triton.jit(
-    do_not_specialize=[
-        "lse_strides",
-        "lse_batch_strides",
-        "lse_head_strides",
-        "lse_token_strides",
-        "starts",
-        "stops",
-        "tokens",
-    ],
-    do_not_specialize_on_alignment=["lse", "part_lses"],
-)
+# Spans and lengths differ from call to call; those in tuples, and strides of lse, come `of_one_kind`.
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
 def _merge_outputs(
     out, lse, out_strides, lse_strides,
     parts, batch_strides, token_strides, head_strides,
-    part_lses, lse_batch_strides, lse_head_strides, lse_token_strides,
+    part_lses, lse_offsets, lse_batch_strides, lse_head_strides, lse_token_strides,
     starts, stops, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -108,8 +100,10 @@ def _merge_outputs(
 
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for i in tl.static_range(PARTS):
-        seen = inside & (token >= starts[i]) & (token < stops[i])
-        at = batch * lse_batch_strides[i] + head * lse_head_strides[i] + (token - starts[i]) * lse_token_strides[i]
+        from_start = token - starts[i] // 16
+        seen = inside & (from_start >= 0) & (token < stops[i] // 16)
+        at = batch * (lse_batch_strides[i] // 16) + head * (lse_head_strides[i] // 16) + lse_offsets[i] // 16
+        at += from_start * (lse_token_strides[i] // 16)
         part_lse = tl.load(part_lses[i] + at, mask=seen, other=-float("inf"))
         largest = tl.maximum(largest, part_lse, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(largest == -float("inf"), 0.0, largest)
@@ -117,13 +111,15 @@ def _merge_outputs(
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     weights = tl.zeros((ROWS,), tl.float32)
     for i in tl.static_range(PARTS):
-        seen = inside & (token >= starts[i]) & (token < stops[i])
-        at = batch * lse_batch_strides[i] + head * lse_head_strides[i] + (token - starts[i]) * lse_token_strides[i]
+        from_start = token - starts[i] // 16
+        seen = inside & (from_start >= 0) & (token < stops[i] // 16)
+        at = batch * (lse_batch_strides[i] // 16) + head * (lse_head_strides[i] // 16) + lse_offsets[i] // 16
+        at += from_start * (lse_token_strides[i] // 16)
         part_lse = tl.load(part_lses[i] + at, mask=seen, other=-float("inf"))
         weight = tl.exp(part_lse - shift)
         share = tl.where(largest == -float("inf"), 1.0, weight)
         counts = seen & ((part_lse != -float("inf")) | (largest == -float("inf")))
-        place = batch * batch_strides[i] + (token - starts[i]) * token_strides[i] + head * head_strides[i]
+        place = batch * batch_strides[i] + from_start * token_strides[i] + head * head_strides[i]
         mask = counts[:, None] & (column < head_size)[None, :]
         total += share[:, None] * tl.load(parts[i] + place[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
@@ -136,10 +132,11 @@ def _merge_outputs(
     mask = inside[:, None] & (column < head_size)[None, :]
     tl.store(out + place[:, None] + column[None, :] * out_strides[3], total.to(out.dtype.element_ty), mask=mask)
     total_lse = tl.where(weights == 0.0, -float("inf"), shift + tl.log(divisor))
-    tl.store(lse + batch * lse_strides[0] + head * lse_strides[1] + token * lse_strides[2], total_lse, mask=inside)
+    at = batch * (lse_strides[0] // 16) + head * (lse_strides[1] // 16) + token * (lse_strides[2] // 16)
+    tl.store(lse + at, total_lse, mask=inside)
 
 
-@triton.jit(do_not_specialize=["starts", "stops", "tokens"])
+@triton.jit(do_not_specialize=["tokens"])
 def _sum_gradients(
     total, total_strides, parts, batch_strides, token_strides, head_strides,
     starts, stops, tokens, heads, head_size,
@@ -153,15 +150,16 @@ def _sum_gradients(
 
     wide = tl.zeros((ROWS, WIDTH), tl.float32)
     for i in tl.static_range(PARTS):
-        mask = inside & ((token >= starts[i]) & (token < stops[i]))[:, None]
-        at = batch * batch_strides[i] + (token - starts[i]) * token_strides[i] + head * head_strides[i]
+        from_start = token - starts[i] // 16
+        mask = inside & ((from_start >= 0) & (token < stops[i] // 16))[:, None]
+        at = batch * batch_strides[i] + from_start * token_strides[i] + head * head_strides[i]
         wide += tl.load(parts[i] + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     at = batch * total_strides[0] + token * total_strides[1] + head * total_strides[2]
     place = total + at[:, None] + column[None, :] * total_strides[3]
     tl.store(place, wide.to(total.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["lse_strides", "tokens"], do_not_specialize_on_alignment=["lse"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
 def _fill_query_rows(
     rows, out, dout, lse, out_strides, dout_strides, lse_strides, tokens, heads, head_size,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -177,7 +175,8 @@ def _fill_query_rows(
     o = tl.load(out + at[:, None] + column[None, :] * out_strides[3], mask=mask, other=0.0).to(tl.float32)
     at = batch * dout_strides[0] + token * dout_strides[1] + head * dout_strides[2]
     do = tl.load(dout + at[:, None] + column[None, :] * dout_strides[3], mask=mask, other=0.0).to(tl.float32)
-    row_lse = tl.load(lse + batch * lse_strides[0] + head * lse_strides[1] + token * lse_strides[2], mask=inside)
+    at = batch * (lse_strides[0] // 16) + head * (lse_strides[1] // 16) + token * (lse_strides[2] // 16)
+    row_lse = tl.load(lse + at, mask=inside)
 
     place = rows + ((batch * tokens + token) * heads + head) * 2
     tl.store(place, row_lse, mask=inside)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from bmt_burst import fused
 
@@ -17,12 +18,16 @@ class Compiler:
     """In place of a kernel: compiles where that would launch, and prints the kernel's name."""
 
     def __init__(self, kernel):
-        self.kernel = kernel
+        self.kernel, self.kinds = kernel, []
 
     def __getitem__(self, grid):
         return self.compile
 
     def compile(self, *args, **constants):
+        kinds = kinds_of(self.kernel, args, constants)
+        if kinds in self.kinds:
+            return
+        self.kinds.append(kinds)
         named = dict(zip(self.kernel.arg_names, args, strict=False))
         signature = {name: kind(x) for name, x in named.items()} | dict.fromkeys(constants, "constexpr")
         for capability in CAPABILITIES:
@@ -37,14 +42,22 @@ def kind(x):
     return POINTERS[x.dtype] if isinstance(x, torch.Tensor) else "i32"
 
 
+def kinds_of(kernel, args, constants):
+    """What Triton compiles a kernel anew for, if it differs."""
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    return bind(*args, **constants)[1]
+
+
 def main():
     for name in ("_merge_outputs", "_sum_gradients", "_fill_query_rows"):
         setattr(fused, name, Compiler(getattr(fused, name)))
-    wide, half = torch.zeros(1, 32, 2, 80), torch.zeros(1, 16, 2, 80, dtype=torch.bfloat16)
-    lse = torch.zeros(1, 2, 32)
-    fused.merge_outputs(wide, lse, [((0, 32), wide, lse), ((16, 32), half, lse[..., :16])])
-    fused.sum_gradients(wide, [((0, 32), wide), ((16, 32), half)])
-    fused.fill_query_rows(torch.zeros(1, 16, 2, 2), half, half, lse[..., :16])
+    for tokens, start in ((32, 16), (33, 1), (40, 0), (47, 3)):  # compiled once for all of them
+        wide, half = torch.zeros(1, tokens, 2, 80), torch.zeros(1, tokens - start, 2, 80, dtype=torch.bfloat16)
+        lse, span = torch.zeros(1, 2, tokens), (start, tokens)
+        fused.merge_outputs(wide, lse, [((0, tokens), wide, lse), (span, half, lse[..., start:])])
+        fused.sum_gradients(wide, [((0, tokens), wide), (span, half)])
+        fused.fill_query_rows(torch.zeros(1, tokens - start, 2, 2), half, half, lse[..., start:])
 
 
-main()
+if __name__ == "__main__":
+    main()

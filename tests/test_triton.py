@@ -282,5 +282,5 @@ def test_it_compiles_for_gpus(tmp_path):
     command = [sys.executable, "-m", "tests.compile_triton"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    kernels = ["forward", "delta_of", "backward_kv", "backward_q"]
-    assert done.stdout.split() == [*kernels, *kernels, *kernels, "backward_table", "backward_table"]
+    names = "forward", "backward_kv", "backward_q"
+    assert sorted(done.stdout.split()) == sorted([*names * 3, "backward_table", "backward_table", "delta_of"])

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..compiled import of_one_kind
 from ..tile import KernelCall
 from . import Kernel, import_failure, installed
 from .bias import CallBias
@@ -174,7 +175,7 @@ def _launch(name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec, bias
     grid = len(blocks), k.shape[2] if by_keys else q.shape[2], len(q)
     getattr(_kernels(), name)[grid](
         *tensors,
-        *(x.stride() for x in tensors),
+        *map(_strides, tensors),
         blocks,
         spec.scale,
         left or 0,
@@ -306,10 +307,14 @@ def _delta(out: Tensor, dout: Tensor) -> Tensor:
     width = 1 << (head_size - 1).bit_length()
     size = 4096 // width
     tensors = delta, out, dout
-    _kernels().delta_of[-(-tokens // size), heads, batch](
-        *tensors, *(x.stride() for x in tensors), tokens, D=head_size, WIDTH=width, M=size
-    )
+    grid = -(-tokens // size), heads, batch
+    _kernels().delta_of[grid](*tensors, *map(_strides, tensors), tokens, D=head_size, WIDTH=width, M=size)
     return delta
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """As the kernels take them: those of lse and delta follow from the number of tokens."""
+    return of_one_kind(x.stride()) if x.dim() == 3 else x.stride()
 
 
 def _bias_arguments(bias: CallBias) -> Any:

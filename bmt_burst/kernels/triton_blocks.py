@@ -24,9 +24,12 @@ NONE = tl.constexpr(0)
 BY_DISTANCE = tl.constexpr(1)
 BY_SEGMENTS = tl.constexpr(2)
 
-# These differ from call to call: a kernel compiled anew for each kind of number would take seconds.
-_NUMBERS = ["lse_strides", "delta_strides", "left", "right", "bias"]
+# These differ from call to call: a kernel compiled anew for each kind of number would take seconds. Strides of lse and
+# delta, which do too, come `of_one_kind`.
+_NUMBERS = ["left", "right"]
 _ROWS = ["lse", "delta"]  # numbers of tokens, which may begin anywhere
+
+_FEW_ROWS = tl.constexpr(48)  # of a table: to sum a block's pairs of each is faster than to add each pair
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
@@ -252,7 +255,7 @@ def backward_table(
         _add_by_distance(bias, head, sums, places.apart + ahead + between)
 
 
-@triton.jit(do_not_specialize=["delta_strides", "tokens"])
+@triton.jit(do_not_specialize=["tokens"])
 def delta_of(
     delta, out, dout, delta_strides, out_strides, dout_strides, tokens,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr,
@@ -361,8 +364,8 @@ def _token(x, strides, batch, head, token):
 
 @triton.jit
 def _row(x, strides, batch, head, token):
-    """Where a token's number in x (B, H, S) is; these lie side by side."""
-    return x + _wide(batch) * strides[0] + _wide(head) * strides[1] + token
+    """Where a token's number in x (B, H, S) is, of strides `of_one_kind`; these lie side by side."""
+    return x + _wide(batch) * (strides[0] // 16) + _wide(head) * (strides[1] // 16) + token
 
 
 @triton.jit
@@ -442,7 +445,7 @@ class Distances(NamedTuple):
 def _distances(bias, q_start, q_count, kv_start, kv_count):
     """Positions rise in a sequence: they are even if the last one is."""
     queries, keys = bias.q_position + q_start, bias.kv_position + kv_start
-    query, key = tl.load(queries), tl.load(keys)
+    query, key = tl.load(queries, mask=q_count > 0, other=0), tl.load(keys, mask=kv_count > 0, other=0)
     last_query = tl.load(queries + q_count - 1, mask=q_count > 0, other=0)
     last_key = tl.load(keys + kv_count - 1, mask=kv_count > 0, other=0)
     even = (last_query - query == q_count - 1) & (last_key - key == kv_count - 1)
@@ -558,7 +561,13 @@ def _add_by_distance(bias, head, dscores, distances):
     """Adds dscores (M, N) to the sums of their rows, as integers: their sum is the same in any order."""
     sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit)
     rows = tl.load(bias.distances + bias.reach + _clamp(distances, bias.reach))
-    tl.atomic_add(sums + rows, _whole(dscores, unit), mask=dscores != 0.0, sem="relaxed")
+    first, last = tl.min(tl.min(rows, 1), 0), tl.max(tl.max(rows, 1), 0)
+    if last - first < _FEW_ROWS:
+        for row in tl.range(first, last + 1):
+            total = tl.sum(tl.sum(tl.where(rows == row, dscores, 0.0), 1), 0)
+            tl.atomic_add(sums + row, _whole(total, unit), mask=total != 0.0, sem="relaxed")
+    else:
+        tl.atomic_add(sums + rows, _whole(dscores, unit), mask=dscores != 0.0, sem="relaxed")
 
 
 @triton.jit
