@@ -15,9 +15,10 @@ _BLOCK = 2048  # entries that a program handles
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tensor]]) -> None:
     """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`: (span, out (B, T, H, D), lse (B, H, T)).
 
-    All may be of any strides. Out may be a part's, whole; lse may not.
+    All may be of any strides. Out may be the first part's, whole; lse may not, but holds the same numbers then.
     """
     grid, sizes, constants = _by_rows(out)
+    constants["IN_PLACE"] = _is_first(out, parts)
     outs, lses = [_dense_rows(part) for _, part, _ in parts], [part_lse for _, _, part_lse in parts]
     _merge_outputs[grid](
         out,
@@ -42,11 +43,12 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tens
 
 
 def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
-    """Fills total (B, S, H, D) with the sum of `parts`: (span, gradient (B, T, H, D)). Total may be a part, whole.
+    """Fills total (B, S, H, D) with the sum of `parts`: (span, gradient (B, T, H, D)). It may be the first part, whole.
 
     All may be of any strides.
     """
     grid, sizes, constants = _by_rows(total)
+    constants["IN_PLACE"] = _is_first(total, parts)
     grads = [_dense_rows(part) for _, part in parts]
     _sum_gradients[grid](
         total,
@@ -70,6 +72,14 @@ def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Non
     _fill_query_rows[grid](rows, out, dout, lse, *strides, *sizes, **constants)
 
 
+def _is_first(total: Tensor, parts: list[tuple]) -> bool:
+    """Whether a sum is made where the first of its parts is, so that tokens which no other part has are left alone."""
+    if not parts:
+        return False
+    span, first, *_ = parts[0]
+    return span == (0, total.shape[1]) and first.data_ptr() == total.data_ptr()
+
+
 def _dense_rows(x: Tensor) -> Tensor:
     """x (B, T, H, D) with each row of D entries in one piece."""
     return x if x.stride(3) == 1 else x.contiguous()
@@ -90,13 +100,15 @@ def _merge_outputs(
     parts, batch_strides, token_strides, head_strides,
     part_lses, lse_offsets, lse_batch_strides, lse_head_strides, lse_token_strides,
     starts, stops, tokens, heads, head_size,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
     batch = tl.program_id(1).to(tl.int64)
     token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = row < tokens * heads
+    if IN_PLACE:
+        inside &= _more_came(token, starts, stops, PARTS)
 
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for i in tl.static_range(PARTS):
@@ -140,13 +152,16 @@ def _merge_outputs(
 def _sum_gradients(
     total, total_strides, parts, batch_strides, token_strides, head_strides,
     starts, stops, tokens, heads, head_size,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
     batch = tl.program_id(1).to(tl.int64)
     token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     column = tl.arange(0, WIDTH)
-    inside = (row < tokens * heads)[:, None] & (column < head_size)[None, :]
+    there = row < tokens * heads
+    if IN_PLACE:
+        there &= _more_came(token, starts, stops, PARTS)
+    inside = there[:, None] & (column < head_size)[None, :]
 
     wide = tl.zeros((ROWS, WIDTH), tl.float32)
     for i in tl.static_range(PARTS):
@@ -157,6 +172,15 @@ def _sum_gradients(
     at = batch * total_strides[0] + token * total_strides[1] + head * total_strides[2]
     place = total + at[:, None] + column[None, :] * total_strides[3]
     tl.store(place, wide.to(total.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _more_came(token, starts, stops, PARTS: tl.constexpr):
+    """Whether other parts than the first have a token."""
+    result = token < 0
+    for i in tl.static_range(1, PARTS):
+        result |= (token >= starts[i] // 16) & (token < stops[i] // 16)
+    return result
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .span import Span, length, merged, overlap, shifted
+from .span import Span, length, overlap, shifted
 
 _MOST_PARTS = 8  # that are added up in one pass over memory
 
@@ -74,7 +74,7 @@ class Outputs:
         self._merge(self.out, self.lse)
 
     def _merge(self, total: Tensor, total_lse: Tensor) -> None:
-        for span in _unfinished(self.parts, total):
+        if span := _unfinished(self.parts, total):
             parts = [
                 (at, tokens_at(out, place), lse[:, :, slice(*place)])
                 for at, place, out, lse in _clipped(self.parts, span)
@@ -121,7 +121,7 @@ class Gradients:
         return total
 
     def _sum(self, total: Tensor) -> None:
-        for span in _unfinished(self.parts, total):
+        if span := _unfinished(self.parts, total):
             parts = [(at, tokens_at(grad, place)) for at, place, grad in _clipped(self.parts, span)]
             _backend(total, "sum_gradients")(tokens_at(total, span), parts)
 
@@ -156,7 +156,7 @@ def query_rows(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tensor]]) -> None:
     """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`. Specifies the fused kernel.
 
-    Out may be a part's, whole; lse may not.
+    Out may be the first part's, whole; lse may not, but holds the same numbers then.
     """
     total = torch.zeros_like(out, dtype=lse.dtype)
     lse.fill_(-torch.inf)
@@ -169,7 +169,7 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tens
 
 
 def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
-    """Fills total (B, S, H, D) with the sum of `parts`, of which it may be one, whole. Specifies the fused kernel."""
+    """Fills total (B, S, H, D) with the sum of `parts`; it may be the first, whole. Specifies the fused kernel."""
     wide = torch.zeros_like(total, dtype=accumulator_dtype(total.dtype))
     for span, part in parts:
         tokens_at(wide, span).add_(part)
@@ -216,11 +216,12 @@ def _lies_in(part: tuple, into: Tensor | None) -> bool:
     return part[1].data_ptr() == into.data_ptr() and part[1].dtype == into.dtype
 
 
-def _unfinished(parts: Sequence[tuple], into: Tensor) -> Sequence[Span]:
-    """The tokens whose sum is still to be written to `into`: all, or those of which more came than the first part."""
-    if parts and _lies_in(parts[0], into):
-        return merged(part[0] for part in parts[1:])
-    return [(0, into.shape[1])]
+def _unfinished(parts: Sequence[tuple], into: Tensor) -> Span | None:
+    """The tokens whose sum is still to be written to `into`: all, or those around what came after the first part."""
+    if not parts or not _lies_in(parts[0], into):
+        return 0, into.shape[1]
+    spans = [part[0] for part in parts[1:]]
+    return (min(start for start, _ in spans), max(stop for _, stop in spans)) if spans else None
 
 
 def _clipped(parts: Sequence[tuple], within: Span) -> Iterator[tuple]:

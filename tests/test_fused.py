@@ -47,6 +47,24 @@ def test_fused_sums_equal_their_specification(head_size, count, dtype):
         assert torch.allclose(mine, exact, rtol=bound, atol=bound, equal_nan=True)
 
 
+def test_sums_go_on_where_they_are():
+    """What came before is the first part, and lies where the sum goes; of some tokens nothing came."""
+    torch.manual_seed(0)
+    out, lse = torch.randn(2, 40, 3, 16, device=DEVICE), torch.randn(2, 3, 40, device=DEVICE)
+    parts = [(span, torch.randn(2, span[1] - span[0], 3, 16, device=DEVICE)) for span in ((3, 9), (7, 12), (30, 31))]
+    lses = [torch.randn(2, 3, span[1] - span[0], device=DEVICE) for span, _ in parts]
+    results = []
+    for module in (fused, merge):
+        mine, total, mine_lse = out.clone(), out.clone(), lse.clone()
+        more = [(*part, part_lse) for part, part_lse in zip(parts, lses, strict=True)]
+        module.merge_outputs(mine, mine_lse, [((0, 40), mine, lse), *more])
+        module.sum_gradients(total, [((0, 40), total), *parts])
+        assert all(x[:, 12:30].equal(out[:, 12:30]) for x in (mine, total))
+        results.append((mine, mine_lse, total))
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("head_size", [8, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_query_rows_equal_their_specification(head_size, dtype):
