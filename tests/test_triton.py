@@ -145,6 +145,19 @@ def test_the_gradient_of_a_table_is_as_exact_for_gradients_of_any_size(factor):
     assert KERNEL.backward(dout * 0, *qkv, out, lse, None, call, BIASED, bias)[3].eq(0).all()
 
 
+def test_the_gradient_of_a_table_is_as_exact_beside_other_heads_and_tokens():
+    """A head whose values are a million times those of another."""
+    call, bias = CALLS["a window"], bias_of(CALLS["a window"], 2)
+    q, k, v, dout = tensors_of(call, 1, 2, 2, 8)
+    grads = []
+    for factor in (1.0, 1e6):
+        v[:, :, 1] *= factor
+        dout[:, :, 1] *= factor
+        out, lse = KERNEL.forward(q, k, v, call, BIASED, bias)
+        grads.append(KERNEL.backward(dout, q, k, v, out, lse, None, call, BIASED, bias)[3])
+    assert torch.allclose(grads[1][:, 0], grads[0][:, 0], rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("spoilt", [0, 1, 2, 3])
 def test_the_gradient_of_a_table_does_not_hide_nan(spoilt):
     call, bias = CALLS["a window"], bias_of(CALLS["a window"], 1)

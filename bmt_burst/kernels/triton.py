@@ -157,7 +157,7 @@ class TritonKernel(Kernel):
         if bias.segments is None:
             for even in (True, False):
                 _launch("backward_table", (*inputs, delta), call, spec, added, EVEN=even)
-        return *grads, (added.sums.double() / added.unit).T.to(bias.table.dtype)
+        return *grads, (added.sums.double() / added.unit.unsqueeze(1)).T.to(bias.table.dtype)
 
 
 def _launch(name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec, bias: tuple, **constants: bool) -> None:
@@ -337,13 +337,15 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _with_sums(bias: Any, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> Any:
-    """With the sums of its gradient at 0, and their unit, such that none overflows, made without the host waiting.
+    """With the sums of its gradient at 0, and their units, such that none overflows, made without the host waiting.
 
-    Of each query the probabilities add up to 1 at most, so what one adds to a row is no more than dP - delta may be.
-    The unit is NaN where that is not finite or a score was not: so is the gradient then.
+    Of each query the probabilities add up to 1 at most, so what one adds to a row is no more than dP - delta may be, and
+    dP = dout . v no more than the product of their norms. A head's unit is NaN where that is not finite or a score was
+    not: so is its gradient then.
     """
-    largest = [torch.linalg.vector_norm(x, torch.inf).float() for x in (dout, v, delta)]
-    bound = largest[0] * largest[1] * v.shape[-1] + largest[2] + lse.amax().clamp_min(0.0) * 0.0
+    dout_norm, v_norm = (torch.linalg.vector_norm(x, dim=3, dtype=torch.float32).amax((0, 1)) for x in (dout, v))
+    v_norm = v_norm.repeat_interleave(len(dout_norm) // len(v_norm))
+    bound = dout_norm * v_norm + delta.abs().amax((0, 2)) + lse.amax((0, 2)).clamp_min(0.0) * 0.0
     unit = (_LARGEST_SUM / (lse.shape[0] * lse.shape[2]) / bound).clamp_max(2.0**126)
     sums = torch.zeros(len(bias.biases), bias.rows, dtype=torch.int64, device=v.device)
     return bias._replace(sums=sums, unit=unit.where(unit > 0, torch.nan))

@@ -275,7 +275,7 @@ class Bias(NamedTuple):
     distances    (2 reach + 1,) int32: rows, from reach on alike
     biases       (H, R + 2 reach + 1) fp32, to base 2: the table, and behind it its rows of `distances`
     sums         (H, R) int64: what the gradient adds up, 1 / unit each
-    unit         fp32, a single number
+    unit         (H,) fp32
     others       None where all goes by distance
     """
 
@@ -559,7 +559,7 @@ def _clamp(distance, reach):
 @triton.jit
 def _add_by_distance(bias, head, dscores, distances):
     """Adds dscores (M, N) to the sums of their rows, as integers: their sum is the same in any order."""
-    sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit)
+    sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit + head)
     rows = tl.load(bias.distances + bias.reach + _clamp(distances, bias.reach))
     first, last = tl.min(tl.min(rows, 1), 0), tl.max(tl.max(rows, 1), 0)
     if last - first < _FEW_ROWS:
@@ -578,7 +578,7 @@ def _add_to_table(bias, head, dscores, queries, keys, M: tl.constexpr, N: tl.con
     if tl.max(tl.max((near != 0.0).to(tl.int32), 1), 0) > 0:
         _add_by_distance(bias, head, near, keys.positions[None, :] - queries.positions[:, None])
     if tl.max(tl.max(rows, 1), 0) >= 0:
-        sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit)
+        sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit + head)
         _add_by_runs(sums, unit, bias, tl.where(rows < 0, 0.0, dscores), queries, keys, M, N)
 
 
