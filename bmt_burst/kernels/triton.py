@@ -339,7 +339,7 @@ def _aligned(x: Tensor) -> Tensor:
 def _with_sums(bias: Any, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> Any:
     """With the sums of its gradient at 0, and their units, such that none overflows, made without the host waiting.
 
-    Of each query the probabilities add up to 1 at most, so what one adds to a row is no more than dP - delta may be, and
+    Of each query the probabilities add up to 1 at most, so what one adds to a row is no more than dP - delta is, and
     dP = dout . v no more than the product of their norms. A head's unit is NaN where that is not finite or a score was
     not: so is its gradient then.
     """
