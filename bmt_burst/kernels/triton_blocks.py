@@ -468,15 +468,16 @@ def _spread(queries, keys, TRANSPOSED: tl.constexpr):
 @triton.jit
 def _by_distance(bias, head, places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
     """(M, N), or (N, M) if TRANSPOSED: what is added to the scores of queries first .. and keys at .., to base 2."""
-    biases = bias.biases + head * (bias.rows + 2 * bias.reach + 1) + bias.rows + bias.reach
+    # Places in the table are made positive before the pointer is added: to add less than 0 went wrong (Triton 3.6).
+    biases, middle = bias.biases + head * (bias.rows + 2 * bias.reach + 1), bias.rows + bias.reach
     if places.even:
         # A block that is beyond reach may as well be nearer, as long as all of it is beyond that.
         distance = tl.minimum(tl.maximum(places.apart + at - first, M - bias.reach), bias.reach - N)
         query, key = _spread(tl.arange(0, M), tl.arange(0, N), TRANSPOSED)
-        result = tl.load(biases + distance + (key - query))
+        result = tl.load(biases + (middle + distance + key - query))
     else:
         distances = _uneven(places, first, at, M, N, TRANSPOSED)
-        result = tl.load(biases + _clamp(distances, bias.reach))
+        result = tl.load(biases + (middle + _clamp(distances, bias.reach)))
     return result
 
 
@@ -560,7 +561,7 @@ def _clamp(distance, reach):
 def _add_by_distance(bias, head, dscores, distances):
     """Adds dscores (M, N) to the sums of their rows, as integers: their sum is the same in any order."""
     sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit + head)
-    rows = tl.load(bias.distances + bias.reach + _clamp(distances, bias.reach))
+    rows = tl.load(bias.distances + (bias.reach + _clamp(distances, bias.reach)))
     first, last = tl.min(tl.min(rows, 1), 0), tl.max(tl.max(rows, 1), 0)
     if last - first < _FEW_ROWS:
         for row in tl.range(first, last + 1):
