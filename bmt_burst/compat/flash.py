@@ -110,7 +110,7 @@ def attention(
 
 
 def tokens_of(q: Tensor, dims: int) -> int:
-    """How many tokens q (..., S, H, D) of so many dimensions has. Raises ValueError if it has another number of them."""
+    """How many tokens q (..., S, H, D) has. Raises ValueError if it has another number of dimensions than `dims`."""
     if q.dim() != dims:
         expected = "(batch, tokens, heads, head size)" if dims == 4 else "packed, (tokens, heads, head size)"
         raise ValueError(f"q must be {expected}, got shape {tuple(q.shape)}")

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -245,9 +246,7 @@ def _documents(layout: str, cu_seqlens: Any, options: Options) -> Placing:
     def placing(rings: Rings, q: Tensor) -> tuple[Bounds, Layout]:
         bounds = _rising(numbers("cu_seqlens", cu_seqlens))
         if bounds[-1] != tokens_of(q, 3):
-            raise ValueError(
-                f"cu_seqlens, those of this rank's tokens, end at {bounds[-1]}, but q has {len(q)} tokens"
-            )
+            raise ValueError(f"cu_seqlens, those of this rank's tokens, end at {bounds[-1]}, but q has {len(q)} tokens")
         check_kind(layout, options.causal, _lengths(bounds))
         whole = tuple(bound * rings.size for bound in bounds)
         return whole, _of_each(layout, whole, rings.size)
@@ -332,4 +331,4 @@ def _rising(bounds: Bounds) -> Bounds:
 
 
 def _lengths(bounds: Bounds) -> list[int]:
-    return [after - before for before, after in zip(bounds, bounds[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(bounds)]

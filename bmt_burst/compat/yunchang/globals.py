@@ -50,10 +50,9 @@ def set_seq_parallel_pg(
     if min(ulysses, ring) < 1 or world_size % size:
         raise ValueError(f"degrees of {ulysses} x {ring} ranks do not divide the world of {world_size}")
     sequences = [range(start, start + size) for start in range(0, world_size, size)]
-    inner, outer = (ulysses, ring) if low else (ring, ulysses)
+    inner = ulysses if low else ring
     consecutive = [ranks[i : i + inner] for ranks in sequences for i in range(0, size, inner)]
     apart = [ranks[i::inner] for ranks in sequences for i in range(inner)]
-    assert all(len(part) == outer for part in apart)
     world = torch_transport(dist.group.WORLD)
     groups = own_group(world, consecutive), own_group(world, apart)
     PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = groups if low else groups[::-1]
