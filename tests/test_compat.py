@@ -56,7 +56,7 @@ def unpacked_gradients(grads, form):
 
 
 def errors(size, mask, name, form, own, *, batch=None, arguments=lambda rank: (), heads=4, **options):
-    """Relative errors of out, lse, dq, dk, dv; `own(rank)` are a rank's positions. Without a batch of packed tensors."""
+    """Relative errors of out, lse, dq, dk, dv; `own(rank)` are a rank's positions. Packed without `batch`."""
     tensors = random_qkv(batch or 1, mask.seq_len, heads, heads if form == "_qkvpacked" else heads // 2, 8)
     function = getattr(compat, name.replace("_func", f"{form}_func"))
 
