@@ -10,7 +10,7 @@ import torch
 import bmt_burst.compat.ring_flash_attn as compat
 from bmt_burst import Mask, Slice, simulate
 from bmt_burst.compat.flash import _remembered
-from tests.helpers import dense_results, random_qkv, relative_error
+from tests.helpers import dense_results, random_qkv, relative_error, run_ranks
 
 TAIL = (
     "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) alibi_slopes=None deterministic=False "
@@ -125,6 +125,37 @@ def test_documents_in_sequence_equal_dense_attention(form, size, causal):
             lambda rank: own_tokens("ring", 24, rank, size), arguments=arguments, causal=causal,
         )  # fmt: skip
         assert max(found) < ROUNDING
+
+
+def over_gloo(rank, size):
+    """As that package's own scripts call it: with the default group, whole tensors on every rank, numbers in tensors."""
+    bounds, tensors = (0, 5, 6, 16, 24), random_qkv(1, 24, 4, 2, 8)
+    q, k, v, dout = (x[0].chunk(size)[rank].clone() for x in tensors)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    *made, keys = compat.llama3_flash_attn_prepare_cu_seqlens(torch.tensor(bounds), True, rank, size)
+    out = compat.llama3_flash_attn_varlen_func(*inputs, *made, heads_k_stride=1, local_k_slice=keys, causal=True)
+    out.backward(dout)
+    exact = dense_results(Mask.documents(bounds), tensors, 8**-0.5)
+    pairs = zip([out, *(x.grad for x in inputs)], [exact[0], *exact[2:]], strict=True)
+    return [relative_error(mine, whole[0].chunk(size)[rank]) for mine, whole in pairs]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_documents_in_sequence_over_gloo(size):
+    assert max(itertools.chain(*run_ranks(size, over_gloo, size))) < ROUNDING
+
+
+def test_compiled_programs_may_call_them():
+    """With breaks of the graph, as around burst_attn_func."""
+    q, k, v, _ = random_qkv(1, 8, 2, 2, 8)
+    whole = torch.tensor([0, 3, 8])
+
+    def program(q, k, v):
+        out = compat.ring_flash_attn_func(q + 1, k, v, causal=True)
+        *made, keys = compat.llama3_flash_attn_prepare_cu_seqlens(whole, True, 0, 1)
+        return out[0] + compat.llama3_flash_attn_varlen_func(q[0], k[0], v[0], *made, 1, keys, causal=True)
+
+    assert torch.compile(program, backend="eager")(q, k, v).equal(program(q, k, v))
 
 
 def test_ranks_tell_each_other_of_many_documents():
