@@ -128,7 +128,7 @@ def test_documents_in_sequence_equal_dense_attention(form, size, causal):
 
 
 def over_gloo(rank, size):
-    """As that package's own scripts call it: with the default group, whole tensors on every rank, numbers in tensors."""
+    """As that package's own scripts call it: over the default group, with tensors that every rank has as a whole."""
     bounds, tensors = (0, 5, 6, 16, 24), random_qkv(1, 24, 4, 2, 8)
     q, k, v, dout = (x[0].chunk(size)[rank].clone() for x in tensors)
     inputs = [x.requires_grad_() for x in (q, k, v)]
