@@ -7,7 +7,12 @@ from . import kernels as kernels
 from . import loss as loss
 from . import nn as nn
 from . import offload as offload
-from .attention import burst_attn_func, burst_attn_varlen_func
+from .attention import (
+    burst_attn_func,
+    burst_attn_kvpacked_func,
+    burst_attn_qkvpacked_func,
+    burst_attn_varlen_func,
+)
 from .groups import SequenceParallel, init_sequence_parallel
 from .layout import IGNORE_INDEX, Layout, shard, shift_labels, unshard
 from .mask import Mask, Slice
@@ -26,6 +31,8 @@ __all__ = [
     "Slice",
     "Transport",
     "burst_attn_func",
+    "burst_attn_kvpacked_func",
+    "burst_attn_qkvpacked_func",
     "burst_attn_varlen_func",
     "init_sequence_parallel",
     "shard",

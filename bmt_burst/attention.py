@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, overload
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .agreement import taking_part, tell, together
+from .arguments import check_tensor
 from .call import CALL, agree_on_call
 from .compiled import not_compiled
 from .layout import Layout
@@ -134,6 +136,48 @@ def burst_attn_func(
     }
     out, lse = _attention(make_rings(process_group, double_group), q, k, v, bias, lambda: options)
     return (out, lse) if return_lse else out
+
+
+@not_compiled
+def burst_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """`burst_attn_func` of q (B, S_local, H, D) and kv (B, S_local, 2, G, D), keys and values; they are not copied.
+
+    All other arguments, what it returns and what it raises are burst_attn_func's.
+    """
+    return _packed_call((q,), "kv", kv, options, named)
+
+
+@not_compiled
+def burst_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """`burst_attn_func` of qkv (B, S_local, 3, H, D), queries, keys and values; they are not copied.
+
+    All other arguments, what it returns and what it raises are burst_attn_func's.
+    """
+    return _packed_call((), "qkv", qkv, options, named)
+
+
+def _packed_call(
+    before: tuple[Tensor, ...], name: str, packed: Tensor, options: tuple[Any, ...], named: dict[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
+    # Arguments that burst_attn_func does not have are an error of this rank alone, as they are there.
+    bound = inspect.signature(burst_attn_func).bind(None, None, None, *options, **named)
+    try:
+        tensors = *before, *unpacked(name, packed, 3 - len(before))
+    except (TypeError, ValueError) as error:
+        bound.apply_defaults()
+        refuse_call(error, bound.arguments["process_group"], bound.arguments["double_group"])
+    return burst_attn_func(*tensors, *options, **named)
+
+
+def unpacked(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Views of what is packed in x (..., count, heads, D); their gradients are put together once.
+
+    Raises TypeError for what is no tensor, ValueError if it does not hold so many.
+    """
+    check_tensor(name, x)
+    if x.dim() < 4 or x.shape[-3] != count:
+        raise ValueError(f"{name} must be (..., tokens, {count}, heads, head size), got shape {tuple(x.shape)}")
+    return x.unbind(-3)
 
 
 @not_compiled

@@ -222,11 +222,11 @@ def init_sequence_parallel(
     if sp_size == 1:
         return SequenceParallel(layout=layout)
     if inner_size in (1, sp_size):
-        made_for, groups = (sp_size, None), {"process_group": _own_group(world, sequences)}
+        made_for, groups = (sp_size, None), {"process_group": own_group(world, sequences)}
     else:
         by_host = [ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)]
         by_place = [ranks[i::inner_size] for ranks in sequences for i in range(inner_size)]
-        double_group = _own_group(world, by_host), _own_group(world, by_place)
+        double_group = own_group(world, by_host), own_group(world, by_place)
         made_for, groups = (sp_size, inner_size), {"process_group": None, "double_group": double_group}
     sp = SequenceParallel(rank, sp_size, layout, **groups, made_for=made_for)
     _made[made_for] = sp
@@ -262,7 +262,7 @@ def _ranks_a_host(hosts: Sequence[str], sp_size: int) -> int:
     return sizes.pop() if len(sizes) == 1 else sp_size
 
 
-def _own_group(world: Transport, partition: list[range]) -> Group:
+def own_group(world: Transport, partition: list[range]) -> Group:
     """Makes a group for each part, as every rank must, and returns the one that this rank is in."""
     if isinstance(world, BMTrainTransport):
         part = next(part for part in partition if world.rank in part)

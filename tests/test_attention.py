@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from bmt_burst import Transport, burst_attn_func, shard, simulate, unshard
+from bmt_burst import (
+    Transport,
+    burst_attn_func,
+    burst_attn_kvpacked_func,
+    burst_attn_qkvpacked_func,
+    shard,
+    simulate,
+    unshard,
+)
+from bmt_burst.attention import unpacked
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.strategies.ring.payload import surrogate_out
 from bmt_burst.transport import ALONE
@@ -35,6 +44,49 @@ def test_alone_it_is_attention():
     assert relative_error(out, expected) < 1e-6
     assert relative_error(lse, expected_lse) < 1e-6
     assert not lse.requires_grad
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_packed_tensors_are_views_of_what_is_computed_with(size):
+    q, k, v, dout = random_qkv(2, 13, 4, 4, 8)
+    kv, qkv = (torch.stack(x, 2) for x in ((k, v), (q, k, v)))
+
+    def work(ring):
+        given = {"causal": True, "process_group": ring, "return_lse": True}
+        own, *packed, mine = (shard(x, ring.rank, ring.size).requires_grad_() for x in (q, k, v, kv, qkv, dout))
+        tensors, (own_kv, own_qkv) = (own, *packed[:2]), packed[2:]
+        calls = [
+            (burst_attn_func(*tensors, 0.3, "auto", **given), tensors),
+            (burst_attn_kvpacked_func(own, own_kv, 0.3, "auto", **given), (own, own_kv)),
+            (burst_attn_qkvpacked_func(own_qkv, 0.3, "auto", **given), (own_qkv,)),
+        ]
+        return [(out.detach(), lse, *torch.autograd.grad(out, leaves, mine.detach())) for (out, lse), leaves in calls]
+
+    for plain, of_kv, of_qkv in simulate(size, work):
+        out, lse, *grads = plain
+        for mine, alike in ((of_kv, (out, lse, grads[0], torch.stack(grads[1:], 2))),
+                            (of_qkv, (out, lse, torch.stack(grads, 2)))):  # fmt: skip
+            assert all(x.equal(y) for x, y in zip(mine, alike, strict=True))
+    assert all(x._base is qkv for x in unpacked("qkv", qkv, 3))
+
+
+def test_what_is_not_packed_is_an_error_on_all_ranks():
+    q, k, _, _ = random_qkv(1, 4, 2, 2, 8)
+
+    def work(ring):
+        with pytest.raises(ValueError) as error:
+            burst_attn_kvpacked_func(q, k if ring.rank else torch.stack([k, k], 2), process_group=ring)
+        return str(error.value)
+
+    other, wrong = simulate(2, work)
+    assert wrong == "kv must be (..., tokens, 2, heads, head size), got shape (1, 4, 2, 8)"
+    assert "rank 1 of the group failed" in other
+    with pytest.raises(ValueError, match=r"qkv must be \(..., tokens, 3, heads, head size\)"):
+        burst_attn_qkvpacked_func(q)
+    with pytest.raises(TypeError, match=r"qkv must be a torch\.Tensor"):
+        burst_attn_qkvpacked_func([q, k, k])
+    with pytest.raises(TypeError, match="wrong"):
+        burst_attn_qkvpacked_func(q, wrong=1)
 
 
 def test_official_argument_order():

@@ -1,0 +1,27 @@
+"""The modules of yunchang 0.6.4 (feifeibear/long-context-attention, also known as USP), computed by this library.
+
+    from bmt_burst.compat.yunchang import EXTRACT_FUNC_DICT, LongContextAttention, set_seq_parallel_pg
+    from bmt_burst.compat.yunchang.kernels import AttnType
+
+The names are where that package has them: `comm`, `globals`, `hybrid`, `kernels` and `ulysses` are modules here too.
+"""
+
+from .comm import EXTRACT_FUNC_DICT, basic_extract_local, stripe_extract_local, zigzag_extract_local
+from .globals import PROCESS_GROUP, set_seq_parallel_pg
+from .hybrid import AsyncLongContextAttention, LongContextAttention, LongContextAttentionQKVPacked
+from .kernels import AttnType
+from .ulysses import UlyssesAttention
+
+__all__ = [
+    "EXTRACT_FUNC_DICT",
+    "PROCESS_GROUP",
+    "AsyncLongContextAttention",
+    "AttnType",
+    "LongContextAttention",
+    "LongContextAttentionQKVPacked",
+    "UlyssesAttention",
+    "basic_extract_local",
+    "set_seq_parallel_pg",
+    "stripe_extract_local",
+    "zigzag_extract_local",
+]

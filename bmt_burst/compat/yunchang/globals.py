@@ -1,0 +1,59 @@
+"""The groups of ranks that share a sequence in two ways at once, by Ulysses and by a ring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ...arguments import as_bool, as_int
+from ...groups import own_group
+from ...transport.torch_dist import torch_transport
+
+
+@dataclass
+class ProcessGroups:
+    """The groups that this rank is in, once set_seq_parallel_pg has made them.
+
+    ULYSSES_PG   ranks that have different heads once they have exchanged tokens
+    RING_PG      ranks that have the same heads of different tokens
+    SEQUENCE_PG  all that share the sequence: the product of the two; yunchang has no such group
+    ULYSSES_LOW  whether consecutive ranks are a Ulysses group, not a ring
+    """
+
+    ULYSSES_PG: dist.ProcessGroup | None = None
+    RING_PG: dist.ProcessGroup | None = None
+    SEQUENCE_PG: dist.ProcessGroup | None = None
+    ULYSSES_LOW: bool = True
+
+
+PROCESS_GROUP = ProcessGroups()
+
+
+def set_seq_parallel_pg(
+    sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True
+) -> None:
+    """Makes the groups in PROCESS_GROUP; every rank must call it, with one meaning, after init_process_group.
+
+    Consecutive ranks, sp_ulysses_degree * sp_ring_degree of them, share a sequence. Of these consecutive ones are a
+    Ulysses group, or a ring without use_ulysses_low.
+
+    Raises ValueError where the degrees do not divide the world, or rank and world_size are not torch.distributed's;
+    TypeError for what is no whole number.
+    """
+    ulysses, ring = as_int("sp_ulysses_degree", sp_ulysses_degree), as_int("sp_ring_degree", sp_ring_degree)
+    low, size = as_bool("use_ulysses_low", use_ulysses_low), ulysses * ring
+    if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise ValueError(
+            f"rank {rank} of {world_size} was given, torch.distributed has {dist.get_rank()} of {dist.get_world_size()}"
+        )
+    if min(ulysses, ring) < 1 or world_size % size:
+        raise ValueError(f"degrees of {ulysses} x {ring} ranks do not divide the world of {world_size}")
+    sequences = [range(start, start + size) for start in range(0, world_size, size)]
+    inner = ulysses if low else ring
+    consecutive = [ranks[i : i + inner] for ranks in sequences for i in range(0, size, inner)]
+    apart = [ranks[i::inner] for ranks in sequences for i in range(inner)]
+    world = torch_transport(dist.group.WORLD)
+    groups = own_group(world, consecutive), own_group(world, apart)
+    PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = groups if low else groups[::-1]
+    PROCESS_GROUP.SEQUENCE_PG, PROCESS_GROUP.ULYSSES_LOW = own_group(world, sequences), low
