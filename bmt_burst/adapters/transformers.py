@@ -1,7 +1,7 @@
 """Makes causal language models of transformers 5 sequence parallel, in place.
 
     sp = bmt_burst.init_sequence_parallel(sp_size=2)  # after dist.init_process_group
-    model = adapter.enable(LlamaForCausalLM.from_pretrained(path), sp)  # import bmt_burst.adapters.transformers as adapter
+    model = enable(LlamaForCausalLM.from_pretrained(path), sp)  # from bmt_burst.adapters.transformers import enable
     model(input_ids=tokens, labels=tokens).loss.backward()  # whole sequences, the same on every rank of sp
 
 Llama, Mistral, Qwen2, Qwen3, Phi3 and MiniCPM3, and subclasses that leave their forward as it is. Other models are
@@ -83,8 +83,8 @@ def enable(
     Enable a model before it is wrapped, by DDP or an Accelerator, as what is wrapped has another forward.
 
     Raises TypeError for an sp that is none, and for models that are not known or whose forward or attention is not
-    transformers' own; ValueError for a loss that is not, for attention to both sides, and if the model is enabled
-    already. The model is then as it was.
+    transformers' own; ValueError for a loss that is not, and if the model is enabled already. The model is then as it
+    was.
     """
     if not isinstance(sp, SequenceParallel):
         raise TypeError(f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}")
@@ -151,10 +151,10 @@ def _attention(
             ),
             *groups,
         )
-    size = value.shape[-1]
-    value = F.pad(value, (0, key.shape[-1] - size))
-    q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, value))
-    return burst_attn_func(q, k, v, scaling, **bmt_burst.within(sliding_window))[..., :size], None
+    narrower = key.shape[-1] - value.shape[-1]
+    padded = F.pad(value, (0, narrower)) if narrower else value
+    q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, padded))
+    return burst_attn_func(q, k, v, scaling, **bmt_burst.within(sliding_window))[..., : value.shape[-1]], None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -314,6 +314,8 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
         raise ValueError("use_cache and past_key_values are of whole sequences, and these are cut over ranks")
     if arguments.pop("output_attentions", None) or config.output_attentions:
         raise ValueError("output_attentions: attention over ranks never has its probabilities as a whole")
+    if not getattr(config, "is_causal", True):
+        raise ValueError("is_causal is False in the configuration: attention to both sides is not enabled")
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise ValueError(f"logits_to_keep counts tokens of whole sequences, and these are cut over ranks: got {keep}")
@@ -448,8 +450,6 @@ def _check_model(model: Any) -> None:
             )
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(f"this {name} has another loss than transformers' ForCausalLMLoss, which would be lost")
-    if not getattr(model.config, "is_causal", True):
-        raise ValueError(f"this {name} is not causal: its tokens see what is after them, which position_ids do not say")
 
 
 def _hint(model: Any) -> str:
