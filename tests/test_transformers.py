@@ -33,7 +33,6 @@ SIZES = {
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0, 4.0, 5.0, 6.0], "rope_theta": 10000.0}
-LONG |= {"original_max_position_embeddings": 30}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 3, "max_window_layers": 1}
 CONFIGS = {  # by what they are: the family, and what it has besides
@@ -49,7 +48,10 @@ CONFIGS = {  # by what they are: the family, and what it has besides
         {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "Phi3": ("Phi3", {"sliding_window": 11}),
-    "Phi3, long": ("Phi3", {"rope_parameters": LONG, "max_position_embeddings": 60}),
+    "Phi3, long": (
+        "Phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 30, "max_position_embeddings": 60},
+    ),
     "MiniCPM3": ("MiniCPM3", {**MLA, "num_key_value_heads": 4}),
 }
 if not hasattr(hf, "MiniCPM3Config"):  # before transformers 5.2x
@@ -231,9 +233,9 @@ def test_without_labels_there_is_no_loss_and_tuples_stay_tuples():
 
 
 def test_copies_pickles_and_what_is_saved(tmp_path):
-    model, ids = plain("Phi3, long"), tokens(1, 37)
-    other = hf.Phi3ForCausalLM(model.config)
-    ours = enabled(model, SequenceParallel())
+    config, ids = copy.deepcopy(plain("Phi3, long").config), tokens(1, 37)
+    ours, other = (hf.Phi3ForCausalLM(config) for _ in range(2))
+    enable(ours, SequenceParallel())
     for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert type(again) is type(ours)
         assert torch.equal(again(ids, labels=ids).logits, ours(ids, labels=ids).logits)
@@ -342,7 +344,6 @@ REFUSED = {  # by what is wrong on all ranks
     "shape": ({"input_ids": torch.ones(37, dtype=torch.int64)}, "input_ids must be (B, S), got shape (37,)"),
     "short": ({"input_ids": tokens(2, 1), "labels": None}, "a sequence of 1 tokens is too short for 2 ranks"),
     "labels": ({"labels": tokens(2, 18)}, "labels must be of whole sequences, (2, 37), got shape (2, 18)"),
-    "label": ({"labels": torch.full((2, 37), 64)}, "label 64 is not in a vocabulary of 64"),
     "dense mask": (
         {"attention_mask": torch.ones(2, 1, 37, 37)},
         "attention_mask must be of whole sequences, (2, 37), ",
@@ -380,6 +381,9 @@ def refusals(rank: int, sp: SequenceParallel) -> dict[str, str]:
     base = {"input_ids": tokens(2, 37), "labels": tokens(2, 37)}
     model = enabled(plain("Llama"), sp)
     found = {name: error_of(model, {**base, **wrong}) for name, (wrong, _) in REFUSED.items()}
+    wrong = base["labels"].clone()
+    wrong[0, -1] = 64  # which is what rank 0 predicts
+    found["label"] = error_of(model, {**base, "labels": wrong})
     base |= {"num_items_in_batch": 5}
     found |= {name: error_of(model, {**base, **(wrong if rank == 0 else {})}) for name, (wrong, _) in DIFFER.items()}
     model.config.is_causal = False
@@ -424,6 +428,9 @@ def test_what_is_wrong_is_refused_on_all_ranks(processes):
     for rank, (found, _, _) in enumerate(processes):
         for name, (_, start) in (REFUSED | DIFFER).items():
             assert found[name].startswith(start), (rank, name)
+        label = "label 64 is not in a vocabulary of 64"
+        failed = f"rank 0 of the group failed before the loss of a LlamaForCausalLM: ValueError: {label}"
+        assert found["label"].startswith(failed if rank % 2 else label)
         dropout = "attention over ranks cannot drop probabilities, and attention_dropout is 0.1"
         heard = "rank 0 of the group failed before a call of burst_attn_func: ValueError: "
         assert found["dropout"].startswith(dropout)

@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ..agreement import together
 from ..arguments import as_bool, check_tensor
 from ..attention import burst_attn_func, refuse_call
 from ..call import balanced as balanced_layout
@@ -53,6 +54,7 @@ from ..groups import SequenceParallel
 from ..layout import IGNORE_INDEX, Layout
 from ..loss import count_targets, cross_entropy_sum
 from ..mask import Mask
+from ..rings import make_rings
 from .batch import Given, agree
 
 ATTENTION = "bmt_burst"  # the name under which transformers knows this attention
@@ -201,7 +203,9 @@ class _Model(_InPlace):
         **_others: Any,
     ) -> Tensor:
         """logits (B, S_local, V) and their targets (B, S_local), shifted, to the mean over the targets of all ranks."""
-        total, _ = cross_entropy_sum(logits, labels.to(logits.device))
+        rings = make_rings(self._sp.process_group, self._sp.double_group)
+        doing = f"the loss of a {type(self).__name__}"
+        total, _ = together(rings, doing, lambda: cross_entropy_sum(logits, labels.to(logits.device)))
         count = bmt_burst.targets if num_items_in_batch is None else num_items_in_batch
         return _Joined.apply(total / (count.to(total.device) if isinstance(count, Tensor) else count), self._sp)
 
