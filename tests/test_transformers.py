@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from bmt_burst import Layout, Mask, SequenceParallel, init_sequence_parallel, simulate
 from bmt_burst.adapters.transformers import ATTENTION, enable
@@ -219,6 +220,18 @@ def test_autocast_reaches_attention():
         assert relative_error(got[name], expected[name]) < 0.03, name
 
 
+def test_compiled_models_equal_and_are_not_compiled_for_other_documents():
+    """What ranks agree on and attention are left alone, for other masks too."""
+    model = plain("Mistral")
+    compiled = torch.compile(enabled(model, SequenceParallel()), backend="eager")
+    graphs = []
+    for name in ("whole", "documents"):
+        out = compiled(**{"position_ids": torch.arange(37).unsqueeze(0)} | calls()[name])
+        check(results(model, out.loss, out.logits), expected_results(model, calls()[name]), calls()[name])
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
+
+
 def test_without_labels_there_is_no_loss_and_tuples_stay_tuples():
     model = enabled(plain("Llama"), SequenceParallel())
     ids = tokens(1, 9)
@@ -399,23 +412,29 @@ def refusals(rank: int, sp: SequenceParallel) -> dict[str, str]:
     return found
 
 
-def trained(rank: int, sp: SequenceParallel) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mean loss of all ranks and its gradients under DDP, with sequences for each sp; layers are checkpointed."""
+def trained(rank: int, sp: SequenceParallel, sharded: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of this rank's reader and the gradients under DDP, where layers are checkpointed, or FSDP2."""
     model = enabled(plain("Qwen2, windows above"), sp).train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    call = calls()[("whole", "documents")[rank // sp.size]]
+    if sharded:
+        for module in (*model.model.layers, model):
+            fully_shard(module)
+        wrapped = model
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        wrapped = nn.parallel.DistributedDataParallel(model)
     model.zero_grad()
-    reader = rank // sp.size
-    loss = wrapped(**calls()[("whole", "documents")[reader]]).loss
+    loss = wrapped(**call).loss
     loss.backward()
-    return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters()}
+    grads = {name: p.grad.full_tensor() if sharded else p.grad.clone() for name, p in model.named_parameters()}
+    return float(loss.detach()), grads
 
 
 def on_processes(rank: int) -> tuple:
     pairs, all_ranks = init_sequence_parallel(sp_size=2), init_sequence_parallel()
     found = refusals(pairs.rank, pairs)
     dist.barrier()
-    return found, trained(rank, pairs), trained(rank, all_ranks)
+    return found, trained(rank, pairs, False), trained(rank, all_ranks, False), trained(rank, pairs, True)
 
 
 @pytest.fixture(scope="module")
@@ -425,7 +444,7 @@ def processes() -> list[tuple]:
 
 
 def test_what_is_wrong_is_refused_on_all_ranks(processes):
-    for rank, (found, _, _) in enumerate(processes):
+    for rank, (found, *_) in enumerate(processes):
         for name, (_, start) in (REFUSED | DIFFER).items():
             assert found[name].startswith(start), (rank, name)
         label = "label 64 is not in a vocabulary of 64"
@@ -439,17 +458,21 @@ def test_what_is_wrong_is_refused_on_all_ranks(processes):
         assert found["not causal"].startswith("is_causal is False in the configuration")
 
 
-def test_ranks_that_share_sequences_are_one_process_to_ddp(processes):
-    """Two readers of two ranks each, and one of four: the mean over ranks of the readers' gradients."""
+def test_ranks_that_share_sequences_are_one_process_to_what_averages(processes):
+    """DDP and FSDP2. Two readers of two ranks each, and one of four: the mean over ranks of the readers' gradients."""
     model = plain("Qwen2, windows above")
-    of_reader = [expected_results(model, calls()[name]) for name in ("whole", "documents")]
-    for rank, (_, of_pairs, of_all) in enumerate(processes):
-        assert of_pairs[0] == pytest.approx(float(of_reader[rank // 2]["loss"]), rel=BOUND)
-        assert of_all[0] == pytest.approx(float(of_reader[0]["loss"]), rel=BOUND)
-        for name, grad in of_pairs[1].items():
-            assert relative_error(grad, (of_reader[0][name] + of_reader[1][name]) / 2) < BOUND, name
-        for name, grad in of_all[1].items():
-            assert relative_error(grad, of_reader[0][name]) < BOUND, name
+    one, other = (expected_results(model, calls()[name]) for name in ("whole", "documents"))
+    both = {name: (one[name] + other[name]) / 2 for name, _ in model.named_parameters()}
+    for rank, (_, of_pairs, of_all, sharded) in enumerate(processes):
+        of_reader = (one, other)[rank // 2]
+        for (loss, grads), reader, mean in (
+            (of_pairs, of_reader, both),
+            (of_all, one, one),
+            (sharded, of_reader, both),
+        ):
+            assert loss == pytest.approx(float(reader["loss"]), rel=BOUND)
+            for name, grad in grads.items():
+                assert relative_error(grad, mean[name]) < BOUND, name
 
 
 def test_a_few_lines_make_a_script_sequence_parallel():

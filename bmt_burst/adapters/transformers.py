@@ -50,6 +50,7 @@ from ..agreement import together
 from ..arguments import as_bool, check_tensor
 from ..attention import burst_attn_func, refuse_call
 from ..call import balanced as balanced_layout
+from ..compiled import not_compiled
 from ..groups import SequenceParallel
 from ..layout import IGNORE_INDEX, Layout
 from ..loss import count_targets, cross_entropy_sum
@@ -124,6 +125,7 @@ class _Sight:
         }
 
 
+@not_compiled
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -174,6 +176,11 @@ class _Model(_InPlace):
 
     def _over_ranks(self, own: Callable, args: tuple, named: dict[str, Any]) -> Any:
         """The model's own forward, of this rank's tokens; see the module."""
+        return own(**self._part(own, args, named))
+
+    @not_compiled
+    def _part(self, own: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
+        """What the model's own forward takes, once all ranks agree."""
         call: _Call | None = None
 
         def part() -> Given:
@@ -186,13 +193,14 @@ class _Model(_InPlace):
         for module in self.modules():
             if isinstance(module, _Rotary):
                 module._last = call.last_position
-        return own(**call.part, bmt_burst=_Sight(options, call.seq_len, call.targets))
+        return call.part | {"bmt_burst": _Sight(options, call.seq_len, call.targets)}
 
     @property
     def loss_function(self) -> Callable:
         """What the model's forward calls with this rank's part."""
         return self._loss
 
+    @not_compiled
     def _loss(
         self,
         logits: Tensor,
