@@ -147,14 +147,11 @@ def _attention(
             f"a {type(module).__name__} was called without what its tokens see: call the model that was enabled"
         )
     if dropout:
-        groups = bmt_burst.options["process_group"], bmt_burst.options["double_group"]
-        refuse_call(
-            ValueError(
-                f"attention over ranks cannot drop probabilities, and attention_dropout is {dropout}: set it to 0 in "
-                "the configuration, or call the model's eval()"
-            ),
-            *groups,
+        error = ValueError(
+            f"attention over ranks cannot drop probabilities, and attention_dropout is {dropout}: set it to 0 in the "
+            "configuration, or call the model's eval()"
         )
+        refuse_call(error, bmt_burst.options["process_group"], bmt_burst.options["double_group"])
     narrower = key.shape[-1] - value.shape[-1]
     padded = F.pad(value, (0, narrower)) if narrower else value
     q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, padded))
@@ -271,8 +268,7 @@ class _Call:
             _check_padding(padding, labels)
         self.targets = None if labels is None else count_targets(labels)
         self.part = self._part(labels)
-        places = self.part["position_ids"] if places is None else places
-        self.last_position = torch.tensor(self.seq_len - 1) if "position_ids" not in self.arguments else places.amax()
+        self.last_position = torch.tensor(self.seq_len - 1) if places is None else places.amax()
         tensors = {name: self.part[name] for name in _OF_TOKENS if name in self.part}
         self.given = Given(tensors, mask=documents, layout=self._layouts, alike=self._alike())
 
