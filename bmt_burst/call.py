@@ -223,14 +223,14 @@ def stacked_scores(scores: tuple[Scores, ...]) -> Scores:
 
 
 @functools.lru_cache(maxsize=_MOST_PLANS)
-def _balanced(mask: Mask, size: int) -> Layout:
+def balanced(mask: Mask, size: int) -> Layout:
     return Layout.balanced(mask, size)
 
 
 def _layout(layout: str | Layout, mask: Mask, size: int) -> Layout:
     if isinstance(layout, Layout):
         return layout
-    return _balanced(mask, size) if layout == Balanced.name else Layout.named(layout, mask.seq_len, size)
+    return balanced(mask, size) if layout == Balanced.name else Layout.named(layout, mask.seq_len, size)
 
 
 def _described(mask: Mask) -> str:

@@ -19,6 +19,7 @@ LONGEST = (  # files, by how long they take
     "test_live_train.py",
     "test_bench.py",
     "test_triton.py",
+    "test_transformers.py",
     "test_readme.py",
     "test_copy_engine.py",
     "test_masks.py",

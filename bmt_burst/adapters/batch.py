@@ -9,7 +9,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ class Given:
     length          (B,) integers: tokens of the whole rows, without the padding after them
     attention_mask  (B, S_local), 0 where this rank's tokens are padding
     mask, layout    one for all rows or one for each; by default no mask, and sp's layout
+    alike           what else must be equal on all ranks, as JSON has it, by the names that errors say
 
     Integers of this rank's tokens, (B, S_local), or (S_local,) or (1, S_local) if rows do not differ:
 
@@ -59,6 +60,7 @@ class Given:
     span: Tensor | None = None
     token_type_ids: Tensor | None = None
     position_ids: Tensor | None = None
+    alike: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Kind(NamedTuple):
@@ -186,6 +188,7 @@ class _Call:
     def terms(self) -> dict[str, Any]:
         """What the call means; all but "tokens" must be equal on all ranks."""
         return {
+            **self.given.alike,
             "batch": self.size,
             "tokens": self.tokens,
             "length": self.lengths and _of_all(self.lengths),

@@ -1,0 +1,47 @@
+"""Models of transformers on GPUs: two ranks that share sequences equal one GPU."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bmt_burst import init_sequence_parallel
+from bmt_burst.adapters.transformers import enable
+from tests.helpers import needs_ranks, relative_error, run_ranks
+from tests.test_transformers import CONFIGS, calls, plain
+
+pytestmark = [pytest.mark.gpu, needs_ranks(2)]
+
+
+def errors(rank: int, dtype: torch.dtype) -> dict[tuple[str, str], tuple[float, float]]:
+    """Of the loss and of all gradients together, of each model in each call."""
+    sp, found = init_sequence_parallel(), {}
+    for name in CONFIGS:
+        before = copy.deepcopy(plain(name)).to("cuda", dtype)
+        after = enable(copy.deepcopy(before), sp)
+        for which, call in calls().items():
+            call = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in call.items()}
+            before.zero_grad(), after.zero_grad()
+            losses = [model(**call, use_cache=False).loss for model in (before, after)]
+            for loss in losses:
+                loss.backward()
+            expected, got = (torch.cat([p.grad.float().flatten() for p in x.parameters()]) for x in (before, after))
+            dist.all_reduce(got, dist.ReduceOp.AVG)
+            found[name, which] = relative_error(losses[1], losses[0]), relative_error(got, expected)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loss_bound", "bound"),
+    [
+        (torch.float32, 1e-5, 1e-4),  # rounding, of sums in another order
+        (torch.bfloat16, 1e-2, 1e-1),  # each of two layers rounds to 2^-8, and both models do
+    ],
+)
+def test_enabled_models_equal_those_of_one_gpu(dtype, loss_bound, bound):
+    for found in run_ranks(2, errors, dtype, backend="nccl"):
+        assert len(found) == len(CONFIGS) * len(calls())
+        for key, (of_loss, of_gradients) in found.items():
+            assert of_loss < loss_bound, key
+            assert of_gradients < bound, key

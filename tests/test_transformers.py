@@ -1,0 +1,491 @@
+"""Models of transformers over ranks: logits, losses and gradients are those of the plain model, and what is refused.
+
+Ranks are simulated, but for those of torch.distributed, which are processes.
+"""
+
+import copy
+import functools
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from bmt_burst import Layout, Mask, SequenceParallel, init_sequence_parallel, simulate
+from bmt_burst.adapters.transformers import ATTENTION, enable
+from tests.helpers import ROOT, relative_error, run_ranks, run_script
+
+BOUND = 1e-5  # rounding of fp32, through two layers
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # so that attention is far from a mean
+    "pad_token_id": 0,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0, 4.0, 5.0, 6.0], "rope_theta": 10000.0}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 3, "max_window_layers": 1}
+CONFIGS = {  # by what they are: the family, and what it has besides
+    "Llama": ("Llama", {}),
+    "Llama, rotary by length": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 30}),
+    "Mistral": ("Mistral", {"sliding_window": 7, "head_dim": 16}),
+    "Mistral, no window": ("Mistral", {"sliding_window": None}),
+    "Qwen2": ("Qwen2", {}),
+    "Qwen2, windows above": ("Qwen2", WINDOWS),
+    "Qwen3": ("Qwen3", {"head_dim": 16}),
+    "Qwen3, windows between": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "Phi3": ("Phi3", {"sliding_window": 11}),
+    "Phi3, long": (
+        "Phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 30, "max_position_embeddings": 60},
+    ),
+    "MiniCPM3": ("MiniCPM3", {**MLA, "num_key_value_heads": 4}),
+}
+if not hasattr(hf, "MiniCPM3Config"):  # before transformers 5.2x
+    del CONFIGS["MiniCPM3"]
+
+
+@functools.cache
+def plain(name: str) -> hf.PreTrainedModel:
+    family, own = CONFIGS[name]
+    config = getattr(hf, f"{family}Config")(**{**SIZES, **own})
+    torch.manual_seed(0)
+    return getattr(hf, f"{family}ForCausalLM")(config)
+
+
+def enabled(model: hf.PreTrainedModel, sp: SequenceParallel, **options) -> hf.PreTrainedModel:
+    """A copy with the same parameters."""
+    return enable(copy.deepcopy(model, {id(p): p for p in model.parameters()}), sp, **options)
+
+
+def tokens(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(1, 64, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def packed(*lengths: int) -> torch.Tensor:
+    return torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+
+
+def calls() -> dict[str, dict]:
+    """Arguments of a forward."""
+    whole, row = tokens(2, 37), tokens(1, 41)
+    few = whole.masked_fill(torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) < 0.7, -100)
+    padding = torch.arange(37) < torch.tensor([[37], [20]])
+    rows = torch.cat((packed(20, 17), packed(5, 1, 31)))
+    return {
+        "whole": {"input_ids": whole, "labels": whole},
+        "few targets": {"input_ids": whole, "labels": few, "num_items_in_batch": 50},
+        "shifted": {"input_ids": row, "labels": row, "shift_labels": row.roll(-1, 1)},
+        "documents": {"input_ids": whole, "labels": whole, "position_ids": packed(13, 20, 4)},
+        "documents of rows": {"input_ids": whole, "labels": whole, "position_ids": rows},
+        "later positions": {"input_ids": row, "labels": row, "position_ids": torch.arange(3, 44).unsqueeze(0)},
+        "padding": {
+            "input_ids": whole.where(padding, 0),
+            "labels": whole.masked_fill(~padding, -100),
+            "attention_mask": padding.long(),
+        },
+    }
+
+
+def results(model: hf.PreTrainedModel, loss: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loss, logits and the gradient of each parameter."""
+    model.zero_grad()
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), "logits": logits.detach(), **grads}
+
+
+def expected_results(model: hf.PreTrainedModel, call: dict) -> dict[str, torch.Tensor]:
+    out = model(**call, use_cache=False)  # with a cache transformers does not tell documents apart
+    return results(model, out.loss, out.logits)
+
+
+def over_ranks(model: hf.PreTrainedModel, call: dict, size: int, layout: str | Layout = "zigzag", **options):
+    """What simulated ranks find, of gradients the mean, as DDP has it."""
+
+    def work(ring):
+        sp = SequenceParallel(ring.rank, size, layout, process_group=ring)
+        out = enabled(model, sp, **options)(**call)
+        return out.loss, out.logits
+
+    found = simulate(size, work)
+    losses = torch.stack([loss for loss, _ in found])
+    assert losses.eq(losses[0]).all()  # ranks have the same one
+    length = call["input_ids"].shape[1]
+    whole = layout if isinstance(layout, Layout) else Layout.named(layout, length, size)
+    return results(model, losses.mean(), whole.unshard([logits for _, logits in found]))
+
+
+def check(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], call: dict, bound: float = BOUND) -> None:
+    valid = call.get("attention_mask", torch.ones(call["input_ids"].shape)).bool()
+    for found in (got, expected):
+        found["logits"] = found["logits"][valid]
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert relative_error(got[name], expected[name]) < bound, name
+
+
+SOME = ("Llama", "Mistral", "Qwen3, windows between")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [*((x, 1) for x in SOME), *((x, 2) for x in CONFIGS), *((x, 3) for x in SOME)]
+)
+def test_enabled_models_equal_the_plain_one(name, size):
+    for call in calls().values():
+        check(over_ranks(plain(name), call, size), expected_results(plain(name), call), call)
+
+
+@pytest.mark.parametrize("layout", ["striped", "contiguous"])
+@pytest.mark.parametrize("name", ["Qwen2, windows above", "Phi3, long"])
+def test_any_layout_will_do(name, layout):
+    for call in calls().values():
+        check(over_ranks(plain(name), call, 3, layout), expected_results(plain(name), call), call)
+
+
+def test_documents_may_be_balanced():
+    """Those of a batch, whose layout a rank does not know before; so the order of logits is that of the documents."""
+    call = calls()["documents"]
+    layout = Layout.balanced(Mask.documents((0, 13, 33, 37)), 3)
+    assert layout != Layout.zigzag(37, 3)
+    expected = expected_results(plain("Mistral"), call)
+
+    def work(ring):
+        model = enabled(plain("Mistral"), SequenceParallel(ring.rank, 3, process_group=ring), balanced=True)
+        rows = model(**calls()["documents of rows"])
+        return rows.loss, model(**call).logits
+
+    found = simulate(3, work)
+    assert relative_error(layout.unshard([logits for _, logits in found]), expected["logits"]) < BOUND
+    of_rows = expected_results(plain("Mistral"), calls()["documents of rows"])
+    assert relative_error(found[0][0], of_rows["loss"]) < BOUND
+
+
+def test_windows_and_documents_are_seen():
+    """What equality would not show if masks were never applied to the plain model: it depends on them."""
+    call = calls()["documents"]
+    for name, other in (("Mistral", "sliding_window"), ("Phi3", "sliding_window")):
+        model = copy.deepcopy(plain(name))
+        narrow = expected_results(model, call)["logits"]
+        setattr(model.config, other, None)
+        assert relative_error(expected_results(model, call)["logits"], narrow) > 0.01
+    whole = expected_results(plain("Llama"), {**call, "position_ids": None})["logits"]
+    assert relative_error(expected_results(plain("Llama"), call)["logits"], whole) > 0.01
+
+
+def test_layers_are_checkpointed_as_before():
+    call = calls()["documents"]
+    model = copy.deepcopy(plain("Qwen3, windows between"))
+    expected = expected_results(model, call)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    check(over_ranks(model, call, 2), expected, call)
+
+
+def test_embeddings_may_be_given():
+    model, call = plain("Llama"), calls()["whole"]
+    embeddings = model.get_input_embeddings()(call["input_ids"]).detach()
+    leaves = [embeddings.clone().requires_grad_() for _ in range(2)]
+    model(inputs_embeds=leaves[0], labels=call["labels"]).loss.backward()
+
+    def work(ring):
+        of_rank = enabled(model, SequenceParallel(ring.rank, 2, process_group=ring))
+        return of_rank(inputs_embeds=leaves[1], labels=call["labels"]).loss
+
+    torch.stack(simulate(2, work)).mean().backward()
+    assert relative_error(leaves[1].grad, leaves[0].grad) < BOUND
+
+
+def test_autocast_reaches_attention():
+    """Rotary embeddings make fp32 of queries and keys, values are bf16. Errors are a few of 2^-8."""
+    call = calls()["whole"]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = expected_results(plain("Qwen3"), call)
+        got = over_ranks(plain("Qwen3"), call, 2)
+    for name in ("loss", "logits", "lm_head.weight"):
+        assert relative_error(got[name], expected[name]) < 0.03, name
+
+
+def test_compiled_models_equal_and_are_not_compiled_for_other_documents():
+    """What ranks agree on and attention are left alone, for other masks too."""
+    model = plain("Mistral")
+    compiled = torch.compile(enabled(model, SequenceParallel()), backend="eager")
+    graphs = []
+    for name in ("whole", "documents"):
+        out = compiled(**{"position_ids": torch.arange(37).unsqueeze(0)} | calls()[name])
+        check(results(model, out.loss, out.logits), expected_results(model, calls()[name]), calls()[name])
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
+
+
+def test_without_labels_there_is_no_loss_and_tuples_stay_tuples():
+    model = enabled(plain("Llama"), SequenceParallel())
+    ids = tokens(1, 9)
+    out = model(ids, output_hidden_states=True)
+    assert out.loss is None and out.past_key_values is None and len(out.hidden_states) == 3
+    [logits] = model(ids, return_dict=False)
+    assert torch.equal(logits, out.logits)
+    assert relative_error(logits, plain("Llama")(ids).logits) < BOUND
+    loss, logits = model(ids, labels=ids, return_dict=False)
+    assert relative_error(loss, plain("Llama")(ids, labels=ids).loss) < BOUND
+    assert model(ids, labels=torch.full_like(ids, -100)).loss.isnan()  # a mean of nothing, as before
+
+
+def test_copies_pickles_and_what_is_saved(tmp_path):
+    config, ids = copy.deepcopy(plain("Phi3, long").config), tokens(1, 37)
+    ours, other = (hf.Phi3ForCausalLM(config) for _ in range(2))
+    enable(ours, SequenceParallel())
+    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(again) is type(ours)
+        assert torch.equal(again(ids, labels=ids).logits, ours(ids, labels=ids).logits)
+    assert isinstance(ours, hf.Phi3ForCausalLM) and ours.config._attn_implementation == ATTENTION
+    assert other.config._attn_implementation != ATTENTION  # though it shared its configuration
+    ours.save_pretrained(tmp_path)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is hf.Phi3ForCausalLM and loaded.config._attn_implementation != ATTENTION
+    assert relative_error(loaded(ids).logits, ours(ids).logits) < BOUND
+
+
+def test_only_the_adapter_imports_transformers():
+    for path in (ROOT / "bmt_burst").rglob("*.py"):
+        if path.name != "transformers.py":
+            assert not re.search(r"^\s*(import|from) transformers", path.read_text(), re.M), path
+
+
+class OtherForward(hf.LlamaForCausalLM):
+    def forward(self, *args, **named):
+        return super().forward(*args, **named)
+
+
+def made(kind: str, **options) -> nn.Module:
+    return getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**{**SIZES, **options}))
+
+
+def other_attention() -> nn.Module:
+    model = copy.deepcopy(plain("Llama"))
+    model.model.layers[1].self_attn = copy.deepcopy(plain("Mistral")).model.layers[1].self_attn
+    return model
+
+
+def other_loss() -> nn.Module:
+    model = copy.deepcopy(plain("Llama"))
+    model.loss_function = lambda **_: 0
+    return model
+
+
+MODELS = {  # what cannot be enabled
+    "Gemma2": (
+        lambda: made("Gemma2"),
+        TypeError,
+        "Gemma2ForCausalLM cannot be sequence parallel: its scores have a soft",
+    ),
+    "GptOss": (
+        lambda: made("GptOss", num_local_experts=2, num_experts_per_tok=1, head_dim=8),
+        TypeError,
+        "GptOssForCausalLM cannot be sequence parallel: its attention has sinks",
+    ),
+    "another": (
+        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=9)),
+        TypeError,
+        "expected one of transformers' LlamaForCausalLM, MistralForCausalLM, .*, got a GPT2LMHeadModel$",
+    ),
+    "no head": (lambda: plain("Llama").model, TypeError, "expected one of .*, got a LlamaModel"),
+    "inside": (
+        lambda: nn.ModuleDict({"lm": plain("Llama")}),
+        TypeError,
+        "expected one of .*, got a ModuleDict: give its lm, a LlamaForCausalLM",
+    ),
+    "forward": (
+        lambda: OtherForward(plain("Llama").config),
+        TypeError,
+        "this OtherForward has another forward than LlamaForCausalLM, which would be lost",
+    ),
+    "attention": (other_attention, TypeError, "a layer's attention is a MistralAttention, not LlamaAttention"),
+    "loss": (other_loss, ValueError, "this LlamaForCausalLM has another loss than transformers' ForCausalLMLoss"),
+    "twice": (
+        lambda: enabled(plain("Llama"), SequenceParallel()),
+        ValueError,
+        "this LlamaForCausalLM is enabled already, for 1 ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cannot_be_are_refused(name):
+    make, kind, message = MODELS[name]
+    with pytest.raises(kind, match=message):
+        enable(make(), SequenceParallel())
+
+
+def test_options_are_checked():
+    with pytest.raises(TypeError, match="sp must be a SequenceParallel, from init_sequence_parallel, got NoneType"):
+        enable(plain("Llama"), None)
+    with pytest.raises(TypeError, match="balanced must be True or False, got 'yes'"):
+        enable(copy.deepcopy(plain("Llama")), SequenceParallel(), balanced="yes")
+    ours = enabled(plain("Llama"), SequenceParallel())
+    with pytest.raises(ValueError, match="an enabled LlamaForCausalLM does not generate, since caches are of whole"):
+        ours.generate(tokens(1, 5))
+    with pytest.raises(TypeError, match="a LlamaAttention was called without what its tokens see: call the model that"):
+        hf.LlamaForCausalLM(ours.config)(tokens(1, 5))
+
+
+REFUSED = {  # by what is wrong on all ranks
+    "cache": ({"use_cache": True}, "use_cache and past_key_values are of whole sequences"),
+    "past": ({"past_key_values": hf.DynamicCache()}, "use_cache and past_key_values are of whole sequences"),
+    "attentions": ({"output_attentions": True}, "output_attentions: attention over ranks never has its probabilities"),
+    "some logits": ({"logits_to_keep": 1}, "logits_to_keep counts tokens of whole sequences"),
+    "unknown": ({"cu_seq_lens_q": torch.tensor([0, 37])}, "cu_seq_lens_q: it is not known how to cut this over ranks"),
+    "both": (
+        {"inputs_embeds": torch.zeros(2, 37, 32)},
+        "give either input_ids or inputs_embeds, got input_ids and",
+    ),
+    "neither": ({"input_ids": None}, "give either input_ids or inputs_embeds, got neither"),
+    "shape": ({"input_ids": torch.ones(37, dtype=torch.int64)}, "input_ids must be (B, S), got shape (37,)"),
+    "short": ({"input_ids": tokens(2, 1), "labels": None}, "a sequence of 1 tokens is too short for 2 ranks"),
+    "labels": ({"labels": tokens(2, 18)}, "labels must be of whole sequences, (2, 37), got shape (2, 18)"),
+    "dense mask": (
+        {"attention_mask": torch.ones(2, 1, 37, 37)},
+        "attention_mask must be of whole sequences, (2, 37), ",
+    ),
+    "left padding": ({"attention_mask": torch.arange(37).expand(2, -1).gt(3)}, "attention_mask has padding before tok"),
+    "padding's labels": (
+        {"attention_mask": torch.arange(37).expand(2, -1).lt(30)},
+        "labels of what attention_mask",
+    ),
+    "both of these": (
+        {"attention_mask": torch.ones(2, 37), "position_ids": packed(30, 7)},
+        "position_ids begin anew where attention_mask has no padding",
+    ),
+}
+DIFFER = {  # by what rank 0 alone is given
+    "tokens": (
+        {"input_ids": tokens(2, 37) % 63},
+        "ranks differ in input_ids (whole, the same on every rank): rank 0 has",
+    ),
+    "lengths": ({"input_ids": tokens(2, 38), "labels": tokens(2, 38)}, "ranks differ in input_ids (whole, the same on"),
+    "positions": ({"position_ids": packed(30, 7)}, "ranks differ in arguments: rank 0 has ['input_ids', 'labels', "),
+    "items": ({"num_items_in_batch": 7}, "ranks differ in num_items_in_batch (whole, the same on every rank)"),
+}
+
+
+def error_of(model: nn.Module, call: dict) -> str:
+    try:
+        model(**call)
+    except (ValueError, TypeError) as error:
+        return f"{error}"
+    return "no error"
+
+
+def refusals(rank: int, sp: SequenceParallel) -> dict[str, str]:
+    base = {"input_ids": tokens(2, 37), "labels": tokens(2, 37)}
+    model = enabled(plain("Llama"), sp)
+    found = {name: error_of(model, {**base, **wrong}) for name, (wrong, _) in REFUSED.items()}
+    wrong = base["labels"].clone()
+    wrong[0, -1] = 64  # which is what rank 0 predicts
+    found["label"] = error_of(model, {**base, "labels": wrong})
+    base |= {"num_items_in_batch": 5}
+    found |= {name: error_of(model, {**base, **(wrong if rank == 0 else {})}) for name, (wrong, _) in DIFFER.items()}
+    model.config.is_causal = False
+    found["not causal"] = error_of(model, base)
+    del model.config.is_causal
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    found["dropout"] = error_of(model.train(), base)
+    found["dropout in eval"] = error_of(model.eval(), base)
+    if rank == 0:
+        model.train()
+    found["dropout on one"] = error_of(model, base)
+    return found
+
+
+def trained(rank: int, sp: SequenceParallel, sharded: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of this rank's reader and the gradients under DDP, where layers are checkpointed, or FSDP2."""
+    model = enabled(plain("Qwen2, windows above"), sp).train()
+    call = calls()[("whole", "documents")[rank // sp.size]]
+    if sharded:
+        for module in (*model.model.layers, model):
+            fully_shard(module)
+        wrapped = model
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    model.zero_grad()
+    loss = wrapped(**call).loss
+    loss.backward()
+    grads = {name: p.grad.full_tensor() if sharded else p.grad.clone() for name, p in model.named_parameters()}
+    return float(loss.detach()), grads
+
+
+def on_processes(rank: int) -> tuple:
+    pairs, all_ranks = init_sequence_parallel(sp_size=2), init_sequence_parallel()
+    found = refusals(pairs.rank, pairs)
+    dist.barrier()
+    return found, trained(rank, pairs, False), trained(rank, all_ranks, False), trained(rank, pairs, True)
+
+
+@pytest.fixture(scope="module")
+def processes() -> list[tuple]:
+    """What four ranks find, of which two or all share sequences."""
+    return run_ranks(4, on_processes)
+
+
+def test_what_is_wrong_is_refused_on_all_ranks(processes):
+    for rank, (found, *_) in enumerate(processes):
+        for name, (_, start) in (REFUSED | DIFFER).items():
+            assert found[name].startswith(start), (rank, name)
+        label = "label 64 is not in a vocabulary of 64"
+        failed = f"rank 0 of the group failed before the loss of a LlamaForCausalLM: ValueError: {label}"
+        assert found["label"].startswith(failed if rank % 2 else label)
+        dropout = "attention over ranks cannot drop probabilities, and attention_dropout is 0.1"
+        heard = "rank 0 of the group failed before a call of burst_attn_func: ValueError: "
+        assert found["dropout"].startswith(dropout)
+        assert found["dropout in eval"] == "no error"
+        assert found["dropout on one"].startswith(dropout if rank % 2 == 0 else heard + dropout)
+        assert found["not causal"].startswith("is_causal is False in the configuration")
+
+
+def test_ranks_that_share_sequences_are_one_process_to_what_averages(processes):
+    """DDP and FSDP2. Two readers of two ranks each, and one of four: the mean over ranks of the readers' gradients."""
+    model = plain("Qwen2, windows above")
+    one, other = (expected_results(model, calls()[name]) for name in ("whole", "documents"))
+    both = {name: (one[name] + other[name]) / 2 for name, _ in model.named_parameters()}
+    for rank, (_, of_pairs, of_all, sharded) in enumerate(processes):
+        of_reader = (one, other)[rank // 2]
+        for (loss, grads), reader, mean in (
+            (of_pairs, of_reader, both),
+            (of_all, one, one),
+            (sharded, of_reader, both),
+        ):
+            assert loss == pytest.approx(float(reader["loss"]), rel=BOUND)
+            for name, grad in grads.items():
+                assert relative_error(grad, mean[name]) < BOUND, name
+
+
+def test_a_few_lines_make_a_script_sequence_parallel():
+    """One process with whole sequences, and two with a half of each."""
+    curves = []
+    for size, name in ((1, "before"), (2, "after")):
+        code, said = run_script(size, f"train/examples/transformers_{name}.py")
+        assert code == 0, said[-3000:]
+        curves.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", said)])
+    before, after = curves
+    assert len(before) == 10
+    assert before[-1] < 0.9 * before[0]
+    assert after == pytest.approx(before, rel=1e-5)
+    sources = [(ROOT / f"train/examples/transformers_{name}.py").read_text() for name in ("before", "after")]
+    lines = [set(source[source.index("import ") :].splitlines()) for source in sources]
+    assert len(lines[1] - lines[0]) <= 5

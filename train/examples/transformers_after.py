@@ -1,0 +1,60 @@
+"""The fine-tuning of transformers_before.py, sequence parallel: all ranks have a part of the same sequences.
+
+NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 train/examples/transformers_after.py
+
+The environment variable, which GPUs need, is NCCL's way to run several communicators at once.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bmt_burst import init_sequence_parallel
+from bmt_burst.adapters.transformers import enable
+
+VOCABULARY, LENGTH, STEPS = 256, 509, 10
+
+
+def sequences(step, reader, device):
+    """The tokens that the `reader`-th reader of data has in a step: each is 3 more than the one before."""
+    generator = torch.Generator().manual_seed(1000 * step + reader)
+    first = torch.randint(0, VOCABULARY, (2, 1), generator=generator)
+    return ((first + 3 * torch.arange(LENGTH)) % VOCABULARY).to(device)
+
+
+def small_llama():
+    """In place of LlamaForCausalLM.from_pretrained(...)."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
+
+
+def main():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    sp = init_sequence_parallel()
+    model = enable(small_llama().to(device), sp)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(STEPS):
+        tokens = sequences(step, dist.get_rank() // sp.size, device)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        if dist.get_rank() == 0:
+            print(f"step {step + 1}: loss {mean:.7f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
