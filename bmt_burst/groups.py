@@ -11,16 +11,19 @@ With documents, or a window, the work of the ranks depends on the mask, and a la
     sp = sp.with_layout(Layout.balanced(mask, sp.size))
     out = burst_attn_func(q, k, v, mask=mask, **sp.groups)
 
-Consecutive ranks share a sequence: sequence parallel group i is ranks i * sp_size to (i + 1) * sp_size - 1.
+Consecutive ranks share a sequence: sequence parallel group i is ranks i * sp_size to (i + 1) * sp_size - 1. Others may
+with a DeviceMesh: init_sequence_parallel(mesh=mesh["sp"]).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,13 +37,14 @@ from .arguments import as_int, check_dim, plain
 from .checks import check_shard
 from .compiled import not_compiled
 from .layout import Layout, layout_class
-from .rings import Group, make_rings
+from .rings import Group, Rings, check_member, make_rings
 from .transport import ALONE, Transport
 from .transport.bmtrain import BMTrainTransport, bmtrain_transport, initialized_bmtrain, new_communicator
 from .transport.processes import host_name
 from .transport.torch_dist import torch_transport
 
 _groups_made = itertools.count()
+_DOUBLE_RING = ("inter", "intra")  # names of the dimensions of a mesh
 _ROWS_A_MESSAGE = 128  # of which a message holds the lengths, whatever they are
 
 
@@ -182,13 +186,18 @@ def _found_again(size: int, inner_size: int | None, layout: str | Layout) -> Seq
     if (size, inner_size) not in _made:
         call = f"init_sequence_parallel({size}{f', inner_size={inner_size}' if inner_size else ''})"
         raise RuntimeError(
-            f"this was saved by one of {size} ranks that shared sequences: before it is read, call {call}, and keep it"
+            f"this was saved by one of {size} ranks that shared sequences: before it is read, call {call}, or with a "
+            "mesh of as many, and keep what it returns"
         )
     return dataclasses.replace(_made[size, inner_size], layout=layout)
 
 
 def init_sequence_parallel(
-    sp_size: int | None = None, *, layout: str = "zigzag", inner_size: int | None = None
+    sp_size: int | None = None,
+    *,
+    layout: str = "zigzag",
+    inner_size: int | None = None,
+    mesh: dist.DeviceMesh | None = None,
 ) -> SequenceParallel:
     """Makes the groups of sequence parallelism; every rank must call it, with one meaning.
 
@@ -198,18 +207,29 @@ def init_sequence_parallel(
     sp_size     ranks that share a sequence, by default all; must divide the world size
     inner_size  ranks of a host, for the double ring; must divide sp_size. By default as the ranks lie on hosts: a
                 double ring if each sequence has the same number on each of several hosts, else a single one.
+    mesh        instead of sizes: a DeviceMesh of this rank, whose ranks share a sequence and whose groups are taken.
+                Of one dimension, as init_device_mesh("cuda", (dp, sp), mesh_dim_names=("dp", "sp"))["sp"], it is a
+                single ring, on however many hosts. Of two, named ("inter", "intra"), it is a double ring: the first
+                dimension counts hosts, the second the ranks of a host; rank = inter * (size of intra) + intra.
 
-    Raises, on every rank, ValueError where a size does not divide, the layout is unknown, ranks differ, or BMTrain runs
-    with tensor or pipeline parallelism; TypeError for a size that is no whole number; RuntimeError if neither BMTrain
-    nor torch.distributed is initialised.
+    Raises, on every rank, ValueError where a size does not divide, the layout is unknown, ranks differ, a mesh is given
+    with a size or has other dimensions, a rank is not in its mesh, a rank's mesh has ranks that give another one, or
+    BMTrain runs with tensor or pipeline parallelism or a mesh; TypeError for a size that is no whole number or what is
+    no mesh (where that is so; ValueError elsewhere); RuntimeError if neither BMTrain nor torch.distributed is
+    initialised.
     """
     world = _world()
-    sp_size, inner_size = world.size if sp_size is None else plain(sp_size), plain(inner_size)
-    arguments = f"sp_size={sp_size!r}, inner_size={inner_size!r}, layout={layout!r}".encode("ascii", "replace")[:300]
+    sp_size, inner_size = world.size if sp_size is None and mesh is None else plain(sp_size), plain(inner_size)
+    arguments = f"sp_size={sp_size!r}, inner_size={inner_size!r}, layout={layout!r}{', a mesh' * (mesh is not None)}"
+    arguments = arguments.encode("ascii", "replace")[:300]
     replies = world.gather(json.dumps([arguments.decode(), host_name().decode()]).encode())
     calls, hosts = zip(*map(json.loads, replies), strict=True)
     if len(set(calls)) > 1:
         raise ValueError(f"ranks differ in init_sequence_parallel's arguments: {list(calls)}")
+    if mesh is not None:
+        if sp_size is not None or inner_size is not None:
+            raise ValueError("a mesh says which ranks share a sequence: neither sp_size nor inner_size goes with it")
+        return _of_mesh(world, mesh, layout)
     sp_size = as_int("sp_size", sp_size)
     if sp_size < 1 or world.size % sp_size:
         raise ValueError(f"sp_size={sp_size} does not divide the world of {world.size} ranks")
@@ -231,6 +251,52 @@ def init_sequence_parallel(
     sp = SequenceParallel(rank, sp_size, layout, **groups, made_for=made_for)
     _made[made_for] = sp
     return sp
+
+
+def _of_mesh(world: Transport, mesh: dist.DeviceMesh, layout: str) -> SequenceParallel:
+    """The ranks of this rank's mesh, once each rank has one that all in it agree on."""
+    if isinstance(world, BMTrainTransport):
+        raise ValueError("a mesh is of torch.distributed's ranks: with BMTrain give sp_size and inner_size")
+
+    def terms() -> dict[str, Any]:
+        layout_class(layout)
+        _check_mesh(mesh)
+        ranks = repr(mesh.mesh.tolist())
+        return {"ranks": ranks[:200], "size": mesh.size(), "digest": hashlib.sha256(ranks.encode()).hexdigest()}
+
+    said = tell(Rings(world, ALONE), "init_sequence_parallel of a mesh", terms)
+    everyone, alike = read(said), Counter(said)
+    for rank, (line, theirs) in enumerate(zip(said, everyone, strict=True)):
+        if alike[line] != theirs["size"]:  # each is in its own mesh: where as many as that has say the same, it is they
+            given = f"rank {rank} gives the ranks {theirs['ranks']}, as {alike[line]} of {theirs['size']} ranks do"
+            raise ValueError(f"ranks differ in their meshes: {given}")
+        if theirs["size"] != everyone[0]["size"]:
+            sizes = f"rank 0 gives one of {everyone[0]['size']} ranks, rank {rank} one of {theirs['size']}"
+            raise ValueError(f"ranks differ in the size of their meshes: {sizes}")
+    outer, inner = (1, *mesh.shape)[-2:]
+    host, place = (0, *mesh.get_coordinate())[-2:]
+    if mesh.size() == 1:
+        return SequenceParallel(layout=layout)
+    if outer == 1 or inner == 1:
+        made_for, groups = (mesh.size(), None), {"process_group": mesh.get_group(0 if inner == 1 else mesh.ndim - 1)}
+    else:
+        made_for = mesh.size(), inner
+        groups = {"process_group": None, "double_group": (mesh.get_group("intra"), mesh.get_group("inter"))}
+    sp = SequenceParallel(host * inner + place, mesh.size(), layout, **groups, made_for=made_for)
+    _made[made_for] = sp
+    return sp
+
+
+def _check_mesh(mesh: Any) -> None:
+    """Raises TypeError for no DeviceMesh, ValueError for one of other dimensions or that this rank is not in."""
+    if not isinstance(mesh, dist.DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    names = mesh.mesh_dim_names
+    if mesh.ndim != 1 and names != _DOUBLE_RING:
+        hint = f": give mesh[{names[-1]!r}]" if names else ""
+        expected = f"mesh must have one dimension, or two named {_DOUBLE_RING} for a double ring"
+        raise ValueError(f"{expected}, got {mesh.ndim} named {names}{hint}")
+    check_member(mesh)
 
 
 def _world() -> Transport:

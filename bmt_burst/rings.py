@@ -209,6 +209,11 @@ def _mesh_group(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise ValueError(f"a group must be one dimension of a DeviceMesh, got one of {names}: give mesh[{names[-1]!r}]")
+    check_member(mesh)
+    return mesh.get_group()
+
+
+def check_member(mesh: dist.DeviceMesh) -> None:
+    """Raises ValueError if this rank is not in the mesh."""
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the DeviceMesh it was given, {mesh.mesh.tolist()}")
-    return mesh.get_group()

@@ -1,0 +1,164 @@
+"""DeviceMesh: as a group of a call and in init_sequence_parallel, on gloo ranks."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, nn
+from tests.helpers import dense_attention, random_qkv, relative_error, run_ranks
+
+TOKENS = 37
+
+
+def error(rank: int, sp: SequenceParallel, groups: dict) -> float:
+    """Of this rank's part of causal attention over the ranks of `groups`, and of q's gradient, against one process."""
+    tensors = [x.requires_grad_() for x in random_qkv(1, TOKENS, 4, 2, 8, seed=rank)[:3]]
+    whole, _ = dense_attention(*tensors, True, 8**-0.5)
+    [expected] = torch.autograd.grad(whole.sin().sum(), tensors[:1])
+    shards = [sp.shard(x.detach()).requires_grad_() for x in tensors]
+    out = burst_attn_func(*shards, causal=True, **groups)
+    out.sin().sum().backward()
+    return max(relative_error(out, sp.shard(whole)), relative_error(shards[0].grad, sp.shard(expected)))
+
+
+def groups_of_calls(rank: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
+    one, double = SequenceParallel(rank % 2, 2), SequenceParallel(rank, 4)
+    with pytest.raises(ValueError, match=r"one dimension of a DeviceMesh, got one of \('inter', 'intra'\)"):
+        burst_attn_func(*random_qkv(1, 4, 2, 2, 8)[:3], process_group=mesh)
+    with pytest.raises(ValueError, match=r"rank \d is not in the DeviceMesh it was given, \[\d, \d\]"):
+        others = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        burst_attn_func(*random_qkv(1, 4, 2, 2, 8)[:3], process_group=others[rank < 2])
+    return [
+        error(rank // 2, one, {"process_group": mesh["intra"]}),
+        error(0, double, {"double_group": (mesh["intra"], mesh["inter"])}),
+    ]
+
+
+def test_dimensions_of_a_mesh_are_groups_of_a_call():
+    for errors in run_ranks(4, groups_of_calls):
+        assert max(errors) < 1e-12
+
+
+def sequences_of_meshes(rank: int) -> list[float]:
+    """Of calls on ranks that share a sequence by a mesh; in which place, and that they are found again."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    strided = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
+    flat = init_device_mesh("cpu", (4,))
+    hosts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
+    cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "inter", "intra"))
+    errors = []
+    for mesh, place, size, sequence in (
+        (grid["sp"], rank % 2, 2, rank // 2),
+        (strided["sp"], rank // 2, 2, rank % 2),
+        (flat, rank, 4, 0),
+        (hosts, rank, 4, 0),
+        (cube["inter", "intra"], rank, 4, 0),
+    ):
+        sp = init_sequence_parallel(mesh=mesh, layout="striped")
+        assert (sp.rank, sp.size, sp.layout) == (place, size, "striped")
+        assert (sp.process_group is None) == (mesh.ndim == 2)
+        errors.append(error(sequence, sp, sp.groups))
+        x = torch.arange(2 * TOKENS).view(2, TOKENS) + sequence
+        assert sp.unshard(sp.shard(x), TOKENS).equal(x)
+        assert pickle.loads(pickle.dumps(sp)) == sp == copy.deepcopy(sp)
+    assert sp.double_group == (cube["intra"].get_group(), cube["inter"].get_group())
+    for shape in ((1, 4), (4, 1)):  # hosts or ranks of a host, but not both: a single ring
+        sp = init_sequence_parallel(mesh=init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra")))
+        assert (sp.rank, sp.size, sp.process_group.size()) == (rank, 4, 4)
+        errors.append(error(0, sp, sp.groups))
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "sp"))["sp"]
+    assert init_sequence_parallel(mesh=alone) == SequenceParallel()
+    return errors
+
+
+def test_a_mesh_makes_a_sequence_parallel():
+    for errors in run_ranks(4, sequences_of_meshes):
+        assert max(errors) < 1e-12
+
+
+def sharded_training(rank: int) -> float:
+    """The error of a gradient that FSDP2 has made over all ranks, whose sequences are shared over a mesh's "sp"."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    sp = init_sequence_parallel(mesh=mesh["sp"])
+
+    def layer(sp):
+        torch.manual_seed(0)
+        return nn.BurstAttention(32, 4, num_kv_heads=2, sp=sp).double()
+
+    x = [torch.randn(1, TOKENS, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    cos, sin = (table.double() for table in nn.rope_tables(torch.arange(TOKENS), 8))
+    alone = layer(SequenceParallel())
+    sum(alone(each, cos, sin).sin().sum() for each in x).backward()
+    model = layer(sp)
+    fully_shard(model, mesh=mesh["dp", "sp"]._flatten())
+    model(sp.shard(x[rank // 2]), sp.shard(cos, 0), sp.shard(sin, 0)).sin().sum().backward()
+    saved = io.BytesIO()
+    torch.save(sp, saved)
+    saved.seek(0)
+    assert torch.load(saved, weights_only=False) == sp
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max(relative_error(4 * mine.grad.full_tensor(), other.grad) for mine, other in pairs)
+
+
+def test_fsdp2_goes_with_the_same_mesh():
+    assert max(run_ranks(4, sharded_training)) < 1e-12
+
+
+def misuse(rank: int) -> list[str]:
+    """What every rank is told, one after the other over the same world."""
+    flat, pair = DeviceMesh("cpu", [0, 1, 2, 3]), DeviceMesh("cpu", [[0, 1], [2, 3]])
+    pairs = {ranks: DeviceMesh("cpu", list(ranks)) for ranks in ((0, 1), (2, 3), (1, 0), (1, 2), (2,), (3,))}
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    own = pairs[(0, 1) if rank < 2 else (2, 3)]
+    given = [
+        {"mesh": flat, "sp_size": 4},
+        {"mesh": flat, "inner_size": 2},
+        {"mesh": own if rank else None},
+        {"mesh": pairs[0, 1]},
+        {"mesh": pairs[[(0, 1), (1, 0), (2, 3), (2, 3)][rank]]},
+        {"mesh": pairs[[(0, 1), (1, 2), (1, 2), (3,)][rank]]},
+        {"mesh": pairs[[(0, 1), (0, 1), (2,), (3,)][rank]]},
+        {"mesh": grid},
+        {"mesh": pair},
+        {"mesh": own.get_group() if rank == 2 else own},
+        {"mesh": own, "layout": "ring"},
+    ]
+    messages = []
+    for arguments in given:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            init_sequence_parallel(**arguments)
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    assert init_sequence_parallel(mesh=own).size == 2  # the world is still in order
+    return messages
+
+
+def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
+    said = run_ranks(4, misuse)
+    alike = {
+        0: "a mesh says which ranks share a sequence: neither sp_size nor inner_size goes with it",
+        1: "a mesh says which ranks share a sequence: neither sp_size nor inner_size goes with it",
+        2: "ranks differ in init_sequence_parallel's arguments: ",
+        4: "ranks differ in their meshes: rank 0 gives the ranks [0, 1], as 1 of 2 ranks do",
+        5: "ranks differ in their meshes: rank 0 gives the ranks [0, 1], as 1 of 2 ranks do",
+        6: "ranks differ in the size of their meshes: rank 0 gives one of 2 ranks, rank 2 one of 1",
+        7: "mesh must have one dimension, or two named ('inter', 'intra') for a double ring, got 2 named ('dp', 'sp'): "
+        "give mesh['sp']",
+        8: "mesh must have one dimension, or two named ('inter', 'intra') for a double ring, got 2 named None",
+        10: "unknown layout 'ring'",
+    }
+    for number, message in alike.items():
+        assert all(messages[number].startswith(f"ValueError: {message}") for messages in said), number
+    for rank, messages in enumerate(said):
+        reason = "rank 2 is not in the DeviceMesh it was given, [0, 1]"
+        told = f"rank 2 of the group failed before init_sequence_parallel of a mesh: ValueError: {reason}"
+        own = reason.replace("rank 2", f"rank {rank}")
+        assert messages[3] == f"ValueError: {told if rank < 2 else own}"
+        wrong = "TypeError: mesh must be a DeviceMesh, got ProcessGroup"
+        told = f"ValueError: rank 2 of the group failed before init_sequence_parallel of a mesh: {wrong}"
+        assert messages[9] == (wrong if rank == 2 else told)
