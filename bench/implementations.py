@@ -237,6 +237,7 @@ IMPLEMENTATIONS = {
     "bmt_burst nccl": Implementation("balanced", partial(Burst, transport=_over_nccl), _VARIANTS),
     "bmt_burst no overlap": Implementation("balanced", partial(Burst, transport=_Waiting), _VARIANTS),
     "bmt_burst contiguous": Implementation("contiguous", Burst, kinds=("window",)),
+    "all-gather": Implementation("balanced", partial(Burst, strategy="all-gather"), _VARIANTS),
     "ulysses": Implementation("contiguous", partial(Burst, strategy="ulysses")),
     "ring_flash_attn zigzag": Implementation("zigzag", _ring_flash_attn, kernel="fa2"),
     "torch context_parallel": Implementation("zigzag", _torch_context_parallel, kernel="cudnn"),

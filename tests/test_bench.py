@@ -38,14 +38,15 @@ KEYS = {
 def test_benchmark_runs_and_reports(tmp_path):
     output = tmp_path / "rows.jsonl"
     masks = ["--masks", "causal", "full", "documents", "window", "--documents", "256", "long", "--windows", "40"]
-    names = ["bmt_burst", "bmt_burst low memory", "bmt_burst contiguous", "ulysses", "ring_flash_attn zigzag"]
+    names = ["bmt_burst", "bmt_burst low memory", "bmt_burst contiguous", "all-gather", "ulysses"]
+    names += ["ring_flash_attn zigzag"]
     options = ["--tokens-per-gpu", "32", "64", *masks, "--implementations", *names, "--output", output]
     code, said = run_script(2, "bench/attention.py", *options)
     assert code == 0, said
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     measured = [r for r in rows if r["kind"] == "attention" and "unavailable" not in r]
     assert all(r.keys() >= KEYS for r in measured)
-    everywhere = {"bmt_burst", "bmt_burst low memory", "ulysses", "kernel alone"}
+    everywhere = {"bmt_burst", "bmt_burst low memory", "all-gather", "ulysses", "kernel alone"}
     for mask in ("causal", "full", "documents 256", "documents long", "window 40"):
         found = {r["impl"] for r in measured if r["mask"] == mask}
         assert found >= everywhere

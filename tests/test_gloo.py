@@ -38,7 +38,7 @@ def worst_error(groups: dict, rank: int, size: int) -> float:
         whole = random_layout(chance, mask, size)
         options = {"mask": mask, "layout": whole, "backward": chance.choice(("q", "kv"))}
         if "double_group" not in groups:
-            options["strategy"] = chance.choice(("ring", "ulysses"))
+            options["strategy"] = chance.choice(("ring", "all-gather", "ulysses"))
         worst = max(worst, error(groups, rank, mask, whole, options))
     return worst
 

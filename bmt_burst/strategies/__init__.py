@@ -1,11 +1,12 @@
 """Strategies: who computes which tiles with what brought from where. One strategy a file or folder.
 
-ring      queries stay, keys and values come by; in the backward what is cheaper travels (BurstAttention)
-ulysses   every rank gets whole sequences of some heads (arXiv 2309.14509)
+ring         queries stay, keys and values come by; in the backward what is cheaper travels (BurstAttention)
+all-gather   the ring with all of a host's keys and values at once (arXiv 2407.21783)
+ulysses      every rank gets whole sequences of some heads (arXiv 2309.14509)
 
 The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports by their contracts
-only; what they share is in `compute`. To add one: write `strategies/NAME.py` with a subclass of Strategy, list it in
-`_STRATEGIES`.
+only; what they share is in `compute`. To add one: write `strategies/NAME.py` (underscores for hyphens) with a subclass
+of Strategy, list it in `_STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..rings import Rings
 from ..scores import Scores, Term, is_one_row
 from ..spec import Spec
 
-_STRATEGIES = {"ring": "Ring", "ulysses": "Ulysses"}
+_STRATEGIES = {"ring": "Ring", "all-gather": "AllGather", "ulysses": "Ulysses"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Problem:
     inner, outer  ranks of a host, and hosts, as the rings are
     backward      "q", "kv" or "auto": what travels in a ring's backward
     send_out      where queries travel, let out itself do so instead of delta = rowsum(out * dout)
-    group_bytes   most bytes of travelling blocks that come in together, if a single one is not larger
+    group_bytes   most bytes of a ring's travelling blocks that come in together, if a single one is not larger
     scores        which row of a bias's table each pair adds to its scores, if any; the mask is theirs
     biased_kernel for pairs that are in no area of one row, where there are scores
     """
@@ -141,7 +142,7 @@ def names() -> list[str]:
 @functools.cache
 def load(name: str) -> Strategy:
     """The strategy called `name`."""
-    return getattr(importlib.import_module(f"{__name__}.{name}"), _STRATEGIES[name])()
+    return getattr(importlib.import_module(f"{__name__}.{name.replace('-', '_')}"), _STRATEGIES[name])()
 
 
 def choose(name: str, problem: Problem) -> Strategy:

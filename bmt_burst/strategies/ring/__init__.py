@@ -14,7 +14,8 @@ Each rank computes its own block first. Then the others' come by, some heads at 
 and in stages of as many blocks as `group_bytes` allows: the tokens of a stage that this rank looks at lie one after the
 other, and what looks at them alike is one kernel call. While a stage is computed the next one is on its way, and so are
 the gradients of the one before, also from one pass to the next. One block of one kv head a stage needs the least
-memory; all blocks in one stage is attention over gathered keys and values. `print(plan)` shows it.
+memory; all blocks in one stage is attention over gathered keys and values, which is a strategy too (all_gather.py).
+`print(plan)` shows it.
 """
 
 from __future__ import annotations
@@ -50,10 +51,14 @@ class Ring(Strategy):
 
 
 class RingPlan(Plan):
-    """The tours of a rank's forward and backward, made when they are needed."""
+    """The tours of a rank's forward and backward, made when they are needed.
 
-    def __init__(self, problem: Problem, rank: int):
+    `stage_bytes` are the most of travelling blocks that come in together, in place of the problem's group_bytes.
+    """
+
+    def __init__(self, problem: Problem, rank: int, stage_bytes: int | None = None):
         self.problem, self.rank = problem, rank
+        self.stage_bytes = problem.group_bytes if stage_bytes is None else stage_bytes
         self.schedule = Schedule(problem.inner, problem.outer)
 
     @functools.cached_property
@@ -183,10 +188,10 @@ class RingPlan(Plan):
         if not hops:
             return 0, 0
         tokens, sizes = problem.most_tokens, problem.sizes
-        count = self._count(payload, problem.group_bytes, tokens, hops * tokens)
+        count = self._count(payload, self.stage_bytes, tokens, hops * tokens)
         part = of_heads(sizes, -(-sizes.kv_heads // count))
         there, back = (p(part).token_bytes() * tokens for p in (payload.packing, payload.return_packing))
-        width = max(problem.group_bytes // (max(there, back) if returning else there), 1)
+        width = max(self.stage_bytes // (max(there, back) if returning else there), 1)
         width = -(-hops // -(-hops // width))  # stages are nearly equal
         return width * there, width * back
 
