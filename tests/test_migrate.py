@@ -1,5 +1,6 @@
-"""The scripts of docs/migrate.md: those for other packages become ours by their imports, and compute attention."""
+"""The scripts of docs/migrate.md: what replaces those for other packages computes attention."""
 
+import importlib.util
 import os
 import re
 
@@ -7,10 +8,10 @@ import pytest
 import torch
 
 from tests.helpers import GPUS, ROOT, run_script, torchrun
-from tests.test_readme import blocks
 
-PAGE = ROOT / "docs/migrate.md"
-SCRIPTS = [code for code in blocks(PAGE, "python") if code.startswith("# torchrun")]
+PAGE = (ROOT / "docs/migrate.md").read_text()
+SECTIONS = dict(section.split("\n", 1) for section in PAGE.split("\n## From ")[1:])
+SCRIPTS = {name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in SECTIONS.items()}
 # Of q, k, v and dout, which are whole on every rank, what one process computes of them, in fp32.
 ALONE = """
 from tests.helpers import relative_error
@@ -24,26 +25,54 @@ for mine, alone in zip(found, expected, strict=True):
 dist.barrier()
 __import__("os")._exit(0)  # torch 2.13: a gloo thread may abort an interpreter that shuts down
 """
-FOUND = {
-    "ring_flash_attn": (
+LOCAL = "found = [out, local_q.grad, local_k.grad, local_v.grad]"
+FOUND = {  # what a script has computed, by what it is a script for
+    "BurstAttention": LOCAL,
+    "ring-flash-attention": (
         "assert lse.shape == (1, 4, 128) and lse.dtype == torch.float32\n"
         "q, k, v = qkv.unbind(2)\n"
         "found = [out, *local_qkv.grad.unbind(2)]"
     ),
-    "yunchang": "found = [out, local_q.grad, local_k.grad, local_v.grad]",
+    "yunchang": LOCAL,
+    "torch context_parallel": (
+        f"{LOCAL}\n"
+        "found = [x.transpose(1, 2) for x in found]\n"
+        "q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))\n"
+        "from bmt_burst import shard\n"
+        "extract_local = lambda x: shard(x, rank, size)"
+    ),
+}
+CHANGES = {  # that make a script for a package one for us
+    "BurstAttention": {"^from burst_attn import": "from bmt_burst import", '^flash(.*) = "cuda"': r'flash\1 = "auto"'},
+    "ring-flash-attention": {"^from ring_flash_attn": "from bmt_burst.compat.ring_flash_attn"},
+    "yunchang": {"^from yunchang": "from bmt_burst.compat.yunchang"},
 }
 
 
-@pytest.mark.parametrize("package", FOUND)
-def test_scripts_of_other_packages_change_their_imports_alone(package):
-    before, after = (code for code in SCRIPTS if f"{package} import" in code)
-    assert after == re.sub(rf"^from {package}\b", f"from bmt_burst.compat.{package}", before, flags=re.MULTILINE)
+@pytest.mark.parametrize("package", CHANGES)
+def test_scripts_of_other_packages_change_a_word_or_two(package):
+    changed, after = SCRIPTS[package]
+    assert "bmt_burst" not in changed
+    for there, here in CHANGES[package].items():
+        changed, count = re.subn(there, here, changed, flags=re.MULTILINE)
+        assert count
+    assert changed == after
+
+
+def test_the_mesh_and_the_inputs_stay_those_of_context_parallel():
+    before, after = SCRIPTS["torch context_parallel"]
+    for lines in re.findall(r"^dist.*?^mesh.*?$|^q, k, v, dout.*?src=0\)$", before, re.DOTALL | re.MULTILINE):
+        assert lines in after
     assert "bmt_burst" not in before
 
 
-def script_of(package, folder):
-    """The script that has our import, and compares what it computed with one process."""
-    [code] = [code for code in SCRIPTS if f"from bmt_burst.compat.{package} import" in code]
+def test_every_script_is_run():
+    assert {name: len(scripts) for name, scripts in SCRIPTS.items() if scripts} == dict.fromkeys(FOUND, 2)
+
+
+def script_of(package, folder, after=True):
+    """A script that compares what it computed with one process, and how many ranks it is for."""
+    code = SCRIPTS[package][after]
     script = folder / "script.py"
     script.write_text(f"{code}\n{FOUND[package]}\n{ALONE}")
     return script, int(re.search(r"--nproc-per-node (\d)", code)[1])
@@ -65,3 +94,23 @@ def test_the_changed_scripts_compute_what_one_process_does_on_gpus(package, tmp_
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = torchrun(min(ranks, GPUS // 2 * 2), script, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 NVIDIA GPUs; this machine has {GPUS}")
+@pytest.mark.parametrize("package", ["BurstAttention", "torch context_parallel"])
+def test_the_scripts_before_compute_the_same_on_gpus(package, tmp_path):
+    if package == "BurstAttention" and importlib.util.find_spec("burst_attn") is None:
+        pytest.skip("needs the package burst_attn")
+    script, ranks = script_of(package, tmp_path, after=False)
+    done = torchrun(ranks, script, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["transformers", "model_center"])
+def test_examples_of_models_are_pointed_to(name):
+    """Which tests/test_transformers.py and tests/test_model_center.py run."""
+    there, here = (f"train/examples/{name}_{when}.py" for when in ("before", "after"))
+    assert f"diff {there} {here}\n" in PAGE
+    assert "bmt_burst.adapters" not in (ROOT / there).read_text()
+    assert "enable(" in (ROOT / here).read_text()
