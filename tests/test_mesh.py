@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, nn
+from bmt_burst.groups import _of_mesh
+from bmt_burst.transport.bmtrain import BMTrainTransport
 from tests.helpers import dense_attention, random_qkv, relative_error, run_ranks
 
 TOKENS = 37
@@ -162,3 +164,8 @@ def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
         wrong = "TypeError: mesh must be a DeviceMesh, got ProcessGroup"
         told = f"ValueError: rank 2 of the group failed before init_sequence_parallel of a mesh: {wrong}"
         assert messages[9] == (wrong if rank == 2 else told)
+
+
+def test_a_mesh_is_not_for_ranks_of_bmtrain():
+    with pytest.raises(ValueError, match="a mesh is of torch.distributed's ranks: with BMTrain give sp_size"):
+        _of_mesh(BMTrainTransport.__new__(BMTrainTransport), None, "zigzag")
