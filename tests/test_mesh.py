@@ -167,5 +167,5 @@ def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
 
 
 def test_a_mesh_is_not_for_ranks_of_bmtrain():
-    with pytest.raises(ValueError, match="a mesh is of torch.distributed's ranks: with BMTrain give sp_size"):
+    with pytest.raises(ValueError, match=r"a mesh is of torch\.distributed's ranks: with BMTrain give sp_size"):
         _of_mesh(BMTrainTransport.__new__(BMTrainTransport), None, "zigzag")
