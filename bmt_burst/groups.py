@@ -188,16 +188,22 @@ def _found_again(size: int, inner_size: int | None, layout: str | Layout) -> Seq
 
 
 def init_sequence_parallel(
-    sp_size: int | None = None, *, layout: str = "zigzag", inner_size: int | None = None
+    sp_size: int | None = None,
+    *,
+    layout: str = "zigzag",
+    inner_size: int | None = None,
+    ulysses_size: int | None = None,
 ) -> SequenceParallel:
     """Makes the groups of sequence parallelism; every rank must call it, with one meaning.
 
     Over BMTrain's ranks after bmtrain.init_distributed, else over torch.distributed's.
 
-    layout      the name of a layout, for all sequences; `with_layout` gives one of them another
-    sp_size     ranks that share a sequence, by default all; must divide the world size
-    inner_size  ranks of a host, for the double ring; must divide sp_size. By default as the ranks lie on hosts: a
-                double ring if each sequence has the same number on each of several hosts, else a single one.
+    layout        the name of a layout, for all sequences; `with_layout` gives one of them another
+    sp_size       ranks that share a sequence, by default all; must divide the world size
+    inner_size    ranks of a host, for the double ring; must divide sp_size. By default as the ranks lie on hosts: a
+                  double ring if each sequence has the same number on each of several hosts, else a single one.
+    ulysses_size  for strategy "usp", instead of inner_size: how many consecutive ranks share heads; the others of a
+                  sequence are rings. By default those of a host, as above.
 
     Raises, on every rank, ValueError where a size does not divide, the layout is unknown, ranks differ, or BMTrain runs
     with tensor or pipeline parallelism; TypeError for a size that is no whole number; RuntimeError if neither BMTrain
@@ -205,7 +211,9 @@ def init_sequence_parallel(
     """
     world = _world()
     sp_size, inner_size = world.size if sp_size is None else plain(sp_size), plain(inner_size)
-    arguments = f"sp_size={sp_size!r}, inner_size={inner_size!r}, layout={layout!r}".encode("ascii", "replace")[:300]
+    ulysses_size = plain(ulysses_size)
+    sizes = f"sp_size={sp_size!r}, inner_size={inner_size!r}, ulysses_size={ulysses_size!r}"
+    arguments = f"{sizes}, layout={layout!r}".encode("ascii", "replace")[:300]
     replies = world.gather(json.dumps([arguments.decode(), host_name().decode()]).encode())
     calls, hosts = zip(*map(json.loads, replies), strict=True)
     if len(set(calls)) > 1:
@@ -213,15 +221,22 @@ def init_sequence_parallel(
     sp_size = as_int("sp_size", sp_size)
     if sp_size < 1 or world.size % sp_size:
         raise ValueError(f"sp_size={sp_size} does not divide the world of {world.size} ranks")
-    inner_size = _ranks_a_host(hosts, sp_size) if inner_size is None else as_int("inner_size", inner_size)
+    if inner_size is not None and ulysses_size is not None:
+        raise ValueError("inner_size and ulysses_size both say which ranks are a group: give one of them")
+    name = "inner_size" if ulysses_size is None else "ulysses_size"
+    asked = inner_size if ulysses_size is None else ulysses_size
+    inner_size = _ranks_a_host(hosts, sp_size) if asked is None else as_int(name, asked)
     if inner_size < 1 or sp_size % inner_size:
-        raise ValueError(f"inner_size={inner_size} does not divide sp_size={sp_size}")
+        raise ValueError(f"{name}={inner_size} does not divide sp_size={sp_size}")
     layout_class(layout)  # refuses an unknown name now
     rank = world.rank % sp_size
     sequences = [range(start, start + sp_size) for start in range(0, world.size, sp_size)]
     if sp_size == 1:
         return SequenceParallel(layout=layout)
-    if inner_size in (1, sp_size):
+    if inner_size == 1 and ulysses_size is not None:
+        ring = own_group(world, sequences)
+        made_for, groups = (sp_size, 1), {"process_group": None, "double_group": (ALONE, ring)}
+    elif inner_size in (1, sp_size):
         made_for, groups = (sp_size, None), {"process_group": own_group(world, sequences)}
     else:
         by_host = [ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)]
