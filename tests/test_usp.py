@@ -9,17 +9,20 @@ from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, sim
 from bmt_burst.strategies import load
 from bmt_burst.strategies.ulysses import HostLayout
 from tests.helpers import (
+    RANKS,
     dense_results,
+    needs_ranks,
     problem,
     random_layout,
     random_mask,
     random_qkv,
+    relative_error,
     ring_arguments,
     ring_results,
     run_ranks,
 )
 from tests.test_scores import random_scores
-from tests.test_ulysses import HEADS, SCALE, assert_equal, layouts, masks, worst_error
+from tests.test_ulysses import BF16, HEADS, SCALE, assert_equal, layouts, masks, worst_error
 
 GRIDS = [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2), (4, 1), (3, 3)]  # ranks, and how many of them are a host
 
@@ -135,3 +138,35 @@ def test_a_failing_rank_is_heard_of_everywhere():
         return True
 
     assert all(simulate(4, work))
+
+
+def on_gpus(rank: int, size: int) -> dict[str, float]:
+    """The worst error of each case, for each grid of the ranks."""
+    errors, scale = {}, 0.1
+    for ulysses_size in (u for u in (1, 2, size) if size % u == 0):
+        sp = init_sequence_parallel(size, ulysses_size=ulysses_size)
+        groups = {"process_group": sp.process_group, "double_group": sp.double_group}
+        for heads, tokens in (((4, 4), 1024), ((6, 2), 1031)):
+            tensors = [x.cuda() for x in random_qkv(2, tokens, *heads, 64, torch.bfloat16)]
+            for mask in (Mask.causal(tokens), Mask.documents((0, 100, 700, tokens), window=64)):
+                exact = dense_results(mask, tensors, scale)
+                for layout in layouts(mask, size):
+                    *shards, dout = (layout.shard(x, rank) for x in tensors)
+                    shards = [x.requires_grad_() for x in shards]
+                    options = {"mask": mask, "layout": layout, "strategy": "usp", **groups}
+                    for _ in range(2):  # slots are taken in turn
+                        out, lse = burst_attn_func(*shards, scale, return_lse=True, **options)
+                        got = [out.detach(), lse, *torch.autograd.grad(out, shards, dout)]
+                    own = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
+                    worst = max(relative_error(a, b) for a, b in zip(got, own, strict=True))
+                    errors[f"{ulysses_size} {heads} {mask!r} {layout!r}"] = worst
+    return errors
+
+
+@pytest.mark.gpu
+@needs_ranks(2)
+def test_on_gpus():
+    size = 4 if RANKS >= 4 else 2
+    for errors in run_ranks(size, on_gpus, size, backend="nccl"):
+        name, worst = max(errors.items(), key=lambda entry: entry[1])
+        assert worst < BF16, (name, worst)
