@@ -56,6 +56,7 @@ from bench.implementations import (
 )
 from bench.machine import GIB, Machine, append, origin, show
 from bmt_burst import Mask, SequenceParallel, init_sequence_parallel
+from bmt_burst.scores import is_one_row
 from bmt_burst.transport import Arrival, Parcel
 from bmt_burst.transport.torch_dist import TorchTransport
 
@@ -149,6 +150,7 @@ def facts_of_bias(case: Case, attention: Attention, machine: Machine) -> dict[st
     bias_rows       of the table
     biased_kernel   what computes pairs that have a row of the table each, and
     own_row_pairs   how many of the visible pairs these are: the case's kernel can do the others, area by area
+    segment_pairs   of these, how many go not by distance alone
     dense_bias_gib  what the bias would take as a tensor of sequence x sequence x heads in 16 bits
     """
     if (table := table_of(attention)) is None:
@@ -156,7 +158,8 @@ def facts_of_bias(case: Case, attention: Attention, machine: Machine) -> dict[st
     return {
         "bias_rows": len(table),
         "biased_kernel": kernel_name(case, machine.device, machine.dtype, biased=True),
-        "own_row_pairs": sum(term.mask.area for term in case.scores.terms if term.row is None),
+        "own_row_pairs": sum(term.mask.area for term in case.scores.terms if not is_one_row(term.row)),
+        "segment_pairs": sum(term.mask.area for term in case.scores.terms if term.row is None),
         "dense_bias_gib": 2 * case.seq_len**2 * case.heads / GIB,
     }
 

@@ -5,8 +5,8 @@
 
 A row of JSON for each setting, as bench/training.py's: medians over the steps after --warm-up of tokens a second and
 GPU, MFU and seconds a step; and peak memory. FLOPs are those of train/flops.py, of visible pairs only. All ranks share
-one row, in the layout that balances its work; every step has the same one, with new tokens. The engine is torch's. With
---layers models have fewer layers than their presets, which the row says.
+one row, in the layout that balances its work; every step has the same one, with new tokens. With --layers models have
+fewer layers than their presets, which the row says.
 
 This is the model and its engine alone; what reading data and saving cost, pretraining shows.
 """
@@ -20,13 +20,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -34,6 +34,8 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
 from bench import live_rows
 from bench.machine import GIB, Machine, append, origin, show
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel, init_sequence_parallel
+from bmt_burst.engine import Engine
+from bmt_burst.engine.bmtrain import BMTrainEngine
 from bmt_burst.engine.torch import TorchEngine
 from bmt_burst.rings import make_rings
 from models.blocks import CHECKPOINTING, Saving
@@ -85,9 +87,7 @@ class Row:
 def trained(config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine) -> dict:
     """Some steps; medians of what they took, their losses, and the peak of memory."""
     kind, options = CPMAnt if row.is_ant else CPMBee, {"flash": args.kernel}
-    engine = TorchEngine(
-        lambda: kind(config, row.sp, Saving(checkpointing), **options), device=machine.device, dtype=machine.dtype
-    )
+    engine = _engine(args.engine, lambda: kind(config, row.sp, Saving(checkpointing), **options), machine)
     seconds, losses, norms = [], [], []
     for step in range(args.steps):
         arguments = row.arguments(step, machine.device)
@@ -111,7 +111,23 @@ def trained(config: LiveConfig, row: Row, args: argparse.Namespace, checkpointin
     return found
 
 
+def _engine(name: str, build: Callable[[], nn.Module], machine: Machine) -> Engine:
+    if name == "bmtrain":
+        return BMTrainEngine(build, dtype=machine.dtype)
+    return TorchEngine(build, device=machine.device, dtype=machine.dtype)
+
+
+def _join_bmtrain() -> None:
+    """Beside torch.distributed, which carries what is said of measurements."""
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # NCCL's way to run several communicators at once
+    import bmtrain
+
+    bmtrain.init_distributed(seed=0)
+
+
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
+    if args.engine == "bmtrain":
+        _join_bmtrain()
     sp = init_sequence_parallel()
     for name in args.models:
         config = PRESETS[name]
@@ -119,7 +135,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         for seq_len in args.seq_len:
             row = Row(config, seq_len, sp)
             for checkpointing in args.checkpointing:
-                facts = {"kind": "train", "model": name, "layers": config.num_layers, "engine": "torch"}
+                facts = {"kind": "train", "model": name, "layers": config.num_layers, "engine": args.engine}
                 facts |= {"gpus": machine.size, "sp": sp.size, "seq_len": seq_len, "batch_size": 1}
                 facts |= {"dtype": str(machine.dtype).removeprefix("torch."), "checkpointing": checkpointing}
                 facts |= {"mask": "packed instances", "visible_pairs": row.scores.mask.area, "targets": row.targets}
@@ -149,6 +165,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the preset has")
     parser.add_argument("--seq-len", type=int, nargs="+", default=[65536 if cuda else 256])
     parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=["selective"])
+    parser.add_argument("--engine", choices=("torch", "bmtrain"), default="torch")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those that are measured")

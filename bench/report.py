@@ -48,7 +48,8 @@ which commit, GPU and versions it was measured with. TFLOP/s are per GPU and cou
 three rounds of calls that follow one another. "Kernel alone" is one GPU that computes a rank's tokens in one call (of
 which mask, `bench/masks.py` says), "FA4 varlen" FlashAttention-4's own function that does the same. GiB is the peak
 beyond the inputs. The mask "bee" is a row of CPM-Bee's long-context training with its bias (`bench/live_rows.py`);
-"without a bias" are the same pairs without it, and "by table" those that have a row of the table each.
+"without a bias" are the same pairs without it, "by table" those that have a row of the table each, and "by segments" of
+them those that do not go by distance alone.
 """
 
 

@@ -217,11 +217,12 @@ def bias_table(rows: list[Row]) -> str:
         if "bias_rows" not in row or plain is None:
             continue
         case = [row["gpus"], tokens(row["seq_len"]), heads(row), row["mask"], implementation(row)]
-        own = f"{100 * row['own_row_pairs'] / row['visible_pairs']:.1f}"
+        pairs = [f"{100 * row[name] / row['visible_pairs']:.1f}" for name in ("own_row_pairs", "segment_pairs")]
         gib = ["-" if r["peak_extra_gib"] is None else r["peak_extra_gib"] for r in (row, plain)]
         kernels = f"{row['kernel']}, {row['biased_kernel']}"
-        lines.append([*case, kernels, own, *percents(row, plain), *gib, row["dense_bias_gib"]])
-    header = ["GPUs", "tokens", "heads", "mask", "implementation", "kernels", "% of pairs by table"]
+        lines.append([*case, kernels, *pairs, *percents(row, plain), *gib, row["dense_bias_gib"]])
+    header = ["GPUs", "tokens", "heads", "mask", "implementation", "kernels"]
+    header += ["% of pairs by table", "% by segments"]
     header += ["fwd %", "bwd %", "fwd+bwd %", "GiB", "GiB without", "GiB of a dense bias"]
     return table(header, lines) if lines else ""
 

@@ -86,8 +86,9 @@ def burst_attn_func(
         layout: which positions the ranks own, in which order: "zigzag", "striped" or "contiguous", "balanced" for
             Layout.balanced of the mask, a `bmt_burst.Layout`, or one of these for each row of the batch, which must
             give a rank equally many tokens. The tokens of q, k and v are those, as the layout's `shard` cuts them.
-        strategy: "ring", "all-gather" (the ring with all blocks at once), "ulysses" (every rank computes some heads of
-            the whole sequence; not with a double_group), or "auto", which is the ring.
+        strategy: "ring"; "all-gather" (the ring with all blocks at once); "ulysses" (every rank computes some heads of
+            the whole sequence; not with a double_group); "usp" (the ranks of `intra` share heads so, and those of
+            `inter` are rings); or "auto", which is the ring.
         backward: what travels in a ring's backward: "kv" (keys and values), "q" (queries and the output's gradient) or
             "auto", the one with fewer bytes.
         return_lse: also return the logsumexp.

@@ -197,20 +197,24 @@ def init_sequence_parallel(
     *,
     layout: str = "zigzag",
     inner_size: int | None = None,
+    ulysses_size: int | None = None,
     mesh: dist.DeviceMesh | None = None,
 ) -> SequenceParallel:
     """Makes the groups of sequence parallelism; every rank must call it, with one meaning.
 
     Over BMTrain's ranks after bmtrain.init_distributed, else over torch.distributed's.
 
-    layout      the name of a layout, for all sequences; `with_layout` gives one of them another
-    sp_size     ranks that share a sequence, by default all; must divide the world size
-    inner_size  ranks of a host, for the double ring; must divide sp_size. By default as the ranks lie on hosts: a
-                double ring if each sequence has the same number on each of several hosts, else a single one.
-    mesh        instead of sizes: a DeviceMesh of this rank, whose ranks share a sequence and whose groups are taken.
-                Of one dimension, as init_device_mesh("cuda", (dp, sp), mesh_dim_names=("dp", "sp"))["sp"], it is a
-                single ring, on however many hosts. Of two, named ("inter", "intra"), it is a double ring: the first
-                dimension counts hosts, the second the ranks of a host; rank = inter * (size of intra) + intra.
+    layout        the name of a layout, for all sequences; `with_layout` gives one of them another
+    sp_size       ranks that share a sequence, by default all; must divide the world size
+    inner_size    ranks of a host, for the double ring; must divide sp_size. By default as the ranks lie on hosts: a
+                  double ring if each sequence has the same number on each of several hosts, else a single one.
+    ulysses_size  for strategy "usp", instead of inner_size: how many consecutive ranks share heads; the others of a
+                  sequence are rings. By default those of a host, as above.
+    mesh          instead of sizes: a DeviceMesh of this rank, whose ranks share a sequence and whose groups are taken.
+                  Of one dimension, as init_device_mesh("cuda", (dp, sp), mesh_dim_names=("dp", "sp"))["sp"], it is a
+                  single ring, on however many hosts. Of two, named ("inter", "intra"), it is a double ring: the first
+                  dimension counts hosts, the second the ranks of a host (or, for "usp", those that share heads);
+                  rank = inter * (size of intra) + intra.
 
     Raises, on every rank, ValueError where a size does not divide, the layout is unknown, ranks differ, a mesh is given
     with a size or has other dimensions, a rank is not in its mesh, a rank's mesh has ranks that give another one, or
@@ -220,28 +224,36 @@ def init_sequence_parallel(
     """
     world = _world()
     sp_size, inner_size = world.size if sp_size is None and mesh is None else plain(sp_size), plain(inner_size)
-    arguments = f"sp_size={sp_size!r}, inner_size={inner_size!r}, layout={layout!r}{', a mesh' * (mesh is not None)}"
-    arguments = arguments.encode("ascii", "replace")[:300]
+    ulysses_size = plain(ulysses_size)
+    sizes = f"sp_size={sp_size!r}, inner_size={inner_size!r}, ulysses_size={ulysses_size!r}"
+    arguments = f"{sizes}, layout={layout!r}{', a mesh' * (mesh is not None)}".encode("ascii", "replace")[:300]
     replies = world.gather(json.dumps([arguments.decode(), host_name().decode()]).encode())
     calls, hosts = zip(*map(json.loads, replies), strict=True)
     if len(set(calls)) > 1:
         raise ValueError(f"ranks differ in init_sequence_parallel's arguments: {list(calls)}")
     if mesh is not None:
-        if sp_size is not None or inner_size is not None:
-            raise ValueError("a mesh says which ranks share a sequence: neither sp_size nor inner_size goes with it")
+        if any(size is not None for size in (sp_size, inner_size, ulysses_size)):
+            raise ValueError("a mesh says which ranks share a sequence: no size goes with it")
         return _of_mesh(world, mesh, layout)
     sp_size = as_int("sp_size", sp_size)
     if sp_size < 1 or world.size % sp_size:
         raise ValueError(f"sp_size={sp_size} does not divide the world of {world.size} ranks")
-    inner_size = _ranks_a_host(hosts, sp_size) if inner_size is None else as_int("inner_size", inner_size)
+    if inner_size is not None and ulysses_size is not None:
+        raise ValueError("inner_size and ulysses_size both say which ranks are a group: give one of them")
+    name = "inner_size" if ulysses_size is None else "ulysses_size"
+    asked = inner_size if ulysses_size is None else ulysses_size
+    inner_size = _ranks_a_host(hosts, sp_size) if asked is None else as_int(name, asked)
     if inner_size < 1 or sp_size % inner_size:
-        raise ValueError(f"inner_size={inner_size} does not divide sp_size={sp_size}")
+        raise ValueError(f"{name}={inner_size} does not divide sp_size={sp_size}")
     layout_class(layout)  # refuses an unknown name now
     rank = world.rank % sp_size
     sequences = [range(start, start + sp_size) for start in range(0, world.size, sp_size)]
     if sp_size == 1:
         return SequenceParallel(layout=layout)
-    if inner_size in (1, sp_size):
+    if inner_size == 1 and ulysses_size is not None:
+        ring = own_group(world, sequences)
+        made_for, groups = (sp_size, 1), {"process_group": None, "double_group": (ALONE, ring)}
+    elif inner_size in (1, sp_size):
         made_for, groups = (sp_size, None), {"process_group": own_group(world, sequences)}
     else:
         by_host = [ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)]

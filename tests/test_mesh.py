@@ -66,6 +66,8 @@ def sequences_of_meshes(rank: int) -> list[float]:
         assert (sp.rank, sp.size, sp.layout) == (place, size, "striped")
         assert (sp.process_group is None) == (mesh.ndim == 2)
         errors.append(error(sequence, sp, sp.groups))
+        if mesh.ndim == 2:
+            errors.append(error(sequence, sp, sp.groups | {"strategy": "usp"}))
         x = torch.arange(2 * TOKENS).view(2, TOKENS) + sequence
         assert sp.unshard(sp.shard(x), TOKENS).equal(x)
         assert pickle.loads(pickle.dumps(sp)) == sp == copy.deepcopy(sp)
@@ -130,6 +132,7 @@ def misuse(rank: int) -> list[str]:
         {"mesh": pair},
         {"mesh": own.get_group() if rank == 2 else own},
         {"mesh": own, "layout": "ring"},
+        {"mesh": own, "ulysses_size": 2},
     ]
     messages = []
     for arguments in given:
@@ -143,8 +146,8 @@ def misuse(rank: int) -> list[str]:
 def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
     said = run_ranks(4, misuse)
     alike = {
-        0: "a mesh says which ranks share a sequence: neither sp_size nor inner_size goes with it",
-        1: "a mesh says which ranks share a sequence: neither sp_size nor inner_size goes with it",
+        0: "a mesh says which ranks share a sequence: no size goes with it",
+        1: "a mesh says which ranks share a sequence: no size goes with it",
         2: "ranks differ in init_sequence_parallel's arguments: ",
         4: "ranks differ in their meshes: rank 0 gives the ranks [0, 1], as 1 of 2 ranks do",
         5: "ranks differ in their meshes: rank 0 gives the ranks [0, 1], as 1 of 2 ranks do",
@@ -153,6 +156,7 @@ def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
         "give mesh['sp']",
         8: "mesh must have one dimension, or two named ('inter', 'intra') for a double ring, got 2 named None",
         10: "unknown layout 'ring'",
+        11: "a mesh says which ranks share a sequence: no size goes with it",
     }
     for number, message in alike.items():
         assert all(messages[number].startswith(f"ValueError: {message}") for messages in said), number

@@ -189,7 +189,7 @@ def problem(size: int, heads: int, kv_heads: int, mask: Mask) -> Problem:
 def test_a_plan_says_who_computes_what_and_what_moves():
     plans = [load("ulysses").plan(problem(4, 3, 1, Mask.causal(41)), rank) for rank in range(4)]
     said = str(plans[1]).splitlines()
-    assert said[0] == "rank 1 of 4: 1 kernel calls for each of 1 chunks of heads, of 41 tokens"
+    assert said[0] == "rank 1 of 4: 41 tokens, 1 chunks of heads"
     assert said[1:3] == [
         "  rank 0 computes no heads",
         "  rank 1 computes query heads 0 to 0, kv heads 0 to 0",

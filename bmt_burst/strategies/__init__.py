@@ -3,10 +3,11 @@
 ring         queries stay, keys and values come by; in the backward what is cheaper travels (BurstAttention)
 all-gather   the ring with all of a host's keys and values at once (arXiv 2407.21783)
 ulysses      every rank gets whole sequences of some heads (arXiv 2309.14509)
+usp          ulysses within hosts, the ring between them (arXiv 2405.07719)
 
 The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports by their contracts
-only; what they share is in `compute`. To add one: write `strategies/NAME.py` (underscores for hyphens) with a subclass
-of Strategy, list it in `_STRATEGIES`.
+only; what they share is in `compute`. To add one: write `strategies/NAME.py` with a subclass of Strategy, list it in
+`_STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from ..rings import Rings
 from ..scores import Scores, Term, is_one_row
 from ..spec import Spec
 
-_STRATEGIES = {"ring": "Ring", "all-gather": "AllGather", "ulysses": "Ulysses"}
+_STRATEGIES = {
+    "ring": "ring.Ring",
+    "all-gather": "all_gather.AllGather",
+    "ulysses": "ulysses.Ulysses",
+    "usp": "ulysses.USP",
+}
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,8 @@ def names() -> list[str]:
 @functools.cache
 def load(name: str) -> Strategy:
     """The strategy called `name`."""
-    return getattr(importlib.import_module(f"{__name__}.{name.replace('-', '_')}"), _STRATEGIES[name])()
+    module, _, strategy = _STRATEGIES[name].rpartition(".")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), strategy)()
 
 
 def choose(name: str, problem: Problem) -> Strategy:

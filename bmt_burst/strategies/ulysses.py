@@ -1,19 +1,24 @@
-"""Ulysses: every rank computes some heads of the whole sequence (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""Ulysses: every rank computes some heads of the tokens of all ranks (DeepSpeed-Ulysses, arXiv 2309.14509).
 
     forward     q, k, v go to the ranks of their heads; out and lse come back to the ranks of their tokens
     backward    q, dout, lse, delta (or out), k, v go there; dq, dk, dv come back
 
 Rank r of n computes query heads H r // n to H (r + 1) // n - 1; with fewer heads than ranks that may be none. A kv head
-goes to every rank with a query head of it, and its gradients, one from each of these, add up at home. Tokens are put at
-their positions, so the mask is computed as on one rank, whatever the layout. `print(plan)` shows who gets what.
+goes to every rank with a query head of it, and its gradients, one from each of these, add up at home. `print(plan)`
+shows who gets what.
 
-Letters: B batch, S tokens of a rank, N of all ranks, H query heads, G kv heads, h and g those of a rank, D head size.
+"usp" is Ulysses around the ring (USP, arXiv 2405.07719): the ranks of each host share heads so, and then each has some
+heads of its host's tokens, whose attention to those of other hosts is a ring of the ranks at the same place. With one
+host that ring is a single rank, which computes the whole mask: this is "ulysses".
+
+Letters: B batch, S tokens of a rank, N of its host, H query heads, G kv heads, h and g those of a rank, D head size.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -24,15 +29,16 @@ from torch import Tensor
 
 from ..kernels.packed import current_stream, sent
 from ..layout import Layout
-from ..merge import Gradients, Outputs, accumulator_dtype, empty_lse, query_rows
+from ..merge import Gradients, accumulator_dtype, query_rows
 from ..rings import Rings
-from ..scores import Scores
 from ..span import Span, length
-from ..tiling import Cut, Tiling, kernel_calls
-from ..transport import Arrival, Parcel, Transport
+from ..transport import ALONE, Arrival, Parcel, Transport
 from ..transport.packing import Packing
 from . import Plan, Problem, Strategy
-from .compute import Attention, Keys, Queries, Side, add_each, gradients, outputs
+from .compute import Keys, Queries
+from .ring import RingPlan
+
+_MOST_RUNS = 1 << 12  # of positions that the tokens of a host may be, for planning to be quick
 
 
 class Ulysses(Strategy):
@@ -45,6 +51,51 @@ class Ulysses(Strategy):
 
     def plan(self, problem: Problem, rank: int) -> UlyssesPlan:
         return UlyssesPlan(problem, rank)
+
+
+class USP(Strategy):
+    name = "usp"
+
+    def refuses(self, problem: Problem) -> str | None:
+        layout, is_grid = problem.layout, problem.inner > 1 and problem.outer > 1
+        if is_grid and layout.shards[0][0].step > 1 and layout.length(0) > _MOST_RUNS:
+            return (
+                f"in a {layout.name} layout the tokens of a host are {layout.length(0)} runs of positions, but it "
+                f"takes at most {_MOST_RUNS}: give it another layout"
+            )
+        return None
+
+    def plan(self, problem: Problem, rank: int) -> UlyssesPlan:
+        return UlyssesPlan(problem, rank)
+
+
+class HostLayout(Layout):
+    """How tokens lie on hosts, if they lie on ranks as in `layout`, of which `inner` are a host: in rising order."""
+
+    name = "of hosts"
+
+    def __init__(self, layout: Layout, inner: int):
+        super().__init__(layout.seq_len, layout.size // inner)
+        self.layout, self.inner = layout, inner
+
+    def ranges(self, rank: int) -> Sequence[range]:
+        shards = self.layout.shards[rank * self.inner : (rank + 1) * self.inner]
+        ranges = sorted(itertools.chain.from_iterable(shards), key=lambda r: r.start)
+        if self.inner == 1:
+            return ranges
+        if any(r.step > 1 for r in ranges):
+            ranges = [range(i, i + 1) for i in sorted(itertools.chain.from_iterable(ranges))]
+        found: list[range] = []
+        for r in ranges:
+            if found and found[-1].stop == r.start:
+                found[-1] = range(found[-1].start, r.stop)
+            else:
+                found.append(r)
+        return found
+
+    def places(self, rank: int) -> Tensor:
+        """Where the tokens of a rank lie among those of its host: (S,) int64."""
+        return torch.searchsorted(self.positions(rank // self.inner), self.layout.positions(rank))
 
 
 class Heads(NamedTuple):
@@ -143,73 +194,99 @@ class Move:
         return self.packings[heads], self.tokens[tokens], ((target - source) % len(self.tokens) - 1) * self._berth
 
 
+class Chunk(NamedTuple):
+    """Some of a rank's query heads and their kv heads, counted from its first ones, and the ring that computes them."""
+
+    q: slice
+    kv: slice
+    ring: RingPlan
+
+
 class UlyssesPlan(Plan):
-    """A rank's part in a problem: four moves and, between each two, the kernel calls of the whole mask."""
+    """A rank's part in a problem: four moves and, between each two, the rings of its heads."""
 
     def __init__(self, problem: Problem, rank: int):
-        self.problem, self.rank, self.size = problem, rank, problem.layout.size
-        sizes = problem.sizes
-        self.heads = [Heads.of(r, self.size, sizes.heads, sizes.kv_heads) for r in range(self.size)]
-        self.chunks = self.heads[rank].chunks(sizes.heads // sizes.kv_heads)
+        self.problem, sizes, inner = problem, problem.sizes, problem.inner
+        self.host, self.place = divmod(rank, inner)
+        self.ranks = range(self.host * inner, (self.host + 1) * inner)
+        self.hosts = HostLayout(problem.layout, inner)
+        self.heads = [Heads.of(place, inner, sizes.heads, sizes.kv_heads) for place in range(inner)]
+        chunks = self.heads[self.place].chunks(sizes.heads // sizes.kv_heads)
+        self.chunks = [Chunk(at, kv_at, self._ring(at, kv_at)) for at, kv_at in chunks]
         self.sends_delta = problem.kernel.takes_delta and not problem.send_out
         head, wide = (sizes.head_size,), accumulator_dtype(sizes.dtype)
-        q, kv, grad = Row(0, head, sizes.dtype), Row(1, head, sizes.dtype), Row(1, head, sizes.partial)
+        q, kv = Row(0, head, sizes.dtype), Row(1, head, sizes.dtype)
         softmax = [Row(0, (2,), wide)] if self.sends_delta else [Row(0, (), wide), q]
         self.inputs = self._move("visit", q, kv, kv)
         self.results = self._move("return", q, Row(0, (), wide))
         self.backward_inputs = self._move("visit", q, kv, kv, q, *softmax)
-        self.backward_results = self._move("return", q, grad, grad)
+        self.backward_results = self._move("return", q, kv, kv)
+
+    def _ring(self, at: slice, kv_at: slice) -> RingPlan:
+        """The ring between hosts, of some heads."""
+        sizes = replace(self.problem.sizes, heads=at.stop - at.start, kv_heads=kv_at.stop - kv_at.start)
+        ring = replace(self.problem, layout=self.hosts, inner=self.problem.outer, outer=1, sizes=sizes)
+        return RingPlan(ring, self.host)
 
     def _move(self, lane: str, *rows: Row) -> Move:
         shapes = [tuple(((length(heads[r.kind]), *r.shape), r.dtype) for r in rows) for heads in self.heads]
         packings = [Packing(self.problem.sizes.batch, theirs) for theirs in shapes]
-        return Move(self.rank, lane, rows, packings, [self.problem.layout.length(rank) for rank in range(self.size)])
-
-    @functools.cached_property
-    def cuts(self) -> Sequence[Cut]:
-        """The kernel calls of the whole mask."""
-        alone = Layout.contiguous(self.problem.layout.seq_len, 1)
-        terms = self.problem.terms
-        return [cut for t in terms for cut in kernel_calls(Tiling(t.mask, alone).own_tiles(0), t.row)]
+        return Move(self.place, lane, rows, packings, [self.problem.layout.length(rank) for rank in self.ranks])
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         there = [self.inputs] + [self.backward_inputs] * with_backward
         back = [self.results] + [self.backward_results] * with_backward
         lanes = {"visit": there, "return": back}
         rings.reserve({lane: max(move.nbytes for move in moves) for lane, moves in lanes.items()}, device)
+        for chunk in self.chunks:
+            chunk.ring.reserve(_between_hosts(rings), device, with_backward)
 
     def forward(self, rings, q, k, v, table=None):
         q, k, v = self._to_heads(rings, self.inputs, [q, k, v])
-        queries, keys = self._placed(Queries(q), Keys(k, v))
-        attention = Attention.begin(self.problem, queries, self._own_heads(table))
-        out, lse = self._attend(attention, queries, keys)
-        with self._to_tokens(rings, self.results, [out, lse.transpose(1, 2)]) as parts:
+        outs, lses, row_lses = [], [], []
+        for at, kv_at, ring in self.chunks:
+            inputs = q[:, :, at], k[:, :, kv_at], v[:, :, kv_at]
+            out, lse, row_lse = ring.forward(_between_hosts(rings), *inputs, self._own_heads(table, at))
+            outs.append(out)
+            lses.append(lse.transpose(1, 2))
+            row_lses.append(row_lse)
+        no_lse = q[:, :, :0, 0].to(accumulator_dtype(q.dtype))
+        with self._to_tokens(rings, self.results, [_joined(outs, q), _joined(lses, no_lse)]) as parts:
             out, lse = (torch.cat(same, 2) for same in zip(*parts, strict=True))
-        return out, lse.transpose(1, 2).contiguous(), attention.bias and attention.bias.row_lse
+        flat = None if table is None else torch.cat([table.new_empty(0), *(x.flatten() for x in row_lses)])
+        return out, lse.transpose(1, 2).contiguous(), flat
 
     def backward(self, rings, dout, q, k, v, out, lse, table=None, row_lse=None):
         softmax = [query_rows(out, dout, lse)] if self.sends_delta else [lse.transpose(1, 2), out]
         inputs = [q, k, v, dout, *softmax]
         q, all_k, all_v, *rest = self._to_heads(rings, self.backward_inputs, inputs)
-        queries, keys = self._placed(self._queries(q, *rest), Keys(all_k, all_v))
-        attention = Attention.begin(self.problem, queries, self._own_heads(table), row_lse)
-        grads = self._differentiate(attention, queries, keys)
+        queries, grads = self._queries(q, *rest), []
         dtable = None if table is None else torch.zeros_like(table)
-        if dtable is not None:
-            self._own_heads(dtable).copy_(attention.bias.dtable)
-        with self._to_tokens(rings, self.backward_results, grads) as parts:
+        for (at, kv_at, ring), of_chunk in zip(self.chunks, self._row_lse(row_lse, q), strict=True):
+            sides = queries.part((0, None), at), Keys(all_k[:, :, kv_at], all_v[:, :, kv_at])
+            *found, share = ring.differentiate(_between_hosts(rings), *sides, self._own_heads(table, at), of_chunk)
+            grads.append(found)
+            if dtable is not None:
+                self._own_heads(dtable, at).copy_(share)
+        results = [_joined([found[i] for found in grads], x) for i, x in enumerate((q, all_k, all_v))]
+        with self._to_tokens(rings, self.backward_results, results) as parts:
             dq, dk, dv = zip(*parts, strict=True)
             return torch.cat(dq, 2), self._sum(dk, k), self._sum(dv, v), dtable
 
     def __str__(self) -> str:
         """Who gets which heads, and how many bytes this rank sends."""
-        calls = f"{len(self.cuts)} kernel calls for each of {len(self.chunks)} chunks of heads"
-        lines = [f"rank {self.rank} of {self.size}: {calls}, of {self.problem.layout.seq_len} tokens"]
-        for rank, (q, kv) in enumerate(self.heads):
+        layout, of_host = self.problem.layout, self.hosts.length(self.host)
+        lines = [
+            f"rank {self.ranks[self.place]} of {layout.size}: {of_host} tokens, {len(self.chunks)} chunks of heads"
+        ]
+        for rank, (q, kv) in zip(self.ranks, self.heads, strict=True):
             some = f"query heads {q[0]} to {q[1] - 1}, kv heads {kv[0]} to {kv[1] - 1}" if length(q) else "no heads"
             lines.append(f"  rank {rank} computes {some}")
         for name in ("inputs", "results", "backward_inputs", "backward_results"):
             lines.append(f"  {getattr(self, name).leaving_bytes:,} bytes leave: {name.replace('_', ' ')}")
+        if self.hosts.size > 1:
+            for number, chunk in enumerate(self.chunks):
+                lines += [f"between hosts, of chunk {number}:", *str(chunk.ring).splitlines()]
         return "\n".join(lines)
 
     def _queries(self, q: Tensor, dout: Tensor, *softmax: Tensor) -> Queries:
@@ -219,89 +296,70 @@ class UlyssesPlan(Plan):
         lse, out = softmax
         return Queries(q, dout, out, lse.transpose(1, 2))
 
-    def _own_heads(self, table: Tensor | None) -> Tensor | None:
-        """The heads that this rank computes of a bias's table (R, H): a view."""
-        return None if table is None else table[:, slice(*self.heads[self.rank].q)]
+    def _own_heads(self, table: Tensor | None, at: slice) -> Tensor | None:
+        """Some of the heads that this rank computes of a bias's table (R, H): a view."""
+        return None if table is None else table[:, slice(*self.heads[self.place].q)][:, at]
 
-    def _placed(self, *sides: Side) -> Iterator[Side]:
-        """Sides of the whole sequence, with what scores know of its tokens."""
-        scores, device = self.problem.scores, sides[0].q.device
-        tokens = None if scores is None else _all_tokens(scores, device, current_stream(device))
-        return (replace(side, tokens=tokens) for side in sides)
-
-    def _attend(self, attention: Attention, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor]:
-        """out (B, N, h, D) and lse (B, h, N)."""
-        out, lse = torch.empty_like(queries.q), empty_lse(queries.q)
-        for at, kv_at in self.chunks:
-            total = Outputs(out[:, :, at], lse[:, at], self.problem.group_bytes)
-            sides = queries.part((0, None), at), keys.part((0, None), kv_at)
-            for part in outputs(attention.of(at), self.cuts, *sides):
-                total.add(*part)
-            total.result()
-        return out, lse
-
-    def _differentiate(self, attention: Attention, queries: Queries, keys: Keys) -> Sequence[Tensor]:
-        """dq (B, N, h, D), and this rank's shares of dk, dv (B, N, g, D), as they travel."""
-        grads = self.backward_results.packings[self.rank].empty(queries.q.shape[1], queries.q.device)
-        for at, kv_at in self.chunks:
-            dq, dk, dv = grads
-            totals = [self._gradients(x) for x in (dq[:, :, at], dk[:, :, kv_at], dv[:, :, kv_at])]
-            sides = queries.part((0, None), at), keys.part((0, None), kv_at)
-            for rows, columns, parts in gradients(attention.of(at), self.cuts, *sides):
-                add_each(totals[:1], rows, parts[:1])
-                add_each(totals[1:], columns, parts[1:])
-            for total in totals:
-                total.result()
-        return grads
+    def _row_lse(self, flat: Tensor | None, q: Tensor) -> Sequence[Tensor | None]:
+        """What the rings' forwards left for their backwards."""
+        if flat is None:
+            return [None] * len(self.chunks)
+        shapes = [(len(c.ring.problem.rows), len(q), c.ring.problem.sizes.heads, q.shape[1]) for c in self.chunks]
+        return [x.view(shape) for x, shape in zip(flat.split([math.prod(s) for s in shapes]), shapes, strict=True)]
 
     def _sum(self, shares: Sequence[Tensor], x: Tensor) -> Tensor:
         """The gradient of x (B, S, G, D), of which each rank's share is (B, S, g, D)."""
         grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for a, b in itertools.pairwise(sorted({end for heads in self.heads for end in heads.kv})):
-            total = self._gradients(grad[:, :, a:b])
+            into = grad[:, :, a:b]
+            total = Gradients(into.shape, into.dtype, into.device, self.problem.group_bytes, into)
             for (_, (first, last)), share in zip(self.heads, shares, strict=True):
                 if first <= a and b <= last:
                     total.add((0, x.shape[1]), share[:, :, a - first : b - first])
             total.result()
         return grad
 
-    def _gradients(self, into: Tensor) -> Gradients:
-        return Gradients(into.shape, into.dtype, into.device, self.problem.group_bytes, into)
-
     def _to_heads(self, rings: Rings, move: Move, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of tensors (B, S, H or G, ...) of all ranks the heads of this one: (B, N, h or g, ...)."""
+        """Of tensors (B, S, H or G, ...) of a host's ranks the heads of this one: (B, N, h or g, ...)."""
         device = tensors[0].device
         own = [
             [x[:, :, slice(*heads[row.kind])] for x, row in zip(tensors, move.rows, strict=True)]
             for heads in self.heads
         ]
-        whole = move.packings[self.rank].empty(self.problem.layout.seq_len, device)
+        whole = move.packings[self.place].empty(self.hosts.length(self.host), device)
         with move.moved(rings.inner, own) as parts:
-            for positions, part in zip(self._all_positions(device), parts, strict=True):
+            for places, part in zip(self._places(device), parts, strict=True):
                 for x, y in zip(whole, part, strict=True):
-                    x.index_copy_(1, positions, y)
+                    x.index_copy_(1, places, y)
         return whole
 
     def _to_tokens(
         self, rings: Rings, move: Move, tensors: Sequence[Tensor]
     ) -> AbstractContextManager[list[Sequence[Tensor]]]:
         """Of tensors (B, N, h or g, ...) of each rank the tokens of this one: (B, S, h or g, ...), as `Move.moved`."""
-        positions = self._all_positions(tensors[0].device)
-        return move.moved(rings.inner, [[x.index_select(1, at) for x in tensors] for at in positions])
+        places = self._places(tensors[0].device)
+        return move.moved(rings.inner, [[x.index_select(1, at) for x in tensors] for at in places])
 
-    def _all_positions(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The positions of each rank's tokens, (S,) int64."""
-        return _positions(self.problem.layout, device, current_stream(device))
+    def _places(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Where the tokens of each of the host's ranks lie among all of them, (S,) int64."""
+        return _places(self.problem.layout, self.problem.inner, self.host, device, current_stream(device))
+
+
+def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Parts (B, N, heads, ...) as one; without any what is `like` them, of no heads."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2) if parts else like
+
+
+def _between_hosts(rings: Rings) -> Rings:
+    """The ring of the ranks at one place of all hosts."""
+    return Rings(rings.outer, ALONE)
 
 
 @functools.lru_cache(maxsize=4)  # large on GPUs where every step has a layout of its own
-def _positions(layout: Layout, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[Tensor, ...]:
-    """The positions of each rank's tokens, (S,) int64, for work on `stream`. The host waits for no GPU."""
-    parts = [layout.positions(rank) for rank in range(layout.size)]
+def _places(
+    layout: Layout, inner: int, host: int, device: torch.device, stream: torch.cuda.Stream | None
+) -> tuple[Tensor, ...]:
+    """Where the tokens of a host's ranks lie among these, (S,) int64, for work on `stream`. The host does not wait."""
+    hosts = HostLayout(layout, inner)
+    parts = [hosts.places(rank) for rank in range(host * inner, (host + 1) * inner)]
     return sent(torch.cat(parts), device).split([len(part) for part in parts])
-
-
-@functools.lru_cache(maxsize=4)
-def _all_tokens(scores: Scores, device: torch.device, stream: torch.cuda.Stream | None) -> Tensor:
-    """What kernels know of the tokens of a whole sequence, for work on `stream`."""
-    return sent(scores.tokens(torch.arange(scores.seq_len)), device)

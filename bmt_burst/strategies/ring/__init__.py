@@ -25,6 +25,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ...rings import Rings
 from ...tiling import Cut, Tiling, by_columns, flipped, kernel_calls
@@ -73,7 +74,13 @@ class RingPlan(Plan):
         return Forward(self.forward_tour, rings, Queries(q), Keys(k, v), table).result()
 
     def backward(self, rings, dout, q, k, v, out, lse, table=None, row_lse=None):
-        return Backward(self.backward_tour, rings, Queries(q, dout, out, lse), Keys(k, v), table, row_lse).result()
+        return self.differentiate(rings, Queries(q, dout, out, lse), Keys(k, v), table, row_lse)
+
+    def differentiate(
+        self, rings: Rings, queries: Queries, keys: Keys, table: Tensor | None, row_lse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As `backward`, of queries with out or, if the kernel takes it and `send_out` is not asked for, delta."""
+        return Backward(self.backward_tour, rings, queries, keys, table, row_lse).result()
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         visit, home = self._most_bytes(KeysValues(), returning=False)[0], 0

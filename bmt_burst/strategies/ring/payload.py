@@ -83,7 +83,11 @@ class _QueriesTravel(Payload):
 
 class QueriesDelta(_QueriesTravel):
     def depart(self, block: Queries) -> tuple[Tensor, ...]:
-        return block.q.contiguous(), block.dout.contiguous(), query_rows(block.out, block.dout, block.lse)
+        if block.delta is None:
+            rows = query_rows(block.out, block.dout, block.lse)
+        else:
+            rows = torch.stack((block.lse, block.delta), -1).transpose(1, 2).contiguous()
+        return block.q.contiguous(), block.dout.contiguous(), rows
 
     def arrive(self, tensors: tuple[Tensor, ...], kernel: Kernel) -> Queries:
         q, dout, rows = tensors

@@ -1,0 +1,172 @@
+"""Ulysses around the ring: against dense attention in fp64 through the simulator, over gloo and by copy engines."""
+
+import random
+
+import pytest
+import torch
+
+from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, simulate
+from bmt_burst.strategies import load
+from bmt_burst.strategies.ulysses import HostLayout
+from tests.helpers import (
+    RANKS,
+    dense_results,
+    needs_ranks,
+    problem,
+    random_layout,
+    random_mask,
+    random_qkv,
+    relative_error,
+    ring_arguments,
+    ring_results,
+    run_ranks,
+)
+from tests.test_scores import random_scores
+from tests.test_ulysses import BF16, HEADS, SCALE, assert_equal, layouts, masks, worst_error
+
+GRIDS = [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2), (4, 1), (3, 3)]  # ranks, and how many of them are a host
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_equals_dense(grid, backward):
+    """Each layout with each mask and pair of heads in some of these."""
+    size, inner = grid
+    at = GRIDS.index(grid) + 2 * (backward == "q")
+    for i in range(4):
+        tokens, heads = 37 + 2 * i, HEADS[(at + i) % len(HEADS)]
+        mask = masks(tokens)[(at + i) % 6]
+        layout = layouts(mask, size)[i]
+        tensors = random_qkv(1 + i % 2, tokens, *heads, 8, seed=at)
+        options = {"flash": ("cpu", "reference")[(at + i) % 2], "optimize_bwd_comm": i % 3 > 0, "backward": backward}
+        got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy="usp", **options)
+        assert_equal(got, dense_results(mask, tensors, SCALE), where=(mask, layout, heads, options))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_any_mask_equals_dense(part):
+    for seed in range(part, 40, 4):
+        chance = random.Random(seed)
+        size, inner = chance.choice(GRIDS)
+        mask = random_mask(chance, chance.randint(size, 70))
+        layout = random_layout(chance, mask, size)
+        tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed)
+        options = {"flash": chance.choice(("cpu", "reference")), "group_bytes": chance.choice((0, 1 << 30))}
+        got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy="usp", **options)
+        assert_equal(got, dense_results(mask, tensors, SCALE), where=(seed, mask, layout, options))
+
+
+@pytest.mark.parametrize(("grid", "heads"), [((4, 2), (4, 4)), ((6, 3), (4, 4)), ((4, 2), (4, 2)), ((6, 3), (4, 2))])
+def test_with_a_bias(grid, heads, monkeypatch):
+    """Heads of a rank may be a part of a kv head's, which have terms of their own."""
+    monkeypatch.setattr("bmt_burst.scores._LONG", 4)
+    size, inner = grid
+    scores, tensors = random_scores(random.Random(1), Mask.window(61, 40), 9), random_qkv(1, 61, *heads, 8)
+    table = torch.randn(9, heads[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layout = Layout.balanced(scores.mask, size)
+    got = ring_results(layout, tensors, SCALE, inner, scores=scores, bias=table, strategy="usp")
+    expected = dense_results(scores.mask, tensors, SCALE, scores.dense(), table)
+    assert_equal(got[:5], expected[:5])
+    assert float((got[5] - expected[5]).norm() / expected[5].norm()) < 1e-10
+
+
+@pytest.mark.parametrize("size", [4, 6])
+@pytest.mark.parametrize("name", ["zigzag", "striped", "contiguous"])
+def test_hosts_have_the_tokens_of_their_ranks_in_rising_order(size, name):
+    layout = Layout.named(name, 41, size)
+    for inner in (1, 2, size):
+        hosts = HostLayout(layout, inner)
+        for host in range(size // inner):
+            ranks = range(host * inner, (host + 1) * inner)
+            expected = torch.cat([layout.positions(rank) for rank in ranks]).sort().values
+            assert hosts.positions(host).equal(expected)
+            for rank in ranks:
+                assert expected[hosts.places(rank)].equal(layout.positions(rank))
+
+
+def test_one_host_is_ulysses():
+    mask, tensors = Mask.documents((0, 5, 30, 61)), random_qkv(2, 61, 6, 2, 8)
+    layout = Layout.balanced(mask, 4)
+    by_name = [ring_results(layout, tensors, SCALE, 4, mask=mask, strategy=name) for name in ("ulysses", "usp")]
+    assert all(a.equal(b) for a, b in zip(*by_name, strict=True))
+
+
+def test_a_striped_layout_of_many_tokens_is_refused():
+    mask = Mask.causal(1 << 15)
+    reason = load("usp").refuses(problem(mask, Layout.striped(1 << 15, 4), 2))
+    assert reason == (
+        "in a striped layout the tokens of a host are 8192 runs of positions, but it takes at most 4096: give it "
+        "another layout"
+    )
+    assert load("usp").refuses(problem(mask, Layout.zigzag(1 << 15, 4), 2)) is None
+
+
+def test_a_plan_says_what_its_rings_do():
+    said = str(load("usp").plan(problem(Mask.causal(40), Layout.zigzag(40, 4), 2), 3))
+    assert said.startswith("rank 3 of 4: 20 tokens, 1 chunks of heads\n  rank 2 computes query heads 0 to")
+    assert "between hosts, of chunk 0:\nrank 1, forward:" in said
+
+
+def grid_over_gloo(rank: int) -> float:
+    """Grids that init_sequence_parallel makes; each way in which a rank may be alone, too."""
+    worst = 0.0
+    for ulysses_size in (1, 2, 4):
+        sp = init_sequence_parallel(4, ulysses_size=ulysses_size)
+        group = {"process_group": sp.process_group, "double_group": sp.double_group, "strategy": "usp"}
+        worst = max(worst, *(worst_error(rank, 4, group, heads, 31) for heads in ((7, 1), (4, 2))))
+    return worst
+
+
+def test_real_processes():
+    assert max(run_ranks(4, grid_over_gloo)) < 1e-10
+
+
+def test_in_rows_with_masks_of_their_own():
+    tensors, own = random_qkv(2, 24, 4, 2, 8), [Mask.documents((0, 9, 24)), Mask.full(24)]
+    rows = [dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(own)]
+    expected = [torch.cat(same) for same in zip(*rows, strict=True)]
+    assert_equal(ring_results(Layout.zigzag(24, 4), tensors, SCALE, 2, mask=own, strategy="usp"), expected)
+
+
+def test_a_failing_rank_is_heard_of_everywhere():
+    q, k, v, _ = random_qkv(1, 8, 2, 2, 8)
+
+    def work(ring):
+        bad = q.float() if ring.rank == 3 else q
+        with pytest.raises((ValueError, TypeError), match=r"rank 3|dtype"):
+            burst_attn_func(bad, k, v, strategy="usp", **ring_arguments(ring, 2))
+        return True
+
+    assert all(simulate(4, work))
+
+
+def on_gpus(rank: int, size: int) -> dict[str, float]:
+    """The worst error of each case, for each grid of the ranks."""
+    errors, scale = {}, 0.1
+    for ulysses_size in (u for u in (1, 2, size) if size % u == 0):
+        sp = init_sequence_parallel(size, ulysses_size=ulysses_size)
+        groups = {"process_group": sp.process_group, "double_group": sp.double_group}
+        for heads, tokens in (((4, 4), 1024), ((6, 2), 1031)):
+            tensors = [x.cuda() for x in random_qkv(2, tokens, *heads, 64, torch.bfloat16)]
+            for mask in (Mask.causal(tokens), Mask.documents((0, 100, 700, tokens), window=64)):
+                exact = dense_results(mask, tensors, scale)
+                for layout in layouts(mask, size):
+                    *shards, dout = (layout.shard(x, rank) for x in tensors)
+                    shards = [x.requires_grad_() for x in shards]
+                    options = {"mask": mask, "layout": layout, "strategy": "usp", **groups}
+                    for _ in range(2):  # slots are taken in turn
+                        out, lse = burst_attn_func(*shards, scale, return_lse=True, **options)
+                        got = [out.detach(), lse, *torch.autograd.grad(out, shards, dout)]
+                    own = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
+                    worst = max(relative_error(a, b) for a, b in zip(got, own, strict=True))
+                    errors[f"{ulysses_size} {heads} {mask!r} {layout!r}"] = worst
+    return errors
+
+
+@pytest.mark.gpu
+@needs_ranks(2)
+def test_on_gpus():
+    size = 4 if RANKS >= 4 else 2
+    for errors in run_ranks(size, on_gpus, size, backend="nccl"):
+        name, worst = max(errors.items(), key=lambda entry: entry[1])
+        assert worst < BF16, (name, worst)
