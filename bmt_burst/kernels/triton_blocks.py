@@ -306,11 +306,7 @@ class Bias(NamedTuple):
 @triton.jit
 def _scores(products, scale, CAP: tl.constexpr):
     """The scores, to base 2, of products of queries and keys."""
-    if CAP is None:
-        scores = products * (scale * _LOG2_E)
-    else:
-        scores = _tanh(products * (scale / CAP)) * (CAP * _LOG2_E)
-    return scores
+    return products * (scale * _LOG2_E) if CAP is None else _tanh(products * (scale / CAP)) * (CAP * _LOG2_E)
 
 
 @triton.jit
