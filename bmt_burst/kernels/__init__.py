@@ -80,7 +80,8 @@ class Kernel(ABC):
 
         lse is fp32 (fp64 for fp64 inputs). A query that sees no key has an out of 0 (it may be NaN if some v is not
         finite) and an lse of -inf. Of a query that is not finite all is NaN; one whose scores are all -inf has an lse
-        of -inf and its out counts only where no other call's does. A softcap makes scores of inf finite.
+        of -inf and its out counts only where no other call's does. With a softcap scores of inf may be
+        finite, as tanh has them, or NaN.
         """
 
     @abstractmethod
