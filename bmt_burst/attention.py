@@ -13,12 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from .agreement import taking_part, tell, together
 from .arguments import check_tensor
-from .call import CALL, agree_on_call
+from .call import CALL, Learned, agree_on_call
 from .compiled import not_compiled
 from .layout import Layout
 from .mask import Mask
 from .rings import Group, Rings, make_rings
 from .scores import Scores
+from .sinks import sinks_gradient, with_sinks
 from .strategies import Plan
 
 Masks = Mask | Sequence[Mask]
@@ -64,6 +65,8 @@ def burst_attn_func(
     group_bytes: int = 5 << 26,
     scores: Scores | Sequence[Scores] | None = None,
     bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is cut over the ranks of a group; every rank of it must call.
 
@@ -105,14 +108,20 @@ def burst_attn_func(
             In bf16 the table's gradient is good to 0.2 to 1 % as a whole. Of a row that nearly all of the attention
             goes to, as with a number 3 above the others, it is small, and good to 2 to 10 % of itself: it is what is
             left of sums of P dP and P delta, and out is rounded before delta = rowsum(out * dout) is made of it.
+        softcap: a positive bound of the scores, softcap * tanh(softmax_scale * q k^T / softcap) before they are masked,
+            as Gemma 2 and flash-attn have it. Not every kernel knows one, and none beside a bias.
+        sinks: (H,) fp32 (fp64 for fp64 inputs), on the inputs' device: for each query head a learned score of a key
+            that all queries see and that has no value, as gpt-oss has it. Only the divisor of the softmax has it in it.
+            The same on all ranks, which compare only whether there are sinks. Any kernel and strategy will do.
 
     Returns:
         out (B, S_local, H, D) in q's dtype, and with return_lse also lse (B, H, S_local), fp32 (fp64 for fp64
-        inputs), the natural logarithm of the softmax denominators; no gradient flows through lse. Queries that see
-        nothing have out 0 and lse -inf.
+        inputs), the natural logarithm of the softmax denominators, with that of the sinks; no gradient flows through
+        lse. Queries that see nothing have out 0 and lse -inf, or that of their sink.
 
-    Differentiable in q, k, v and bias (once); of bias each rank has a share of the gradient, which add up to it, as
-    for any parameter. Inputs are never written to.
+    Differentiable in q, k, v, bias and sinks (once). Of bias and sinks each rank has the gradient of its own tokens' or
+    pairs', a share: the sum over ranks is the gradient, as for any parameter of a sequence parallel model. Inputs are
+    never written to.
 
     Raises, on every rank of the group, ValueError or TypeError for arguments that are wrong on any rank or differ
     between ranks, for a sequence with fewer tokens than ranks, for a double_group that is no grid of ranks, and, in the
@@ -134,8 +143,9 @@ def burst_attn_func(
         "backward": backward,
         "group_bytes": group_bytes,
         "scores": scores,
+        "softcap": softcap,
     }
-    out, lse = _attention(make_rings(process_group, double_group), q, k, v, bias, lambda: options)
+    out, lse = _attention(make_rings(process_group, double_group), q, k, v, Learned(bias, sinks), lambda: options)
     return (out, lse) if return_lse else out
 
 
@@ -196,6 +206,8 @@ def burst_attn_varlen_func(
     *,
     layout: str | Layout = "zigzag",
     return_lse: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`burst_attn_func` for packed documents, with tensors as functions of variable length take them.
@@ -208,6 +220,7 @@ def burst_attn_varlen_func(
         causal: whether a token sees only tokens at its own or earlier positions of its document.
         window: tokens see only those less than so many positions away; with `causal` themselves and window - 1 before.
         layout: as burst_attn_func's, for the packed sequence as a whole.
+        softcap, sinks: as burst_attn_func's.
         options: optimize_bwd_comm, deterministic, strategy, backward and group_bytes, as burst_attn_func's.
 
     Returns:
@@ -215,14 +228,15 @@ def burst_attn_varlen_func(
 
     Raises TypeError for an option that is not known, on this rank alone. All else as burst_attn_func.
     """
-    given = {"softmax_scale": softmax_scale, "flash": flash, "layout": layout, **options}
+    given = {"softmax_scale": softmax_scale, "flash": flash, "layout": layout, "softcap": softcap, **options}
 
     def with_mask() -> dict[str, Any]:
         return {**_DEFAULTS, **given, "mask": Mask.documents(cu_seqlens, causal, window), "scores": None}
 
     if unknown := options.keys() - _DEFAULTS.keys():
         raise TypeError(f"burst_attn_varlen_func has no option {sorted(unknown)[0]!r}")
-    out, lse = _attention(make_rings(process_group, double_group), q, k, v, None, with_mask, packed=True)
+    rings = make_rings(process_group, double_group)
+    out, lse = _attention(rings, q, k, v, Learned(sinks=sinks), with_mask, packed=True)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
@@ -251,17 +265,17 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
+    learned: Learned,
     options: Callable[[], dict[str, Any]],
     packed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of what the ranks agree on. `options` may raise what is wrong with them."""
     with torch.cuda.device(q.device) if _is_on_gpu(q) else contextlib.nullcontext():  # which kernels take for granted
-        plan, call, (q, k, v), rows = agree_on_call(rings, q, k, v, bias, options, packed)
+        plan, call, (q, k, v), rows = agree_on_call(rings, q, k, v, learned, options, packed)
         if not rows:
-            return _BurstAttention.apply(q, k, v, bias, rings, plan, call)
+            return _BurstAttention.apply(q, k, v, learned.bias, learned.sinks, rings, plan, call)
         stacked = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-        out, lse = _BurstAttention.apply(*stacked, bias, rings, plan, call)
+        out, lse = _BurstAttention.apply(*stacked, learned.bias, learned.sinks, rings, plan, call)
         return out.squeeze(0).unflatten(0, (rows, -1)), lse.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1)
 
 
@@ -272,11 +286,21 @@ def _is_on_gpu(q: Any) -> bool:
 class _BurstAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rings: Rings, plan: Plan, call: int
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        rings: Rings,
+        plan: Plan,
+        call: int,
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False), taking_part(rings, f"call {call}"):
             out, lse, row_lse = plan.forward(rings, q, k, v, bias)
-        ctx.save_for_backward(q, k, v, out, lse, bias, row_lse)
+            if sinks is not None:
+                out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, bias, row_lse, sinks)
         ctx.rings, ctx.plan, ctx.call = rings, plan, call
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -286,6 +310,9 @@ class _BurstAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor, _dlse: Tensor):
         doing = f"the backward of call {ctx.call}"
-        saved = together(ctx.rings, doing, lambda: ctx.saved_tensors)
+        *saved, sinks = together(ctx.rings, doing, lambda: ctx.saved_tensors)
         with torch.autocast(dout.device.type, enabled=False), taking_part(ctx.rings, doing):
-            return *ctx.plan.backward(ctx.rings, dout, *saved), None, None, None
+            grads = ctx.plan.backward(ctx.rings, dout, *saved)
+            wanted = ctx.needs_input_grad[4]
+            dsinks = sinks_gradient(dout, out=saved[3], lse=saved[4], sinks=sinks) if wanted else None
+            return *grads, dsinks, None, None, None

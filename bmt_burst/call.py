@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .agreement import read, taking_part, tell
-from .checks import check_bias, check_device, check_options, check_packed, check_scale, check_tensors
+from .checks import (
+    check_bias,
+    check_device,
+    check_options,
+    check_packed,
+    check_scale,
+    check_sinks,
+    check_softcap,
+    check_tensors,
+)
 from .kernels import Kernel, pick, pick_biased
 from .layout import Balanced, Layout, Stacked
 from .mask import Mask
@@ -25,12 +35,32 @@ _MOST_PLANS = 64  # of some rings; then the one that was not used for longest go
 Tensors = tuple[Tensor, Tensor, Tensor]
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What a call learns beside its inputs: the table of a bias (R, H), and sinks (H,)."""
+
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(x is not None and x.requires_grad for x in (self.bias, self.sinks))
+
+    @property
+    def bias_rows(self) -> int:
+        return 0 if self.bias is None else len(self.bias)
+
+    @property
+    def has_sinks(self) -> bool:
+        return self.sinks is not None
+
+
 def agree_on_call(
     rings: Rings,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
+    learned: Learned,
     options: Callable[[], dict[str, Any]],
     packed: bool,
 ) -> tuple[Plan, int, Tensors, int]:
@@ -49,8 +79,9 @@ def agree_on_call(
         given = options()
         tensors = check_packed(q, k, v) if packed else tensors
         check_tensors(*tensors)
-        check_bias(bias, given["scores"], q)
-        call = _known_call(rings, tensors, bias, given)
+        check_bias(learned.bias, given["scores"], q)
+        check_sinks(learned.sinks, tensors[0])
+        call = _known_call(rings, tensors, learned, given)
         return call.terms
 
     history = rings.history
@@ -71,21 +102,21 @@ def agree_on_call(
     return plan, history.calls, tensors, call.rows
 
 
-def _known_call(rings: Rings, tensors: Tensors, bias: Tensor | None, options: dict[str, Any]) -> _Call:
+def _known_call(rings: Rings, tensors: Tensors, learned: Learned, options: dict[str, Any]) -> _Call:
     """The call with these arguments, checked: layers repeat them, and the host has little time for each."""
     q, k, _ = tensors
     values = [tuple(x) if isinstance(x, list) else x for x in options.values()]
-    differentiable = any(x.requires_grad for x in tensors) or (bias is not None and bias.requires_grad)
-    needs_gradient, rows = torch.is_grad_enabled() and differentiable, 0 if bias is None else len(bias)
-    facts = q.shape, k.shape, q.dtype, q.device, needs_gradient, rows
+    differentiable = any(x.requires_grad for x in (*tensors, learned))
+    needs_gradient = torch.is_grad_enabled() and differentiable
+    facts = q.shape, k.shape, q.dtype, q.device, needs_gradient, learned.bias_rows, learned.has_sinks
     key = (*facts, *values, *map(type, values))  # 1 is equal to True
     known = rings.history.known
     try:
         call = known.get(key)
     except TypeError:  # something that cannot be hashed, of which an error will say that it is wrong
-        return _Call(rings, tensors, rows, options, needs_gradient)
+        return _Call(rings, tensors, learned, options, needs_gradient)
     if call is None:
-        call = _Call(rings, tensors, rows, options, needs_gradient)
+        call = _Call(rings, tensors, learned, options, needs_gradient)
         if len(known) >= _MOST_PLANS:
             known.clear()
         known[key] = call
@@ -95,17 +126,22 @@ def _known_call(rings: Rings, tensors: Tensors, bias: Tensor | None, options: di
 class _Call:
     """A rank's arguments but for the values of tensors. Raises ValueError or TypeError if they are wrong."""
 
-    def __init__(self, rings: Rings, tensors: Tensors, bias_rows: int, options: dict[str, Any], needs_gradient: bool):
+    def __init__(self, rings: Rings, tensors: Tensors, learned: Learned, options: dict[str, Any], needs_gradient: bool):
         q, k, _ = tensors
-        self.bias_rows = bias_rows
+        bias_rows = learned.bias_rows
+        self.bias_rows, self.has_sinks = bias_rows, learned.has_sinks
         self.inner, self.outer, self.shape, self.kv_heads = rings.inner.size, rings.outer.size, q.shape, k.shape[2]
         self.dtype = q.dtype
         self.device_type, self.needs_gradient = q.device.type, needs_gradient
         self.options = check_options(options)
         check_scale(self.options["softmax_scale"], q.dtype)
         check_device(rings, q)
-        scale = self.options["softmax_scale"]
-        self.spec = Spec(q.shape[-1] ** -0.5 if scale is None else scale, self.options["deterministic"])
+        scale, softcap = self.options["softmax_scale"], self.options["softcap"]
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        check_softcap(softcap, scale, q.dtype)
+        if softcap is not None and bias_rows:
+            raise ValueError("softcap does not go with scores and a bias: no kernel caps scores that have one")
+        self.spec = Spec(scale, self.options["deterministic"], softcap=softcap)
         self.kernel: Kernel = pick(self.options["flash"], q, k, self.spec)
         self.biased_kernel = pick_biased(self.kernel, q, k, self.spec) if bias_rows else None
         self.mask, self.layout, self.scores, self.rows = self._masking()
@@ -155,6 +191,8 @@ class _Call:
             "kernel": self.kernel.name,
             "need of a gradient": self.needs_gradient,
             "softmax_scale": self.spec.scale,
+            "softcap": self.spec.softcap,
+            "sinks": self.has_sinks,
             "mask": mask,
             "layout": layout,
             "scores": self.scores and self.scores.digest,

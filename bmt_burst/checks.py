@@ -37,6 +37,10 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
         checked["softmax_scale"] = scale = as_float("softmax_scale", options["softmax_scale"])
         if not 0 < scale < math.inf:  # kernels take their largest score for the scaled one
             raise ValueError(f"softmax_scale must be positive and finite, got {scale}")
+    if options["softcap"] is not None:
+        checked["softcap"] = softcap = as_float("softcap", options["softcap"])
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"softcap must be positive and finite, or None for none, got {softcap}")
     return checked
 
 
@@ -64,6 +68,18 @@ def check_scale(scale: float | None, dtype: torch.dtype) -> None:
     if not wide.tiny <= scale <= wide.max * math.log(2):
         kind = "zero" if scale < wide.tiny else "infinite"
         raise ValueError(f"softmax_scale={scale} is {kind} in {wide.dtype}, in which {dtype} scores are scaled")
+
+
+def check_softcap(softcap: float | None, scale: float, dtype: torch.dtype) -> None:
+    """Kernels multiply by scale / softcap, and by softcap or softcap * log2(e), in the accumulator's dtype."""
+    if softcap is None:
+        return
+    wide = torch.finfo(accumulator_dtype(dtype))
+    if not all(wide.tiny <= x <= wide.max * math.log(2) for x in (softcap, scale / softcap)):
+        raise ValueError(
+            f"softcap={softcap}, or softmax_scale={scale} divided by it, is zero or infinite in {wide.dtype}, in which "
+            f"{dtype} scores are capped"
+        )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -102,6 +118,19 @@ def check_bias(bias: Tensor | None, scores: Any, q: Tensor) -> None:
         raise TypeError(f"bias must be {wide} for {q.dtype} inputs, got {bias.dtype}")
     if bias.device != q.device:
         raise ValueError(f"bias must be where q is, on {q.device}, got {bias.device}")
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Whether sinks are a number for each head of q."""
+    if sinks is None:
+        return
+    check_tensor("sinks", sinks)
+    if sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks must be ({q.shape[2]},), one for each query head, got shape {tuple(sinks.shape)}")
+    if sinks.dtype != (wide := accumulator_dtype(q.dtype)):
+        raise TypeError(f"sinks must be {wide} for {q.dtype} inputs, got {sinks.dtype}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be where q is, on {q.device}, got {sinks.device}")
 
 
 def check_device(rings: Rings, x: Tensor) -> None:

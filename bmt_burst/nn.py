@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .arguments import as_int
+from .arguments import as_float, as_int
 from .attention import burst_attn_func, refuse_call
 from .compiled import fused_on_gpus, not_compiled
 from .groups import SequenceParallel
@@ -91,11 +91,12 @@ class BurstAttention(nn.Module):
     o_bias         whether o_proj has one
     qk_norm_eps    if given, q and k are RMS-normalized in each head before they are rotated, as Qwen3's, with this
                    added to the mean square and the weights (D,) of `q_norm` and `k_norm`
+    softcap        a bound of the scores, as of burst_attn_func
 
     Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`.
 
-    Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd, window is below 1 or qk_norm_eps is
-    not positive; TypeError for a window that is no whole number.
+    Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd, window is below 1 or qk_norm_eps or
+    softcap is not positive; TypeError for a window that is no whole number or a softcap that is no number.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class BurstAttention(nn.Module):
         qkv_bias: bool = False,
         o_bias: bool = False,
         qk_norm_eps: float | None = None,
+        softcap: float | None = None,
     ):
         super().__init__()
         if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
@@ -127,9 +129,11 @@ class BurstAttention(nn.Module):
             raise ValueError(f"window must be at least 1, got {window}")
         if qk_norm_eps is not None and not qk_norm_eps > 0:
             raise ValueError(f"qk_norm_eps must be positive, got {qk_norm_eps}")
+        if softcap is not None and not as_float("softcap", softcap) > 0:
+            raise ValueError(f"softcap must be positive, got {softcap}")
         self.head_dim = head_dim
         self.sp = sp or SequenceParallel()
-        self.options = {"flash": flash, "deterministic": deterministic}
+        self.options = {"flash": flash, "deterministic": deterministic, "softcap": softcap}
         self.window = None if window is None else int(window)
         self.layer = layer
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
@@ -195,7 +199,7 @@ class BurstAttention(nn.Module):
             raise ValueError(f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: generate with sp=None")
         if mask is not None or layout is not None:
             raise ValueError("tokens that continue a KVCache see what is in it: a mask or a layout does not go with it")
-        return _attend_to_cache(q, *cache.extend(self.layer, k, v), self.window).flatten(2)
+        return _attend_to_cache(q, *cache.extend(self.layer, k, v), self.window, self.options["softcap"]).flatten(2)
 
 
 @not_compiled
@@ -235,7 +239,7 @@ def _windowed(mask: Mask, window: int) -> Mask:
     return mask.windowed(window)
 
 
-def _attend_to_cache(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _attend_to_cache(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None) -> Tensor:
     """Attention of the last tokens q (B, S, H, D) to all tokens k, v (B, T, G, D) so far, or those in the window."""
     new = q.shape[1]
     if window is not None:
@@ -245,4 +249,15 @@ def _attend_to_cache(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Ten
     if window is not None:
         visible = visible.triu(total - new - window + 1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(1, 2)
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(1, 2)
+    return _capped_attention(q, k, v, visible, softcap).transpose(1, 2)
+
+
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float) -> Tensor:
+    """What torch's own attention lacks: that of q (B, H, S, D) to k, v (B, G, T, D), in their dtype."""
+    q = q.unflatten(1, (k.shape[1], -1))
+    scores = (q @ k.unsqueeze(2).mT).to(accumulator_dtype(q.dtype)) * q.shape[-1] ** -0.5
+    scores = softcap * torch.tanh(scores / softcap)
+    probs = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(v.dtype)
+    return (probs @ v.unsqueeze(2)).flatten(1, 2)

@@ -1,7 +1,7 @@
 """Compiles the Triton attention kernels, as they are launched, for a GPU that need not be there. Run by test_triton.py.
 
-Without a bias, with one by segments and with one by distance, for a head size that is padded and a band of two edges,
-so that every branch is compiled.
+Without a bias, with one by segments and with one by distance, and with a softcap, for a head size that is padded and a
+band of two edges, so that every branch is compiled.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def main():
         *qkv, dout = call_tensors(call, 1, 4, 2, 24, torch.bfloat16)
         by_segments = random_bias(call, 4, dtype=torch.float32)
         by_segments = replace(by_segments, segments=replace(by_segments.segments, other=3))
-        for bias in (None, by_segments, replace(by_segments, segments=None)):
-            spec = Spec(0.3, biased=bias is not None)
+        by_distance = replace(by_segments, segments=None)
+        for bias, softcap in ((None, None), (None, 20.0), (by_segments, None), (by_distance, None)):
+            spec = Spec(0.3, biased=bias is not None, softcap=softcap)
             out, lse = kernels.load("triton").forward(*qkv, call, spec, bias)
             kernels.load("triton").backward(dout, *qkv, out, lse, None, call, spec, bias)
 

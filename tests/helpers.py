@@ -253,11 +253,18 @@ def random_layout(chance: random.Random, mask: Mask, size: int) -> Layout:
 
 
 def dense_results(
-    mask: Mask, tensors: Sequence[Tensor], scale: float, rows: Tensor | None = None, bias: Tensor | None = None
+    mask: Mask,
+    tensors: Sequence[Tensor],
+    scale: float,
+    rows: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """Whole out, lse, dq, dk, dv in fp64 of q, k, v and an output gradient; 0 and -inf of queries that see nothing.
 
-    With a bias (R, H), of which `rows` (S, S) says what is added to the scores, also its gradient.
+    With a bias (R, H), of which `rows` (S, S) says what is added to the scores, also its gradient, and with sinks (H,)
+    theirs.
     """
     *inputs, dout = tensors
     q, k, v = inputs = [x.double().clone().requires_grad_() for x in inputs]
@@ -265,11 +272,18 @@ def dense_results(
     visible_pairs = mask.dense(q.device)
     blind = ~visible_pairs.any(1, keepdim=True)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         inputs.append(bias.detach().double().requires_grad_())
         scores = scores + inputs[-1][rows.to(q.device)].permute(2, 0, 1)
     scores = scores.masked_fill(~visible_pairs, -torch.inf)
-    probs = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    if sinks is None:
+        probs = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    else:
+        inputs.append(sinks.detach().double().requires_grad_())
+        scores = torch.cat((scores, inputs[-1].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+        probs = scores.softmax(-1)[..., :-1]
     out = torch.einsum("bhqk,bkhd->bqhd", probs, v)
     return [out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, inputs, dout.double())]
 
@@ -277,11 +291,11 @@ def dense_results(
 def ring_results(
     whole: Layout, tensors: Sequence[Tensor], scale: float, inner: int | None = None, strided: bool = False, **options
 ) -> list[Tensor]:
-    """All of out, lse, dq, dk, dv, with a bias its gradient, of a simulated ring in a layout.
+    """All of out, lse, dq, dk, dv, and of a bias and of sinks the gradient, of a simulated ring in a layout.
 
     Of a double one with `inner` ranks a host.
     """
-    bias = options.pop("bias", None)
+    learned = {name: options.pop(name) for name in ("bias", "sinks") if options.get(name) is not None}
 
     def work(ring):
         q, k, v, dout = (whole.shard(x, ring.rank) for x in tensors)
@@ -289,14 +303,14 @@ def ring_results(
             q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
         for x in (q, k, v):
             x.requires_grad_()
-        table = None if bias is None else bias.detach().requires_grad_()
-        arguments = {"layout": whole, "bias": table, **options, **ring_arguments(ring, inner or ring.size)}
+        mine = {name: x.detach().requires_grad_() for name, x in learned.items()}
+        arguments = {"layout": whole, **mine, **options, **ring_arguments(ring, inner or ring.size)}
         out, lse = burst_attn_func(q, k, v, scale, return_lse=True, **arguments)
-        return out.detach(), lse, *torch.autograd.grad(out, (q, k, v) if table is None else (q, k, v, table), dout)
+        return out.detach(), lse, *torch.autograd.grad(out, (q, k, v, *mine.values()), dout)
 
     results = simulate(whole.size, work)
     joined = [whole.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
-    return joined if bias is None else [*joined, sum(r[5] for r in results)]
+    return [*joined, *(sum(shares) for shares in zip(*(r[5:] for r in results), strict=True))]
 
 
 def problem(mask: Mask, layout: Layout, inner: int | None = None, **changes) -> Problem:

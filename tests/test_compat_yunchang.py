@@ -57,7 +57,7 @@ def error(layer, mask, extract, packed=False, **options):
         x.requires_grad_()
     out = layer(*inputs, softmax_scale=0.3, return_attn_probs=True, **options)
     grads = torch.autograd.grad(out, inputs, local[3])
-    whole, _, *dense = dense_results(mask, tensors, 0.3)
+    whole, _, *dense = dense_results(mask, tensors, 0.3, softcap=options.get("softcap"))
     pairs = zip([out, *(grads[0].unbind(2) if packed else grads)], [whole, *dense], strict=True)
     return max(relative_error(mine, extract(exact)) for mine, exact in pairs)
 
@@ -78,7 +78,7 @@ def hybrid(rank, size):
         found.append(error(layer, causal, extract, causal=True))
         found.append(error(LongContextAttentionQKVPacked(ring_impl_type=kind), causal, extract, True, causal=True))
         if kind == "basic":
-            found.append(error(layer, Mask.full(TOKENS), extract))
+            found.append(error(layer, Mask.full(TOKENS), extract, softcap=0.7))
             banded = Mask(TOKENS, (Slice((0, TOKENS), (0, TOKENS), -2, 8),))
             found.append(error(AsyncLongContextAttention(), banded, extract, window_size=(7, 2), deterministic=True))
     found.append(alone(rank, size))
@@ -93,6 +93,7 @@ def alone(rank, size):
         for mask, options in (
             (Mask.causal(TOKENS), {"causal": True, "dropout_p": 0}),
             (Mask.full(TOKENS), {}),
+            (Mask.full(TOKENS), {"softcap": 0.7}),
             (Mask.window(TOKENS, 6), {"causal": True, "window_size": (5, 0)}),
         )
     )
@@ -150,7 +151,7 @@ def misuse(rank):
         caught(zigzag, q, k, v),
         caught(strip, q, k, v),
         caught(zigzag, q, k, v, causal=True),
-        caught(strip, q, k, v, causal=True, softcap=0.5 * rank),
+        caught(strip, q, k, v, causal=True, softcap=-0.5 * rank),
         caught(LongContextAttention, ring_impl_type="stripe"),
         caught(LongContextAttention, scatter_idx=1),
         caught(LongContextAttention, attn_processor=torch.nn.Identity()),
@@ -176,7 +177,7 @@ def test_what_is_wrong_is_said():
         "zigzag attention is causal",
         "strip attention is causal",
         "zigzag: 10 tokens cannot be cut",
-        "softcap is not supported",
+        "softcap must be positive",
         "unknown ring_impl_type 'stripe'",
         "must be (2, 1), got (1, 1)",
         "an attn_processor is not supported",
@@ -187,7 +188,7 @@ def test_what_is_wrong_is_said():
     ]
     for said, part in zip(second, expected, strict=True):
         assert part in said
-    assert "rank 1 of the group failed" in first[expected.index("softcap is not supported")]
+    assert "rank 1 of the group failed" in first[expected.index("softcap must be positive")]
 
 
 def test_arguments_have_the_names_order_and_defaults_of_that_package():

@@ -9,18 +9,23 @@ import torch.distributed as dist
 from bmt_burst import init_sequence_parallel
 from bmt_burst.adapters.transformers import enable
 from tests.helpers import needs_ranks, relative_error, run_ranks
-from tests.test_transformers import CONFIGS, calls, plain
+from tests.test_transformers import CONFIGS, calls_of, plain
 
 pytestmark = [pytest.mark.gpu, needs_ranks(2)]
+
+
+def models(dtype: torch.dtype) -> list[str]:
+    """Those to compare: in bf16 routers take other experts where rounding decides."""
+    return [name for name in CONFIGS if name != "GptOss" or dtype == torch.float32]
 
 
 def errors(rank: int, dtype: torch.dtype) -> dict[tuple[str, str], tuple[float, float]]:
     """Of the loss and of all gradients together, of each model in each call."""
     sp, found = init_sequence_parallel(), {}
-    for name in CONFIGS:
+    for name in models(dtype):
         before = copy.deepcopy(plain(name)).to("cuda", dtype)
         after = enable(copy.deepcopy(before), sp)
-        for which, call in calls().items():
+        for which, call in calls_of(name).items():
             call = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in call.items()}
             before.zero_grad(), after.zero_grad()
             losses = [model(**call, use_cache=False).loss for model in (before, after)]
@@ -41,7 +46,7 @@ def errors(rank: int, dtype: torch.dtype) -> dict[tuple[str, str], tuple[float, 
 )
 def test_enabled_models_equal_those_of_one_gpu(dtype, loss_bound, bound):
     for found in run_ranks(2, errors, dtype, backend="nccl"):
-        assert len(found) == len(CONFIGS) * len(calls())
+        assert len(found) == sum(len(calls_of(name)) for name in models(dtype))
         for key, (of_loss, of_gradients) in found.items():
             assert of_loss < loss_bound, key
             assert of_gradients < bound, key

@@ -1,7 +1,9 @@
 """Kernels against the contract: the reference against autograd, the others against the reference."""
 
+import functools
 import random
 import sys
+import types
 from dataclasses import replace
 from itertools import pairwise
 
@@ -26,15 +28,17 @@ from tests.helpers import (
     relative_error,
 )
 
-SPEC = Spec(scale=0.3)
+SPEC, CAPPED = Spec(scale=0.3), Spec(scale=0.3, softcap=1.5)
 CALLS = named_calls(5)
 EXACT = 1e-12  # fp64 rounds at 1e-16; sums have up to 1,000 terms
 
 
-def masked_attention(q, k, v, seen, scale, bias=0.0):
+def masked_attention(q, k, v, seen, scale, bias=0.0, softcap=None):
     """Written out with repeated kv heads; rows of `seen` (S, T) may see nothing; bias is (H, S, T)."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale + bias).masked_fill(~seen, -torch.inf)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = (scores + bias).masked_fill(~seen, -torch.inf)
     # The gradient of softmax where all is -inf is NaN: such rows are left out of it.
     probs = scores.masked_fill(~seen.any(1, keepdim=True), 0.0).softmax(-1).masked_fill(~seen, 0.0)
     return torch.einsum("bhqk,bkhd->bqhd", probs, v), scores.logsumexp(-1)
@@ -69,6 +73,58 @@ def test_calls_against_autograd(name, kind, heads, kv_heads, head_size):
     for mine, expected in zip(grads, torch.autograd.grad(dense_out, inputs, dout), strict=True):
         assert mine.dtype == kernel.partial_dtype(q.dtype)
         assert float((mine - expected).norm() / expected.norm().clamp_min(1.0)) < EXACT
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("softcap", [0.5, 4.0])
+def test_a_softcap_against_autograd(kind, softcap):
+    kernel, call, spec = kernels.load("reference"), CALLS[kind], Spec(0.3, softcap=softcap)
+    q, k, v, dout = call_tensors(call, 2, 4, 2, 8)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    dense_out, dense_lse = masked_attention(*inputs, visible(call), 0.3, softcap=softcap)
+    out, lse = kernel.forward(q, k, v, call, spec)
+    assert relative_error(out, dense_out) < EXACT
+    assert torch.allclose(lse, dense_lse, rtol=EXACT, atol=EXACT)
+    delta = (out * dout).sum(-1).transpose(1, 2)
+    for stands in ((out, lse, None), (None, lse, delta)):
+        grads = kernel.backward(dout, q, k, v, *stands, call, spec)
+        for mine, other in zip(grads, torch.autograd.grad(dense_out, inputs, dout, retain_graph=True), strict=True):
+            assert float((mine - other).norm() / other.norm().clamp_min(1.0)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["cudnn", "aten", "cpu"])
+def test_kernels_that_know_no_softcap_refuse_it(name):
+    q, k, _, _ = random_qkv(1, 4, 2, 2, 8, torch.bfloat16)
+    assert kernels.load(name).refuses(CAPPED, q, k) == kernels.NO_SOFTCAP
+    assert kernels.load(name).refuses(SPEC, q, k) != kernels.NO_SOFTCAP
+    assert kernels.pick("auto", q, k, CAPPED).name == "reference"
+
+
+@pytest.mark.parametrize("name", kernels.names())
+def test_no_kernel_caps_scores_with_a_bias(name):
+    q, k, _, _ = random_qkv(1, 4, 2, 2, 8)
+    assert kernels.load(name).refuses(replace(CAPPED, biased=True), q, k)
+
+
+@pytest.mark.parametrize(
+    ("version", "refusal"),
+    [("2.6.1", "leaves the soft cap out of gradients"), ("2.6.0.post1", "leaves"), ("2.6.2", None), ("2.8.3", None)],
+)
+def test_fa2_caps_scores_since_its_gradients_know_it(monkeypatch, tmp_path, version, refusal):
+    names = "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
+    interface = types.SimpleNamespace(**dict.fromkeys(names))
+    package = types.SimpleNamespace(__version__=version, flash_attn_interface=interface)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(fa2, "_package", functools.cache(fa2._package.__wrapped__))
+    monkeypatch.setattr(fa2, "import_failure", lambda package, load: None)
+    monkeypatch.setattr(fa2, "installed", lambda module: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
+        reason = kernels.load("fa2").refuses(CAPPED, q, q)
+        assert kernels.load("fa2").refuses(SPEC, q, q) is None
+    assert (reason is None) if refusal is None else (refusal in reason)
+    assert fa2._package().two_arguments is (version > "2.7")
 
 
 def test_rows_of_a_bias():
@@ -313,7 +369,7 @@ class FlashAttention:
         return *self.backward(dout, q, k, v, lse, delta, softmax_scale, **options), None
 
     def fa2_forward(self, q, k, v, cu_q=None, cu_k=None, max_q=None, max_k=None, **options):
-        assert options.pop("dropout_p") == options.pop("softcap") == 0
+        assert options.pop("dropout_p") == 0
         assert not any(options.pop(name, None) for name in ("alibi_slopes", "return_softmax", "block_table"))
         options = self.fa2_options(options, max_k or k.shape[1])
         out, lse = self.forward(
@@ -325,7 +381,7 @@ class FlashAttention:
     def fa2_backward(
         self, dout, q, k, v, out, lse, dq, dk, dv, cu_q=None, cu_k=None, max_q=None, max_k=None, **options
     ):
-        assert options.pop("dropout_p") == options.pop("softcap") == 0
+        assert options.pop("dropout_p") == 0
         assert options.pop("alibi_slopes") is None
         assert options.pop("deterministic") is False
         assert cu_q is None or not lse.eq(-torch.inf).any()
@@ -349,8 +405,8 @@ class FlashAttention:
             left = right = None
         return {**options, "window_size_left": left, "window_size_right": right}
 
-    def forward(self, q, k, v, softmax_scale, **options):
-        spec = Spec(softmax_scale)
+    def forward(self, q, k, v, softmax_scale, softcap=0.0, **options):
+        spec = Spec(softmax_scale, softcap=softcap or None)
         out, lse = torch.full_like(q, torch.nan), torch.full(self.rows(q), torch.nan, dtype=q.dtype)
         for rows, columns, call in self.sequences(q, k, **options):
             sides = (x[at][None] for x, at in ((q, rows), (k, columns), (v, columns)))
@@ -358,8 +414,8 @@ class FlashAttention:
             out[rows], lse[self.row_places(rows)] = part[0], part_lse[0]
         return out, lse
 
-    def backward(self, dout, q, k, v, lse, delta, softmax_scale, **options):
-        spec = Spec(softmax_scale)
+    def backward(self, dout, q, k, v, lse, delta, softmax_scale, softcap=0.0, **options):
+        spec = Spec(softmax_scale, softcap=softcap or None)
         grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
         for rows, columns, call in self.sequences(q, k, **options):
             sides = (x[at][None] for x, at in ((dout, rows), (q, rows), (k, columns), (v, columns)))
@@ -407,7 +463,7 @@ def flash_attention(request, monkeypatch):
         monkeypatch.setattr(fa4, "_functions", lambda: (written.fa4_forward, written.fa4_backward))
     else:
         functions = [written.fa2_forward, written.fa2_backward] * 2
-        monkeypatch.setattr(fa2, "_package", lambda: fa2.Package(*functions, written.two_arguments))
+        monkeypatch.setattr(fa2, "_package", lambda: fa2.Package(*functions, written.two_arguments, True))
     return kernels.load(request.param.split()[0]), written
 
 
@@ -417,8 +473,9 @@ def test_sequences_for_flash_attention(flash_attention, kind):
     call = named_calls(5)[kind]
     tensors = call_tensors(call, 2, 4, 2, 64)
     for with_delta in (False, True) if kernel.takes_delta else (False,):
-        errors = kernel_errors(kernel, call, tensors, SPEC, with_delta)
-        assert max(errors.values()) < EXACT, errors
+        for spec in (SPEC, CAPPED):
+            errors = kernel_errors(kernel, call, tensors, spec, with_delta)
+            assert max(errors.values()) < EXACT, errors
     assert not (written.packed_calls and call.is_whole)
 
 
@@ -473,7 +530,10 @@ def test_fa4_knows_what_each_gpu_can_do(monkeypatch, capability, head_size, dete
     with FakeTensorMode():
         q = torch.empty(1, 2, 2, head_size, dtype=torch.bfloat16, device="cuda")
         reason = kernels.load("fa4").refuses(Spec(1.0, deterministic), q, q)
+        capped = kernels.load("fa4").refuses(Spec(1.0, deterministic, softcap=30.0), q, q)
     assert (reason is None) if refusal is None else (refusal in reason)
+    if refusal is None:
+        assert capped == (None if capability == (9, 0) else kernels.NO_SOFTCAP)
 
 
 def test_every_kernel_says_why_it_refuses():

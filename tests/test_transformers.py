@@ -54,6 +54,14 @@ CONFIGS = {  # by what they are: the family, and what it has besides
         {"rope_parameters": LONG, "original_max_position_embeddings": 30, "max_position_embeddings": 60},
     ),
     "MiniCPM3": ("MiniCPM3", {**MLA, "num_key_value_heads": 4}),
+    "Gemma2": (
+        "Gemma2",
+        {"sliding_window": 9, "head_dim": 8, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 0.8},
+    ),
+    "GptOss": (
+        "GptOss",
+        {"sliding_window": 9, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
+    ),
 }
 if not hasattr(hf, "MiniCPM3Config"):  # before transformers 5.2x
     del CONFIGS["MiniCPM3"]
@@ -101,6 +109,11 @@ def calls() -> dict[str, dict]:
     }
 
 
+def calls_of(name: str) -> dict[str, dict]:
+    """Those that a model takes."""
+    return {kind: call for kind, call in calls().items() if name != "GptOss" or not kind.startswith("documents")}
+
+
 def results(model: hf.PreTrainedModel, loss: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
     """The loss, logits and the gradient of each parameter."""
     model.zero_grad()
@@ -146,7 +159,7 @@ SOME = ("Llama", "Mistral", "Qwen3, windows between")
     ("name", "size"), [*((x, 1) for x in SOME), *((x, 2) for x in CONFIGS), *((x, 3) for x in SOME)]
 )
 def test_enabled_models_equal_the_plain_one(name, size):
-    for call in calls().values():
+    for call in calls_of(name).values():
         check(over_ranks(plain(name), call, size), expected_results(plain(name), call), call)
 
 
@@ -271,10 +284,6 @@ class OtherForward(hf.LlamaForCausalLM):
         return super().forward(*args, **named)
 
 
-def made(kind: str, **options) -> nn.Module:
-    return getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**{**SIZES, **options}))
-
-
 def other_attention() -> nn.Module:
     model = copy.deepcopy(plain("Llama"))
     model.model.layers[1].self_attn = copy.deepcopy(plain("Mistral")).model.layers[1].self_attn
@@ -288,16 +297,6 @@ def other_loss() -> nn.Module:
 
 
 MODELS = {  # what cannot be enabled
-    "Gemma2": (
-        lambda: made("Gemma2"),
-        TypeError,
-        "Gemma2ForCausalLM cannot be sequence parallel: its scores have a soft",
-    ),
-    "GptOss": (
-        lambda: made("GptOss", num_local_experts=2, num_experts_per_tok=1, head_dim=8),
-        TypeError,
-        "GptOssForCausalLM cannot be sequence parallel: its attention has sinks",
-    ),
     "another": (
         lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=9)),
         TypeError,
@@ -329,6 +328,37 @@ def test_models_that_cannot_be_are_refused(name):
     make, kind, message = MODELS[name]
     with pytest.raises(kind, match=message):
         enable(make(), SequenceParallel())
+
+
+REFUSED_BY_SOME = {  # by the model, what is wrong with its configuration, and arguments
+    "documents": ("GptOss", {}, {"position_ids": packed(30, 7)}, "position_ids begin anew, but transformers does not"),
+    "routers": ("GptOss", {"output_router_logits": True}, {}, "output_router_logits: routers have a loss of whole seq"),
+    "routers asked": ("GptOss", {}, {"output_router_logits": True}, "output_router_logits: routers have a loss of who"),
+    "both sides": ("Gemma2", {"use_bidirectional_attention": True}, {}, "use_bidirectional_attention in the configur"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_BY_SOME)
+def test_what_some_models_refuse(what):
+    name, changes, arguments, message = REFUSED_BY_SOME[what]
+    model = enabled(plain(name), SequenceParallel())
+    for key, value in changes.items():
+        setattr(model.config, key, value)
+    with pytest.raises(ValueError, match=message):
+        model(**calls()["whole"], **arguments)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
+def test_softcaps_and_sinks_are_seen(name):
+    """What equality would not show if the plain model did not depend on them."""
+    call, model = calls()["whole"], copy.deepcopy(plain(name))
+    expected = expected_results(model, call)["logits"]
+    for layer in model.model.layers:
+        if name == "GptOss":
+            layer.self_attn.sinks.data.fill_(-100.0)
+        else:
+            layer.self_attn.attn_logit_softcapping = None
+    assert relative_error(expected_results(model, call)["logits"], expected) > 0.01
 
 
 def test_options_are_checked():

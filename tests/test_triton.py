@@ -29,6 +29,7 @@ if DEVICE == "cuda":
     pytestmark.append(pytest.mark.gpu)
 KERNEL = kernels.load("triton")
 SPEC, BIASED = Spec(0.3, deterministic=True), Spec(0.3, deterministic=True, biased=True)
+CAPPED = Spec(0.3, deterministic=True, softcap=1.5)
 if DEVICE == "cuda":
     CALLS = named_calls(100)
 else:  # of many tiles a few: the interpreter takes milliseconds for each
@@ -65,6 +66,33 @@ def test_calls_with_a_bias(kind):
     """Each with queries and keys of a contiguous, zigzag or striped rank, or of no order."""
     bias = bias_of(CALLS[kind], 1, seed=sum(map(ord, kind)))
     check(CALLS[kind], tensors_of(CALLS[kind], 1, 1, 1, 8), BIASED, len(kind) % 2 == 0, bias)
+
+
+@pytest.mark.parametrize("kind", ["causal", "full, fewer keys", "documents", "a window to both sides", "tiles apart"])
+def test_calls_with_a_softcap(kind):
+    check(CALLS[kind], tensors_of(CALLS[kind], 1, 1, 1, 8), CAPPED, with_delta=len(kind) % 2 == 0)
+
+
+@pytest.mark.parametrize("softcap", [0.05, 5.0, 50.0, 1e4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softcaps(softcap, dtype):
+    """From one that nearly all scores reach to one that changes none."""
+    call = CALLS["causal tiles of more keys"]
+    check(call, tensors_of(call, 1, 3, 1, 40, dtype), replace(CAPPED, softcap=softcap))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a product of fp32 is three of TF32 there, which make NaN of inf")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_a_softcap_hides_infinity_and_no_nan(name, value):
+    """The scores are then the softcap or its negative, as the reference has them, but not NaN."""
+    call = KernelCall.whole(33, causal=True)
+    tensors = dict(zip("qkv", tensors_of(call, 1, 2, 1, 8), strict=False))
+    tensors[name][0, 5, 0, 3] = value
+    results = [kernel.forward(*tensors.values(), call, CAPPED) for kernel in (KERNEL, kernels.load("reference"))]
+    for mine, expected in zip(*results, strict=True):
+        assert torch.allclose(mine, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+        assert bool(mine.isnan().any()) is (value != value)
 
 
 @pytest.mark.parametrize("head_size", [16, 64, 72, 80, 112, 128, 256])
@@ -278,9 +306,10 @@ def test_what_it_refuses(monkeypatch, capability, shape, dtype, refusal):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "this GPU")
     with FakeTensorMode():
         q = torch.empty(shape, dtype=dtype, device="cuda")
-        for spec in (SPEC, BIASED):
+        for spec in (SPEC, BIASED, CAPPED):
             reason = KERNEL.refuses(spec, q, q)
             assert (reason is None) if refusal is None else (refusal in reason)
+        assert KERNEL.refuses(replace(BIASED, softcap=2.0), q, q) == kernels.NOT_BOTH
 
 
 def test_without_a_gpu_nobody_gets_it():
@@ -296,4 +325,4 @@ def test_it_compiles_for_gpus(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     names = "forward", "backward_kv", "backward_q"
-    assert sorted(done.stdout.split()) == sorted([*names * 3, "backward_table", "backward_table", "delta_of"])
+    assert sorted(done.stdout.split()) == sorted([*names * 4, "backward_table", "backward_table", "delta_of"])

@@ -4,15 +4,16 @@
     model = enable(LlamaForCausalLM.from_pretrained(path), sp)  # from bmt_burst.adapters.transformers import enable
     model(input_ids=tokens, labels=tokens).loss.backward()  # whole sequences, the same on every rank of sp
 
-Llama, Mistral, Qwen2, Qwen3, Phi3 and MiniCPM3, and subclasses that leave their forward as it is. Other models are
-refused, with the reason.
+Llama, Mistral, Qwen2, Qwen3, Phi3, MiniCPM3, Gemma2 and GptOss, and subclasses that leave their forward as it is. Other
+models are refused, with the reason.
 
 A forward takes what it took, of whole sequences, and cuts it itself:
 
     input_ids, inputs_embeds, labels, shift_labels
             (B, S, ...); of integers ranks compare a digest, since unlike sequences would train and say nothing
     position_ids
-            (B, S) or (1, S). Where they do not go on by one a document begins, which sees nothing of those before it
+            (B, S) or (1, S). Where they do not go on by one a document begins, which sees nothing of those before it.
+            In GptOss they must go on, since transformers would let documents see each other there
     attention_mask
             (B, S), 0 where a row is padded, on the right only. What a model returns of padding is of no use, and its
             labels must be -100. With it position_ids may not begin anew: transformers ignores that then
@@ -55,16 +56,18 @@ from ..groups import SequenceParallel
 from ..layout import IGNORE_INDEX, Layout
 from ..loss import count_targets, cross_entropy_sum
 from ..mask import Mask
+from ..merge import accumulator_dtype
 from ..rings import make_rings
 from .batch import Given, agree
 
 ATTENTION = "bmt_burst"  # the name under which transformers knows this attention
 
-_NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "MiniCPM3")
+_NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "MiniCPM3", "Gemma2", "GptOss")
 _MOST_MASKS = 256  # that are kept with a window
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _COMPARED = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "num_items_in_batch")
 _KNOWN = {*_OF_TOKENS, *_COMPARED, "logits_to_keep", "use_cache", "output_hidden_states", "return_dict"}
+_OF_ONE_DOCUMENT = ("gpt_oss",)  # models whose masks do not know position_ids
 _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the longest sequence
 
 
@@ -135,12 +138,14 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     bmt_burst: _Sight | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
     """What layers call: query (B, H, S_local, D), key and value (B, G, S_local, D) to (B, S_local, H, D).
 
-    Values may have smaller heads than keys, as in MiniCPM3.
+    Values may have smaller heads than keys, as in MiniCPM3. `s_aux` (H,) are sinks, as in GptOss.
     """
     if bmt_burst is None:
         raise TypeError(
@@ -155,7 +160,9 @@ def _attention(
     narrower = key.shape[-1] - value.shape[-1]
     padded = F.pad(value, (0, narrower)) if narrower else value
     q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, padded))
-    return burst_attn_func(q, k, v, scaling, **bmt_burst.within(sliding_window))[..., : value.shape[-1]], None
+    sinks = None if s_aux is None else s_aux.to(accumulator_dtype(q.dtype))
+    options = {**bmt_burst.within(sliding_window), "softcap": softcap, "sinks": sinks}
+    return burst_attn_func(q, k, v, scaling, **options)[..., : value.shape[-1]], None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -262,6 +269,10 @@ class _Call:
         self._check_shapes()
         padding, places = self.arguments.get("attention_mask"), self.arguments.get("position_ids")
         documents = None if places is None else _documents(places, padding)
+        if documents is not None and config.model_type in _OF_ONE_DOCUMENT:
+            raise ValueError(
+                f"position_ids begin anew, but transformers does not tell documents of a {config.model_type} apart"
+            )
         self._layouts = _layouts(sp, balanced, documents, self.seq_len)
         self._rank, labels = sp.rank, self._targets()
         if padding is not None:
@@ -324,6 +335,10 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
         raise ValueError("output_attentions: attention over ranks never has its probabilities as a whole")
     if not getattr(config, "is_causal", True):
         raise ValueError("is_causal is False in the configuration: attention to both sides is not enabled")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError("use_bidirectional_attention in the configuration: attention to both sides is not enabled")
+    if arguments.pop("output_router_logits", None) or getattr(config, "output_router_logits", False):
+        raise ValueError("output_router_logits: routers have a loss of whole sequences, and these are cut over ranks")
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise ValueError(f"logits_to_keep counts tokens of whole sequences, and these are cut over ranks: got {keep}")
@@ -427,8 +442,6 @@ def _families() -> dict[type[PreTrainedModel], type[nn.Module]]:
 _FAMILIES = _families()
 
 _REFUSED = {
-    "Gemma2ForCausalLM": "its scores have a soft cap, which no kernel here has",
-    "GptOssForCausalLM": "its attention has sinks, which no kernel here has",
     "MiniCPMForCausalLM": "the code that comes with its weights does not ask transformers for its attention; "
     "train/export.py without --keep-scalings makes a Llama of a MiniCPM",
 }

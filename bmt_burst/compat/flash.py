@@ -42,7 +42,7 @@ class Options:
     deterministic      results that are equal bit for bit between runs
     return_attn_probs  return (out, lse, None) instead of out
     group              the ranks that share the sequence, by default all
-    softcap            0: scores have no bounds
+    softcap            a bound of the scores, as burst_attn_func's; 0: they have none
     """
 
     dropout_p: float = 0.0
@@ -64,8 +64,6 @@ class Options:
             raise ValueError(f"dropout is not supported: dropout_p must be 0, got {self.dropout_p}")
         if self.alibi_slopes is not None:
             raise ValueError("alibi_slopes are not supported; see the scores and bias of bmt_burst.burst_attn_func")
-        if as_float("softcap", self.softcap):
-            raise ValueError(f"softcap is not supported: it must be 0, got {self.softcap}")
         if not isinstance(self.window_size, list | tuple) or len(self.window_size) != 2:
             raise TypeError(f"window_size must be (left, right), got {self.window_size!r}")
         left, right = (as_int("window_size", side) for side in self.window_size)
@@ -93,6 +91,7 @@ def attention(
         is_packed = q.dim() == 3
         bounds, layout = placing(rings, q)
         mask = _banded(bounds, *options.band())
+        softcap = as_float("softcap", options.softcap) or None
     except (ValueError, TypeError) as error:
         refuse_call(error, options.group, (None, None))
     out, lse = burst_attn_func(
@@ -104,6 +103,7 @@ def attention(
         layout=layout,
         strategy=strategy,
         return_lse=True,
+        softcap=softcap,
     )
     out, lse = (out[0], lse[0]) if is_packed else (out, lse)
     return (out, lse, None) if options.return_attn_probs else out

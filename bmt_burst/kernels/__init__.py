@@ -76,10 +76,12 @@ class Kernel(ABC):
         """Returns out (B, S, H, D) = softmax(scores) v and lse (B, H, S), the natural logsumexp of the scores.
 
         scores = scale q k^T, and with a bias + table[row of the pair, head]. A bias comes only where `spec.biased`.
+        With a softcap they are softcap tanh(scale q k^T / softcap), bounded before anything is hidden.
 
         lse is fp32 (fp64 for fp64 inputs). A query that sees no key has an out of 0 (it may be NaN if some v is not
         finite) and an lse of -inf. Of a query that is not finite all is NaN; one whose scores are all -inf has an lse
-        of -inf and its out counts only where no other call's does.
+        of -inf and its out counts only where no other call's does. With a softcap scores of inf may be
+        finite, as tanh has them, or NaN.
         """
 
     @abstractmethod
@@ -103,7 +105,9 @@ class Kernel(ABC):
         that takes it, `out` is None and `delta` (B, H, S), fp32 (fp64 for fp64 inputs), is that rowsum. Over the
         visible pairs, with P = exp(scores - lse) and dP = dout v^T:  dS = P (dP - delta), dq = scale dS k,
         dk = scale dS^T q, dv = P^T dout  (FlashAttention-2, arXiv 2307.08691, algorithm 2). What sees nothing, or is
-        seen by nothing, has gradients of 0.
+        seen by nothing, has gradients of 0. With a softcap  dS = P (dP - delta) (1 - (scores / softcap)^2)  instead.
+
+        "All keys" may include some that no call has, as an attention sink is one.
 
         With a bias it returns a fourth, dtable (R, H) in the table's dtype: for each row and head the sum of dS over
         the visible pairs with that row, and over B.
@@ -149,12 +153,21 @@ def pick_biased(kernel: Kernel, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
 
 
 NO_BIAS = "it adds no bias to the scores"
+NO_SOFTCAP = "it has no soft cap of the scores"
+NOT_BOTH = "it does not cap scores that have a bias"
 
 
-def refuses_half(spec: Spec, q: Tensor, capability: tuple[int, int], head_sizes: Container[int]) -> str | None:
-    """Why a 16-bit kernel for NVIDIA GPUs of a compute capability and above, without biases, cannot do q, or None."""
+def refuses_half(
+    spec: Spec, q: Tensor, capability: tuple[int, int], head_sizes: Container[int], caps: bool = False
+) -> str | None:
+    """Why a 16-bit kernel for NVIDIA GPUs of a compute capability and above, without biases, cannot do q, or None.
+
+    `caps`: whether it knows a softcap.
+    """
     if spec.biased:
         return NO_BIAS
+    if spec.softcap is not None and not caps:
+        return NO_SOFTCAP
     if q.device.type != "cuda":
         return f"inputs are on {q.device}, not on an NVIDIA GPU"
     if torch.cuda.get_device_capability(q.device) < capability:

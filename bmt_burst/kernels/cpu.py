@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Spec
-from . import NO_BIAS
+from . import NO_BIAS, NO_SOFTCAP
 from .reference import grouped
 from .tile_by_tile import PlainKernel
 
@@ -22,6 +22,8 @@ class CpuKernel(PlainKernel):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if spec.biased:
             return NO_BIAS
+        if spec.softcap is not None:
+            return NO_SOFTCAP
         return None if q.device.type == "cpu" else f"inputs are on {q.device}, not on the CPU"
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,10 @@ class Fa2Kernel(Kernel):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if not installed("flash_attn_2_cuda"):
             return "the package flash-attn (2.6 to 2.8) is not installed"
-        return refuses_half(spec, q, capability=(8, 0), head_sizes=range(8, 257, 8))
+        reason = refuses_half(spec, q, capability=(8, 0), head_sizes=range(8, 257, 8), caps=True)
+        if reason is None and spec.softcap is not None and not self.broken() and not _package().caps_gradients:
+            return "flash-attn before 2.6.2 leaves the soft cap out of gradients"
+        return reason
 
     def broken(self) -> str | None:
         return import_failure("flash-attn", _package)
@@ -32,7 +36,7 @@ class Fa2Kernel(Kernel):
     def forward(self, q, k, v, call, spec, bias=None):
         assert bias is None, NO_BIAS
         package = _package()
-        options = {**package.options(call), "dropout_p": 0.0, "softmax_scale": spec.scale, "return_softmax": False}
+        options = {**package.options(call, spec), "dropout_p": 0.0, "return_softmax": False}
         if call.is_whole:
             return _out_and_lse(package.forward(q, k, v, **options))
         tensors = (pack(x) for x in (q, k, v))
@@ -46,8 +50,7 @@ class Fa2Kernel(Kernel):
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
         assert bias is None, NO_BIAS
         package = _package()
-        options = {**package.options(call), "dropout_p": 0.0, "softmax_scale": spec.scale}
-        options["deterministic"] = spec.deterministic
+        options = {**package.options(call, spec), "dropout_p": 0.0, "deterministic": spec.deterministic}
         if call.is_whole:
             grads = tuple(torch.empty_like(x) for x in (q, k, v))
             package.backward(dout, q, k, v, out, lse.contiguous(), *grads, **options)
@@ -61,22 +64,28 @@ class Fa2Kernel(Kernel):
 
 
 class Package(NamedTuple):
-    """What the installed version has: its functions, and whether a window is two arguments there, as since 2.7."""
+    """What the installed version has.
+
+    two_arguments   whether a window is two arguments of its functions, as since 2.7
+    caps_gradients  whether the backward knows a softcap, as since 2.6.2
+    """
 
     forward: Callable
     backward: Callable
     packed_forward: Callable
     packed_backward: Callable
     two_arguments: bool
+    caps_gradients: bool
 
-    def options(self, call: KernelCall) -> dict[str, Any]:
-        """The band of a call, -1 for no bound, and what the package can do beyond this, which is not wanted."""
+    def options(self, call: KernelCall, spec: Spec) -> dict[str, Any]:
+        """The band of a call, -1 for no bound, what its scores are, and what is not wanted of the package."""
         left, right = (-1 if x is None else x for x in band(call))
         causal = left == -1 and right == 0
         window = (-1, -1) if causal else (left, right)
         names = {"window_size_left": window[0], "window_size_right": window[1]}
         names = names if self.two_arguments else {"window_size": window}
-        return {**names, "causal": causal, "softcap": 0.0, "alibi_slopes": None}
+        scores = {"softmax_scale": spec.scale, "softcap": spec.softcap or 0.0, "alibi_slopes": None}
+        return {**names, **scores, "causal": causal}
 
 
 def _sizes(call: KernelCall, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
@@ -103,5 +112,6 @@ def _package() -> Package:
 
     names = "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
     # Torch wraps these functions since 2.7, and then they do not say which arguments they have.
-    major, minor = flash_attn.__version__.split(".")[:2]
-    return Package(*(getattr(flash_attn_interface, name) for name in names), (int(major), int(minor)) >= (2, 7))
+    version = tuple(int(number) for number in re.findall(r"\d+", flash_attn.__version__)[:3])
+    functions = (getattr(flash_attn_interface, name) for name in names)
+    return Package(*functions, two_arguments=version >= (2, 7), caps_gradients=version >= (2, 6, 2))

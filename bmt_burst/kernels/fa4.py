@@ -6,7 +6,9 @@ package keeps them on disk if the environment variable FLASH_ATTENTION_CUTE_DSL_
 Read in the source of 4.0.0b36 for Hopper: a sequence without keys gets an out of 0 and an lse of -inf, one without
 queries a dk and dv of 0; the backward takes an lse of -inf for 0 and relies on the mask; blocks of queries and of keys
 are matched alike in both directions, also where a band leaves some of them nothing, so that the backward in a fixed
-order does not wait for what never comes.
+order does not wait for what never comes. A softcap bounds scores before they are masked, and P (dP - delta) is
+multiplied by its derivative, of whole tensors and of packed ones. The tanh is the GPU's own, good to 11 bits, and a
+softcap that is new is a kernel to compile.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Fa4Kernel(Kernel):
         if spec.deterministic and generation == 12:
             return "its backward adds up in no fixed order on GPUs of compute capability 12"
         largest = (_HEAD_SIZES_HOPPER if generation == 9 else _HEAD_SIZES)[-1]
-        return refuses_half(spec, q, (9, 0), range(8, largest + 1, 8))
+        return refuses_half(spec, q, (9, 0), range(8, largest + 1, 8), caps=generation == 9)
 
     def broken(self) -> str | None:
         return import_failure("flash-attn-4", _functions)
@@ -59,7 +61,7 @@ class Fa4Kernel(Kernel):
         assert bias is None, NO_BIAS
         forward, head_size = _functions()[0], q.shape[-1]
         q, k, v = _padded(q, k, v)
-        options = {"softmax_scale": spec.scale, "return_lse": True}
+        options = {**_score_options(spec), "return_lse": True}
         if (dense := _dense_options(call)) is not None:
             out, lse, *_ = forward(q, k, v, **options, **dense)
         else:
@@ -72,7 +74,7 @@ class Fa4Kernel(Kernel):
         assert bias is None, NO_BIAS
         backward, head_size = _functions()[1], q.shape[-1]
         dout, q, k, v, out = _padded(dout, q, k, v, out)
-        options = {"softmax_scale": spec.scale, "deterministic": spec.deterministic}
+        options = {**_score_options(spec), "deterministic": spec.deterministic}
         dense = _dense_options(call)
         if out is None:
             # The kernel works with rowsum(out * dout) - dlse, where dlse is meant for the gradient of lse.
@@ -95,6 +97,10 @@ def _padded(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _cut(x: Tensor, head_size: int) -> Tensor:
     return x if x.shape[-1] == head_size else x[..., :head_size]
+
+
+def _score_options(spec: Spec) -> dict[str, float]:
+    return {"softmax_scale": spec.scale} | ({} if spec.softcap is None else {"softcap": spec.softcap})
 
 
 def _dense_options(call: KernelCall) -> dict[str, Any] | None:

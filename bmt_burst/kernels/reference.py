@@ -9,7 +9,7 @@ from ..merge import accumulator_dtype
 from ..span import length
 from ..spec import Spec
 from ..tile import KernelCall
-from . import Kernel
+from . import NOT_BOTH, Kernel
 from .bias import CallBias
 
 
@@ -20,6 +20,8 @@ class ReferenceKernel(Kernel):
     takes_delta = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
+        if spec.biased and spec.softcap is not None:
+            return NOT_BOTH
         return "meta tensors have no values" if q.is_meta else None
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -40,9 +42,12 @@ class ReferenceKernel(Kernel):
             delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)
         dout, q, k, v = (grouped(x, groups) for x in (dout, q, k, v))
         lse, delta = (x.unflatten(1, (groups, -1)).unsqueeze(-1) for x in (lse, delta))
-        probs = (_scores(q, k, spec, bias) - lse).exp().masked_fill(~visible(call, q.device), 0.0)
+        scores = _scores(q, k, spec, bias)
+        probs = (scores - lse).exp().masked_fill(~visible(call, q.device), 0.0)
         dprobs = dout @ v.mT
         dscores = probs * (dprobs - delta)
+        if spec.softcap is not None:
+            dscores = dscores * (1 - (scores / spec.softcap).square())  # the derivative of tanh
         dq = dscores @ k * spec.scale
         dk = (dscores.mT @ q).sum(2, keepdim=True) * spec.scale
         dv = (probs.mT @ dout).sum(2, keepdim=True)
@@ -53,6 +58,8 @@ class ReferenceKernel(Kernel):
 def _scores(q: Tensor, k: Tensor, spec: Spec, bias: CallBias | None) -> Tensor:
     """(B, G, H / G, S, T) of queries and keys that are grouped, hidden pairs too."""
     scores = q @ k.mT * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if bias is None:
         return scores
     return scores + bias.table.to(q.dtype)[bias.rows()].permute(2, 0, 1).unflatten(0, scores.shape[1:3])

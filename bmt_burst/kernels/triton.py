@@ -1,4 +1,4 @@
-"""A kernel of our own, in Triton: any GPU that Triton compiles for, any tiles, fp32 too, and biases.
+"""A kernel of our own, in Triton: any GPU that Triton compiles for, any tiles, fp32 too, biases or a softcap.
 
 One launch does all tiles of a call: which tokens a program has is read from a list, in which those with the most to do
 come first. The backward has a program for each block of keys, which adds up dk and dv, and one for each of queries, for
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..compiled import of_one_kind
 from ..tile import KernelCall
-from . import Kernel, import_failure, installed
+from . import NOT_BOTH, Kernel, import_failure, installed
 from .bias import CallBias
 from .packed import band, kept, sent
 
@@ -121,6 +121,8 @@ class TritonKernel(Kernel):
     writes_new_memory = True
 
     def refuses(self, spec, q, k):
+        if spec.biased and spec.softcap is not None:
+            return NOT_BOTH
         if not installed("triton"):
             return "the package triton is not installed"
         if not q.is_cuda:
@@ -142,7 +144,7 @@ class TritonKernel(Kernel):
     def forward(self, q, k, v, call, spec, bias=None):
         out, lse = _new(q), torch.empty(_rows(q), dtype=torch.float32, device=q.device)
         added = () if bias is None else _bias_arguments(bias)
-        _launch("forward", (*map(_dense, (q, k, v)), out, lse), call, spec, added)
+        _launch("forward", (*map(_dense, (q, k, v)), out, lse), call, spec, added, CAP=spec.softcap)
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
@@ -150,8 +152,8 @@ class TritonKernel(Kernel):
         delta = _delta(_dense(out), inputs[3]) if delta is None else _dense(delta)
         added = () if bias is None else _with_sums(_bias_arguments(bias), *inputs[2:], delta)
         dq, dk, dv = grads = tuple(_new(x) for x in (q, k, v))
-        _launch("backward_kv", (*inputs, delta, dk, dv), call, spec, added)
-        _launch("backward_q", (*inputs, delta, dq), call, spec, added)
+        _launch("backward_kv", (*inputs, delta, dk, dv), call, spec, added, CAP=spec.softcap)
+        _launch("backward_q", (*inputs, delta, dq), call, spec, added, CAP=spec.softcap)
         if bias is None:
             return grads
         if bias.segments is None:
@@ -160,8 +162,8 @@ class TritonKernel(Kernel):
         return *grads, (added.sums.double() / added.unit.unsqueeze(1)).T.to(bias.table.dtype)
 
 
-def _launch(name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec, bias: tuple, **constants: bool) -> None:
-    """One of the kernels, on tensors of which the first are q and k."""
+def _launch(name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec, bias: tuple, **constants: Any) -> None:
+    """One of the kernels, on tensors of which the first are q and k, with constants of its own."""
     q, k = tensors[:2]
     width = max(16, 1 << (q.shape[-1] - 1).bit_length())
     mode = _mode(bias)

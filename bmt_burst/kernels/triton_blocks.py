@@ -5,7 +5,8 @@ sees or that see it. The band splits these in three: blocks cut by its one edge,
 blocks cut by its other edge or by the sequence's end. Only the outer ones are masked. Exponents are to base 2, and so
 is the bias.
 
-Letters: D head size, WIDTH the power of two that it is padded to; M queries and N keys of a block.
+Letters: D head size, WIDTH the power of two that it is padded to; M queries and N keys of a block; CAP the softcap of
+the scores, None for none.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FEW_ROWS = tl.constexpr(48)  # of a table: to sum a block's pairs of each is fa
 def forward(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, lse_strides, blocks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Fills out and lse of a block of queries of one head. GROUP query heads share a kv head."""
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -63,6 +64,9 @@ def forward(
             k_block = _load(_ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
             scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
             factor = scale * _LOG2_E
+            if CAP is not None:
+                scores = _scores(scores, scale, CAP)
+                factor = 1.0
             if BIAS == BY_SEGMENTS:
                 keys = _kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
                 scores = scores * factor + _bias(bias, head, queries, keys, False)
@@ -97,7 +101,7 @@ def backward_kv(
     q, k, v, dout, lse, delta, dk, dv, q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
     dk_strides, dv_strides, blocks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Fills dk and dv of a block of keys of one kv head. Scores are transposed, so that no product has to transpose."""
     kv_head, batch = tl.program_id(1), tl.program_id(2)
@@ -125,7 +129,7 @@ def backward_kv(
             for at in tl.range(edges[part], edges[part + 1], M):
                 rows = q_count - at
                 q_block = _load(_ahead(q_rows, q_strides, at), q_strides, rows, D, WIDTH, M, part != 1)
-                scores = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * (scale * _LOG2_E)
+                scores = _scores(tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION), scale, CAP)
                 if BIAS == BY_SEGMENTS:
                     queries = _q_fields(bias, q_start + at, tl.minimum(rows, M), M)
                     scores += _bias(bias, head, queries, keys, True)
@@ -140,6 +144,8 @@ def backward_kv(
                 dv_sums = tl.dot(probs.to(q_block.dtype), dout_block, dv_sums, input_precision=PRECISION)
                 dprobs = tl.dot(v_block, tl.trans(dout_block), input_precision=PRECISION)
                 dscores = probs * (dprobs - _load_row(delta_rows, at, rows, M)[None, :])
+                if CAP is not None:
+                    dscores *= _slope(scores, CAP)
                 dk_sums = tl.dot(dscores.to(q_block.dtype), q_block, dk_sums, input_precision=PRECISION)
 
     dk_rows = _token(dk, dk_strides, batch, kv_head, kv_start + first)
@@ -153,7 +159,7 @@ def backward_q(
     q, k, v, dout, lse, delta, dq, q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
     dq_strides, blocks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Fills dq of a block of queries of one head, and adds to the sums of a bias that goes by segments."""
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -180,7 +186,7 @@ def backward_q(
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
             k_block = _load(_ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
-            scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION) * (scale * _LOG2_E)
+            scores = _scores(tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION), scale, CAP)
             if BIAS == BY_SEGMENTS:
                 keys = _kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
                 scores += _bias(bias, head, queries, keys, False)
@@ -194,6 +200,8 @@ def backward_q(
             v_block = _load(_ahead(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1)
             dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
             dscores = probs * (dprobs - row_delta[:, None])
+            if CAP is not None:
+                dscores *= _slope(scores, CAP)
             dq_sums = tl.dot(dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION)
             if BIAS == BY_SEGMENTS:
                 _add_to_table(bias, head, dscores, queries, keys, M, N)
@@ -293,6 +301,27 @@ class Bias(NamedTuple):
     other: int = None
     sums: tl.tensor = None
     unit: tl.tensor = None
+
+
+@triton.jit
+def _scores(products, scale, CAP: tl.constexpr):
+    """The scores, to base 2, of products of queries and keys."""
+    return products * (scale * _LOG2_E) if CAP is None else _tanh(products * (scale / CAP)) * (CAP * _LOG2_E)
+
+
+@triton.jit
+def _slope(scores, CAP: tl.constexpr):
+    """By how much capped scores, to base 2, rise where scores without a cap rise by 1."""
+    tanh = scores * (1.0 / (CAP * _LOG2_E))
+    return 1.0 - tanh * tanh
+
+
+@triton.jit
+def _tanh(x):
+    """To some units in the last place: near 0 by its series, since 1 - 2 / (e^2x + 1) has lost its digits there."""
+    square = x * x
+    series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2_E)) + 1.0))
 
 
 @triton.jit

@@ -1,0 +1,285 @@
+"""Scores with a soft cap and attention with sinks equal dense attention, over any ranks."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from bmt_burst import Layout, Mask, Scores, Slice, burst_attn_func, burst_attn_varlen_func, kernels, nn, simulate
+from tests.helpers import dense_results, random_layout, random_mask, random_qkv, relative_error, ring_results
+
+RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]  # ranks, ranks of a host
+CASES = 60
+PARTS = 4  # tests that share them
+SCALE = 0.4
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+
+
+def random_sinks(heads: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
+    return torch.randn(heads, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(got, expected, bound, told):
+    for name, mine, exact in zip(NAMES, got, expected, strict=False):
+        if name == "lse":
+            assert mine.isinf().equal(exact.isinf()), told
+            mine, exact = (x.masked_fill(exact.isinf(), 0.0) for x in (mine, exact))
+        error = (mine - exact).norm() / exact.norm().clamp_min(1e-3)
+        assert error < bound, (name, float(error), told)
+    assert len(got) == len(expected)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_both_equal_dense(part):
+    """In fp64, for one rank to four, in any mask, layout and strategy; each alone, and together."""
+    for seed in range(part, CASES, PARTS):
+        chance = random.Random(seed)
+        size, inner = RINGS[seed // PARTS % len(RINGS)]
+        mask = random_mask(chance, chance.randint(size, 60))
+        layout, (heads, kv_heads) = random_layout(chance, mask, size), chance.choice(((3, 3), (4, 2), (4, 1)))
+        tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, heads, kv_heads, 8, seed=seed)
+        softcap = chance.choice((None, 0.6, 3.0, 40.0))
+        sinks = random_sinks(heads, seed) if softcap is None or chance.random() < 0.6 else None
+        options = {
+            "strategy": "ulysses" if inner == size and chance.random() < 0.4 else "ring",
+            "backward": chance.choice(("q", "kv")),
+            "flash": "reference" if softcap else chance.choice(("cpu", "reference")),
+            "optimize_bwd_comm": chance.random() < 0.7,
+            "group_bytes": chance.choice((0, 5_000, 1 << 30)),
+            "softcap": softcap,
+        }
+        got = ring_results(layout, tensors, SCALE, inner, mask=mask, sinks=sinks, **options)
+        expected = dense_results(mask, tensors, SCALE, softcap=softcap, sinks=sinks)
+        check(got, expected, 1e-10, (seed, layout, options))
+
+
+@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_who_sees_nothing_has_an_out_of_0_and_the_lse_of_its_sink(flash, strategy):
+    mask, sinks = Mask(12, (Slice((3, 8), (0, 5)),)), random_sinks(2)
+    tensors, seeing = random_qkv(1, 12, 2, 2, 8), slice(3, 8)
+    options = {"mask": mask, "flash": flash, "strategy": strategy}
+    got = ring_results(Layout.zigzag(12, 2), tensors, SCALE, sinks=sinks, **options)
+    check(got, dense_results(mask, tensors, SCALE, sinks=sinks), 1e-10, options)
+    out, lse, dq, *_ = got
+    out[:, seeing], dq[:, seeing], lse[:, :, seeing] = 0.0, 0.0, sinks.unsqueeze(1)
+    assert out.eq(0).all() and dq.eq(0).all()
+    assert lse.equal(sinks.view(1, 2, 1).expand_as(lse))
+
+
+def test_sinks_of_minus_infinity_are_none():
+    mask, tensors = Mask(12, (Slice((3, 8), (0, 5)),)), random_qkv(1, 12, 2, 2, 8)
+    sinks = torch.full((2,), -math.inf, dtype=torch.float64)
+    *got, dsinks = ring_results(Layout.zigzag(12, 2), tensors, SCALE, mask=mask, sinks=sinks)
+    for mine, exact in zip(got, ring_results(Layout.zigzag(12, 2), tensors, SCALE, mask=mask), strict=True):
+        assert mine.equal(exact)
+    assert dsinks.eq(0).all()
+
+
+@pytest.mark.parametrize("size", [-90.0, 90.0, 800.0])
+def test_sinks_of_any_size(size):
+    """exp of which fp32 does not hold: all attention goes to them, or none."""
+    mask, sinks = Mask.causal(9), torch.full((2,), size)
+    tensors = random_qkv(1, 9, 2, 2, 8, torch.float32)
+    got = ring_results(Layout.zigzag(9, 3), tensors, SCALE, mask=mask, sinks=sinks)
+    expected = dense_results(mask, tensors, SCALE, sinks=sinks)
+    for mine, exact in zip(got, expected, strict=True):
+        assert torch.allclose(mine.double(), exact, rtol=1e-4, atol=1e-6)  # fp32 rounds at 6e-8
+
+
+@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_sinks_go_with_a_bias(flash, strategy):
+    mask, tensors, sinks = Mask.causal(21), random_qkv(1, 21, 2, 2, 8), random_sinks(2)
+    scores = Scores.by_distance(mask, torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32))
+    bias = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    options = {"scores": scores, "bias": bias, "flash": flash, "strategy": strategy}
+    got = ring_results(Layout.zigzag(21, 3), tensors, SCALE, sinks=sinks, **options)
+    expected = dense_results(mask, tensors, SCALE, scores.dense(), bias, sinks=sinks)
+    for mine, exact in zip(got, expected, strict=True):
+        assert relative_error(mine, exact) < 1e-10
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 3e-6), (torch.bfloat16, 1.2e-2), (torch.float16, 1.5e-3)])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_narrow_dtypes_keep_their_precision(dtype, bound, strategy):
+    """Bounds: a few units in the last place of the dtype (1e-7, 4e-3, 5e-4); sinks round out once more."""
+    mask, sinks = Mask.causal(61), random_sinks(4, dtype=torch.float32)
+    tensors = random_qkv(1, 61, 4, 2, 24, dtype)
+    options = {"mask": mask, "softcap": 2.0, "strategy": strategy}
+    got = ring_results(Layout.zigzag(61, 4), tensors, SCALE, sinks=sinks, **options)
+    expected = dense_results(mask, tensors, SCALE, softcap=2.0, sinks=sinks)
+    assert [x.dtype for x in got] == [dtype, torch.float32, dtype, dtype, dtype, torch.float32]
+    check(got, expected, bound, options)
+
+
+def test_rows_of_a_batch_may_have_masks_of_their_own():
+    masks, sinks = [Mask.causal(14), Mask.full(14)], random_sinks(2)
+    tensors, options = random_qkv(2, 14, 2, 2, 8), {"softcap": 2.0, "sinks": sinks}
+    got = ring_results(Layout.zigzag(14, 2), tensors, SCALE, mask=masks, **options)
+    rows = [dense_results(mask, [x[i : i + 1] for x in tensors], SCALE, **options) for i, mask in enumerate(masks)]
+    for i, mine in enumerate(got):
+        exact = rows[0][i] + rows[1][i] if i == 5 else torch.cat([row[i] for row in rows])
+        assert relative_error(mine, exact) < 1e-10
+
+
+def test_packed_documents():
+    cu_seqlens, layout, sinks = (0, 5, 6, 17), Layout.zigzag(17, 3), random_sinks(2)
+    tensors, softcap = random_qkv(1, 17, 2, 1, 8), 1.5
+    expected = dense_results(Mask.documents(cu_seqlens), tensors, SCALE, softcap=softcap, sinks=sinks)
+
+    def work(ring):
+        q, k, v, dout = (layout.shard(x, ring.rank)[0] for x in tensors)
+        inputs = [x.requires_grad_() for x in (q, k, v, sinks.clone())]
+        options = {"causal": True, "softcap": softcap, "sinks": inputs[3], "process_group": ring, "return_lse": True}
+        out, lse = burst_attn_varlen_func(*inputs[:3], cu_seqlens, SCALE, **options)
+        assert not lse.requires_grad
+        return out.detach(), lse, *torch.autograd.grad(out, inputs, dout)
+
+    results = simulate(3, work)
+    got = [layout.unshard([r[i][None] for r in results], 2 if i == 1 else 1) for i in range(5)]
+    check([*got, sum(r[5] for r in results)], expected, 1e-10, "packed")
+
+
+@pytest.mark.parametrize("wanted", [(3,), (0,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_of_what_needs_one(wanted, again):
+    """Of the inputs or of the sinks alone, and where the forward is computed again in the backward."""
+    layout = Layout.zigzag(10, 2)
+    *qkv, dout = random_qkv(1, 10, 2, 2, 8)
+    sinks = random_sinks(2)
+    expected = dense_results(Mask.causal(10), [*qkv, dout], SCALE, sinks=sinks)[2:]
+
+    def work(ring):
+        inputs = [*(layout.shard(x, ring.rank) for x in qkv), sinks.clone()]
+        for i in wanted:
+            inputs[i].requires_grad_()
+
+        def attend(q, k, v, sinks):
+            return burst_attn_func(q, k, v, SCALE, causal=True, sinks=sinks, process_group=ring)
+
+        out = checkpoint(attend, *inputs, use_reentrant=False) if again else attend(*inputs)
+        out.backward(layout.shard(dout, ring.rank))
+        return [x.grad for x in inputs]
+
+    results = simulate(2, work)
+    for i, exact in enumerate(expected):
+        grads = [r[i] for r in results]
+        if i not in wanted:
+            assert grads == [None, None]
+            continue
+        assert relative_error(sum(grads) if i == 3 else layout.unshard(grads), exact) < 1e-10
+
+
+def test_sinks_get_the_gradient_that_autograd_has_of_them():
+    """Against finite differences, not by the same formulas."""
+    *qkv, _ = random_qkv(1, 5, 2, 1, 4)
+    inputs = [x.requires_grad_() for x in (*qkv, random_sinks(2))]
+
+    def attend(q, k, v, sinks):
+        return burst_attn_func(q, k, v, SCALE, causal=True, softcap=0.8, sinks=sinks)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+WRONG = [
+    ({"softcap": 0}, ValueError, "softcap must be positive and finite, or None for none, got 0.0"),
+    ({"softcap": -3.0}, ValueError, "softcap must be positive and finite, or None for none, got -3.0"),
+    ({"softcap": math.nan}, ValueError, "softcap must be positive and finite, or None for none, got nan"),
+    ({"softcap": math.inf}, ValueError, "softcap must be positive and finite, or None for none, got inf"),
+    ({"softcap": "50"}, TypeError, "softcap must be a number, got '50'"),
+    ({"softcap": True}, TypeError, "softcap must be a number, got True"),
+    (
+        {"softcap": 1e-40},
+        ValueError,
+        "softcap=1e-40, or softmax_scale=.* is zero or infinite in float32",
+    ),
+    ({"softcap": 1e38, "softmax_scale": 1e-10}, ValueError, "softcap=1e\\+38, or softmax_scale=1e-10 divided by it"),
+    ({"softcap": 2.0, "flash": "cpu"}, ValueError, "cpu: it has no soft cap of the scores"),
+    ({"sinks": [0.0, 0.0]}, TypeError, "sinks must be a torch.Tensor, got list"),
+    ({"sinks": torch.zeros(3)}, ValueError, "sinks must be \\(2,\\), one for each query head, got shape \\(3,\\)"),
+    ({"sinks": torch.zeros(1, 2)}, ValueError, "sinks must be \\(2,\\), one for each query head, got shape"),
+    ({"sinks": torch.zeros(2).bfloat16()}, TypeError, "sinks must be torch.float32 for torch.float32 inputs, got"),
+    ({"sinks": torch.zeros(2, device="meta")}, ValueError, "sinks must be where q is, on cpu, got meta"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), WRONG)
+def test_what_is_wrong_is_an_error_on_every_rank(wrong, error, message):
+    def work(ring):
+        q = torch.zeros(1, 3, 2, 8)
+        expected = pytest.raises(error, match=message)
+        heard = pytest.raises(ValueError, match="rank 1 of the group failed before a call of burst_attn_func")
+        with expected if ring.rank else heard:
+            burst_attn_func(q, q, q, process_group=ring, **(wrong if ring.rank else {}))
+
+    simulate(2, work)
+
+
+def test_a_softcap_does_not_go_with_a_bias():
+    q, scores = torch.zeros(1, 3, 2, 8), Scores.by_distance(Mask.causal(3), torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="softcap does not go with scores and a bias"):
+        burst_attn_func(q, q, q, scores=scores, bias=torch.zeros(1, 2), softcap=3.0)
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "message"),
+    [
+        ({"softcap": 30.0}, "ranks differ in softcap: rank 0 has None, rank 1 has 30.0"),
+        ({"sinks": torch.zeros(2)}, "ranks differ in sinks: rank 0 has False, rank 1 has True"),
+    ],
+)
+def test_ranks_that_differ_hear_of_it(of_rank_1, message):
+    def work(ring):
+        q = torch.zeros(1, 3, 2, 8)
+        with pytest.raises(ValueError, match=message):
+            burst_attn_func(q, q, q, process_group=ring, flash="reference", **(of_rank_1 if ring.rank else {}))
+
+    simulate(2, work)
+
+
+def test_auto_takes_a_kernel_that_caps_scores(monkeypatch):
+    taken = []
+    monkeypatch.setattr(kernels, "_announce", lambda name, *_: taken.append(name))
+    q = torch.zeros(1, 3, 2, 8)
+    burst_attn_func(q, q, q)
+    burst_attn_func(q, q, q, softcap=20)
+    burst_attn_func(q, q, q, sinks=torch.zeros(2))
+    assert taken == ["cpu", "reference", "cpu"]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_layer_caps_scores_with_and_without_a_cache(window):
+    """Tokens that continue a cache see what they see in a whole sequence."""
+    torch.manual_seed(0)
+    layer, plain = (nn.BurstAttention(24, 4, 2, window=window, softcap=cap).double() for cap in (0.3, None))
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 11, 24, dtype=torch.float64)
+    cos, sin = nn.rope_tables(torch.arange(11), layer.head_dim)
+    whole, q = layer(x, cos, sin), layer.project(x, cos, sin)
+    mask = Mask.causal(11) if window is None else Mask.window(11, window)
+    exact = dense_results(mask, [*(y.detach() for y in q), torch.zeros(2, 11, 4, 6)], 6**-0.5, softcap=0.3)[0]
+    assert relative_error(whole, layer.o_proj(exact.flatten(2))) < 1e-10
+    assert relative_error(plain(x, cos, sin), whole) > 0.01
+    cache = Cache()
+    parts = [layer(x[:, a:b], cos[a:b], sin[a:b], cache) for a, b in ((0, 5), (5, 6), (6, 11))]
+    assert relative_error(torch.cat(parts, 1), whole) < 1e-10
+
+
+class Cache:
+    def __init__(self):
+        self.kept = None
+
+    def extend(self, layer, k, v):
+        self.kept = (
+            (k, v) if self.kept is None else [torch.cat(pair, 1) for pair in zip(self.kept, (k, v), strict=True)]
+        )
+        return self.kept
+
+
+@pytest.mark.parametrize(("softcap", "error"), [(0.0, ValueError), (math.nan, ValueError), ("1", TypeError)])
+def test_a_layer_checks_its_softcap(softcap, error):
+    with pytest.raises(error, match="softcap must be"):
+        nn.BurstAttention(8, 2, softcap=softcap)
