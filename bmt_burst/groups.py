@@ -184,7 +184,8 @@ def _found_again(size: int, inner_size: int | None, layout: str | Layout) -> Seq
     if size == 1:
         return SequenceParallel(layout=layout)
     if (size, inner_size) not in _made:
-        call = f"init_sequence_parallel({size}{f', inner_size={inner_size}' if inner_size else ''})"
+        name = "ulysses_size" if inner_size == 1 else "inner_size"
+        call = f"init_sequence_parallel({size}{f', {name}={inner_size}' if inner_size else ''})"
         raise RuntimeError(
             f"this was saved by one of {size} ranks that shared sequences: before it is read, call {call}, or with a "
             "mesh of as many, and keep what it returns"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, simulate
+from bmt_burst.layout import Stacked
 from bmt_burst.strategies import load
 from bmt_burst.strategies.ulysses import HostLayout
 from tests.helpers import (
@@ -99,6 +100,8 @@ def test_a_striped_layout_of_many_tokens_is_refused():
         "another layout"
     )
     assert load("usp").refuses(problem(mask, Layout.zigzag(1 << 15, 4), 2)) is None
+    rows = Stacked([Layout.contiguous(1 << 15, 4), Layout.striped(1 << 15, 4)])
+    assert "8192 runs" in load("usp").refuses(problem(Mask.causal(1 << 16), rows, 2))
 
 
 def test_a_plan_says_what_its_rings_do():

@@ -58,10 +58,11 @@ class USP(Strategy):
 
     def refuses(self, problem: Problem) -> str | None:
         layout, is_grid = problem.layout, problem.inner > 1 and problem.outer > 1
-        if is_grid and layout.shards[0][0].step > 1 and layout.length(0) > _MOST_RUNS:
+        runs = sum(len(r) for r in layout.shards[0] if r.step > 1) if is_grid else 0
+        if runs > _MOST_RUNS:
             return (
-                f"in a {layout.name} layout the tokens of a host are {layout.length(0)} runs of positions, but it "
-                f"takes at most {_MOST_RUNS}: give it another layout"
+                f"in a {layout.name} layout the tokens of a host are {runs} runs of positions, but it takes at most "
+                f"{_MOST_RUNS}: give it another layout"
             )
         return None
 
