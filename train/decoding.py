@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst import Scores
-from bmt_burst.kernels.bias import CallBias
+from bmt_burst.kernels.bias import CallBias, Segments
 from models.config import CPMConfig
 from models.cpm_ant import CPMAnt, ant_scores
 from models.cpm_bee import CPMBee, bee_scores
@@ -89,9 +89,9 @@ class _Row:
         self._tokens[:, self.count] = new.to(self._tokens.device)
         self.count += 1
         groups, bases, segments, positions = self._tokens[:, : self.count]
-        query, keys = (groups[-1:], bases[-1:], positions[-1:]), (groups, segments, positions)
+        found = Segments(groups[-1:], bases[-1:], groups, segments, self._pairs, self._other)
         table = self.model.position_bias.table()
-        return CallBias(table, *query, *keys, self._pairs, self._distances, self._other).rows()
+        return CallBias(table, positions[-1:], positions, self._distances, found).rows()
 
 
 class BeeDecoder:
