@@ -293,7 +293,7 @@ def wait_for_steps(output: Path, steps: int, run: subprocess.Popen) -> None:
 
 def test_a_killed_run_resumes_where_it_saved(folder):
     """SIGKILL to the launcher takes the ranks with it, and to a rank the others. The curve is the same to the bit."""
-    options = {"processes": 2, "sp_size": 2, "micro_batch_size": 2, "save_every": 1, "resume": "auto", "steps": 30}
+    options = {"processes": 2, "sp_size": 2, "micro_batch_size": 2, "save_every": 1, "resume": "auto", "steps": 12}
     train(folder, "not-killed", **options)
     run = start(command(folder, "killed", **options))
     wait_for_steps(folder / "killed", 2, run)
