@@ -44,19 +44,22 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 LONGEST = (  # files, by how long they take
     "test_train.py",
-    "test_model_center.py",
-    "test_live_train.py",
     "test_bench.py",
     "test_triton.py",
+    "test_model_center.py",
+    "test_compiled.py",
+    "test_live_train.py",
     "test_transformers.py",
-    "test_readme.py",
     "test_copy_engine.py",
+    "test_bmtrain.py",
+    "test_readme.py",
+    "test_equality.py",
+    "test_engine.py",
     "test_masks.py",
     "test_kernels.py",
-    "test_equality.py",
-    "test_bmtrain.py",
-    "test_compiled.py",
     "test_ulysses.py",
+    "test_prepare.py",
+    "test_gloo.py",
 )
 
 
