@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
 # Seconds of imports, which forks share. Torch imports its compiler when attention is first differentiated.
 _PRELOADED = ["train.pretrain", "bmt_burst.engine.torch", "torch._dynamo", "matplotlib.pyplot", "tests.helpers"]
+_PRELOADED += ["transformers.models.llama.modeling_llama"]  # if it is there
 # Ranks that NCCL can make here: it wants a GPU for each, but for recent versions with this set.
 RANKS = max(GPUS, 4) if GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else GPUS
 
