@@ -1,5 +1,6 @@
 """What must be set before CUDA starts or Triton is imported, and in which order files are tested."""
 
+import importlib.util
 import os
 
 import torch
@@ -13,21 +14,52 @@ if not torch.cuda.is_available():
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
     torch.set_num_threads(1)
 
+
+def _prepare_once(interpreter) -> None:
+    """Triton's interpreter prepares its language anew whenever a kernel calls a function, which takes half of the time.
+
+    Once a launch is enough for each module.
+    """
+    patch, prepared = interpreter._patch_lang, {}
+
+    class Scope(interpreter._LangPatchScope):
+        def restore(self):
+            prepared.clear()
+            super().restore()
+
+    def patch_once(function):
+        module = id(function.__globals__)
+        if module not in prepared:
+            prepared[module] = patch(function)
+        return prepared[module]
+
+    interpreter._LangPatchScope, interpreter._patch_lang = Scope, patch_once
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.9; others are slow
+        _prepare_once(interpreter)
+
 LONGEST = (  # files, by how long they take
     "test_train.py",
-    "test_model_center.py",
-    "test_live_train.py",
     "test_bench.py",
     "test_triton.py",
+    "test_model_center.py",
+    "test_compiled.py",
+    "test_live_train.py",
     "test_transformers.py",
-    "test_readme.py",
     "test_copy_engine.py",
+    "test_bmtrain.py",
+    "test_readme.py",
+    "test_equality.py",
+    "test_engine.py",
     "test_masks.py",
     "test_kernels.py",
-    "test_equality.py",
-    "test_bmtrain.py",
-    "test_compiled.py",
     "test_ulysses.py",
+    "test_prepare.py",
+    "test_gloo.py",
 )
 
 

@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
 # Seconds of imports, which forks share. Torch imports its compiler when attention is first differentiated.
 _PRELOADED = ["train.pretrain", "bmt_burst.engine.torch", "torch._dynamo", "matplotlib.pyplot", "tests.helpers"]
+_PRELOADED += ["transformers.models.llama.modeling_llama"]  # if it is there
 # Ranks that NCCL can make here: it wants a GPU for each, but for recent versions with this set.
 RANKS = max(GPUS, 4) if GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else GPUS
 
@@ -358,18 +359,25 @@ def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 2
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
 
 
-def run_script(size: int | None, script: Path | str, *arguments, timeout: float = 240) -> tuple[int, str]:
+def run_script(
+    size: int | None,
+    script: Path | str,
+    *arguments,
+    timeout: float = 240,
+    environments: Sequence[dict[str, str]] = (),
+) -> tuple[int, str]:
     """What `torchrun` does on CPUs, with ranks that are forked from a process which has imported torch once.
 
-    Without a size it is one process that is told of no ranks, as `python script` is. Returns the exit code of one that
-    failed, or 0, and what they said to both of their streams.
+    Without a size it is one process that is told of no ranks, as `python script` is. Ranks may have environments of
+    their own. Returns the exit code of one that failed, or 0, and what they said to both of their streams.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with tempfile.NamedTemporaryFile(mode="r", errors="replace") as said:
         line, port = [str(ROOT / script), *map(str, arguments)], free_port()
-        each_rank = [(line, said.name, size and _places(rank, size, port)) for rank in range(size or 1)]
-        ranks = [context.Process(target=_script_main, args=each) for each in each_rank]
+        places = [_places(rank, size, port) for rank in range(size)] if size else [{}]
+        places = [there | more for there, more in itertools.zip_longest(places, environments, fillvalue={})]
+        ranks = [context.Process(target=_script_main, args=(line, said.name, there)) for there in places]
         for rank in ranks:
             rank.start()
         end = time.monotonic() + timeout
@@ -386,11 +394,11 @@ def _places(rank: int, size: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in places.items()}
 
 
-def _script_main(line: list[str], said: str, places: dict[str, str] | None) -> None:
+def _script_main(line: list[str], said: str, places: dict[str, str]) -> None:
     output = os.open(said, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
-    os.environ.update(places or {})
+    os.environ.update(places)
     torch.set_num_threads(1)  # tensors are tiny: several would wait for each other where other processes run too
     os.chdir(ROOT)
     sys.argv = line

@@ -26,6 +26,7 @@ from bench.timeline import Activity, breakdown
 from bmt_burst import Mask
 from bmt_burst.scores import is_one_row
 from tests.helpers import ROOT, run_script
+from tests.test_data import prepare
 
 KEYS = {
     *("kind", "impl", "gpus", "gpu_name", "seq_len", "batch", "heads", "kv_heads", "head_dim", "mask", "kernel"),
@@ -38,12 +39,15 @@ KEYS = {
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_benchmark_runs_and_reports(tmp_path):
     output = tmp_path / "rows.jsonl"
-    masks = ["--masks", "causal", "full", "documents", "window", "--documents", "256", "long", "--windows", "40"]
     names = ["bmt_burst", "bmt_burst low memory", "bmt_burst contiguous", "all-gather", "ulysses"]
     names += ["ring_flash_attn zigzag"]
-    options = ["--tokens-per-gpu", "32", "64", *masks, "--implementations", *names, "--output", output]
-    code, said = run_script(2, "bench/attention.py", *options)
-    assert code == 0, said
+    for lengths, masks in (
+        (["32", "64"], ["causal"]),
+        (["64"], ["full", "documents", "window", "--documents", "256", "long", "--windows", "40", "--no-links"]),
+    ):
+        options = ["--tokens-per-gpu", *lengths, "--implementations", *names, "--output", output, "--masks", *masks]
+        code, said = run_script(2, "bench/attention.py", *options)
+        assert code == 0, said
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     measured = [r for r in rows if r["kind"] == "attention" and "unavailable" not in r]
     assert all(r.keys() >= KEYS for r in measured)
@@ -56,9 +60,8 @@ def test_benchmark_runs_and_reports(tmp_path):
         if row["kind"] == "errors" and "unavailable" not in row:
             assert max(row[name] for name in ("out", "dq", "dk", "dv")) < 1e-5
     assert masks_table(rows).startswith("| 128 tokens | kernel | documents 256 | documents long | window 40 |\n")
-    report = subprocess.run(
-        [sys.executable, "bench/report.py", output], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
+    code, report = run_script(None, "bench/report.py", output)
+    assert code == 0, report
     assert "### 2 ranks, batch 1, 4:2 heads of 16, documents long" in report
     assert "% of kernel alone" in report
     assert "Not measured: ring_flash_attn zigzag" in report
@@ -272,31 +275,58 @@ def test_an_implementation_that_fails_does_not_end_the_others(tmp_path, failing,
     assert {r["kind"] for r in rows if r["impl"] == "bmt_burst"} == {"attention", "errors"}
 
 
+# In place of python3: notes the commands that would run a script, and makes the files that are to be written.
+NOTED = """#!/usr/bin/env bash
+[ "$1" != -c ] || exec {python} "$@"
+printf '%s\\n' "$@" "" >> {lines}
+while [ $# -gt 0 ]; do [ "$1" != --output ] || touch "$2"; shift; done
+"""
+
+
+def two_hosts(rank: int, size: int, *command: str) -> subprocess.CompletedProcess:
+    """A command as two_hosts.sh starts it on a rank."""
+    environment = {**os.environ, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    command = ["bash", "bench/two_hosts.sh", *command]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
-def test_benchmark_of_two_hosts():
-    command = ["bash", "bench/bench.sh", "--two-hosts"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=240)
+def test_benchmark_of_two_hosts(tmp_path):
+    """What bench.sh would run, by ranks that have imported torch already."""
+    python, lines = tmp_path / "python3", tmp_path / "lines"
+    python.write_text(NOTED.format(python=sys.executable, lines=lines))
+    python.chmod(0o755)
+    environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment["TMPDIR"] = str(tmp_path)
+    subprocess.run(["bash", "bench/bench.sh", "--two-hosts"], cwd=ROOT, check=True, env=environment, timeout=240)
+    *runs, report = (line.split("\n") for line in lines.read_text().removesuffix("\n\n").split("\n\n"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    hosts = [{"NCCL_HOSTID": two_hosts(rank, 4, "printenv", "NCCL_HOSTID").stdout.strip()} for rank in range(4)]
+    for run, inner_size in zip(runs, (4, 2), strict=True):
+        *before, script = run[: len(launcher) + 4]
+        assert before == [*launcher, "--no-python", "bench/two_hosts.sh", "python3"]
+        code, said = run_script(4, script, *run[len(launcher) + 4 :], environments=hosts)
+        assert code == 0, said
+        assert said.count(f" hosts=2 inner_size={inner_size} ") == 2
+    code, said = run_script(None, *report)
+    assert code == 0, said
     for ring in ("bmt_burst q", "bmt_burst kv", "bmt_burst q, double ring", "bmt_burst kv, double ring"):
-        assert f"| 256 | {ring} |" in done.stdout
-    assert done.stdout.count(" hosts=2 inner_size=4 ") == 2
-    assert done.stdout.count(" hosts=2 inner_size=2 ") == 2
-    environment = {**os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    two = subprocess.run(["bash", "bench/two_hosts.sh", "true"], cwd=ROOT, env=environment, capture_output=True)
-    assert (two.returncode, b"4 or more, not 2" in two.stderr) == (2, True)
+        assert f"| 256 | {ring} |" in said
+    two = two_hosts(0, 2, "true")
+    assert (two.returncode, "4 or more, not 2" in two.stderr) == (2, True)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_training_benchmark(tmp_path):
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(500)))
-    prepare = ["train/prepare_data.py", "--input", tmp_path / "text.jsonl", "--output", tmp_path / "data"]
-    subprocess.run([sys.executable, *prepare], cwd=ROOT, check=True, capture_output=True)
+    prepare("--input", tmp_path / "text.jsonl", "--output", tmp_path / "data")
     output = tmp_path / "rows.jsonl"
-    options = ["--gpus", "2", "--seq-len", "64", "--steps", "4", "--layers", "2", "--data", tmp_path / "data/train"]
-    options += ["--documents", "mask", "--window", "7"]
-    command = ["bench/training.py", *options, "--output", output, "--", "--layout", "striped"]
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, timeout=300)
+    options = ["--seq-len", "64", "--steps", "4", "--layers", "2", "--data", tmp_path / "data/train"]
+    options += ["--documents", "mask", "--window", "7", "--output", output]
+    code, said = run_script(None, "bench/training.py", "--gpus", "2", *options, "--", "--layout", "striped")
+    assert code == 0, said
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["checkpointing"] for row in rows] == ["selective", "full"]
     for row in rows:
@@ -305,10 +335,9 @@ def test_training_benchmark(tmp_path):
         assert len(row["losses"]) == 4
     assert rows[0]["losses"] == rows[1]["losses"]
     assert training_table(rows).count("| cpm-tiny | 2 | torch | 2 | 64 | documents, window 7 | ") == 2
-    once = [*command[:1], "--checkpointing", "full", *command[1:]]
-    failing = subprocess.run([sys.executable, *once, "--clip", "-1"], cwd=ROOT, capture_output=True, text=True)
-    assert failing.returncode == 1
-    assert "clip must be positive" in failing.stdout
+    once = ["--gpus", "1", "--checkpointing", "full", *options]
+    code, said = run_script(None, "bench/training.py", *once, "--", "--clip", "-1")
+    assert (code, "clip must be positive" in said) == (1, True)
 
 
 def test_timeline_adds_up_by_kind():

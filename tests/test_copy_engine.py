@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 import torch
 
-from bmt_burst import Layout, burst_attn_func, kernels, simulate
+from bmt_burst import Layout, Mask, burst_attn_func, kernels, simulate
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import LANES, Arrival, Parcel
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.simulator import SimulatedRing
-from tests.helpers import dense_attention, random_qkv, relative_error, ring_arguments
+from tests.helpers import dense_attention, dense_results, random_qkv, relative_error, ring_arguments
 
 _PATIENCE = 60.0  # seconds
 
@@ -147,26 +147,23 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
     """
     monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", enough)
     size, arenas = inner * outer, {}
-    calls = [(23 * size, 0), (31 * size + 1, 1 << 30), (9 * size, 20_000)]
+    calls = [(23 * size, 0), (31 * size + 1, 1 << 30), (9 * size, 20_000)] * 2
+    tensors = [random_qkv(2, tokens, 4, 2, 16, seed=seed) for seed, (tokens, _) in enumerate(calls)]
+    exact = [dense_results(Mask.causal(each[0].shape[1]), each, 0.3) for each in tensors]
 
     def work(ring):
         rings = ring_arguments(ring, inner)
         for end in (rings.get("process_group") or rings["double_group"][0],):
             engine_ring(end, arenas, one_queue)
         worst = 0.0
-        for repeat in range(3):
-            for tokens, group_bytes in calls:
-                layout = Layout.zigzag(tokens, size)
-                q, k, v, dout = random_qkv(2, tokens, 4, 2, 16, seed=repeat)
-                shards = [layout.shard(x, ring.rank).requires_grad_() for x in (q, k, v)]
-                options = {"causal": True, "backward": backward, "group_bytes": group_bytes}
-                out = burst_attn_func(*shards, 0.3, **options, **rings)
-                got = [out, *torch.autograd.grad(out, shards, layout.shard(dout, ring.rank))]
-                whole = [x.requires_grad_() for x in (q, k, v)]
-                exact, _ = dense_attention(*whole, True, 0.3)
-                exact = [exact, *torch.autograd.grad(exact, whole, dout)]
-                pairs = zip(got, exact, strict=True)
-                worst = max(worst, *(relative_error(a, layout.shard(b.detach(), ring.rank)) for a, b in pairs))
+        for (tokens, group_bytes), (q, k, v, dout), (whole_out, _, *grads) in zip(calls, tensors, exact, strict=True):
+            layout = Layout.zigzag(tokens, size)
+            shards = [layout.shard(x, ring.rank).requires_grad_() for x in (q, k, v)]
+            options = {"causal": True, "backward": backward, "group_bytes": group_bytes}
+            out = burst_attn_func(*shards, 0.3, **options, **rings)
+            got = [out, *torch.autograd.grad(out, shards, layout.shard(dout, ring.rank))]
+            pairs = zip(got, (whole_out, *grads), strict=True)
+            worst = max(worst, *(relative_error(a, layout.shard(b, ring.rank)) for a, b in pairs))
         return worst
 
     assert max(simulate(size, work)) < 1e-13

@@ -82,8 +82,8 @@ def whole_run(folder) -> list[tuple]:
     ("processes", "options"),
     [
         (2, {"sp_size": 2, "layout": "contiguous"}),
-        (4, {"sp_size": 4}),
-        (4, {"sp_size": 4, "inner_size": 2}),
+        (4, {"sp_size": 4, "micro_batch_size": 2}),
+        (4, {"sp_size": 4, "inner_size": 2, "micro_batch_size": 4}),
         (4, {"sp_size": 2, "micro_batch_size": 2}),
         (2, {"sp_size": 1}),
     ],
@@ -154,7 +154,7 @@ def test_resuming_on_other_ranks_keeps_everything(folder, whole_run):
         checkpoint._remove(folder / f"moved/step_{step:08d}")
     train(folder, "moved", processes=2, sp_size=1, save_every=7, resume="auto", keep_last=9)
     checkpoint._remove(folder / "moved/step_00000012")
-    train(folder, "moved", processes=4, sp_size=2, resume="auto", keep_last=9)
+    train(folder, "moved", processes=4, sp_size=2, micro_batch_size=2, resume="auto", keep_last=9)
     for mine, expected in zip(curve(folder, "moved", "loss", "grad_norm"), whole_run, strict=True):
         assert mine == pytest.approx(expected, rel=1e-5)
 
@@ -176,7 +176,7 @@ def test_an_older_checkpoint_does_not_overwrite_newer_ones(folder, whole_run):
 
 def test_bf16_follows_fp32(folder, whole_run):
     """To 1e-2: weights and activations have 8 bits."""
-    train(folder, "bf16", processes=2, sp_size=2, dtype="bf16")
+    train(folder, "bf16", processes=2, sp_size=2, micro_batch_size=4, dtype="bf16")
     for mine, expected in zip(curve(folder, "bf16", "loss"), whole_run, strict=True):
         assert mine[1] == pytest.approx(expected[1], rel=1e-2)
 
@@ -292,17 +292,20 @@ def wait_for_steps(output: Path, steps: int, run: subprocess.Popen) -> None:
 
 
 def test_a_killed_run_resumes_where_it_saved(folder):
-    """SIGKILL to the launcher takes the ranks with it; twice, at different steps. The curve is the same to the bit."""
-    options = {"processes": 2, "sp_size": 2, "save_every": 1, "resume": "auto", "steps": 8}
+    """SIGKILL to the launcher takes the ranks with it, and to a rank the others. The curve is the same to the bit."""
+    options = {"processes": 2, "sp_size": 2, "micro_batch_size": 2, "save_every": 1, "resume": "auto", "steps": 12}
     train(folder, "not-killed", **options)
-    for steps in (2, 5):
-        run = start(command(folder, "killed", **options))
-        wait_for_steps(folder / "killed", steps, run)
-        ranks = children(run.pid)
-        assert len(ranks) == 2
-        run.kill()
-        run.communicate()
-        wait_until_ended(ranks)
+    run = start(command(folder, "killed", **options))
+    wait_for_steps(folder / "killed", 2, run)
+    ranks = children(run.pid)
+    assert len(ranks) == 2
+    run.kill()
+    run.communicate()
+    wait_until_ended(ranks)
+    run = start(command(folder, "killed", **options))
+    wait_for_steps(folder / "killed", 5, run)
+    said = kill_rank(run, 1)
+    assert f"the last good checkpoint is {checkpoint.newest(folder / 'killed')}" in said
     train(folder, "killed", **options)
     assert curve(folder, "killed", "loss", "grad_norm") == curve(folder, "not-killed", "loss", "grad_norm")
 
@@ -360,19 +363,22 @@ def values(output: Path, name: str) -> dict[int, float]:
     return {record["step"]: record[name] for record in records if name in record}
 
 
-@pytest.mark.parametrize("sp_size", [1, 2])
-def test_a_failing_rank_ends_the_run(folder, sp_size):
-    """Ranks that share sequences may wait for it in memory that they share, where only the launcher notices its end."""
-    arguments = command(folder, f"failing{sp_size}", processes=2, sp_size=sp_size, steps=100_000)
-    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for_steps(folder / f"failing{sp_size}", 2, run)
-    os.kill(children(run.pid)[1], signal.SIGKILL)
+def test_a_failing_rank_ends_the_run(folder):
+    """Ranks that share sequences may wait for it in memory that they share: for those see the killed run above."""
+    run = start(command(folder, "failing", processes=2, sp_size=1, steps=100_000))
+    wait_for_steps(folder / "failing", 2, run)
+    assert "the last good checkpoint is none" in kill_rank(run, 1)
+
+
+def kill_rank(run: subprocess.Popen, rank: int) -> str:
+    """Kills one of two ranks, which ends the run; returns what it said."""
+    os.kill(children(run.pid)[rank], signal.SIGKILL)
     said, _ = run.communicate(timeout=200)
     assert run.returncode == 137
-    assert "rank 1 ended with code 137 (SIGKILL)" in said
-    assert "rank 0 lost contact with another rank" in said
-    assert "the last good checkpoint is none" in said
+    assert f"rank {rank} ended with code 137 (SIGKILL)" in said
+    assert f"rank {1 - rank} lost contact with another rank" in said
     assert "Traceback" not in said
+    return said
 
 
 def test_ranks_die_with_torchruns_agent(folder):
