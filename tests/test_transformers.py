@@ -163,6 +163,18 @@ def test_enabled_models_equal_the_plain_one(name, size):
         check(over_ranks(plain(name), call, size), expected_results(plain(name), call), call)
 
 
+def test_layers_need_not_share_the_configuration_of_their_model():
+    """Each is told of the attention, wherever it comes from."""
+    call = calls()["documents"]
+    replaced, mixed = (copy.deepcopy(plain("Mistral")) for _ in range(2))
+    replaced.config = copy.deepcopy(replaced.config)
+    layer = copy.deepcopy(plain("Mistral")).model.layers[1]
+    mixed.model.layers[1] = layer
+    for model in (replaced, mixed):
+        check(over_ranks(model, call, 2), expected_results(model, call), call)
+    assert layer.self_attn.config._attn_implementation != ATTENTION  # enable is given copies
+
+
 @pytest.mark.parametrize("layout", ["striped", "contiguous"])
 @pytest.mark.parametrize("name", ["Qwen2, windows above", "Phi3, long"])
 def test_any_layout_will_do(name, layout):
@@ -369,6 +381,8 @@ def test_options_are_checked():
     ours = enabled(plain("Llama"), SequenceParallel())
     with pytest.raises(ValueError, match="an enabled LlamaForCausalLM does not generate, since caches are of whole"):
         ours.generate(tokens(1, 5))
+    with pytest.raises(ValueError, match="an enabled LlamaForCausalLM keeps its attention, since others see this rank"):
+        ours.set_attn_implementation("sdpa")
     with pytest.raises(TypeError, match="a LlamaAttention was called without what its tokens see: call the model that"):
         hf.LlamaForCausalLM(ours.config)(tokens(1, 5))
 
@@ -442,6 +456,19 @@ def refusals(rank: int, sp: SequenceParallel) -> dict[str, str]:
     return found
 
 
+def changed_attention(sp: SequenceParallel) -> dict[str, str]:
+    """Of models that rank 0 of the group changes after enable."""
+    call, found = calls()["whole"], {}
+    models = {name: enabled(plain("Llama"), sp) for name in ("name", "config", "layer")}
+    if sp.rank == 0:
+        models["name"].config._attn_implementation = "eager"
+        models["config"].model.layers[0].self_attn.config = copy.deepcopy(plain("Llama").config)
+        models["layer"].model.layers[1] = copy.deepcopy(plain("Llama")).model.layers[1]
+    for name, model in models.items():
+        found[name] = error_of(model, call)
+    return found
+
+
 def trained(rank: int, sp: SequenceParallel, sharded: bool) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of this rank's reader and the gradients under DDP, where layers are checkpointed, or FSDP2."""
     model = enabled(plain("Qwen2, windows above"), sp).train()
@@ -462,7 +489,7 @@ def trained(rank: int, sp: SequenceParallel, sharded: bool) -> tuple[float, dict
 
 def on_processes(rank: int) -> tuple:
     pairs, all_ranks = init_sequence_parallel(sp_size=2), init_sequence_parallel()
-    found = refusals(pairs.rank, pairs)
+    found = refusals(pairs.rank, pairs) | {"attention": changed_attention(pairs)}
     dist.barrier()
     return found, trained(rank, pairs, False), trained(rank, all_ranks, False), trained(rank, pairs, True)
 
@@ -486,6 +513,18 @@ def test_what_is_wrong_is_refused_on_all_ranks(processes):
         assert found["dropout in eval"] == "no error"
         assert found["dropout on one"].startswith(dropout if rank % 2 == 0 else heard + dropout)
         assert found["not causal"].startswith("is_causal is False in the configuration")
+
+
+def test_attention_that_was_changed_after_enable_is_refused_on_all_ranks(processes):
+    starts = {
+        "name": "the configuration of a LlamaForCausalLM asks for 'eager' attention",
+        "config": "the configuration of a LlamaAttention asks for 'sdpa' attention",
+        "layer": "the configuration of a LlamaAttention asks for 'sdpa' attention",
+    }
+    heard = "rank 0 of the group failed before the forward of a LlamaForCausalLM: ValueError: "
+    for rank, (found, *_) in enumerate(processes):
+        for name, start in starts.items():
+            assert found["attention"][name].startswith(heard + start if rank % 2 else start), (rank, name)
 
 
 def test_ranks_that_share_sequences_are_one_process_to_what_averages(processes):

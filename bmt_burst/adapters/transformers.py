@@ -97,7 +97,7 @@ def enable(
     options = {"flash": flash, "deterministic": as_bool("deterministic", deterministic)}
     balanced = as_bool("balanced", balanced)
     _check_model(model)
-    _give_own_config(model)
+    _give_own_configs(model)
     for part in model.modules():
         if getattr(part, "rope_type", None) in _BY_LENGTH:
             part.__class__ = _enabled(_Rotary, type(part))
@@ -189,6 +189,7 @@ class _Model(_InPlace):
 
         def part() -> Given:
             nonlocal call
+            _check_configs(self)
             call = _Call(self._sp, self._balanced, self.config, _bound(own, args, named))
             return call.given
 
@@ -225,6 +226,12 @@ class _Model(_InPlace):
         raise ValueError(
             f"an enabled {type(self).__name__} does not generate, since caches are of whole sequences: load what "
             "save_pretrained writes into a model that is not enabled"
+        )
+
+    def set_attn_implementation(self, *_args: Any, **_named: Any) -> NoReturn:
+        raise ValueError(
+            f"an enabled {type(self).__name__} keeps its attention, since others see this rank's tokens alone: choose "
+            "kernels by the flash of enable, or load what save_pretrained writes into a model that is not enabled"
         )
 
 
@@ -481,13 +488,30 @@ def _hint(model: Any) -> str:
     return ""
 
 
-def _give_own_config(model: PreTrainedModel) -> None:
-    """Lets the model name its attention without others that have the same configuration."""
-    shared, own = model.config, copy.deepcopy(model.config)
-    own._attn_implementation = ATTENTION
-    for module in model.modules():
-        if getattr(module, "config", None) is shared:
-            module.config = own
+def _give_own_configs(model: PreTrainedModel) -> None:
+    """Lets modules name their attention without models that have the same configurations. Modules that share one still
+    do: a model need not have the configuration of its layers, which may come from elsewhere."""
+    known: dict[int, Any] = {}
+    for module, config in _configs(model):
+        module.config = copy.deepcopy(config, known)
+        module.config._attn_implementation = ATTENTION
+
+
+def _check_configs(model: PreTrainedModel) -> None:
+    """Raises ValueError if a module would ask for another attention, which sees this rank's tokens alone."""
+    for module, config in _configs(model):
+        if config._attn_implementation != ATTENTION:
+            raise ValueError(
+                f"the configuration of a {type(module).__name__} asks for {config._attn_implementation!r} attention, "
+                f"which would see this rank's tokens alone; since enable it must be {ATTENTION!r}: neither replace "
+                "modules and configurations of an enabled model nor set their _attn_implementation"
+            )
+
+
+def _configs(model: PreTrainedModel) -> list[tuple[nn.Module, PreTrainedConfig]]:
+    """The modules that have a configuration, each with its own."""
+    found = ((module, vars(module).get("config")) for module in model.modules())
+    return [(module, config) for module, config in found if isinstance(config, PreTrainedConfig)]
 
 
 @functools.cache
