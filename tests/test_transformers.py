@@ -399,6 +399,15 @@ REFUSED = {  # by what is wrong on all ranks
     ),
     "neither": ({"input_ids": None}, "give either input_ids or inputs_embeds, got neither"),
     "shape": ({"input_ids": torch.ones(37, dtype=torch.int64)}, "input_ids must be (B, S), got shape (37,)"),
+    "token": (
+        {"input_ids": tokens(2, 37).index_fill(1, torch.tensor(0), 64)},
+        "token 64 of input_ids is not in a voca",
+    ),
+    "negative": (
+        {"input_ids": tokens(2, 37).index_fill(1, torch.tensor(36), -1)},
+        "token -1 of input_ids is not in a vo",
+    ),
+    "no tokens": ({"input_ids": torch.ones(2, 37)}, "input_ids must be whole numbers, got torch.float32"),
     "short": ({"input_ids": tokens(2, 1), "labels": None}, "a sequence of 1 tokens is too short for 2 ranks"),
     "labels": ({"labels": tokens(2, 18)}, "labels must be of whole sequences, (2, 37), got shape (2, 18)"),
     "dense mask": (

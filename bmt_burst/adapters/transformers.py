@@ -190,7 +190,7 @@ class _Model(_InPlace):
         def part() -> Given:
             nonlocal call
             _check_configs(self)
-            call = _Call(self._sp, self._balanced, self.config, _bound(own, args, named))
+            call = _Call(self._sp, self._balanced, self.config, self._vocabulary(), _bound(own, args, named))
             return call.given
 
         batch = agree(self._sp, f"the forward of a {type(self).__name__}", part)
@@ -199,6 +199,11 @@ class _Model(_InPlace):
             if isinstance(module, _Rotary):
                 module._last = call.last_position
         return call.part | {"bmt_burst": _Sight(options, call.seq_len, call.targets)}
+
+    def _vocabulary(self) -> int | None:
+        """How many tokens there are embeddings of; None if it is not torch's Embedding that looks them up."""
+        embedding = self.get_input_embeddings()
+        return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
     @property
     def loss_function(self) -> Callable:
@@ -269,7 +274,14 @@ class _Call:
     last_position  the largest of all: an int64 scalar
     """
 
-    def __init__(self, sp: SequenceParallel, balanced: bool, config: PreTrainedConfig, arguments: dict[str, Any]):
+    def __init__(
+        self,
+        sp: SequenceParallel,
+        balanced: bool,
+        config: PreTrainedConfig,
+        vocabulary: int | None,
+        arguments: dict[str, Any],
+    ):
         _check_arguments(arguments, config)
         self.arguments = {name: x for name, x in arguments.items() if x is not None}
         self.size, self.seq_len = _shape({name: x for name, x in self.arguments.items() if name in _OF_TOKENS})
@@ -288,7 +300,7 @@ class _Call:
         self.part = self._part(labels)
         self.last_position = torch.tensor(self.seq_len - 1) if places is None else places.amax()
         tensors = {name: self.part[name] for name in _OF_TOKENS if name in self.part}
-        self.given = Given(tensors, mask=documents, layout=self._layouts, alike=self._alike())
+        self.given = Given(tensors, mask=documents, layout=self._layouts, alike=self._alike(vocabulary))
 
     def _check_shapes(self) -> None:
         whole = (self.size, self.seq_len)
@@ -328,10 +340,15 @@ class _Call:
         rows = x.expand(self.size, *x.shape[1:])
         return torch.stack([row.shard(y, self._rank, 0) for row, y in zip(self._layouts, rows, strict=True)])
 
-    def _alike(self) -> dict[str, Any]:
-        names = (name for name in _COMPARED if name in self.arguments)
-        alike = {f"{name} (whole, the same on every rank)": _digest(self.arguments[name]) for name in names}
-        return {"arguments": sorted(self.arguments), **alike}
+    def _alike(self, vocabulary: int | None) -> dict[str, Any]:
+        """What ranks compare. Raises ValueError for tokens that are not in the vocabulary, on any rank's part."""
+        alike: dict[str, Any] = {"arguments": sorted(self.arguments)}
+        for name in (name for name in _COMPARED if name in self.arguments):
+            x = self.arguments[name]
+            alike[f"{name} (whole, the same on every rank)"] = (
+                str(x) if not isinstance(x, Tensor) else _digest(x, vocabulary if name == "input_ids" else None)
+            )
+        return alike
 
 
 def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> None:
@@ -364,6 +381,8 @@ def _shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
     check_tensor(name, x)
     if x.dim() != (2 if name == "input_ids" else 3) or 0 in x.shape:
         raise ValueError(f"{name} must be (B, S{', E' * (name != 'input_ids')}), got shape {tuple(x.shape)}")
+    if name == "input_ids" and x.is_floating_point():
+        raise TypeError(f"input_ids must be whole numbers, got {x.dtype}")
     return x.shape[0], x.shape[1]
 
 
@@ -406,13 +425,17 @@ def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
         raise ValueError(f"labels of what attention_mask says is padding must be {IGNORE_INDEX}")
 
 
-def _digest(x: Tensor | int) -> str:
-    """Shape and contents of integers; the host waits for it."""
-    if not isinstance(x, Tensor):
-        return str(x)
+def _digest(x: Tensor, vocabulary: int | None = None) -> str:
+    """Shape and contents, for which the host waits once. Raises ValueError for a token beyond a vocabulary."""
+    numbers = x.flatten()
+    bits = numbers.double().view(torch.int64) if x.is_floating_point() else numbers.long()
     weights = torch.arange(1, x.numel() + 1, device=x.device) * 0x2545F4914F6CDD1D  # wraps around
-    mixed = (x.flatten().long() + 1) * (weights ^ (weights >> 29))
-    return f"{tuple(x.shape)}, digest {int((mixed ^ (mixed >> 32)).sum()) % (1 << 64):016x}"
+    mixed = (bits + 1) * (weights ^ (weights >> 29))
+    digest, least, largest = torch.stack([(mixed ^ (mixed >> 32)).sum(), *bits.aminmax()]).tolist()
+    if vocabulary is not None and not 0 <= least <= largest < vocabulary:
+        token = least if least < 0 else largest
+        raise ValueError(f"token {token} of input_ids is not in a vocabulary of {vocabulary}")
+    return f"{tuple(x.shape)}, digest {digest % (1 << 64):016x}"
 
 
 def _autocast(x: Tensor) -> Tensor:
