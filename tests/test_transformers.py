@@ -212,6 +212,16 @@ def test_windows_and_documents_are_seen():
     assert relative_error(expected_results(plain("Llama"), call)["logits"], whole) > 0.01
 
 
+@pytest.mark.parametrize("count", [50.0, torch.tensor(50), torch.tensor([50.0])])
+def test_numbers_of_items_may_be_tensors(count):
+    call = calls()["few targets"]
+    check(
+        over_ranks(plain("Llama"), call | {"num_items_in_batch": count}, 2),
+        expected_results(plain("Llama"), call),
+        call,
+    )
+
+
 def test_layers_are_checkpointed_as_before():
     call = calls()["documents"]
     model = copy.deepcopy(plain("Qwen3, windows between"))
@@ -408,6 +418,8 @@ REFUSED = {  # by what is wrong on all ranks
         "token -1 of input_ids is not in a vo",
     ),
     "no tokens": ({"input_ids": torch.ones(2, 37)}, "input_ids must be whole numbers, got torch.float32"),
+    "some items": ({"num_items_in_batch": torch.ones(2)}, "num_items_in_batch must be one number, got shape (2,)"),
+    "no number": ({"num_items_in_batch": "5"}, "num_items_in_batch must be a number, got '5'"),
     "short": ({"input_ids": tokens(2, 1), "labels": None}, "a sequence of 1 tokens is too short for 2 ranks"),
     "labels": ({"labels": tokens(2, 18)}, "labels must be of whole sequences, (2, 37), got shape (2, 18)"),
     "dense mask": (
@@ -431,6 +443,7 @@ DIFFER = {  # by what rank 0 alone is given
     ),
     "lengths": ({"input_ids": tokens(2, 38), "labels": tokens(2, 38)}, "ranks differ in input_ids (whole, the same on"),
     "positions": ({"position_ids": packed(30, 7)}, "ranks differ in arguments: rank 0 has ['input_ids', 'labels', "),
+    "near items": ({"num_items_in_batch": torch.tensor(5.5)}, "ranks differ in num_items_in_batch (whole, the same on"),
     "items": ({"num_items_in_batch": 7}, "ranks differ in num_items_in_batch (whole, the same on every rank)"),
 }
 
@@ -450,8 +463,10 @@ def refusals(rank: int, sp: SequenceParallel) -> dict[str, str]:
     wrong = base["labels"].clone()
     wrong[0, -1] = 64  # which is what rank 0 predicts
     found["label"] = error_of(model, {**base, "labels": wrong})
-    base |= {"num_items_in_batch": 5}
+    base |= {"num_items_in_batch": torch.tensor(5.0)}
     found |= {name: error_of(model, {**base, **(wrong if rank == 0 else {})}) for name, (wrong, _) in DIFFER.items()}
+    for name, same in (("an int", 5), ("of one dimension", torch.tensor([5]))):
+        found[name] = error_of(model, base | ({"num_items_in_batch": same} if rank == 0 else {}))
     model.config.is_causal = False
     found["not causal"] = error_of(model, base)
     del model.config.is_causal
@@ -521,6 +536,7 @@ def test_what_is_wrong_is_refused_on_all_ranks(processes):
         assert found["dropout"].startswith(dropout)
         assert found["dropout in eval"] == "no error"
         assert found["dropout on one"].startswith(dropout if rank % 2 == 0 else heard + dropout)
+        assert found["an int"] == found["of one dimension"] == "no error"
         assert found["not causal"].startswith("is_causal is False in the configuration")
 
 

@@ -18,7 +18,7 @@ A forward takes what it took, of whole sequences, and cuts it itself:
             (B, S), 0 where a row is padded, on the right only. What a model returns of padding is of no use, and its
             labels must be -100. With it position_ids may not begin anew: transformers ignores that then
     num_items_in_batch
-            what the sum of the losses is divided by, in place of the number of targets
+            what the sum of the losses is divided by, in place of the number of targets: a number or a tensor of one
 
 What comes back is of this rank's tokens, as sp.shard cuts them: logits and hidden states. The loss is that of the whole
 sequences, the same on every rank of sp. Its gradients are such that their mean over the ranks of sp is the gradient of
@@ -48,7 +48,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..agreement import together
-from ..arguments import as_bool, check_tensor
+from ..arguments import as_bool, as_float, check_tensor
 from ..attention import burst_attn_func, refuse_call
 from ..call import balanced as balanced_layout
 from ..compiled import not_compiled
@@ -225,7 +225,8 @@ class _Model(_InPlace):
         doing = f"the loss of a {type(self).__name__}"
         total, _ = together(rings, doing, lambda: cross_entropy_sum(logits, labels.to(logits.device)))
         count = bmt_burst.targets if num_items_in_batch is None else num_items_in_batch
-        return _Joined.apply(total / (count.to(total.device) if isinstance(count, Tensor) else count), self._sp)
+        count = count.to(total.device).reshape(()) if isinstance(count, Tensor) else count
+        return _Joined.apply(total / count, self._sp)
 
     def generate(self, *_args: Any, **_named: Any) -> NoReturn:
         raise ValueError(
@@ -346,7 +347,9 @@ class _Call:
         for name in (name for name in _COMPARED if name in self.arguments):
             x = self.arguments[name]
             alike[f"{name} (whole, the same on every rank)"] = (
-                str(x) if not isinstance(x, Tensor) else _digest(x, vocabulary if name == "input_ids" else None)
+                _number(name, x)
+                if name == "num_items_in_batch"
+                else _digest(x, vocabulary if name == "input_ids" else None)
             )
         return alike
 
@@ -423,6 +426,17 @@ def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
         raise ValueError("attention_mask has padding before tokens that are none: rows must be padded on the right")
     if targets is not None and (targets.to(valid.device).ne(IGNORE_INDEX) & ~valid).any():
         raise ValueError(f"labels of what attention_mask says is padding must be {IGNORE_INDEX}")
+
+
+def _number(name: str, x: Any) -> str:
+    """A number, or that of a tensor of one element, for which the host waits: 10, 10.0 and tensor(10) are the same."""
+    if isinstance(x, Tensor):
+        check_tensor(name, x)
+        if x.numel() != 1:
+            raise ValueError(f"{name} must be one number, got shape {tuple(x.shape)}")
+        x = x.item()
+    number = as_float(name, x)
+    return str(int(number)) if number.is_integer() else repr(number)
 
 
 def _digest(x: Tensor, vocabulary: int | None = None) -> str:
