@@ -163,6 +163,18 @@ def test_enabled_models_equal_the_plain_one(name, size):
         check(over_ranks(plain(name), call, size), expected_results(plain(name), call), call)
 
 
+def test_layers_need_not_share_the_configuration_of_their_model():
+    """Each is told of the attention, wherever it comes from."""
+    call = calls()["documents"]
+    replaced, mixed = (copy.deepcopy(plain("Mistral")) for _ in range(2))
+    replaced.config = copy.deepcopy(replaced.config)
+    layer = copy.deepcopy(plain("Mistral")).model.layers[1]
+    mixed.model.layers[1] = layer
+    for model in (replaced, mixed):
+        check(over_ranks(model, call, 2), expected_results(model, call), call)
+    assert layer.self_attn.config._attn_implementation != ATTENTION  # enable is given copies
+
+
 @pytest.mark.parametrize("layout", ["striped", "contiguous"])
 @pytest.mark.parametrize("name", ["Qwen2, windows above", "Phi3, long"])
 def test_any_layout_will_do(name, layout):
@@ -198,6 +210,16 @@ def test_windows_and_documents_are_seen():
         assert relative_error(expected_results(model, call)["logits"], narrow) > 0.01
     whole = expected_results(plain("Llama"), {**call, "position_ids": None})["logits"]
     assert relative_error(expected_results(plain("Llama"), call)["logits"], whole) > 0.01
+
+
+@pytest.mark.parametrize("count", [50.0, torch.tensor(50), torch.tensor([50.0])])
+def test_numbers_of_items_may_be_tensors(count):
+    call = calls()["few targets"]
+    check(
+        over_ranks(plain("Llama"), call | {"num_items_in_batch": count}, 2),
+        expected_results(plain("Llama"), call),
+        call,
+    )
 
 
 def test_layers_are_checkpointed_as_before():
@@ -369,6 +391,8 @@ def test_options_are_checked():
     ours = enabled(plain("Llama"), SequenceParallel())
     with pytest.raises(ValueError, match="an enabled LlamaForCausalLM does not generate, since caches are of whole"):
         ours.generate(tokens(1, 5))
+    with pytest.raises(ValueError, match="an enabled LlamaForCausalLM keeps its attention, since others see this rank"):
+        ours.set_attn_implementation("sdpa")
     with pytest.raises(TypeError, match="a LlamaAttention was called without what its tokens see: call the model that"):
         hf.LlamaForCausalLM(ours.config)(tokens(1, 5))
 
@@ -385,6 +409,17 @@ REFUSED = {  # by what is wrong on all ranks
     ),
     "neither": ({"input_ids": None}, "give either input_ids or inputs_embeds, got neither"),
     "shape": ({"input_ids": torch.ones(37, dtype=torch.int64)}, "input_ids must be (B, S), got shape (37,)"),
+    "token": (
+        {"input_ids": tokens(2, 37).index_fill(1, torch.tensor(0), 64)},
+        "token 64 of input_ids is not in a voca",
+    ),
+    "negative": (
+        {"input_ids": tokens(2, 37).index_fill(1, torch.tensor(36), -1)},
+        "token -1 of input_ids is not in a vo",
+    ),
+    "no tokens": ({"input_ids": torch.ones(2, 37)}, "input_ids must be whole numbers, got torch.float32"),
+    "some items": ({"num_items_in_batch": torch.ones(2)}, "num_items_in_batch must be one number, got shape (2,)"),
+    "no number": ({"num_items_in_batch": "5"}, "num_items_in_batch must be a number, got '5'"),
     "short": ({"input_ids": tokens(2, 1), "labels": None}, "a sequence of 1 tokens is too short for 2 ranks"),
     "labels": ({"labels": tokens(2, 18)}, "labels must be of whole sequences, (2, 37), got shape (2, 18)"),
     "dense mask": (
@@ -408,6 +443,7 @@ DIFFER = {  # by what rank 0 alone is given
     ),
     "lengths": ({"input_ids": tokens(2, 38), "labels": tokens(2, 38)}, "ranks differ in input_ids (whole, the same on"),
     "positions": ({"position_ids": packed(30, 7)}, "ranks differ in arguments: rank 0 has ['input_ids', 'labels', "),
+    "near items": ({"num_items_in_batch": torch.tensor(5.5)}, "ranks differ in num_items_in_batch (whole, the same on"),
     "items": ({"num_items_in_batch": 7}, "ranks differ in num_items_in_batch (whole, the same on every rank)"),
 }
 
@@ -427,8 +463,10 @@ def refusals(rank: int, sp: SequenceParallel) -> dict[str, str]:
     wrong = base["labels"].clone()
     wrong[0, -1] = 64  # which is what rank 0 predicts
     found["label"] = error_of(model, {**base, "labels": wrong})
-    base |= {"num_items_in_batch": 5}
+    base |= {"num_items_in_batch": torch.tensor(5.0)}
     found |= {name: error_of(model, {**base, **(wrong if rank == 0 else {})}) for name, (wrong, _) in DIFFER.items()}
+    for name, same in (("an int", 5), ("of one dimension", torch.tensor([5]))):
+        found[name] = error_of(model, base | ({"num_items_in_batch": same} if rank == 0 else {}))
     model.config.is_causal = False
     found["not causal"] = error_of(model, base)
     del model.config.is_causal
@@ -439,6 +477,19 @@ def refusals(rank: int, sp: SequenceParallel) -> dict[str, str]:
     if rank == 0:
         model.train()
     found["dropout on one"] = error_of(model, base)
+    return found
+
+
+def changed_attention(sp: SequenceParallel) -> dict[str, str]:
+    """Of models that rank 0 of the group changes after enable."""
+    call, found = calls()["whole"], {}
+    models = {name: enabled(plain("Llama"), sp) for name in ("name", "config", "layer")}
+    if sp.rank == 0:
+        models["name"].config._attn_implementation = "eager"
+        models["config"].model.layers[0].self_attn.config = copy.deepcopy(plain("Llama").config)
+        models["layer"].model.layers[1] = copy.deepcopy(plain("Llama")).model.layers[1]
+    for name, model in models.items():
+        found[name] = error_of(model, call)
     return found
 
 
@@ -462,7 +513,7 @@ def trained(rank: int, sp: SequenceParallel, sharded: bool) -> tuple[float, dict
 
 def on_processes(rank: int) -> tuple:
     pairs, all_ranks = init_sequence_parallel(sp_size=2), init_sequence_parallel()
-    found = refusals(pairs.rank, pairs)
+    found = refusals(pairs.rank, pairs) | {"attention": changed_attention(pairs)}
     dist.barrier()
     return found, trained(rank, pairs, False), trained(rank, all_ranks, False), trained(rank, pairs, True)
 
@@ -485,7 +536,20 @@ def test_what_is_wrong_is_refused_on_all_ranks(processes):
         assert found["dropout"].startswith(dropout)
         assert found["dropout in eval"] == "no error"
         assert found["dropout on one"].startswith(dropout if rank % 2 == 0 else heard + dropout)
+        assert found["an int"] == found["of one dimension"] == "no error"
         assert found["not causal"].startswith("is_causal is False in the configuration")
+
+
+def test_attention_that_was_changed_after_enable_is_refused_on_all_ranks(processes):
+    starts = {
+        "name": "the configuration of a LlamaForCausalLM asks for 'eager' attention",
+        "config": "the configuration of a LlamaAttention asks for 'sdpa' attention",
+        "layer": "the configuration of a LlamaAttention asks for 'sdpa' attention",
+    }
+    heard = "rank 0 of the group failed before the forward of a LlamaForCausalLM: ValueError: "
+    for rank, (found, *_) in enumerate(processes):
+        for name, start in starts.items():
+            assert found["attention"][name].startswith(heard + start if rank % 2 else start), (rank, name)
 
 
 def test_ranks_that_share_sequences_are_one_process_to_what_averages(processes):

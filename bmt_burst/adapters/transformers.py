@@ -18,7 +18,7 @@ A forward takes what it took, of whole sequences, and cuts it itself:
             (B, S), 0 where a row is padded, on the right only. What a model returns of padding is of no use, and its
             labels must be -100. With it position_ids may not begin anew: transformers ignores that then
     num_items_in_batch
-            what the sum of the losses is divided by, in place of the number of targets
+            what the sum of the losses is divided by, in place of the number of targets: a number or a tensor of one
 
 What comes back is of this rank's tokens, as sp.shard cuts them: logits and hidden states. The loss is that of the whole
 sequences, the same on every rank of sp. Its gradients are such that their mean over the ranks of sp is the gradient of
@@ -48,7 +48,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..agreement import together
-from ..arguments import as_bool, check_tensor
+from ..arguments import as_bool, as_float, check_tensor
 from ..attention import burst_attn_func, refuse_call
 from ..call import balanced as balanced_layout
 from ..compiled import not_compiled
@@ -97,7 +97,7 @@ def enable(
     options = {"flash": flash, "deterministic": as_bool("deterministic", deterministic)}
     balanced = as_bool("balanced", balanced)
     _check_model(model)
-    _give_own_config(model)
+    _give_own_configs(model)
     for part in model.modules():
         if getattr(part, "rope_type", None) in _BY_LENGTH:
             part.__class__ = _enabled(_Rotary, type(part))
@@ -189,7 +189,8 @@ class _Model(_InPlace):
 
         def part() -> Given:
             nonlocal call
-            call = _Call(self._sp, self._balanced, self.config, _bound(own, args, named))
+            _check_configs(self)
+            call = _Call(self._sp, self._balanced, self.config, self._vocabulary(), _bound(own, args, named))
             return call.given
 
         batch = agree(self._sp, f"the forward of a {type(self).__name__}", part)
@@ -198,6 +199,11 @@ class _Model(_InPlace):
             if isinstance(module, _Rotary):
                 module._last = call.last_position
         return call.part | {"bmt_burst": _Sight(options, call.seq_len, call.targets)}
+
+    def _vocabulary(self) -> int | None:
+        """How many tokens there are embeddings of; None if it is not torch's Embedding that looks them up."""
+        embedding = self.get_input_embeddings()
+        return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
     @property
     def loss_function(self) -> Callable:
@@ -219,12 +225,19 @@ class _Model(_InPlace):
         doing = f"the loss of a {type(self).__name__}"
         total, _ = together(rings, doing, lambda: cross_entropy_sum(logits, labels.to(logits.device)))
         count = bmt_burst.targets if num_items_in_batch is None else num_items_in_batch
-        return _Joined.apply(total / (count.to(total.device) if isinstance(count, Tensor) else count), self._sp)
+        count = count.to(total.device).reshape(()) if isinstance(count, Tensor) else count
+        return _Joined.apply(total / count, self._sp)
 
     def generate(self, *_args: Any, **_named: Any) -> NoReturn:
         raise ValueError(
             f"an enabled {type(self).__name__} does not generate, since caches are of whole sequences: load what "
             "save_pretrained writes into a model that is not enabled"
+        )
+
+    def set_attn_implementation(self, *_args: Any, **_named: Any) -> NoReturn:
+        raise ValueError(
+            f"an enabled {type(self).__name__} keeps its attention, since others see this rank's tokens alone: choose "
+            "kernels by the flash of enable, or load what save_pretrained writes into a model that is not enabled"
         )
 
 
@@ -262,7 +275,14 @@ class _Call:
     last_position  the largest of all: an int64 scalar
     """
 
-    def __init__(self, sp: SequenceParallel, balanced: bool, config: PreTrainedConfig, arguments: dict[str, Any]):
+    def __init__(
+        self,
+        sp: SequenceParallel,
+        balanced: bool,
+        config: PreTrainedConfig,
+        vocabulary: int | None,
+        arguments: dict[str, Any],
+    ):
         _check_arguments(arguments, config)
         self.arguments = {name: x for name, x in arguments.items() if x is not None}
         self.size, self.seq_len = _shape({name: x for name, x in self.arguments.items() if name in _OF_TOKENS})
@@ -281,7 +301,7 @@ class _Call:
         self.part = self._part(labels)
         self.last_position = torch.tensor(self.seq_len - 1) if places is None else places.amax()
         tensors = {name: self.part[name] for name in _OF_TOKENS if name in self.part}
-        self.given = Given(tensors, mask=documents, layout=self._layouts, alike=self._alike())
+        self.given = Given(tensors, mask=documents, layout=self._layouts, alike=self._alike(vocabulary))
 
     def _check_shapes(self) -> None:
         whole = (self.size, self.seq_len)
@@ -321,10 +341,17 @@ class _Call:
         rows = x.expand(self.size, *x.shape[1:])
         return torch.stack([row.shard(y, self._rank, 0) for row, y in zip(self._layouts, rows, strict=True)])
 
-    def _alike(self) -> dict[str, Any]:
-        names = (name for name in _COMPARED if name in self.arguments)
-        alike = {f"{name} (whole, the same on every rank)": _digest(self.arguments[name]) for name in names}
-        return {"arguments": sorted(self.arguments), **alike}
+    def _alike(self, vocabulary: int | None) -> dict[str, Any]:
+        """What ranks compare. Raises ValueError for tokens that are not in the vocabulary, on any rank's part."""
+        alike: dict[str, Any] = {"arguments": sorted(self.arguments)}
+        for name in (name for name in _COMPARED if name in self.arguments):
+            x = self.arguments[name]
+            alike[f"{name} (whole, the same on every rank)"] = (
+                _number(name, x)
+                if name == "num_items_in_batch"
+                else _digest(x, vocabulary if name == "input_ids" else None)
+            )
+        return alike
 
 
 def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> None:
@@ -357,6 +384,8 @@ def _shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
     check_tensor(name, x)
     if x.dim() != (2 if name == "input_ids" else 3) or 0 in x.shape:
         raise ValueError(f"{name} must be (B, S{', E' * (name != 'input_ids')}), got shape {tuple(x.shape)}")
+    if name == "input_ids" and x.is_floating_point():
+        raise TypeError(f"input_ids must be whole numbers, got {x.dtype}")
     return x.shape[0], x.shape[1]
 
 
@@ -399,13 +428,28 @@ def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
         raise ValueError(f"labels of what attention_mask says is padding must be {IGNORE_INDEX}")
 
 
-def _digest(x: Tensor | int) -> str:
-    """Shape and contents of integers; the host waits for it."""
-    if not isinstance(x, Tensor):
-        return str(x)
+def _number(name: str, x: Any) -> str:
+    """A number, or that of a tensor of one element, for which the host waits: 10, 10.0 and tensor(10) are the same."""
+    if isinstance(x, Tensor):
+        check_tensor(name, x)
+        if x.numel() != 1:
+            raise ValueError(f"{name} must be one number, got shape {tuple(x.shape)}")
+        x = x.item()
+    number = as_float(name, x)
+    return str(int(number)) if number.is_integer() else repr(number)
+
+
+def _digest(x: Tensor, vocabulary: int | None = None) -> str:
+    """Shape and contents, for which the host waits once. Raises ValueError for a token beyond a vocabulary."""
+    numbers = x.flatten()
+    bits = numbers.double().view(torch.int64) if x.is_floating_point() else numbers.long()
     weights = torch.arange(1, x.numel() + 1, device=x.device) * 0x2545F4914F6CDD1D  # wraps around
-    mixed = (x.flatten().long() + 1) * (weights ^ (weights >> 29))
-    return f"{tuple(x.shape)}, digest {int((mixed ^ (mixed >> 32)).sum()) % (1 << 64):016x}"
+    mixed = (bits + 1) * (weights ^ (weights >> 29))
+    digest, least, largest = torch.stack([(mixed ^ (mixed >> 32)).sum(), *bits.aminmax()]).tolist()
+    if vocabulary is not None and not 0 <= least <= largest < vocabulary:
+        token = least if least < 0 else largest
+        raise ValueError(f"token {token} of input_ids is not in a vocabulary of {vocabulary}")
+    return f"{tuple(x.shape)}, digest {digest % (1 << 64):016x}"
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -481,13 +525,30 @@ def _hint(model: Any) -> str:
     return ""
 
 
-def _give_own_config(model: PreTrainedModel) -> None:
-    """Lets the model name its attention without others that have the same configuration."""
-    shared, own = model.config, copy.deepcopy(model.config)
-    own._attn_implementation = ATTENTION
-    for module in model.modules():
-        if getattr(module, "config", None) is shared:
-            module.config = own
+def _give_own_configs(model: PreTrainedModel) -> None:
+    """Lets modules name their attention without models that have the same configurations. Modules that share one still
+    do: a model need not have the configuration of its layers, which may come from elsewhere."""
+    known: dict[int, Any] = {}
+    for module, config in _configs(model):
+        module.config = copy.deepcopy(config, known)
+        module.config._attn_implementation = ATTENTION
+
+
+def _check_configs(model: PreTrainedModel) -> None:
+    """Raises ValueError if a module would ask for another attention, which sees this rank's tokens alone."""
+    for module, config in _configs(model):
+        if config._attn_implementation != ATTENTION:
+            raise ValueError(
+                f"the configuration of a {type(module).__name__} asks for {config._attn_implementation!r} attention, "
+                f"which would see this rank's tokens alone; since enable it must be {ATTENTION!r}: neither replace "
+                "modules and configurations of an enabled model nor set their _attn_implementation"
+            )
+
+
+def _configs(model: PreTrainedModel) -> list[tuple[nn.Module, PreTrainedConfig]]:
+    """The modules that have a configuration, each with its own."""
+    found = ((module, vars(module).get("config")) for module in model.modules())
+    return [(module, config) for module, config in found if isinstance(config, PreTrainedConfig)]
 
 
 @functools.cache
