@@ -36,7 +36,11 @@ def tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tuple
         if hasattr(caught, _KNOWN):
             raise  # who is told twice would wait for a word that nobody says
         failure, mine = caught, _failed(doing, caught)
-    said = tuple(rings.gather(mine.encode()))
+    try:
+        said = tuple(rings.gather(mine.encode()))
+    except Exception as lost:
+        _known(lost)  # or as good as that: to tell of it would be to wait once more for who did not come
+        raise
     if failure:
         raise _known(failure)
     return said

@@ -435,3 +435,20 @@ def test_groups_that_came_and_went_leave_nothing():
         assert counts["files"][0] == counts["files"][-1]
         assert counts["threads"][0] == counts["threads"][-1]
     assert set(Path("/dev/shm").glob("bmt_burst-*")) == before
+
+
+def test_who_does_not_come_is_waited_for_once():
+    """A call within a call fails for want of another rank: the outer one does not wait for that rank again."""
+    waits = []
+
+    class Alone:
+        def gather(self, message):
+            waits.append(message)
+            raise TimeoutError("rank 1 of the group did not make this call")
+
+    def inner():
+        tell(Alone(), "the inner call", dict)
+
+    with pytest.raises(TimeoutError, match="rank 1 of the group did not make this call"):
+        tell(Alone(), "the outer call", inner)
+    assert len(waits) == 1

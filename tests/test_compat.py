@@ -266,6 +266,7 @@ WRONG = [
     ({"deterministic": 3}, "deterministic must be True or False"),
     ({"softmax_scale": 0.0}, "softmax_scale must be positive"),
     ({"causal": None}, "causal must be True or False"),
+    ({"return_attn_probs": "yes"}, "return_attn_probs must be True or False, got 'yes'"),
 ]
 
 
@@ -280,6 +281,21 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(options, said):
     other, wrong = what_each_says(2, work)
     assert re.search(said, wrong)
     assert "rank 1 of the group failed" in other
+
+
+def test_any_failure_to_read_arguments_is_heard_by_all():
+    """Not only a ValueError or TypeError: numbers of a meta tensor cannot be read."""
+    q, k, v, _ = random_qkv(1, 4, 2, 2, 8)
+    said = {}
+
+    def work(ring):
+        cu_seqlens = torch.tensor([0, 4], device="meta" if ring.rank else "cpu")
+        with pytest.raises(NotImplementedError if ring.rank else ValueError) as error:
+            compat.ring_flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens, 4, group=ring)
+        said[ring.rank] = f"{error.value}"
+
+    simulate(2, work)
+    assert said[0] == f"rank 1 of the group failed before a call of burst_attn_func: NotImplementedError: {said[1]}"
 
 
 def test_shapes_and_layouts_that_do_not_fit():

@@ -477,6 +477,9 @@ def refusals(rank: int, sp: SequenceParallel) -> dict[str, str]:
     if rank == 0:
         model.train()
     found["dropout on one"] = error_of(model, base)
+    mistral = enabled(plain("Mistral"), sp)
+    mistral.config.sliding_window = 0 if rank == 0 else 7
+    found["window"] = error_of(mistral, base)
     return found
 
 
@@ -537,6 +540,8 @@ def test_what_is_wrong_is_refused_on_all_ranks(processes):
         assert found["dropout in eval"] == "no error"
         assert found["dropout on one"].startswith(dropout if rank % 2 == 0 else heard + dropout)
         assert found["an int"] == found["of one dimension"] == "no error"
+        window = "sliding_window, of the configuration, must be at least 1 or None, got 0"
+        assert found["window"] == (heard + window if rank % 2 else window)
         assert found["not causal"].startswith("is_causal is False in the configuration")
 
 

@@ -151,11 +151,9 @@ def _attention(
         raise TypeError(
             f"a {type(module).__name__} was called without what its tokens see: call the model that was enabled"
         )
-    if dropout:
-        error = ValueError(
-            f"attention over ranks cannot drop probabilities, and attention_dropout is {dropout}: set it to 0 in the "
-            "configuration, or call the model's eval()"
-        )
+    try:
+        _check_layer(dropout, sliding_window)
+    except ValueError as error:
         refuse_call(error, bmt_burst.options["process_group"], bmt_burst.options["double_group"])
     narrower = key.shape[-1] - value.shape[-1]
     padded = F.pad(value, (0, narrower)) if narrower else value
@@ -163,6 +161,17 @@ def _attention(
     sinks = None if s_aux is None else s_aux.to(accumulator_dtype(q.dtype))
     options = {**bmt_burst.within(sliding_window), "softcap": softcap, "sinks": sinks}
     return burst_attn_func(q, k, v, scaling, **options)[..., : value.shape[-1]], None
+
+
+def _check_layer(dropout: float, window: int | None) -> None:
+    """Raises ValueError for what a configuration asks of its layers that is not computed."""
+    if dropout:
+        raise ValueError(
+            f"attention over ranks cannot drop probabilities, and attention_dropout is {dropout}: set it to 0 in the "
+            "configuration, or call the model's eval()"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"sliding_window, of the configuration, must be at least 1 or None, got {window}")
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -83,7 +83,7 @@ def attention(
     (B, H, S); of packed documents q (T, H, D), k, v (T, G, D), kv (T, 2, G, D), qkv (T, 3, H, D) come out (T, H, D)
     and lse (H, T). The dtype of lse is fp32 (fp64 for fp64 inputs), and no gradient flows through it.
 
-    Raises ValueError or TypeError on every rank if arguments are wrong on any.
+    Raises on every rank if arguments are wrong on any: ValueError or TypeError, or what reading them raised there.
     """
     rings = make_rings(options.group, (None, None))
     try:
@@ -92,7 +92,8 @@ def attention(
         bounds, layout = placing(rings, q)
         mask = _banded(bounds, *options.band())
         softcap = as_float("softcap", options.softcap) or None
-    except (ValueError, TypeError) as error:
+        with_lse = as_bool("return_attn_probs", options.return_attn_probs)
+    except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
         refuse_call(error, options.group, (None, None))
     out, lse = burst_attn_func(
         *((x.unsqueeze(0) for x in (q, k, v)) if is_packed else (q, k, v)),
@@ -106,7 +107,7 @@ def attention(
         softcap=softcap,
     )
     out, lse = (out[0], lse[0]) if is_packed else (out, lse)
-    return (out, lse, None) if options.return_attn_probs else out
+    return (out, lse, None) if with_lse else out
 
 
 def tokens_of(q: Tensor, dims: int) -> int:
