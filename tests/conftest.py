@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 
 import torch
 
@@ -41,6 +42,9 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
     if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.9; others are slow
         _prepare_once(interpreter)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script starts in the background: tests interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (  # files, by how long they take
     "test_train.py",
