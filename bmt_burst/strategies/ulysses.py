@@ -53,7 +53,7 @@ class Ulysses(Strategy):
         return UlyssesPlan(problem, rank)
 
 
-class USP(Strategy):
+class USP(Ulysses):
     name = "usp"
 
     def refuses(self, problem: Problem) -> str | None:
@@ -66,9 +66,6 @@ class USP(Strategy):
             )
         return None
 
-    def plan(self, problem: Problem, rank: int) -> UlyssesPlan:
-        return UlyssesPlan(problem, rank)
-
 
 class HostLayout(Layout):
     """How tokens lie on hosts, if they lie on ranks as in `layout`, of which `inner` are a host: in rising order."""
@@ -80,6 +77,8 @@ class HostLayout(Layout):
         self.layout, self.inner = layout, inner
 
     def ranges(self, rank: int) -> Sequence[range]:
+        if self.size == 1:
+            return [range(self.seq_len)]
         shards = self.layout.shards[rank * self.inner : (rank + 1) * self.inner]
         ranges = sorted(itertools.chain.from_iterable(shards), key=lambda r: r.start)
         if self.inner == 1:
@@ -96,7 +95,8 @@ class HostLayout(Layout):
 
     def places(self, rank: int) -> Tensor:
         """Where the tokens of a rank lie among those of its host: (S,) int64."""
-        return torch.searchsorted(self.positions(rank // self.inner), self.layout.positions(rank))
+        positions = self.layout.positions(rank)
+        return positions if self.size == 1 else torch.searchsorted(self.positions(rank // self.inner), positions)
 
 
 class Heads(NamedTuple):
