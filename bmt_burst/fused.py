@@ -112,10 +112,9 @@ def _merge_outputs(
 
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for i in tl.static_range(PARTS):
-        from_start = token - starts[i] // 16
-        seen = inside & (from_start >= 0) & (token < stops[i] // 16)
-        at = batch * (lse_batch_strides[i] // 16) + head * (lse_head_strides[i] // 16) + lse_offsets[i] // 16
-        at += from_start * (lse_token_strides[i] // 16)
+        from_start, seen = _in_part(token, inside, starts[i], stops[i])
+        strides = lse_batch_strides[i], lse_head_strides[i], lse_token_strides[i]
+        at = _row_at(batch, head, from_start, strides) + lse_offsets[i] // 16
         part_lse = tl.load(part_lses[i] + at, mask=seen, other=-float("inf"))
         largest = tl.maximum(largest, part_lse, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(largest == -float("inf"), 0.0, largest)
@@ -123,10 +122,9 @@ def _merge_outputs(
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     weights = tl.zeros((ROWS,), tl.float32)
     for i in tl.static_range(PARTS):
-        from_start = token - starts[i] // 16
-        seen = inside & (from_start >= 0) & (token < stops[i] // 16)
-        at = batch * (lse_batch_strides[i] // 16) + head * (lse_head_strides[i] // 16) + lse_offsets[i] // 16
-        at += from_start * (lse_token_strides[i] // 16)
+        from_start, seen = _in_part(token, inside, starts[i], stops[i])
+        strides = lse_batch_strides[i], lse_head_strides[i], lse_token_strides[i]
+        at = _row_at(batch, head, from_start, strides) + lse_offsets[i] // 16
         part_lse = tl.load(part_lses[i] + at, mask=seen, other=-float("inf"))
         weight = tl.exp(part_lse - shift)
         share = tl.where(largest == -float("inf"), 1.0, weight)
@@ -144,8 +142,7 @@ def _merge_outputs(
     mask = inside[:, None] & (column < head_size)[None, :]
     tl.store(out + place[:, None] + column[None, :] * out_strides[3], total.to(out.dtype.element_ty), mask=mask)
     total_lse = tl.where(weights == 0.0, -float("inf"), shift + tl.log(divisor))
-    at = batch * (lse_strides[0] // 16) + head * (lse_strides[1] // 16) + token * (lse_strides[2] // 16)
-    tl.store(lse + at, total_lse, mask=inside)
+    tl.store(lse + _row_at(batch, head, token, lse_strides), total_lse, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -165,8 +162,8 @@ def _sum_gradients(
 
     wide = tl.zeros((ROWS, WIDTH), tl.float32)
     for i in tl.static_range(PARTS):
-        from_start = token - starts[i] // 16
-        mask = inside & ((from_start >= 0) & (token < stops[i] // 16))[:, None]
+        from_start, seen = _in_part(token, there, starts[i], stops[i])
+        mask = inside & seen[:, None]
         at = batch * batch_strides[i] + from_start * token_strides[i] + head * head_strides[i]
         wide += tl.load(parts[i] + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     at = batch * total_strides[0] + token * total_strides[1] + head * total_strides[2]
@@ -179,8 +176,22 @@ def _more_came(token, starts, stops, PARTS: tl.constexpr):
     """Whether other parts than the first have a token."""
     result = token < 0
     for i in tl.static_range(1, PARTS):
-        result |= (token >= starts[i] // 16) & (token < stops[i] // 16)
+        _, seen = _in_part(token, token >= 0, starts[i], stops[i])
+        result |= seen
     return result
+
+
+@triton.jit
+def _in_part(token, inside, start, stop):
+    """How far tokens are from a part's first, and which of those inside it has; numbers `of_one_kind`."""
+    from_start = token - start // 16
+    return from_start, inside & (from_start >= 0) & (token < stop // 16)
+
+
+@triton.jit
+def _row_at(batch, head, token, strides):
+    """Where tokens' numbers are in lse (B, H, S), of strides `of_one_kind`."""
+    return batch * (strides[0] // 16) + head * (strides[1] // 16) + token * (strides[2] // 16)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
@@ -199,8 +210,7 @@ def _fill_query_rows(
     o = tl.load(out + at[:, None] + column[None, :] * out_strides[3], mask=mask, other=0.0).to(tl.float32)
     at = batch * dout_strides[0] + token * dout_strides[1] + head * dout_strides[2]
     do = tl.load(dout + at[:, None] + column[None, :] * dout_strides[3], mask=mask, other=0.0).to(tl.float32)
-    at = batch * (lse_strides[0] // 16) + head * (lse_strides[1] // 16) + token * (lse_strides[2] // 16)
-    row_lse = tl.load(lse + at, mask=inside)
+    row_lse = tl.load(lse + _row_at(batch, head, token, lse_strides), mask=inside)
 
     place = rows + ((batch * tokens + token) * heads + head) * 2
     tl.store(place, row_lse, mask=inside)

@@ -60,10 +60,9 @@ class Outputs:
         if self.wide is None:
             wide = torch.empty(self.out.shape, dtype=self.lse.dtype, device=self.out.device)
             self.wide = wide, torch.empty_like(self.lse)
-        self._merge(*self.wide)
-        self.parts = [
-            ((0, self.out.shape[1]), self.wide[0], self.wide[1].clone())
-        ]  # which is read while that is written
+        out, lse = self.wide
+        self._merge(out, lse)
+        self.parts = [((0, out.shape[1]), out, lse.clone())]  # a copy is read while lse is written
 
     def result(self) -> None:
         """Fills out and lse; 0 and -inf where no part came."""
