@@ -56,7 +56,13 @@ CONFIGS = {  # by what they are: the family, and what it has besides
     "MiniCPM3": ("MiniCPM3", {**MLA, "num_key_value_heads": 4}),
     "Gemma2": (
         "Gemma2",
-        {"sliding_window": 9, "head_dim": 8, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 0.8},
+        {
+            "sliding_window": 9,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 4,
+            "attn_logit_softcapping": 0.8,
+            "attn_implementation": "eager",  # before transformers 5.2x the default, sdpa, leaves the softcap out
+        },
     ),
     "GptOss": (
         "GptOss",
