@@ -15,7 +15,7 @@ alone; so are those of an earlier sum to which nothing came.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,19 +41,27 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 class Outputs:
     """Adds up the attention output over key sets as they come; it ends up in out (B, S, H, D) and lse (B, H, S).
 
-    Partial results are folded into one, in lse's dtype, whenever those that wait exceed `limit` bytes. Out may be the
-    first part's own memory; lse then begins as a copy of that part's.
+    Partial results are folded into one, in lse's dtype, whenever those that came exceed `limit` bytes. The sum begins
+    with `parts`, which do not count: their memory is held elsewhere. Out may be that of the first; lse then begins as a
+    copy of its.
     """
 
-    def __init__(self, out: Tensor, lse: Tensor, limit: int = 0):
+    def __init__(self, out: Tensor, lse: Tensor, limit: int = 0, parts: Iterable[OutputPart] = ()):
         self.out, self.lse, self.limit = out, lse, limit
         self.parts: list[OutputPart] = []
         self.wide: tuple[Tensor, Tensor] | None = None  # once folded, the first of the parts
+        self.waiting = 0  # bytes that came
+        for part in parts:
+            self._take(part)
 
     def add(self, span: Span, out: Tensor, lse: Tensor) -> None:
         """A partial result of queries span[0]..span[1] - 1: out (B, T, H, D), lse (B, H, T)."""
-        self.parts.append((span, out, lse))
-        if _too_many(self.parts, self.wide[0] if self.wide else self.out, self.limit):
+        self.waiting += out.nbytes
+        self._take((span, out, lse))
+
+    def _take(self, part: OutputPart) -> None:
+        self.parts.append(part)
+        if _too_many(self.parts, self.waiting, self.limit):
             self._fold()
 
     def _fold(self) -> None:
@@ -63,6 +71,7 @@ class Outputs:
         out, lse = self.wide
         self._merge(out, lse)
         self.parts = [((0, out.shape[1]), out, lse.clone())]  # a copy is read while lse is written
+        self.waiting = 0
 
     def result(self) -> None:
         """Fills out and lse; 0 and -inf where no part came."""
@@ -82,22 +91,35 @@ class Outputs:
 
 
 class Gradients:
-    """Adds up the gradient of a tensor (B, S, H, D) as its parts come; `limit` as for Outputs.
+    """Adds up the gradient of a tensor (B, S, H, D) as its parts come; `limit` and `parts` as for Outputs.
 
-    The sum ends up in `into`, if that is given, which may be the first part's own memory.
+    The sum ends up in `into`, if that is given, which may be the memory of the first of `parts`.
     """
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, limit: int = 0, into: Tensor | None = None
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        limit: int = 0,
+        into: Tensor | None = None,
+        parts: Iterable[Part] = (),
     ):
         self.shape, self.dtype, self.device, self.limit, self.into = torch.Size(shape), dtype, device, limit, into
         self.parts: list[Part] = []
         self.total: Tensor | None = None  # once folded, the first of the parts
+        self.waiting = 0  # bytes that came
+        for part in parts:
+            self._take(part)
 
     def add(self, span: Span, grad: Tensor) -> None:
         """The part of tokens span[0]..span[1] - 1: (B, T, ...), any float dtype."""
-        self.parts.append((span, grad))
-        if _too_many(self.parts, self.into if self.total is None else self.total, self.limit):
+        self.waiting += grad.nbytes
+        self._take((span, grad))
+
+    def _take(self, part: Part) -> None:
+        self.parts.append(part)
+        if _too_many(self.parts, self.waiting, self.limit):
             self.fold()
 
     def fold(self) -> None:
@@ -105,7 +127,7 @@ class Gradients:
         if self.total is None:
             self.total = torch.empty(self.shape, dtype=accumulator_dtype(self.dtype), device=self.device)
         self._sum(self.total)
-        self.parts = [((0, self.shape[1]), self.total)]
+        self.parts, self.waiting = [((0, self.shape[1]), self.total)], 0
 
     def result(self, dtype: torch.dtype | None = None) -> Tensor:
         """The sum, 0 where no part came: in `into`, else contiguous in `dtype` (by default the tensor's)."""
@@ -132,10 +154,7 @@ def sum_parts(
     here = [(at, tokens_at(grad, place)) for at, place, grad in _clipped(parts, span)]
     if is_whole(here, length(span)) and here[0][1].dtype == dtype:
         return here[0][1]
-    total = Gradients((batch, length(span), *shape), dtype, device, limit=1 << 62)
-    for at, grad in here:
-        total.add(at, grad)
-    return total.result()
+    return Gradients((batch, length(span), *shape), dtype, device, parts=here).result()
 
 
 def empty_lse(q: Tensor) -> Tensor:
@@ -202,15 +221,14 @@ def is_whole(parts: Sequence[tuple], tokens: int) -> bool:
     return len(parts) == 1 and parts[0][0] == (0, tokens)
 
 
-def _too_many(parts: Sequence[tuple], into: Tensor | None, limit: int) -> bool:
-    """Whether parts that wait have too much memory; one that lies where the sum goes does not wait."""
-    waiting = parts[1:] if _lies_in(parts[0], into) else parts
-    return len(parts) > 1 and (len(parts) > _MOST_PARTS or sum(part[1].nbytes for part in waiting) > limit)
+def _too_many(parts: Sequence[tuple], waiting: int, limit: int) -> bool:
+    """Whether it is time to add up parts, of which `waiting` bytes came."""
+    return len(parts) > 1 and (waiting > limit or len(parts) > _MOST_PARTS)
 
 
-def _lies_in(part: tuple, into: Tensor | None) -> bool:
+def _lies_in(part: tuple, into: Tensor) -> bool:
     """Whether a part is of all tokens and lies where the sum goes."""
-    if into is None or not is_whole([part], into.shape[1]):
+    if not is_whole([part], into.shape[1]):
         return False
     return part[1].data_ptr() == into.data_ptr() and part[1].dtype == into.dtype
 

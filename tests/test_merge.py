@@ -97,13 +97,11 @@ def test_sums_may_lie_where_their_first_part_does():
     first[0, 0, 0, 0] = torch.nan
     lse, second_lse = torch.randn(1, 2, 7), torch.randn(1, 2, 3)
     out, grad = first.clone(), first.clone()
-    gradients = Gradients(grad.shape, grad.dtype, grad.device, into=grad)
-    outputs = Outputs(out, lse.clone(), limit=1 << 30)
-    for sums in (outputs, Outputs(torch.empty_like(out), torch.empty_like(lse), limit=1 << 30)):
-        sums.add((0, 7), out.clone() if sums is not outputs else out, lse)
+    gradients = Gradients(grad.shape, grad.dtype, grad.device, into=grad, parts=[((0, 7), grad)])
+    outputs = Outputs(out, lse.clone(), parts=[((0, 7), out, lse)])
+    apart = Outputs(torch.empty_like(out), torch.empty_like(lse), parts=[((0, 7), out.clone(), lse)])
+    for sums in (outputs, apart):
         sums.add((2, 5), second, second_lse)
-    apart = sums
-    gradients.add((0, 7), grad)
     gradients.add((2, 5), second)
     assert gradients.result() is grad
     assert torch.equal(grad[:, 2:5], first[:, 2:5] + second)
@@ -133,6 +131,18 @@ def test_the_parts_of_a_span():
     assert of((0, 2)).data_ptr() == parts[0][1].data_ptr()
     assert of((0, 2), torch.bfloat16).dtype == torch.bfloat16
     assert of((9, 12)).eq(0).all()
+
+
+def test_parts_with_which_a_sum_begins_do_not_count():
+    """Their memory is held elsewhere: adding them up early would free none."""
+    parts = [((0, 4), torch.ones(1, 4, 1, 2))] * 3
+    gradients = Gradients((1, 4, 1, 2), torch.float32, torch.device("cpu"), limit=parts[0][1].nbytes, parts=parts)
+    gradients.add(*parts[0])
+    assert gradients.total is None
+    gradients.add(*parts[0])
+    assert gradients.total.eq(5).all()
+    many = Gradients((1, 4, 1, 2), torch.float32, torch.device("cpu"), parts=parts * 6)
+    assert many.result().eq(18).all()
 
 
 def test_folded_parts_are_not_read_again():

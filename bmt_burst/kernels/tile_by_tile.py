@@ -171,10 +171,7 @@ def _merge(out: Tensor, lse: Tensor, blocks: Blocks, part: Tensor, part_lse: Ten
     # Of each of the batch by itself: two batches are no one dimension where the tokens between blocks are left out.
     for out_at, lse_at, part_at, part_lse_at in zip(*places, *parts, strict=True):
         span = 0, out_at.shape[1]
-        total = Outputs(out_at, lse_at, limit=2 * out_at.nbytes)
-        total.add(span, out_at, lse_at.clone())
-        total.add(span, part_at, part_lse_at)
-        total.result()
+        Outputs(out_at, lse_at, parts=[(span, out_at, lse_at.clone()), (span, part_at, part_lse_at)]).result()
 
 
 def _queries(x: Tensor, blocks: Blocks) -> Tensor:

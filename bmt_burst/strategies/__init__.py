@@ -88,6 +88,12 @@ class Problem:
         return tuple(term.row for term in self.terms if is_one_row(term.row))
 
     @property
+    def takes_delta(self) -> bool:
+        """Whether all kernels can do with delta = rowsum(out * dout) in place of out, and may."""
+        kernels = [kernel for kernel in (self.kernel, self.biased_kernel) if kernel]
+        return not self.send_out and all(kernel.takes_delta for kernel in kernels)
+
+    @property
     def most_tokens(self) -> int:
         """Tokens of the rank that has most."""
         return max(self.layout.length(rank) for rank in (0, self.layout.size - 1))

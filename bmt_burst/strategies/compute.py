@@ -50,6 +50,11 @@ class Queries:
         parts = [self.part(span) for span in spans]
         return parts[0] if len(parts) == 1 else Queries(*(_joined(parts, name, dim) for name, dim in _QUERIES.items()))
 
+    def with_delta(self) -> Queries:
+        """With delta = rowsum(out * dout) in place of out."""
+        delta = query_rows(self.out, self.dout, self.lse)[..., 1].transpose(1, 2)
+        return replace(self, out=None, delta=delta.contiguous())
+
 
 _QUERIES = {"q": 1, "dout": 1, "out": 1, "lse": 2, "delta": 2, "tokens": 1}  # fields, and their dimension of tokens
 
@@ -133,12 +138,11 @@ class Bias:
         follows from its logsumexp; the first is in each call's gradient of v: dv_j = sum_i P_ij dout_i, so
         v_j . dv_j = sum_i P_ij dP_ij.
         """
-        delta = queries.delta
-        if delta is None and self.rows:
-            delta = query_rows(queries.out, queries.dout, queries.lse)[..., 1].transpose(1, 2)
+        if self.rows and queries.delta is None:
+            queries = queries.with_delta()
         for row, lse in zip(self.rows, self.row_lse, strict=True):
             probs = (lse - queries.lse).exp().masked_fill(lse == -torch.inf, 0.0)
-            self.dtable[row] -= (probs * delta).sum((0, 2))
+            self.dtable[row] -= (probs * queries.delta).sum((0, 2))
 
 
 @dataclass(frozen=True)

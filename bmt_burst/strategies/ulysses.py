@@ -214,7 +214,7 @@ class UlyssesPlan(Plan):
         self.heads = [Heads.of(place, inner, sizes.heads, sizes.kv_heads) for place in range(inner)]
         chunks = self.heads[self.place].chunks(sizes.heads // sizes.kv_heads)
         self.chunks = [Chunk(at, kv_at, self._ring(at, kv_at)) for at, kv_at in chunks]
-        self.sends_delta = problem.kernel.takes_delta and not problem.send_out
+        self.sends_delta = problem.takes_delta
         head, wide = (sizes.head_size,), accumulator_dtype(sizes.dtype)
         q, kv = Row(0, head, sizes.dtype), Row(1, head, sizes.dtype)
         softmax = [Row(0, (2,), wide)] if self.sends_delta else [Row(0, (), wide), q]
@@ -313,11 +313,12 @@ class UlyssesPlan(Plan):
         grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for a, b in itertools.pairwise(sorted({end for heads in self.heads for end in heads.kv})):
             into = grad[:, :, a:b]
-            total = Gradients(into.shape, into.dtype, into.device, self.problem.group_bytes, into)
-            for (_, (first, last)), share in zip(self.heads, shares, strict=True):
-                if first <= a and b <= last:
-                    total.add((0, x.shape[1]), share[:, :, a - first : b - first])
-            total.result()
+            parts = [
+                ((0, x.shape[1]), share[:, :, a - first : b - first])
+                for (_, (first, last)), share in zip(self.heads, shares, strict=True)
+                if first <= a and b <= last
+            ]
+            Gradients(into.shape, into.dtype, into.device, into=into, parts=parts).result()
         return grad
 
     def _to_heads(self, rings: Rings, move: Move, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -312,10 +312,8 @@ class Forward(Execution):
     def _total(self, heads: slice) -> Outputs:
         """The sum of some heads, begun with the own block's share."""
         limit = _OUTPUTS_WAITING * self.tour.problem.group_bytes
-        total = Outputs(self.out[:, :, heads], self.lse[:, heads], limit)
-        for span, out, lse in self.parts:
-            total.add(span, out[:, :, heads], lse[:, heads])
-        return total
+        parts = ((span, out[:, :, heads], lse[:, heads]) for span, out, lse in self.parts)
+        return Outputs(self.out[:, :, heads], self.lse[:, heads], limit, parts)
 
     def _attend(self, event: Event, key: tuple[int, int], block: Keys) -> None:
         heads = self._pass(event).q
@@ -336,6 +334,8 @@ class Backward(Execution):
         row_lse: Tensor | None,
     ):
         queries, keys = (replace(side, tokens=tour.tokens(None, queries.q.device)) for side in (queries, keys))
+        if table is not None and queries.delta is None and tour.problem.takes_delta:
+            queries = queries.with_delta()  # which the table's gradient needs; many calls need not gather out
         travelling, staying = (queries, keys) if tour.payload.queries_travel else (keys, queries)
         super().__init__(tour, rings, Attention.begin(tour.problem, queries, table, row_lse), travelling)
         self.queries, self.keys, self.staying = queries, keys, staying
@@ -383,11 +383,8 @@ class Backward(Execution):
         """The sums of some heads, begun with the own block's share."""
         totals = []
         for parts, into, heads in zip(self.own_parts, self.grads, (q_heads, kv_heads, kv_heads), strict=True):
-            into = into[:, :, heads]
-            total = Gradients(into.shape, into.dtype, into.device, self._limit(), into)
-            for span, part in parts:
-                total.add(span, part[:, :, heads])
-            totals.append(total)
+            into, parts = into[:, :, heads], ((span, part[:, :, heads]) for span, part in parts)
+            totals.append(Gradients(into.shape, into.dtype, into.device, self._limit(), into, parts))
         return totals
 
     def _limit(self) -> int:
