@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .compiled import of_one_kind
-from .span import Span
+from .kernels.packed import current_stream, sent
+from .merge import OutputPart, Part
+from .span import Span, in_turn
 
 _BLOCK = 2048  # entries that a program handles
 
 
-def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tensor]]) -> None:
-    """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`: (span, out (B, T, H, D), lse (B, H, T)).
+def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
+    """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`: (spans, out (B, T, H, D), lse (B, H, T)).
 
     All may be of any strides. Out may be the first part's, whole; lse may not, but holds the same numbers then.
     """
@@ -34,16 +40,15 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tens
         of_one_kind(part_lse.stride(0) for part_lse in lses),
         of_one_kind(part_lse.stride(1) for part_lse in lses),
         of_one_kind(part_lse.stride(2) for part_lse in lses),
-        of_one_kind(start for (start, _), _, _ in parts),
-        of_one_kind(stop for (_, stop), _, _ in parts),
+        _places(parts, out),
         *sizes,
         PARTS=len(parts),
         **constants,
     )
 
 
-def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
-    """Fills total (B, S, H, D) with the sum of `parts`: (span, gradient (B, T, H, D)). It may be the first part, whole.
+def sum_gradients(total: Tensor, parts: list[Part]) -> None:
+    """Fills total (B, S, H, D) with the sum of `parts`: (spans, gradient (B, T, H, D)). It may be the first, whole.
 
     All may be of any strides.
     """
@@ -57,8 +62,7 @@ def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
         tuple(part.stride(0) for part in grads),
         tuple(part.stride(1) for part in grads),
         tuple(part.stride(2) for part in grads),
-        of_one_kind(start for (start, _), _ in parts),
-        of_one_kind(stop for (_, stop), _ in parts),
+        _places(parts, total),
         *sizes,
         PARTS=len(parts),
         **constants,
@@ -76,8 +80,25 @@ def _is_first(total: Tensor, parts: list[tuple]) -> bool:
     """Whether a sum is made where the first of its parts is, so that tokens which no other part has are left alone."""
     if not parts:
         return False
-    span, first, *_ = parts[0]
-    return span == (0, total.shape[1]) and first.data_ptr() == total.data_ptr()
+    spans, first, *_ = parts[0]
+    return [*spans] == [(0, total.shape[1])] and first.data_ptr() == total.data_ptr()
+
+
+def _places(parts: Sequence[tuple], total: Tensor) -> tuple[tuple, ...]:
+    """Which tokens parts have: (starts, stops) `of_one_kind` where each is of one span, else (maps,)."""
+    if all(len(spans) == 1 for spans, *_ in parts):
+        return tuple(of_one_kind(spans[0][end] for spans, *_ in parts) for end in (0, 1))
+    device = total.device
+    return (tuple(_map(tuple(spans), total.shape[1], device, current_stream(device)) for spans, *_ in parts),)
+
+
+@functools.lru_cache(maxsize=128)
+def _map(spans: tuple[Span, ...], tokens: int, device: torch.device, stream: torch.cuda.Stream | None) -> Tensor:
+    """(tokens,) int32, for work on `stream`: where tokens are in a part of rising spans, -1 where they are not."""
+    places = torch.full((tokens,), -1, dtype=torch.int32)
+    for span, place in in_turn(spans):
+        places[slice(*span)] = torch.arange(*place, dtype=torch.int32)
+    return sent(places, device)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -99,7 +120,7 @@ def _merge_outputs(
     out, lse, out_strides, lse_strides,
     parts, batch_strides, token_strides, head_strides,
     part_lses, lse_offsets, lse_batch_strides, lse_head_strides, lse_token_strides,
-    starts, stops, tokens, heads, head_size,
+    places, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
@@ -108,13 +129,13 @@ def _merge_outputs(
     column = tl.arange(0, WIDTH)
     inside = row < tokens * heads
     if IN_PLACE:
-        inside &= _more_came(token, starts, stops, PARTS)
+        inside &= _more_came(token, inside, places, PARTS)
 
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for i in tl.static_range(PARTS):
-        from_start, seen = _in_part(token, inside, starts[i], stops[i])
+        at_token, seen = _in_part(token, inside, places, i)
         strides = lse_batch_strides[i], lse_head_strides[i], lse_token_strides[i]
-        at = _row_at(batch, head, from_start, strides) + lse_offsets[i] // 16
+        at = _row_at(batch, head, at_token, strides) + lse_offsets[i] // 16
         part_lse = tl.load(part_lses[i] + at, mask=seen, other=-float("inf"))
         largest = tl.maximum(largest, part_lse, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(largest == -float("inf"), 0.0, largest)
@@ -122,14 +143,14 @@ def _merge_outputs(
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     weights = tl.zeros((ROWS,), tl.float32)
     for i in tl.static_range(PARTS):
-        from_start, seen = _in_part(token, inside, starts[i], stops[i])
+        at_token, seen = _in_part(token, inside, places, i)
         strides = lse_batch_strides[i], lse_head_strides[i], lse_token_strides[i]
-        at = _row_at(batch, head, from_start, strides) + lse_offsets[i] // 16
+        at = _row_at(batch, head, at_token, strides) + lse_offsets[i] // 16
         part_lse = tl.load(part_lses[i] + at, mask=seen, other=-float("inf"))
         weight = tl.exp(part_lse - shift)
         share = tl.where(largest == -float("inf"), 1.0, weight)
         counts = seen & ((part_lse != -float("inf")) | (largest == -float("inf")))
-        place = batch * batch_strides[i] + from_start * token_strides[i] + head * head_strides[i]
+        place = batch * batch_strides[i] + at_token * token_strides[i] + head * head_strides[i]
         mask = counts[:, None] & (column < head_size)[None, :]
         total += share[:, None] * tl.load(parts[i] + place[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
@@ -148,7 +169,7 @@ def _merge_outputs(
 @triton.jit(do_not_specialize=["tokens"])
 def _sum_gradients(
     total, total_strides, parts, batch_strides, token_strides, head_strides,
-    starts, stops, tokens, heads, head_size,
+    places, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
@@ -157,14 +178,14 @@ def _sum_gradients(
     column = tl.arange(0, WIDTH)
     there = row < tokens * heads
     if IN_PLACE:
-        there &= _more_came(token, starts, stops, PARTS)
+        there &= _more_came(token, there, places, PARTS)
     inside = there[:, None] & (column < head_size)[None, :]
 
     wide = tl.zeros((ROWS, WIDTH), tl.float32)
     for i in tl.static_range(PARTS):
-        from_start, seen = _in_part(token, there, starts[i], stops[i])
+        at_token, seen = _in_part(token, there, places, i)
         mask = inside & seen[:, None]
-        at = batch * batch_strides[i] + from_start * token_strides[i] + head * head_strides[i]
+        at = batch * batch_strides[i] + at_token * token_strides[i] + head * head_strides[i]
         wide += tl.load(parts[i] + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     at = batch * total_strides[0] + token * total_strides[1] + head * total_strides[2]
     place = total + at[:, None] + column[None, :] * total_strides[3]
@@ -172,20 +193,25 @@ def _sum_gradients(
 
 
 @triton.jit
-def _more_came(token, starts, stops, PARTS: tl.constexpr):
-    """Whether other parts than the first have a token."""
+def _more_came(token, inside, places, PARTS: tl.constexpr):
+    """Whether other parts than the first have tokens, of those inside."""
     result = token < 0
     for i in tl.static_range(1, PARTS):
-        _, seen = _in_part(token, token >= 0, starts[i], stops[i])
+        _, seen = _in_part(token, inside, places, i)
         result |= seen
     return result
 
 
 @triton.jit
-def _in_part(token, inside, start, stop):
-    """How far tokens are from a part's first, and which of those inside it has; numbers `of_one_kind`."""
-    from_start = token - start // 16
-    return from_start, inside & (from_start >= 0) & (token < stop // 16)
+def _in_part(token, inside, places, i: tl.constexpr):
+    """Where tokens are in a part, and which of those inside it has; `places` are `_places`."""
+    if len(places) == 1:
+        at = tl.load(places[0][i] + token, mask=inside, other=-1).to(tl.int64)
+        seen = at >= 0
+    else:
+        at = token - places[0][i] // 16
+        seen = inside & (at >= 0) & (token < places[1][i] // 16)
+    return at, seen
 
 
 @triton.jit

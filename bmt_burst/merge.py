@@ -11,6 +11,8 @@ Gradients are plain sums, and so is delta = rowsum(out * dout), by which a backw
 Partial results are kept as the kernels made them until there is enough to add up, so that each is read once; the
 arithmetic is fp32, or fp64 for fp64 inputs. Tokens of which there is one part, which lies where the sum goes, are left
 alone; so are those of an earlier sum to which nothing came.
+
+A part is of the tokens of rising spans, which lie in it one after the other.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .span import Span, length, overlap, shifted
+from .span import Span, hull, in_turn, length, overlap, shifted
 
 _MOST_PARTS = 8  # that are added up in one pass over memory
 
-Part = tuple[Span, Tensor]  # tokens, and a gradient (B, T, H, D) of them
-OutputPart = tuple[Span, Tensor, Tensor]  # queries, and out (B, T, H, D) and lse (B, H, T) of them
+Part = tuple[Sequence[Span], Tensor]  # tokens, and a gradient (B, T, H, D) of them
+OutputPart = tuple[Sequence[Span], Tensor, Tensor]  # queries, and out (B, T, H, D) and lse (B, H, T) of them
 
 
 def tokens_at(x: Tensor, span: Span) -> Tensor:
@@ -54,10 +56,10 @@ class Outputs:
         for part in parts:
             self._take(part)
 
-    def add(self, span: Span, out: Tensor, lse: Tensor) -> None:
-        """A partial result of queries span[0]..span[1] - 1: out (B, T, H, D), lse (B, H, T)."""
+    def add(self, spans: Sequence[Span], out: Tensor, lse: Tensor) -> None:
+        """A partial result of the queries of rising spans: out (B, T, H, D), lse (B, H, T)."""
         self.waiting += out.nbytes
-        self._take((span, out, lse))
+        self._take((spans, out, lse))
 
     def _take(self, part: OutputPart) -> None:
         self.parts.append(part)
@@ -70,7 +72,7 @@ class Outputs:
             self.wide = wide, torch.empty_like(self.lse)
         out, lse = self.wide
         self._merge(out, lse)
-        self.parts = [((0, out.shape[1]), out, lse.clone())]  # a copy is read while lse is written
+        self.parts = [([(0, out.shape[1])], out, lse.clone())]  # a copy is read while lse is written
         self.waiting = 0
 
     def result(self) -> None:
@@ -84,8 +86,8 @@ class Outputs:
     def _merge(self, total: Tensor, total_lse: Tensor) -> None:
         if span := _unfinished(self.parts, total):
             parts = [
-                (at, tokens_at(out, place), lse[:, :, slice(*place)])
-                for at, place, out, lse in _clipped(self.parts, span)
+                (spans, tokens_at(out, place), lse[:, :, slice(*place)])
+                for spans, place, out, lse in _clipped(self.parts, span)
             ]
             _backend(total, "merge_outputs")(tokens_at(total, span), total_lse[:, :, slice(*span)], parts)
 
@@ -112,10 +114,10 @@ class Gradients:
         for part in parts:
             self._take(part)
 
-    def add(self, span: Span, grad: Tensor) -> None:
-        """The part of tokens span[0]..span[1] - 1: (B, T, ...), any float dtype."""
+    def add(self, spans: Sequence[Span], grad: Tensor) -> None:
+        """The part of the tokens of rising spans: (B, T, ...), any float dtype."""
         self.waiting += grad.nbytes
-        self._take((span, grad))
+        self._take((spans, grad))
 
     def _take(self, part: Part) -> None:
         self.parts.append(part)
@@ -127,7 +129,7 @@ class Gradients:
         if self.total is None:
             self.total = torch.empty(self.shape, dtype=accumulator_dtype(self.dtype), device=self.device)
         self._sum(self.total)
-        self.parts, self.waiting = [((0, self.shape[1]), self.total)], 0
+        self.parts, self.waiting = [([(0, self.shape[1])], self.total)], 0
 
     def result(self, dtype: torch.dtype | None = None) -> Tensor:
         """The sum, 0 where no part came: in `into`, else contiguous in `dtype` (by default the tensor's)."""
@@ -143,7 +145,7 @@ class Gradients:
 
     def _sum(self, total: Tensor) -> None:
         if span := _unfinished(self.parts, total):
-            parts = [(at, tokens_at(grad, place)) for at, place, grad in _clipped(self.parts, span)]
+            parts = [(spans, tokens_at(grad, place)) for spans, place, grad in _clipped(self.parts, span)]
             _backend(total, "sum_gradients")(tokens_at(total, span), parts)
 
 
@@ -151,7 +153,7 @@ def sum_parts(
     parts: Sequence[Part], span: Span, batch: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """The gradient of tokens span[0]..span[1] - 1 of which there are `parts`: (B, T, *shape), a view if one has it."""
-    here = [(at, tokens_at(grad, place)) for at, place, grad in _clipped(parts, span)]
+    here = [(spans, tokens_at(grad, place)) for spans, place, grad in _clipped(parts, span)]
     if is_whole(here, length(span)) and here[0][1].dtype == dtype:
         return here[0][1]
     return Gradients((batch, length(span), *shape), dtype, device, parts=here).result()
@@ -171,26 +173,28 @@ def query_rows(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
     return rows
 
 
-def merge_outputs(out: Tensor, lse: Tensor, parts: list[tuple[Span, Tensor, Tensor]]) -> None:
+def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`. Specifies the fused kernel.
 
     Out may be the first part's, whole; lse may not, but holds the same numbers then.
     """
     total = torch.zeros_like(out, dtype=lse.dtype)
     lse.fill_(-torch.inf)
-    for span, part, part_lse in parts:
-        rows, row_lse = tokens_at(total, span), lse[:, :, slice(*span)]
-        part = part.to(lse.dtype)
-        rows.copy_(_share(rows, row_lse, part_lse) + _share(part, part_lse, row_lse))
-        row_lse.copy_(torch.logaddexp(row_lse, part_lse.to(lse.dtype)))
+    for spans, part, part_lse in parts:
+        for span, place in in_turn(spans):
+            rows, row_lse = tokens_at(total, span), lse[:, :, slice(*span)]
+            more, more_lse = tokens_at(part, place).to(lse.dtype), part_lse[:, :, slice(*place)].to(lse.dtype)
+            rows.copy_(_share(rows, row_lse, more_lse) + _share(more, more_lse, row_lse))
+            row_lse.copy_(torch.logaddexp(row_lse, more_lse))
     out.copy_(total)
 
 
-def sum_gradients(total: Tensor, parts: list[tuple[Span, Tensor]]) -> None:
+def sum_gradients(total: Tensor, parts: list[Part]) -> None:
     """Fills total (B, S, H, D) with the sum of `parts`; it may be the first, whole. Specifies the fused kernel."""
     wide = torch.zeros_like(total, dtype=accumulator_dtype(total.dtype))
-    for span, part in parts:
-        tokens_at(wide, span).add_(part)
+    for spans, part in parts:
+        for span, place in in_turn(spans):
+            tokens_at(wide, span).add_(tokens_at(part, place))
     total.copy_(wide)
 
 
@@ -218,7 +222,7 @@ def _by_row(x: Tensor) -> Tensor:
 
 def is_whole(parts: Sequence[tuple], tokens: int) -> bool:
     """Whether there is one part, of all tokens."""
-    return len(parts) == 1 and parts[0][0] == (0, tokens)
+    return len(parts) == 1 and [*parts[0][0]] == [(0, tokens)]
 
 
 def _too_many(parts: Sequence[tuple], waiting: int, limit: int) -> bool:
@@ -237,16 +241,20 @@ def _unfinished(parts: Sequence[tuple], into: Tensor) -> Span | None:
     """The tokens whose sum is still to be written to `into`: all, or those around what came after the first part."""
     if not parts or not _lies_in(parts[0], into):
         return 0, into.shape[1]
-    spans = [part[0] for part in parts[1:]]
-    return (min(start for start, _ in spans), max(stop for _, stop in spans)) if spans else None
+    return hull(span for part in parts[1:] for span in part[0]) if len(parts) > 1 else None
 
 
 def _clipped(parts: Sequence[tuple], within: Span) -> Iterator[tuple]:
-    """Of parts (span, tensors) what is `within` a span: where in that it is, where in the part, and the tensors."""
-    for span, *tensors in parts:
-        at = overlap(span, within)
-        if length(at):
-            yield shifted(at, -within[0]), shifted(at, -span[0]), *tensors
+    """Of parts (spans, tensors) what is `within` a span: spans, counted from its start, where in the part they lie, and
+    the tensors."""
+    for spans, *tensors in parts:
+        found = [
+            (at, shifted(at, place[0] - span[0]))
+            for span, place in in_turn(spans)
+            if length(at := overlap(span, within))
+        ]
+        if found:
+            yield [shifted(at, -within[0]) for at, _ in found], (found[0][1][0], found[-1][1][1]), *tensors
 
 
 def _backend(x: Tensor, name: str) -> Callable[..., None]:

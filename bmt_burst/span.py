@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 Span = tuple[int, int]
 
@@ -20,6 +20,14 @@ def overlap(a: Span, b: Span) -> Span:
 
 def shifted(span: Span, by: int) -> Span:
     return span[0] + by, span[1] + by
+
+
+def in_turn(spans: Iterable[Span]) -> Iterator[tuple[Span, Span]]:
+    """Each span, and where it lies when they lie one after the other."""
+    at = 0
+    for span in spans:
+        yield span, (at, at + length(span))
+        at += length(span)
 
 
 def hull(spans: Iterable[Span]) -> Span:

@@ -11,7 +11,7 @@ from triton.runtime.jit import create_function_from_signature
 from bmt_burst import fused
 
 CAPABILITIES = 80, 90, 100
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 
 
 class Compiler:
@@ -53,9 +53,10 @@ def main():
         setattr(fused, name, Compiler(getattr(fused, name)))
     for tokens, start in ((32, 16), (33, 1), (40, 0), (47, 3)):  # compiled once for all of them
         wide, half = torch.zeros(1, tokens, 2, 80), torch.zeros(1, tokens - start, 2, 80, dtype=torch.bfloat16)
-        lse, span = torch.zeros(1, 2, tokens), (start, tokens)
-        fused.merge_outputs(wide, lse, [((0, tokens), wide, lse), (span, half, lse[..., start:])])
-        fused.sum_gradients(wide, [((0, tokens), wide), (span, half)])
+        lse = torch.zeros(1, 2, tokens)
+        for spans in ([(start, tokens)], [(0, start), (2 * start, tokens)]):
+            fused.merge_outputs(wide, lse, [([(0, tokens)], wide, lse), (spans, half, lse[..., start:])])
+            fused.sum_gradients(wide, [([(0, tokens)], wide), (spans, half)])
         fused.fill_query_rows(torch.zeros(1, tokens - start, 2, 2), half, half, lse[..., start:])
 
 

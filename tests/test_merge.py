@@ -13,7 +13,7 @@ def merged(parts, dtype=torch.float32):
     total = Outputs(torch.empty(1, 1, 1, 2, dtype=dtype), torch.empty(1, 1, 1, dtype=accumulator_dtype(dtype)))
     for value, lse in parts:
         out = torch.full((1, 1, 1, 2), value, dtype=dtype)
-        total.add((0, 1), out, torch.full((1, 1, 1), lse, dtype=accumulator_dtype(dtype)))
+        total.add([(0, 1)], out, torch.full((1, 1, 1), lse, dtype=accumulator_dtype(dtype)))
     total.result()
     out, lse = total.out, total.lse
     return out[0, 0, 0, 0].item(), lse.item()
@@ -58,24 +58,25 @@ def test_nan_is_not_hidden():
     assert math.isnan(lse)
 
 
-SPANS = [(0, 7), (3, 7), (0, 3), (2, 5)]
+SPANS = [[(0, 7)], [(3, 7)], [(0, 2), (5, 6)], [(2, 5)]]
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_spans_add_up_whenever_they_are_folded(limit):
     q = torch.randn(2, 7, 3, 4, dtype=torch.float64)
-    outs = [torch.randn(2, b - a, 3, 4, dtype=torch.float64) for a, b in SPANS]
-    lses = [torch.randn(2, 3, b - a, dtype=torch.float64) for a, b in SPANS]
+    tokens = [[token for span in spans for token in range(*span)] for spans in SPANS]
+    outs = [torch.randn(2, len(x), 3, 4, dtype=torch.float64) for x in tokens]
+    lses = [torch.randn(2, 3, len(x), dtype=torch.float64) for x in tokens]
     outputs = Outputs(torch.empty_like(q), torch.empty(2, 3, 7, dtype=q.dtype), limit)
     gradients = Gradients(q.shape, q.dtype, q.device, limit)
     weighted, weights, total = torch.zeros_like(q), torch.zeros(2, 7, 3, 1, dtype=torch.float64), torch.zeros_like(q)
-    for span, out, lse in zip(SPANS, outs, lses, strict=True):
-        outputs.add(span, out, lse)
-        gradients.add(span, out)
+    for spans, at, out, lse in zip(SPANS, tokens, outs, lses, strict=True):
+        outputs.add(spans, out, lse)
+        gradients.add(spans, out)
         weight = lse.exp().transpose(1, 2).unsqueeze(-1)
-        weighted[:, slice(*span)] += weight * out
-        weights[:, slice(*span)] += weight
-        total[:, slice(*span)] += out
+        weighted[:, at] += weight * out
+        weights[:, at] += weight
+        total[:, at] += out
     outputs.result()
     assert relative_error(outputs.out, weighted / weights) < 1e-14
     assert relative_error(outputs.lse, weights.log().squeeze(-1).transpose(1, 2)) < 1e-14
@@ -86,7 +87,7 @@ def test_spans_add_up_whenever_they_are_folded(limit):
 def test_parts_are_added_up_wide():
     gradients = Gradients((1, 1, 1, 1), torch.bfloat16, torch.device("cpu"))
     for _ in range(256):
-        gradients.add((0, 1), torch.full((1, 1, 1, 1), 1.0078125, dtype=torch.bfloat16))
+        gradients.add([(0, 1)], torch.full((1, 1, 1, 1), 1.0078125, dtype=torch.bfloat16))
     assert gradients.result().item() == 258.0  # bf16 alone would have stopped at 256
     assert Gradients((1, 2, 3, 1), torch.float32, torch.device("cpu")).result().equal(torch.zeros(1, 2, 3, 1))
 
@@ -97,12 +98,12 @@ def test_sums_may_lie_where_their_first_part_does():
     first[0, 0, 0, 0] = torch.nan
     lse, second_lse = torch.randn(1, 2, 7), torch.randn(1, 2, 3)
     out, grad = first.clone(), first.clone()
-    gradients = Gradients(grad.shape, grad.dtype, grad.device, into=grad, parts=[((0, 7), grad)])
-    outputs = Outputs(out, lse.clone(), parts=[((0, 7), out, lse)])
-    apart = Outputs(torch.empty_like(out), torch.empty_like(lse), parts=[((0, 7), out.clone(), lse)])
+    gradients = Gradients(grad.shape, grad.dtype, grad.device, into=grad, parts=[([(0, 7)], grad)])
+    outputs = Outputs(out, lse.clone(), parts=[([(0, 7)], out, lse)])
+    apart = Outputs(torch.empty_like(out), torch.empty_like(lse), parts=[([(0, 7)], out.clone(), lse)])
     for sums in (outputs, apart):
-        sums.add((2, 5), second, second_lse)
-    gradients.add((2, 5), second)
+        sums.add([(2, 5)], second, second_lse)
+    gradients.add([(2, 5)], second)
     assert gradients.result() is grad
     assert torch.equal(grad[:, 2:5], first[:, 2:5] + second)
     outputs.result()
@@ -118,10 +119,12 @@ def test_sums_may_lie_where_their_first_part_does():
 
 def test_the_parts_of_a_span():
     """Of parts that lie where they like: a view where one has it all, else their sum, 0 where none came."""
-    parts = [((0, 4), torch.randn(2, 4, 3, 5)), ((6, 9), torch.randn(2, 3, 3, 5)), ((2, 7), torch.randn(2, 5, 3, 5))]
+    spans = [[(0, 4)], [(6, 9)], [(2, 3), (4, 7), (8, 9)]]
+    tokens = [[token for span in part for token in range(*span)] for part in spans]
+    parts = [(part, torch.randn(2, len(at), 3, 5)) for part, at in zip(spans, tokens, strict=True)]
     whole = torch.zeros(2, 12, 3, 5)
-    for span, part in parts:
-        whole[:, slice(*span)] += part
+    for at, (_, part) in zip(tokens, parts, strict=True):
+        whole[:, at] += part
 
     def of(span, dtype=torch.float32):
         return sum_parts(parts, span, 2, (3, 5), dtype, torch.device("cpu"))
@@ -135,7 +138,7 @@ def test_the_parts_of_a_span():
 
 def test_parts_with_which_a_sum_begins_do_not_count():
     """Their memory is held elsewhere: adding them up early would free none."""
-    parts = [((0, 4), torch.ones(1, 4, 1, 2))] * 3
+    parts = [([(0, 4)], torch.ones(1, 4, 1, 2))] * 3
     gradients = Gradients((1, 4, 1, 2), torch.float32, torch.device("cpu"), limit=parts[0][1].nbytes, parts=parts)
     gradients.add(*parts[0])
     assert gradients.total is None
@@ -148,8 +151,8 @@ def test_parts_with_which_a_sum_begins_do_not_count():
 def test_folded_parts_are_not_read_again():
     """As memory that they arrived in must be given back."""
     gradients, part = Gradients((1, 4, 1, 2), torch.float32, torch.device("cpu"), limit=1 << 30), torch.ones(1, 4, 1, 2)
-    gradients.add((0, 4), part)
+    gradients.add([(0, 4)], part)
     gradients.fold()
     part.fill_(torch.nan)
-    gradients.add((1, 3), torch.ones(1, 2, 1, 2))
+    gradients.add([(1, 3)], torch.ones(1, 2, 1, 2))
     assert gradients.result().flatten().tolist() == [1, 1, 2, 2, 2, 2, 1, 1]

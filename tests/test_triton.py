@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bmt_burst import kernels
 from bmt_burst.kernels import triton as backend
+from bmt_burst.kernels.bias import dscores_bound
 from bmt_burst.kernels.reference import visible
 from bmt_burst.span import length
 from bmt_burst.spec import Spec
@@ -184,6 +185,21 @@ def test_the_gradient_of_a_table_is_as_exact_beside_other_heads_and_tokens():
         out, lse = KERNEL.forward(q, k, v, call, BIASED, bias)
         grads.append(KERNEL.backward(dout, q, k, v, out, lse, None, call, BIASED, bias)[3])
     assert torch.allclose(grads[1][:, 0], grads[0][:, 0], rtol=1e-6, atol=1e-7)
+
+
+def test_the_gradient_of_a_table_needs_no_tight_bound():
+    """As where one is made for all calls of a stage; what is kept for a table is not taken for another."""
+    call, bias = CALLS["a window"], bias_of(CALLS["a window"], 2)
+    *qkv, dout = tensors_of(call, 1, 2, 2, 8)
+    grads = []
+    for loose, table in ((1, bias.table), (1000, bias.table.clone()), (1, bias.table * 2)):
+        added = replace(bias, table=table)
+        out, lse = KERNEL.forward(*qkv, call, BIASED, added)
+        delta = (out * dout).sum(-1).transpose(1, 2).contiguous()
+        added = replace(added, bound=loose * dscores_bound(dout, qkv[2], lse, delta))
+        grads.append(KERNEL.backward(dout, *qkv, None, lse, delta, call, BIASED, added)[3])
+    assert torch.allclose(grads[1], grads[0], rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(grads[2], grads[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("spoilt", [0, 1, 2, 3])

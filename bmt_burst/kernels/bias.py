@@ -7,7 +7,8 @@ row. Groups and segments are contiguous runs of a sequence. Which pairs are visi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,8 @@ class CallBias:
     kv_position  (T,) int32, of its keys
     distances    (2 reach + 1,) int32, rows
     segments     None: all pairs go by distance
+    bound        (H,), for a backward: `dscores_bound`, if it is known
+    prepared     what kernels keep for calls with this table and these distances
 
     All are on the inputs' device. Raises ValueError for tensors of another dtype or shape; values are not looked at,
     since they may be on a GPU.
@@ -64,6 +67,8 @@ class CallBias:
     kv_position: Tensor
     distances: Tensor
     segments: Segments | None = None
+    bound: Tensor | None = None
+    prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
         if self.table.dim() != 2 or self.table.dtype not in (torch.float32, torch.float64):
@@ -100,6 +105,19 @@ class CallBias:
         entries = (segments.q_base.unsqueeze(1) + segments.kv_segment).where(same, len(segments.pairs))
         by_segments = functional.pad(segments.pairs, (0, 1), value=segments.other)[entries.long()].long()
         return by_segments.where(by_segments >= 0, by_distance)
+
+
+def dscores_bound(dout: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(H,) in lse's dtype: more than the gradients of a query's scores add up to, whichever it is.
+
+    Of dout (B, S, H, D), v (B, T, G, D), lse and delta (B, H, S).
+
+    A query's probabilities add up to 1 at most, so their gradients do to no more than |dP - delta|, and dP = dout . v
+    is no more than the product of the norms. Not finite if any of these is not, or if a score was not.
+    """
+    dout_norm, v_norm = (torch.linalg.vector_norm(x, dim=3, dtype=lse.dtype).amax((0, 1)) for x in (dout, v))
+    v_norm = v_norm.repeat_interleave(len(dout_norm) // len(v_norm))
+    return dout_norm * v_norm + delta.abs().amax((0, 2)) + lse.amax((0, 2)).clamp_min(0.0) * 0.0
 
 
 def _check_numbers(name: str, x: Tensor) -> None:

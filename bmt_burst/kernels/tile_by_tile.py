@@ -170,8 +170,8 @@ def _merge(out: Tensor, lse: Tensor, blocks: Blocks, part: Tensor, part_lse: Ten
     parts = (x.unflatten(0, place.shape[:2]) for x, place in zip(parts, places, strict=True))
     # Of each of the batch by itself: two batches are no one dimension where the tokens between blocks are left out.
     for out_at, lse_at, part_at, part_lse_at in zip(*places, *parts, strict=True):
-        span = 0, out_at.shape[1]
-        Outputs(out_at, lse_at, parts=[(span, out_at, lse_at.clone()), (span, part_at, part_lse_at)]).result()
+        spans = [(0, out_at.shape[1])]
+        Outputs(out_at, lse_at, parts=[(spans, out_at, lse_at.clone()), (spans, part_at, part_lse_at)]).result()
 
 
 def _queries(x: Tensor, blocks: Blocks) -> Tensor:

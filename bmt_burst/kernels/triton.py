@@ -20,7 +20,7 @@ from torch import Tensor
 from ..compiled import of_one_kind
 from ..tile import KernelCall
 from . import NOT_BOTH, Kernel, import_failure, installed
-from .bias import CallBias
+from .bias import CallBias, dscores_bound
 from .packed import band, kept, sent
 
 _LOG2_E = math.log2(math.e)
@@ -150,7 +150,7 @@ class TritonKernel(Kernel):
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
         inputs = [_dense(x) for x in (q, k, v, dout, lse)]
         delta = _delta(_dense(out), inputs[3]) if delta is None else _dense(delta)
-        added = () if bias is None else _with_sums(_bias_arguments(bias), *inputs[2:], delta)
+        added = () if bias is None else _with_sums(_bias_arguments(bias), bias, *inputs[2:], delta)
         dq, dk, dv = grads = tuple(_new(x) for x in (q, k, v))
         _launch("backward_kv", (*inputs, delta, dk, dv), call, spec, added, CAP=spec.softcap)
         _launch("backward_q", (*inputs, delta, dq), call, spec, added, CAP=spec.softcap)
@@ -321,10 +321,11 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 
 def _bias_arguments(bias: CallBias) -> Any:
     """The bias as the kernels take it, without what its gradient needs."""
-    ends = bias.distances[:1].expand(_PADDING), bias.distances[-1:].expand(_PADDING)
-    distances = torch.cat([ends[0], bias.distances, ends[1]])
-    table = (bias.table.float() * _LOG2_E).T
-    biases = torch.cat([table, table.index_select(1, distances)], 1)
+    table, of, found = bias.prepared.get("triton", (None, None, None))
+    if table is not bias.table or of is not bias.distances:
+        found = _padded_biases(bias)
+        bias.prepared["triton"] = bias.table, bias.distances, found
+    distances, biases = found
     positions = map(_aligned, (bias.q_position, bias.kv_position))
     found = _kernels().Bias(*positions, distances, biases, len(bias.table), bias.reach + _PADDING)
     if bias.segments is None:
@@ -333,24 +334,28 @@ def _bias_arguments(bias: CallBias) -> Any:
     return found._replace(**numbers, other=bias.segments.other)
 
 
+def _padded_biases(bias: CallBias) -> tuple[Tensor, Tensor]:
+    """`Bias.distances` and `Bias.biases`."""
+    ends = bias.distances[:1].expand(_PADDING), bias.distances[-1:].expand(_PADDING)
+    distances = torch.cat([ends[0], bias.distances, ends[1]])
+    table = (bias.table.float() * _LOG2_E).T
+    return distances, torch.cat([table, table.index_select(1, distances)], 1)
+
+
 def _aligned(x: Tensor) -> Tensor:
     """x in memory that begins as all new memory does: Triton compiles anew for numbers that begin elsewhere."""
     return x.clone() if x.data_ptr() % 16 or not x.is_contiguous() else x
 
 
-def _with_sums(bias: Any, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> Any:
+def _with_sums(added: Any, bias: CallBias, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> Any:
     """With the sums of its gradient at 0, and their units, such that none overflows, made without the host waiting.
 
-    Of each query the probabilities add up to 1 at most, so what one adds to a row is no more than dP - delta is, and
-    dP = dout . v no more than the product of their norms. A head's unit is NaN where that is not finite or a score was
-    not: so is its gradient then.
+    A head's unit is NaN where the bound of its sums is not finite: so is its gradient then.
     """
-    dout_norm, v_norm = (torch.linalg.vector_norm(x, dim=3, dtype=torch.float32).amax((0, 1)) for x in (dout, v))
-    v_norm = v_norm.repeat_interleave(len(dout_norm) // len(v_norm))
-    bound = dout_norm * v_norm + delta.abs().amax((0, 2)) + lse.amax((0, 2)).clamp_min(0.0) * 0.0
+    bound = dscores_bound(dout, v, lse, delta) if bias.bound is None else bias.bound
     unit = (_LARGEST_SUM / (lse.shape[0] * lse.shape[2]) / bound).clamp_max(2.0**126)
-    sums = torch.zeros(len(bias.biases), bias.rows, dtype=torch.int64, device=v.device)
-    return bias._replace(sums=sums, unit=unit.where(unit > 0, torch.nan))
+    sums = torch.zeros(len(added.biases), added.rows, dtype=torch.int64, device=v.device)
+    return added._replace(sums=sums, unit=unit.where(unit > 0, torch.nan))
 
 
 def _rows(q: Tensor) -> tuple[int, int, int]:

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compiled import fused_on_gpus
 from ..kernels import Kernel
-from ..kernels.bias import CallBias, Segments
+from ..kernels.bias import CallBias, Segments, dscores_bound
 from ..kernels.packed import current_stream, sent
-from ..merge import Gradients, Part, query_rows, tokens_at
+from ..merge import OutputPart, query_rows
 from ..scores import BY_DISTANCE, Scores, is_one_row
-from ..span import Span, length
+from ..span import Span, in_turn
 from ..spec import Spec
 from ..tile import KernelCall
 from ..tiling import Cut
@@ -103,6 +104,7 @@ class Bias:
     rows              that calls have as a whole, in the order of
     row_lse           (rows, B, H, S): for each the logsumexp of a rank's queries over the pairs with it
     dtable            (R, H), in a backward: where the table's gradient adds up
+    prepared          what kernels keep for the table, by heads
     """
 
     kernel: Kernel
@@ -113,23 +115,27 @@ class Bias:
     rows: tuple[int, ...]
     row_lse: Tensor
     dtable: Tensor | None = None
+    prepared: dict[Any, Any] = field(default_factory=dict)
 
     def of(self, heads: slice) -> Bias:
         """That of some heads, views."""
+        table, row_lse = self.table[:, heads], self.row_lse[:, :, heads]
         dtable = None if self.dtable is None else self.dtable[:, heads]
-        return replace(self, table=self.table[:, heads], row_lse=self.row_lse[:, :, heads], dtable=dtable)
+        prepared = self.prepared.setdefault((heads.start, heads.stop), {})
+        return replace(self, table=table, row_lse=row_lse, dtable=dtable, prepared=prepared)
 
-    def of_call(self, queries: Queries, keys: Keys, row: int | None) -> CallBias:
+    def of_call(self, queries: Queries, keys: Keys, row: int | None, bound: Tensor | None = None) -> CallBias:
         """What a kernel has to know where pairs have rows of their own, or, if `row` is BY_DISTANCE, by distance."""
         q_group, q_base, _, q_position = queries.tokens
         group, _, segment, position = keys.tokens
         segments = None if row == BY_DISTANCE else Segments(q_group, q_base, group, segment, self.pairs, self.other)
-        return CallBias(self.table, q_position, position, self.distances, segments)
+        return CallBias(self.table, q_position, position, self.distances, segments, bound, self.prepared)
 
-    def add_lse(self, row: int, span: Span, lse: Tensor) -> None:
-        """What the queries of a span see in a call whose pairs have this row: lse (B, H, T)."""
-        total = self.row_lse[self.rows.index(row), :, :, slice(*span)]
-        total.copy_(torch.logaddexp(total, lse))
+    def add_lse(self, row: int, spans: Sequence[Span], lse: Tensor) -> None:
+        """What the queries of rising spans see in a call whose pairs have this row: lse (B, H, T)."""
+        for span, place in in_turn(spans):
+            total = self.row_lse[self.rows.index(row), :, :, slice(*span)]
+            torch.logaddexp(total, lse[:, :, slice(*place)], out=total)
 
     def subtract_delta(self, queries: Queries) -> None:
         """Takes sum P delta off the gradients of rows that calls have as a whole, for all queries of this rank.
@@ -187,14 +193,16 @@ class Attention:
         lse = lse + bias.table[row].unsqueeze(-1)
         return out, lse.masked_fill_(lse == torch.inf, torch.nan)  # to be merged so: out does not know of the bias
 
-    def backward(self, q: Queries, keys: Keys, call: KernelCall, row: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv; the table's gradient adds up."""
+    def backward(
+        self, q: Queries, keys: Keys, call: KernelCall, row: int | None, bound: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv; the table's gradient adds up. `bound` is `dscores_bound` of more queries and keys, or None."""
         bias, inputs = self.bias, (q.dout, q.q, keys.k, keys.v, q.out)
         if bias is None:
             return self.kernel.backward(*inputs, q.lse, q.delta, call, self.spec)
         if not is_one_row(row):
-            spec = replace(self.spec, biased=True)
-            *grads, dtable = bias.kernel.backward(*inputs, q.lse, q.delta, call, spec, bias.of_call(q, keys, row))
+            spec, added = replace(self.spec, biased=True), bias.of_call(q, keys, row, bound)
+            *grads, dtable = bias.kernel.backward(*inputs, q.lse, q.delta, call, spec, added)
             bias.dtable.add_(dtable)
             return tuple(grads)
         lse = q.lse - bias.table[row].unsqueeze(-1)
@@ -216,42 +224,21 @@ def _sum_of_products(x: Tensor, y: Tensor) -> Tensor:
     return (x.to(wide) * y.to(wide)).sum((0, 1, 3))
 
 
-def outputs(
-    attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys
-) -> Iterator[tuple[Span, Tensor, Tensor]]:
-    """Partial out (B, T, H, D) and lse (B, H, T) of T queries each, as they are computed."""
+def outputs(attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys) -> Iterator[OutputPart]:
+    """Rows of each cut, and partial out (B, T, H, D) and lse (B, H, T) of those, as they are computed."""
     for rows, columns, call, row in cuts:
         out, lse = attention.forward(queries.at(rows), keys.at(columns), call, row)
-        for span, place in _in_turn(rows):
-            part = lse[:, :, slice(*place)]
-            if is_one_row(row):
-                attention.bias.add_lse(row, span, part)
-            yield span, tokens_at(out, place), part
+        if is_one_row(row):
+            attention.bias.add_lse(row, rows, lse)
+        yield rows, out, lse
 
 
 def gradients(
     attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys
 ) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
     """Rows and columns of each cut, and partial dq of those and dk, dv of these, as they are computed."""
+    bound = None
+    if attention.bias and queries.delta is not None and not all(is_one_row(cut.row) for cut in cuts):
+        bound = dscores_bound(queries.dout, keys.v, queries.lse, queries.delta)
     for rows, columns, call, row in cuts:
-        yield rows, columns, attention.backward(queries.at(rows), keys.at(columns), call, row)
-
-
-def split(spans: Sequence[Span], x: Tensor) -> list[Part]:
-    """The parts of x (B, T, ...), in which the tokens of `spans` lie one after the other."""
-    return [(span, tokens_at(x, place)) for span, place in _in_turn(spans)]
-
-
-def add_each(sums: Sequence[Gradients], spans: Sequence[Span], grads: Sequence[Tensor]) -> None:
-    """Adds to each of `sums` its gradient (B, T, ...), in which the tokens of `spans` lie one after the other."""
-    for total, grad in zip(sums, grads, strict=True):
-        for span, part in split(spans, grad):
-            total.add(span, part)
-
-
-def _in_turn(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
-    """Each span, and where it lies when they lie one after the other."""
-    at = 0
-    for span in spans:
-        yield span, (at, at + length(span))
-        at += length(span)
+        yield rows, columns, attention.backward(queries.at(rows), keys.at(columns), call, row, bound)

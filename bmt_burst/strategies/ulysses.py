@@ -314,7 +314,7 @@ class UlyssesPlan(Plan):
         for a, b in itertools.pairwise(sorted({end for heads in self.heads for end in heads.kv})):
             into = grad[:, :, a:b]
             parts = [
-                ((0, x.shape[1]), share[:, :, a - first : b - first])
+                ([(0, x.shape[1])], share[:, :, a - first : b - first])
                 for (_, (first, last)), share in zip(self.heads, shares, strict=True)
                 if first <= a and b <= last
             ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.packed import current_stream, sent
-from ...merge import Gradients, Outputs, Part, empty_lse, is_whole, sum_parts, tokens_at
+from ...merge import Gradients, OutputPart, Outputs, Part, empty_lse, is_whole, sum_parts, tokens_at
 from ...rings import Rings
 from ...scores import is_one_row
 from ...span import Span, length, shifted
@@ -24,7 +24,7 @@ from ...tiling import Cut
 from ...transport import Arrival, Delivery, Parcel, Ticket
 from ...transport.packing import Packing
 from .. import Problem
-from ..compute import Attention, Keys, Queries, Side, add_each, gradients, outputs, split
+from ..compute import Attention, Keys, Queries, Side, gradients, outputs
 from .payload import Payload
 from .program import Event
 from .routes import Outgoing, Round, Stage
@@ -269,7 +269,7 @@ class Forward(Execution):
         queries, keys = (replace(side, tokens=tour.tokens(None, queries.q.device)) for side in (queries, keys))
         super().__init__(tour, rings, Attention.begin(tour.problem, queries, table), keys)
         self.queries = queries
-        self.parts: list[tuple[Span, Tensor, Tensor]] = []  # of the own block
+        self.parts: list[OutputPart] = []  # of the own block
         self.out = self.lse = self.total = None
 
     def result(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -312,7 +312,7 @@ class Forward(Execution):
     def _total(self, heads: slice) -> Outputs:
         """The sum of some heads, begun with the own block's share."""
         limit = _OUTPUTS_WAITING * self.tour.problem.group_bytes
-        parts = ((span, out[:, :, heads], lse[:, heads]) for span, out, lse in self.parts)
+        parts = ((spans, out[:, :, heads], lse[:, heads]) for spans, out, lse in self.parts)
         return Outputs(self.out[:, :, heads], self.lse[:, heads], limit, parts)
 
     def _attend(self, event: Event, key: tuple[int, int], block: Keys) -> None:
@@ -367,7 +367,7 @@ class Backward(Execution):
         tour = self.tour
         for rows, columns, grads in gradients(self.attention, tour.own, self.queries, self.keys):
             for parts, spans, grad in zip(self.own_parts, (rows, columns, columns), grads, strict=True):
-                parts += split(spans, grad)
+                parts.append((spans, grad))
         for i, (parts, x) in enumerate(zip(self.own_parts, self.inputs, strict=True)):
             whole = is_whole(parts, x.shape[1])
             self.grads[i] = parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x)
@@ -383,7 +383,7 @@ class Backward(Execution):
         """The sums of some heads, begun with the own block's share."""
         totals = []
         for parts, into, heads in zip(self.own_parts, self.grads, (q_heads, kv_heads, kv_heads), strict=True):
-            into, parts = into[:, :, heads], ((span, part[:, :, heads]) for span, part in parts)
+            into, parts = into[:, :, heads], ((spans, part[:, :, heads]) for spans, part in parts)
             totals.append(Gradients(into.shape, into.dtype, into.device, self._limit(), into, parts))
         return totals
 
@@ -393,13 +393,13 @@ class Backward(Execution):
     def _open(self, event: Event) -> None:
         if block := self._opened(event):
             for going, spans in self._differentiate(event, (event.round, -1), block):
-                add_each(self._share(event), spans, going)
+                _add(self._share(event), spans, going)
 
     def _compute(self, event: Event) -> None:
         self.taken = [[] for _ in self._travelling_sums(event.number)]
         for going, spans in self._differentiate(event, (event.round, event.stage), self._landed(event)):
             for parts, grad in zip(self.taken, going, strict=True):
-                parts += split(spans, grad)
+                parts.append((spans, grad))
 
     def _differentiate(
         self, event: Event, key: tuple[int, int], block: Side
@@ -411,7 +411,7 @@ class Backward(Execution):
         attention = self.attention.of(pass_.q)
         for rows, columns, (dq, *dkv) in gradients(attention, tour.cuts[key], queries, keys):
             mine, spans = (dkv, columns) if travels else ((dq,), rows)
-            add_each(self._staying_sums(event.number), spans, mine)
+            _add(self._staying_sums(event.number), spans, mine)
             yield ((dq,), rows) if travels else (dkv, columns)
 
     def _return(self, event: Event) -> None:
@@ -450,7 +450,7 @@ class Backward(Execution):
         views = self._pass(event).return_packing.views(self.returning.memory, stage.home_tokens)
         for entry in stage.homecoming:
             for total, grad in zip(sums, views, strict=True):
-                total.add(shifted(entry.span, first), tokens_at(grad, entry.at))
+                total.add([shifted(entry.span, first)], tokens_at(grad, entry.at))
         return sums
 
     def _release_returned(self) -> None:
@@ -471,7 +471,7 @@ class Backward(Execution):
         ticket.wait()
         self.leaving_host = None
         if grads:
-            add_each(self._travelling_sums(event.number), self._round(event).lent, grads)
+            _add(self._travelling_sums(event.number), self._round(event).lent, grads)
 
     def _share(self, event: Event) -> list[Gradients]:
         """This host's share of the gradients of what it has of a root."""
@@ -488,3 +488,9 @@ class Backward(Execution):
 
     def _staying_sums(self, number: int) -> list[Gradients]:
         return self.sums[number][1:] if self.tour.payload.queries_travel else self.sums[number][:1]
+
+
+def _add(sums: Sequence[Gradients], spans: Sequence[Span], grads: Sequence[Tensor]) -> None:
+    """Adds to each of `sums` its gradient (B, T, ...) of the tokens of rising spans."""
+    for total, grad in zip(sums, grads, strict=True):
+        total.add(spans, grad)
