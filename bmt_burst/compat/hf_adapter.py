@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
-from ..adapters.transformers import Sight, attention
+from ..adapters.transformers import AttentionInterface, Sight, attention
 from ..attention import refuse_call
 from ..compiled import not_compiled
 from ..mask import Mask
