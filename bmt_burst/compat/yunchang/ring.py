@@ -85,12 +85,8 @@ ring_flash_attn_varlen_func = _of_documents(alone.ring_flash_attn_varlen_func)
 ring_flash_attn_varlen_kvpacked_func = _of_documents(alone.ring_flash_attn_varlen_kvpacked_func)
 ring_flash_attn_varlen_qkvpacked_func = _of_documents(alone.ring_flash_attn_varlen_qkvpacked_func)
 zigzag_ring_flash_attn_varlen_func = _of_documents(alone.zigzag_ring_flash_attn_varlen_func)
-zigzag_ring_flash_attn_varlen_kvpacked_func = _of_documents(
-    alone.zigzag_ring_flash_attn_varlen_kvpacked_func.__wrapped__
-)
-zigzag_ring_flash_attn_varlen_qkvpacked_func = _of_documents(
-    alone.zigzag_ring_flash_attn_varlen_qkvpacked_func.__wrapped__
-)
+zigzag_ring_flash_attn_varlen_kvpacked_func = _of_documents(alone.zigzag_ring_flash_attn_varlen_kvpacked_func)
+zigzag_ring_flash_attn_varlen_qkvpacked_func = _of_documents(alone.zigzag_ring_flash_attn_varlen_qkvpacked_func)
 
 ring_flashinfer_attn_func = ring_flash_attn_func
 ring_flashinfer_attn_kvpacked_func = ring_flash_attn_kvpacked_func
