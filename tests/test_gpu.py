@@ -238,7 +238,7 @@ def equality(rank: int, size: int) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, 4, pytest.param(8, marks=needs_ranks(4))])
 def test_ring_equals_dense(size):
     for errors in run_ranks(size, equality, size, backend="nccl"):
         name, worst = max(errors.items(), key=lambda entry: entry[1])
@@ -272,9 +272,9 @@ def biased_equality(rank: int, size: int, tokens: int = 4096) -> dict[str, float
     return errors
 
 
-@needs_ranks(2)
-def test_ring_with_a_bias_equals_dense():
-    for errors in run_ranks(2, biased_equality, 2, backend="nccl"):
+@pytest.mark.parametrize("size", [pytest.param(size, marks=needs_ranks(size)) for size in (2, 4)])
+def test_ring_with_a_bias_equals_dense(size):
+    for errors in run_ranks(size, biased_equality, size, backend="nccl"):
         for name, error in errors.items():
             # The table's gradient is a sum of terms of either sign, of which each is rounded as dv is.
             assert error < (4 if name.startswith("dtable") else 1.2 * MERGED) * BOUNDS[torch.bfloat16], (name, error)
@@ -305,9 +305,9 @@ def capped_equality(rank: int, size: int, tokens: int = 1024) -> dict[str, float
     return errors
 
 
-@needs_ranks(2)
-def test_ring_with_a_softcap_and_sinks_equals_dense():
-    for errors in run_ranks(2, capped_equality, 2, backend="nccl"):
+@pytest.mark.parametrize("size", [pytest.param(size, marks=needs_ranks(size)) for size in (2, 4)])
+def test_ring_with_a_softcap_and_sinks_equals_dense(size):
+    for errors in run_ranks(size, capped_equality, size, backend="nccl"):
         for name, error in errors.items():
             # Sinks round out once more, and their gradient is a sum of terms of either sign.
             assert error < (2 if name.startswith("dsinks") else 1.2 * MERGED) * BOUNDS[torch.bfloat16], (name, error)
