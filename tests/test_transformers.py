@@ -339,7 +339,7 @@ MODELS = {  # what cannot be enabled
     "forward": (
         lambda: OtherForward(plain("Llama").config),
         TypeError,
-        "this OtherForward has another forward than LlamaForCausalLM, which would be lost",
+        "this OtherForward has another forward than transformers' LlamaForCausalLM, which would be lost",
     ),
     "attention": (other_attention, TypeError, "a layer's attention is a MistralAttention, not LlamaAttention"),
     "loss": (other_loss, ValueError, "this LlamaForCausalLM has another loss than transformers' ForCausalLMLoss"),
