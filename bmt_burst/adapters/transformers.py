@@ -89,8 +89,8 @@ def enable(
     Enable a model before it is wrapped, by DDP or an Accelerator, as what is wrapped has another forward.
 
     Raises TypeError for an sp that is none, and for models that are not known or whose forward or attention is not
-    transformers' own; ValueError for a loss that is not, and if the model is enabled already. The model is then as it
-    was.
+    transformers' own, also where a package has replaced it in the class; ValueError for a loss that is not, and if the
+    model is enabled already. The model is then as it was.
     """
     if not isinstance(sp, SequenceParallel):
         raise TypeError(f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}")
@@ -544,8 +544,8 @@ def _check_model(model: Any) -> None:
         attention = getattr(layer, "self_attn", None)
         if not _has_forward_of(_FAMILIES[base], attention):
             raise TypeError(
-                f"a layer's attention is a {type(attention).__name__}, not {_FAMILIES[base].__name__} with its "
-                "forward, which is known to ask transformers for attention"
+                f"a layer's attention, a {type(attention).__name__}, has another forward than transformers' "
+                f"{_FAMILIES[base].__name__}, which is known to ask for its attention by name"
             )
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(f"this {name} has another loss than transformers' ForCausalLMLoss, which would be lost")
