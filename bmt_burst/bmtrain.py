@@ -22,8 +22,8 @@ from . import nn as burst_nn
 class BurstAttention(burst_nn.BurstAttention):
     """bmt_burst.nn.BurstAttention as a DistributedModule, with DistributedParameters of `dtype`; takes its arguments.
 
-    bmtrain.init_parameters fills the projections from a normal distribution with `init_std`, as does this; biases start
-    as 0 and the weights of norms as 1.
+    bmtrain.init_parameters fills the projections from a normal distribution with `init_std`, as does this; biases and
+    sinks start as 0 and the weights of norms as 1.
     """
 
     def __init__(self, *args, dtype: torch.dtype = torch.half, init_std: float = 0.02, **options):
@@ -31,7 +31,7 @@ class BurstAttention(burst_nn.BurstAttention):
         normal = functools.partial(nn.init.normal_, std=init_std)
 
         def filler(name: str) -> Callable[[Tensor], Tensor]:
-            return nn.init.zeros_ if name.endswith("bias") else nn.init.ones_ if "_norm." in name else normal
+            return nn.init.zeros_ if name.endswith(("bias", "sinks")) else nn.init.ones_ if "_norm." in name else normal
 
         distribute(
             self,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .arguments import as_float, as_int
+from .arguments import as_bool, as_float, as_int
 from .attention import burst_attn_func, refuse_call
 from .compiled import fused_on_gpus, not_compiled
 from .groups import SequenceParallel
@@ -92,11 +92,14 @@ class BurstAttention(nn.Module):
     qk_norm_eps    if given, q and k are RMS-normalized in each head before they are rotated, as Qwen3's, with this
                    added to the mean square and the weights (D,) of `q_norm` and `k_norm`
     softcap        a bound of the scores, as of burst_attn_func
+    sinks          whether there is a learned score (H,) of a key that all queries see and that has no value, the
+                   parameter `sinks`, as GptOss has it; it starts as 0, and bf16 and fp16 are widened to fp32 in use
 
     Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`.
 
     Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd, window is below 1 or qk_norm_eps or
-    softcap is not positive; TypeError for a window that is no whole number or a softcap that is no number.
+    softcap is not positive; TypeError for a window that is no whole number, a softcap that is no number or sinks that
+    are not True or False.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class BurstAttention(nn.Module):
         o_bias: bool = False,
         qk_norm_eps: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
     ):
         super().__init__()
         if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
@@ -143,6 +147,7 @@ class BurstAttention(nn.Module):
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
             self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, qk_norm_eps) for _ in range(2))
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if as_bool("sinks", sinks) else None
 
     def forward(
         self,
@@ -184,22 +189,31 @@ class BurstAttention(nn.Module):
         layer with a window has to make its mask and a rank alone does not know how long the sequence is: give a mask or
         a Layout then.
         """
+        sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
         if cache is not None:
-            return self._attend_to(cache, q, k, v, mask, layout)
+            return self._attend_to(cache, q, k, v, sinks, mask, layout)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
         if self.window is not None:
             mask = _within(self.window, mask, groups, q.shape[1] if self.sp.size == 1 else None)
         seen: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
-        return burst_attn_func(q, k, v, **seen, **self.options, **groups).flatten(2)
+        return burst_attn_func(q, k, v, sinks=sinks, **seen, **self.options, **groups).flatten(2)
 
     def _attend_to(
-        self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, mask: Masks | None, layout: Layouts | None
+        self,
+        cache: KVCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        mask: Masks | None,
+        layout: Layouts | None,
     ) -> Tensor:
         if self.sp.size > 1:
             raise ValueError(f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: generate with sp=None")
         if mask is not None or layout is not None:
             raise ValueError("tokens that continue a KVCache see what is in it: a mask or a layout does not go with it")
-        return _attend_to_cache(q, *cache.extend(self.layer, k, v), self.window, self.options["softcap"]).flatten(2)
+        k, v = cache.extend(self.layer, k, v)
+        return _attend_to_cache(q, k, v, self.window, self.options["softcap"], sinks).flatten(2)
 
 
 @not_compiled
@@ -239,7 +253,9 @@ def _windowed(mask: Mask, window: int) -> Mask:
     return mask.windowed(window)
 
 
-def _attend_to_cache(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None) -> Tensor:
+def _attend_to_cache(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """Attention of the last tokens q (B, S, H, D) to all tokens k, v (B, T, G, D) so far, or those in the window."""
     new = q.shape[1]
     if window is not None:
@@ -249,15 +265,22 @@ def _attend_to_cache(q: Tensor, k: Tensor, v: Tensor, window: int | None, softca
     if window is not None:
         visible = visible.triu(total - new - window + 1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(1, 2)
-    return _capped_attention(q, k, v, visible, softcap).transpose(1, 2)
+    return _dense_attention(q, k, v, visible, softcap, sinks).transpose(1, 2)
 
 
-def _capped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float) -> Tensor:
-    """What torch's own attention lacks: that of q (B, H, S, D) to k, v (B, G, T, D), in their dtype."""
+def _dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """What torch's own attention lacks: a softcap, or sinks (H,), in that of q (B, H, S, D) to k, v (B, G, T, D)."""
     q = q.unflatten(1, (k.shape[1], -1))
     scores = (q @ k.unsqueeze(2).mT).to(accumulator_dtype(q.dtype)) * q.shape[-1] ** -0.5
-    scores = softcap * torch.tanh(scores / softcap)
-    probs = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(v.dtype)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:  # one key more
+        column = sinks.view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
+    probs = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
     return (probs @ v.unsqueeze(2)).flatten(1, 2)

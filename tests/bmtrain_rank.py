@@ -102,13 +102,13 @@ def layer(folder: Path) -> dict:
     from bmt_burst.nn import rope_tables
 
     sp = init_sequence_parallel()
-    options = {"num_kv_heads": 2, "qkv_bias": True, "qk_norm_eps": 1e-6}
+    options = {"num_kv_heads": 2, "qkv_bias": True, "qk_norm_eps": 1e-6, "sinks": True}
     mine = BurstAttention(16, 4, sp=sp, dtype=torch.float32, **options)
     bmtrain.init_parameters(mine)
     plain = TorchBurstAttention(16, 4, **options)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
-            path, leaf = name.rsplit(".", 1)
+            path, _, leaf = name.rpartition(".")
             parameter.copy_(getattr(mine.get_submodule(path), leaf))
     starts = {name: sorted({float(x) for x in p}) for name, p in plain.named_parameters() if p.dim() == 1}
     x = torch.randn(1, 21, 16, generator=torch.Generator().manual_seed(0))

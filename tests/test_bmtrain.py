@@ -85,6 +85,7 @@ def test_layer_equals_torchs(found):
         assert rank["starts"] == {
             **{f"{name}_proj.bias": [0.0] for name in "qkv"},
             **{f"{name}_norm.weight": [1.0] for name in "qk"},
+            "sinks": [0.0],
         }
 
 

@@ -1,5 +1,6 @@
 """Scores with a soft cap and attention with sinks equal dense attention, over any ranks."""
 
+import copy
 import math
 import random
 
@@ -7,7 +8,18 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from bmt_burst import Layout, Mask, Scores, Slice, burst_attn_func, burst_attn_varlen_func, kernels, nn, simulate
+from bmt_burst import (
+    Layout,
+    Mask,
+    Scores,
+    SequenceParallel,
+    Slice,
+    burst_attn_func,
+    burst_attn_varlen_func,
+    kernels,
+    nn,
+    simulate,
+)
 from tests.helpers import dense_results, random_layout, random_mask, random_qkv, relative_error, ring_results
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]  # ranks, ranks of a host
@@ -250,22 +262,72 @@ def test_auto_takes_a_kernel_that_caps_scores(monkeypatch):
     assert taken == ["cpu", "reference", "cpu"]
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_a_layer_caps_scores_with_and_without_a_cache(window):
-    """Tokens that continue a cache see what they see in a whole sequence."""
+def layer_and_input(length: int, **options) -> tuple[nn.BurstAttention, torch.Tensor]:
+    """In fp64, with random sinks if it has some."""
     torch.manual_seed(0)
-    layer, plain = (nn.BurstAttention(24, 4, 2, window=window, softcap=cap).double() for cap in (0.3, None))
-    plain.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 11, 24, dtype=torch.float64)
+    layer = nn.BurstAttention(24, 4, 2, **options).double()
+    if layer.sinks is not None:
+        layer.sinks.data.normal_()
+    return layer, torch.randn(2, length, 24, dtype=torch.float64)
+
+
+OPTIONS = [{"softcap": 0.3}, {"sinks": True}, {"softcap": 0.3, "sinks": True}]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_layer_caps_scores_and_has_sinks_with_and_without_a_cache(window, options):
+    """Tokens that continue a cache see what they see in a whole sequence."""
+    layer, x = layer_and_input(11, window=window, **options)
+    plain = nn.BurstAttention(24, 4, 2, window=window).double()
+    plain.load_state_dict({name: p for name, p in layer.state_dict().items() if name != "sinks"})
     cos, sin = nn.rope_tables(torch.arange(11), layer.head_dim)
     whole, q = layer(x, cos, sin), layer.project(x, cos, sin)
     mask = Mask.causal(11) if window is None else Mask.window(11, window)
-    exact = dense_results(mask, [*(y.detach() for y in q), torch.zeros(2, 11, 4, 6)], 6**-0.5, softcap=0.3)[0]
+    own = {"softcap": options.get("softcap"), "sinks": None if layer.sinks is None else layer.sinks.detach()}
+    exact = dense_results(mask, [*(y.detach() for y in q), torch.zeros(2, 11, 4, 6)], 6**-0.5, **own)[0]
     assert relative_error(whole, layer.o_proj(exact.flatten(2))) < 1e-10
     assert relative_error(plain(x, cos, sin), whole) > 0.01
     cache = Cache()
     parts = [layer(x[:, a:b], cos[a:b], sin[a:b], cache) for a, b in ((0, 5), (5, 6), (6, 11))]
     assert relative_error(torch.cat(parts, 1), whole) < 1e-10
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_layer_over_ranks_equals_the_function(size, options):
+    """Forward and the gradients of the input and of all parameters."""
+    layer, x = layer_and_input(17, **options)
+    layout, leaves = Layout.zigzag(17, size), [x.requires_grad_(), *layer.parameters()]
+    positions = nn.rope_tables(torch.arange(17), layer.head_dim)
+    function = burst_attn_func(
+        *layer.project(x, *positions), causal=True, softcap=options.get("softcap"), sinks=layer.sinks
+    )
+    expected = layer.o_proj(function.flatten(2))
+
+    def work(ring):
+        mine = copy.deepcopy(layer, {id(p): p for p in layer.parameters()})
+        mine.sp = SequenceParallel(ring.rank, size, process_group=ring)
+        return mine(layout.shard(x, ring.rank), *nn.rope_tables(layout.positions(ring.rank), layer.head_dim))
+
+    got = layout.unshard(simulate(size, work))
+    assert relative_error(got, expected) < 1e-10
+    dout = torch.randn(expected.shape, dtype=torch.float64)
+    for mine, exact in zip(*(torch.autograd.grad(out, leaves, dout) for out in (got, expected)), strict=True):
+        assert relative_error(mine, exact) < 1e-10
+
+
+def test_a_layer_of_half_precision_has_sinks_of_it():
+    """They are widened, as the function wants fp32. Errors are a few of 2^-8."""
+    layer, x = layer_and_input(17, sinks=True)
+    cos, sin = nn.rope_tables(torch.arange(17), layer.head_dim)
+    expected = layer(x, cos, sin)
+    [exact] = torch.autograd.grad(expected.sum(), layer.sinks)
+    layer.bfloat16()
+    out = layer(x.bfloat16(), cos, sin)
+    [grad] = torch.autograd.grad(out.sum(), layer.sinks)
+    assert layer.sinks.dtype == grad.dtype == torch.bfloat16
+    assert relative_error(out, expected) < 0.05 and relative_error(grad, exact) < 0.05
 
 
 class Cache:
@@ -283,3 +345,8 @@ class Cache:
 def test_a_layer_checks_its_softcap(softcap, error):
     with pytest.raises(error, match="softcap must be"):
         nn.BurstAttention(8, 2, softcap=softcap)
+
+
+def test_a_layer_makes_its_sinks():
+    with pytest.raises(TypeError, match="sinks must be True or False, got a Tensor of shape"):
+        nn.BurstAttention(8, 2, sinks=torch.zeros(2))

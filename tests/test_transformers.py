@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers as hf
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from bmt_burst import Layout, Mask, SequenceParallel, init_sequence_parallel, simulate
 from bmt_burst.adapters.transformers import ATTENTION, enable
@@ -299,6 +300,8 @@ def test_copies_pickles_and_what_is_saved(tmp_path):
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is hf.Phi3ForCausalLM and loaded.config._attn_implementation != ATTENTION
     assert relative_error(loaded(ids).logits, ours(ids).logits) < BOUND
+    ours.compile(backend="eager")  # which pickles leave out
+    assert type(pickle.loads(pickle.dumps(ours))) is type(ours)
 
 
 def test_only_the_adapter_imports_transformers():
@@ -315,6 +318,18 @@ class OtherForward(hf.LlamaForCausalLM):
 def other_attention() -> nn.Module:
     model = copy.deepcopy(plain("Llama"))
     model.model.layers[1].self_attn = copy.deepcopy(plain("Mistral")).model.layers[1].self_attn
+    return model
+
+
+def own_forward_of_attention() -> nn.Module:
+    model = copy.deepcopy(plain("Llama"))
+    model.model.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    return model
+
+
+def no_attention() -> nn.Module:
+    model = copy.deepcopy(plain("Llama"))
+    model.model.layers[1] = nn.Identity()
     return model
 
 
@@ -339,9 +354,19 @@ MODELS = {  # what cannot be enabled
     "forward": (
         lambda: OtherForward(plain("Llama").config),
         TypeError,
-        "this OtherForward has another forward than LlamaForCausalLM, which would be lost",
+        "this OtherForward has another forward than transformers' LlamaForCausalLM, which would be lost",
     ),
-    "attention": (other_attention, TypeError, "a layer's attention is a MistralAttention, not LlamaAttention"),
+    "attention": (
+        other_attention,
+        TypeError,
+        "a layer's attention, a MistralAttention, has another forward than transformers' LlamaAttention, which",
+    ),
+    "attention's forward": (
+        own_forward_of_attention,
+        TypeError,
+        "a layer's attention, a LlamaAttention, has another forward than transformers' LlamaAttention, which",
+    ),
+    "no attention": (no_attention, TypeError, "a layer's attention, a NoneType, has another forward than"),
     "loss": (other_loss, ValueError, "this LlamaForCausalLM has another loss than transformers' ForCausalLMLoss"),
     "twice": (
         lambda: enabled(plain("Llama"), SequenceParallel()),
@@ -356,6 +381,54 @@ def test_models_that_cannot_be_are_refused(name):
     make, kind, message = MODELS[name]
     with pytest.raises(kind, match=message):
         enable(make(), SequenceParallel())
+
+
+@pytest.mark.parametrize("kind", [hf.LlamaForCausalLM, LlamaAttention])
+def test_forwards_that_are_replaced_in_a_class_are_refused(kind, monkeypatch):
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **named: None)
+    with pytest.raises(TypeError, match=f"has another forward than transformers' {kind.__name__}, which"):
+        enable(copy.deepcopy(plain("Llama")), SequenceParallel())
+
+
+def layer_with_its_own_window() -> nn.Module:
+    model = copy.deepcopy(plain("Mistral"))
+    attention = model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config.sliding_window = 3
+    return model
+
+
+def changed_window() -> nn.Module:
+    model = copy.deepcopy(plain("Qwen3, windows between"))
+    model.config.sliding_window = 3
+    return model
+
+
+def exchanged_layers() -> nn.Module:
+    model = copy.deepcopy(plain("Qwen3, windows between"))
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+    return model
+
+
+def layer_that_sees_both_sides() -> nn.Module:
+    model = copy.deepcopy(plain("Llama"))
+    model.model.layers[1].self_attn.is_causal = False
+    return model
+
+
+DENIED = {  # by what layers ask for: the model, and what is said of it
+    "own": (layer_with_its_own_window, "a MistralAttention has a window of 3, and its model makes masks with one of 7"),
+    "changed": (changed_window, "a Qwen3Attention has a window of 5, and its model makes masks with one of 3"),
+    "exchanged": (exchanged_layers, "a Qwen3Attention has a window of None, and its model makes masks with one of 5"),
+    "sides": (layer_that_sees_both_sides, "is_causal is False in a LlamaAttention: attention to both sides is not en"),
+}
+
+
+@pytest.mark.parametrize("what", DENIED)
+def test_layers_that_ask_for_other_than_the_mask_are_refused(what):
+    make, message = DENIED[what]
+    with pytest.raises(ValueError, match=message):
+        over_ranks(make(), calls()["whole"], 2)
 
 
 REFUSED_BY_SOME = {  # by the model, what is wrong with its configuration, and arguments
@@ -401,6 +474,10 @@ def test_options_are_checked():
         ours.set_attn_implementation("sdpa")
     with pytest.raises(TypeError, match="a LlamaAttention was called without what its tokens see: call the model that"):
         hf.LlamaForCausalLM(ours.config)(tokens(1, 5))
+    with pytest.raises(TypeError, match="another LlamaForCausalLM cannot be made by the class of an enabled one: take"):
+        type(ours)(ours.config)
+    with pytest.raises(TypeError, match="a Phi3RotaryEmbedding was called by itself: call the model that was enabled"):
+        enabled(plain("Phi3, long"), SequenceParallel()).model(tokens(1, 5))
 
 
 REFUSED = {  # by what is wrong on all ranks
@@ -473,6 +550,7 @@ def refusals(rank: int, sp: SequenceParallel) -> dict[str, str]:
     found |= {name: error_of(model, {**base, **(wrong if rank == 0 else {})}) for name, (wrong, _) in DIFFER.items()}
     for name, same in (("an int", 5), ("of one dimension", torch.tensor([5]))):
         found[name] = error_of(model, base | ({"num_items_in_batch": same} if rank == 0 else {}))
+    found["embeddings"] = error_of(model, {"inputs_embeds": torch.zeros(2, 37, 32 if rank else 16)})
     model.config.is_causal = False
     found["not causal"] = error_of(model, base)
     del model.config.is_causal
@@ -548,6 +626,9 @@ def test_what_is_wrong_is_refused_on_all_ranks(processes):
         assert found["an int"] == found["of one dimension"] == "no error"
         window = "sliding_window, of the configuration, must be at least 1 or None, got 0"
         assert found["window"] == (heard + window if rank % 2 else window)
+        assert found["embeddings"].startswith(
+            "ranks differ in inputs_embeds (whole, alike on every rank): rank 0 has '(2"
+        )
         assert found["not causal"].startswith("is_causal is False in the configuration")
 
 

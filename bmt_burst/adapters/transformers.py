@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..agreement import together
@@ -89,8 +89,8 @@ def enable(
     Enable a model before it is wrapped, by DDP or an Accelerator, as what is wrapped has another forward.
 
     Raises TypeError for an sp that is none, and for models that are not known or whose forward or attention is not
-    transformers' own; ValueError for a loss that is not, and if the model is enabled already. The model is then as it
-    was.
+    transformers' own, also where a package has replaced it in the class; ValueError for a loss that is not, and if the
+    model is enabled already. The model is then as it was.
     """
     if not isinstance(sp, SequenceParallel):
         raise TypeError(f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}")
@@ -134,7 +134,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: int | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -145,14 +145,15 @@ def attention(
 ) -> tuple[Tensor, None]:
     """What layers call: query (B, H, S_local, D), key and value (B, G, S_local, D) to (B, S_local, H, D).
 
-    Values may have smaller heads than keys, as in MiniCPM3. `s_aux` (H,) are sinks, as in GptOss.
+    Values may have smaller heads than keys, as in MiniCPM3. `s_aux` (H,) are sinks, as in GptOss. `attention_mask` is
+    what `_window_of_masks` returns.
     """
     if bmt_burst is None:
         raise TypeError(
             f"a {type(module).__name__} was called without what its tokens see: call the model that was enabled"
         )
     try:
-        _check_layer(dropout, sliding_window)
+        _check_layer(module, dropout, sliding_window, attention_mask)
     except ValueError as error:
         refuse_call(error, bmt_burst.options["process_group"], bmt_burst.options["double_group"])
     narrower = key.shape[-1] - value.shape[-1]
@@ -163,8 +164,13 @@ def attention(
     return burst_attn_func(q, k, v, scaling, **options)[..., : value.shape[-1]], None
 
 
-def _check_layer(dropout: float, window: int | None) -> None:
-    """Raises ValueError for what a configuration asks of its layers that is not computed."""
+def _window_of_masks(*_args: Any, local_size: int | None = None, **_named: Any) -> int | None:
+    """What models make in place of a mask: the window that it would have."""
+    return local_size
+
+
+def _check_layer(module: nn.Module, dropout: float, window: int | None, window_of_model: int | None) -> None:
+    """Raises ValueError for what a layer or its configuration asks for that is not computed."""
     if dropout:
         raise ValueError(
             f"attention over ranks cannot drop probabilities, and attention_dropout is {dropout}: set it to 0 in the "
@@ -172,20 +178,34 @@ def _check_layer(dropout: float, window: int | None) -> None:
         )
     if window is not None and window < 1:
         raise ValueError(f"sliding_window, of the configuration, must be at least 1 or None, got {window}")
+    if window != window_of_model:
+        raise ValueError(
+            f"a {type(module).__name__} has a window of {window}, and its model makes masks with one of "
+            f"{window_of_model}: some of transformers' attentions follow the layer and some the mask; make them equal"
+        )
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"is_causal is False in a {type(module).__name__}: attention to both sides is not enabled")
 
 
 AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, _window_of_masks)
 
 
 class _InPlace:
     """Comes before the class of an object that is enabled. Copies, and what is read from pickles, are enabled too."""
 
     def __reduce_ex__(self, _protocol: int) -> tuple:
-        return _new, type(self).__bases__, self.__dict__
+        return _new, type(self).__bases__, self.__getstate__()
 
 
 class _Model(_InPlace):
     """A causal language model over the ranks of `_sp`."""
+
+    def __init__(self, *_args: Any, **_named: Any):
+        raise TypeError(
+            f"another {type(self).__name__} cannot be made by the class of an enabled one: take transformers' own, and "
+            "enable what it makes"
+        )
 
     def _over_ranks(self, own: Callable, args: tuple, named: dict[str, Any]) -> Any:
         """The model's own forward, of this rank's tokens; see the module."""
@@ -256,7 +276,11 @@ class _Rotary(_InPlace):
     `_last` is the last position of all.
     """
 
+    _last: Tensor | None = None
+
     def forward(self, x: Tensor, position_ids: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
+        if self._last is None:
+            raise TypeError(f"a {type(self).__name__} was called by itself: call the model that was enabled")
         last = self._last.to(position_ids).expand(len(position_ids), 1)
         cos, sin = super().forward(x, position_ids=torch.cat((position_ids, last), 1), **named)
         return cos[:, :-1], sin[:, :-1]
@@ -353,6 +377,9 @@ class _Call:
     def _alike(self, vocabulary: int | None) -> dict[str, Any]:
         """What ranks compare. Raises ValueError for tokens that are not in the vocabulary, on any rank's part."""
         alike: dict[str, Any] = {"arguments": sorted(self.arguments)}
+        if "inputs_embeds" in self.arguments:
+            x = self.arguments["inputs_embeds"]
+            alike["inputs_embeds (whole, alike on every rank)"] = f"{tuple(x.shape)}, {x.dtype}"
         for name in (name for name in _COMPARED if name in self.arguments):
             x = self.arguments[name]
             alike[f"{name} (whole, the same on every rank)"] = (
@@ -511,19 +538,23 @@ def _check_model(model: Any) -> None:
             raise TypeError(f"{name} cannot be sequence parallel: {_REFUSED[name]}")
         known = ", ".join(base.__name__ for base in _FAMILIES)
         raise TypeError(f"expected one of transformers' {known}, got a {name}{_hint(model)}")
-    if type(model).forward is not base.forward or "forward" in vars(model):
-        raise TypeError(f"this {name} has another forward than {base.__name__}, which would be lost")
+    if not _has_forward_of(base, model):
+        raise TypeError(f"this {name} has another forward than transformers' {base.__name__}, which would be lost")
     for layer in model.model.layers:
-        if (
-            not isinstance(layer.self_attn, _FAMILIES[base])
-            or type(layer.self_attn).forward is not _FAMILIES[base].forward
-        ):
+        attention = getattr(layer, "self_attn", None)
+        if not _has_forward_of(_FAMILIES[base], attention):
             raise TypeError(
-                f"a layer's attention is a {type(layer.self_attn).__name__}, not {_FAMILIES[base].__name__}, which is "
-                "known to ask transformers for its attention"
+                f"a layer's attention, a {type(attention).__name__}, has another forward than transformers' "
+                f"{_FAMILIES[base].__name__}, which is known to ask for its attention by name"
             )
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(f"this {name} has another loss than transformers' ForCausalLMLoss, which would be lost")
+
+
+def _has_forward_of(base: type[nn.Module], module: Any) -> bool:
+    """Whether it is a `base` with the forward that transformers gives it, which some packages replace in the class."""
+    own = isinstance(module, base) and type(module).forward is base.forward and "forward" not in vars(module)
+    return own and base.forward.__module__ == base.__module__
 
 
 def _hint(model: Any) -> str:

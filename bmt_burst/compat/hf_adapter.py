@@ -66,12 +66,12 @@ def _attention(
     is_causal: bool | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """What layers call: `attention` of what `update` told."""
+    """What layers call: `attention` of what `update` told. Masks have no window here: layers do."""
     try:
         _check(query, attention_mask, getattr(module, "is_causal", True) if is_causal is None else is_causal)
     except (ValueError, RuntimeError) as error:
         refuse_call(error, _now.group, _NO_DOUBLE_GROUP)
-    return attention(module, query, key, value, None, **named, bmt_burst=_now.sight)
+    return attention(module, query, key, value, named.get("sliding_window"), **named, bmt_burst=_now.sight)
 
 
 def _check(query: Tensor, attention_mask: Tensor | None, is_causal: bool) -> None:
