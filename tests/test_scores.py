@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, call, scores, simulate
 from bmt_burst.kernels import load
+from bmt_burst.kernels.bias import CallBias
 from bmt_burst.scores import BY_DISTANCE, Scores
+from bmt_burst.tile import KernelCall
 from tests.helpers import dense_results, random_layout, random_mask, random_qkv, relative_error, ring_results
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]
@@ -67,9 +69,39 @@ def small_scores(**changes) -> Scores:
     return Scores(**{**fields, **changes})
 
 
+def let_add_distances(monkeypatch) -> list[KernelCall]:
+    """The plain kernel of CPUs takes biases as fa4 does, by the reference. Returns the calls that it gets."""
+    kernel, calls = type(load("cpu")), []
+
+    def either(name):
+        plain, biased = getattr(kernel, name), getattr(load("reference"), name)
+
+        def work(self, *args):
+            if not isinstance(args[-1], CallBias):
+                return plain(self, *args)
+            *_, call, _, bias = args
+            assert bias.segments is None
+            for tile in call.tiles:
+                for x, span in zip((bias.q_position, bias.kv_position), tile, strict=True):
+                    assert x[slice(*span)].diff().eq(1).all()
+            calls.append(call)
+            return biased(*args)
+
+        return work
+
+    monkeypatch.setattr(kernel, "adds_distances", lambda *args: True)
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(kernel, name, either(name))
+    return calls
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_scores_equal_dense(part, monkeypatch):
-    """In fp64, for one rank to many, in any mask, layout and strategy; with large areas of one row, and without."""
+    """In fp64, for one rank to many, in any mask, layout and strategy; with large areas of one row, and without.
+
+    In half of the parts the plain kernel takes biases that go by distance.
+    """
+    by_distance = let_add_distances(monkeypatch) if part % 2 else None
     for seed in range(part, CASES, PARTS):
         chance = random.Random(seed)
         monkeypatch.setattr(scores, "_LONG", chance.choice((1, 4, 1024)))
@@ -96,6 +128,7 @@ def test_any_scores_equal_dense(part, monkeypatch):
                 mine, exact = (x.masked_fill(exact.isinf(), 0.0) for x in (mine, exact))
             error = (mine - exact).norm() / exact.norm().clamp_min(1e-3)
             assert error < 1e-10, (seed, name, layout, options)
+    assert by_distance is None or len(by_distance) > 5, len(by_distance)
 
 
 WRONG = [
