@@ -54,7 +54,7 @@ from bench.implementations import (
     kernel_name,
     table_of,
 )
-from bench.machine import GIB, Machine, append, origin, show
+from bench.machine import GIB, Machine, record
 from bmt_burst import Mask, SequenceParallel, init_sequence_parallel
 from bmt_burst.scores import is_one_row
 from bmt_burst.transport import Arrival, Parcel
@@ -379,12 +379,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args, machine = parse_args(), Machine()
-    common = origin(machine.name)
     try:
-        for row in run(args, machine):
-            if machine.rank == 0:
-                append(args.output, row | common)
-                show(row)
+        record(run(args, machine), args.output, machine.name, machine.rank)
     except BaseException:  # noqa: BLE001 - Ctrl-C too
         traceback.print_exc()
         sys.stderr.flush()

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
 from bench import masks
 from bench.attention import Contestant, describe, facts_of, heads, measure
 from bench.implementations import Case, kernel_alone
-from bench.machine import Machine, append, origin, show
+from bench.machine import Machine, record
 from bmt_burst import kernels
 
 
@@ -57,10 +57,7 @@ def main() -> None:
     args, machine = parser.parse_args(), Machine()
     if machine.size != 1:
         parser.error(f"one process measures kernels alone, not {machine.size}")
-    common = origin(machine.name)
-    for row in run(args, machine):
-        append(args.output, row | common)
-        show(row)
+    record(run(args, machine), args.output, machine.name)
     dist.destroy_process_group()
 
 

@@ -32,7 +32,7 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import live_rows
-from bench.machine import GIB, Machine, append, origin, show
+from bench.machine import GIB, Machine, record
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel, init_sequence_parallel
 from bmt_burst.engine import Engine
 from bmt_burst.engine.bmtrain import BMTrainEngine
@@ -173,16 +173,11 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 <= args.warm_up < args.steps:
         parser.error(f"--warm-up must be less than --steps, {args.steps}, and not negative")
-    machine, failed = Machine(), False
-    common = origin(machine.name)
-    for row in run(args, machine):
-        failed |= "error" in row
-        if machine.rank == 0:
-            append(args.output, row | common)
-            show(row)
+    machine = Machine()
+    good = record(run(args, machine), args.output, machine.name, machine.rank)
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(failed)  # as bench/attention.py does, for the same reason
+    os._exit(not good)  # as bench/attention.py does, for the same reason
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,17 @@ def commit() -> str:
 def origin(gpu_name: str) -> dict[str, Any]:
     """What every row says of where it was measured."""
     return {"gpu_name": gpu_name, "versions": versions(), "commit": commit()}
+
+
+def record(rows: Iterable[dict], file: Path, gpu_name: str, rank: int = 0) -> bool:
+    """Appends rows as they come, with where they are from, and shows them, on rank 0; whether none has an error."""
+    common, good = origin(gpu_name), True
+    for row in rows:
+        good &= "error" not in row
+        if rank == 0:
+            append(file, row | common)
+            show(row)
+    return good
 
 
 def append(file: Path, row: dict) -> None:

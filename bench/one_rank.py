@@ -28,7 +28,7 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
 from bench import masks
 from bench.attention import Contestant, alone, describe, facts_of, facts_of_bias, heads, inputs, measure, step
 from bench.implementations import IMPLEMENTATIONS, Case
-from bench.machine import Machine, append, origin, show
+from bench.machine import Machine, record
 from bench.timeline import milliseconds, profiled
 from bmt_burst import SequenceParallel
 from bmt_burst.transport.simulator import ImaginedRing
@@ -82,10 +82,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="NAME")
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
     args, machine = parser.parse_args(), Machine()
-    common = origin(machine.name)
-    for row in run(args, machine):
-        append(args.output, row | common)
-        show(row)
+    record(run(args, machine), args.output, machine.name)
     dist.destroy_process_group()
 
 

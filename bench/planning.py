@@ -27,7 +27,7 @@ import torch
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.machine import append, cpu_name, origin, show
+from bench.machine import cpu_name, record
 from bmt_burst import Layout, Mask, burst_attn_func, kernels
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes, load
@@ -191,10 +191,7 @@ def main() -> None:
     parser.add_argument("--memory-masks", type=int, default=10000, help="calls with a new mask; 0: do not measure")
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
     args = parser.parse_args()
-    common = origin(cpu_name())
-    for row in rows(args.masks, args.memory_masks):
-        append(args.output, row | common)
-        show(row)
+    record(rows(args.masks, args.memory_masks), args.output, cpu_name())
 
 
 if __name__ == "__main__":
