@@ -174,6 +174,7 @@ def backward_q(
     v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
     if BIAS == BY_SEGMENTS:
         queries = _q_fields(bias, q_start + first, rows, M)
+        waiting, group, segment = tl.zeros((M,), tl.float32), 0, 0
     if BIAS == BY_DISTANCE:
         places = _distances(bias, q_start, q_count, kv_start, kv_count)
 
@@ -204,7 +205,15 @@ def backward_q(
                 dscores *= _slope(scores, CAP)
             dq_sums = tl.dot(dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION)
             if BIAS == BY_SEGMENTS:
-                _add_to_table(bias, head, dscores, queries, keys, M, N)
+                if keys.alike:
+                    if (keys.group != group) | (keys.segment != segment):
+                        _add_waiting(bias, head, waiting, queries, group, segment)
+                        waiting, group, segment = tl.zeros((M,), tl.float32), keys.group, keys.segment
+                    waiting += _add_near(bias, head, dscores, queries, keys)
+                else:
+                    _add_to_table(bias, head, dscores, queries, keys, M, N)
+    if BIAS == BY_SEGMENTS:
+        _add_waiting(bias, head, waiting, queries, group, segment)
 
     dq_rows = _token(dq, dq_strides, batch, head, q_start + first)
     _store(dq_rows, dq_strides, dq_sums * scale, rows, D, WIDTH, M)
@@ -598,6 +607,31 @@ def _add_by_distance(bias, head, dscores, distances):
             tl.atomic_add(sums + row, _whole(total, unit), mask=total != 0.0, sem="relaxed")
     else:
         tl.atomic_add(sums + rows, _whole(dscores, unit), mask=dscores != 0.0, sem="relaxed")
+
+
+@triton.jit
+def _add_near(bias, head, dscores, queries, keys):
+    """Adds those of dscores (M, N) that go by distance, where keys are of one segment; the sums of the others (M,)."""
+    near = (_rows_with(bias, queries, keys.group, keys.segment, queries.groups == keys.group) < 0)[:, None]
+    if tl.max(near.to(tl.int32), 0).sum() > 0:
+        distances = keys.positions[None, :] - queries.positions[:, None]
+        _add_by_distance(bias, head, tl.where(near, dscores, 0.0), distances)
+    return tl.sum(tl.where(near, 0.0, dscores), 1)
+
+
+@triton.jit
+def _add_waiting(bias, head, waiting, queries, group, segment):
+    """Adds what queries have with keys of one segment (M,) to the sums of their rows."""
+    some = waiting != 0.0
+    rows = _rows_with(bias, queries, group, segment, some & (queries.groups == group))
+    unit = tl.load(bias.unit + head)
+    tl.atomic_add(bias.sums + head * bias.rows + rows, _whole(waiting, unit), mask=some, sem="relaxed")
+
+
+@triton.jit
+def _rows_with(bias, queries, group, segment, same):
+    """The rows (M,) of queries with keys of a segment, that of other groups' where they are not of the same."""
+    return tl.load(bias.pairs + (queries.segments + segment), mask=same, other=bias.other)
 
 
 @triton.jit
