@@ -374,9 +374,3 @@ def test_numbers_on_a_gpu_are_read_again_once_written():
     assert _remembered(x) == (0, 3)
     x[1] = 7
     assert _remembered(x) == (0, 7)
-
-
-def test_models_of_hugging_face_are_sent_elsewhere():
-    for call in (compat.substitute_hf_flash_attn, compat.update_ring_flash_attn_params):
-        with pytest.raises(NotImplementedError, match=r"bmt_burst\.adapters\.transformers"):
-            call(None, 1)

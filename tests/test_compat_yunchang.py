@@ -1,5 +1,6 @@
 """Layers of yunchang, computed here, over gloo against dense attention; tokens are cut without Layouts."""
 
+import importlib.util
 import inspect
 import itertools
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_burst import Mask, Slice
+import bmt_burst.compat.ring_flash_attn as ring_flash_attn
+from bmt_burst import Mask, Slice, simulate
 from bmt_burst.compat import yunchang
 from bmt_burst.compat.yunchang import (
     EXTRACT_FUNC_DICT,
     PROCESS_GROUP,
+    RING_IMPL_QKVPACKED_DICT,
     AsyncLongContextAttention,
     AttnType,
     LongContextAttention,
@@ -20,6 +23,7 @@ from bmt_burst.compat.yunchang import (
     set_seq_parallel_pg,
 )
 from bmt_burst.compat.yunchang.comm import extracted
+from bmt_burst.compat.yunchang.hybrid.utils import RING_IMPL_DICT
 from tests.helpers import dense_results, random_qkv, relative_error, run_ranks
 
 KINDS = ("basic", "strip", "zigzag")
@@ -217,16 +221,99 @@ def test_arguments_have_the_names_order_and_defaults_of_that_package():
 
 
 def test_names_are_where_that_package_has_them():
-    from bmt_burst.compat.yunchang import comm, globals, hybrid, kernels, ulysses
+    from bmt_burst.compat.yunchang import comm, globals, hybrid, kernels, ring, ulysses
 
     assert comm.EXTRACT_FUNC_DICT is yunchang.EXTRACT_FUNC_DICT
     assert set(EXTRACT_FUNC_DICT) == {*KINDS, "basic_pytorch", "basic_flashinfer", "basic_npu"}
     assert globals.PROCESS_GROUP is PROCESS_GROUP
+    assert globals.HAS_FLASH_ATTN is (importlib.util.find_spec("flash_attn") is not None)
     assert hybrid.LongContextAttention is LongContextAttention
+    assert hybrid.RING_IMPL_QKVPACKED_DICT is RING_IMPL_QKVPACKED_DICT
+    assert all(getattr(yunchang, name) is getattr(ring, name) for name in ring.__all__)
     assert kernels.AttnType.from_string("torch_flash") is AttnType.TORCH_FLASH
     assert ulysses.UlyssesAttention is UlyssesAttention
     with pytest.raises(ValueError, match="nothing"):
         AttnType.from_string("nothing")
+
+
+def over_a_ring(kind, packed, **options):
+    """Of two ranks: out and lse of the function of a kind, and what ring_flash_attn's own gives."""
+    name = {"zigzag": "zigzag_ring", "strip": "stripe"}.get(kind, "ring")
+    form = "_qkvpacked" if packed else ""
+    own = getattr(ring_flash_attn, f"{name}_flash_attn{form}_func")
+    function = (RING_IMPL_QKVPACKED_DICT if packed else RING_IMPL_DICT)[kind]
+    q, k, v, _ = random_qkv(2, 8, 4, 4, 8)
+    tensors = (torch.stack([q, k, v], 2),) if packed else (q, k, v)
+
+    def work(group):
+        given = {"group": group, "causal": True, "softmax_scale": 0.3}
+        if kind == "basic_npu":
+            return [function(group, *tensors, causal=True, softmax_scale=0.3, head_num=4)], [own(*tensors, **given)]
+        if kind == "basic_pytorch":
+            return [function(*tensors, return_attn_probs=True, **given)], [own(*tensors, **given)]
+        given["return_attn_probs"] = True
+        out, lse, nothing = function(*tensors, **given, attn_type=AttnType.TORCH_FLASH)
+        assert nothing is None
+        return (out, lse), own(*tensors, **given)[:2]
+
+    return simulate(2, work)
+
+
+@pytest.mark.parametrize("kind", RING_IMPL_DICT)
+def test_functions_of_a_ring_are_those_of_ring_flash_attention(kind):
+    assert set(RING_IMPL_DICT) == set(EXTRACT_FUNC_DICT)
+    assert set(RING_IMPL_QKVPACKED_DICT) == {*KINDS, "basic_flashinfer"}
+    for packed in (False, True)[: 1 + (kind in RING_IMPL_QKVPACKED_DICT)]:
+        for mine, theirs in over_a_ring(kind, packed):
+            assert all(x.equal(y) for x, y in zip(mine, theirs, strict=True))
+
+
+def test_functions_of_a_ring_bound_scores():
+    tensors = random_qkv(1, 8, 2, 2, 8)
+    exact = dense_results(Mask.documents((0, 4, 8)), tensors, 0.3, softcap=0.7)[0]
+    local = torch.tensor([0, 2, 4])
+
+    def work(ring):
+        own = torch.tensor([0, 1, 4, 5]) + 2 * ring.rank
+        q, k, v = (x[0, own] for x in tensors[:3])
+        options = {"softmax_scale": 0.3, "causal": True, "softcap": 0.7, "group": ring}
+        out = yunchang.ring_flash_attn_varlen_func(q, k, v, local, 2, **options)
+        return relative_error(out, exact[0, own])
+
+    assert max(simulate(2, work)) < ROUNDING
+
+
+def test_functions_of_a_ring_refuse_kernels_on_all_ranks():
+    q, k, v, _ = random_qkv(1, 8, 2, 2, 8)
+
+    def said(**options):
+        def work(ring):
+            with pytest.raises(ValueError) as error:
+                yunchang.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=ring, **options if ring.rank else {})
+            return str(error.value)
+
+        return simulate(2, work)
+
+    for options, part in (
+        ({"attn_type": AttnType.SAGE_AUTO}, "approximates attention"),
+        ({"attn_processor": torch.nn.Identity()}, "an attn_processor is not supported"),
+    ):
+        other, wrong = said(**options)
+        assert part in wrong
+        assert "rank 1 of the group failed" in other
+    with pytest.raises(ValueError, match="input_layout must be 'BSND'"):
+        yunchang.ring_npu_flash_attn_func(None, q, k, v, input_layout="BNSD")
+
+
+def test_functions_of_a_ring_have_the_arguments_of_that_package():
+    for name in yunchang.ring.__all__:
+        if name == "ring_npu_flash_attn_func":
+            continue
+        tensors = "qkv" if "_qkvpacked" in name else "q kv" if "_kvpacked" in name else "q k v"
+        last = "" if "varlen" in name else "attn_type" if "packed" in name else "attn_type attn_processor"
+        options = [option.split("=")[0] for option in OPTIONS.split()]
+        expected = [*tensors.split(), *["cu_seqlens", "max_seqlen"] * ("varlen" in name), *options, "group"]
+        assert list(inspect.signature(getattr(yunchang, name)).parameters) == expected + last.split()
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(3, 2), (2, 3), (6, 4), (1, 5)])

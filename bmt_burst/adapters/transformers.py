@@ -106,7 +106,7 @@ def enable(
     return model
 
 
-class _Sight:
+class Sight:
     """What layers are given in place of a mask. Not a dataclass: wrappers would rebuild it to move its tensors.
 
     options  of burst_attn_func, with a mask or causal=True
@@ -129,7 +129,7 @@ class _Sight:
 
 
 @not_compiled
-def _attention(
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -140,7 +140,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    bmt_burst: _Sight | None = None,
+    bmt_burst: Sight | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
     """What layers call: query (B, H, S_local, D), key and value (B, G, S_local, D) to (B, S_local, H, D).
@@ -174,7 +174,7 @@ def _check_layer(dropout: float, window: int | None) -> None:
         raise ValueError(f"sliding_window, of the configuration, must be at least 1 or None, got {window}")
 
 
-AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, attention)
 
 
 class _InPlace:
@@ -207,7 +207,7 @@ class _Model(_InPlace):
         for module in self.modules():
             if isinstance(module, _Rotary):
                 module._last = call.last_position
-        return call.part | {"bmt_burst": _Sight(options, call.seq_len, call.targets)}
+        return call.part | {"bmt_burst": Sight(options, call.seq_len, call.targets)}
 
     def _vocabulary(self) -> int | None:
         """How many tokens there are embeddings of; None if it is not torch's Embedding that looks them up."""
@@ -225,7 +225,7 @@ class _Model(_InPlace):
         logits: Tensor,
         labels: Tensor,
         vocab_size: int,
-        bmt_burst: _Sight,
+        bmt_burst: Sight,
         num_items_in_batch: Tensor | int | None = None,
         **_others: Any,
     ) -> Tensor:

@@ -6,6 +6,7 @@ Letters: B batch, S tokens of this rank, T the same of packed documents, H query
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,29 @@ class Options:
             raise ValueError(f"window_size must have numbers of tokens, or -1 for all, got {(left, right)}")
         low = 0 if as_bool("causal", self.causal) else None if right < 0 else -right
         return low, None if left < 0 else left + 1
+
+
+def with_options(
+    function: Callable[..., Any], names: Sequence[str], options: type[Options] = Options
+) -> Callable[..., Any]:
+    """`function`, whose last parameter is `options`, as one that takes those of `names` each on its own, in that order.
+
+    What this made of a function before counts as the function.
+    """
+    function = inspect.unwrap(function)
+    *own, _ = inspect.signature(function).parameters.values()
+    known = inspect.signature(options).parameters
+    signature = inspect.Signature([*own, *(known[name] for name in names)])
+
+    @not_compiled
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        bound = signature.bind(*args, **named).arguments
+        rest = {name: bound.pop(name) for name in names if name in bound}
+        return function(**bound, options=options(**rest))
+
+    call.__signature__ = signature
+    return call
 
 
 @not_compiled

@@ -19,25 +19,25 @@ Of packed documents (T, ...), with the cu_seqlens of the rank's own tokens, the 
     llama3    chunk r of W of the sequence, with cu_seqlens as llama3_flash_attn_prepare_cu_seqlens makes them
 
 max_seqlen and heads_k_stride are for the kernels of that package: nothing is computed from them.
+
+substitute_hf_flash_attn and update_ring_flash_attn_params are for models of transformers, which they import.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..agreement import read, tell
 from ..arguments import as_bool, as_int
-from ..compiled import not_compiled
 from ..layout import Layout, Stacked
-from ..rings import Rings
-from .flash import Bounds, Options, Placing, attention, numbers, tokens_of
+from ..rings import Group, Rings
+from .flash import Bounds, Options, Placing, attention, numbers, tokens_of, with_options
 
 _MOST_LAYOUTS = 64  # that are kept
 _STARTS_A_MESSAGE = 256  # of which a message holds the positions, whatever they are
@@ -67,21 +67,19 @@ __all__ = [
 ]
 
 
-def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose last parameter is an Options, as one that takes these each on its own."""
-    *own, _ = inspect.signature(function).parameters.values()
-    given = [p for name, p in inspect.signature(Options).parameters.items() if name != "softcap"]
-    signature = inspect.Signature([*own, *given])
-
-    @not_compiled
-    @functools.wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
-        bound = signature.bind(*args, **named).arguments
-        rest = {p.name: bound.pop(p.name) for p in given if p.name in bound}
-        return function(**bound, options=Options(**rest))
-
-    call.__signature__ = signature
-    return call
+_with_options = functools.partial(
+    with_options,
+    names=(
+        "dropout_p",
+        "softmax_scale",
+        "causal",
+        "window_size",
+        "alibi_slopes",
+        "deterministic",
+        "return_attn_probs",
+        "group",
+    ),
+)
 
 
 @_with_options
@@ -219,14 +217,27 @@ def llama3_flash_attn_prepare_cu_seqlens(
     return torch.tensor(of_q, **like), torch.tensor(of_k, **like), *longest, keys
 
 
-def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> NoReturn:
-    """Raises NotImplementedError: models of Hugging Face run by another adapter here."""
-    raise NotImplementedError("models of Hugging Face run here by bmt_burst.adapters.transformers: see docs/migrate.md")
+def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -> None:
+    """Puts attention over the ranks of `process_group` in the place of transformers' flash_attention_2, in all models.
+
+    Their attention is causal and of packed documents, which update_ring_flash_attn_params tells before each forward.
+    Each rank gives a model its chunk of the tokens and of their position_ids, (1, T) / ranks, and no padding. Models
+    that were made with another attn_implementation keep their own attention, of this rank's tokens alone.
+    """
+    from . import hf_adapter
+
+    hf_adapter.substitute(process_group)
 
 
-def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Any) -> NoReturn:
-    """Raises NotImplementedError: models of Hugging Face run by another adapter here."""
-    raise NotImplementedError("models of Hugging Face run here by bmt_burst.adapters.transformers: see docs/migrate.md")
+def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group | None) -> None:
+    """Tells models what their next tokens are: documents that begin at cu_seqlens (0, ..., T), of the whole sequence.
+
+    Raises ValueError if these do not rise from 0, if the ranks do not divide the tokens, or if `process_group` has
+    other ranks than substitute_hf_flash_attn was given; RuntimeError if that was not called yet.
+    """
+    from . import hf_adapter
+
+    hf_adapter.update(_rising(numbers("cu_seqlens", cu_seqlens)), process_group)
 
 
 def _batch(layout: str, options: Options) -> Placing:

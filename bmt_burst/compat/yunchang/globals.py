@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch.distributed as dist
 
 from ...arguments import as_bool, as_int
 from ...groups import own_group
 from ...transport.torch_dist import torch_transport
+
+# Whether packages are installed. Kernels do not depend on it here: they are chosen as flash="auto" chooses them.
+HAS_FLASH_ATTN = find_spec("flash_attn") is not None
+HAS_FLASH_ATTN_HOPPER = find_spec("flash_attn_interface") is not None
+HAS_FLASHINFER = find_spec("flashinfer") is not None
+HAS_AITER = find_spec("aiter") is not None
+HAS_SAGE_ATTENTION = find_spec("sageattention") is not None
+HAS_SPARSE_SAGE_ATTENTION = find_spec("spas_sage_attn") is not None
+HAS_NPU = find_spec("torch_npu") is not None
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 
 class AttnType(Enum):
@@ -36,3 +37,9 @@ def check_exact(attn_type: AttnType) -> None:
         raise TypeError(f"attn_type must be an AttnType, got {attn_type!r}")
     if "sage" in attn_type.value:
         raise ValueError(f"{attn_type} approximates attention, which is exact here; AttnType.FA is")
+
+
+def check_no_processor(attn_processor: Any) -> None:
+    """Raises ValueError for an attn_processor, which would compute attention in its own way."""
+    if attn_processor is not None:
+        raise ValueError(f"an attn_processor is not supported: got a {type(attn_processor).__name__}")

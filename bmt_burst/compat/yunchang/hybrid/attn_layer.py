@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ...arguments import as_bool
-from ...layout import Layout
-from ...rings import Rings
-from ..flash import Bounds, Options, attention, tokens_of
-from .comm import extracted
-from .globals import PROCESS_GROUP
-from .kernels import AttnType, check_exact
-from .ulysses import check_dims
+from ....arguments import as_bool
+from ....layout import Layout
+from ....rings import Rings
+from ...flash import Bounds, Options, attention, tokens_of
+from ..comm import extracted
+from ..globals import PROCESS_GROUP
+from ..kernels import AttnType, check_exact, check_no_processor
+from ..ulysses import check_dims
 
 _STRATEGY = "ring"  # of the ranks of both groups
 _KINDS = {kind: kind for kind in ("basic", "strip", "zigzag")} | dict.fromkeys(
@@ -71,8 +71,7 @@ class LongContextAttention(_Hybrid):
     ):
         super().__init__(ring_impl_type, attn_type)
         check_dims(scatter_idx, gather_idx, (2, 1))
-        if attn_processor is not None:
-            raise ValueError(f"an attn_processor is not supported: got a {type(attn_processor).__name__}")
+        check_no_processor(attn_processor)
 
     def forward(
         self,

@@ -1,0 +1,85 @@
+"""Attention over ranks in all models of transformers at once, as ring-flash-attention's adapter puts it there.
+
+It is that of bmt_burst.adapters.transformers, which cuts what a model takes and joins the losses too, model by model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..adapters.transformers import AttentionInterface, Sight, attention
+from ..attention import refuse_call
+from ..compiled import not_compiled
+from ..mask import Mask
+from ..rings import Group, Rings, make_rings
+from .flash import Bounds
+
+_REPLACED = "flash_attention_2"  # the attn_implementation of models
+_NO_DOUBLE_GROUP = (None, None)
+
+
+@dataclass
+class _Now:
+    """Over which ranks models compute, once `substitute` was called, and what their tokens see, after `update`."""
+
+    rings: Rings | None = None
+    group: Group | None = None
+    sight: Sight | None = None
+
+
+_now = _Now()
+
+
+def substitute(group: Group | None) -> None:
+    """See substitute_hf_flash_attn."""
+    _now.rings, _now.group, _now.sight = make_rings(group, _NO_DOUBLE_GROUP), group, None
+    AttentionInterface.register(_REPLACED, _attention)
+
+
+def update(bounds: Bounds, group: Group | None) -> None:
+    """See update_ring_flash_attn_params; documents begin at `bounds`."""
+    if _now.rings is None:
+        raise RuntimeError("call substitute_hf_flash_attn first: it says over which ranks attention goes")
+    made, given = ((rings.rank, rings.size) for rings in (_now.rings, make_rings(group, _NO_DOUBLE_GROUP)))
+    if made != given:
+        raise ValueError(
+            f"this is rank {given[0]} of {given[1]} in process_group, but {made[0]} of {made[1]} in that of "
+            "substitute_hf_flash_attn"
+        )
+    if bounds[-1] % given[1]:
+        raise ValueError(f"{given[1]} ranks do not divide the {bounds[-1]} tokens of cu_seqlens")
+    options = {"mask": Mask.documents(bounds), "layout": "contiguous"}
+    groups = {"process_group": _now.group, "double_group": _NO_DOUBLE_GROUP}
+    _now.sight = Sight(options | groups, bounds[-1], None)
+
+
+@not_compiled
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    is_causal: bool | None = None,
+    **named: Any,
+) -> tuple[Tensor, None]:
+    """What layers call: `attention` of what `update` told."""
+    try:
+        _check(query, attention_mask, getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    except (ValueError, RuntimeError) as error:
+        refuse_call(error, _now.group, _NO_DOUBLE_GROUP)
+    return attention(module, query, key, value, None, **named, bmt_burst=_now.sight)
+
+
+def _check(query: Tensor, attention_mask: Tensor | None, is_causal: bool) -> None:
+    if _now.sight is None:
+        raise RuntimeError("call update_ring_flash_attn_params before a model: it tells where documents begin")
+    if attention_mask is not None:
+        raise ValueError("attention_mask has padding: pack the documents without it, as cu_seqlens tells them")
+    if not is_causal:
+        raise ValueError("attention to both sides is not substituted: only that of causal models is")
+    if len(query) != 1:
+        raise ValueError(f"documents must be packed in one row, (1, tokens), got {len(query)} rows")
