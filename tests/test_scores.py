@@ -16,7 +16,11 @@ from bmt_burst import Layout, Mask, Slice, burst_attn_func, call, scores, simula
 from bmt_burst.kernels import load
 from bmt_burst.kernels.bias import CallBias
 from bmt_burst.scores import BY_DISTANCE, Scores
+from bmt_burst.spec import Spec
+from bmt_burst.strategies import Problem, Sizes
+from bmt_burst.strategies.ring import RingPlan, Tour
 from bmt_burst.tile import KernelCall
+from bmt_burst.tiling import Cut
 from tests.helpers import dense_results, random_layout, random_mask, random_qkv, relative_error, ring_results
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]
@@ -129,6 +133,46 @@ def test_any_scores_equal_dense(part, monkeypatch):
             error = (mine - exact).norm() / exact.norm().clamp_min(1e-3)
             assert error < 1e-10, (seed, name, layout, options)
     assert by_distance is None or len(by_distance) > 5, len(by_distance)
+
+
+def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
+    """Kernels count on it; in a striped layout several blocks may be one tile, as of 0, 6, 2. `even` is exact."""
+    monkeypatch.setattr(scores, "_LONG", 1)
+    kernel, evens = load("reference"), set()
+    sizes = Sizes(1, 2, 2, 8, torch.float32, torch.float32)
+    for seed in range(60):
+        chance = random.Random(seed)
+        size, inner = chance.choice(((4, 4), (8, 8), (6, 3)))
+        mask = random_mask(chance, chance.randint(20, 60))
+        reach = chance.randint(1, 60)
+        added = Scores.by_distance(mask, torch.zeros(2 * reach + 1, dtype=torch.int32))
+        layout = chance.choice((Layout.striped, Layout.striped, Layout.zigzag))(mask.seq_len, size)
+        problem = Problem(mask, layout, Spec(1.0), kernel, sizes, inner, size // inner, scores=added)
+        problem = replace(problem, backward=chance.choice(("q", "kv")), biased_kernel=kernel)
+        for tour in (tour for rank in range(size) for tour in tours(problem, rank)):
+            own = tour.tokens(None, torch.device("cpu"))
+            for key, cuts in {None: tour.own, **tour.cuts}.items():
+                sides = own, tour.tokens(key, torch.device("cpu"))
+                for cut in (cut for cut in cuts if cut.row == BY_DISTANCE):
+                    found = steps(cut, *(sides[::-1] if tour.payload.queries_travel else sides))
+                    assert (found > 0).all(), (seed, key, cut)
+                    assert cut.even == bool((found == 1).all()), (seed, key, cut)
+                    evens.add(cut.even)
+    assert evens == {True, False}
+
+
+def tours(problem: Problem, rank: int) -> tuple[Tour, Tour]:
+    plan = RingPlan(problem, rank)
+    return plan.forward_tour, plan.backward_tour
+
+
+def steps(cut: Cut, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """How far tokens of a tile are from those before them, of all tiles, on both sides; of `Scores.tokens`."""
+    found = []
+    for side, tokens, spans in ((0, queries, cut.rows), (1, keys, cut.columns)):
+        positions = torch.cat([tokens[3, slice(*span)] for span in spans])
+        found += [positions[slice(*tile[side])].diff() for tile in cut.call.tiles]
+    return torch.cat(found)
 
 
 WRONG = [

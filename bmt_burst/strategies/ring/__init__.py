@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class RingPlan(Plan):
     @functools.cached_property
     def _own_calls(self) -> list[Cut]:
         cuts = [cut for row, tiling in self._terms for cut in kernel_calls(tiling.own_tiles(self.rank), row)]
-        return [_noted(cut, self._positions, self._positions) for cut in cuts]
+        return _noted(cuts, lambda: (self._positions, self._positions))
 
     @functools.cached_property
     def _positions(self) -> Tensor:
@@ -136,10 +136,12 @@ class RingPlan(Plan):
                 tiles = tiling.tiles(self.rank, [x.piece for x in landings], [x.at for x in landings])
                 tiles = by_columns(tiles) if returning else tiles
                 found += kernel_calls(map(flipped, tiles) if queries_travel else tiles, row)
-            if not any(row == BY_DISTANCE for row, _ in terms):
-                return found
-            sides = landing_positions(landings, tokens), self._positions
-            return [_noted(cut, *(sides if queries_travel else sides[::-1])) for cut in found]
+
+            def sides() -> tuple[Tensor, Tensor]:
+                here, landed = self._positions, landing_positions(landings, tokens)
+                return (landed, here) if queries_travel else (here, landed)
+
+            return _noted(found, sides)
 
         cuts = {(n, -1): calls(round_.landings, round_.held_tokens) for n, round_ in enumerate(rounds)}
         for n, round_ in enumerate(rounds):
@@ -219,11 +221,27 @@ def _pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
     return Pass(at, kv_at, payload.packing(sizes), payload.return_packing(sizes))
 
 
-def _noted(cut: Cut, queries: Tensor, keys: Tensor) -> Cut:
-    """A cut that goes by distance with `even` as it is, of queries and keys at these positions, (S,) and (T,)."""
-    if cut.row != BY_DISTANCE:
-        return cut
+def _noted(cuts: list[Cut], sides: Callable[[], tuple[Tensor, Tensor]]) -> list[Cut]:
+    """The cuts, with what positions say of those that go by distance: see `_with_positions`.
+
+    `sides` makes the positions of queries (S,) and of keys (T,): calls without biases need none.
+    """
+    if all(cut.row != BY_DISTANCE for cut in cuts):
+        return cuts
+    queries, keys = sides()
+    return [_with_positions(cut, queries, keys) if cut.row == BY_DISTANCE else cut for cut in cuts]
+
+
+def _with_positions(cut: Cut, queries: Tensor, keys: Tensor) -> Cut:
+    """A cut that goes by distance, with `even` as it is.
+
+    Kernels that go by distance count on positions that rise in a tile. They do not where pieces with steps are one
+    tile: such pairs have a row of their own each.
+    """
     pairs = (queries, cut.rows), (keys, cut.columns)
     sides = [torch.cat([x[slice(*span)] for span in spans]).numpy() for x, spans in pairs]
     runs = [x[slice(*span)] for tile in cut.call.tiles for x, span in zip(sides, tile, strict=True)]
-    return cut._replace(even=all(run[-1] - run[0] == len(run) - 1 for run in runs))  # positions rise
+    steps = [run[1:] - run[:-1] for run in runs]
+    if any((step < 1).any() for step in steps):
+        return cut._replace(row=None)
+    return cut._replace(even=all((step == 1).all() for step in steps))
