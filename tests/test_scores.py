@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, call, scores, simulate
 from bmt_burst.kernels import load
-from bmt_burst.kernels.bias import CallBias
+from bmt_burst.kernels.bias import CallBias, dscores_bound
 from bmt_burst.scores import BY_DISTANCE, Scores
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
@@ -159,6 +159,35 @@ def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
                     assert cut.even == bool((found == 1).all()), (seed, key, cut)
                     evens.add(cut.even)
     assert evens == {True, False}
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_what_biased_calls_share(backward, monkeypatch):
+    """A bound that holds for each, of which padding has no say, and for each heads what kernels keep for a table."""
+    kernel, found = type(load("reference")), []
+
+    def watched(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
+        own = dscores_bound(dout, v, lse, delta)
+        assert bias.bound.isfinite().all()
+        assert (bias.bound >= own).all()
+        found.append((bias.prepared, bias.table))
+        return plain(self, dout, q, k, v, out, lse, delta, call, spec, bias)
+
+    plain = kernel.backward
+    monkeypatch.setattr(kernel, "backward", watched)
+    mask = Mask(40, (Slice((0, 33), (0, 33), 0),))
+    added = Scores.by_distance(mask, torch.arange(9, dtype=torch.int32))
+    tensors = random_qkv(1, 40, 2, 2, 8)
+    for x in tensors:
+        x[:, 33:] = torch.nan
+    bias = torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    options = {"flash": "reference", "backward": backward, "group_bytes": 0}
+    *_, dbias = ring_results(Layout.contiguous(40, 4), tensors, SCALE, scores=added, bias=bias, **options)
+    assert dbias.isfinite().all()
+    # Of each of four ranks: one for its own block, and one for each of the two heads that go round alone.
+    tables = {id(prepared): table for prepared, table in found}
+    assert len(found) > len(tables) == 4 + 3 * 2, (len(found), len(tables))
+    assert all(tables[id(prepared)] is table for prepared, table in found)
 
 
 def tours(problem: Problem, rank: int) -> tuple[Tour, Tour]:

@@ -19,7 +19,7 @@ from ..kernels.bias import CallBias, Segments, dscores_bound
 from ..kernels.packed import current_stream, sent
 from ..merge import OutputPart, query_rows
 from ..scores import BY_DISTANCE, Scores, is_one_row
-from ..span import Span, in_turn
+from ..span import Span, hull, in_turn
 from ..spec import Spec
 from ..tiling import Cut
 from . import Problem
@@ -103,7 +103,8 @@ class Bias:
     rows              that calls have as a whole, in the order of
     row_lse           (rows, B, H, S): for each the logsumexp of a rank's queries over the pairs with it
     dtable            (R, H), in a backward: where the table's gradient adds up
-    prepared          what kernels keep for the table, by heads
+    prepared          what kernels keep for the table
+    parts             of some heads, that were asked for
     """
 
     kernel: Kernel
@@ -115,13 +116,16 @@ class Bias:
     row_lse: Tensor
     dtable: Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict)
+    parts: dict[tuple[int, int], Bias] = field(default_factory=dict)
 
     def of(self, heads: slice) -> Bias:
-        """That of some heads, views."""
-        table, row_lse = self.table[:, heads], self.row_lse[:, :, heads]
-        dtable = None if self.dtable is None else self.dtable[:, heads]
-        prepared = self.prepared.setdefault((heads.start, heads.stop), {})
-        return replace(self, table=table, row_lse=row_lse, dtable=dtable, prepared=prepared)
+        """That of some heads, views; the same one each time, for what is kept for its table."""
+        key = heads.start, heads.stop
+        if key not in self.parts:
+            table, row_lse = self.table[:, heads], self.row_lse[:, :, heads]
+            dtable = None if self.dtable is None else self.dtable[:, heads]
+            self.parts[key] = replace(self, table=table, row_lse=row_lse, dtable=dtable, prepared={}, parts={})
+        return self.parts[key]
 
     def of_call(self, queries: Queries, keys: Keys, row: int | None, bound: Tensor | None = None) -> CallBias:
         """What a kernel has to know where pairs have rows of their own, or, if `row` is BY_DISTANCE, by distance."""
@@ -240,9 +244,17 @@ def gradients(
     attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys
 ) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
     """Rows and columns of each cut, and partial dq of those and dk, dv of these, as they are computed."""
-    bound = None
-    if attention.bias and queries.delta is not None and not all(is_one_row(cut.row) for cut in cuts):
-        bound = dscores_bound(queries.dout, keys.v, queries.lse, queries.delta)
+    bound = _bound(cuts, queries, keys) if attention.bias and queries.delta is not None else None
     for cut in cuts:
         rows, columns = cut.rows, cut.columns
         yield rows, columns, attention.backward(queries.at(rows), keys.at(columns), cut, bound)
+
+
+def _bound(cuts: Sequence[Cut], queries: Queries, keys: Keys) -> Tensor | None:
+    """`dscores_bound` of all cuts whose pairs have rows of their own. Tokens around these, as padding, have no say."""
+    biased = [cut for cut in cuts if not is_one_row(cut.row)]
+    if not biased:
+        return None
+    queries = queries.part(hull(span for cut in biased for span in cut.rows))
+    keys = keys.part(hull(span for cut in biased for span in cut.columns))
+    return dscores_bound(queries.dout, keys.v, queries.lse, queries.delta)
