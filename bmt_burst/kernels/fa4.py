@@ -10,8 +10,8 @@ order does not wait for what never comes. A softcap bounds scores before they ar
 multiplied by its derivative, of whole tensors and of packed ones. The tanh is the GPU's own, good to 11 bits, and a
 softcap that is new is a kernel to compile.
 
-A bias that goes by distance is a function of scores too, at half of the forward's rate and three quarters of the
-backward's (bench/results). The gradient of its table is a kernel of our own.
+A bias that goes by distance is a function of scores too: on an H200, of a band of 2048 in 64K tokens, a forward of
+7.4 ms for 3.5, and a backward of 13.8 for 10.6. The gradient of its table is a kernel of our own.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ class Execution:
         return self._arrived(root, (event.round, -1)) if root else None
 
     def _arrived(self, tensors: tuple[Tensor, ...], key: tuple[int, int]) -> Side:
-        block = self.tour.payload.arrive(tensors, self.tour.problem.kernel)
+        block = self.tour.payload.arrive(tensors, self.tour.problem.takes_delta)
         return replace(block, tokens=self.tour.tokens(key, self._device()))
 
     def _exchange(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Ticket:
