@@ -13,7 +13,7 @@ from torch import Tensor
 from .compiled import of_one_kind
 from .kernels.packed import current_stream, sent
 from .merge import OutputPart, Part
-from .span import Span, in_turn
+from .span import Span, length
 
 _BLOCK = 2048  # entries that a program handles
 
@@ -95,9 +95,10 @@ def _places(parts: Sequence[tuple], total: Tensor) -> tuple[tuple, ...]:
 @functools.lru_cache(maxsize=128)
 def _map(spans: tuple[Span, ...], tokens: int, device: torch.device, stream: torch.cuda.Stream | None) -> Tensor:
     """(tokens,) int32, for work on `stream`: where tokens are in a part of rising spans, -1 where they are not."""
-    places = torch.full((tokens,), -1, dtype=torch.int32)
-    for span, place in in_turn(spans):
-        places[slice(*span)] = torch.arange(*place, dtype=torch.int32)
+    places, (starts, stops) = torch.full((tokens,), -1, dtype=torch.int32), torch.tensor(spans).unbind(1)
+    counts = stops - starts
+    place = torch.arange(sum(map(length, spans)), dtype=torch.int32)
+    places[place + (starts - counts.cumsum(0) + counts).repeat_interleave(counts)] = place
     return sent(places, device)
 
 

@@ -14,7 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, call, scores, simulate
 from bmt_burst.kernels import load
+from bmt_burst.kernels.bias import CallBias, dscores_bound
 from bmt_burst.scores import BY_DISTANCE, Scores
+from bmt_burst.spec import Spec
+from bmt_burst.strategies import Problem, Sizes
+from bmt_burst.strategies.ring import RingPlan, Tour
+from bmt_burst.tile import KernelCall
+from bmt_burst.tiling import Cut
 from tests.helpers import dense_results, random_layout, random_mask, random_qkv, relative_error, ring_results
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]
@@ -67,9 +73,39 @@ def small_scores(**changes) -> Scores:
     return Scores(**{**fields, **changes})
 
 
+def let_add_distances(monkeypatch) -> list[KernelCall]:
+    """The plain kernel of CPUs takes biases as fa4 does, by the reference. Returns the calls that it gets."""
+    kernel, calls = type(load("cpu")), []
+
+    def either(name):
+        plain, biased = getattr(kernel, name), getattr(load("reference"), name)
+
+        def work(self, *args):
+            if not isinstance(args[-1], CallBias):
+                return plain(self, *args)
+            *_, call, _, bias = args
+            assert bias.segments is None
+            for tile in call.tiles:
+                for x, span in zip((bias.q_position, bias.kv_position), tile, strict=True):
+                    assert x[slice(*span)].diff().eq(1).all()
+            calls.append(call)
+            return biased(*args)
+
+        return work
+
+    monkeypatch.setattr(kernel, "adds_distances", lambda *args: True)
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(kernel, name, either(name))
+    return calls
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_scores_equal_dense(part, monkeypatch):
-    """In fp64, for one rank to many, in any mask, layout and strategy; with large areas of one row, and without."""
+    """In fp64, for one rank to many, in any mask, layout and strategy; with large areas of one row, and without.
+
+    In half of the parts the plain kernel takes biases that go by distance.
+    """
+    by_distance = let_add_distances(monkeypatch) if part % 2 else None
     for seed in range(part, CASES, PARTS):
         chance = random.Random(seed)
         monkeypatch.setattr(scores, "_LONG", chance.choice((1, 4, 1024)))
@@ -96,6 +132,76 @@ def test_any_scores_equal_dense(part, monkeypatch):
                 mine, exact = (x.masked_fill(exact.isinf(), 0.0) for x in (mine, exact))
             error = (mine - exact).norm() / exact.norm().clamp_min(1e-3)
             assert error < 1e-10, (seed, name, layout, options)
+    assert by_distance is None or len(by_distance) > 5, len(by_distance)
+
+
+def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
+    """Kernels count on it; in a striped layout several blocks may be one tile, as of 0, 6, 2. `even` is exact."""
+    monkeypatch.setattr(scores, "_LONG", 1)
+    kernel, evens = load("reference"), set()
+    sizes = Sizes(1, 2, 2, 8, torch.float32, torch.float32)
+    for seed in range(60):
+        chance = random.Random(seed)
+        size, inner = chance.choice(((4, 4), (8, 8), (6, 3)))
+        mask = random_mask(chance, chance.randint(20, 60))
+        reach = chance.randint(1, 60)
+        added = Scores.by_distance(mask, torch.zeros(2 * reach + 1, dtype=torch.int32))
+        layout = chance.choice((Layout.striped, Layout.striped, Layout.zigzag))(mask.seq_len, size)
+        problem = Problem(mask, layout, Spec(1.0), kernel, sizes, inner, size // inner, scores=added)
+        problem = replace(problem, backward=chance.choice(("q", "kv")), biased_kernel=kernel)
+        for tour in (tour for rank in range(size) for tour in tours(problem, rank)):
+            own = tour.tokens(None, torch.device("cpu"))
+            for key, cuts in {None: tour.own, **tour.cuts}.items():
+                sides = own, tour.tokens(key, torch.device("cpu"))
+                for cut in (cut for cut in cuts if cut.row == BY_DISTANCE):
+                    found = steps(cut, *(sides[::-1] if tour.payload.queries_travel else sides))
+                    assert (found > 0).all(), (seed, key, cut)
+                    assert cut.even == bool((found == 1).all()), (seed, key, cut)
+                    evens.add(cut.even)
+    assert evens == {True, False}
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_what_biased_calls_share(backward, monkeypatch):
+    """A bound that holds for each, of which padding has no say, and for each heads what kernels keep for a table."""
+    kernel, found = type(load("reference")), []
+
+    def watched(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
+        own = dscores_bound(dout, v, lse, delta)
+        assert bias.bound.isfinite().all()
+        assert (bias.bound >= own).all()
+        found.append((bias.prepared, bias.table))
+        return plain(self, dout, q, k, v, out, lse, delta, call, spec, bias)
+
+    plain = kernel.backward
+    monkeypatch.setattr(kernel, "backward", watched)
+    mask = Mask(40, (Slice((0, 33), (0, 33), 0),))
+    added = Scores.by_distance(mask, torch.arange(9, dtype=torch.int32))
+    tensors = random_qkv(1, 40, 2, 2, 8)
+    for x in tensors:
+        x[:, 33:] = torch.nan
+    bias = torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    options = {"flash": "reference", "backward": backward, "group_bytes": 0}
+    *_, dbias = ring_results(Layout.contiguous(40, 4), tensors, SCALE, scores=added, bias=bias, **options)
+    assert dbias.isfinite().all()
+    # Of each of four ranks: one for its own block, and one for each of the two heads that go round alone.
+    tables = {id(prepared): table for prepared, table in found}
+    assert len(found) > len(tables) == 4 + 3 * 2, (len(found), len(tables))
+    assert all(tables[id(prepared)] is table for prepared, table in found)
+
+
+def tours(problem: Problem, rank: int) -> tuple[Tour, Tour]:
+    plan = RingPlan(problem, rank)
+    return plan.forward_tour, plan.backward_tour
+
+
+def steps(cut: Cut, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """How far tokens of a tile are from those before them, of all tiles, on both sides; of `Scores.tokens`."""
+    found = []
+    for side, tokens, spans in ((0, queries, cut.rows), (1, keys, cut.columns)):
+        positions = torch.cat([tokens[3, slice(*span)] for span in spans])
+        found += [positions[slice(*tile[side])].diff() for tile in cut.call.tiles]
+    return torch.cat(found)
 
 
 WRONG = [

@@ -61,6 +61,11 @@ class Kernel(ABC):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         """Why this kernel cannot do this for such inputs on this machine, or None if it can, whatever the call."""
 
+    def adds_distances(self, spec: Spec, q: Tensor, k: Tensor) -> bool:
+        """Whether a kernel that refuses biases takes those that go by distance, in calls of which each tile's queries
+        follow one another without gaps, and so do its keys."""
+        return False
+
     def broken(self) -> str | None:
         """Why the package that it needs does not work though it is installed; None if it does."""
         return None

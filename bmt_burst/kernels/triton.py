@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..compiled import of_one_kind
+from ..spec import Spec
 from ..tile import KernelCall
 from . import NOT_BOTH, Kernel, import_failure, installed
 from .bias import CallBias, dscores_bound
@@ -157,12 +159,43 @@ class TritonKernel(Kernel):
         if bias is None:
             return grads
         if bias.segments is None:
-            for even in (True, False):
-                _launch("backward_table", (*inputs, delta), call, spec, added, EVEN=even)
-        return *grads, (added.sums.double() / added.unit.unsqueeze(1)).T.to(bias.table.dtype)
+            _add_along_diagonals(inputs, delta, call, spec, added)
+        return *grads, _summed(added, bias)
 
 
-def _launch(name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec, bias: tuple, **constants: Any) -> None:
+def table_gradient(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    delta: Tensor | None,
+    call: KernelCall,
+    spec: Spec,
+    bias: CallBias,
+) -> Tensor:
+    """dtable (R, H) alone of what `Kernel.backward` returns, of a bias that goes by distance."""
+    inputs = [_dense(x) for x in (q, k, v, dout, lse)]
+    delta = _delta(_dense(out), inputs[3]) if delta is None else _dense(delta)
+    added = _with_sums(_bias_arguments(bias), bias, *inputs[2:], delta)
+    _add_along_diagonals(inputs, delta, call, spec, added)
+    return _summed(added, bias)
+
+
+def _add_along_diagonals(inputs: Sequence[Tensor], delta: Tensor, call: KernelCall, spec: Spec, added: Any) -> None:
+    for even in (True, False):
+        _launch("backward_table", (*inputs, delta), call, spec, added, EVEN=even)
+
+
+def _summed(added: Any, bias: CallBias) -> Tensor:
+    """The gradient of the table that was added up."""
+    return (added.sums.double() / added.unit.unsqueeze(1)).T.to(bias.table.dtype)
+
+
+def _launch(
+    name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec: Spec, bias: tuple, **constants: Any
+) -> None:
     """One of the kernels, on tensors of which the first are q and k, with constants of its own."""
     q, k = tensors[:2]
     width = max(16, 1 << (q.shape[-1] - 1).bit_length())

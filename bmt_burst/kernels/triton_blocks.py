@@ -174,6 +174,7 @@ def backward_q(
     v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
     if BIAS == BY_SEGMENTS:
         queries = _q_fields(bias, q_start + first, rows, M)
+        waiting, group, segment = tl.zeros((M,), tl.float32), 0, 0
     if BIAS == BY_DISTANCE:
         places = _distances(bias, q_start, q_count, kv_start, kv_count)
 
@@ -204,7 +205,15 @@ def backward_q(
                 dscores *= _slope(scores, CAP)
             dq_sums = tl.dot(dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION)
             if BIAS == BY_SEGMENTS:
-                _add_to_table(bias, head, dscores, queries, keys, M, N)
+                if keys.alike:
+                    if (keys.group != group) | (keys.segment != segment):
+                        _add_waiting(bias, head, waiting, queries, group, segment, M)
+                        waiting, group, segment = tl.zeros((M,), tl.float32), keys.group, keys.segment
+                    waiting += _add_near(bias, head, dscores, queries, keys, M)
+                else:
+                    _add_to_table(bias, head, dscores, queries, keys, M, N)
+    if BIAS == BY_SEGMENTS:
+        _add_waiting(bias, head, waiting, queries, group, segment, M)
 
     dq_rows = _token(dq, dq_strides, batch, head, q_start + first)
     _store(dq_rows, dq_strides, dq_sums * scale, rows, D, WIDTH, M)
@@ -601,10 +610,42 @@ def _add_by_distance(bias, head, dscores, distances):
 
 
 @triton.jit
+def _add_near(bias, head, dscores, queries, keys, M: tl.constexpr):
+    """Adds those of dscores (M, N) that go by distance, where keys are of one segment; the sums of the others (M,)."""
+    rows = _rows_with(bias, queries, keys.group, keys.segment, queries.groups == keys.group)
+    near = _there(queries, M) & (rows < 0)
+    if tl.max(near.to(tl.int32), 0) > 0:
+        distances = keys.positions[None, :] - queries.positions[:, None]
+        _add_by_distance(bias, head, tl.where(near[:, None], dscores, 0.0), distances)
+    return tl.sum(tl.where(near[:, None], 0.0, dscores), 1)
+
+
+@triton.jit
+def _add_waiting(bias, head, waiting, queries, group, segment, M: tl.constexpr):
+    """Adds what queries have with keys of one segment (M,) to the sums of their rows."""
+    some = _there(queries, M) & (waiting != 0.0)
+    rows = _rows_with(bias, queries, group, segment, some & (queries.groups == group))
+    unit = tl.load(bias.unit + head)
+    tl.atomic_add(bias.sums + head * bias.rows + rows, _whole(waiting, unit), mask=some, sem="relaxed")
+
+
+@triton.jit
+def _there(fields, SIZE: tl.constexpr):
+    """(SIZE,): which of a block's tokens there are. Beside keys of inf, gradients of the others' scores are NaN."""
+    return tl.arange(0, SIZE) < fields.count
+
+
+@triton.jit
+def _rows_with(bias, queries, group, segment, same):
+    """The rows (M,) of queries with keys of a segment, that of other groups' where they are not of the same."""
+    return tl.load(bias.pairs + (queries.segments + segment), mask=same, other=bias.other)
+
+
+@triton.jit
 def _add_to_table(bias, head, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
     """Adds dscores (M, N) to the sums of their rows where these go by segments."""
     rows = _pair_rows(bias, queries, keys, False)
-    near = tl.where(rows < 0, dscores, 0.0)
+    near = tl.where(_there(queries, M)[:, None] & (rows < 0), dscores, 0.0)
     if tl.max(tl.max((near != 0.0).to(tl.int32), 1), 0) > 0:
         _add_by_distance(bias, head, near, keys.positions[None, :] - queries.positions[:, None])
     if tl.max(tl.max(rows, 1), 0) >= 0:

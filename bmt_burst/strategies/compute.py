@@ -19,9 +19,8 @@ from ..kernels.bias import CallBias, Segments, dscores_bound
 from ..kernels.packed import current_stream, sent
 from ..merge import OutputPart, query_rows
 from ..scores import BY_DISTANCE, Scores, is_one_row
-from ..span import Span, in_turn
+from ..span import Span, hull, in_turn
 from ..spec import Spec
-from ..tile import KernelCall
 from ..tiling import Cut
 from . import Problem
 
@@ -104,7 +103,8 @@ class Bias:
     rows              that calls have as a whole, in the order of
     row_lse           (rows, B, H, S): for each the logsumexp of a rank's queries over the pairs with it
     dtable            (R, H), in a backward: where the table's gradient adds up
-    prepared          what kernels keep for the table, by heads
+    prepared          what kernels keep for the table
+    parts             of some heads, that were asked for
     """
 
     kernel: Kernel
@@ -116,13 +116,16 @@ class Bias:
     row_lse: Tensor
     dtable: Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict)
+    parts: dict[tuple[int, int], Bias] = field(default_factory=dict)
 
     def of(self, heads: slice) -> Bias:
-        """That of some heads, views."""
-        table, row_lse = self.table[:, heads], self.row_lse[:, :, heads]
-        dtable = None if self.dtable is None else self.dtable[:, heads]
-        prepared = self.prepared.setdefault((heads.start, heads.stop), {})
-        return replace(self, table=table, row_lse=row_lse, dtable=dtable, prepared=prepared)
+        """That of some heads, views; the same one each time, for what is kept for its table."""
+        key = heads.start, heads.stop
+        if key not in self.parts:
+            table, row_lse = self.table[:, heads], self.row_lse[:, :, heads]
+            dtable = None if self.dtable is None else self.dtable[:, heads]
+            self.parts[key] = replace(self, table=table, row_lse=row_lse, dtable=dtable, prepared={}, parts={})
+        return self.parts[key]
 
     def of_call(self, queries: Queries, keys: Keys, row: int | None, bound: Tensor | None = None) -> CallBias:
         """What a kernel has to know where pairs have rows of their own, or, if `row` is BY_DISTANCE, by distance."""
@@ -182,33 +185,37 @@ class Attention:
     def of(self, heads: slice) -> Attention:
         return self if self.bias is None else replace(self, bias=self.bias.of(heads))
 
-    def forward(self, q: Queries, keys: Keys, call: KernelCall, row: int | None) -> tuple[Tensor, Tensor]:
-        bias = self.bias
+    def forward(self, q: Queries, keys: Keys, cut: Cut) -> tuple[Tensor, Tensor]:
+        bias, call, row = self.bias, cut.call, cut.row
         if bias and not is_one_row(row):
-            spec = replace(self.spec, biased=True)
-            return bias.kernel.forward(q.q, keys.k, keys.v, call, spec, bias.of_call(q, keys, row))
+            kernel, spec = self._biased(q, keys, cut)
+            return kernel.forward(q.q, keys.k, keys.v, call, spec, bias.of_call(q, keys, row))
         out, lse = self.kernel.forward(q.q, keys.k, keys.v, call, self.spec)
         if bias is None:
             return out, lse
         lse = lse + bias.table[row].unsqueeze(-1)
         return out, lse.masked_fill_(lse == torch.inf, torch.nan)  # to be merged so: out does not know of the bias
 
-    def backward(
-        self, q: Queries, keys: Keys, call: KernelCall, row: int | None, bound: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, q: Queries, keys: Keys, cut: Cut, bound: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv; the table's gradient adds up. `bound` is `dscores_bound` of more queries and keys, or None."""
-        bias, inputs = self.bias, (q.dout, q.q, keys.k, keys.v, q.out)
+        bias, call, row = self.bias, cut.call, cut.row
+        inputs = q.dout, q.q, keys.k, keys.v, q.out
         if bias is None:
             return self.kernel.backward(*inputs, q.lse, q.delta, call, self.spec)
         if not is_one_row(row):
-            spec, added = replace(self.spec, biased=True), bias.of_call(q, keys, row, bound)
-            *grads, dtable = bias.kernel.backward(*inputs, q.lse, q.delta, call, spec, added)
+            (kernel, spec), added = self._biased(q, keys, cut), bias.of_call(q, keys, row, bound)
+            *grads, dtable = kernel.backward(*inputs, q.lse, q.delta, call, spec, added)
             bias.dtable.add_(dtable)
             return tuple(grads)
         lse = q.lse - bias.table[row].unsqueeze(-1)
         dq, dk, dv = self.kernel.backward(*inputs, lse, q.delta, call, self.spec)
         bias.dtable[row] += _sum_of_products(dv, keys.v)
         return dq, dk, dv
+
+    def _biased(self, q: Queries, keys: Keys, cut: Cut) -> tuple[Kernel, Spec]:
+        """What computes a call whose pairs have rows of their own."""
+        plain = cut.even and self.kernel.adds_distances(self.spec, q.q, keys.k)
+        return self.kernel if plain else self.bias.kernel, replace(self.spec, biased=True)
 
 
 @functools.lru_cache(maxsize=8)
@@ -226,19 +233,28 @@ def _sum_of_products(x: Tensor, y: Tensor) -> Tensor:
 
 def outputs(attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys) -> Iterator[OutputPart]:
     """Rows of each cut, and partial out (B, T, H, D) and lse (B, H, T) of those, as they are computed."""
-    for rows, columns, call, row in cuts:
-        out, lse = attention.forward(queries.at(rows), keys.at(columns), call, row)
-        if is_one_row(row):
-            attention.bias.add_lse(row, rows, lse)
-        yield rows, out, lse
+    for cut in cuts:
+        out, lse = attention.forward(queries.at(cut.rows), keys.at(cut.columns), cut)
+        if is_one_row(cut.row):
+            attention.bias.add_lse(cut.row, cut.rows, lse)
+        yield cut.rows, out, lse
 
 
 def gradients(
     attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys
 ) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
     """Rows and columns of each cut, and partial dq of those and dk, dv of these, as they are computed."""
-    bound = None
-    if attention.bias and queries.delta is not None and not all(is_one_row(cut.row) for cut in cuts):
-        bound = dscores_bound(queries.dout, keys.v, queries.lse, queries.delta)
-    for rows, columns, call, row in cuts:
-        yield rows, columns, attention.backward(queries.at(rows), keys.at(columns), call, row, bound)
+    bound = _bound(cuts, queries, keys) if attention.bias and queries.delta is not None else None
+    for cut in cuts:
+        rows, columns = cut.rows, cut.columns
+        yield rows, columns, attention.backward(queries.at(rows), keys.at(columns), cut, bound)
+
+
+def _bound(cuts: Sequence[Cut], queries: Queries, keys: Keys) -> Tensor | None:
+    """`dscores_bound` of all cuts whose pairs have rows of their own. Tokens around these, as padding, have no say."""
+    biased = [cut for cut in cuts if not is_one_row(cut.row)]
+    if not biased:
+        return None
+    queries = queries.part(hull(span for cut in biased for span in cut.rows))
+    keys = keys.part(hull(span for cut in biased for span in cut.columns))
+    return dscores_bound(queries.dout, keys.v, queries.lse, queries.delta)

@@ -22,16 +22,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ...rings import Rings
+from ...scores import BY_DISTANCE
 from ...tiling import Cut, Tiling, by_columns, flipped, kernel_calls
 from .. import Plan, Problem, Sizes, Strategy
 from ..compute import Keys, Queries
-from .executor import Backward, Forward, Pass, Tour
+from .executor import Backward, Forward, Pass, Tour, landing_positions
 from .payload import KeysValues, Payload, backward_payload, of_heads
 from .program import program
 from .routes import Landing, Routes
@@ -109,7 +110,13 @@ class RingPlan(Plan):
 
     @functools.cached_property
     def _own_calls(self) -> list[Cut]:
-        return [cut for row, tiling in self._terms for cut in kernel_calls(tiling.own_tiles(self.rank), row)]
+        cuts = [cut for row, tiling in self._terms for cut in kernel_calls(tiling.own_tiles(self.rank), row)]
+        return _noted(cuts, lambda: (self._positions, self._positions))
+
+    @functools.cached_property
+    def _positions(self) -> Tensor:
+        """Of the own tokens."""
+        return self.problem.layout.positions(self.rank)
 
     @functools.cached_property
     def _kv_routes(self) -> Routes:
@@ -123,16 +130,22 @@ class RingPlan(Plan):
 
         terms = [(row, tiling.transposed if queries_travel else tiling) for row, tiling in self._terms]
 
-        def calls(landings: Sequence[Landing]) -> list[Cut]:
-            found = []
+        def calls(landings: Sequence[Landing], tokens: int) -> list[Cut]:
+            found: list[Cut] = []
             for row, tiling in terms if landings else ():
                 tiles = tiling.tiles(self.rank, [x.piece for x in landings], [x.at for x in landings])
                 tiles = by_columns(tiles) if returning else tiles
                 found += kernel_calls(map(flipped, tiles) if queries_travel else tiles, row)
-            return found
 
-        cuts = {(n, -1): calls(round_.landings) for n, round_ in enumerate(rounds)}
-        cuts |= {(n, i): calls(s.landings) for n, round_ in enumerate(rounds) for i, s in enumerate(round_.stages)}
+            def sides() -> tuple[Tensor, Tensor]:
+                here, landed = self._positions, landing_positions(landings, tokens)
+                return (landed, here) if queries_travel else (here, landed)
+
+            return _noted(found, sides)
+
+        cuts = {(n, -1): calls(round_.landings, round_.held_tokens) for n, round_ in enumerate(rounds)}
+        for n, round_ in enumerate(rounds):
+            cuts |= {(n, i): calls(stage.landings, stage.tokens) for i, stage in enumerate(round_.stages)}
         return Tour(
             problem=problem,
             rank=self.rank,
@@ -206,3 +219,29 @@ class RingPlan(Plan):
 def _pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
     sizes = of_heads(sizes, kv_at.stop - kv_at.start)
     return Pass(at, kv_at, payload.packing(sizes), payload.return_packing(sizes))
+
+
+def _noted(cuts: list[Cut], sides: Callable[[], tuple[Tensor, Tensor]]) -> list[Cut]:
+    """The cuts, with what positions say of those that go by distance: see `_with_positions`.
+
+    `sides` makes the positions of queries (S,) and of keys (T,): calls without biases need none.
+    """
+    if all(cut.row != BY_DISTANCE for cut in cuts):
+        return cuts
+    queries, keys = sides()
+    return [_with_positions(cut, queries, keys) if cut.row == BY_DISTANCE else cut for cut in cuts]
+
+
+def _with_positions(cut: Cut, queries: Tensor, keys: Tensor) -> Cut:
+    """A cut that goes by distance, with `even` as it is.
+
+    Kernels that go by distance count on positions that rise in a tile. They do not where pieces with steps are one
+    tile: such pairs have a row of their own each.
+    """
+    pairs = (queries, cut.rows), (keys, cut.columns)
+    sides = [torch.cat([x[slice(*span)] for span in spans]).numpy() for x, spans in pairs]
+    runs = [x[slice(*span)] for tile in cut.call.tiles for x, span in zip(sides, tile, strict=True)]
+    steps = [run[1:] - run[:-1] for run in runs]
+    if any((step < 1).any() for step in steps):
+        return cut._replace(row=None)
+    return cut._replace(even=all((step == 1).all() for step in steps))

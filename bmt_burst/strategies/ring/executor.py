@@ -27,7 +27,7 @@ from .. import Problem
 from ..compute import Attention, Keys, Queries, Side, gradients, outputs
 from .payload import Payload
 from .program import Event
-from .routes import Outgoing, Round, Stage
+from .routes import Landing, Outgoing, Round, Stage
 
 # Partial results are read once more each time they are folded, and stay in memory until they are: so many groups' bytes
 # of them wait. In the backward memory is short and kernels take longer.
@@ -138,12 +138,15 @@ def _tokens(tour: Tour, device: torch.device, stream: torch.cuda.Stream | None) 
 
 
 def _positions(tour: Tour, number: int, stage: int) -> Tensor:
-    """Of the tokens of a stage, or with stage -1 of a root, as they lie in memory; 0 of those that nobody here sees."""
+    """Of the tokens of a stage, or with stage -1 of a root."""
     round_ = tour.rounds[number]
     if stage < 0:
-        landings, tokens = round_.landings, round_.held_tokens
-    else:
-        landings, tokens = round_.stages[stage].landings, round_.stages[stage].tokens
+        return landing_positions(round_.landings, round_.held_tokens)
+    return landing_positions(round_.stages[stage].landings, round_.stages[stage].tokens)
+
+
+def landing_positions(landings: Sequence[Landing], tokens: int) -> Tensor:
+    """(tokens,) of a stage or a root as they lie in memory; 0 of those that nobody here sees."""
     positions = torch.zeros(tokens, dtype=torch.int64)
     for piece, _, at in landings:
         positions[slice(*at)] = torch.arange(piece.start, piece.stop, piece.step)
@@ -248,7 +251,7 @@ class Execution:
         return self._arrived(root, (event.round, -1)) if root else None
 
     def _arrived(self, tensors: tuple[Tensor, ...], key: tuple[int, int]) -> Side:
-        block = self.tour.payload.arrive(tensors, self.tour.problem.kernel)
+        block = self.tour.payload.arrive(tensors, self.tour.problem.takes_delta)
         return replace(block, tokens=self.tour.tokens(key, self._device()))
 
     def _exchange(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Ticket:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ...compiled import fused_on_gpus
-from ...kernels import Kernel
 from ...merge import accumulator_dtype, query_rows
 from ...transport.packing import Packing
 from .. import Sizes
@@ -46,8 +45,8 @@ class Payload(ABC):
         """The tensors of a block that travel, contiguous."""
 
     @abstractmethod
-    def arrive(self, tensors: tuple[Tensor, ...], kernel: Kernel) -> Side:
-        """The block that `depart` made these of."""
+    def arrive(self, tensors: tuple[Tensor, ...], takes_delta: bool) -> Side:
+        """The block that `depart` made these of; `takes_delta`: whether kernels can do with delta in place of out."""
 
     def token_bytes(self, sizes: Sizes) -> int:
         """Bytes per token and hop, there and back."""
@@ -67,7 +66,7 @@ class KeysValues(Payload):
     def depart(self, block: Keys) -> tuple[Tensor, ...]:
         return block.k.contiguous(), block.v.contiguous()
 
-    def arrive(self, tensors: tuple[Tensor, ...], kernel: Kernel) -> Keys:
+    def arrive(self, tensors: tuple[Tensor, ...], takes_delta: bool) -> Keys:
         return Keys(*tensors)
 
     def _rows(self, sizes: Sizes) -> tuple:
@@ -89,10 +88,10 @@ class QueriesDelta(_QueriesTravel):
             rows = torch.stack((block.lse, block.delta), -1).transpose(1, 2).contiguous()
         return block.q.contiguous(), block.dout.contiguous(), rows
 
-    def arrive(self, tensors: tuple[Tensor, ...], kernel: Kernel) -> Queries:
+    def arrive(self, tensors: tuple[Tensor, ...], takes_delta: bool) -> Queries:
         q, dout, rows = tensors
         lse, delta = (x.transpose(1, 2) for x in rows.unbind(-1))
-        if kernel.takes_delta:
+        if takes_delta:
             return Queries(q, dout, None, lse, delta)
         return Queries(q, dout, surrogate_out(dout, delta), lse)
 
@@ -106,7 +105,7 @@ class QueriesOut(_QueriesTravel):
         lse = block.lse.transpose(1, 2)
         return tuple(x.contiguous() for x in (block.q, block.dout, lse, block.out))
 
-    def arrive(self, tensors: tuple[Tensor, ...], kernel: Kernel) -> Queries:
+    def arrive(self, tensors: tuple[Tensor, ...], takes_delta: bool) -> Queries:
         q, dout, lse, out = tensors
         return Queries(q, dout, out, lse.transpose(1, 2))
 
