@@ -292,8 +292,8 @@ class UlyssesPlan(Plan):
 
     def _queries(self, q: Tensor, dout: Tensor, *softmax: Tensor) -> Queries:
         if self.sends_delta:
-            lse, delta = softmax[0].unbind(-1)
-            return Queries(q, dout, None, lse.transpose(1, 2), delta.transpose(1, 2))
+            lse, delta = (x.transpose(1, 2).contiguous() for x in softmax[0].unbind(-1))
+            return Queries(q, dout, None, lse, delta)
         lse, out = softmax
         return Queries(q, dout, out, lse.transpose(1, 2))
 

@@ -90,7 +90,7 @@ class QueriesDelta(_QueriesTravel):
 
     def arrive(self, tensors: tuple[Tensor, ...], takes_delta: bool) -> Queries:
         q, dout, rows = tensors
-        lse, delta = (x.transpose(1, 2) for x in rows.unbind(-1))
+        lse, delta = (x.transpose(1, 2).contiguous() for x in rows.unbind(-1))  # as kernels want them, once
         if takes_delta:
             return Queries(q, dout, None, lse, delta)
         return Queries(q, dout, surrogate_out(dout, delta), lse)
