@@ -16,6 +16,7 @@ import torch.distributed as dist
 import bmt_burst.scores
 from bench import live_rows
 from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, kernels, transport
+from bmt_burst.kernels.bias import CallBias
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.tile import KernelCall
@@ -96,6 +97,26 @@ def test_calls_with_a_softcap(name, kind, heads, kv_heads, head_size):
     spec, bound = Spec(0.1, softcap=2.0), 1e-5 if name == "triton" else 2e-4
     for with_delta in (False, True) if kernels.load(name).takes_delta else (False,):
         check_call(name, kind, heads, kv_heads, head_size, spec=spec, lse_bound=bound, with_delta=with_delta)
+
+
+@pytest.mark.parametrize("kind", [*FEW_CALLS, "a window to both sides", "causal tiles of fewer keys"])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128])
+@pytest.mark.parametrize("with_delta", [False, True])
+def test_biases_that_go_by_distance(kind, head_size, with_delta):
+    """Of tokens that follow one another, which fa4 takes; distances go beyond what the table tells apart."""
+    call, generator = named_calls(100)[kind], torch.Generator().manual_seed(0)
+    tensors = [x.cuda() for x in call_tensors(call, 2, 4, 4, head_size, torch.bfloat16)]
+    places = (torch.arange(count, dtype=torch.int32) for count in (call.q_tokens, call.kv_tokens))
+    rows = torch.randint(12, (41,), dtype=torch.int32, generator=generator)
+    bias = CallBias(*(x.cuda() for x in (torch.randn(12, 4, generator=generator), *places, rows)))
+    kernel = usable("fa4", *tensors[:2])
+    if not kernel.adds_distances(SPEC, *tensors[:2]):
+        pytest.skip("fa4 adds no biases on this GPU")
+    errors = kernel_errors(kernel, call, tensors, Spec(SPEC.scale, biased=True), with_delta, bias)
+    assert errors.pop("lse") < 1e-5
+    # The table's gradient is a sum of terms of either sign.
+    assert errors.pop("dtable") < 4 * BOUNDS[torch.bfloat16]
+    assert max(errors.values()) < MERGED * BOUNDS[torch.bfloat16], errors
 
 
 @pytest.mark.parametrize("name", HALVES)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -158,9 +159,38 @@ class TritonKernel(Kernel):
         if bias is None:
             return grads
         if bias.segments is None:
-            for even in (True, False):
-                _launch("backward_table", (*inputs, delta), call, spec, added, EVEN=even)
-        return *grads, (added.sums.double() / added.unit.unsqueeze(1)).T.to(bias.table.dtype)
+            _add_along_diagonals(inputs, delta, call, spec, added)
+        return *grads, _summed(added, bias)
+
+
+def table_gradient(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    delta: Tensor | None,
+    call: KernelCall,
+    spec: Spec,
+    bias: CallBias,
+) -> Tensor:
+    """dtable (R, H) alone of what `Kernel.backward` returns, of a bias that goes by distance."""
+    inputs = [_dense(x) for x in (q, k, v, dout, lse)]
+    delta = _delta(_dense(out), inputs[3]) if delta is None else _dense(delta)
+    added = _with_sums(_bias_arguments(bias), bias, *inputs[2:], delta)
+    _add_along_diagonals(inputs, delta, call, spec, added)
+    return _summed(added, bias)
+
+
+def _add_along_diagonals(inputs: Sequence[Tensor], delta: Tensor, call: KernelCall, spec: Spec, added: Any) -> None:
+    for even in (True, False):
+        _launch("backward_table", (*inputs, delta), call, spec, added, EVEN=even)
+
+
+def _summed(added: Any, bias: CallBias) -> Tensor:
+    """The gradient of the table that was added up."""
+    return (added.sums.double() / added.unit.unsqueeze(1)).T.to(bias.table.dtype)
 
 
 def _launch(
