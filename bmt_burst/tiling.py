@@ -296,15 +296,15 @@ class Cut(NamedTuple):
     """A kernel call and what it is about: queries and keys at these spans, one after the other.
 
     row   of the `Term` that it is part of; None too where there is no bias, and where kernels cannot go by distance
-    even  whether queries that lie side by side in a tile are neighbours in the sequence, and keys too: said where it
-          matters, of what goes by distance
+    apart of each tile, how far its first key is ahead of its first query, if queries that lie side by side in tiles are
+          neighbours in the sequence, and keys too; said where it matters, of what goes by distance
     """
 
     rows: tuple[Span, ...]
     columns: tuple[Span, ...]
     call: KernelCall
     row: int | None = None
-    even: bool = False
+    apart: tuple[int, ...] | None = None
 
 
 def flipped(tile: Tile) -> Tile:

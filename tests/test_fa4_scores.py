@@ -40,7 +40,8 @@ def test_what_fa4_adds_to_scores_goes_by_distance(monkeypatch):
     q_position, kv_position = (torch.arange(count, dtype=torch.int32) + 3 for count in (11, 10))
     q_position[5:] += 7
     distances = torch.randint(6, (7,), dtype=torch.int32, generator=generator)
-    bias = CallBias(torch.randn(6, 3, generator=generator), q_position, kv_position, distances)
+    apart = tuple(int(kv_position[kv[0]] - q_position[q[0]]) for q, kv in call.tiles)
+    bias = CallBias(torch.randn(6, 3, generator=generator), q_position, kv_position, distances, apart=apart)
     batch, aux_tensors = 2, fa4._distances(bias, call, batch=2)
     assert [x.dtype for x in aux_tensors] == [torch.float32, torch.int32]
     expected, spans, seen = bias.table[bias.rows()], call.sequences(), 0

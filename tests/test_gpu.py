@@ -108,7 +108,8 @@ def test_biases_that_go_by_distance(kind, head_size, with_delta):
     tensors = [x.cuda() for x in call_tensors(call, 2, 4, 4, head_size, torch.bfloat16)]
     places = (torch.arange(count, dtype=torch.int32) for count in (call.q_tokens, call.kv_tokens))
     rows = torch.randint(12, (41,), dtype=torch.int32, generator=generator)
-    bias = CallBias(*(x.cuda() for x in (torch.randn(12, 4, generator=generator), *places, rows)))
+    apart = tuple(kv[0] - q[0] for q, kv in call.tiles)
+    bias = CallBias(*(x.cuda() for x in (torch.randn(12, 4, generator=generator), *places, rows)), apart=apart)
     kernel = usable("fa4", *tensors[:2])
     if not kernel.adds_distances(SPEC, *tensors[:2]):
         pytest.skip("fa4 adds no biases on this GPU")

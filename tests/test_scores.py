@@ -85,9 +85,11 @@ def let_add_distances(monkeypatch) -> list[KernelCall]:
                 return plain(self, *args)
             *_, call, _, bias = args
             assert bias.segments is None
-            for tile in call.tiles:
-                for x, span in zip((bias.q_position, bias.kv_position), tile, strict=True):
-                    assert x[slice(*span)].diff().eq(1).all()
+            for (q, kv), apart in zip(call.tiles, bias.apart, strict=True):
+                queries, keys = bias.q_position[slice(*q)], bias.kv_position[slice(*kv)]
+                assert queries.diff().eq(1).all()
+                assert keys.diff().eq(1).all()
+                assert keys[0] - queries[0] == apart
             calls.append(call)
             return biased(*args)
 
@@ -136,7 +138,7 @@ def test_any_scores_equal_dense(part, monkeypatch):
 
 
 def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
-    """Kernels count on it; in a striped layout several blocks may be one tile, as of 0, 6, 2. `even` is exact."""
+    """Kernels count on it; in a striped layout several blocks may be one tile, as of 0, 6, 2. `apart` is exact."""
     monkeypatch.setattr(scores, "_LONG", 1)
     kernel, evens = load("reference"), set()
     sizes = Sizes(1, 2, 2, 8, torch.float32, torch.float32)
@@ -156,8 +158,8 @@ def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
                 for cut in (cut for cut in cuts if cut.row == BY_DISTANCE):
                     found = steps(cut, *(sides[::-1] if tour.payload.queries_travel else sides))
                     assert (found > 0).all(), (seed, key, cut)
-                    assert cut.even == bool((found == 1).all()), (seed, key, cut)
-                    evens.add(cut.even)
+                    assert (cut.apart is not None) == bool((found == 1).all()), (seed, key, cut)
+                    evens.add(cut.apart is not None)
     assert evens == {True, False}
 
 

@@ -62,8 +62,8 @@ class Kernel(ABC):
         """Why this kernel cannot do this for such inputs on this machine, or None if it can, whatever the call."""
 
     def adds_distances(self, spec: Spec, q: Tensor, k: Tensor) -> bool:
-        """Whether a kernel that refuses biases takes those that go by distance, in calls of which each tile's queries
-        follow one another without gaps, and so do its keys."""
+        """Whether a kernel that refuses biases takes those that go by distance, in calls of which tiles are known to be
+        so far `apart`."""
         return False
 
     def broken(self) -> str | None:

@@ -55,6 +55,8 @@ class CallBias:
     kv_position  (T,) int32, of its keys
     distances    (2 reach + 1,) int32, rows
     segments     None: all pairs go by distance
+    apart        of each tile of the call, kv_position - q_position of its first tokens, if both rise by 1 in all tiles
+                 and that is known
     bound        (H,), for a backward: `dscores_bound`, if it is known
     prepared     what kernels keep for calls with this table and these distances
 
@@ -67,6 +69,7 @@ class CallBias:
     kv_position: Tensor
     distances: Tensor
     segments: Segments | None = None
+    apart: tuple[int, ...] | None = None
     bound: Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 

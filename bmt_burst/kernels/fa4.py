@@ -10,8 +10,7 @@ order does not wait for what never comes. A softcap bounds scores before they ar
 multiplied by its derivative, of whole tensors and of packed ones. The tanh is the GPU's own, good to 11 bits, and a
 softcap that is new is a kernel to compile.
 
-A bias that goes by distance is a function of scores too: on an H200, of a band of 2048 in 64K tokens, a forward of
-7.4 ms for 3.5, and a backward of 13.8 for 10.6. The gradient of its table is a kernel of our own.
+A bias that goes by distance is a function of scores too. The gradient of its table is a kernel of our own.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..span import length
 from ..spec import Spec
 from ..tile import KernelCall
 from . import Kernel, import_failure, installed, refuses_half
 from .bias import CallBias
-from .packed import band, pack, pack_rows, sequences, unpack, unpack_rows
+from .packed import band, kept, pack, pack_rows, sent, sequences, unpack, unpack_rows
 from .triton import table_gradient
 
 # 4.0.0b36 computes wrong gradients for other sizes, 80 among them, and says nothing: those are padded to the next of
@@ -123,12 +123,16 @@ def _distances(bias: CallBias, call: KernelCall, batch: int) -> list[Tensor]:
     if table is not bias.table or distances is not bias.distances:
         biases = bias.table.float()[bias.distances].T.contiguous()
         bias.prepared["fa4"] = bias.table, bias.distances, biases
-    packed = sequences(call, batch, biases.device)
-    # Of each sequence; of one without queries or keys it does not matter.
-    starts = (packed.cu_seqlens_q[:-1] % call.q_tokens, packed.cu_seqlens_k[:-1] % call.kv_tokens)
-    q_first, kv_first = (x[at] for x, at in zip((bias.q_position, bias.kv_position), starts, strict=True))
-    places = kv_first - q_first + bias.reach
-    return [biases, torch.stack((places, torch.full_like(places, 2 * bias.reach)), 1)]
+    name = "distances", batch, bias.reach, bias.apart
+    places = kept(call, name, biases.device, lambda: sent(_places(bias, call, batch), biases.device))
+    return [biases, places]
+
+
+def _places(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
+    """(sequences, 2) int32, as `fa4_scores.add_by_distance` takes it; of what is between tiles anything."""
+    apart = iter(bias.apart)
+    first = [next(apart) if length(q) and length(kv) else 0 for q, kv in call.sequences()]
+    return torch.tensor([(x + bias.reach, 2 * bias.reach) for x in first] * batch, dtype=torch.int32)
 
 
 def _dense_options(call: KernelCall) -> dict[str, Any] | None:

@@ -127,12 +127,12 @@ class Bias:
             self.parts[key] = replace(self, table=table, row_lse=row_lse, dtable=dtable, prepared={}, parts={})
         return self.parts[key]
 
-    def of_call(self, queries: Queries, keys: Keys, row: int | None, bound: Tensor | None = None) -> CallBias:
-        """What a kernel has to know where pairs have rows of their own, or, if `row` is BY_DISTANCE, by distance."""
+    def of_call(self, queries: Queries, keys: Keys, cut: Cut, bound: Tensor | None = None) -> CallBias:
+        """What a kernel has to know where pairs have rows of their own, or go by distance."""
         q_group, q_base, _, q_position = queries.tokens
         group, _, segment, position = keys.tokens
-        segments = None if row == BY_DISTANCE else Segments(q_group, q_base, group, segment, self.pairs, self.other)
-        return CallBias(self.table, q_position, position, self.distances, segments, bound, self.prepared)
+        segments = None if cut.row == BY_DISTANCE else Segments(q_group, q_base, group, segment, self.pairs, self.other)
+        return CallBias(self.table, q_position, position, self.distances, segments, cut.apart, bound, self.prepared)
 
     def add_lse(self, row: int, spans: Sequence[Span], lse: Tensor) -> None:
         """What the queries of rising spans see in a call whose pairs have this row: lse (B, H, T)."""
@@ -189,7 +189,7 @@ class Attention:
         bias, call, row = self.bias, cut.call, cut.row
         if bias and not is_one_row(row):
             kernel, spec = self._biased(q, keys, cut)
-            return kernel.forward(q.q, keys.k, keys.v, call, spec, bias.of_call(q, keys, row))
+            return kernel.forward(q.q, keys.k, keys.v, call, spec, bias.of_call(q, keys, cut))
         out, lse = self.kernel.forward(q.q, keys.k, keys.v, call, self.spec)
         if bias is None:
             return out, lse
@@ -203,7 +203,7 @@ class Attention:
         if bias is None:
             return self.kernel.backward(*inputs, q.lse, q.delta, call, self.spec)
         if not is_one_row(row):
-            (kernel, spec), added = self._biased(q, keys, cut), bias.of_call(q, keys, row, bound)
+            (kernel, spec), added = self._biased(q, keys, cut), bias.of_call(q, keys, cut, bound)
             *grads, dtable = kernel.backward(*inputs, q.lse, q.delta, call, spec, added)
             bias.dtable.add_(dtable)
             return tuple(grads)
@@ -214,7 +214,7 @@ class Attention:
 
     def _biased(self, q: Queries, keys: Keys, cut: Cut) -> tuple[Kernel, Spec]:
         """What computes a call whose pairs have rows of their own."""
-        plain = cut.even and self.kernel.adds_distances(self.spec, q.q, keys.k)
+        plain = cut.apart is not None and self.kernel.adds_distances(self.spec, q.q, keys.k)
         return self.kernel if plain else self.bias.kernel, replace(self.spec, biased=True)
 
 

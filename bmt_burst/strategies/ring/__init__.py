@@ -233,15 +233,16 @@ def _noted(cuts: list[Cut], sides: Callable[[], tuple[Tensor, Tensor]]) -> list[
 
 
 def _with_positions(cut: Cut, queries: Tensor, keys: Tensor) -> Cut:
-    """A cut that goes by distance, with `even` as it is.
+    """A cut that goes by distance, with `apart` as it is.
 
     Kernels that go by distance count on positions that rise in a tile. They do not where pieces with steps are one
     tile: such pairs have a row of their own each.
     """
     pairs = (queries, cut.rows), (keys, cut.columns)
     sides = [torch.cat([x[slice(*span)] for span in spans]).numpy() for x, spans in pairs]
-    runs = [x[slice(*span)] for tile in cut.call.tiles for x, span in zip(sides, tile, strict=True)]
-    steps = [run[1:] - run[:-1] for run in runs]
+    runs = [[x[slice(*span)] for x, span in zip(sides, tile, strict=True)] for tile in cut.call.tiles]
+    steps = [run[1:] - run[:-1] for tile in runs for run in tile]
     if any((step < 1).any() for step in steps):
         return cut._replace(row=None)
-    return cut._replace(even=all((step == 1).all() for step in steps))
+    neighbours = all((step == 1).all() for step in steps)
+    return cut._replace(apart=tuple(int(kv[0] - q[0]) for q, kv in runs) if neighbours else None)
