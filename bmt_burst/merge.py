@@ -173,6 +173,12 @@ def query_rows(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
     return rows
 
 
+def lse_and_delta(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """What `query_rows` put side by side, (B, H, S) each and contiguous, as kernels want them."""
+    lse, delta = (x.transpose(1, 2).contiguous() for x in rows.unbind(-1))
+    return lse, delta
+
+
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`. Specifies the fused kernel.
 
