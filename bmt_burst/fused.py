@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .compiled import of_one_kind
 from .kernels.packed import current_stream, sent
-from .merge import OutputPart, Part
+from .merge import OutputPart, Part, lies_in
 from .span import Span, length
 
 _BLOCK = 2048  # entries that a program handles
@@ -24,7 +24,7 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     All may be of any strides. Out may be the first part's, whole; lse may not, but holds the same numbers then.
     """
     grid, sizes, constants = _by_rows(out)
-    constants["IN_PLACE"] = _is_first(out, parts)
+    constants["IN_PLACE"] = bool(parts) and lies_in(parts[0], out)
     outs, lses = [_dense_rows(part) for _, part, _ in parts], [part_lse for _, _, part_lse in parts]
     _merge_outputs[grid](
         out,
@@ -53,7 +53,7 @@ def sum_gradients(total: Tensor, parts: list[Part]) -> None:
     All may be of any strides.
     """
     grid, sizes, constants = _by_rows(total)
-    constants["IN_PLACE"] = _is_first(total, parts)
+    constants["IN_PLACE"] = bool(parts) and lies_in(parts[0], total)
     grads = [_dense_rows(part) for _, part in parts]
     _sum_gradients[grid](
         total,
@@ -74,14 +74,6 @@ def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Non
     grid, sizes, constants = _by_rows(out)
     strides = out.stride(), dout.stride(), of_one_kind(lse.stride())
     _fill_query_rows[grid](rows, out, dout, lse, *strides, *sizes, **constants)
-
-
-def _is_first(total: Tensor, parts: list[tuple]) -> bool:
-    """Whether a sum is made where the first of its parts is, so that tokens which no other part has are left alone."""
-    if not parts:
-        return False
-    spans, first, *_ = parts[0]
-    return [*spans] == [(0, total.shape[1])] and first.data_ptr() == total.data_ptr()
 
 
 def _places(parts: Sequence[tuple], total: Tensor) -> tuple[tuple, ...]:

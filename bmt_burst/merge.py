@@ -173,6 +173,12 @@ def query_rows(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
     return rows
 
 
+def lse_and_delta(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """What `query_rows` put side by side, (B, H, S) each and contiguous, as kernels want them."""
+    lse, delta = (x.transpose(1, 2).contiguous() for x in rows.unbind(-1))
+    return lse, delta
+
+
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`. Specifies the fused kernel.
 
@@ -230,7 +236,7 @@ def _too_many(parts: Sequence[tuple], waiting: int, limit: int) -> bool:
     return len(parts) > 1 and (waiting > limit or len(parts) > _MOST_PARTS)
 
 
-def _lies_in(part: tuple, into: Tensor) -> bool:
+def lies_in(part: tuple, into: Tensor) -> bool:
     """Whether a part is of all tokens and lies where the sum goes."""
     if not is_whole([part], into.shape[1]):
         return False
@@ -239,7 +245,7 @@ def _lies_in(part: tuple, into: Tensor) -> bool:
 
 def _unfinished(parts: Sequence[tuple], into: Tensor) -> Span | None:
     """The tokens whose sum is still to be written to `into`: all, or those around what came after the first part."""
-    if not parts or not _lies_in(parts[0], into):
+    if not parts or not lies_in(parts[0], into):
         return 0, into.shape[1]
     return hull(span for part in parts[1:] for span in part[0]) if len(parts) > 1 else None
 

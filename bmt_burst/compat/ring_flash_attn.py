@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -67,19 +68,7 @@ __all__ = [
 ]
 
 
-_with_options = functools.partial(
-    with_options,
-    names=(
-        "dropout_p",
-        "softmax_scale",
-        "causal",
-        "window_size",
-        "alibi_slopes",
-        "deterministic",
-        "return_attn_probs",
-        "group",
-    ),
-)
+_with_options = functools.partial(with_options, names=[x.name for x in fields(Options) if x.name != "softcap"])
 
 
 @_with_options

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..kernels.packed import current_stream, sent
 from ..layout import Layout
-from ..merge import Gradients, accumulator_dtype, query_rows
+from ..merge import Gradients, accumulator_dtype, lse_and_delta, query_rows
 from ..rings import Rings
 from ..span import Span, length
 from ..transport import ALONE, Arrival, Parcel, Transport
@@ -292,8 +292,7 @@ class UlyssesPlan(Plan):
 
     def _queries(self, q: Tensor, dout: Tensor, *softmax: Tensor) -> Queries:
         if self.sends_delta:
-            lse, delta = (x.transpose(1, 2).contiguous() for x in softmax[0].unbind(-1))
-            return Queries(q, dout, None, lse, delta)
+            return Queries(q, dout, None, *lse_and_delta(softmax[0]))
         lse, out = softmax
         return Queries(q, dout, out, lse.transpose(1, 2))
 

@@ -17,6 +17,7 @@ from ...rings import Group
 from .. import ring_flash_attn as alone
 from ..flash import Options, with_options
 from .kernels import AttnType, check_exact, check_no_processor
+from .options import OF_FUNCTIONS
 
 __all__ = [
     "ring_flash_attn_func",
@@ -41,18 +42,6 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_qkvpacked_func",
 ]
 
-_OPTIONS = (
-    "dropout_p",
-    "softmax_scale",
-    "causal",
-    "window_size",
-    "softcap",
-    "alibi_slopes",
-    "deterministic",
-    "return_attn_probs",
-    "group",
-)
-
 
 @dataclass(frozen=True)
 class KernelOptions(Options):
@@ -67,9 +56,9 @@ class KernelOptions(Options):
         return super().band()
 
 
-_of_documents = functools.partial(with_options, names=_OPTIONS)
-_packed = functools.partial(with_options, names=(*_OPTIONS, "attn_type"), options=KernelOptions)
-_separate = functools.partial(with_options, names=(*_OPTIONS, "attn_type", "attn_processor"), options=KernelOptions)
+_of_documents = functools.partial(with_options, names=OF_FUNCTIONS)
+_packed = functools.partial(with_options, names=(*OF_FUNCTIONS, "attn_type"), options=KernelOptions)
+_separate = functools.partial(with_options, names=(*OF_FUNCTIONS, "attn_type", "attn_processor"), options=KernelOptions)
 
 ring_flash_attn_func = _separate(alone.ring_flash_attn_func)
 ring_flash_attn_kvpacked_func = _packed(alone.ring_flash_attn_kvpacked_func)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...rings import Rings
-from ..flash import Bounds, Options, attention, tokens_of
+from ..flash import Bounds, Options, attention, tokens_of, with_options
 from .kernels import AttnType, check_exact
+from .options import OF_LAYERS
 
 
 class UlyssesAttention(nn.Module):
@@ -34,24 +36,10 @@ class UlyssesAttention(nn.Module):
         check_dims(scatter_idx, gather_idx, (2, 1))
         self.spg = sequence_process_group
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-    ) -> Tensor:
+    @functools.partial(with_options, names=OF_LAYERS)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """out (B, S, H, D) of query (B, S, H, D), key and value (B, S, G, D); also with return_attn_probs, as there."""
-        options = Options(
-            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, False, self.spg, softcap
-        )
+        options = replace(options, return_attn_probs=False, group=self.spg)
         return attention((query, key, value), options, _contiguous, strategy="ulysses")
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...compiled import fused_on_gpus
-from ...merge import accumulator_dtype, query_rows
+from ...merge import accumulator_dtype, lse_and_delta, query_rows
 from ...transport.packing import Packing
 from .. import Sizes
 from ..compute import Keys, Queries, Side
@@ -90,7 +90,7 @@ class QueriesDelta(_QueriesTravel):
 
     def arrive(self, tensors: tuple[Tensor, ...], takes_delta: bool) -> Queries:
         q, dout, rows = tensors
-        lse, delta = (x.transpose(1, 2).contiguous() for x in rows.unbind(-1))  # as kernels want them, once
+        lse, delta = lse_and_delta(rows)
         if takes_delta:
             return Queries(q, dout, None, lse, delta)
         return Queries(q, dout, surrogate_out(dout, delta), lse)

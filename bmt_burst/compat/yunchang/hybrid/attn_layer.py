@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from ....arguments import as_bool
 from ....layout import Layout
 from ....rings import Rings
-from ...flash import Bounds, Options, attention, tokens_of
+from ...flash import Bounds, Options, attention, tokens_of, with_options
 from ..comm import extracted
 from ..globals import PROCESS_GROUP
 from ..kernels import AttnType, check_exact, check_no_processor
+from ..options import OF_LAYERS
 from ..ulysses import check_dims
+
+_with_options = functools.partial(with_options, names=OF_LAYERS)
 
 _STRATEGY = "ring"  # of the ranks of both groups
 _KINDS = {kind: kind for kind in ("basic", "strip", "zigzag")} | dict.fromkeys(
@@ -33,10 +38,9 @@ class _Hybrid(nn.Module):
         self.ulysses_pg, self.ring_pg = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
         self.sequence_pg = PROCESS_GROUP.SEQUENCE_PG
 
-    def _attention(self, tensors: Sequence[Tensor], *options) -> Tensor:
+    def _attention(self, tensors: Sequence[Tensor], options: Options) -> Tensor:
         """With the options of `forward`, but for return_attn_probs: out comes alone."""
-        *options, softcap, alibi_slopes, deterministic = options
-        options = Options(*options, alibi_slopes, deterministic, False, self.sequence_pg, softcap)
+        options = replace(options, return_attn_probs=False, group=self.sequence_pg)
         return attention(tensors, options, lambda rings, q: self._placing(rings, q, options.causal), _STRATEGY)
 
     def _placing(self, rings: Rings, q: Tensor, causal: bool) -> tuple[Bounds, Layout]:
@@ -73,25 +77,10 @@ class LongContextAttention(_Hybrid):
         check_dims(scatter_idx, gather_idx, (2, 1))
         check_no_processor(attn_processor)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-    ) -> Tensor:
+    @_with_options
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """out (B, S, H, D) of query (B, S, H, D), key and value (B, S, G, D); also with return_attn_probs, as there."""
-        tensors = query, key, value
-        return self._attention(
-            tensors, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-        )
+        return self._attention((query, key, value), options)
 
 
 class AsyncLongContextAttention(LongContextAttention):
@@ -115,20 +104,7 @@ class LongContextAttentionQKVPacked(_Hybrid):
         super().__init__(ring_impl_type, attn_type)
         check_dims(scatter_idx, gather_idx, (3, 1))
 
-    def forward(
-        self,
-        qkv: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-    ) -> Tensor:
+    @_with_options
+    def forward(self, qkv: Tensor, options: Options) -> Tensor:
         """out (B, S, H, D) of qkv (B, S, 3, H, D); also with return_attn_probs, as there."""
-        tensors = (qkv,)
-        return self._attention(
-            tensors, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-        )
+        return self._attention((qkv,), options)
