@@ -20,7 +20,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,10 +58,10 @@ class _Segment(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """A range of tokens: of one segment, if it is long, or any."""
+    """A range of tokens: of one segment, or of one group, if it is long; or any."""
 
     span: Span
-    segment: _Segment | None
+    of: _Segment | int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +178,7 @@ class Scores:
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:
         """The visible pairs in parts, those without a row first, if there are any."""
-        if not any(cell.segment for cell in self._cells):
+        if len(self._cells) == len(self._groups) == 1 and self._cells[0].of is None:
             return (Term(None, self.mask),)
         areas: dict[int | None, list[Slice]] = {}
         for s in self.mask.slices:
@@ -233,34 +233,44 @@ class Scores:
 
     @functools.cached_property
     def _cells(self) -> list[_Cell]:
-        """The sequence in long runs and what is between them."""
+        """The sequence in long runs of a segment, and what is between them."""
+        runs = self._runs[:, self._runs[1] - self._runs[0] >= _LONG].T.tolist()
+        return self._with_gaps([_Cell((start, stop), _Segment(*segment)) for start, stop, *segment in runs])
+
+    @functools.cached_property
+    def _groups(self) -> list[_Cell]:
+        """The sequence in long runs of a group, and what is between them."""
+        found = []
+        for group, runs in itertools.groupby(self._runs.T.tolist(), key=lambda run: run[2]):
+            spans = [run[:2] for run in runs]
+            if (stop := spans[-1][1]) - (start := spans[0][0]) >= _LONG:
+                found.append(_Cell((start, stop), group))
+        return self._with_gaps(found)
+
+    def _with_gaps(self, cells: Sequence[_Cell]) -> list[_Cell]:
         found, at = [], 0
-        for start, stop, *segment in self._runs[:, self._runs[1] - self._runs[0] >= _LONG].T.tolist():
-            found += [_Cell((at, start), None)] * (at < start) + [_Cell((start, stop), _Segment(*segment))]
+        for cell in (*cells, _Cell((self.seq_len, self.seq_len), None)):
+            start, stop = cell.span
+            found += [_Cell((at, start), None)] * (at < start) + [cell] * (start < stop)
             at = stop
-        return found + [_Cell((at, self.seq_len), None)] * (at < self.seq_len)
+        return found
 
     def _areas(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
         """A visible slice in parts, each with its row or None."""
-        for (q, mine), (kv, theirs) in itertools.product(self._cells_in(s.q), self._cells_in(s.kv)):
-            part = s._replace(q=q, kv=kv)
-            if not part.area:
-                continue
+        for part, mine, theirs in _parts(s, self._groups):
+            if mine is not None and theirs is not None and mine != theirs:
+                yield self.other, part
+            else:
+                yield from self._areas_of_segments(part)
+
+    def _areas_of_segments(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
+        for part, mine, theirs in _parts(s, self._cells):
             if mine is None or theirs is None:
                 yield None, part
             elif (row := self._row(mine, theirs)) == BY_DISTANCE:
                 yield from self._bands(part)
             else:
                 yield row, part
-
-    def _cells_in(self, span: Span) -> Iterator[_Cell]:
-        """The cells of a range; a short part of a long run counts as what is between them."""
-        first = bisect.bisect_right(self._cells, span[0], key=_stop)
-        for cell, segment in itertools.islice(self._cells, first, None):
-            part = overlap(cell, span)
-            if not length(part):
-                return
-            yield _Cell(part, segment if length(part) >= _LONG else None)
 
     def _row(self, mine: _Segment, theirs: _Segment) -> int:
         """Of queries of one segment and keys of another."""
@@ -277,6 +287,24 @@ class Scores:
             part = Slice(s.q, s.kv, *bounds)
             if part.area:
                 yield (BY_DISTANCE if near else far), part
+
+
+def _parts(s: Slice, cells: Sequence[_Cell]) -> Iterator[tuple[Slice, Any, Any]]:
+    """A visible slice in parts, and whose their queries and keys are."""
+    for (q, mine), (kv, theirs) in itertools.product(_within(s.q, cells), _within(s.kv, cells)):
+        part = s._replace(q=q, kv=kv)
+        if part.area:
+            yield part, mine, theirs
+
+
+def _within(span: Span, cells: Sequence[_Cell]) -> Iterator[_Cell]:
+    """The cells of a range; a short part of a long run counts as what is between them."""
+    first = bisect.bisect_right(cells, span[0], key=_stop)
+    for cell, of in itertools.islice(cells, first, None):
+        part = overlap(cell, span)
+        if not length(part):
+            return
+        yield _Cell(part, of if length(part) >= _LONG else None)
 
 
 def _stop(cell: _Cell) -> int:
