@@ -85,6 +85,7 @@ def main():
             spec = Spec(0.3, biased=bias is not None, softcap=softcap)
             out, lse = kernels.load("triton").forward(*qkv, call, spec, bias)
             kernels.load("triton").backward(dout, *qkv, out, lse, None, call, spec, bias)
+        backend.table_gradient(dout, *qkv, out, lse, None, call, Spec(0.3, biased=True), by_segments)
 
 
 if __name__ == "__main__":

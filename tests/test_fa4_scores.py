@@ -1,30 +1,63 @@
 """What FA4 adds to scores, without a GPU: its functions on numbers, called as the package calls them."""
 
+import ctypes
 import importlib.util
+import itertools
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
+import pytest
 import torch
 
 from bmt_burst.kernels import fa4
-from bmt_burst.kernels.bias import CallBias
+from bmt_burst.kernels.bias import CallBias, Segments
 from bmt_burst.span import length
 from bmt_burst.tile import KernelCall
+from tests.helpers import named_calls, random_bias
 
 NO_INFO = SimpleNamespace()
 
 
 class Registers(list):
+    """Numbers that a thread holds."""
+
+    @property
+    def shape(self) -> int:
+        return len(self)
+
     def load(self):
-        (number,) = self
-        return number
+        return self
+
+    def __add__(self, other):
+        return Registers(x + y for x, y in zip(self, other, strict=True))
+
+
+class Pointer(NamedTuple):
+    """Into memory of the CPU; as a tensor, what is there."""
+
+    kind: type
+    address: int
+
+    def __add__(self, count):
+        return self._replace(address=self.address + count * ctypes.sizeof(self.kind))
+
+    def __getitem__(self, place):
+        return (self + place).kind.from_address((self + place).address).value
 
 
 def score_functions(monkeypatch) -> ModuleType:
     """`fa4_scores` where CuTe DSL's types are Python's."""
     cutlass, cute = ModuleType("cutlass"), ModuleType("cutlass.cute")
-    cutlass.cute, cutlass.Float32, cutlass.min, cutlass.max = cute, float, min, max
-    cute.jit, cute.make_rmem_tensor = (lambda function: function), (lambda size, dtype: Registers([dtype()] * size))
+    cutlass.cute, cutlass.min, cutlass.max, cutlass.range_constexpr = cute, min, max, range
+    cutlass.Float32, cutlass.Int32, cutlass.Int64 = ctypes.c_float, ctypes.c_int32, ctypes.c_int64
+    cutlass.select_ = lambda condition, one, other: one if condition else other
+    cute.jit, cute.size, cute.make_layout = (lambda function: function), int, int
+    cute.AddressSpace = SimpleNamespace(gmem=None)
+    cute.make_ptr = lambda kind, address, space, assumed_align: Pointer(kind, address)
+    cute.make_tensor = lambda pointer, layout: pointer
+    cute.make_rmem_tensor = lambda size, dtype: Registers([0.0] * size)
     monkeypatch.setitem(sys.modules, "cutlass", cutlass)
     monkeypatch.setitem(sys.modules, "cutlass.cute", cute)
     spec = importlib.util.find_spec("bmt_burst.kernels.fa4_scores")
@@ -33,24 +66,59 @@ def score_functions(monkeypatch) -> ModuleType:
     return module
 
 
-def test_what_fa4_adds_to_scores_goes_by_distance(monkeypatch):
-    """Of every pair of every tile, of each of a batch; distances go beyond reach, and tiles are far apart."""
-    functions, generator = score_functions(monkeypatch), torch.Generator().manual_seed(0)
+def check(functions: ModuleType, bias: CallBias, call: KernelCall, name: str) -> None:
+    """Of every pair of every tile, of each of a batch, some of a query and beyond the last key at once."""
+    batch, heads = 2, bias.table.shape[1]
+    options = fa4._bias_options(bias, call, batch)
+    add, numbers = options["score_mod"], [x.value for x in options["aux_scalars"]]
+    assert add is getattr(functions, name)
+    expected, spans, seen = bias.table[bias.rows()], call.sequences(), 0
+    for sequence, (q, kv) in enumerate(spans * batch):
+        for i, j, head in itertools.product(range(length(q)), range(0, length(kv), 3), range(heads)):
+            where = [sequence], [head]
+            names = {"q_idx": [i] * 3, "kv_idx": [j, j + 1, j + 2], "seqlen_info": NO_INFO, "aux_tensors": ()}
+            scores = Registers((0.5, 0.25, -4.0))
+            found = add(scores, *where, **names, aux_scalars=numbers)
+            there = min(length(kv) - j, 3)
+            added = torch.tensor(found)[:there] - torch.tensor(scores)[:there]
+            assert torch.allclose(added, expected[q[0] + i, kv[0] + j :, head][:there], atol=1e-6), (sequence, i, j)
+            assert functions.gradient_of_sum(found, scores, *where, **names, aux_scalars=numbers) == found
+            seen += there
+    assert seen == batch * heads * sum(length(q) * length(kv) for q, kv in call.tiles)
+
+
+@pytest.fixture
+def functions(monkeypatch) -> ModuleType:
+    module = score_functions(monkeypatch)
+    monkeypatch.setattr(fa4, "_scores", lambda: module)
+    return module
+
+
+def test_biases_by_distance(functions):
+    """Distances go beyond reach, and tiles are far apart; tokens that do not follow one another are found each."""
+    generator = torch.Generator().manual_seed(0)
     call = KernelCall(11, 10, (((0, 4), (2, 5)), ((5, 11), (5, 9))))
     q_position, kv_position = (torch.arange(count, dtype=torch.int32) + 3 for count in (11, 10))
     q_position[5:] += 7
     distances = torch.randint(6, (7,), dtype=torch.int32, generator=generator)
     apart = tuple(int(kv_position[kv[0]] - q_position[q[0]]) for q, kv in call.tiles)
     bias = CallBias(torch.randn(6, 3, generator=generator), q_position, kv_position, distances, apart=apart)
-    batch, aux_tensors = 2, fa4._distances(bias, call, batch=2)
-    assert [x.dtype for x in aux_tensors] == [torch.float32, torch.int32]
-    expected, spans, seen = bias.table[bias.rows()], call.sequences(), 0
-    for sequence, (q, kv) in enumerate(spans * batch):
-        for i, j, head in torch.cartesian_prod(*map(torch.arange, (length(q), length(kv), 3))).tolist():
-            where = [sequence], [head]
-            names = {"q_idx": [i], "kv_idx": [j], "seqlen_info": NO_INFO, "aux_tensors": aux_tensors}
-            added = functions.add_by_distance(0.5, *where, **names) - 0.5
-            assert abs(added - expected[q[0] + i, kv[0] + j, head]) < 1e-6, (sequence, i, j)
-            assert functions.gradient_by_distance(2.5, 0.5, *where, **names) == 2.5
-            seen += 1
-    assert seen == batch * 3 * (4 * 3 + 6 * 4)
+    check(functions, bias, call, "add_by_distance")
+    gaps = replace(bias, q_position=2 * q_position, apart=None)
+    check(functions, gaps, call, "add_by_segments")
+
+
+@pytest.mark.parametrize("kind", ["causal", "tiles apart", "documents"])
+def test_biases_by_segments(functions, kind):
+    """Of some tokens of a sequence, in the order of a contiguous, zigzag or striped rank, or in none."""
+    call = named_calls(3)[kind]
+    for seed in range(4):
+        check(functions, random_bias(call, 2, seed, torch.float32), call, "add_by_segments")
+
+
+def test_biases_where_no_groups_are_equal(functions):
+    """There may be no pairs of segments at all."""
+    numbers = [torch.full((4,), i, dtype=torch.int32) for i in range(4)]
+    segments = Segments(*numbers, numbers[0][:0], 5)
+    bias = CallBias(torch.randn(6, 2), *numbers[:2], numbers[0][:1], segments)
+    check(functions, bias, KernelCall.whole(4), "add_by_segments")

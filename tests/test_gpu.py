@@ -28,8 +28,10 @@ from tests.helpers import (
     call_tensors,
     dense_results,
     kernel_errors,
+    moved,
     named_calls,
     needs_ranks,
+    random_bias,
     random_qkv,
     relative_error,
     run_ranks,
@@ -101,23 +103,26 @@ def test_calls_with_a_softcap(name, kind, heads, kv_heads, head_size):
 
 @pytest.mark.parametrize("kind", [*FEW_CALLS, "a window to both sides", "causal tiles of fewer keys"])
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128])
-@pytest.mark.parametrize("with_delta", [False, True])
-def test_biases_that_go_by_distance(kind, head_size, with_delta):
-    """Of tokens that follow one another, which fa4 takes; distances go beyond what the table tells apart."""
+@pytest.mark.parametrize("by", ["distance", "distance, with gaps", "segments"])
+def test_calls_with_a_bias(kind, head_size, by):
+    """Distances go beyond what the table tells apart."""
     call, generator = named_calls(100)[kind], torch.Generator().manual_seed(0)
     tensors = [x.cuda() for x in call_tensors(call, 2, 4, 4, head_size, torch.bfloat16)]
-    places = (torch.arange(count, dtype=torch.int32) for count in (call.q_tokens, call.kv_tokens))
-    rows = torch.randint(12, (41,), dtype=torch.int32, generator=generator)
-    apart = tuple(kv[0] - q[0] for q, kv in call.tiles)
-    bias = CallBias(*(x.cuda() for x in (torch.randn(12, 4, generator=generator), *places, rows)), apart=apart)
-    kernel = usable("fa4", *tensors[:2])
-    if not kernel.adds_distances(SPEC, *tensors[:2]):
-        pytest.skip("fa4 adds no biases on this GPU")
-    errors = kernel_errors(kernel, call, tensors, Spec(SPEC.scale, biased=True), with_delta, bias)
-    assert errors.pop("lse") < 1e-5
-    # The table's gradient is a sum of terms of either sign.
-    assert errors.pop("dtable") < 4 * BOUNDS[torch.bfloat16]
-    assert max(errors.values()) < MERGED * BOUNDS[torch.bfloat16], errors
+    bias = random_bias(call, 4, sum(map(ord, kind)), torch.float32, reach=20)
+    if by == "distance":
+        places = (torch.arange(count, dtype=torch.int32) for count in (call.q_tokens, call.kv_tokens))
+        rows = torch.randint(12, (41,), dtype=torch.int32, generator=generator)
+        bias = CallBias(bias.table, *places, rows, apart=tuple(kv[0] - q[0] for q, kv in call.tiles))
+    elif by == "distance, with gaps":
+        bias = dataclasses.replace(bias, segments=None)
+    spec = Spec(SPEC.scale, biased=True)
+    kernel = usable("fa4", *tensors[:2], spec)
+    for with_delta in (False, True):
+        errors = kernel_errors(kernel, call, tensors, spec, with_delta, moved(bias, "cuda"))
+        assert errors.pop("lse") < 1e-5
+        # The table's gradient is a sum of terms of either sign.
+        assert errors.pop("dtable") < 4 * BOUNDS[torch.bfloat16]
+        assert max(errors.values()) < MERGED * BOUNDS[torch.bfloat16], errors
 
 
 @pytest.mark.parametrize("name", HALVES)

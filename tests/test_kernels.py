@@ -180,14 +180,34 @@ def test_a_bias_in_fp32():
     assert "dtable" in errors
 
 
-@pytest.mark.parametrize("name", ["fa4", "cudnn", "fa2", "aten", "cpu"])
+@pytest.mark.parametrize("name", ["cudnn", "fa2", "aten", "cpu"])
 def test_kernels_that_know_no_bias_refuse_it(name, monkeypatch):
-    for module in (fa4, fa2):
-        monkeypatch.setattr(module, "installed", lambda package: True)
+    monkeypatch.setattr(fa2, "installed", lambda package: True)
     q, k, _, _ = random_qkv(1, 4, 2, 2, 8, torch.bfloat16)
     assert kernels.load(name).refuses(Spec(0.3, biased=True), q, k) == kernels.NO_BIAS
     assert kernels.load(name).refuses(SPEC, q, k) != kernels.NO_BIAS
     assert kernels.pick("auto", q, k, Spec(0.3, biased=True)).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("capability", "kv_heads", "head_size", "deterministic", "refusal"),
+    [
+        ((9, 0), 4, 128, False, None),
+        ((9, 0), 4, 72, False, None),
+        ((10, 0), 4, 128, False, "on GPUs of compute capability 9 alone"),
+        ((8, 0), 4, 128, False, "on GPUs of compute capability 9 alone"),
+        ((9, 0), 2, 128, False, "not 4 and 2"),
+        ((9, 0), 4, 192, False, "128 at most, not 192"),
+        ((9, 0), 4, 128, True, "in no fixed order"),
+    ],
+)
+def test_which_biases_fa4_adds(monkeypatch, capability, kv_heads, head_size, deterministic, refusal):
+    monkeypatch.setattr(fa4, "installed", lambda package: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        q, k = (torch.empty(1, 2, heads, head_size, dtype=torch.bfloat16, device="cuda") for heads in (4, kv_heads))
+        reason = kernels.load("fa4").refuses(Spec(0.3, deterministic, biased=True), q, k)
+    assert (reason is None) if refusal is None else (refusal in reason)
 
 
 @pytest.mark.parametrize(

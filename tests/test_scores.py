@@ -14,12 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, call, scores, simulate
 from bmt_burst.kernels import load
-from bmt_burst.kernels.bias import CallBias, dscores_bound
+from bmt_burst.kernels.bias import dscores_bound
 from bmt_burst.scores import BY_DISTANCE, Scores
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.ring import RingPlan, Tour
-from bmt_burst.tile import KernelCall
 from bmt_burst.tiling import Cut
 from tests.helpers import dense_results, random_layout, random_mask, random_qkv, relative_error, ring_results
 
@@ -73,41 +72,9 @@ def small_scores(**changes) -> Scores:
     return Scores(**{**fields, **changes})
 
 
-def let_add_distances(monkeypatch) -> list[KernelCall]:
-    """The plain kernel of CPUs takes biases as fa4 does, by the reference. Returns the calls that it gets."""
-    kernel, calls = type(load("cpu")), []
-
-    def either(name):
-        plain, biased = getattr(kernel, name), getattr(load("reference"), name)
-
-        def work(self, *args):
-            if not isinstance(args[-1], CallBias):
-                return plain(self, *args)
-            *_, call, _, bias = args
-            assert bias.segments is None
-            for (q, kv), apart in zip(call.tiles, bias.apart, strict=True):
-                queries, keys = bias.q_position[slice(*q)], bias.kv_position[slice(*kv)]
-                assert queries.diff().eq(1).all()
-                assert keys.diff().eq(1).all()
-                assert keys[0] - queries[0] == apart
-            calls.append(call)
-            return biased(*args)
-
-        return work
-
-    monkeypatch.setattr(kernel, "adds_distances", lambda *args: True)
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(kernel, name, either(name))
-    return calls
-
-
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_scores_equal_dense(part, monkeypatch):
-    """In fp64, for one rank to many, in any mask, layout and strategy; with large areas of one row, and without.
-
-    In half of the parts the plain kernel takes biases that go by distance.
-    """
-    by_distance = let_add_distances(monkeypatch) if part % 2 else None
+    """In fp64, for one rank to many, in any mask, layout and strategy; with large areas of one row, and without."""
     for seed in range(part, CASES, PARTS):
         chance = random.Random(seed)
         monkeypatch.setattr(scores, "_LONG", chance.choice((1, 4, 1024)))
@@ -134,7 +101,6 @@ def test_any_scores_equal_dense(part, monkeypatch):
                 mine, exact = (x.masked_fill(exact.isinf(), 0.0) for x in (mine, exact))
             error = (mine - exact).norm() / exact.norm().clamp_min(1e-3)
             assert error < 1e-10, (seed, name, layout, options)
-    assert by_distance is None or len(by_distance) > 5, len(by_distance)
 
 
 def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
@@ -156,9 +122,11 @@ def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
             for key, cuts in {None: tour.own, **tour.cuts}.items():
                 sides = own, tour.tokens(key, torch.device("cpu"))
                 for cut in (cut for cut in cuts if cut.row == BY_DISTANCE):
-                    found = steps(cut, *(sides[::-1] if tour.payload.queries_travel else sides))
-                    assert (found > 0).all(), (seed, key, cut)
-                    assert (cut.apart is not None) == bool((found == 1).all()), (seed, key, cut)
+                    tiles = positions(cut, *(sides[::-1] if tour.payload.queries_travel else sides))
+                    steps = torch.cat([x.diff() for tile in tiles for x in tile])
+                    assert (steps > 0).all(), (seed, key, cut)
+                    apart = tuple(int(kv[0] - q[0]) for q, kv in tiles)
+                    assert cut.apart == (apart if (steps == 1).all() else None), (seed, key, cut)
                     evens.add(cut.apart is not None)
     assert evens == {True, False}
 
@@ -197,13 +165,11 @@ def tours(problem: Problem, rank: int) -> tuple[Tour, Tour]:
     return plan.forward_tour, plan.backward_tour
 
 
-def steps(cut: Cut, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """How far tokens of a tile are from those before them, of all tiles, on both sides; of `Scores.tokens`."""
-    found = []
-    for side, tokens, spans in ((0, queries, cut.rows), (1, keys, cut.columns)):
-        positions = torch.cat([tokens[3, slice(*span)] for span in spans])
-        found += [positions[slice(*tile[side])].diff() for tile in cut.call.tiles]
-    return torch.cat(found)
+def positions(cut: Cut, queries: torch.Tensor, keys: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """Those of each tile's queries and keys, of `Scores.tokens`."""
+    sides = (queries, cut.rows), (keys, cut.columns)
+    rows, columns = (torch.cat([tokens[3, slice(*span)] for span in spans]) for tokens, spans in sides)
+    return [(rows[slice(*q)], columns[slice(*kv)]) for q, kv in cut.call.tiles]
 
 
 WRONG = [

@@ -21,7 +21,16 @@ from bmt_burst.kernels.reference import visible
 from bmt_burst.span import length
 from bmt_burst.spec import Spec
 from bmt_burst.tile import KernelCall
-from tests.helpers import ROOT, call_tensors, kernel_errors, moved, named_calls, random_bias, random_call
+from tests.helpers import (
+    ROOT,
+    call_tensors,
+    kernel_errors,
+    moved,
+    named_calls,
+    random_bias,
+    random_call,
+    relative_error,
+)
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,6 +110,19 @@ def test_a_softcap_hides_infinity_and_no_nan(name, value):
 def test_head_sizes(head_size, dtype):
     call = CALLS["causal tiles of more keys"]
     check(call, tensors_of(call, 1, 2, 1, head_size, dtype))
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "documents", "full documents"])
+def test_the_gradient_of_a_table_alone(kind, monkeypatch):
+    """What kernels without one ask for."""
+    monkeypatch.setattr(backend, "_MOST_KEYS", 7)
+    call = CALLS[kind]
+    q, k, v, dout = tensors_of(call, 2, 2, 1, 8)
+    for bias in (bias_of(call, 2, seed=1), replace(bias_of(call, 2), segments=None)):
+        out, lse = KERNEL.forward(q, k, v, call, BIASED, bias)
+        delta = (out * dout).sum(-1).transpose(1, 2)
+        inputs = dout, q, k, v, None, lse, delta, call, BIASED, bias
+        assert relative_error(backend.table_gradient(*inputs), KERNEL.backward(*inputs)[3]) < 1e-6
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(4, 2, torch.float32), (3, 1, DTYPES[-1])])
@@ -309,7 +331,7 @@ def test_programs_are_each_token_once_and_the_longest_come_first(size):
         seen = visible(call)
         for side in (0, 1):
             found, work = torch.zeros(seen.shape[side], dtype=torch.int), []
-            blocks = backend._blocks_on_host(call, side, size).tolist()
+            blocks = backend._blocks_on_host(call, side, size, None).tolist()
             for first, start, count, other_start, other_count in blocks:
                 assert first % size == 0
                 assert first < count
@@ -322,6 +344,18 @@ def test_programs_are_each_token_once_and_the_longest_come_first(size):
             assert found.eq(1).all()
             assert work == sorted(work, reverse=True), (call, side)
         assert {pair for pair in call.sequences() if all(map(length, pair))} == set(call.tiles)
+
+
+def test_programs_that_share_a_block_are_each_pair_once():
+    chance = random.Random(0)
+    calls = [call for _ in range(600) if (call := random_call(chance)).left is None and call.right is None]
+    assert len(calls) > 20
+    for call in calls:
+        found = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.int)
+        for first, start, count, other_start, other_count in backend._blocks_on_host(call, 0, 4, 5).tolist():
+            assert 0 < other_count <= 5
+            found[start + first : start + min(first + 4, count), other_start : other_start + other_count] += 1
+        assert found.equal(visible(call).int())
 
 
 @pytest.mark.parametrize(
@@ -359,4 +393,5 @@ def test_it_compiles_for_gpus(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     names = "forward", "backward_kv", "backward_q"
-    assert sorted(done.stdout.split()) == sorted([*names * 4, "backward_table", "backward_table", "delta_of"])
+    others = "backward_table", "backward_table", "backward_q", "delta_of"
+    assert sorted(done.stdout.split()) == sorted([*names * 4, *others])

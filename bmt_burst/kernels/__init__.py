@@ -61,11 +61,6 @@ class Kernel(ABC):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         """Why this kernel cannot do this for such inputs on this machine, or None if it can, whatever the call."""
 
-    def adds_distances(self, spec: Spec, q: Tensor, k: Tensor) -> bool:
-        """Whether a kernel that refuses biases takes those that go by distance, in calls of which tiles are known to be
-        so far `apart`."""
-        return False
-
     def broken(self) -> str | None:
         """Why the package that it needs does not work though it is installed; None if it does."""
         return None

@@ -10,7 +10,7 @@ order does not wait for what never comes. A softcap bounds scores before they ar
 multiplied by its derivative, of whole tensors and of packed ones. The tanh is the GPU's own, good to 11 bits, and a
 softcap that is new is a kernel to compile.
 
-A bias that goes by distance is a function of scores too. The gradient of its table is a kernel of our own.
+A bias is a function of scores too, on Hopper. The gradient of its table is a kernel of our own, in Triton.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,8 +29,8 @@ from torch.nn import functional
 from ..span import length
 from ..spec import Spec
 from ..tile import KernelCall
-from . import Kernel, import_failure, installed, refuses_half
-from .bias import CallBias
+from . import NOT_BOTH, Kernel, import_failure, installed, refuses_half
+from .bias import CallBias, Segments
 from .packed import band, kept, pack, pack_rows, sent, sequences, unpack, unpack_rows
 from .triton import table_gradient
 
@@ -53,8 +55,10 @@ class Fa4Kernel(Kernel):
         generation = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
         if spec.deterministic and generation == 12:
             return "its backward adds up in no fixed order on GPUs of compute capability 12"
+        if spec.biased and (reason := _refuses_biases(spec, q, k, generation)):
+            return reason
         largest = (_HEAD_SIZES_HOPPER if generation == 9 else _HEAD_SIZES)[-1]
-        return refuses_half(spec, q, (9, 0), range(8, largest + 1, 8), caps=generation == 9)
+        return refuses_half(replace(spec, biased=False), q, (9, 0), range(8, largest + 1, 8), caps=generation == 9)
 
     def broken(self) -> str | None:
         return import_failure("flash-attn-4", _functions)
@@ -62,17 +66,12 @@ class Fa4Kernel(Kernel):
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def adds_distances(self, spec: Spec, q: Tensor, k: Tensor) -> bool:
-        alone = spec.softcap is None and not spec.deterministic and q.shape[2] == k.shape[2]
-        hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
-        return alone and hopper and q.shape[-1] <= _HEAD_SIZES[-1] and installed("triton")
-
     def forward(self, q, k, v, call, spec, bias=None):
         forward, head_size = _functions()[0], q.shape[-1]
         q, k, v = _padded(q, k, v)
         options = {**_score_options(spec), "return_lse": True}
         if bias is not None:
-            options |= {"score_mod": _score_functions()[0], "aux_tensors": _distances(bias, call, len(q))}
+            options |= _bias_options(bias, call, len(q))
         if bias is None and (dense := _dense_options(call)) is not None:
             out, lse, *_ = forward(q, k, v, **options, **dense)
         else:
@@ -88,8 +87,7 @@ class Fa4Kernel(Kernel):
         options = {**_score_options(spec), "deterministic": spec.deterministic}
         dense = _dense_options(call) if bias is None else None
         if bias is not None:
-            options |= dict(zip(("score_mod", "score_mod_bwd"), _score_functions(), strict=True))
-            options["aux_tensors"] = _distances(bias, call, len(q))
+            options |= {**_bias_options(bias, call, len(q)), "score_mod_bwd": _scores().gradient_of_sum}
         if out is None:
             # The kernel works with rowsum(out * dout) - dlse, where dlse is meant for the gradient of lse.
             out = q.new_zeros(1, 1, 1, q.shape[-1]).expand_as(q)
@@ -117,22 +115,56 @@ def _score_options(spec: Spec) -> dict[str, float]:
     return {"softmax_scale": spec.scale} | ({} if spec.softcap is None else {"softcap": spec.softcap})
 
 
-def _distances(bias: CallBias, call: KernelCall, batch: int) -> list[Tensor]:
-    """What `fa4_scores.add_by_distance` takes, of tokens that follow one another in each tile."""
+def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | None:
+    if spec.softcap is not None:
+        return NOT_BOTH
+    if generation != 9:
+        return "it adds biases on GPUs of compute capability 9 alone"
+    if spec.deterministic:
+        return "with biases its backward adds up in no fixed order"
+    if q.shape[2] != k.shape[2]:
+        return f"with biases it has as many query heads as kv heads, not {q.shape[2]} and {k.shape[2]}"
+    if q.shape[-1] > _HEAD_SIZES[-1]:
+        return f"with biases head sizes are {_HEAD_SIZES[-1]} at most, not {q.shape[-1]}"
+    return None if installed("triton") else "the gradient of a bias's table needs the package triton"
+
+
+def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any]:
+    """What is done with scores: see `fa4_scores`. The tensors whose addresses it has are the bias's and the call's."""
     table, distances, biases = bias.prepared.get("fa4", (None, None, None))
     if table is not bias.table or distances is not bias.distances:
-        biases = bias.table.float()[bias.distances].T.contiguous()
+        biases = torch.cat((bias.table[bias.distances], bias.table)).float().T.contiguous()
         bias.prepared["fa4"] = bias.table, bias.distances, biases
-    name = "distances", batch, bias.reach, bias.apart
-    places = kept(call, name, biases.device, lambda: sent(_places(bias, call, batch), biases.device))
-    return [biases, places]
+    device, width = biases.device, biases.shape[1]
+    if bias.apart is not None and bias.segments is None:
+        name = "distances", batch, bias.reach, bias.apart
+        places = kept(call, name, device, lambda: sent(_distances(bias, call, batch), device))
+        return {"score_mod": _scores().add_by_distance, "aux_scalars": _scores().scalars(biases, width, places)}
+    places = kept(call, ("ends", batch), device, lambda: sent(_ends(call, batch), device))
+    of = bias.segments or kept(call, ("one segment",), device, lambda: _one_segment(call, device))
+    pairs = of.pairs if len(of.pairs) else bias.distances  # where no groups are equal
+    numbers = biases, width, places, bias.reach, of.other, len(pairs) - 1
+    tensors = of.q_group, of.q_base, bias.q_position, of.kv_group, of.kv_segment, bias.kv_position, pairs
+    return {"score_mod": _scores().add_by_segments, "aux_scalars": _scores().scalars(*numbers, *tensors)}
 
 
-def _places(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
-    """(sequences, 2) int32, as `fa4_scores.add_by_distance` takes it; of what is between tiles anything."""
+def _distances(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
+    """`places` of `fa4_scores.add_by_distance`; of what is between tiles anything."""
     apart = iter(bias.apart)
     first = [next(apart) if length(q) and length(kv) else 0 for q, kv in call.sequences()]
     return torch.tensor([(x + bias.reach, 2 * bias.reach) for x in first] * batch, dtype=torch.int32)
+
+
+def _ends(call: KernelCall, batch: int) -> Tensor:
+    """`places` of `fa4_scores.add_by_segments`."""
+    spans = call.sequences() * batch
+    return torch.tensor([(q[0], q[1] - 1, kv[0], kv[1] - 1) for q, kv in spans], dtype=torch.int32)
+
+
+def _one_segment(call: KernelCall, device: torch.device) -> Segments:
+    """Those of a call whose pairs go by distance alone."""
+    queries, keys = (torch.zeros(count, dtype=torch.int32, device=device) for count in (call.q_tokens, call.kv_tokens))
+    return Segments(queries, queries, keys, keys, torch.full_like(queries[:1], -1), 0)
 
 
 def _dense_options(call: KernelCall) -> dict[str, Any] | None:
@@ -162,11 +194,10 @@ def _band_options(call: KernelCall) -> dict[str, Any]:
 
 
 @functools.cache
-def _score_functions() -> tuple[Callable, Callable]:
-    """What is done with a score, and with the gradient of the result."""
+def _scores() -> ModuleType:
     from . import fa4_scores
 
-    return fa4_scores.add_by_distance, fa4_scores.gradient_by_distance
+    return fa4_scores
 
 
 @functools.cache

@@ -1,24 +1,83 @@
-"""What FlashAttention-4 does with scores that have a bias: functions in CuTe DSL, compiled into its kernels."""
+"""What FlashAttention-4 does with scores that have a bias: functions in CuTe DSL, compiled into its kernels.
+
+A bias is a number of `biases` (H, width) fp32: those of all distances, -reach to reach, and behind them the table, so
+that width is 2 reach + 1 + R. The package passes some scores with the indices of their queries and keys in a sequence,
+and the sequence's number. Tensors come as addresses: of those that it knows it keeps indices in range by two divisions
+a score, which takes longer than all that is done here. So it is done here.
+"""
 
 # No `from __future__ import annotations`: CuTe DSL reads the functions as they are. The package passes q_idx, kv_idx,
-# seqlen_info and aux_tensors by these names.
+# seqlen_info, aux_tensors and aux_scalars by these names.
+import hashlib
+from pathlib import Path
+
 import cutlass
+import torch
 from cutlass import cute
+
+_MANY = 1 << 30  # numbers of a tensor that is an address: no bound
 
 
 @cute.jit
-def add_by_distance(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
-    """A score and what it adds: aux_tensors are biases (H, 2 reach + 1) fp32 and, of each sequence, (sequences, 2)
-    int32: what to add to key's index - query's, and 2 reach, the last place."""
-    biases, places = aux_tensors
-    place = kv_idx[0] - q_idx[0] + places[batch[0], 0]
-    place = cutlass.max(cutlass.min(place, places[batch[0], 1]), 0)
-    added = cute.make_rmem_tensor(1, cutlass.Float32)
-    added[0] = biases[head[0], place]
+def add_by_distance(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
+    """Scores and what they add, where tokens follow one another in each sequence.
+
+    aux_scalars: biases; width; places (sequences, 2) int32: what to add to key's index - query's, and 2 reach.
+    """
+    biases, width, places = aux_scalars
+    biases = _numbers(cutlass.Float32, biases, head[0] * width)
+    places = _numbers(cutlass.Int32, places, batch[0] * 2)
+    ahead, last = places[0], places[1]
+    added = cute.make_rmem_tensor(score.shape, cutlass.Float32)
+    for i in cutlass.range_constexpr(cute.size(score.shape)):
+        added[i] = biases[cutlass.max(cutlass.min(kv_idx[i] - q_idx[i] + ahead, last), 0)]
     return score + added.load()
 
 
 @cute.jit
-def gradient_by_distance(grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
-    """The gradient of the score without its bias: the same."""
+def add_by_segments(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
+    """Scores and what they add, whatever the tokens are.
+
+    aux_scalars: biases; width; places (sequences, 4) int32: first and last query, first and last key; reach; other; the
+    last of `pairs`; then the tensors of `CallBias` and its `Segments` by name, of which `pairs` is not empty.
+    """
+    biases, width, places, reach, other, last, *numbers = aux_scalars
+    biases = _numbers(cutlass.Float32, biases, head[0] * width)
+    places = _numbers(cutlass.Int32, places, batch[0] * 4)
+    numbers = [_numbers(cutlass.Int32, address) for address in numbers]
+    q_group, q_base, q_position, kv_group, kv_segment, kv_position, pairs = numbers
+    first_query, last_query, first_key, last_key = places[0], places[1], places[2], places[3]
+    added = cute.make_rmem_tensor(score.shape, cutlass.Float32)
+    for i in cutlass.range_constexpr(cute.size(score.shape)):
+        query = cutlass.max(cutlass.min(first_query + q_idx[i], last_query), 0)
+        key = cutlass.max(cutlass.min(first_key + kv_idx[i], last_key), 0)
+        # Of two groups it is anything, and not used.
+        entry = cutlass.max(cutlass.min(q_base[query] + kv_segment[key], last), 0)
+        row = cutlass.select_(q_group[query] == kv_group[key], pairs[entry], other)
+        distance = cutlass.max(cutlass.min(kv_position[key] - q_position[query], reach), -reach)
+        added[i] = biases[reach + cutlass.select_(row < 0, distance, reach + 1 + row)]
+    return score + added.load()
+
+
+@cute.jit
+def gradient_of_sum(grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
+    """The gradient of scores without their bias: the same."""
     return grad
+
+
+def scalars(*numbers: int | torch.Tensor) -> tuple:
+    """As aux_scalars: a tensor is its address."""
+    return tuple(cutlass.Int64(x.data_ptr()) if isinstance(x, torch.Tensor) else cutlass.Int32(x) for x in numbers)
+
+
+def _numbers(dtype, address, first=0):
+    """Those of a tensor from the given one on."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=4)
+    return cute.make_tensor(pointer + first, cute.make_layout(_MANY))
+
+
+# The package tells what it has compiled, and keeps on disk, by a function's own source unless it is told by what.
+_SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+for _function in (add_by_distance, add_by_segments, gradient_of_sum):
+    _function.__cute_hash__ = f"{_function.__name__} {_SOURCE}"
+    _function.__vec_size__ = 1

@@ -113,6 +113,7 @@ _INTERPRETED = {
 }
 _PADDING = 256  # distances beyond reach that kernels have all the same: a block's queries and keys
 _MOST_STEPS = 256  # blocks of a walk along a diagonal
+_MOST_KEYS = 2048  # of a program that computes the gradient of a table alone
 
 
 class TritonKernel(Kernel):
@@ -175,11 +176,14 @@ def table_gradient(
     spec: Spec,
     bias: CallBias,
 ) -> Tensor:
-    """dtable (R, H) alone of what `Kernel.backward` returns, of a bias that goes by distance."""
+    """dtable (R, H) alone of what `Kernel.backward` returns."""
     inputs = [_dense(x) for x in (q, k, v, dout, lse)]
     delta = _delta(_dense(out), inputs[3]) if delta is None else _dense(delta)
     added = _with_sums(_bias_arguments(bias), bias, *inputs[2:], delta)
-    _add_along_diagonals(inputs, delta, call, spec, added)
+    if bias.segments is None:
+        _add_along_diagonals(inputs, delta, call, spec, added)
+    else:
+        _launch("backward_q", (*inputs, delta, None), call, spec, added, CAP=spec.softcap)
     return _summed(added, bias)
 
 
@@ -194,7 +198,7 @@ def _summed(added: Any, bias: CallBias) -> Tensor:
 
 
 def _launch(
-    name: str, tensors: tuple[Tensor, ...], call: KernelCall, spec: Spec, bias: tuple, **constants: Any
+    name: str, tensors: tuple[Tensor | None, ...], call: KernelCall, spec: Spec, bias: tuple, **constants: Any
 ) -> None:
     """One of the kernels, on tensors of which the first are q and k, with constants of its own."""
     q, k = tensors[:2]
@@ -205,7 +209,8 @@ def _launch(
     if name == "backward_table":
         blocks = _walks(call, q.device, shape.M, shape.N)
     else:
-        blocks = _blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M)
+        most = _MOST_KEYS if tensors[-1] is None else None
+        blocks = _blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M, most)
     left, right = band(call)
     grid = len(blocks), k.shape[2] if by_keys else q.shape[2], len(q)
     getattr(_kernels(), name)[grid](
@@ -232,17 +237,24 @@ def _launch(
     )
 
 
-def _blocks(call: KernelCall, device: torch.device, side: int, size: int) -> Tensor:
+def _blocks(call: KernelCall, device: torch.device, side: int, size: int, most: int | None) -> Tensor:
     """The programs of a call: blocks of `size` tokens of its queries (side 0) or keys (side 1), the longest work first.
+
+    Several have a block, each with `most` tokens of the other side, if `most` is given and there is no band.
 
     (programs, 5) int32: the block's first token, counted in its sequence; where that sequence begins and how long it
     is, on this side and on the other.
     """
-    return kept(call, ("triton", side, size), device, lambda: sent(_blocks_on_host(call, side, size), device))
+    name = "triton", side, size, most
+    return kept(call, name, device, lambda: sent(_blocks_on_host(call, side, size, most), device))
 
 
-def _blocks_on_host(call: KernelCall, side: int, size: int) -> Tensor:
+def _blocks_on_host(call: KernelCall, side: int, size: int, most: int | None) -> Tensor:
     spans = [(*own, *other) for own, other in ((pair[side], pair[1 - side]) for pair in call.sequences())]
+    if most is not None and call.left is None and call.right is None:
+        spans = [
+            (*own, start, min(start + most, stop)) for *own, first, stop in spans for start in range(first, stop, most)
+        ]
     own_at, own_end, other_at, other_end = torch.tensor(spans, dtype=torch.int64).view(-1, 4).unbind(1)
     own, other = own_end - own_at, other_end - other_at
     at, nth = _counted((own + size - 1) // size)
@@ -347,8 +359,10 @@ def _delta(out: Tensor, dout: Tensor) -> Tensor:
     return delta
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
+def _strides(x: Tensor | None) -> tuple[int, ...]:
     """As the kernels take them: those of lse and delta follow from the number of tokens."""
+    if x is None:
+        return ()
     return of_one_kind(x.stride()) if x.dim() == 3 else x.stride()
 
 

@@ -161,7 +161,7 @@ def backward_q(
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Fills dq of a block of queries of one head, and adds to the sums of a bias that goes by segments."""
+    """Fills dq, unless it is None, of a block of queries of one head, and adds to the sums of a bias by segments."""
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
@@ -203,7 +203,8 @@ def backward_q(
             dscores = probs * (dprobs - row_delta[:, None])
             if CAP is not None:
                 dscores *= _slope(scores, CAP)
-            dq_sums = tl.dot(dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION)
+            if dq is not None:
+                dq_sums = tl.dot(dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION)
             if BIAS == BY_SEGMENTS:
                 if keys.alike:
                     if (keys.group != group) | (keys.segment != segment):
@@ -215,8 +216,9 @@ def backward_q(
     if BIAS == BY_SEGMENTS:
         _add_waiting(bias, head, waiting, queries, group, segment, M)
 
-    dq_rows = _token(dq, dq_strides, batch, head, q_start + first)
-    _store(dq_rows, dq_strides, dq_sums * scale, rows, D, WIDTH, M)
+    if dq is not None:
+        dq_rows = _token(dq, dq_strides, batch, head, q_start + first)
+        _store(dq_rows, dq_strides, dq_sums * scale, rows, D, WIDTH, M)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)

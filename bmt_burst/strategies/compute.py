@@ -96,7 +96,7 @@ Side = Queries | Keys
 class Bias:
     """What attention adds to the scores of H heads: see `bmt_burst.scores`.
 
-    kernel            for pairs that have a row of their own each
+    kernel, spec      for pairs that have a row of their own each
     table             (R, H) fp32, or fp64
     pairs, distances  of the Scores, on the device
     other             of the Scores
@@ -108,6 +108,7 @@ class Bias:
     """
 
     kernel: Kernel
+    spec: Spec
     table: Tensor
     pairs: Tensor
     distances: Tensor
@@ -172,7 +173,8 @@ class Attention:
         if row_lse is None:
             batch, tokens, heads, _ = queries.q.shape
             row_lse = table.new_full((len(problem.rows), batch, heads, tokens), -torch.inf)
-        bias = Bias(problem.biased_kernel, table, pairs, distances, problem.scores.other, problem.rows, row_lse, dtable)
+        kernel, spec = problem.biased_kernel, replace(problem.spec, biased=True)
+        bias = Bias(kernel, spec, table, pairs, distances, problem.scores.other, problem.rows, row_lse, dtable)
         if dtable is not None:
             bias.subtract_delta(queries)
         return Attention(problem.kernel, problem.spec, bias)
@@ -188,8 +190,7 @@ class Attention:
     def forward(self, q: Queries, keys: Keys, cut: Cut) -> tuple[Tensor, Tensor]:
         bias, call, row = self.bias, cut.call, cut.row
         if bias and not is_one_row(row):
-            kernel, spec = self._biased(q, keys, cut)
-            return kernel.forward(q.q, keys.k, keys.v, call, spec, bias.of_call(q, keys, cut))
+            return bias.kernel.forward(q.q, keys.k, keys.v, call, bias.spec, bias.of_call(q, keys, cut))
         out, lse = self.kernel.forward(q.q, keys.k, keys.v, call, self.spec)
         if bias is None:
             return out, lse
@@ -203,19 +204,14 @@ class Attention:
         if bias is None:
             return self.kernel.backward(*inputs, q.lse, q.delta, call, self.spec)
         if not is_one_row(row):
-            (kernel, spec), added = self._biased(q, keys, cut), bias.of_call(q, keys, cut, bound)
-            *grads, dtable = kernel.backward(*inputs, q.lse, q.delta, call, spec, added)
+            added = bias.of_call(q, keys, cut, bound)
+            *grads, dtable = bias.kernel.backward(*inputs, q.lse, q.delta, call, bias.spec, added)
             bias.dtable.add_(dtable)
             return tuple(grads)
         lse = q.lse - bias.table[row].unsqueeze(-1)
         dq, dk, dv = self.kernel.backward(*inputs, lse, q.delta, call, self.spec)
         bias.dtable[row] += _sum_of_products(dv, keys.v)
         return dq, dk, dv
-
-    def _biased(self, q: Queries, keys: Keys, cut: Cut) -> tuple[Kernel, Spec]:
-        """What computes a call whose pairs have rows of their own."""
-        plain = cut.apart is not None and self.kernel.adds_distances(self.spec, q.q, keys.k)
-        return self.kernel if plain else self.bias.kernel, replace(self.spec, biased=True)
 
 
 @functools.lru_cache(maxsize=8)
