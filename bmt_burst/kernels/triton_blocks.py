@@ -264,7 +264,7 @@ def backward_table(
         dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
         dscores = probs * (dprobs - _load_row(delta_rows, first, rows, M)[:, None])
         seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (tl.arange(0, N)[None, :] >= -at)
-        dscores = tl.where(seen, dscores, 0.0)
+        dscores = tl.where(seen & (tl.arange(0, M)[:, None] < rows), dscores, 0.0)
         if EVEN:
             sums += dscores
         else:
