@@ -215,7 +215,11 @@ def test_which_biases_fa4_adds(monkeypatch, capability, kv_heads, head_size, det
     [
         ("table", torch.zeros(3), "got \\(3,\\) torch.float32"),
         ("table", torch.zeros(3, 2, dtype=torch.bfloat16), "got \\(3, 2\\) torch.bfloat16"),
-        ("kv_segment", torch.zeros(40), "kv_segment is of one dimension, int32; got \\(40,\\) torch.float32"),
+        (
+            "kv_segment",
+            torch.zeros(40),
+            "kv_segment is of one dimension, int32, in one piece; got \\(40,\\) torch.float32",
+        ),
         ("pairs", torch.zeros(2, 2, dtype=torch.int32), "got \\(2, 2\\) torch.int32"),
         (
             "q_base",
@@ -228,6 +232,11 @@ def test_which_biases_fa4_adds(monkeypatch, capability, kv_heads, head_size, det
             "each key; got {'kv_group': 1, 'kv_segment': 40, ",
         ),
         ("distances", torch.zeros(4, dtype=torch.int32), "an odd number; got 4"),
+        (
+            "distances",
+            torch.zeros(5, 2, dtype=torch.int32)[:, 0],
+            "in one piece; got \\(5,\\) torch.int32 of strides \\(2,\\)",
+        ),
         ("other", 12, "one of the table's 12 rows; got 12"),
         ("other", -1, "one of the table's 12 rows; got -1"),
     ],

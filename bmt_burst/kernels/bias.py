@@ -60,8 +60,8 @@ class CallBias:
     bound        (H,), for a backward: `dscores_bound`, if it is known
     prepared     what kernels keep for calls with this table and these distances
 
-    All are on the inputs' device. Raises ValueError for tensors of another dtype or shape; values are not looked at,
-    since they may be on a GPU.
+    All are on the inputs' device, those of integers in one piece. Raises ValueError for tensors of another dtype or
+    shape; values are not looked at, since they may be on a GPU.
     """
 
     table: Tensor
@@ -124,5 +124,6 @@ def dscores_bound(dout: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> Tensor
 
 
 def _check_numbers(name: str, x: Tensor) -> None:
-    if x.dim() != 1 or x.dtype != torch.int32:
-        raise ValueError(f"a bias's {name} is of one dimension, int32; got {tuple(x.shape)} {x.dtype}")
+    if x.dim() != 1 or x.dtype != torch.int32 or not x.is_contiguous():
+        got = f"{tuple(x.shape)} {x.dtype} of strides {x.stride()}"
+        raise ValueError(f"a bias's {name} is of one dimension, int32, in one piece; got {got}")
