@@ -19,7 +19,7 @@ from ..kernels.bias import CallBias, Segments, dscores_bound
 from ..kernels.packed import current_stream, sent
 from ..merge import OutputPart, query_rows
 from ..scores import BY_DISTANCE, Scores, is_one_row
-from ..span import Span, hull, in_turn
+from ..span import Span, hull, in_turn, length
 from ..spec import Spec
 from ..tiling import Cut
 from . import Problem
@@ -47,8 +47,9 @@ class Queries:
 
     def at(self, spans: Sequence[Span]) -> Queries:
         """The tokens of rising spans, one after the other: a view if it is one span."""
-        parts = [self.part(span) for span in spans]
-        return parts[0] if len(parts) == 1 else Queries(*(_joined(parts, name, dim) for name, dim in _QUERIES.items()))
+        if len(spans) == 1:
+            return self.part(spans[0])
+        return Queries(*(_joined(getattr(self, name), spans, dim) for name, dim in _QUERIES.items()))
 
     def with_delta(self) -> Queries:
         """With delta = rowsum(out * dout) in place of out."""
@@ -74,15 +75,13 @@ class Keys:
 
     def at(self, spans: Sequence[Span]) -> Keys:
         """The tokens of rising spans, one after the other: a view if it is one span."""
-        parts = [self.part(span) for span in spans]
-        if len(parts) == 1:
-            return parts[0]
-        return Keys(*(_joined(parts, name, 1) for name in ("k", "v", "tokens")))
+        if len(spans) == 1:
+            return self.part(spans[0])
+        return Keys(*(_joined(x, spans, 1) for x in (self.k, self.v, self.tokens)))
 
 
-def _joined(parts: Sequence[Side], name: str, dim: int) -> Tensor | None:
-    tensors = [getattr(part, name) for part in parts]
-    return None if tensors[0] is None else torch.cat(tensors, dim)
+def _joined(x: Tensor | None, spans: Sequence[Span], dim: int) -> Tensor | None:
+    return None if x is None else torch.cat([x.narrow(dim, span[0], length(span)) for span in spans], dim)
 
 
 def _tokens(side: Side, span: Span) -> Tensor | None:
