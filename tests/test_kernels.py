@@ -231,6 +231,8 @@ def test_fa4_adds_biases_if_its_package_hands_them_on(monkeypatch, version, refu
         ("table", torch.zeros(3, 2, dtype=torch.bfloat16), "got \\(3, 2\\) torch.bfloat16"),
         ("kv_segment", torch.zeros(40), "kv_segment is of one dimension, int32; got \\(40,\\) torch.float32"),
         ("pairs", torch.zeros(2, 2, dtype=torch.int32), "got \\(2, 2\\) torch.int32"),
+        ("q_position", torch.zeros(80, dtype=torch.int32)[::2], "side by side in memory; got strides \\(2,\\)"),
+        ("kv_group", torch.zeros(40, 2, dtype=torch.int32)[:, 1], "side by side in memory; got strides \\(2,\\)"),
         (
             "q_base",
             torch.zeros(39, dtype=torch.int32),

@@ -28,7 +28,7 @@ class Segments:
     other                 a row
 
     q_base + kv_segment is in range of pairs where groups are equal, elsewhere anything. Raises ValueError for tensors
-    of another dtype or shape.
+    of another dtype or shape, or that do not lie side by side.
     """
 
     q_group: Tensor
@@ -60,8 +60,8 @@ class CallBias:
     bound        (H,), for a backward: `dscores_bound`, if it is known
     prepared     what kernels keep for calls with this table and these distances
 
-    All are on the inputs' device. Raises ValueError for tensors of another dtype or shape; values are not looked at,
-    since they may be on a GPU.
+    All are on the inputs' device. Raises ValueError for tensors of another dtype or shape, and for integers that do not
+    lie side by side: some kernels know their address alone. Values are not looked at, since they may be on a GPU.
     """
 
     table: Tensor
@@ -126,3 +126,5 @@ def dscores_bound(dout: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> Tensor
 def _check_numbers(name: str, x: Tensor) -> None:
     if x.dim() != 1 or x.dtype != torch.int32:
         raise ValueError(f"a bias's {name} is of one dimension, int32; got {tuple(x.shape)} {x.dtype}")
+    if not x.is_contiguous():
+        raise ValueError(f"a bias's {name} is numbers side by side in memory; got strides {x.stride()}")

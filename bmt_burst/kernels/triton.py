@@ -391,7 +391,7 @@ def _padded_biases(bias: CallBias) -> tuple[Tensor, Tensor]:
 
 def _aligned(x: Tensor) -> Tensor:
     """x in memory that begins as all new memory does: Triton compiles anew for numbers that begin elsewhere."""
-    return x.clone() if x.data_ptr() % 16 or not x.is_contiguous() else x
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _with_sums(added: Any, bias: CallBias, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> Any:
