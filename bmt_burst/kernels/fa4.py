@@ -1,7 +1,7 @@
 """FlashAttention-4: the `flash-attn-4` package (CuTe DSL), for Hopper and Blackwell.
 
-Kernels are compiled when a process first uses a combination of dtype, head size, mask and packing (seconds); the
-package keeps them on disk if the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
+Kernels are compiled when a process first uses a combination of dtype, head size, mask, packing and kind of bias
+(seconds); the package keeps them on disk if the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
 
 Read in the source of 4.0.0b36 for Hopper: a sequence without keys gets an out of 0 and an lse of -inf, one without
 queries a dk and dv of 0; the backward takes an lse of -inf for 0 and relies on the mask; blocks of queries and of keys
