@@ -5,8 +5,8 @@ A token has a group, a segment of it, and a position; groups and segments are ru
 have a number by their distance, alike from `reach` on; pairs of two segments of one group one by these; pairs of two
 groups one for all. So nearly all pairs of a long sequence lie in large areas with one number each. Attention with a
 constant added is plain attention with that added to its lse, which the fastest kernels do: `terms` are those areas.
-What is left is for a kernel that knows the table: near pairs of a long segment, which go by distance alone, and all
-pairs of segments that are short.
+What is left is for a kernel that knows the table: near pairs of a long segment, which go by distance alone, and pairs
+of segments that are short, but for those of two groups that are long.
 
 No rank, no layout, no GPU. All of it is O(sequence), and the same on every rank.
 """

@@ -210,6 +210,20 @@ def test_which_biases_fa4_adds(monkeypatch, capability, kv_heads, head_size, det
     assert (reason is None) if refusal is None else (refusal in reason)
 
 
+@pytest.mark.parametrize(("version", "refusal"), [("new", None), ("old", "hands no numbers to functions of scores")])
+def test_fa4_adds_biases_if_its_package_hands_them_on(monkeypatch, version, refusal):
+    """An older one has no such argument: there triton adds them."""
+    functions = {"new": lambda q, aux_scalars=None: None, "old": lambda q, aux_tensors=None: None}
+    monkeypatch.setattr(fa4, "installed", lambda package: True)
+    monkeypatch.setattr(fa4, "_functions", lambda: (functions["new"], functions[version]))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="cuda")
+        assert kernels.load("fa4").refuses(Spec(0.3), q, q) is None
+        reason = kernels.load("fa4").refuses(Spec(0.3, biased=True), q, q)
+    assert (reason is None) if refusal is None else (refusal in reason)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
@@ -221,6 +235,8 @@ def test_which_biases_fa4_adds(monkeypatch, capability, kv_heads, head_size, det
             "kv_segment is of one dimension, int32, in one piece; got \\(40,\\) torch.float32",
         ),
         ("pairs", torch.zeros(2, 2, dtype=torch.int32), "got \\(2, 2\\) torch.int32"),
+        ("q_position", torch.zeros(80, dtype=torch.int32)[::2], "in one piece; got \\(40,\\) torch.int32 of strides \\(2,\\)"),
+        ("kv_group", torch.zeros(40, 2, dtype=torch.int32)[:, 1], "in one piece; got \\(40,\\) torch.int32 of strides \\(2,\\)"),
         (
             "q_base",
             torch.zeros(39, dtype=torch.int32),

@@ -73,6 +73,43 @@ def small_scores(**changes) -> Scores:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
+def test_terms_are_each_visible_pair_once_with_its_row(part, monkeypatch):
+    rows = set()
+    for seed in range(part, 4 * CASES, PARTS):
+        chance = random.Random(seed)
+        monkeypatch.setattr(scores, "_LONG", chance.choice((1, 2, 4, 7, 1024)))
+        monkeypatch.setattr(scores, "_MOST_TERMS", chance.choice((1, 3, 16)))
+        mask = random_mask(chance, chance.randint(1, 60))
+        added = random_scores(chance, mask, 12)
+        found, expected = torch.zeros(mask.seq_len, mask.seq_len, dtype=torch.int), added.dense()
+        ahead = torch.arange(mask.seq_len) - torch.arange(mask.seq_len).unsqueeze(1)
+        by_distance = added.distances[ahead.clamp(-added.reach, added.reach) + added.reach]
+        for row, area in added.terms:
+            seen = area.dense()
+            found += seen
+            if row is not None:
+                has = by_distance if row == BY_DISTANCE else torch.full_like(by_distance, row)
+                assert has[seen].equal(expected[seen].int()), (seed, row)
+            rows.add(row)
+        assert found.equal(mask.dense().int()), seed
+    assert rows == {None, BY_DISTANCE, *range(12)}
+
+
+@pytest.mark.parametrize("mask", [Mask.full(24), Mask.causal(24)])
+def test_pairs_of_two_long_groups_are_one_area(mask, monkeypatch):
+    """Whatever their segments: here each token is one. Of a short group between them nothing is an area."""
+    monkeypatch.setattr(scores, "_LONG", 8)
+    group = integers([0] * 10 + [1] * 4 + [2] * 10)
+    segment = integers([*range(10), *range(4), *range(10)])
+    added = Scores(mask, group, 10 * segment, segment, integers([5] * 100), integers([0]), OTHER)
+    areas = {term.row: term.mask for term in added.terms}
+    both = torch.zeros(24, 24, dtype=torch.bool)
+    both[:10, 14:] = both[14:, :10] = True
+    assert areas.keys() == {None, OTHER}
+    assert areas[OTHER].dense().equal(both & mask.dense())
+
+
+@pytest.mark.parametrize("part", range(PARTS))
 def test_any_scores_equal_dense(part, monkeypatch):
     """In fp64, for one rank to many, in any mask, layout and strategy; with large areas of one row, and without."""
     for seed in range(part, CASES, PARTS):

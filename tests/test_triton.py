@@ -125,6 +125,19 @@ def test_the_gradient_of_a_table_alone(kind, monkeypatch):
         assert relative_error(backend.table_gradient(*inputs), KERNEL.backward(*inputs)[3]) < 1e-6
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_where_tokens_are_known_to_be_neighbours_no_others_are_looked_for(known, monkeypatch):
+    call, launched, launch = CALLS["documents"], [], backend._launch
+    monkeypatch.setattr(
+        backend, "_launch", lambda *args, **options: launched.append(args[0]) or launch(*args, **options)
+    )
+    positions = (torch.arange(count, dtype=torch.int32, device=DEVICE) for count in (call.q_tokens, call.kv_tokens))
+    fields = dict(zip(("q_position", "kv_position"), positions, strict=True), segments=None)
+    apart = tuple(kv[0] - q[0] for q, kv in call.tiles) if known else None
+    check(call, tensors_of(call, 2, 2, 1, 8), BIASED, bias=replace(bias_of(call, 2), **fields, apart=apart))
+    assert launched.count("backward_table") == launched.count("backward_q") * (1 if known else 2)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(4, 2, torch.float32), (3, 1, DTYPES[-1])])
 def test_shared_keys_and_a_bias(heads, kv_heads, dtype):
     call = CALLS["tiles apart"]

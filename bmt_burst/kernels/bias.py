@@ -28,7 +28,7 @@ class Segments:
     other                 a row
 
     q_base + kv_segment is in range of pairs where groups are equal, elsewhere anything. Raises ValueError for tensors
-    of another dtype or shape.
+    of another dtype or shape, or not in one piece.
     """
 
     q_group: Tensor
@@ -60,8 +60,8 @@ class CallBias:
     bound        (H,), for a backward: `dscores_bound`, if it is known
     prepared     what kernels keep for calls with this table and these distances
 
-    All are on the inputs' device, those of integers in one piece. Raises ValueError for tensors of another dtype or
-    shape; values are not looked at, since they may be on a GPU.
+    All are on the inputs' device. Raises ValueError for tensors of another dtype or shape, and for integers that do not
+    lie in one piece: some kernels know their address alone. Values are not looked at, since they may be on a GPU.
     """
 
     table: Tensor

@@ -1,7 +1,7 @@
 """FlashAttention-4: the `flash-attn-4` package (CuTe DSL), for Hopper and Blackwell.
 
-Kernels are compiled when a process first uses a combination of dtype, head size, mask and packing (seconds); the
-package keeps them on disk if the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
+Kernels are compiled when a process first uses a combination of dtype, head size, mask, packing and kind of bias
+(seconds); the package keeps them on disk if the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
 
 Read in the source of 4.0.0b36 for Hopper: a sequence without keys gets an out of 0 and an lse of -inf, one without
 queries a dk and dv of 0; the backward takes an lse of -inf for 0 and relies on the mask; blocks of queries and of keys
@@ -16,6 +16,7 @@ A bias is a function of scores too, on Hopper. The gradient of its table is a ke
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,7 +59,11 @@ class Fa4Kernel(Kernel):
         if spec.biased and (reason := _refuses_biases(spec, q, k, generation)):
             return reason
         largest = (_HEAD_SIZES_HOPPER if generation == 9 else _HEAD_SIZES)[-1]
-        return refuses_half(replace(spec, biased=False), q, (9, 0), range(8, largest + 1, 8), caps=generation == 9)
+        plain = replace(spec, biased=False)
+        reason = refuses_half(plain, q, (9, 0), range(8, largest + 1, 8), caps=generation == 9)
+        if reason is None and spec.biased and not self.broken() and not all(map(_takes_scalars, _functions())):
+            return "this version of flash-attn-4 hands no numbers to functions of scores"
+        return reason
 
     def broken(self) -> str | None:
         return import_failure("flash-attn-4", _functions)
@@ -191,6 +196,12 @@ def _band_options(call: KernelCall) -> dict[str, Any]:
     if left is None and right == 0:
         return {"causal": True}
     return {"causal": False, "window_size_left": left, "window_size_right": right}
+
+
+@functools.cache
+def _takes_scalars(function: Callable) -> bool:
+    """Whether it hands a function of scores the numbers that `fa4_scores` has, as 4.0.0b36 does."""
+    return "aux_scalars" in inspect.signature(function).parameters
 
 
 @functools.cache

@@ -160,7 +160,7 @@ class TritonKernel(Kernel):
         if bias is None:
             return grads
         if bias.segments is None:
-            _add_along_diagonals(inputs, delta, call, spec, added)
+            _add_along_diagonals(inputs, delta, call, spec, bias, added)
         return *grads, _summed(added, bias)
 
 
@@ -181,14 +181,17 @@ def table_gradient(
     delta = _delta(_dense(out), inputs[3]) if delta is None else _dense(delta)
     added = _with_sums(_bias_arguments(bias), bias, *inputs[2:], delta)
     if bias.segments is None:
-        _add_along_diagonals(inputs, delta, call, spec, added)
+        _add_along_diagonals(inputs, delta, call, spec, bias, added)
     else:
         _launch("backward_q", (*inputs, delta, None), call, spec, added, CAP=spec.softcap)
     return _summed(added, bias)
 
 
-def _add_along_diagonals(inputs: Sequence[Tensor], delta: Tensor, call: KernelCall, spec: Spec, added: Any) -> None:
-    for even in (True, False):
+def _add_along_diagonals(
+    inputs: Sequence[Tensor], delta: Tensor, call: KernelCall, spec: Spec, bias: CallBias, added: Any
+) -> None:
+    """Adds to the sums of a bias that goes by distance. Where it is not known what is even, programs find out."""
+    for even in (True, False) if bias.apart is None else (True,):
         _launch("backward_table", (*inputs, delta), call, spec, added, EVEN=even)
 
 
