@@ -8,10 +8,11 @@
 | qwen3              | norms of q and k, biases if attention_bias; windows as Qwen2's                        |
 | minicpm            | MiniCPM's scalings; MiniCPM 1, 2 and 4                                                |
 
-Written is the first of them that can say what a CPMConfig says: a Mistral without a window becomes a Llama. Rotary
-scalings are those of models/rope.py, under transformers 4's and 5's names. All else is refused by name: mixtures of
-experts, sparse attention (sparse_config), windows of other kinds, other rotary scalings, partial rotary positions or
-none, MiniCPM's scalings in part, switched off (use_mup) or by another depth than the layers' (mup_denominator).
+Written is the first of them that can say what a CPMConfig says: a Mistral without a window becomes a Llama, if its
+heads divide its hidden size, as transformers asks of Llamas. Rotary scalings are those of models/rope.py, under
+transformers 4's and 5's names. All else is refused by name: mixtures of experts, sparse attention (sparse_config),
+windows of other kinds, other rotary scalings, partial rotary positions or none, MiniCPM's scalings in part, switched
+off (use_mup) or by another depth than the layers' (mup_denominator).
 """
 
 from __future__ import annotations
@@ -236,7 +237,8 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
     """config.json's content for `config`; `longest` is the number of tokens that a sequence should not exceed.
 
     Raises ValueError for what no model there has: windows, biases, norms of q and k or a LongRoPE with an
-    attention_factor of its own beside MiniCPM's scalings, and biases or windows that do not go together.
+    attention_factor of its own beside MiniCPM's scalings, and biases, windows or numbers of heads that do not go
+    together.
     """
     kind = _kind(config)
     hf: dict[str, Any] = {
@@ -280,9 +282,14 @@ def _kind(config: CPMConfig) -> str:
         return "qwen3"
     if has == ["qkv_bias"]:
         return "qwen2"
-    if not config.qk_norm and config.qkv_bias == config.o_bias and not (config.window and biases):
-        return "llama" if not config.window else "ministral" if None in config.windows else "mistral"
-    raise ValueError(f"no model there has {has}" + f" and a window of {config.window}" * bool(config.window))
+    divides = config.hidden_size % config.num_heads == 0
+    if config.qkv_bias == config.o_bias and not config.qk_norm and not config.window and divides:
+        return "llama"
+    if not has:
+        return "ministral" if config.window and None in config.windows else "mistral"
+    beside = f" and a window of {config.window}" * bool(config.window)
+    beside += f" and {config.num_heads} heads, which do not divide {config.hidden_size}" * (not divides)
+    raise ValueError(f"no model there has {has}{beside}")
 
 
 def _check_longrope(scaling: RopeScaling | None) -> None:

@@ -145,6 +145,9 @@ def misuse(rank):
         caught(set_seq_parallel_pg, 2, 1, rank, 3),
         caught(set_seq_parallel_pg, 2, 2, rank, 2),
         caught(set_seq_parallel_pg, 1.0, 2, rank, 2),
+        caught(set_seq_parallel_pg, 1 + rank, 2 - rank, rank, 2),
+        caught(set_seq_parallel_pg, 2, 1, rank, 2, rank == 0),
+        caught(set_seq_parallel_pg, 2, 1, rank, 2 + rank),
     ]
     set_seq_parallel_pg(1, 2, rank, 2)
     zigzag, strip = LongContextAttention(ring_impl_type="zigzag"), LongContextAttention(ring_impl_type="strip")
@@ -167,6 +170,11 @@ def misuse(rank):
     return said
 
 
+def test_groups_are_of_torch_distributeds_ranks():
+    with pytest.raises(RuntimeError, match="set_seq_parallel_pg needs"):
+        set_seq_parallel_pg(1, 1, 0, 1)
+
+
 def test_what_is_wrong_is_said():
     first, second = run_ranks(2, misuse)
     expected = [
@@ -175,6 +183,9 @@ def test_what_is_wrong_is_said():
         "of 3 was given",
         "degrees of 2 x 2 ranks do not divide the world of 2",
         "sp_ulysses_degree must be a whole number",
+        "ranks differ in set_seq_parallel_pg: rank 0 has {'sp_ulysses_degree': 1, 'sp_ring_degree': 2,",
+        "ranks differ in set_seq_parallel_pg: rank 0 has {'sp_ulysses_degree': 2, 'sp_ring_degree': 1,",
+        "rank 1 of 3 was given",
         "the groups are a ring of 2 x 1",
         "basic: 5 tokens cannot be cut in 2 equal parts",
         "zigzag: 6 tokens cannot be cut in 2 equal parts, or 4",
@@ -192,6 +203,7 @@ def test_what_is_wrong_is_said():
     ]
     for said, part in zip(second, expected, strict=True):
         assert part in said
+    assert "rank 1 of the group failed" in first[expected.index("rank 1 of 3 was given")]
     assert "rank 1 of the group failed" in first[expected.index("softcap must be positive")]
 
 

@@ -437,6 +437,18 @@ def test_dynamic_needs_two_rotations():
         dataclasses.replace(SMALL, head_dim=2, rope_scaling=scaling)
 
 
+def test_heads_that_do_not_divide_the_hidden_size_are_written_as_no_llama(tmp_path):
+    """Of which transformers refuses such."""
+    config = CPMConfig(131, 44, 48, 2, 6, 2, 8)
+    model, tokens = initialized(config).requires_grad_(False), tokens_of(9)
+    save_weights(tmp_path / "out", config, model.state_dict())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert error(theirs(tokens).logits, model(tokens, torch.arange(9))) < CLOSE
+    assert HFWeights(tmp_path / "out").config == config
+    with pytest.raises(ValueError, match=r"no model there has \['mlp_bias'\] and 6 heads, which do not divide 44"):
+        config_to_hf(dataclasses.replace(config, mlp_bias=True))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_models_survive_the_way_to_json(preset, tmp_path):
     (tmp_path / "m.json").write_text(json.dumps(PRESETS[preset].to_dict()))

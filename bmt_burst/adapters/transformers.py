@@ -420,8 +420,8 @@ def _shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
     check_tensor(name, x)
     if x.dim() != (2 if name == "input_ids" else 3) or 0 in x.shape:
         raise ValueError(f"{name} must be (B, S{', E' * (name != 'input_ids')}), got shape {tuple(x.shape)}")
-    if name == "input_ids" and x.is_floating_point():
-        raise TypeError(f"input_ids must be whole numbers, got {x.dtype}")
+    if name == "input_ids" and x.dtype not in (torch.int64, torch.int32):  # what embeddings look up
+        raise TypeError(f"input_ids must be int64 or int32, got {x.dtype}")
     return x.shape[0], x.shape[1]
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch.distributed as dist
 
+from ...agreement import read, tell
 from ...arguments import as_bool, as_int
 from ...groups import own_group
+from ...rings import Rings
+from ...transport import ALONE
 from ...transport.torch_dist import torch_transport
 
 # Whether packages are installed. Kernels do not depend on it here: they are chosen as flash="auto" chooses them.
@@ -48,22 +52,42 @@ def set_seq_parallel_pg(
     Consecutive ranks, sp_ulysses_degree * sp_ring_degree of them, share a sequence. Of these consecutive ones are a
     Ulysses group, or a ring without use_ulysses_low.
 
-    Raises ValueError where the degrees do not divide the world, or rank and world_size are not torch.distributed's;
-    TypeError for what is no whole number.
+    Raises, on every rank, ValueError where the degrees do not divide the world, rank and world_size are not
+    torch.distributed's, or ranks differ; TypeError for what is no whole number (where that is so; ValueError
+    elsewhere); RuntimeError before init_process_group.
     """
-    ulysses, ring = as_int("sp_ulysses_degree", sp_ulysses_degree), as_int("sp_ring_degree", sp_ring_degree)
-    low, size = as_bool("use_ulysses_low", use_ulysses_low), ulysses * ring
-    if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
-        raise ValueError(
-            f"rank {rank} of {world_size} was given, torch.distributed has {dist.get_rank()} of {dist.get_world_size()}"
-        )
-    if min(ulysses, ring) < 1 or world_size % size:
-        raise ValueError(f"degrees of {ulysses} x {ring} ranks do not divide the world of {world_size}")
+    if not dist.is_initialized():
+        raise RuntimeError("set_seq_parallel_pg needs torch.distributed.init_process_group to have been called")
+    world = torch_transport(dist.group.WORLD)
+
+    def terms() -> dict[str, Any]:
+        given = {
+            "sp_ulysses_degree": as_int("sp_ulysses_degree", sp_ulysses_degree),
+            "sp_ring_degree": as_int("sp_ring_degree", sp_ring_degree),
+            "use_ulysses_low": as_bool("use_ulysses_low", use_ulysses_low),
+        }
+        _check_world(given["sp_ulysses_degree"], given["sp_ring_degree"], rank, world_size)
+        return given
+
+    first, *others = read(tell(Rings(world, ALONE), "set_seq_parallel_pg", terms))
+    for other, given in enumerate(others, 1):
+        if given != first:
+            raise ValueError(f"ranks differ in set_seq_parallel_pg: rank 0 has {first}, rank {other} has {given}")
+    ulysses, ring, low = first.values()
+    size = ulysses * ring
     sequences = [range(start, start + size) for start in range(0, world_size, size)]
     inner = ulysses if low else ring
     consecutive = [ranks[i : i + inner] for ranks in sequences for i in range(0, size, inner)]
     apart = [ranks[i::inner] for ranks in sequences for i in range(inner)]
-    world = torch_transport(dist.group.WORLD)
     groups = own_group(world, consecutive), own_group(world, apart)
     PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = groups if low else groups[::-1]
     PROCESS_GROUP.SEQUENCE_PG, PROCESS_GROUP.ULYSSES_LOW = own_group(world, sequences), low
+
+
+def _check_world(ulysses: int, ring: int, rank: int, world_size: int) -> None:
+    if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise ValueError(
+            f"rank {rank} of {world_size} was given, torch.distributed has {dist.get_rank()} of {dist.get_world_size()}"
+        )
+    if min(ulysses, ring) < 1 or world_size % (ulysses * ring):
+        raise ValueError(f"degrees of {ulysses} x {ring} ranks do not divide the world of {world_size}")
