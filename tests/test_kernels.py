@@ -235,8 +235,8 @@ def test_fa4_adds_biases_if_its_package_hands_them_on(monkeypatch, version, refu
             "kv_segment is of one dimension, int32, in one piece; got \\(40,\\) torch.float32",
         ),
         ("pairs", torch.zeros(2, 2, dtype=torch.int32), "got \\(2, 2\\) torch.int32"),
-        ("q_position", torch.zeros(80, dtype=torch.int32)[::2], "in one piece; got \\(40,\\) torch.int32 of strides \\(2,\\)"),
-        ("kv_group", torch.zeros(40, 2, dtype=torch.int32)[:, 1], "in one piece; got \\(40,\\) torch.int32 of strides \\(2,\\)"),
+        ("q_position", torch.zeros(80, dtype=torch.int32)[::2], "in one piece; got .* of strides \\(2,\\)"),
+        ("kv_group", torch.zeros(40, 2, dtype=torch.int32)[:, 1], "in one piece; got .* of strides \\(2,\\)"),
         (
             "q_base",
             torch.zeros(39, dtype=torch.int32),
