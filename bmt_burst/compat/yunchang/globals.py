@@ -73,7 +73,7 @@ def set_seq_parallel_pg(
     for other, given in enumerate(others, 1):
         if given != first:
             raise ValueError(f"ranks differ in set_seq_parallel_pg: rank 0 has {first}, rank {other} has {given}")
-    ulysses, ring, low = first.values()
+    ulysses, ring, low = (first[name] for name in ("sp_ulysses_degree", "sp_ring_degree", "use_ulysses_low"))
     size = ulysses * ring
     sequences = [range(start, start + size) for start in range(0, world_size, size)]
     inner = ulysses if low else ring
