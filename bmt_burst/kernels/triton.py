@@ -312,8 +312,8 @@ def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mode(bias: Any) -> int:
-    blocks = _kernels()
-    return (blocks.BY_DISTANCE if bias.pairs is None else blocks.BY_SEGMENTS).value if bias else blocks.NONE.value
+    kinds = _biases()
+    return (kinds.BY_DISTANCE if bias.pairs is None else kinds.BY_SEGMENTS).value if bias else kinds.NONE.value
 
 
 def _shape(name: str, q: Tensor, width: int, mode: int) -> Shape:
@@ -377,7 +377,7 @@ def _bias_arguments(bias: CallBias) -> Any:
         bias.prepared["triton"] = bias.table, bias.distances, found
     distances, biases = found
     positions = map(_aligned, (bias.q_position, bias.kv_position))
-    found = _kernels().Bias(*positions, distances, biases, len(bias.table), bias.reach + _PADDING)
+    found = _biases().Bias(*positions, distances, biases, len(bias.table), bias.reach + _PADDING)
     if bias.segments is None:
         return found
     numbers = {name: _aligned(x) for name, x in vars(bias.segments).items() if isinstance(x, Tensor)}
@@ -427,3 +427,10 @@ def _kernels() -> ModuleType:
     from . import triton_blocks
 
     return triton_blocks
+
+
+@functools.cache
+def _biases() -> ModuleType:
+    from . import triton_bias
+
+    return triton_bias

@@ -3,7 +3,7 @@
 A program has a block of queries, or of keys, of one sequence, and goes through the blocks of the other side that it
 sees or that see it. The band splits these in three: blocks cut by its one edge, blocks that are visible whole, and
 blocks cut by its other edge or by the sequence's end. Only the outer ones are masked. Exponents are to base 2, and so
-is the bias.
+is what a bias adds: see `triton_bias.py`.
 
 Letters: D head size, WIDTH the power of two that it is padded to; M queries and N keys of a block; CAP the softcap of
 the scores, None for none.
@@ -11,26 +11,32 @@ the scores, None for none.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
+
+from .triton_bias import (
+    BY_DISTANCE,
+    BY_SEGMENTS,
+    add_by_distance,
+    add_by_segments,
+    add_near,
+    add_waiting,
+    by_distance,
+    by_segments,
+    distances_of,
+    kv_fields,
+    q_fields,
+    uneven,
+)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _INFINITY = tl.constexpr(float("inf"))
 
-# What BIAS says of a call's biases. Pairs that go by distance alone are many; the others are few.
-NONE = tl.constexpr(0)
-BY_DISTANCE = tl.constexpr(1)
-BY_SEGMENTS = tl.constexpr(2)
-
 # These differ from call to call: a kernel compiled anew for each kind of number would take seconds. Strides of lse and
 # delta, which do too, come `of_one_kind`.
 _NUMBERS = ["left", "right"]
 _ROWS = ["lse", "delta"]  # numbers of tokens, which may begin anywhere
-
-_FEW_ROWS = tl.constexpr(48)  # of a table: to sum a block's pairs of each is faster than to add each pair
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
@@ -47,9 +53,9 @@ def forward(
     k_rows = _token(k, k_strides, batch, head // GROUP, kv_start)
     v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
     if BIAS == BY_SEGMENTS:
-        queries = _q_fields(bias, q_start + first, rows, M)
+        queries = q_fields(bias, q_start + first, rows, M)
     if BIAS == BY_DISTANCE:
-        places = _distances(bias, q_start, q_count, kv_start, kv_count)
+        places = distances_of(bias, q_start, q_count, kv_start, kv_count)
 
     sums = tl.zeros((M, WIDTH), tl.float32)
     weights = tl.zeros((M,), tl.float32)
@@ -58,7 +64,7 @@ def forward(
     edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIAS == BY_SEGMENTS)
     for part in tl.static_range(FIRST_PART, 3):
         if BIAS == BY_DISTANCE:
-            added = _by_distance(bias, head, places, first, edges[part], M, N, False)
+            added = by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
             k_block = _load(_ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
@@ -68,12 +74,12 @@ def forward(
                 scores = _scores(scores, scale, CAP)
                 factor = 1.0
             if BIAS == BY_SEGMENTS:
-                keys = _kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
-                scores = scores * factor + _bias(bias, head, queries, keys, False)
+                keys = kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
+                scores = scores * factor + by_segments(bias, head, queries, keys, False)
                 factor = 1.0
             if BIAS == BY_DISTANCE:  # the next block's numbers come while this one is computed
                 scores = scores * factor + added
-                added = _by_distance(bias, head, places, first, at + N, M, N, False)
+                added = by_distance(bias, head, places, first, at + N, M, N, False)
                 factor = 1.0
             if part != 1:
                 seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
@@ -110,9 +116,9 @@ def backward_kv(
     k_block = _load(_token(k, k_strides, batch, kv_head, kv_start + first), k_strides, columns, D, WIDTH, N, True)
     v_block = _load(_token(v, v_strides, batch, kv_head, kv_start + first), v_strides, columns, D, WIDTH, N, True)
     if BIAS == BY_SEGMENTS:
-        keys = _kv_fields(bias, kv_start + first, columns, N)
+        keys = kv_fields(bias, kv_start + first, columns, N)
     if BIAS == BY_DISTANCE:
-        places = _distances(bias, q_start, q_count, kv_start, kv_count)
+        places = distances_of(bias, q_start, q_count, kv_start, kv_count)
 
     dk_sums = tl.zeros((N, WIDTH), tl.float32)
     dv_sums = tl.zeros((N, WIDTH), tl.float32)
@@ -125,17 +131,17 @@ def backward_kv(
         delta_rows = _row(delta, delta_strides, batch, head, q_start)
         for part in tl.static_range(FIRST_PART, 3):
             if BIAS == BY_DISTANCE:
-                added = _by_distance(bias, head, places, edges[part], first, M, N, True)
+                added = by_distance(bias, head, places, edges[part], first, M, N, True)
             for at in tl.range(edges[part], edges[part + 1], M):
                 rows = q_count - at
                 q_block = _load(_ahead(q_rows, q_strides, at), q_strides, rows, D, WIDTH, M, part != 1)
                 scores = _scores(tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION), scale, CAP)
                 if BIAS == BY_SEGMENTS:
-                    queries = _q_fields(bias, q_start + at, tl.minimum(rows, M), M)
-                    scores += _bias(bias, head, queries, keys, True)
+                    queries = q_fields(bias, q_start + at, tl.minimum(rows, M), M)
+                    scores += by_segments(bias, head, queries, keys, True)
                 if BIAS == BY_DISTANCE:
                     scores += added
-                    added = _by_distance(bias, head, places, at + M, first, M, N, True)
+                    added = by_distance(bias, head, places, at + M, first, M, N, True)
                 probs = tl.exp2(scores - _load_lse(lse_rows, at, rows, M)[None, :])
                 if part != 1:
                     seen = _visible(first, at, more, right, left, rows, N, M, RIGHT, LEFT)
@@ -173,27 +179,27 @@ def backward_q(
     k_rows = _token(k, k_strides, batch, head // GROUP, kv_start)
     v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
     if BIAS == BY_SEGMENTS:
-        queries = _q_fields(bias, q_start + first, rows, M)
+        queries = q_fields(bias, q_start + first, rows, M)
         waiting, group, segment = tl.zeros((M,), tl.float32), 0, 0
     if BIAS == BY_DISTANCE:
-        places = _distances(bias, q_start, q_count, kv_start, kv_count)
+        places = distances_of(bias, q_start, q_count, kv_start, kv_count)
 
     dq_sums = tl.zeros((M, WIDTH), tl.float32)
     FIRST_PART: tl.constexpr = 2 if BIAS == BY_SEGMENTS else (0 if LEFT else 1)
     edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIAS == BY_SEGMENTS)
     for part in tl.static_range(FIRST_PART, 3):
         if BIAS == BY_DISTANCE:
-            added = _by_distance(bias, head, places, first, edges[part], M, N, False)
+            added = by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
             k_block = _load(_ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
             scores = _scores(tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION), scale, CAP)
             if BIAS == BY_SEGMENTS:
-                keys = _kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
-                scores += _bias(bias, head, queries, keys, False)
+                keys = kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
+                scores += by_segments(bias, head, queries, keys, False)
             if BIAS == BY_DISTANCE:
                 scores += added
-                added = _by_distance(bias, head, places, first, at + N, M, N, False)
+                added = by_distance(bias, head, places, first, at + N, M, N, False)
             probs = tl.exp2(scores - row_lse[:, None])
             if part != 1:
                 seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
@@ -208,13 +214,13 @@ def backward_q(
             if BIAS == BY_SEGMENTS:
                 if keys.alike:
                     if (keys.group != group) | (keys.segment != segment):
-                        _add_waiting(bias, head, waiting, queries, group, segment, M)
+                        add_waiting(bias, head, waiting, queries, group, segment, M)
                         waiting, group, segment = tl.zeros((M,), tl.float32), keys.group, keys.segment
-                    waiting += _add_near(bias, head, dscores, queries, keys, M)
+                    waiting += add_near(bias, head, dscores, queries, keys, M)
                 else:
-                    _add_to_table(bias, head, dscores, queries, keys, M, N)
+                    add_by_segments(bias, head, dscores, queries, keys, M, N)
     if BIAS == BY_SEGMENTS:
-        _add_waiting(bias, head, waiting, queries, group, segment, M)
+        add_waiting(bias, head, waiting, queries, group, segment, M)
 
     if dq is not None:
         dq_rows = _token(dq, dq_strides, batch, head, q_start + first)
@@ -243,9 +249,9 @@ def backward_table(
     v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
     lse_rows = _row(lse, lse_strides, batch, head, q_start)
     delta_rows = _row(delta, delta_strides, batch, head, q_start)
-    places = _distances(bias, q_start, q_count, kv_start, kv_count)
+    places = distances_of(bias, q_start, q_count, kv_start, kv_count)
     steps = tl.where(places.even == EVEN, steps, 0)
-    added = _by_distance(bias, head, places, start, start + ahead, M, N, False)
+    added = by_distance(bias, head, places, start, start + ahead, M, N, False)
     sums = tl.zeros((M, N), tl.float32)
     for first in tl.range(start, start + steps * M, M):
         at = first + ahead  # of keys; some of them may come before the first or after the last
@@ -256,8 +262,8 @@ def backward_table(
         if EVEN:
             scores += added
         else:
-            distances = _uneven(places, first, at, M, N, False)
-            scores += _by_distance(bias, head, places, first, at, M, N, False)
+            distances = uneven(places, first, at, M, N, False)
+            scores += by_distance(bias, head, places, first, at, M, N, False)
         probs = tl.exp2(scores - _load_lse(lse_rows, first, rows, M)[:, None])
         dout_block = _load(_ahead(dout_rows, dout_strides, first), dout_strides, rows, D, WIDTH, M, True)
         v_block = _load_between(_ahead(v_rows, v_strides, at), v_strides, -at, columns, D, WIDTH, N)
@@ -268,10 +274,10 @@ def backward_table(
         if EVEN:
             sums += dscores
         else:
-            _add_by_distance(bias, head, dscores, distances)
+            add_by_distance(bias, head, dscores, distances)
     if EVEN:
         between = tl.arange(0, N)[None, :] - tl.arange(0, M)[:, None]
-        _add_by_distance(bias, head, sums, places.apart + ahead + between)
+        add_by_distance(bias, head, sums, places.apart + ahead + between)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -286,32 +292,6 @@ def delta_of(
     dout_block = _load(_token(dout, dout_strides, batch, head, first), dout_strides, rows, D, WIDTH, M, True)
     result = tl.sum(out_block.to(tl.float32) * dout_block.to(tl.float32), 1)
     tl.store(_row(delta, delta_strides, batch, head, first) + row, result, mask=row < rows)
-
-
-class Bias(NamedTuple):
-    """A `CallBias` as the kernels take it; `()` where there is none.
-
-    distances    (2 reach + 1,) int32: rows, from reach on alike
-    biases       (H, R + 2 reach + 1) fp32, to base 2: the table, and behind it its rows of `distances`
-    sums         (H, R) int64: what the gradient adds up, 1 / unit each
-    unit         (H,) fp32
-    others       None where all goes by distance
-    """
-
-    q_position: tl.tensor
-    kv_position: tl.tensor
-    distances: tl.tensor
-    biases: tl.tensor
-    rows: int
-    reach: int
-    q_group: tl.tensor = None
-    q_base: tl.tensor = None
-    kv_group: tl.tensor = None
-    kv_segment: tl.tensor = None
-    pairs: tl.tensor = None
-    other: int = None
-    sums: tl.tensor = None
-    unit: tl.tensor = None
 
 
 @triton.jit
@@ -463,217 +443,3 @@ def _load_lse(at, first, count, SIZE: tl.constexpr):
     token = tl.arange(0, SIZE)
     lse = tl.load(at + first + token, mask=token < count, other=_INFINITY)
     return tl.where(lse == -_INFINITY, _INFINITY, lse * _LOG2_E)
-
-
-class Distances(NamedTuple):
-    """The positions of a sequence's queries and keys.
-
-    q_position, kv_position  where those of its first tokens are
-    apart                    of its first key from its first query
-    even                     whether neighbours are one apart on both sides
-    """
-
-    q_position: tl.tensor
-    q_count: tl.tensor
-    kv_position: tl.tensor
-    kv_count: tl.tensor
-    apart: tl.tensor
-    even: tl.tensor
-
-
-@triton.jit
-def _distances(bias, q_start, q_count, kv_start, kv_count):
-    """Positions rise in a sequence: they are even if the last one is."""
-    queries, keys = bias.q_position + q_start, bias.kv_position + kv_start
-    query, key = tl.load(queries, mask=q_count > 0, other=0), tl.load(keys, mask=kv_count > 0, other=0)
-    last_query = tl.load(queries + q_count - 1, mask=q_count > 0, other=0)
-    last_key = tl.load(keys + kv_count - 1, mask=kv_count > 0, other=0)
-    even = (last_query - query == q_count - 1) & (last_key - key == kv_count - 1)
-    return Distances(queries, q_count, keys, kv_count, key - query, even)
-
-
-@triton.jit
-def _positions(positions, first, count, SIZE: tl.constexpr):
-    """(SIZE,): those of tokens first .. of a sequence of `count`, and 0."""
-    token = first + tl.arange(0, SIZE)
-    return tl.load(positions + token, mask=(token >= 0) & (token < count), other=0)
-
-
-@triton.jit
-def _spread(queries, keys, TRANSPOSED: tl.constexpr):
-    """Numbers of queries and of keys as a column and a row, or the other way round."""
-    return tl.expand_dims(queries, 0 if TRANSPOSED else 1), tl.expand_dims(keys, 1 if TRANSPOSED else 0)
-
-
-@triton.jit
-def _by_distance(bias, head, places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """(M, N), or (N, M) if TRANSPOSED: what is added to the scores of queries first .. and keys at .., to base 2."""
-    # Places in the table are made positive before the pointer is added: to add less than 0 went wrong (Triton 3.6).
-    biases, middle = bias.biases + head * (bias.rows + 2 * bias.reach + 1), bias.rows + bias.reach
-    if places.even:
-        # A block that is beyond reach may as well be nearer, as long as all of it is beyond that.
-        distance = tl.minimum(tl.maximum(places.apart + at - first, M - bias.reach), bias.reach - N)
-        query, key = _spread(tl.arange(0, M), tl.arange(0, N), TRANSPOSED)
-        result = tl.load(biases + (middle + distance + key - query))
-    else:
-        distances = _uneven(places, first, at, M, N, TRANSPOSED)
-        result = tl.load(biases + (middle + _clamp(distances, bias.reach)))
-    return result
-
-
-@triton.jit
-def _uneven(places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """(M, N), or (N, M) if TRANSPOSED: distances, whatever the positions."""
-    queries = _positions(places.q_position, first, places.q_count, M)
-    keys = _positions(places.kv_position, at, places.kv_count, N)
-    query, key = _spread(queries, keys, TRANSPOSED)
-    return key - query
-
-
-class Fields(NamedTuple):
-    """What a bias says of the tokens first .. first + count - 1 of one side, SIZE of them or fewer.
-
-    groups, segments, positions  (SIZE,); segments are bases on the queries' side
-    group, segment               of the first token
-    alike                        whether all tokens have these
-    """
-
-    groups: tl.tensor
-    segments: tl.tensor
-    positions: tl.tensor
-    group: tl.tensor
-    segment: tl.tensor
-    alike: tl.tensor
-    first: tl.tensor
-    count: tl.tensor
-
-
-@triton.jit
-def _fields(groups, segments, positions, first, count, SIZE: tl.constexpr):
-    token = tl.arange(0, SIZE)
-    group, segment = tl.load(groups + first), tl.load(segments + first)
-    all_groups = tl.load(groups + first + token, mask=token < count, other=group)
-    all_segments = tl.load(segments + first + token, mask=token < count, other=segment)
-    all_positions = tl.load(positions + first + token, mask=token < count, other=0)
-    differ = tl.max(((all_groups != group) | (all_segments != segment)).to(tl.int32), 0)
-    return Fields(all_groups, all_segments, all_positions, group, segment, differ == 0, first, count)
-
-
-@triton.jit
-def _q_fields(bias, first, count, M: tl.constexpr):
-    return _fields(bias.q_group, bias.q_base, bias.q_position, first, count, M)
-
-
-@triton.jit
-def _kv_fields(bias, first, count, N: tl.constexpr):
-    return _fields(bias.kv_group, bias.kv_segment, bias.kv_position, first, count, N)
-
-
-@triton.jit
-def _bias(bias, head, queries, keys, TRANSPOSED: tl.constexpr):
-    """(M, N), or (N, M) if TRANSPOSED: what is added to the scores, to base 2."""
-    biases = bias.biases + head * (bias.rows + 2 * bias.reach + 1)
-    q_positions, kv_positions = _spread(queries.positions, keys.positions, TRANSPOSED)
-    near = bias.rows + bias.reach + _clamp(kv_positions - q_positions, bias.reach)
-    if queries.alike & keys.alike:
-        row = tl.load(bias.pairs + queries.segment + keys.segment, mask=queries.group == keys.group, other=bias.other)
-        result = tl.load(biases + tl.where(row < 0, near, row))
-    else:
-        rows = _pair_rows(bias, queries, keys, TRANSPOSED)
-        result = tl.load(biases + tl.where(rows < 0, near, rows))
-    return result
-
-
-@triton.jit
-def _pair_rows(bias, queries, keys, TRANSPOSED: tl.constexpr):
-    """The rows of the table, negative where they go by distance."""
-    q_groups, kv_groups = _spread(queries.groups, keys.groups, TRANSPOSED)
-    bases, segments = _spread(queries.segments, keys.segments, TRANSPOSED)
-    return tl.load(bias.pairs + (bases + segments), mask=q_groups == kv_groups, other=bias.other)
-
-
-@triton.jit
-def _clamp(distance, reach):
-    return tl.minimum(tl.maximum(distance, -reach), reach)
-
-
-@triton.jit
-def _add_by_distance(bias, head, dscores, distances):
-    """Adds dscores (M, N) to the sums of their rows, as integers: their sum is the same in any order."""
-    sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit + head)
-    rows = tl.load(bias.distances + (bias.reach + _clamp(distances, bias.reach)))
-    first, last = tl.min(tl.min(rows, 1), 0), tl.max(tl.max(rows, 1), 0)
-    if last - first < _FEW_ROWS:
-        for row in tl.range(first, last + 1):
-            total = tl.sum(tl.sum(tl.where(rows == row, dscores, 0.0), 1), 0)
-            tl.atomic_add(sums + row, _whole(total, unit), mask=total != 0.0, sem="relaxed")
-    else:
-        tl.atomic_add(sums + rows, _whole(dscores, unit), mask=dscores != 0.0, sem="relaxed")
-
-
-@triton.jit
-def _add_near(bias, head, dscores, queries, keys, M: tl.constexpr):
-    """Adds those of dscores (M, N) that go by distance, where keys are of one segment; the sums of the others (M,)."""
-    rows = _rows_with(bias, queries, keys.group, keys.segment, queries.groups == keys.group)
-    near = _there(queries, M) & (rows < 0)
-    if tl.max(near.to(tl.int32), 0) > 0:
-        distances = keys.positions[None, :] - queries.positions[:, None]
-        _add_by_distance(bias, head, tl.where(near[:, None], dscores, 0.0), distances)
-    return tl.sum(tl.where(near[:, None], 0.0, dscores), 1)
-
-
-@triton.jit
-def _add_waiting(bias, head, waiting, queries, group, segment, M: tl.constexpr):
-    """Adds what queries have with keys of one segment (M,) to the sums of their rows."""
-    some = _there(queries, M) & (waiting != 0.0)
-    rows = _rows_with(bias, queries, group, segment, some & (queries.groups == group))
-    unit = tl.load(bias.unit + head)
-    tl.atomic_add(bias.sums + head * bias.rows + rows, _whole(waiting, unit), mask=some, sem="relaxed")
-
-
-@triton.jit
-def _there(fields, SIZE: tl.constexpr):
-    """(SIZE,): which of a block's tokens there are. Beside keys of inf, gradients of the others' scores are NaN."""
-    return tl.arange(0, SIZE) < fields.count
-
-
-@triton.jit
-def _rows_with(bias, queries, group, segment, same):
-    """The rows (M,) of queries with keys of a segment, that of other groups' where they are not of the same."""
-    return tl.load(bias.pairs + (queries.segments + segment), mask=same, other=bias.other)
-
-
-@triton.jit
-def _add_to_table(bias, head, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """Adds dscores (M, N) to the sums of their rows where these go by segments."""
-    rows = _pair_rows(bias, queries, keys, False)
-    near = tl.where(_there(queries, M)[:, None] & (rows < 0), dscores, 0.0)
-    if tl.max(tl.max((near != 0.0).to(tl.int32), 1), 0) > 0:
-        _add_by_distance(bias, head, near, keys.positions[None, :] - queries.positions[:, None])
-    if tl.max(tl.max(rows, 1), 0) >= 0:
-        sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit + head)
-        _add_by_runs(sums, unit, bias, tl.where(rows < 0, 0.0, dscores), queries, keys, M, N)
-
-
-@triton.jit
-def _add_by_runs(sums, unit, bias, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """What does not go by distance, with zeros elsewhere. Queries of one run have the same row with a key: they are
-    summed before they are added.
-    """
-    token = tl.arange(0, M)
-    start = 0
-    while start < queries.count:
-        group = tl.load(bias.q_group + queries.first + start)
-        base = tl.load(bias.q_base + queries.first + start)
-        others = (token >= start) & ((queries.groups != group) | (queries.segments != base))
-        stop = tl.min(tl.where(others, token, queries.count), 0)
-        total = tl.sum(tl.where(((token >= start) & (token < stop))[:, None], dscores, 0.0), 0)
-        row = tl.load(bias.pairs + (base + keys.segments), mask=keys.groups == group, other=bias.other)
-        tl.atomic_add(sums + row, _whole(total, unit), mask=row >= 0, sem="relaxed")
-        start = stop
-
-
-@triton.jit
-def _whole(x, unit):
-    """The nearest number of units."""
-    return tl.floor(x * unit + 0.5).to(tl.int64)
