@@ -75,7 +75,8 @@ def named_calls(unit: int) -> dict[str, KernelCall]:
     wide = ((0, unit), (0, 3 * unit)), ((unit, 4 * unit), (3 * unit, 7 * unit))
     tall = ((0, 4 * unit), (0, unit)), ((4 * unit, 7 * unit + 1), (unit, 4 * unit))
     apart = ((unit, 2 * unit), (2 * unit, 3 * unit)), ((2 * unit, 5 * unit), (4 * unit, 7 * unit))
-    many = tuple(((3 * i, 3 * i + 2), (2 * i, 2 * i + 2)) for i in range(300))  # and a query between two
+    count = min(12 * unit, 300)
+    many = tuple(((3 * i, 3 * i + 2), (2 * i, 2 * i + 2)) for i in range(count))  # and a query between two
     return {
         "full": KernelCall.whole(n),
         "causal": KernelCall.whole(n, causal=True),
@@ -101,8 +102,8 @@ def named_calls(unit: int) -> dict[str, KernelCall]:
         "full tiles apart": KernelCall(6 * unit, n, apart),
         "few of the tokens": KernelCall(n, n, (((3 * unit, 4 * unit), (5 * unit, 7 * unit)),), 2, 2),
         "single tokens": KernelCall(unit, unit, tuple(((i, i + 1), (i, i + 1)) for i in range(unit)), right=0),
-        "many tiles": KernelCall(900, 600, many, right=0),
-        "many full tiles": KernelCall(900, 600, many),
+        "many tiles": KernelCall(3 * count, 2 * count, many, right=0),
+        "many full tiles": KernelCall(3 * count, 2 * count, many),
     }
 
 

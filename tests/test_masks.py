@@ -10,7 +10,7 @@ from tests.helpers import dense_results, random_layout, random_mask, random_qkv,
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (4, 2), (6, 3), (6, 2), (8, 4), (4, 1)]
 HEADS = [(2, 2), (4, 2), (3, 1)]
 SCALE = 0.31
-CASES = 500
+CASES = 400
 PARTS = 20  # tests that share them
 
 
