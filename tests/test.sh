@@ -17,4 +17,5 @@ python -m pip install --quiet --disable-pip-version-check --no-deps --only-binar
 python -m pip install --quiet --disable-pip-version-check --no-deps model-center==1.0.2
 ruff check .
 ruff format --check .
-python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@" # a file at a time on each of two workers
+# A file at a time on each of three workers, on two cores: many tests wait for processes that they start.
+python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@"
