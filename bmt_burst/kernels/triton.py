@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -151,16 +150,15 @@ class TritonKernel(Kernel):
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
-        inputs = [_dense(x) for x in (q, k, v, dout, lse)]
-        delta = _delta(_dense(out), inputs[3]) if delta is None else _dense(delta)
-        added = () if bias is None else _with_sums(_bias_arguments(bias), bias, *inputs[2:], delta)
+        inputs = _inputs(dout, q, k, v, out, lse, delta)
+        added = () if bias is None else _with_sums(_bias_arguments(bias), bias, *inputs[2:])
         dq, dk, dv = grads = tuple(_new(x) for x in (q, k, v))
-        _launch("backward_kv", (*inputs, delta, dk, dv), call, spec, added, CAP=spec.softcap)
-        _launch("backward_q", (*inputs, delta, dq), call, spec, added, CAP=spec.softcap)
+        _launch("backward_kv", (*inputs, dk, dv), call, spec, added, CAP=spec.softcap)
+        _launch("backward_q", (*inputs, dq), call, spec, added, CAP=spec.softcap)
         if bias is None:
             return grads
         if bias.segments is None:
-            _add_along_diagonals(inputs, delta, call, spec, bias, added)
+            _add_along_diagonals(inputs, call, spec, bias, added)
         return *grads, _summed(added, bias)
 
 
@@ -177,22 +175,27 @@ def table_gradient(
     bias: CallBias,
 ) -> Tensor:
     """dtable (R, H) alone of what `Kernel.backward` returns."""
-    inputs = [_dense(x) for x in (q, k, v, dout, lse)]
-    delta = _delta(_dense(out), inputs[3]) if delta is None else _dense(delta)
-    added = _with_sums(_bias_arguments(bias), bias, *inputs[2:], delta)
+    inputs = _inputs(dout, q, k, v, out, lse, delta)
+    added = _with_sums(_bias_arguments(bias), bias, *inputs[2:])
     if bias.segments is None:
-        _add_along_diagonals(inputs, delta, call, spec, bias, added)
+        _add_along_diagonals(inputs, call, spec, bias, added)
     else:
-        _launch("backward_q", (*inputs, delta, None), call, spec, added, CAP=spec.softcap)
+        _launch("backward_q", (*inputs, None), call, spec, added, CAP=spec.softcap)
     return _summed(added, bias)
 
 
-def _add_along_diagonals(
-    inputs: Sequence[Tensor], delta: Tensor, call: KernelCall, spec: Spec, bias: CallBias, added: Any
-) -> None:
+def _inputs(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What the backward's kernels read, in their order: q, k, v, dout, lse and delta."""
+    q, k, v, dout, lse = map(_dense, (q, k, v, dout, lse))
+    return q, k, v, dout, lse, _delta(_dense(out), dout) if delta is None else _dense(delta)
+
+
+def _add_along_diagonals(inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, bias: CallBias, added: Any) -> None:
     """Adds to the sums of a bias that goes by distance. Where it is not known what is even, programs find out."""
     for even in (True, False) if bias.apart is None else (True,):
-        _launch("backward_table", (*inputs, delta), call, spec, added, EVEN=even)
+        _launch("backward_table", inputs, call, spec, added, EVEN=even)
 
 
 def _summed(added: Any, bias: CallBias) -> Tensor:
