@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from train.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer
 
@@ -85,6 +85,7 @@ def test_control_symbols_of_sentencepiece_stay_text(tmp_path):
     text = "fox </s> dog <s> <ctl> <unk> the <sep> ü"
     ids = tokenizer.encode(text)
     assert not {0, 1, 2, 3} & set(ids)  # <unk>, <s>, </s> and <ctl>
+    assert (tokenizer.bos_id, tokenizer.id_of("<s>"), tokenizer.id_of("<none>")) == (1, 1, None)
     assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
 
 
@@ -151,3 +152,30 @@ def test_a_tokenizer_is_saved_under_a_name_that_no_other_file_has(byte_level, tm
     (tmp_path / "index.json").write_bytes(byte_level.read_bytes())
     open_tokenizer(str(tmp_path / "index.json")).save(tmp_path / "saved")
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"tokenizer.json", "tokenizer.spec.json"}
+
+
+@pytest.mark.parametrize(
+    ("special", "in_front", "begin"),
+    [
+        (["</s>", "<s>"], None, "<s>"),
+        (["<|begin_of_text|>", "<|end_of_text|>"], "<|begin_of_text|>", "<|begin_of_text|>"),
+        (["<|endoftext|>", "[BEGIN]"], "[BEGIN]", "[BEGIN]"),
+        (["<|endoftext|>", "[BEGIN]"], None, "<|endoftext|>"),
+    ],
+)
+def test_a_begin_token_is_known_by_its_name_or_its_place_in_front_or_is_the_end_of_text(
+    special, in_front, begin, tmp_path
+):
+    """A piece of text that is called <s> is none."""
+    backend = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(special)
+    if in_front:
+        template = processors.TemplateProcessing(
+            single=f"{in_front} $A", special_tokens=[(in_front, backend.token_to_id(in_front))]
+        )
+        backend.post_processor = processors.Sequence([processors.ByteLevel(), template])
+    backend.save(str(tmp_path / "words.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "words.json"))
+    assert tokenizer.bos_id == tokenizer.id_of(begin) == backend.token_to_id(begin)
+    assert tokenizer.id_of("<none>") is None

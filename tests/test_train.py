@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 12  # of a run, unless said otherwise; an epoch ends in the 11th
 LENGTHS = (17, 90, 5, 41, 160, 3, 28)  # of documents
-TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(60))
+TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(59))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,10 @@ def curve(folder: Path, output: str, *names: str) -> list[tuple]:
 def whole_run(folder) -> list[tuple]:
     """Losses and gradient norms of one process, with documents and windows: what all other ways must reproduce."""
     said = train(folder, "whole", val_data=folder / "data/train", eval_every=6, eval_sequences=5)
-    assert "documents told apart by documents.bin, a window of 6 tokens in 2 of 3 layers" in said
+    assert (
+        "documents told apart by documents.bin, each after begin token 256, a window of 6 tokens in 2 of 3 layers"
+        in said
+    )
     return curve(folder, "whole", "loss", "grad_norm")
 
 
@@ -110,7 +113,7 @@ def test_neither_do_those_of_whole_texts(folder, whole_run):
         curves.append(curve(folder, name, "loss", "grad_norm"))
     for mine, expected in zip(*curves, strict=True):
         assert mine == pytest.approx(expected, rel=2e-6)
-    assert abs(curves[0][0][1] - whole_run[0][1]) > 1e-3
+    assert abs(curves[0][0][1] - whole_run[0][1]) > 1e-4  # far above rounding
 
 
 def test_the_run_learns_and_leaves_its_records(folder, whole_run):

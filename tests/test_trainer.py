@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import kernels, transport
+from tests.test_begin import without_bos
 from tests.test_model import SMALL
 from train import checkpoint, ranks, resume
 from train.batches import Batches
@@ -227,8 +228,8 @@ def changed_state(path, change) -> None:
 
 
 def of_before(state) -> None:
-    del state["data"]["documents"]
-    for name in ("documents", "window"):
+    del state["data"]["documents"], state["data"]["bos"]
+    for name in ("documents", "bos", "window"):
         del state["config"][name]
     for name in ("window", "window_pattern"):
         del state["model"][name]
@@ -280,7 +281,10 @@ def test_what_tokens_see_is_the_runs_own(settings, tmp_path, capsys):
     path = str(checkpoint.newest(tmp_path / "run"))
     option = "give --new-stage to start another stage from its weights and optimizer"
     for change, message in (
-        ({"documents": "ignore", "window": 8}, f"was reading other data: documents mask -> ignore; {option}"),
+        (
+            {"documents": "ignore", "window": 8},
+            f"was reading other data: documents mask -> ignore, bos 256 -> None; {option}",
+        ),
         ({"window": 9}, f"holds another model: window 8 -> 9; {option}"),
         ({}, f"holds another model: window 8 -> None; {option}"),
     ):
@@ -289,9 +293,8 @@ def test_what_tokens_see_is_the_runs_own(settings, tmp_path, capsys):
     capsys.readouterr()
     stage = {"resume": path, "new_stage": True, "documents": "ignore", "output": str(tmp_path / "stage")}
     assert train(settings, **stage)
-    assert "changed since the checkpoint: window 8 -> None, documents mask -> ignore, layout balanced -> zigzag" in (
-        capsys.readouterr().err
-    )
+    changed = "window 8 -> None, documents mask -> ignore, bos 256 -> None, layout balanced -> zigzag"
+    assert f"changed since the checkpoint: {changed}" in capsys.readouterr().err
 
 
 def test_resuming_with_documents_and_windows_is_as_not_stopping(settings, tmp_path):
@@ -303,6 +306,71 @@ def test_resuming_with_documents_and_windows_is_as_not_stopping(settings, tmp_pa
     checkpoint._remove(tmp_path / "run/step_00000004")
     assert train(settings, **options, resume="auto")
     assert [records(tmp_path / "run", name) for name in names] == expected
+
+
+def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(settings, tmp_path, capsys):
+    """The same as by name; others than without; bit for bit as if it had not stopped."""
+    options = {"val_data": str(tmp_path / "other"), "eval_every": 2}
+    names = ("loss", "grad_norm", "val_loss", "documents")
+    train(settings, **options)
+    expected = [records(tmp_path / "run", name) for name in names]
+    said = capsys.readouterr().out
+    assert said.count("documents told apart by documents.bin, each after begin token 256") == 2
+    checkpoint._remove(tmp_path / "run/step_00000004")
+    assert train(settings, **options, resume="auto")
+    assert [records(tmp_path / "run", name) for name in names] == expected
+    train(settings, **options, bos="<|endoftext|>", output=str(tmp_path / "named"))
+    assert [records(tmp_path / "named", name) for name in names] == expected
+    train(settings, **options, bos="none", output=str(tmp_path / "without"))
+    without = [records(tmp_path / "without", name) for name in names]
+    assert all(without[i][step] != expected[i][step] for i in (0, 2) for step in expected[i])
+
+
+def test_a_run_keeps_its_begin_token(settings, tmp_path, capsys):
+    """A new stage has its own."""
+    train(settings)
+    path = str(checkpoint.newest(tmp_path / "run"))
+    refused = {"resume": path, "output": str(tmp_path / "refused")}
+    with pytest.raises(ranks.RankError, match="was reading other data: bos 256 -> None; give --new-stage"):
+        train(settings, bos="none", **refused)
+    with pytest.raises(ranks.RankError, match=r"--bos must be auto, none or a token of .*text's tokenizer, got '<s>'"):
+        train(settings, bos="<s>", **refused)
+    assert train(settings, bos="none", resume=path, new_stage=True, output=str(tmp_path / "stage"))
+    assert "changed since the checkpoint: bos 256 -> None" in capsys.readouterr().err
+    checkpoint._remove(tmp_path / "stage/step_00000004")
+    with pytest.raises(ranks.RankError, match="was reading other data: bos None -> 256; give --new-stage"):
+        train(settings, bos="<|endoftext|>", resume="auto", output=str(tmp_path / "stage"))
+    assert train(settings, resume="auto", output=str(tmp_path / "stage"))
+
+
+def test_runs_and_folders_of_before_go_on_without(settings, tmp_path, capsys):
+    """A run on data that has begin tokens since; a new run on an older folder, which says so."""
+    train(settings, bos="none")
+    expected = records(tmp_path / "run")
+    checkpoint._remove(tmp_path / "run/step_00000004")
+
+    def forget_bos(state) -> None:
+        del state["data"]["bos"], state["config"]["bos"]
+
+    changed_state(tmp_path / "run/step_00000002", forget_bos)
+    capsys.readouterr()
+    assert train(settings, resume="auto")
+    said = capsys.readouterr()
+    assert "begin token" not in said.out
+    assert "changed since" not in said.err
+    assert records(tmp_path / "run") == expected
+    without_bos(tmp_path / "text")
+    train(settings, output=str(tmp_path / "new"))
+    assert records(tmp_path / "new") == expected
+    assert "text was prepared without a begin token, so documents get none; --bos TOKEN" in capsys.readouterr().err
+
+
+def test_whole_texts_get_no_begin_token(settings, tmp_path, capsys):
+    train(settings, documents="ignore")
+    saved = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run"))
+    assert saved.state["data"]["bos"] is None
+    said = capsys.readouterr()
+    assert "begin token" not in said.out + said.err
 
 
 def test_a_run_extended_after_its_decay_says_that_the_rate_jumps(settings, tmp_path, capsys):

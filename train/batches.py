@@ -150,6 +150,7 @@ class Batches(Dealer):
     def sight(self, data: Sequences) -> str:
         model = self._model
         seen = f"documents told apart by {data.file.documents.how}" if data.documents else "documents not told apart"
+        seen += f", each after begin token {data.bos}" if data.bos is not None else ""
         if model.window is None:
             return seen
         windowed = model.windows.count(model.window)

@@ -69,6 +69,11 @@ class TrainConfig:
         "no target; ignore: a sequence is one text; auto: mask if the data says where documents start, ignore if not, "
         "and what it was before if the run is resumed", choices=("auto", "mask", "ignore"),
     )  # fmt: skip
+    bos: str = option(
+        "auto", DATA, "the token in front of each document, unless the data has it there: a token of the tokenizer, or "
+        "none; auto: the tokenizer's begin token, else its end-of-text token; none for older data folders and with "
+        "--documents ignore, and what it was before if the run is resumed",
+    )  # fmt: skip
     seq_len: int = option(512, DATA, "tokens in one sequence, over all ranks that share it")
     batch_size: int = option(8, DATA, "sequences in one optimizer step, over all ranks")
     micro_batch_size: int | None = option(
@@ -164,6 +169,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.new_stage and self.resume == "never":
             raise ValueError("new_stage needs the checkpoint that it starts from: give --resume CHECKPOINT")
+        if self.documents == "ignore" and self.bos not in ("auto", "none"):
+            raise ValueError(f"--bos {self.bos} does not go with --documents ignore: rows are one text then")
         self.saving()  # refuses what does not go together
         if self.rope_scaling is not None:
             self._check_rope_scaling()

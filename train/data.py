@@ -12,6 +12,7 @@ size and samples of the tokens (`sha256sum` compares the rest). The folder may b
 
 Training reads sequences of one length from them, in which documents are told apart (--documents mask) or not (ignore).
 Told apart, a sequence is cut where documents start; one that starts within a document starts with the rest of it.
+They may get a begin token each (--bos, see begin.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from bmt_burst.layout import IGNORE_INDEX
 from train import ranks
+from train.begin import BegunText
 from train.documents import Documents, DocumentsByEos, StoredDocuments
 from train.paths import inside
 from train.stored import StoredNumbers, sample_digest
@@ -75,6 +77,11 @@ class TokenFile:
         eos_id = self.index.get("eos_id")
         return DocumentsByEos(self.tokens, eos_id) if type(eos_id) is int else None
 
+    @property
+    def bos_id(self) -> int | None:
+        """The begin token of its tokenizer, and what documents get by default; None in older folders."""
+        return self.index.get("bos_id")
+
     @cached_property
     def digest(self) -> str:
         """The sha256 of some of the tokens, from all over the file: tells other text of the same length."""
@@ -112,6 +119,8 @@ class TokenFile:
             raise ValueError(f"{file} names dtype {index['dtype']!r}, not uint16 or uint32")
         if not isinstance(index.get("sha256", {}), dict):
             raise ValueError(f"{file} names no files in sha256, but {index['sha256']!r}")
+        if (bos := index.get("bos_id")) is not None and not (type(bos) is int and 0 <= bos < index["vocab_size"]):
+            raise ValueError(f"{file} names bos_id {bos!r}, expected one of {index['vocab_size']} tokens")
         return index
 
     def _check_size(self, name: str, expected: int) -> None:
@@ -145,38 +154,48 @@ class Sequences:
     target. `order` says which sequence is the n-th sample of the run: a new permutation every epoch.
 
     With `documents` they are told apart: what fills up the last sequence is a document of its own, and the last token
-    of a document has no target, since the next token begins another one.
+    of a document has no target, since the next token begins another one. With `bos` the tokens are those with this one
+    in front of each document that does not start with it.
 
-    Raises ValueError for fewer than two tokens, and with `documents` if it is not known where they start.
+    Raises ValueError for fewer than two tokens, with `documents` if it is not known where they start, and with `bos`
+    but without `documents`.
     """
 
     file: TokenFile
     seq_len: int
     seed: int
     documents: bool = False
+    bos: int | None = None
 
     def __post_init__(self):
+        if self.bos is not None and not self.documents:
+            raise ValueError("--bos is for documents that are told apart: give --documents mask, or --bos none")
         if self.documents and self.file.documents is None:
             raise ValueError(
                 f"{self.file.folder} has no documents.bin, and no eos_id in its index.json: where documents start is "
                 "not known; give --documents ignore"
             )
-        if len(self.file.tokens) < 2:
+        if len(self.text) < 2:
             raise ValueError(f"{self.file.folder} has fewer than two tokens")
 
+    @cached_property
+    def text(self) -> StoredNumbers | BegunText:
+        """The tokens that sequences are cut from."""
+        return self.file.tokens if self.bos is None else BegunText(self.file, self.bos)
+
     def __len__(self) -> int:
-        return -(-(len(self.file.tokens) - 1) // self.seq_len)
+        return -(-(len(self.text) - 1) // self.seq_len)
 
     @property
     def padding(self) -> float:
         """The share of an epoch's positions that are filled up: large where there is less text than `seq_len`."""
-        return 1 - (len(self.file.tokens) - 1) / (len(self) * self.seq_len)
+        return 1 - (len(self.text) - 1) / (len(self) * self.seq_len)
 
     @property
     def identity(self) -> dict[str, Any]:
         """What must not change for the sample count to mean the same samples."""
         order = {"seq_len": self.seq_len, "seed": self.seed, "documents": "mask" if self.documents else "ignore"}
-        return {"tokens": len(self.file.tokens), "digest": self.file.digest, **order}
+        return {"tokens": len(self.file.tokens), "digest": self.file.digest, **order, "bos": self.bos}
 
     def order(self, sample: int) -> int:
         epoch, place = divmod(sample, len(self))
@@ -189,23 +208,25 @@ class Sequences:
         bounds = [0]
         if index is not None:
             start = index * self.seq_len
-            window = self._window(start)
+            window = self._window(index)
             filled = len(window) - 1
             tokens[:filled], labels[:filled] = window[:-1], window[1:]
             if self.documents:
-                after = torch.from_numpy(self.file.documents.between(start + 1, start + filled + 1)) - start
+                documents = self.file.documents if self.bos is None else self.text
+                after = torch.from_numpy(documents.between(start + 1, start + filled + 1)) - start
                 labels[after - 1] = IGNORE_INDEX
                 bounds += [*after[after < filled].tolist(), filled]
         if bounds[-1] < self.seq_len:
             bounds.append(self.seq_len)
         return Row(tokens, labels, tuple(bounds) if self.documents else None)
 
-    def _window(self, start: int) -> Tensor:
-        """The tokens from `start` on, one more than a sequence has, or those there are: int64."""
-        window = torch.from_numpy(self.file.tokens[start : start + self.seq_len + 1].astype(np.int64))
+    def _window(self, index: int) -> Tensor:
+        """The tokens of sequence `index` and the next one, or those there are: int64."""
+        start = index * self.seq_len
+        window = torch.from_numpy(self.text[start : start + self.seq_len + 1].astype(np.int64))
         if window.max() >= self.file.index["vocab_size"]:
             raise ValueError(
-                f"{self.file.folder}: token {int(window.max())} in tokens {start} to {start + len(window) - 1}, "
+                f"{self.file.folder}: token {int(window.max())} in sequence {index} of {self.seq_len} tokens, "
                 f"of a vocabulary of {self.file.index['vocab_size']}"
             )
         return window

@@ -26,30 +26,32 @@ class Documents(ABC):
 class StoredDocuments(Documents):
     """By documents.bin. Raises ValueError if that does not lead from 0 to below `tokens`, or does not rise where it is
     read.
+
+    starts  where each document starts, as the file has it
     """
 
     how = "documents.bin"
 
     def __init__(self, file: Path, tokens: int):
         self._file, self._tokens = file, tokens
-        self._starts = StoredNumbers(file, np.dtype(np.int64))
-        first = self._starts[:1]
+        self.starts = StoredNumbers(file, np.dtype(np.int64))
+        first = self.starts[:1]
         if len(first) == 0 or first[0] != 0:
             raise ValueError(f"{file} must start with a document at token 0, got {first.tolist()}")
-        self._check(self._starts[len(self._starts) - 1 :], 0, tokens)
+        self._check(self.starts[len(self.starts) - 1 :], 0, tokens)
 
     def check(self) -> None:
         """Reads all of it."""
-        for place in range(0, len(self._starts), _CHECKED):
-            self._check(self._starts[max(place - 1, 0) : place + _CHECKED], 0, self._tokens)
+        for place in range(0, len(self.starts), _CHECKED):
+            self._check(self.starts[max(place - 1, 0) : place + _CHECKED], 0, self._tokens)
 
     def between(self, start: int, stop: int) -> np.ndarray:
         first, last = self._index(start), self._index(stop)
-        return self._check(self._starts[first:last], start, stop)
+        return self._check(self.starts[first:last], start, stop)
 
     def _index(self, token: int) -> int:
         """How many documents start before a token."""
-        return bisect.bisect_left(range(len(self._starts)), token, key=lambda i: int(self._starts[i : i + 1][0]))
+        return bisect.bisect_left(range(len(self.starts)), token, key=lambda i: int(self.starts[i : i + 1][0]))
 
     def _check(self, starts: np.ndarray, lowest: int, end: int) -> np.ndarray:
         if len(starts) and (starts[0] < lowest or starts[-1] >= end or (np.diff(starts) <= 0).any()):

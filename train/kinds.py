@@ -71,6 +71,7 @@ def _live(config: type, model: type[nn.Module], rows: type[PackedRows], batches:
 
     refused = {
         "documents": "what tokens see is said by its instances",
+        "bos": "its instances say themselves how they begin",
         **dict.fromkeys(("rope_theta", "rope_scaling"), "it has no rotary positions"),
         "window": "its layers have no windows",
     }
@@ -104,6 +105,6 @@ def config_of(values: Any) -> ModelConfig:
     return fitting[0].read(values)
 
 
-def tell_documents_apart(data: Opened, told: bool) -> Opened:
-    """Sequences of text with documents `told` apart or not; of instances always the same."""
-    return dataclasses.replace(data, documents=told) if isinstance(data, Sequences) else data
+def tell_documents_apart(data: Opened, told: bool, bos: int | None) -> Opened:
+    """Sequences of text with documents `told` apart or not, with begin token `bos`; of instances always the same."""
+    return dataclasses.replace(data, documents=told, bos=bos) if isinstance(data, Sequences) else data

@@ -84,11 +84,12 @@ class Trainer:
             lambda: init_sequence_parallel(config.sp_size, layout=layout, inner_size=config.inner_size)
         )
         self.batches = ranks.together(lambda: self.kind.batches(config, self.model_config, self.sp, device))
+        watchdog.alive("choosing a checkpoint")
+        path = resume.chosen(config)
+        ranks.together(lambda: self._tell_documents_apart(path))
         watchdog.alive("building the model")
         self.engine = self._make_engine()
         watchdog.alive("reading a checkpoint")
-        path = resume.chosen(config)
-        ranks.together(lambda: self._tell_documents_apart(path))
         self.progress = ranks.together(lambda: self._load(path) if path else self._start())
         self.saved_step = self.progress.step
         self.clock = Clock(device)
@@ -284,7 +285,6 @@ class Trainer:
         self.kind = kind_of(self.model_config)
         self._check_kernel()
         self.train_data = self._open(config.data)
-        self._check_padding()
         self.val_data = self._open(config.val_data) if config.val_data else None
         self.tokenizer = load_tokenizer(self.train_data.file.folder)
         self.lock = lock(self.root) if self.rank == 0 else None
@@ -303,11 +303,17 @@ class Trainer:
         return data
 
     def _tell_documents_apart(self, path: Path | None) -> None:
-        """Or not; `path` is the checkpoint to go on from. Raises ValueError if it is not known where they start."""
-        told = resume.documents(self.config, path, self.train_data.file.documents is not None)
-        self.train_data = tell_documents_apart(self.train_data, told)
+        """Or not, and puts begin tokens in front of them or not. `path` is the checkpoint to go on from.
+
+        Raises ValueError if it is not known where they start, for an unknown begin token, or if most would be padding.
+        """
+        file = self.train_data.file
+        told = resume.documents(self.config, path, file.documents is not None)
+        bos = resume.bos(self.config, path, told, file, self.tokenizer)
+        self.train_data = tell_documents_apart(self.train_data, told, bos)
         if self.val_data:
-            self.val_data = tell_documents_apart(self.val_data, told)
+            self.val_data = tell_documents_apart(self.val_data, told, bos)
+        self._check_padding()
 
     def _check_padding(self) -> None:
         """Raises ValueError if most of what would be trained on is padding; says so if much is."""

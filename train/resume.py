@@ -17,8 +17,10 @@ from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
 from train import checkpoint, ranks
 from train.config import TrainConfig
+from train.data import TokenFile
 from train.kinds import config_of
 from train.schedule import learning_rate
+from train.tokenizer import Tokenizer
 
 _TECHNICAL = {
     *("resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences", "max_skips"),
@@ -66,13 +68,39 @@ def begins_stage(config: TrainConfig) -> bool:
 def documents(config: TrainConfig, path: Path | None, known: bool) -> bool:
     """Whether documents are told apart: as configured, else as before the checkpoint `path`, else where `known`."""
     if config.documents == "auto" and path is not None and not begins_stage(config):
-        return _documents_of(checkpoint.Checkpoint(path).state) == "mask"
+        return documents_of(checkpoint.Checkpoint(path).state) == "mask"
     return known if config.documents == "auto" else config.documents == "mask"
 
 
-def _documents_of(state: dict) -> str:
-    """Older checkpoints do not say: there was one way then."""
+def documents_of(state: dict) -> str:
+    """What the run of a checkpoint's state did: "mask" or "ignore". Older ones do not say: there was one way then."""
     return state["data"].get("documents", "ignore")
+
+
+def bos(config: TrainConfig, path: Path | None, told: bool, file: TokenFile, tokenizer: Tokenizer) -> int | None:
+    """The begin token of documents: as configured, else as before the checkpoint `path`, else the one of `file`.
+
+    None if they get none, as where documents are not `told` apart. Raises ValueError for a token that the tokenizer
+    lacks.
+    """
+    if config.bos == "none" or (config.bos == "auto" and not told) or file.instances:
+        return None
+    if config.bos == "auto" and path is not None and not begins_stage(config):
+        return bos_of(checkpoint.Checkpoint(path).state)
+    if config.bos == "auto":
+        if file.bos_id is None and ranks.rank() == 0:
+            said = "was prepared without a begin token, so documents get none; --bos TOKEN puts one in front of each"
+            print(f"{file.folder} {said}", file=sys.stderr)
+        return file.bos_id
+    found = tokenizer.id_of(config.bos)
+    if found is None:
+        raise ValueError(f"--bos must be auto, none or a token of {file.folder}'s tokenizer, got {config.bos!r}")
+    return found
+
+
+def bos_of(state: dict) -> int | None:
+    """The begin token of the run of a checkpoint's state. Older ones do not say: there were none."""
+    return state["data"].get("bos")
 
 
 def check_same(saved: checkpoint.Checkpoint, model: CPMConfig | LiveConfig, data: dict, new_stage: bool) -> None:
@@ -89,7 +117,8 @@ def check_same(saved: checkpoint.Checkpoint, model: CPMConfig | LiveConfig, data
             raise ValueError(f"{saved.path} holds another model: {_listed(changed)}")
         if not new_stage:
             raise ValueError(f"{saved.path} holds another model: {_listed(changed)}; {_STAGE}")
-    changed = _differences(saved.state["data"] | {"documents": _documents_of(saved.state)}, data)
+    reading = saved.state["data"] | {"documents": documents_of(saved.state), "bos": bos_of(saved.state)}
+    changed = _differences(reading, data)
     if changed and not new_stage:
         raise ValueError(f"{saved.path} was reading other data: {_listed(changed)}; {_STAGE}")
 
@@ -121,11 +150,11 @@ def name_changes(state: dict, now: dict, config: TrainConfig, next_step: int) ->
 
 def _settings(state: dict) -> dict:
     """The configuration in a state, with what it meant where it leaves a choice."""
-    config, documents = state["config"], _documents_of(state)
+    config, documents = state["config"], documents_of(state)
     layout, window = config.get("layout"), state["model"].get("window")
     if layout == "auto":
         layout = "balanced" if window or documents != "ignore" else "zigzag"
-    return config | {"documents": documents, "layout": layout, "window": config.get("window")}
+    return config | {"documents": documents, "bos": bos_of(state), "layout": layout, "window": config.get("window")}
 
 
 def _name_jump(state: dict, config: TrainConfig, next_step: int) -> None:

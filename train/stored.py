@@ -50,7 +50,7 @@ class TokenWriter:
     def __init__(self, folder: Path, tokenizer: Tokenizer):
         self.folder, self.tokenizer = folder, tokenizer
         folder.mkdir(parents=True)
-        self.tokens = self.documents = 0
+        self.tokens = self.documents = self.begun = 0
         self._token_file = HashedFile(folder / "tokens.bin")
         self._document_file = HashedFile(folder / "documents.bin")
 
@@ -63,6 +63,8 @@ class TokenWriter:
         """Appends a document that comes as ids in pieces, and eos. A document without ids leaves no trace."""
         start = self.tokens
         for ids in document:
+            if len(ids) and self.tokens == start:
+                self.begun += int(ids[0] == self.tokenizer.bos_id)
             self._append(ids)
         if self.tokens > start:
             self._append([self.tokenizer.eos_id])
@@ -75,7 +77,10 @@ class TokenWriter:
         documents = np.concatenate([[start], documents[(documents > start) & (documents < end)]])
         self._note_documents(documents - start + self.tokens)
         for place in range(start, end, _COPIED):
-            self._append(tokens[place : min(place + _COPIED, end)])
+            part = tokens[place : min(place + _COPIED, end)]
+            starts = documents[(documents >= place) & (documents < place + len(part))]
+            self.begun += int((part[starts - place] == self.tokenizer.bos_id).sum())
+            self._append(part)
         if tokens[end - 1 : end] != self.tokenizer.eos_id:
             self._append([self.tokenizer.eos_id])
 
@@ -97,12 +102,17 @@ class TokenWriter:
             "eos_id": self.tokenizer.eos_id,
             "sha256": hashes,
             "digest": sample_digest(StoredNumbers(self.folder / "tokens.bin", self.tokenizer.dtype)),
+            **self._begin_notes(),
             **notes,
         }
         with open(self.folder / "index.json", "w") as file:
             file.write(json.dumps(index, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def _begin_notes(self) -> dict[str, int]:
+        """The begin token, and how many documents start with it. Instances say themselves how they begin."""
+        return {} if self.tokenizer.instances else {"bos_id": self.tokenizer.bos_id, "begun_documents": self.begun}
 
     def _append(self, ids) -> None:
         self._token_file.write(np.asarray(ids, dtype=self.tokenizer.dtype).tobytes())

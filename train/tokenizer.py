@@ -19,18 +19,22 @@ import numpy as np
 from train.paths import inside
 
 _SPEC = "tokenizer.spec.json"
+BYTES_END_OF_TEXT = "<|endoftext|>"  # the name of the token that ends a document of bytes
+_BEGIN_OF_TEXT = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[CLS]")
 _END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
 class Tokenizer(ABC):
     """Text to ids and back. `eos_id` ends a document; ids are below `vocab_size`.
 
+    bos_id      begins a document, where pretraining puts a begin token in front of it: `eos_id` if there is none
     instances  the kind of models whose instances its data folders hold, instead of documents
     left_out   characters that `encode` has had no ids for so far
     """
 
     vocab_size: int
     eos_id: int
+    bos_id: int
     file: Path | None = None
     instances: str | None = None
     left_out: int = 0
@@ -42,6 +46,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens left out."""
+
+    @abstractmethod
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name; None if there is no such token."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -61,13 +69,16 @@ class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document."""
 
     vocab_size = 257
-    eos_id = 256
+    eos_id = bos_id = 256
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def id_of(self, token: str) -> int | None:
+        return self.eos_id if token == BYTES_END_OF_TEXT else None
 
 
 class JsonTokenizer(Tokenizer):
@@ -91,6 +102,7 @@ class JsonTokenizer(Tokenizer):
             raise ValueError(f"{file} has no end-of-text token; looked for {', '.join(_END_OF_TEXT)}")
         self.eos_id = next(i for i in known if i is not None)
         special = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        self.bos_id = self._begin_id(special)
         self._not_text = np.array(sorted((special | {self.eos_id}) - {self._unknown_id()}))
 
     def encode(self, text: str) -> np.ndarray:
@@ -100,6 +112,20 @@ class JsonTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids])
+
+    def id_of(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def _begin_id(self, special: set[int]) -> int:
+        """A special token of a usual name, else the one that the file puts in front of a text, else `eos_id`."""
+        for name in _BEGIN_OF_TEXT:
+            if (found := self._backend.token_to_id(name)) in special:
+                return found
+        rules = json.loads(self.file.read_text()).get("post_processor") or {}
+        for rule in rules.get("processors", [rules]):
+            if rule.get("type") == "TemplateProcessing" and (first := rule["single"][0].get("SpecialToken")):
+                return rule["special_tokens"][first["id"]]["ids"][0]
+        return self.eos_id
 
     def _encode_apart(self, text: str) -> np.ndarray:
         """For models that have special tokens among their pieces of text: cuts what spells one in two.
@@ -139,12 +165,18 @@ class SentencePieceTokenizer(Tokenizer):
         self.eos_id = self._backend.eos_id()
         if self.eos_id < 0:
             raise ValueError(f"{file} was trained without an end-of-sentence token")
+        begin = self._backend.bos_id()  # below 0 if there is none
+        self.bos_id = self.eos_id if begin < 0 else begin
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids if i != self.eos_id])
+
+    def id_of(self, token: str) -> int | None:
+        found = self._backend.piece_to_id(token)  # of the unknown piece, if there is none
+        return found if self._backend.id_to_piece(found) == token else None
 
 
 _BY_SUFFIX = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}

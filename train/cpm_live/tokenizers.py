@@ -30,6 +30,9 @@ class LiveTokenizer(Tokenizer):
         names = ("<pad>", "<unk>", "<s>", "</s>")
         self.pad_id, self.unk_id, self.bos_id, self.eos_id = (self.vocabulary.id(name) for name in names)
 
+    def id_of(self, token: str) -> int | None:
+        return self.vocabulary.id(token) if token in self.vocabulary else None
+
 
 class SubIds:
     """Sub-ids of an instance: of each base token 0, 1, 2, ... for its different texts in order of appearance."""

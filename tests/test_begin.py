@@ -1,0 +1,166 @@
+"""Begin tokens: rows are cut from documents with one in front of each, and without as they always were."""
+
+import hashlib
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from bmt_burst import IGNORE_INDEX
+from tests.test_documents import EOS, LENGTHS, without_documents
+from train import begin
+from train.begin import BegunText
+from train.config import TrainConfig
+from train.data import Sequences, TokenFile
+from train.stored import StoredNumbers, TokenWriter
+from train.tokenizer import ByteTokenizer
+
+BOS = 200  # a token that the documents below may begin with
+MIXED = ([BOS, 1, 2], [3], [BOS], [4, BOS, BOS, 5, 6, 7, 8], [BOS, 9], [10, 11], [BOS, BOS, 12, 13, 14, 15, 16, 17])
+TEXTS = {
+    "none begin": [[document] * length for document, length in enumerate(LENGTHS)],
+    "some begin": MIXED,
+    "all begin": [[BOS, *document] for document in MIXED],
+    "a single one": [[5, 6]],
+}
+
+
+def written(folder, documents) -> TokenFile:
+    writer = TokenWriter(folder, ByteTokenizer())
+    for document in documents:
+        writer.write([np.array(document)])
+    writer.finish()
+    return TokenFile(folder)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    written(tmp_path / "data", TEXTS["none begin"])
+    return tmp_path / "data"
+
+
+def begun(documents: list[list[int]], bos: int) -> list[list[int]]:
+    """What documents are with begin tokens, eos included."""
+    return [[*([bos] if document[0] != bos else []), *document, EOS] for document in documents]
+
+
+def without_bos(folder) -> None:
+    """Makes a data folder one of before there were begin tokens."""
+    index = json.loads((folder / "index.json").read_text())
+    del index["bos_id"], index["begun_documents"]
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def rows_by_hand(documents: list[list[int]], seq_len: int) -> list[tuple[list[int], list[int], list[int]]]:
+    """Tokens, labels and documents of rows that are cut from whole documents, token by token."""
+    tokens = list(itertools.chain(*documents))
+    starts = set(itertools.accumulate(map(len, documents), initial=0))
+    rows = []
+    for first in range(0, len(tokens) - 1, seq_len):
+        places = range(first, min(first + seq_len, len(tokens) - 1))
+        rest = seq_len - len(places)
+        inside = [place - first for place in places if place in starts]
+        rows.append(
+            (
+                [tokens[place] for place in places] + [0] * rest,
+                [IGNORE_INDEX if place + 1 in starts else tokens[place + 1] for place in places]
+                + [IGNORE_INDEX] * rest,
+                sorted({0, *inside, len(places), seq_len}),
+            )
+        )
+    return rows
+
+
+@pytest.mark.parametrize("bos", [BOS, EOS])
+@pytest.mark.parametrize("text", TEXTS)
+def test_rows_are_cut_from_documents_with_a_begin_token_each(tmp_path, text, bos):
+    """By documents.bin and, in older folders, by eos; for every length of a row, so cut at every place."""
+    written(tmp_path / "data", TEXTS[text])
+    expected = begun(TEXTS[text], bos)
+    for how in ("documents.bin", "eos"):
+        file = TokenFile(tmp_path / "data")
+        assert file.documents.how == how
+        for seq_len in range(1, sum(map(len, expected)) + 1):
+            data = Sequences(file, seq_len, 0, documents=True, bos=bos)
+            rows = [
+                (row.tokens.tolist(), row.labels.tolist(), [*row.documents]) for row in map(data.read, range(len(data)))
+            ]
+            assert rows == rows_by_hand(expected, seq_len)
+        without_documents(tmp_path / "data", documents=None)
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 16, 200])
+def test_every_token_of_every_document_is_a_target_once(folder, seq_len):
+    data = Sequences(TokenFile(folder), seq_len, 0, documents=True, bos=EOS)
+    labels = torch.cat([data.read(index).labels for index in range(len(data))])
+    expected = [token for document, length in enumerate(LENGTHS) for token in [document] * length + [EOS]]
+    assert labels[labels != IGNORE_INDEX].tolist() == expected
+    assert data.padding == pytest.approx(1 - (79 + 9 - 1) / (len(data) * seq_len))  # begin tokens are tokens of rows
+
+
+@pytest.mark.parametrize(("text", "scanned"), [("none begin", False), ("all begin", False), ("some begin", True)])
+def test_data_that_says_how_its_documents_begin_is_not_searched(tmp_path, monkeypatch, text, scanned):
+    """The index counts those that start with the tokenizer's begin token, also in a part that is split off."""
+    monkeypatch.setattr(ByteTokenizer, "bos_id", BOS)
+    whole = written(tmp_path / "data", TEXTS[text])
+    writer, part = TokenWriter(tmp_path / "whole", ByteTokenizer()), TokenWriter(tmp_path / "part", ByteTokenizer())
+    for document in TEXTS[text]:
+        writer.write([[], np.array(document[:1]), document[1:]])
+    assert writer.begun == whole.index["begun_documents"] == sum(document[0] == BOS for document in TEXTS[text])
+    writer.close()
+    monkeypatch.setattr("train.stored._COPIED", 3)
+    part.copy(writer, 0, writer.tokens)
+    assert part.begun == writer.begun
+    read = []
+    plain = StoredNumbers.__getitem__
+    monkeypatch.setattr(
+        StoredNumbers, "__getitem__", lambda numbers, part: read.append(numbers) or plain(numbers, part)
+    )
+    BegunText(whole, BOS)
+    assert (whole.tokens in read) == scanned
+
+
+def test_a_search_goes_through_all_of_the_data(folder, monkeypatch):
+    """In pieces."""
+    without_bos(folder)
+    expected = BegunText(TokenFile(folder), 3)[:]
+    assert len(expected) == 79 + 8
+    monkeypatch.setattr(begin, "_SCANNED", 4)
+    assert (BegunText(TokenFile(folder), 3)[:] == expected).all()
+
+
+# Rows as they were read before there were begin tokens, in the order of two epochs.
+OF_BEFORE = {
+    True: "aab187c7e6ae4b5410ffe79a2c55a9ba69b70f18037eac0273c608a9c93fcd14",
+    False: "70b53ae736ea2b2d086d19bd2115ef5d9ce55a62baa003377d7fa75d98e7c2b4",
+}
+
+
+@pytest.mark.parametrize("documents", [True, False])
+def test_without_begin_tokens_rows_are_those_of_before_bit_for_bit(folder, documents):
+    without_bos(folder)
+    for _ in ("documents.bin", "eos"):
+        data = Sequences(TokenFile(folder), 16, 3, documents=documents)
+        rows = [data.read(data.order(sample)) for sample in range(2 * len(data))]
+        said = "".join(repr((row.tokens.tolist(), row.labels.tolist(), row.documents)) for row in rows)
+        assert hashlib.sha256(said.encode()).hexdigest() == OF_BEFORE[documents]
+        without_documents(folder, documents=None)
+
+
+def test_a_begin_token_needs_documents_that_are_told_apart(folder):
+    with pytest.raises(ValueError, match="--bos is for documents that are told apart: give --documents mask"):
+        Sequences(TokenFile(folder), 16, 0, bos=EOS)
+    with pytest.raises(ValueError, match="--bos </s> does not go with --documents ignore"):
+        TrainConfig(documents="ignore", bos="</s>")
+    with pytest.raises(ValueError, match="--bos does not go with model 'cpm-bee-tiny', a cpm-bee: its instances say"):
+        TrainConfig(model="cpm-bee-tiny", bos="<s>").model_config()
+
+
+def test_a_begin_token_that_is_none_is_refused(folder):
+    index = json.loads((folder / "index.json").read_text())
+    for wrong in (257, -1, "</s>", True):
+        (folder / "index.json").write_text(json.dumps(index | {"bos_id": wrong}))
+        with pytest.raises(ValueError, match=rf"index.json names bos_id {wrong!r}, expected one of 257 tokens"):
+            TokenFile(folder)
