@@ -27,6 +27,7 @@ from tests.test_model import SMALL, initialized
 from train import checkpoint, export
 from train.export import main
 from train.generate import checkpoint_tokenizer, generate, load_model
+from train.generate import main as generate_main
 from train.hf_tokenizer import save_for_transformers
 from train.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 
@@ -44,12 +45,15 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def run_of(root: Path, config: CPMConfig, tokenizer: Tokenizer, factor: float = 1.0) -> Path:
-    """A run's folder with one checkpoint of random weights that like tokens that the tokenizer does not have."""
+def run_of(root: Path, config: CPMConfig, tokenizer: Tokenizer, factor: float = 1.0, **data: object) -> Path:
+    """A run's folder with one checkpoint of random weights that like tokens that the tokenizer does not have.
+
+    `data` says how it read its data; an older run's, by default.
+    """
     weights = {name: p.detach() * factor for name, p in initialized(config).named_parameters()}
     weights["embed_tokens.weight"][tokenizer.vocab_size :] *= 5
     shards = {f"weight/{name}": Shard(w.flatten(), 0, tuple(w.shape)) for name, w in weights.items()}
-    state = {"step": 3, "model": config.to_dict(), "config": {"seq_len": 77, "dtype": "fp32"}}
+    state = {"step": 3, "model": config.to_dict(), "config": {"seq_len": 77, "dtype": "fp32"}, "data": data}
     checkpoint.save(root, state, shards, keep_last=None)
     tokenizer.save(root / "tokenizer")
     return root
@@ -120,6 +124,50 @@ def test_transformers_continues_a_text_as_generate_does(run, tmp_path):
     path = checkpoint.find(run)
     ours = generate(load_model(path, torch.device("cpu")), checkpoint_tokenizer(path), "def f(", 30, temperature=0)
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == ours
+
+
+@pytest.mark.parametrize("prompt", ["the lazy", ""])
+@pytest.mark.parametrize("kind", ["json", "BPE"])
+def test_a_begin_token_stands_in_front_of_a_prompt_as_in_training(tmp_path, kind, prompt, capsys):
+    """Here and in transformers, which is told so. Without it the answer is another."""
+    tokenizer = TOKENIZERS[kind](tmp_path)
+    config = dataclasses.replace(PADDED, vocab_size=tokenizer.vocab_size, tie_embeddings=False)
+    run = run_of(tmp_path / "run", config, tokenizer, documents="mask", bos=tokenizer.bos_id)
+    folder = exported(run, tmp_path / "out")
+    model, theirs = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    given = theirs(prompt, return_tensors="pt")
+    assert given.input_ids.tolist() == [[tokenizer.bos_id, *tokenizer.encode(prompt)]]
+    ids = model.generate(**given, max_new_tokens=30, do_sample=False)
+    path = checkpoint.find(run)
+    ours = load_model(path, torch.device("cpu"))
+    expected = generate(ours, checkpoint_tokenizer(path), prompt, 30, bos=tokenizer.bos_id, temperature=0)
+    assert tokenizer.decode(ids[0, 1:].tolist()) == expected
+    assert generate(ours, tokenizer, prompt, 30) != generate(ours, tokenizer, prompt, 30, bos=tokenizer.bos_id)
+    capsys.readouterr()
+    generate_main(["--run", str(run), "--prompt", prompt, "--tokens", "30", "--temperature", "0"])
+    said = capsys.readouterr()
+    assert said.out == expected + "\n"
+    assert not said.err
+
+
+@pytest.mark.parametrize(
+    ("data", "begin"),
+    [({}, 256), ({"documents": "ignore"}, 256), ({"documents": "mask"}, None), ({"documents": "mask", "bos": 7}, 7)],
+)
+def test_the_begin_token_of_an_export_is_one_that_texts_began_after(tmp_path, data, begin, capsys):
+    """Documents that are told apart have no token in front of them but a begin token of training."""
+    run = run_of(tmp_path / "run", PADDED, ByteTokenizer(), **data)
+    folder = exported(run, tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / name).read_text())["bos_token_id"] == begin
+    assert AutoConfig.from_pretrained(folder).bos_token_id == begin
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (begin, 256)
+    assert theirs("ab").input_ids == [*([7] if data.get("bos") else []), 97, 98]
+    capsys.readouterr()
+    generate_main(["--run", str(run), "--tokens", "1"])
+    said = "trained without begin tokens (--bos): give a --prompt" in capsys.readouterr().err
+    assert said == (data == {"documents": "mask"})
 
 
 def test_an_exported_folder_says_what_others_need_to_know(run, tmp_path):
@@ -215,7 +263,7 @@ def test_what_is_there_is_not_written_to(run, tmp_path, capsys):
 
 
 def test_a_failed_or_killed_export_leaves_nothing_at_its_output(run, tmp_path, capsys, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -333,7 +381,7 @@ def test_transformers_reads_the_tokenizer_that_was_trained_with(tmp_path, kind):
     tokenizer, folder = TOKENIZERS[kind](tmp_path), tmp_path / "out"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    save_for_transformers(tokenizer, folder, 77)
+    save_for_transformers(tokenizer, folder, 77, bos_id=tokenizer.eos_id)
     theirs, again = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
     for text in texts():
         ids = [int(i) for i in tokenizer.encode(text)]

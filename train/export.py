@@ -32,7 +32,7 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
 
 from models.config import CPMConfig
 from models.huggingface import fold_scalings, round_weight, save_weights
-from train import checkpoint
+from train import checkpoint, resume
 from train.command_line import ArgumentParser
 from train.generate import checkpoint_tokenizer
 from train.hf_tokenizer import save_for_transformers
@@ -48,6 +48,8 @@ def export_huggingface(
 ) -> None:
     """Writes config.json, weights and tokenizer as transformers reads them into `folder`, which exists.
 
+    The tokenizer puts a begin token in front of a text if training did, and none is named if no text began after one.
+
     Raises OSError if that fails, ValueError if a weight is too large for the dtype or no model there is like this one.
     """
     config, weights = config_of(saved.state["model"]), saved.weights()
@@ -55,14 +57,16 @@ def export_huggingface(
         raise ValueError(f"a {kind_of(config).name} has no Hugging Face format here: give --format bmtrain")
     if not keep_scalings:
         config, weights = fold_scalings(config, weights)
-    longest, end = saved.state["config"]["seq_len"], tokenizer.eos_id
-    ids = {"bos_token_id": end, "eos_token_id": end}  # in training the end of a text is what stands before the next
+    longest, end, bos = saved.state["config"]["seq_len"], tokenizer.eos_id, resume.bos_of(saved.state)
+    # Where documents are not told apart, the end of a text stands before the next. Otherwise nothing does but `bos`.
+    before = end if resume.documents_of(saved.state) == "ignore" else bos
+    ids = {"bos_token_id": before, "eos_token_id": end}
     save_weights(folder, config, weights, dtype, max_position_embeddings=longest, **ids)
     generation: dict[str, Any] = {**ids, "pad_token_id": end}
     if without_text := list(range(tokenizer.vocab_size, config.vocab_size)):
         generation["suppress_tokens"] = without_text
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
-    save_for_transformers(tokenizer, folder, longest)
+    save_for_transformers(tokenizer, folder, longest, bos_id=before, add_bos=bos is not None)
 
 
 def export_bmtrain(saved: checkpoint.Checkpoint, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:

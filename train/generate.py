@@ -20,7 +20,7 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
 
 from models.cpm import CPM
 from models.cpm_live.layers import LiveModel
-from train import checkpoint
+from train import checkpoint, resume
 from train.command_line import ArgumentParser
 from train.cpm_live import generate as cpm_live
 from train.decoding import Cache
@@ -52,12 +52,16 @@ def generate(
     prompt: str,
     tokens: int,
     *,
+    bos: int | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
     """The prompt and up to `tokens` more tokens, fewer if the model ends the text. Temperature 0 is greedy.
+
+    The model reads begin token `bos` in front of the prompt, as in training. If there is none, an empty prompt is taken
+    for what follows the end of a text.
 
     Rotary scalings that go by the length go by that of the text so far, as in transformers: tokens beyond the original
     length are rotated in another way than those before, which stay as they are.
@@ -67,7 +71,8 @@ def generate(
     _check_sampling(tokens, temperature, top_k, top_p, seed)
     device = model.norm.weight.device
     choose = sampler(device, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eos_id]
+    begin = [] if bos is None else [bos]
+    ids = [*begin, *(int(i) for i in tokenizer.encode(prompt))] or [tokenizer.eos_id]
     cache = Cache(model.config, len(ids) + tokens, model.norm.weight)
     fresh = ids
     for _ in range(tokens):
@@ -78,7 +83,7 @@ def generate(
             break
         fresh = [token]
         ids = ids + fresh
-    return tokenizer.decode(ids)
+    return tokenizer.decode(ids[len(begin) :])
 
 
 # How each kind of models answers to a prompt: (model, tokenizer, prompt, tokens, settings of the sampling) to text.
@@ -130,6 +135,20 @@ def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, genera
     return int(tokens[torch.multinomial(probs, 1, generator=generator)])
 
 
+def _begin_token(path: Path, prompt: str) -> int | None:
+    """The begin token of a checkpoint's run. Says so if nothing was trained to begin a text, which `prompt` leaves to
+    the model.
+    """
+    state = checkpoint.Checkpoint(path).state
+    bos = resume.bos_of(state)
+    if bos is None and not prompt and resume.documents_of(state) == "mask":
+        print(
+            "this model was trained without begin tokens (--bos): give a --prompt, it cannot begin a text",
+            file=sys.stderr,
+        )
+    return bos
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -154,7 +173,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = checkpoint.find(args.run)
         tokenizer = checkpoint_tokenizer(path)
         model = load_model(path, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        print(ANSWERS[kind_of(model.config).name](model, tokenizer, args.prompt, args.tokens, **sampling))
+        kind = kind_of(model.config).name
+        if kind == "cpm":
+            sampling["bos"] = _begin_token(path, args.prompt)
+        print(ANSWERS[kind](model, tokenizer, args.prompt, args.tokens, **sampling))
     except (ValueError, OSError, checkpoint.CheckpointError) as error:
         parser.fail(error)
 

@@ -1,7 +1,8 @@
 """A tokenizer under the names that transformers looks for: tokenizer.json and tokenizer_config.json.
 
-Ids are those of the tokenizer that a model was trained with, and nothing is put around a text, as nothing was then. The
-one difference is transformers' habit: where a text spells a special token it becomes that token.
+Ids are those of the tokenizer that a model was trained with. A begin token is put in front of a text if one was then,
+and nothing else around it. The one difference is transformers' habit: where a text spells a special token it becomes
+that token.
 """
 
 from __future__ import annotations
@@ -10,28 +11,32 @@ import json
 import shutil
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
-from train.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from train.tokenizer import BYTES_END_OF_TEXT, ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
-_END_OF_TEXT = "<|endoftext|>"
 _SPACE = "\u2581"  # SentencePiece's sign for a space
 
 
-def save_for_transformers(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
+def save_for_transformers(
+    tokenizer: Tokenizer, folder: Path, longest: int, *, bos_id: int | None = None, add_bos: bool = False
+) -> None:
     """Writes `tokenizer` into an existing folder, for transformers' AutoTokenizer and for train.tokenizer alike.
 
-    `longest` is the number of tokens that a text should not exceed. Raises ValueError for kinds of SentencePiece
+    `longest` is the number of tokens that a text should not exceed. `bos_id` is called the begin token, and `add_bos`
+    puts it in front of every text, in transformers alone. Raises ValueError for kinds of SentencePiece
     models that transformers knows nothing like.
     """
     backend = _backend(tokenizer)
+    begin = None if bos_id is None else backend.id_to_token(bos_id)
+    if add_bos:
+        _put_in_front(begin, backend)
     backend.save(str(folder / "tokenizer.json"))
-    end = backend.id_to_token(tokenizer.eos_id)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end,
-        "eos_token": end,
+        "bos_token": begin,
+        "eos_token": backend.id_to_token(tokenizer.eos_id),
         "clean_up_tokenization_spaces": False,
         "model_max_length": longest,
     }
@@ -42,6 +47,13 @@ def save_for_transformers(tokenizer: Tokenizer, folder: Path, longest: int) -> N
         shutil.copyfile(tokenizer.file, folder / "tokenizer.model")
         tokenizer = SentencePieceTokenizer(folder / "tokenizer.model")
     tokenizer.save(folder)
+
+
+def _put_in_front(begin: str, backend: Backend) -> None:
+    template = {"single": [begin, "$A"], "pair": [begin, "$A", begin, "$B:1"]}
+    rules = processors.TemplateProcessing(**template, special_tokens=[(begin, backend.token_to_id(begin))])
+    before = backend.post_processor
+    backend.post_processor = processors.Sequence([before, rules]) if before else rules
 
 
 def _backend(tokenizer: Tokenizer) -> Backend:
@@ -60,8 +72,8 @@ def _of_bytes(tokenizer: ByteTokenizer) -> Backend:
     """No character is in the vocabulary, so each falls back to its bytes."""
     backend = Backend(models.BPE(vocab={f"<0x{i:02X}>": i for i in range(256)}, merges=[], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    backend.add_special_tokens([AddedToken(_END_OF_TEXT, special=True, normalized=False)])
-    assert backend.token_to_id(_END_OF_TEXT) == tokenizer.eos_id
+    backend.add_special_tokens([AddedToken(BYTES_END_OF_TEXT, special=True, normalized=False)])
+    assert backend.token_to_id(BYTES_END_OF_TEXT) == tokenizer.eos_id
     return backend
 
 
