@@ -29,6 +29,8 @@ class CPMConfig:
     window          tokens that a token sees in layers with a window, itself among them; None: no layer has one
     window_pattern  which layers have it, a letter a layer, "w", or "f" for a full one; repeated as often as there are
                     layers. "w" is all, "wwwf" all but every fourth
+    max_position_embeddings  tokens of the longest sequence that the weights were made for; None: not known. Nothing is
+                    computed by it
 
     The scalings and where they enter: MiniCPM, arXiv 2404.06395, appendix A.1 (tensor programs). Raises ValueError for
     values of another type, out of range, or that do not fit together.
@@ -55,6 +57,7 @@ class CPMConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    max_position_embeddings: int | None = None
 
     def __post_init__(self):
         check_fields(self)
@@ -97,6 +100,12 @@ class CPMConfig:
         """Of each layer its window, None where it is full."""
         pattern = self.window_pattern
         return tuple(self.window if pattern[i % len(pattern)] == "w" else None for i in range(self.num_layers))
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Tokens of the longest sequence that the weights were made for, or their rotary scaling extends them to."""
+        extended = self.rope_scaling and self.rope_scaling.extended_length
+        return max(self.max_position_embeddings, extended or 0) if self.max_position_embeddings else None
 
     @property
     def num_parameters(self) -> int:

@@ -90,6 +90,7 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
         o_bias=kind != "qwen2" and hf.get("attention_bias", False),
         mlp_bias=hf.get("mlp_bias", False),
         qk_norm=kind == "qwen3",
+        max_position_embeddings=hf.get("max_position_embeddings"),
         **(_qwen_windows(whole) if kind in _QWEN else _windows(whole)),
     )
 
@@ -236,6 +237,9 @@ def _without_mscale(said: dict[str, Any]) -> dict[str, Any]:
 def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any]:
     """config.json's content for `config`; `longest` is the number of tokens that a sequence should not exceed.
 
+    If `config` was made for longer sequences, that number is written instead. If it was made for shorter ones and its
+    rotary positions are not scaled by an original length, its own is written as original_max_position_embeddings.
+
     Raises ValueError for what no model there has: windows, biases, norms of q and k or a LongRoPE with an
     attention_factor of its own beside MiniCPM's scalings, and biases, windows or numbers of heads that do not go
     together.
@@ -262,8 +266,12 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
             "scale_depth": config.residual_scale * config.num_layers**0.5,
             "dim_model_base": config.dim_model_base or config.hidden_size,
         }
-    if (most := _max_position_embeddings(config.rope_scaling, kind, longest)) is not None:
+    original = config.max_position_embeddings
+    most = _max_position_embeddings(config.rope_scaling, kind, max(longest or 0, original or 0) or None)
+    if most is not None:
         hf["max_position_embeddings"] = most
+    if original and most > original and isinstance(config.rope_scaling, Linear | None):
+        hf["original_max_position_embeddings"] = original
     return hf
 
 
@@ -332,12 +340,13 @@ def _rope_to_hf(config: CPMConfig) -> dict[str, Any]:
 
 
 def _max_position_embeddings(scaling: RopeScaling | None, kind: str, longest: int | None) -> int | None:
-    """`longest`, but no less than a scaling is for; what a dynamic one's original length and, for MiniCPM, LongRoPE's
-    factor are read from says that.
+    """Return `longest`, or the length that a scaling extends to if that is more.
+
+    A dynamic scaling's original length is read from this number, and for MiniCPM LongRoPE's factor: it says those then.
     """
     if scaling is None or isinstance(scaling, Linear):
         return longest
     if isinstance(scaling, DynamicNTK):
         return scaling.original_length
-    extended = round(scaling.original_length * scaling.factor)
+    extended = scaling.extended_length
     return extended if kind == "minicpm" else max(longest or 0, extended)

@@ -136,9 +136,10 @@ def save_weights(
 ) -> None:
     """Writes config.json and *.safetensors (split at 5 GB) for `weights` under this project's names, in `dtype`.
 
-    `max_position_embeddings` is the number of tokens that a sequence should not exceed, which where rotary positions
-    are scaled is theirs to say; `settings` go into config.json beside the shape: eos_token_id and the like. Raises
-    ValueError if a weight is too large for the dtype or if no model there is like `config`, OSError if writing fails.
+    `max_position_embeddings` is the number of tokens that a sequence should not exceed, if `config` does not say a
+    larger one, or its rotary scaling another; `settings` go into config.json beside the shape: eos_token_id and the
+    like. Raises ValueError if a weight is too large for the dtype or if no model there is like `config`, OSError if
+    writing fails.
     """
     shape = config_to_hf(config, max_position_embeddings)
     Path(folder).mkdir(parents=True, exist_ok=True)

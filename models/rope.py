@@ -60,6 +60,11 @@ class RopeScaling(ABC):
         """What cos and sin are multiplied with."""
         return 1.0
 
+    @property
+    def extended_length(self) -> int | None:
+        """Tokens of the longest sequence that it is for; None if its numbers do not say that."""
+        return None
+
     @abstractmethod
     def frequencies(self, head_dim: int, theta: float, length: Tensor | None, device: torch.device) -> Tensor:
         """(D / 2,) fp64, radians from one position to the next; by_length (..., D / 2) for `length` (...) int64."""
@@ -79,6 +84,17 @@ class RopeScaling(ABC):
 
 
 _SMALLEST = 1e-9  # of what must be positive
+
+
+class _Extension(RopeScaling):
+    """One that makes sequences of `original_length` tokens `factor` times longer."""
+
+    factor: float
+    original_length: int
+
+    @property
+    def extended_length(self) -> int:
+        return round(self.original_length * self.factor)
 
 
 @dataclass(frozen=True)
@@ -120,7 +136,7 @@ class DynamicNTK(RopeScaling):
 
 
 @dataclass(frozen=True)
-class Yarn(RopeScaling):
+class Yarn(_Extension):
     """Rotations that turn less than `beta_slow` times in `original_length` tokens are `factor` times slower, those that
     turn more than `beta_fast` times are not; between, by a ramp over their index.
 
@@ -168,7 +184,7 @@ class Yarn(RopeScaling):
 
 
 @dataclass(frozen=True)
-class Llama3(RopeScaling):
+class Llama3(_Extension):
     """Wavelengths above original_length / low_freq_factor are `factor` times longer, those below original_length /
     high_freq_factor are not; between, frequencies are mixed by how often they turn in the original length.
     """
@@ -193,7 +209,7 @@ class Llama3(RopeScaling):
 
 
 @dataclass(frozen=True)
-class LongRope(RopeScaling):
+class LongRope(_Extension):
     """Rotation j is slower by long_factor[j] in sequences of more than `original_length` tokens, by short_factor[j] in
     others.
 

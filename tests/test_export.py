@@ -45,15 +45,18 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def run_of(root: Path, config: CPMConfig, tokenizer: Tokenizer, factor: float = 1.0, **data: object) -> Path:
+def run_of(
+    root: Path, config: CPMConfig, tokenizer: Tokenizer, factor: float = 1.0, longest_row: int | None = None, **data
+) -> Path:
     """A run's folder with one checkpoint of random weights that like tokens that the tokenizer does not have.
 
-    `data` says how it read its data; an older run's, by default.
+    `data` says how it read its data; an older run's, by default, which does not know its `longest_row` either.
     """
     weights = {name: p.detach() * factor for name, p in initialized(config).named_parameters()}
     weights["embed_tokens.weight"][tokenizer.vocab_size :] *= 5
     shards = {f"weight/{name}": Shard(w.flatten(), 0, tuple(w.shape)) for name, w in weights.items()}
     state = {"step": 3, "model": config.to_dict(), "config": {"seq_len": 77, "dtype": "fp32"}, "data": data}
+    state |= {"longest_row": longest_row} if longest_row else {}
     checkpoint.save(root, state, shards, keep_last=None)
     tokenizer.save(root / "tokenizer")
     return root
@@ -184,12 +187,30 @@ def test_an_exported_folder_says_what_others_need_to_know(run, tmp_path):
     assert not list(folder.parent.glob(".*"))
 
 
+@pytest.mark.parametrize(
+    ("made_for", "longest_row", "longest", "original"),
+    [(131_072, 77, 131_072, None), (64, 77, 77, 64), (64, 4096, 4096, 64), (None, 4096, 4096, None)],
+)
+def test_an_export_is_for_the_longest_sequence_that_the_model_was_made_for_or_trained_on(
+    tmp_path, made_for, longest_row, longest, original
+):
+    """Not for the last stage's alone. Where training went beyond what it was made for, the folder says both."""
+    config = dataclasses.replace(PADDED, max_position_embeddings=made_for)
+    folder = exported(run_of(tmp_path / "run", config, ByteTokenizer(), longest_row=longest_row), tmp_path / "out")
+    written = json.loads((folder / "config.json").read_text())
+    assert (written["max_position_embeddings"], written.get("original_max_position_embeddings")) == (longest, original)
+    assert AutoConfig.from_pretrained(folder).max_position_embeddings == longest
+    assert AutoTokenizer.from_pretrained(folder).model_max_length == longest
+    assert HFWeights(folder).config.max_position_embeddings == longest
+
+
 def test_scalings_can_be_kept(run, tmp_path, capsys):
     folder = exported(run, tmp_path / "out", "--keep-scalings")
     assert "trust_remote_code" in capsys.readouterr().out
     assert json.loads((folder / "config.json").read_text())["model_type"] == "minicpm"
     kept, weights = HFWeights(folder), checkpoint.Checkpoint(checkpoint.find(run)).weights()
-    assert dataclasses.replace(kept.config, init_std=PADDED.init_std) == PADDED
+    assert kept.config.max_position_embeddings == 77
+    assert dataclasses.replace(kept.config, init_std=PADDED.init_std, max_position_embeddings=None) == PADDED
     assert all(kept[name].equal(weight) for name, weight in weights.items())
 
 

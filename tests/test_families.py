@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     MinistralConfig,
@@ -121,6 +122,17 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).detach().abs().max() / theirs.abs().max())
 
 
+def with_length(config: CPMConfig, longest: int | None) -> CPMConfig:
+    return dataclasses.replace(config, max_position_embeddings=longest)
+
+
+def most_positions(theirs: PreTrainedConfig) -> int:
+    """Tokens of the longest sequence: as a config says, or as its rotary scaling extends them to."""
+    rope = theirs.rope_parameters
+    extended = rope["original_max_position_embeddings"] * rope["factor"] if rope["rope_type"] == "llama3" else 0
+    return max(theirs.max_position_embeddings, extended)
+
+
 @pytest.mark.parametrize(("family", "rope"), PAIRS)
 def test_logits_are_those_of_transformers_there_and_back(family, rope, tmp_path):
     theirs = theirs_of(family, rope)
@@ -135,7 +147,8 @@ def test_logits_are_those_of_transformers_there_and_back(family, rope, tmp_path)
         assert error(ours(tokens, torch.arange(length)), expected) < CLOSE
         assert error(again(tokens).logits, expected) < 1e-6  # attention_factor in the place of mscale may round once
     read = HFWeights(tmp_path / "ours")
-    assert read.config == ours.config
+    assert read.config == with_length(ours.config, read.config.max_position_embeddings)
+    assert read.config.max_position_embeddings == most_positions(theirs.config)
     assert all(read[name].equal(weight) for name, weight in ours.state_dict().items())
 
 
@@ -190,7 +203,7 @@ def test_minicpm4_folds_into_a_llama_with_the_same_logits(tmp_path):
     del hf["rope_parameters"]
     (tmp_path / "minicpm/config.json").write_text(json.dumps(hf))
     read = load_cpm(tmp_path / "minicpm").requires_grad_(False)
-    assert dataclasses.replace(read.config, init_std=SMALL.init_std) == MINICPM4
+    assert dataclasses.replace(read.config, init_std=SMALL.init_std) == with_length(MINICPM4, 64)
     save_weights(tmp_path / "llama", *fold_scalings(read.config, read.state_dict()))
     llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
     for length in LENGTHS:
@@ -226,7 +239,8 @@ def test_a_config_that_does_not_say_its_model_type_is_known_by_its_architecture(
 
 def test_exports_say_lengths_that_keep_the_scaling():
     def most(rope: str, **to) -> int | None:
-        return config_to_hf(config_from_hf(config_of("llama", rope).to_dict()), **to).get("max_position_embeddings")
+        config = with_length(config_from_hf(config_of("llama", rope).to_dict()), None)
+        return config_to_hf(config, **to).get("max_position_embeddings")
 
     assert most("none") is None
     assert most("none", longest=77) == most("linear", longest=77) == 77
@@ -234,6 +248,31 @@ def test_exports_say_lengths_that_keep_the_scaling():
     assert most("yarn", longest=32) == most("longrope", longest=32) == 64
     assert most("llama3", longest=500) == 500
     assert config_to_hf(MINICPM4, longest=500)["max_position_embeddings"] == 64  # and MiniCPM the factor
+
+
+@pytest.mark.parametrize("rope", ["none", "linear", "llama3", "yarn"])
+def test_a_model_keeps_the_longest_sequence_that_it_was_made_for(rope):
+    """Trained on longer ones it says these, and beside them its own where no scaling has an original length."""
+    hf = config_of("llama", rope).to_dict() | {"max_position_embeddings": 4096}
+    config = config_from_hf(hf)
+    assert config.max_position_embeddings == config.longest_sequence == 4096
+    for longest in (None, 77, 4096):
+        written = config_to_hf(config, longest)
+        assert written["max_position_embeddings"] == 4096
+        assert "original_max_position_embeddings" not in written
+    longer = config_to_hf(config, 8192)
+    assert longer["max_position_embeddings"] == 8192
+    assert longer.get("original_max_position_embeddings") == (4096 if rope in ("none", "linear") else None)
+    read = AutoConfig.for_model(**longer)
+    assert read.max_position_embeddings == 8192
+    assert dataclasses.replace(config_from_hf(read.to_dict()), max_position_embeddings=4096) == config
+
+
+def test_a_rotary_scaling_extends_what_a_model_was_made_for():
+    config = config_from_hf(config_of("llama", "yarn").to_dict() | {"max_position_embeddings": ORIGINAL})
+    assert (config.max_position_embeddings, config.longest_sequence) == (16, 64)
+    assert config_to_hf(config)["max_position_embeddings"] == 64
+    assert with_length(config, None).longest_sequence is None
 
 
 # Lengths: of a sequence that is cut over ranks, of documents, of rows, of what a cache holds.
@@ -499,5 +538,6 @@ def test_presets_go_to_hugging_face_and_back(preset):
     kinds = {"cpm": "minicpm", "minicpm": "minicpm", "minicpm4": "minicpm", "qwen2.5": "qwen2", "qwen3": "qwen3"}
     assert hf["model_type"] == kinds.get(preset.split("-")[0], "llama")
     again = config_from_hf(hf)
-    assert dataclasses.replace(again, scale_depth=config.scale_depth, init_std=config.init_std) == config
+    expected = with_length(config, hf.get("max_position_embeddings"))
+    assert dataclasses.replace(again, scale_depth=config.scale_depth, init_std=config.init_std) == expected
     assert again.residual_scale == pytest.approx(config.residual_scale, rel=1e-15)

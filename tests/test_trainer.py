@@ -181,6 +181,48 @@ def test_a_new_stage_keeps_weights_and_optimizer_and_counts_anew(settings, tmp_p
     assert list(losses) == [1, 2, 3]
 
 
+def made_for(longest: int) -> str:
+    """What a model's JSON file says that its weights were made for."""
+    return json.dumps(SMALL.to_dict() | {"max_position_embeddings": longest})
+
+
+def test_a_run_says_if_its_sequences_are_longer_than_the_model_was_made_for(settings, tmp_path, capsys):
+    said = "--seq-len 61 is beyond the {} tokens that the model was made for: see --rope-theta and --rope-scaling"
+    scaling = {"kind": "yarn", "factor": 1.5, "original_length": 40}
+    for longest, warned in ((60, True), (61, False)):
+        (tmp_path / "model.json").write_text(made_for(longest))
+        train(settings, output=str(tmp_path / f"run-{longest}"), steps=2)
+        assert (said.format(longest) in capsys.readouterr().err) == warned
+    (tmp_path / "model.json").write_text(made_for(40))
+    for factor, warned in ((1.5, True), (1.6, False)):
+        options = {"output": str(tmp_path / f"run-{factor}"), "rope_scaling": scaling | {"factor": factor}}
+        train(settings, steps=2, **options)
+        assert (said.format(60) in capsys.readouterr().err) == warned
+
+
+def test_stages_keep_the_longest_row_and_what_the_model_was_made_for(settings, tmp_path):
+    """Also where a later stage is shorter, and a checkpoint of before knows neither."""
+    shape = tmp_path / "model.json"
+    shape.write_text(made_for(131_072))
+    train(settings, seq_len=122, steps=2)
+    shape.write_text(json.dumps(SMALL.to_dict()))
+    path = checkpoint.newest(tmp_path / "run")
+    train(settings, resume=str(path), new_stage=True, steps=2, output=str(tmp_path / "stage"))
+    for _ in ("begun", "gone on with"):
+        state = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "stage")).state
+        assert (state["longest_row"], state["model"]["max_position_embeddings"]) == (122, 131_072)
+        train(settings, resume="auto", steps=4, output=str(tmp_path / "stage"))
+
+    def forget_lengths(state) -> None:
+        del state["longest_row"], state["model"]["max_position_embeddings"]
+
+    changed_state(path, forget_lengths)
+    shape.write_text(made_for(131_072))
+    assert train(settings, seq_len=122, resume="auto")
+    state = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run")).state
+    assert (state["longest_row"], state["model"]["max_position_embeddings"]) == (122, 131_072)
+
+
 def test_what_is_no_stage_is_refused(settings, tmp_path):
     train(settings)
     path = checkpoint.newest(tmp_path / "run")

@@ -57,7 +57,8 @@ def export_huggingface(
         raise ValueError(f"a {kind_of(config).name} has no Hugging Face format here: give --format bmtrain")
     if not keep_scalings:
         config, weights = fold_scalings(config, weights)
-    longest, end, bos = saved.state["config"]["seq_len"], tokenizer.eos_id, resume.bos_of(saved.state)
+    longest = max(resume.longest_row(saved.state), config.max_position_embeddings or 0)
+    end, bos = tokenizer.eos_id, resume.bos_of(saved.state)
     # Where documents are not told apart, the end of a text stands before the next. Otherwise nothing does but `bos`.
     before = end if resume.documents_of(saved.state) == "ignore" else bos
     ids = {"bos_token_id": before, "eos_token_id": end}

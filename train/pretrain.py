@@ -39,6 +39,7 @@ from bmt_burst.loss import count_targets
 from bmt_burst.rings import make_rings
 from bmt_burst.spec import Spec
 from bmt_burst.transport.bmtrain import initialized_bmtrain
+from models.config import CPMConfig
 from train import checkpoint, ending, ranks, resume
 from train.batches import Work
 from train.clock import Clock
@@ -76,6 +77,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, device: torch.device, stop: StopSignal, watchdog: Watchdog):
         self.config, self.device, self.stop, self.watchdog = config, device, stop, watchdog
         self.rank, self.root = dist.get_rank(), Path(config.output)
+        self.longest_row = config.seq_len
         watchdog.alive("opening files and making groups")
         ranks.together(self._check_and_open)
         ranks.together(lambda: watchdog.write_to(self.root / "stacks"))
@@ -283,6 +285,7 @@ class Trainer:
         config = self.config
         self.model_config = config.model_config()
         self.kind = kind_of(self.model_config)
+        self._check_length()
         self._check_kernel()
         self.train_data = self._open(config.data)
         self.val_data = self._open(config.val_data) if config.val_data else None
@@ -324,6 +327,14 @@ class Trainer:
         if padding > _MUCH_PADDING and self.rank == 0:
             print(f"{said} at seq_len={self.config.seq_len}", file=sys.stderr)
 
+    def _check_length(self) -> None:
+        """Says so if sequences are longer than those that the model was made for."""
+        model, seq_len = self.model_config, self.config.seq_len
+        longest = model.longest_sequence if isinstance(model, CPMConfig) else None
+        if longest and seq_len > longest and self.rank == 0:
+            said = f"--seq-len {seq_len:,} is beyond the {longest:,} tokens that the model was made for"
+            print(f"{said}: see --rope-theta and --rope-scaling", file=sys.stderr)
+
     def _check_kernel(self) -> None:
         """Raises ValueError if --flash names a kernel that cannot do this model's heads here."""
         model, like = self.model_config, {"dtype": DTYPES[self.config.dtype], "device": self.device}
@@ -336,6 +347,8 @@ class Trainer:
         resume.check_same(saved, self.model_config, self.train_data.identity, new_stage)
         counted = {} if new_stage else saved.state
         progress = Progress(**{field.name: counted.get(field.name, 0) for field in dataclasses.fields(Progress)})
+        self.model_config = resume.with_length(self.model_config, saved.state)
+        self.longest_row = max(self.longest_row, resume.longest_row(saved.state))
         resume.name_changes(saved.state, self._identity(), self.config, progress.step + 1)
         self.engine.load(saved.read, saved.state["optimizer_steps"])
         if saved.state["config"]["dtype"] == self.config.dtype:
@@ -355,6 +368,7 @@ class Trainer:
             "optimizer_steps": self.engine.optimizer_steps,
             "loss_scale": self.engine.loss_scale,
             "steps_at_scale": self.engine.steps_at_scale,
+            "longest_row": self.longest_row,
             **self._identity(),
         }
 

@@ -27,6 +27,7 @@ _TECHNICAL = {
     *("checkpointing", "checkpointing_blocks", "offload", "offload_optimizer", "timeout", "save", "new_stage"),
 }  # settings that do not matter for the result
 
+_NOTES = {"max_position_embeddings"}  # of a model, what nothing is computed by
 _STAGES_OWN = {"rope_theta", "rope_scaling", "window", "window_pattern"}  # of a model, what a stage may change
 _STAGE = "give --new-stage to start another stage from its weights and optimizer"
 _JUMP = 0.01  # relative change of a learning rate that is said
@@ -103,6 +104,17 @@ def bos_of(state: dict) -> int | None:
     return state["data"].get("bos")
 
 
+def longest_row(state: dict) -> int:
+    """Tokens of the longest row in any stage up to a checkpoint's state. Older ones know their own stage alone."""
+    return state.get("longest_row", state["config"]["seq_len"])
+
+
+def with_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveConfig:
+    """The model with the length that the weights in a checkpoint were made for, if its state says that."""
+    made_for = state["model"].get("max_position_embeddings")
+    return dataclasses.replace(model, max_position_embeddings=made_for) if made_for else model
+
+
 def check_same(saved: checkpoint.Checkpoint, model: CPMConfig | LiveConfig, data: dict, new_stage: bool) -> None:
     """Raises ValueError if the checkpoint is of another model or was reading other data than a run may go on with.
 
@@ -112,7 +124,8 @@ def check_same(saved: checkpoint.Checkpoint, model: CPMConfig | LiveConfig, data
         before = config_of(saved.state["model"])  # fields that it does not know are as they were then
     except (TypeError, ValueError) as error:
         raise ValueError(f"{saved.path} holds a model that is not known here: {error}") from error
-    if changed := _differences(before.to_dict(), model.to_dict()):
+    changed = _differences(before.to_dict(), model.to_dict())
+    if changed := {name: values for name, values in changed.items() if name not in _NOTES}:
         if not changed.keys() <= _STAGES_OWN:
             raise ValueError(f"{saved.path} holds another model: {_listed(changed)}")
         if not new_stage:
