@@ -150,8 +150,10 @@ def test_without_begin_tokens_rows_are_those_of_before_bit_for_bit(folder, docum
 
 
 def test_a_begin_token_needs_documents_that_are_told_apart(folder):
-    with pytest.raises(ValueError, match="--bos is for documents that are told apart: give --documents mask"):
+    with pytest.raises(ValueError, match="--bos needs documents that are kept apart: give --documents mask"):
         Sequences(TokenFile(folder), 16, 0, bos=EOS)
+    with pytest.raises(ValueError, match="data has 257 kinds of tokens, expected begin token 257 among them"):
+        Sequences(TokenFile(folder), 16, 0, documents=True, bos=257)
     with pytest.raises(ValueError, match="--bos </s> does not go with --documents ignore"):
         TrainConfig(documents="ignore", bos="</s>")
     with pytest.raises(ValueError, match="--bos does not go with model 'cpm-bee-tiny', a cpm-bee: its instances say"):

@@ -122,6 +122,8 @@ def test_wrong_starts_of_documents_are_refused(folder, starts, message, monkeypa
     monkeypatch.setattr("train.data._CHEAP", 0)  # as of a large file, which is checked where it is read
     with pytest.raises(ValueError, match=f"documents.bin.*{message}"):
         Sequences(TokenFile(folder), 78, 0, documents=True).read(0)
+    with pytest.raises(ValueError, match=f"documents.bin.*{message}"):  # all is checked, since all places depend on it
+        Sequences(TokenFile(folder), 1, 0, documents=True, bos=EOS)
 
 
 WINDOWED = dataclasses.replace(SMALL, window=6, window_pattern="wwf")

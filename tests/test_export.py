@@ -412,6 +412,13 @@ def test_transformers_reads_the_tokenizer_that_was_trained_with(tmp_path, kind):
             assert theirs.decode(ids) == text
     assert theirs.eos_token_id == theirs.bos_token_id == again.eos_id == tokenizer.eos_id
     assert theirs.model_max_length == 77
+    save_for_transformers(tokenizer, folder, 77, bos_id=tokenizer.bos_id, add_bos=True)
+    theirs, again = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    for text in (*SENTENCES, ""):
+        ids = [int(i) for i in tokenizer.encode(text)]
+        assert theirs(text).input_ids == [tokenizer.bos_id, *ids]
+        assert [int(i) for i in again.encode(text)] == ids
+    assert (theirs.bos_token_id, again.bos_id) == (tokenizer.bos_id, tokenizer.bos_id)
 
 
 def test_sentencepiece_models_of_other_kinds_are_refused(tmp_path):

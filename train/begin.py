@@ -1,7 +1,7 @@
-"""Begin tokens: the text of a data folder as if one stood in front of each of its documents.
+"""The text of a data folder with a begin token in front of each document.
 
-Training rows are cut from this text (pretrain.py --bos), so a begin token is a token of its row, and what is left of a
-document where a row ends goes on in the next row without one.
+Rows are cut from this text (pretrain.py --bos). So a begin token is a token of its row, and the rest of a document that
+is cut at a row's end gets none.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from train.documents import Documents, StoredDocuments
+from train.stored import StoredNumbers
 
 if TYPE_CHECKING:
     from train.data import TokenFile
@@ -22,10 +23,10 @@ _SCANNED = 1 << 20  # tokens at once
 class BegunText(Documents):
     """Tokens and documents of a folder, with token `bos` in front of each document that does not start with it.
 
-    A place counts the added tokens too. The tokens of a slice have the dtype of those in the folder.
+    Places count the added tokens. A slice has the dtype of the folder's tokens.
 
-    Opening a folder reads all of its tokens, unless its index says how many documents start with `bos`, and these are
-    all or none.
+    Making one reads all of documents.bin. It reads all tokens too, unless the index says that either no document starts
+    with `bos` or each does. Raises ValueError if documents do not start at rising places.
     """
 
     def __init__(self, file: TokenFile, bos: int):
@@ -48,19 +49,22 @@ class BegunText(Documents):
         first, last = self._added_before(start), self._added_before(stop)
         added, place, end = self._added[first:last], start - first, stop - last
         own = self._documents.between(place, end) if place < end else added[:0]
-        own = own[~np.isin(own, self._added[max(first - 1, 0) : last])]  # they start with the token themselves
+        own = own[~np.isin(own, self._added[max(first - 1, 0) : last])]  # start with the token in the file
         starts = np.sort(np.concatenate([added, own]))
         return starts + first + np.searchsorted(added, starts)
 
     def _added_before(self, place: int) -> int:
-        """How many added tokens stand before a place."""
+        """Count the added tokens before a place."""
         return bisect.bisect_left(range(len(self._added)), place, key=lambda i: int(self._added[i : i + 1][0]) + i)
 
 
-def _documents_without(file: TokenFile, bos: int):
-    """Where documents start that do not start with token `bos`: numbers that rise, read in slices."""
+def _documents_without(file: TokenFile, bos: int) -> StoredNumbers | np.ndarray:
+    """Return where those documents start in the file that do not start with token `bos`: rising, int64."""
     documents, index = file.documents, file.index
-    stored = documents.starts if isinstance(documents, StoredDocuments) else None
+    stored = None
+    if isinstance(documents, StoredDocuments):
+        documents.check()
+        stored = documents.starts
     if stored is not None and file.bos_id == bos and index.get("begun_documents") in (0, len(stored)):
         return stored if index["begun_documents"] == 0 else np.empty(0, np.int64)
     without = []

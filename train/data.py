@@ -79,7 +79,7 @@ class TokenFile:
 
     @property
     def bos_id(self) -> int | None:
-        """The begin token of its tokenizer, and what documents get by default; None in older folders."""
+        """The tokenizer's begin token, which documents get by default; None in older folders."""
         return self.index.get("bos_id")
 
     @cached_property
@@ -154,11 +154,11 @@ class Sequences:
     target. `order` says which sequence is the n-th sample of the run: a new permutation every epoch.
 
     With `documents` they are told apart: what fills up the last sequence is a document of its own, and the last token
-    of a document has no target, since the next token begins another one. With `bos` the tokens are those with this one
-    in front of each document that does not start with it.
+    of a document has no target, since the next token begins another one. With `bos`, this token stands in front of each
+    document that does not start with it, and counts as one of the tokens.
 
-    Raises ValueError for fewer than two tokens, with `documents` if it is not known where they start, and with `bos`
-    but without `documents`.
+    Raises ValueError for fewer than two tokens, with `documents` if it is not known where they start, and for `bos`
+    without `documents` or outside of the vocabulary.
     """
 
     file: TokenFile
@@ -169,7 +169,11 @@ class Sequences:
 
     def __post_init__(self):
         if self.bos is not None and not self.documents:
-            raise ValueError("--bos is for documents that are told apart: give --documents mask, or --bos none")
+            raise ValueError("--bos needs documents that are kept apart: give --documents mask, or --bos none")
+        if self.bos is not None and self.bos >= (known := self.file.index["vocab_size"]):
+            raise ValueError(
+                f"{self.file.folder} has {known} kinds of tokens, expected begin token {self.bos} among them"
+            )
         if self.documents and self.file.documents is None:
             raise ValueError(
                 f"{self.file.folder} has no documents.bin, and no eos_id in its index.json: where documents start is "
@@ -221,7 +225,7 @@ class Sequences:
         return Row(tokens, labels, tuple(bounds) if self.documents else None)
 
     def _window(self, index: int) -> Tensor:
-        """The tokens of sequence `index` and the next one, or those there are: int64."""
+        """Return the tokens of sequence `index` and the next one, or those there are: int64."""
         start = index * self.seq_len
         window = torch.from_numpy(self.text[start : start + self.seq_len + 1].astype(np.int64))
         if window.max() >= self.file.index["vocab_size"]:

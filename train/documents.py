@@ -41,7 +41,7 @@ class StoredDocuments(Documents):
         self._check(self.starts[len(self.starts) - 1 :], 0, tokens)
 
     def check(self) -> None:
-        """Reads all of it."""
+        """Read all of it. Raises ValueError as above."""
         for place in range(0, len(self.starts), _CHECKED):
             self._check(self.starts[max(place - 1, 0) : place + _CHECKED], 0, self._tokens)
 

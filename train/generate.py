@@ -60,8 +60,8 @@ def generate(
 ) -> str:
     """The prompt and up to `tokens` more tokens, fewer if the model ends the text. Temperature 0 is greedy.
 
-    The model reads begin token `bos` in front of the prompt, as in training. If there is none, an empty prompt is taken
-    for what follows the end of a text.
+    The model reads begin token `bos` in front of the prompt. Without `bos`, it reads the end-of-text token for an empty
+    prompt.
 
     Rotary scalings that go by the length go by that of the text so far, as in transformers: tokens beyond the original
     length are rotated in another way than those before, which stay as they are.
@@ -136,9 +136,7 @@ def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, genera
 
 
 def _begin_token(path: Path, prompt: str) -> int | None:
-    """The begin token of a checkpoint's run. Says so if nothing was trained to begin a text, which `prompt` leaves to
-    the model.
-    """
+    """Return the begin token of a checkpoint's run. Warn if `prompt` is empty and no text began after a token there."""
     state = checkpoint.Checkpoint(path).state
     bos = resume.bos_of(state)
     if bos is None and not prompt and resume.documents_of(state) == "mask":

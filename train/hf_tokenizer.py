@@ -24,9 +24,10 @@ def save_for_transformers(
 ) -> None:
     """Writes `tokenizer` into an existing folder, for transformers' AutoTokenizer and for train.tokenizer alike.
 
-    `longest` is the number of tokens that a text should not exceed. `bos_id` is called the begin token, and `add_bos`
-    puts it in front of every text, in transformers alone. Raises ValueError for kinds of SentencePiece
-    models that transformers knows nothing like.
+    `longest` is the number of tokens that a text should not exceed. `bos_id` is the begin token that transformers
+    knows, None for none. With `add_bos` it puts that token in front of every text.
+
+    Raises ValueError for kinds of SentencePiece models that transformers knows nothing like.
     """
     backend = _backend(tokenizer)
     begin = None if bos_id is None else backend.id_to_token(bos_id)
@@ -50,6 +51,7 @@ def save_for_transformers(
 
 
 def _put_in_front(begin: str, backend: Backend) -> None:
+    """Make `backend` put token `begin` in front of every text."""
     template = {"single": [begin, "$A"], "pair": [begin, "$A", begin, "$B:1"]}
     rules = processors.TemplateProcessing(**template, special_tokens=[(begin, backend.token_to_id(begin))])
     before = backend.post_processor

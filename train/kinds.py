@@ -106,5 +106,5 @@ def config_of(values: Any) -> ModelConfig:
 
 
 def tell_documents_apart(data: Opened, told: bool, bos: int | None) -> Opened:
-    """Sequences of text with documents `told` apart or not, with begin token `bos`; of instances always the same."""
+    """Return sequences of text with documents `told` apart or not, and begin token `bos`; instances as they are."""
     return dataclasses.replace(data, documents=told, bos=bos) if isinstance(data, Sequences) else data

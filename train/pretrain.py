@@ -306,9 +306,10 @@ class Trainer:
         return data
 
     def _tell_documents_apart(self, path: Path | None) -> None:
-        """Or not, and puts begin tokens in front of them or not. `path` is the checkpoint to go on from.
+        """Cut rows with documents told apart or not, with begin tokens or not. `path` is the checkpoint to go on from.
 
-        Raises ValueError if it is not known where they start, for an unknown begin token, or if most would be padding.
+        Raises ValueError if it is not known where they start, for an unknown begin token, or if most of the rows would
+        be padding.
         """
         file = self.train_data.file
         told = resume.documents(self.config, path, file.documents is not None)
@@ -328,7 +329,7 @@ class Trainer:
             print(f"{said} at seq_len={self.config.seq_len}", file=sys.stderr)
 
     def _check_length(self) -> None:
-        """Says so if sequences are longer than those that the model was made for."""
+        """Warn if rows are longer than the sequences that the model was made for."""
         model, seq_len = self.model_config, self.config.seq_len
         longest = model.longest_sequence if isinstance(model, CPMConfig) else None
         if longest and seq_len > longest and self.rank == 0:

@@ -74,15 +74,14 @@ def documents(config: TrainConfig, path: Path | None, known: bool) -> bool:
 
 
 def documents_of(state: dict) -> str:
-    """What the run of a checkpoint's state did: "mask" or "ignore". Older ones do not say: there was one way then."""
+    """Return what a checkpoint's run did: "mask" or "ignore". Older ones do not say: there was one way then."""
     return state["data"].get("documents", "ignore")
 
 
 def bos(config: TrainConfig, path: Path | None, told: bool, file: TokenFile, tokenizer: Tokenizer) -> int | None:
-    """The begin token of documents: as configured, else as before the checkpoint `path`, else the one of `file`.
+    """Return the begin token of documents: as configured, else as before the checkpoint `path`, else that of `file`.
 
-    None if they get none, as where documents are not `told` apart. Raises ValueError for a token that the tokenizer
-    lacks.
+    None if they get none, as where they are not `told` apart. Raises ValueError for a token that the tokenizer lacks.
     """
     if config.bos == "none" or (config.bos == "auto" and not told) or file.instances:
         return None
@@ -100,17 +99,17 @@ def bos(config: TrainConfig, path: Path | None, told: bool, file: TokenFile, tok
 
 
 def bos_of(state: dict) -> int | None:
-    """The begin token of the run of a checkpoint's state. Older ones do not say: there were none."""
+    """Return the begin token of a checkpoint's run. Older ones do not say: there were none."""
     return state["data"].get("bos")
 
 
 def longest_row(state: dict) -> int:
-    """Tokens of the longest row in any stage up to a checkpoint's state. Older ones know their own stage alone."""
+    """Return the tokens of the longest row of all stages of a checkpoint's run. Older ones know only the last stage."""
     return state.get("longest_row", state["config"]["seq_len"])
 
 
 def with_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveConfig:
-    """The model with the length that the weights in a checkpoint were made for, if its state says that."""
+    """Return the model with the length that a checkpoint's weights were made for, if its state says that."""
     made_for = state["model"].get("max_position_embeddings")
     return dataclasses.replace(model, max_position_embeddings=made_for) if made_for else model
 

@@ -111,7 +111,7 @@ class TokenWriter:
             os.fsync(file.fileno())
 
     def _begin_notes(self) -> dict[str, int]:
-        """The begin token, and how many documents start with it. Instances say themselves how they begin."""
+        """Return the begin token and how many documents start with it; nothing for instances, which have their own."""
         return {} if self.tokenizer.instances else {"bos_id": self.tokenizer.bos_id, "begun_documents": self.begun}
 
     def _append(self, ids) -> None:

@@ -27,7 +27,7 @@ _END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 class Tokenizer(ABC):
     """Text to ids and back. `eos_id` ends a document; ids are below `vocab_size`.
 
-    bos_id      begins a document, where pretraining puts a begin token in front of it: `eos_id` if there is none
+    bos_id      the begin token, which pretraining puts in front of a document; `eos_id` if there is none
     instances  the kind of models whose instances its data folders hold, instead of documents
     left_out   characters that `encode` has had no ids for so far
     """
@@ -49,7 +49,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name; None if there is no such token."""
+        """Return the id of a token by its name, None if there is no such token."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -117,7 +117,7 @@ class JsonTokenizer(Tokenizer):
         return self._backend.token_to_id(token)
 
     def _begin_id(self, special: set[int]) -> int:
-        """A special token of a usual name, else the one that the file puts in front of a text, else `eos_id`."""
+        """Return a special token of a usual name, else the one that the file puts in front of texts, else `eos_id`."""
         for name in _BEGIN_OF_TEXT:
             if (found := self._backend.token_to_id(name)) in special:
                 return found
