@@ -50,7 +50,7 @@ def test_text_and_json_lines_become_documents(tmp_path):
         '["body"]',
     ]
     (tmp_path / "in/b.jsonl").write_text("\n".join(rows))
-    said = prepare("--input", tmp_path / "in", "--output", tmp_path / "out", "--field", "body")
+    said = prepare("--input", tmp_path / "in", "--output", tmp_path / "out", "--field", "body", "--max-bad", 1)
     expected = ["höhö\nzwei\nlast\n", "one", "two"]
     assert documents(tmp_path / "out/train") == [[*text.encode(), EOS] for text in expected]
     index = TokenFile(tmp_path / "out/train").index
@@ -114,7 +114,9 @@ def test_only_its_own_output_is_replaced(tmp_path):
 
 def test_nothing_but_bad_lines_is_an_error(tmp_path):
     (tmp_path / "x.jsonl").write_text("no\nno\n")
-    assert "got no tokens" in prepare("--input", tmp_path / "x.jsonl", "--output", tmp_path / "out", code=2)
+    arguments = ("--input", tmp_path / "x.jsonl", "--output", tmp_path / "out")
+    assert "2 of 2 lines are bad" in prepare(*arguments, code=2)
+    assert "got no tokens" in prepare(*arguments, "--max-bad", 1, code=2)
     assert not (tmp_path / "out").exists()
 
 

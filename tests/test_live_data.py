@@ -500,6 +500,10 @@ def test_lines_that_are_no_instances_are_counted_and_said(tmp_path):
     ]
     as_jsonl(tmp_path / "x.jsonl", [line for line, _ in wrong] + [{"<ans>": "x"}])
     arguments = ("--tokenizer", f"cpm-bee:{vocabulary}", "--output", tmp_path / "out")
+    assert "8 of 9 lines are bad, more than --max-bad 0.01" in prepare(
+        "--input", tmp_path / "x.jsonl", *arguments, code=2
+    )
+    arguments += ("--max-bad", 0.9)
     said = prepare("--input", tmp_path / "x.jsonl", *arguments)
     assert "8 bad lines were skipped" in said
     index = json.loads((tmp_path / "out/train/index.json").read_text())

@@ -330,3 +330,74 @@ def test_an_output_that_is_a_link_or_holds_more_is_not_replaced(tmp_path):
 def test_a_wrong_command_line_takes_one_line():
     said = prepare("--input", "x.txt", "--output", "out", "--workers", "many", code=2)
     assert said == "prepare_data.py: argument --workers: invalid int value: 'many'; see prepare_data.py --help\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--input", ""), "--input must not be empty; the current folder is ."),
+        (("--input", "x.txt", ""), "--input must not be empty; the current folder is ."),
+        (("--input", "x.txt", "--output", ""), "--output must not be empty"),
+        (("--input", "x.txt", "--max-bad", 1.5), "--max-bad must be at least 0 and at most 1, got 1.5"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("text")
+    assert f"prepare_data.py: {message}" in prepare("--output", "out", *arguments, code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
+
+
+ENCODED = {
+    "UTF-16": ("utf-16", "UTF-16"),
+    "UTF-16 without a mark": ("utf-16-be", "UTF-16BE"),
+    "UTF-32": ("utf-32", "UTF-32"),
+    "GBK": ("gbk", "GB18030"),
+    "Windows": ("cp1252", "WINDOWS-1252"),
+}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "ending"), [*((name, ".txt") for name in ENCODED), ("UTF-16", ".jsonl"), ("UTF-16", ".txt.gz")]
+)
+def test_text_of_another_encoding_is_refused_and_the_encoding_guessed(encoding, ending, tmp_path):
+    """Zeros are valid UTF-8, so that a line of UTF-16 may be; JSON would be read in UTF-16, a byte late."""
+    codec, guess = ENCODED[encoding]
+    word = "环注意力" if codec == "gbk" else "é è à" if codec == "cp1252" else "ring"
+    lines = [f"{word} number {i}" for i in range(51)]
+    text = "".join(
+        f"{line if ending != '.jsonl' else json.dumps({'text': line}, ensure_ascii=False)}\n" for line in lines
+    )
+    content = text.encode(codec)
+    (tmp_path / f"x{ending}").write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    said = prepare("--input", tmp_path, "--output", tmp_path / "out", code=2)
+    assert re.search(r"prepare_data\.py: 5[12] of 5[12] lines are bad, more than --max-bad 0\.01 of them\. ", said)
+    assert f"x{ending} looks like {guess}: iconv -f {guess} -t UTF-8 converts it. The first: " in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_bad_lines_than_allowed_write_nothing(tmp_path):
+    """Empty lines do not count. Lines that are bad for another reason are in no encoding."""
+    (tmp_path / "x.jsonl").write_bytes(jsonl(*map(str, range(98))) + b"{}\n" * 2 + b"\n" * 300)
+    arguments = ("--input", tmp_path / "x.jsonl", "--output", tmp_path / "out")
+    said = prepare(*arguments, code=2)
+    reason = "no text in field 'text'"
+    assert "2 of 100 lines are bad, more than --max-bad 0.01 of them. The first: " in said
+    assert f"x.jsonl:99: {reason}; " in said
+    assert not (tmp_path / "out").exists()
+    assert "2 bad lines were skipped" in prepare(*arguments, "--max-bad", 0.02)
+    (tmp_path / "x.jsonl").write_bytes(jsonl("good") + b"{}\n")
+    assert "1 of 2 lines are bad, more than --max-bad 0 of" in prepare(
+        *arguments, "--max-bad", 0, "--overwrite", code=2
+    )
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    """Also where files were joined to one with a record a line."""
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.txt").write_bytes(mark + b"one\n" + mark + b"two\n")
+    (tmp_path / "b.jsonl").write_bytes(mark + jsonl("three") + mark + jsonl("four"))
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(mark + b"five"))
+    (tmp_path / "d.txt").write_bytes(mark)
+    prepare("--input", tmp_path, "--output", tmp_path / "out")
+    assert texts(tmp_path / "out/train") == ["one\n\ufefftwo\n", "three", "four", "five"]

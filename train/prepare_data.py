@@ -13,7 +13,7 @@ form that train/cpm_live/instances.py says.
 Text streams through: files may be larger than memory, a line may not; a long .txt is tokenized in pieces of some MiB
 that end with a line. --workers processes do so at once; the result is the same for any number of them. Lines that are
 not UTF-8, not JSON or lack the field, and what follows where a .gz is damaged, are skipped, counted and reported;
-index.json lists the first of them.
+index.json lists the first of them. If they are more than --max-bad of the lines, nothing is written.
 
 Which documents are for validation depends on their names alone. Where that would leave nothing to one of the parts, as
 with a few documents, the last of all tokens are for validation instead, and a document may be cut in two.
@@ -173,6 +173,7 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
         names = ["train", "val"] if args.val_fraction else ["train"]
         writers = {name: writer(partial / "new" / name, tokenizer) for name in names}
         bad = _tokenize(files, args, writers, interrupts)
+        bad.check(args.max_bad)
         if not any(each.tokens for each in writers.values()):
             raise ValueError(f"got no tokens from {len(files)} files; {bad.count} bad lines {bad.first}")
         if not all(each.tokens for each in writers.values()):
@@ -221,11 +222,22 @@ def main() -> None:
         "--val-fraction", type=float, default=0.0, help="share of documents for validation (default: 0)"
     )
     parser.add_argument(
+        "--max-bad",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="share of the lines, empty ones aside, that may be bad; with more nothing is written (default: 0.01)",
+    )
+    parser.add_argument(
         "--workers", type=int, help="processes that tokenize (default: one a CPU core, 1 for bytes and for little text)"
     )
     args = parser.parse_args()
     if args.workers is not None and args.workers < 1:
         parser.error(f"--workers must be at least 1, got {args.workers}")
+    if not args.output:
+        parser.error("--output must not be empty")
+    if not 0 <= args.max_bad <= 1:
+        parser.error(f"--max-bad must be at least 0 and at most 1, got {args.max_bad}")
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val-fraction must be at least 0 and below 1, got {args.val_fraction}")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -21,23 +22,50 @@ from train.tokenizer import open_tokenizer
 
 _PIECE = 1 << 20  # bytes of text that are tokenized at once, to the end of the line
 _LISTED = 20  # bad lines that are listed one by one
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # which begins like that of UTF-16
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+_ZEROS = 0.2  # share of zeros among the bytes at even or at odd places, more than which only UTF-16 and UTF-32 have
+_OTHERS = ("GB18030", "WINDOWS-1252")  # the first that can be read is guessed
 
 
 @dataclass
 class BadLines:
-    """Lines that could not be used, and characters of the others that the tokenizer left out."""
+    """Lines that could not be used, and characters of the others that the tokenizer left out.
+
+    among  how many lines there were in all, empty ones aside
+    file   the first file with a bad line
+    """
 
     count: int = 0
     first: list[str] = field(default_factory=list)
     left_out: int = 0
+    among: int = 0
+    file: Path | None = None
 
     def add(self, path: Path, line: int, reason: str) -> None:
-        self.extend(BadLines(1, [f"{path}:{line}: {reason}"]))
+        self.extend(BadLines(1, [f"{path}:{line}: {reason}"], file=path))
 
     def extend(self, later: BadLines) -> None:
         self.count += later.count
         self.left_out += later.left_out
+        self.among += later.among
         self.first += later.first[: _LISTED - len(self.first)]
+        self.file = self.file or later.file
+
+    def check(self, most: float) -> None:
+        """Raise ValueError if they are more than the share `most` of the lines."""
+        if not self.count or self.count / self.among <= most:
+            return
+        guess = guess_encoding(self.file)
+        encoded = f"{self.file} looks like {guess}: iconv -f {guess} -t UTF-8 converts it. " if guess else ""
+        raise ValueError(
+            f"{self.count} of {self.among} lines are bad, more than --max-bad {most:g} of them. {encoded}The first: "
+            f"{'; '.join(self.first[:3])}"
+        )
 
 
 class Unread:
@@ -92,7 +120,8 @@ class Encoder:
         self._of_text = instances.of_text if instances else self._document
 
     def __call__(self, piece: Piece) -> Encoded:
-        bad, before = BadLines(), self.tokenizer.left_out
+        bad = BadLines(among=sum(1 for line in piece.lines if line.strip()) + (piece.damage is not None))
+        before = self.tokenizer.left_out
         if is_records(piece.path):
             documents = list(self._records(piece, bad))
         else:
@@ -131,8 +160,10 @@ def find_files(inputs: list[str], pattern: str | None, exclude: list[str]) -> tu
 
     Files are sorted within a folder and come once each, however often they are named. Links to files are followed,
     links to folders only where they are an input themselves. Raises ValueError for an input that does not exist, cannot
-    be opened or is of an unknown kind, and for a folder without any match.
+    be opened, is of an unknown kind or is "", and for a folder without any match.
     """
+    if "" in inputs:
+        raise ValueError("--input must not be empty; the current folder is .")
     files: list[Path] = []
     unread, seen = Unread(), set()
     for path in map(Path, inputs):
@@ -161,13 +192,17 @@ def find_files(inputs: list[str], pattern: str | None, exclude: list[str]) -> tu
 
 
 def read_pieces(path: Path) -> Iterator[Piece]:
-    """The text of a file. Raises ValueError if it cannot be read; damage to compression is told in the last piece."""
+    """The text of a file, without a byte-order mark of UTF-8.
+
+    Raises ValueError if it cannot be read; damage to compression is told in the last piece.
+    """
     first_line, before = 1, 0
     with open(path, "rb") as raw:
-        # A GzipFile reads lines in Python, BufferedReader in C.
-        text = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if _compressed(path) else raw
+        text = _decompressed(raw, path)
         while True:
             lines, damage = _take_lines(text, path)
+            if lines and first_line == 1:
+                lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
             if lines or damage:
                 yield Piece(path, first_line, lines, raw.tell() - before, damage)
             if damage or not lines:
@@ -188,6 +223,11 @@ def _take_lines(text: io.BufferedReader, path: Path) -> tuple[list[bytes], str |
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     return lines, None
+
+
+def _decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
+    """A GzipFile reads lines in Python, BufferedReader in C."""
+    return io.BufferedReader(gzip.GzipFile(fileobj=raw)) if _compressed(path) else raw
 
 
 def _compressed(path: Path) -> bool:
@@ -259,10 +299,11 @@ def _problem(path: Path) -> str | None:
 
 
 def parsed(line: bytes) -> Any:
-    """A line of a .jsonl. Raises BadRecord if it is not JSON."""
+    """A line of a .jsonl. Raises BadRecord if it is not JSON in UTF-8."""
+    text = decoded(line.removeprefix(codecs.BOM_UTF8))  # within a file, where files were joined
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8, or nested too deep
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
         raise BadRecord(f"not JSON: {error}") from error
 
 
@@ -271,7 +312,48 @@ def plain_text(piece: Piece, bad: BadLines) -> str:
     good = []
     for number, line in enumerate(piece.lines, piece.first_line):
         try:
-            good.append(line.decode())
-        except UnicodeDecodeError as error:
-            bad.add(piece.path, number, f"not UTF-8: {error.reason} at byte {error.start}")
+            good.append(decoded(line))
+        except BadRecord as error:
+            bad.add(piece.path, number, str(error))
     return "".join(good)
+
+
+def decoded(line: bytes) -> str:
+    """A line as text. Raises BadRecord if it is not UTF-8, or has as many zero bytes as UTF-16."""
+    if any(_many_zeros(line)):
+        raise BadRecord(f"not UTF-8: {line.count(0)} of {len(line)} bytes are zero")
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def guess_encoding(path: Path) -> str | None:
+    """Guess the encoding of a file by its first bytes: a name that iconv knows, None for UTF-8 and if it is not clear.
+
+    Raises OSError if the file can no longer be read.
+    """
+    with open(path, "rb") as raw:
+        lines, _ = _take_lines(_decompressed(raw, path), path)
+    start = b"".join(lines)
+    if marked := next((name for mark, name in _MARKS.items() if start.startswith(mark)), None):
+        return marked
+    even, odd = _many_zeros(start)
+    if even or odd:
+        return "UTF-32" if even and odd else "UTF-16BE" if even else "UTF-16LE"
+    return None if _readable(start, "UTF-8") else next((name for name in _OTHERS if _readable(start, name)), None)
+
+
+def _many_zeros(text: bytes) -> tuple[bool, bool]:
+    """Whether bytes at even and at odd places are zero as often as in UTF-16, with whose zeros UTF-8 may be valid."""
+    even, odd = text[::2], text[1::2]
+    return even.count(0) > _ZEROS * len(even), odd.count(0) > _ZEROS * len(odd)
+
+
+def _readable(start: bytes, encoding: str) -> bool:
+    """Whether bytes, which may end within a character, are text in an encoding."""
+    try:
+        codecs.getincrementaldecoder(encoding)().decode(start)
+    except UnicodeDecodeError:
+        return False
+    return True
