@@ -390,6 +390,7 @@ LLAMAS = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_
 TOKENIZERS = {
     "bytes": lambda folder: ByteTokenizer(),
     "json": json_tokenizer,
+    "json with another end": lambda folder: JsonTokenizer(json_tokenizer(folder).file, "<s>"),
     "Llama's": lambda folder: sentencepiece_tokenizer(folder, "bpe", **LLAMAS),
     "BPE": lambda folder: sentencepiece_tokenizer(folder, "bpe", byte_fallback=True),
     "unigram": lambda folder: sentencepiece_tokenizer(folder, "unigram", byte_fallback=True),

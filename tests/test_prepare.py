@@ -339,6 +339,7 @@ def test_a_wrong_command_line_takes_one_line():
         (("--input", "x.txt", ""), "--input must not be empty; the current folder is ."),
         (("--input", "x.txt", "--output", ""), "--output must not be empty"),
         (("--input", "x.txt", "--max-bad", 1.5), "--max-bad must be at least 0 and at most 1, got 1.5"),
+        (("--input", "x.txt", "--eos", "</s>"), "--eos goes with a .json or .model file, got '</s>' for bytes"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(arguments, message, tmp_path, monkeypatch):
@@ -401,3 +402,18 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "d.txt").write_bytes(mark)
     prepare("--input", tmp_path, "--output", tmp_path / "out")
     assert texts(tmp_path / "out/train") == ["one\n\ufefftwo\n", "three", "four", "five"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_end_of_text_may_be_any_token(workers, byte_level, tmp_path):  # noqa: F811
+    """One that is in no list, and one that is not special; text that spells it stays text."""
+    (tmp_path / "x.txt").write_text("a <tool> b")
+    arguments = ("--input", tmp_path / "x.txt", "--tokenizer", byte_level, "--workers", workers)
+    prepare(*arguments, "--eos", "<tool>", "--output", tmp_path / "out")
+    [ids] = documents(tmp_path / "out/train")
+    tokenizer = load_tokenizer(tmp_path / "out/train")
+    assert ids.index(tokenizer.eos_id) == len(ids) - 1
+    assert tokenizer.decode(ids) == "a <tool> b"
+    assert tokenizer.eos_id == TokenFile(tmp_path / "out/train").index["eos_id"] != 0
+    said = prepare(*arguments, "--eos", "<end>", "--output", tmp_path / "other", code=2)
+    assert f"cannot read tokenizer {byte_level}: it has no end-of-text token '<end>'" in said

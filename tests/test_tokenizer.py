@@ -66,13 +66,16 @@ def test_an_end_of_text_token_that_is_not_marked_as_special_is_cut_too(tmp_path)
     assert open_tokenizer(str(tmp_path / "words.json")).encode("a </s> a").tolist() == [1, 2, 2, 1]
 
 
-def test_control_symbols_of_sentencepiece_stay_text(tmp_path):
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory):
+    """A SentencePiece model with a control symbol and a symbol that users defined."""
     from sentencepiece import SentencePieceTrainer
 
-    (tmp_path / "lines.txt").write_text("the quick brown fox jumps over the lazy dog <sep>\n" * 50)
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    (folder / "lines.txt").write_text("the quick brown fox jumps over the lazy dog <sep>\n" * 50)
     SentencePieceTrainer.train(
-        input=str(tmp_path / "lines.txt"),
-        model_prefix=str(tmp_path / "sp"),
+        input=str(folder / "lines.txt"),
+        model_prefix=str(folder / "sp"),
         vocab_size=320,
         model_type="bpe",
         byte_fallback=True,
@@ -81,7 +84,11 @@ def test_control_symbols_of_sentencepiece_stay_text(tmp_path):
         user_defined_symbols=["<sep>"],
         minloglevel=2,
     )
-    tokenizer = open_tokenizer(str(tmp_path / "sp.model"))
+    return folder / "sp.model"
+
+
+def test_control_symbols_of_sentencepiece_stay_text(sentencepiece):
+    tokenizer = open_tokenizer(str(sentencepiece))
     text = "fox </s> dog <s> <ctl> <unk> the <sep> ü"
     ids = tokenizer.encode(text)
     assert not {0, 1, 2, 3} & set(ids)  # <unk>, <s>, </s> and <ctl>
@@ -179,3 +186,21 @@ def test_a_begin_token_is_known_by_its_name_or_its_place_in_front_or_is_the_end_
     tokenizer = open_tokenizer(str(tmp_path / "words.json"))
     assert tokenizer.bos_id == tokenizer.id_of(begin) == backend.token_to_id(begin)
     assert tokenizer.id_of("<none>") is None
+
+
+def test_the_end_of_text_of_sentencepiece_is_a_control_symbol(sentencepiece, tmp_path):
+    open_tokenizer(str(sentencepiece), "<ctl>").save(tmp_path)
+    assert load_tokenizer(tmp_path).eos_id == 3
+    for token in ("<sep>", "fox", "<unk>", "", "<end>"):
+        with pytest.raises(ValueError, match=f"must be one of its control symbols, got '{token}'"):
+            open_tokenizer(str(sentencepiece), token)
+
+
+def test_unknown_text_does_not_become_the_end_of_text(tmp_path):
+    backend = Tokenizer(models.WordLevel({"</s>": 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.save(str(tmp_path / "words.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "words.json"), "[UNK]")
+    assert tokenizer.encode("a a").tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"words.json encodes 'b' only as special token \[UNK\]"):
+        tokenizer.encode("a bb")

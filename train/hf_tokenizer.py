@@ -43,10 +43,10 @@ def save_for_transformers(
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     if isinstance(tokenizer, JsonTokenizer):
-        tokenizer = JsonTokenizer(folder / "tokenizer.json")
+        tokenizer = JsonTokenizer(folder / "tokenizer.json", tokenizer.eos)
     elif isinstance(tokenizer, SentencePieceTokenizer):
         shutil.copyfile(tokenizer.file, folder / "tokenizer.model")
-        tokenizer = SentencePieceTokenizer(folder / "tokenizer.model")
+        tokenizer = SentencePieceTokenizer(folder / "tokenizer.model", tokenizer.eos)
     tokenizer.save(folder)
 
 

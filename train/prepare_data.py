@@ -130,7 +130,7 @@ def _tokenize(
 ) -> BadLines:
     """Writes every document to its part; returns what could not be used."""
     bad, size = BadLines(), sum(file.stat().st_size for file in files)
-    encoder = functools.partial(Encoder, args.tokenizer, args.field)
+    encoder = functools.partial(Encoder, args.tokenizer, args.field, args.eos)
     pieces = (piece for file in files for piece in read_pieces(file))
     results = in_order(encoder, pieces, _workers(args.workers, args.tokenizer, size))
     with closing(results), tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
@@ -163,7 +163,7 @@ def _split(
 
 
 def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
-    tokenizer = open_tokenizer(args.tokenizer)
+    tokenizer = open_tokenizer(args.tokenizer, args.eos)
     files, unread = find_files(args.input, args.glob, args.exclude)
     output = Path(args.output)
     with _partial_folder(output) as partial:
@@ -212,6 +212,11 @@ def main() -> None:
         default="bytes",
         help="'bytes' (default), a tokenizer.json, a SentencePiece .model; cpm-bee:FILE, cpm-ant:FILE or "
         "cpm-ant-greedy:FILE with a vocabulary, for instances of these models",
+    )
+    parser.add_argument(
+        "--eos",
+        metavar="TOKEN",
+        help="the token of a .json or .model that ends a text (default: its own, or one of the usual names)",
     )
     parser.add_argument("--field", default="text", help="field of .jsonl records that holds the text (default: text)")
     parser.add_argument("--glob", help="in folders, take files whose path ends like this, as text if not .jsonl")

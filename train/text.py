@@ -112,9 +112,9 @@ class Encoded:
 class Encoder:
     """Turns pieces into tokens."""
 
-    def __init__(self, tokenizer: str, json_field: str):
+    def __init__(self, tokenizer: str, json_field: str, eos: str | None = None):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads have nothing to share in a single text
-        self.tokenizer, self.json_field = open_tokenizer(tokenizer), json_field
+        self.tokenizer, self.json_field = open_tokenizer(tokenizer, eos), json_field
         instances = reader(self.tokenizer, json_field)
         self._of_record = instances.of_record if instances else self._document_of_record
         self._of_text = instances.of_text if instances else self._document

@@ -28,6 +28,7 @@ class Tokenizer(ABC):
     """Text to ids and back. `eos_id` ends a document; ids are below `vocab_size`.
 
     bos_id      the begin token, which pretraining puts in front of a document; `eos_id` if there is none
+    eos        the token that was named as the end of a text, None if the tokenizer's own is taken
     instances  the kind of models whose instances its data folders hold, instead of documents
     left_out   characters that `encode` has had no ids for so far
     """
@@ -36,6 +37,7 @@ class Tokenizer(ABC):
     eos_id: int
     bos_id: int
     file: Path | None = None
+    eos: str | None = None
     instances: str | None = None
     left_out: int = 0
 
@@ -62,7 +64,8 @@ class Tokenizer(ABC):
         name = f"tokenizer{self.file.suffix}" if self.file else None
         if self.file and self.file.resolve() != (folder / name).resolve():
             shutil.copyfile(self.file, inside(folder, name))
-        inside(folder, _SPEC).write_text(json.dumps({"kind": type(self).__name__, "file": name}) + "\n")
+        spec = {"kind": type(self).__name__, "file": name, "eos": self.eos}
+        inside(folder, _SPEC).write_text(json.dumps(spec) + "\n")
 
 
 class ByteTokenizer(Tokenizer):
@@ -82,28 +85,27 @@ class ByteTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A `tokenizers` file (tokenizer.json). Raises ValueError if it has none of the usual end-of-text tokens.
+    """A `tokenizers` file (tokenizer.json).
+
+    `eos` names the end-of-text token, by default one of the usual ones. Raises ValueError if the file does not have it.
 
     Special tokens never come out of text, not even where it spells them. Added tokens that are not special do: they
     decode to what was there.
     """
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, eos: str | None = None):
         from tokenizers import Tokenizer as Backend
 
-        self.file = file
+        self.file, self.eos = file, eos
         self._backend = Backend.from_file(str(file))
         self._backend.no_truncation()  # some files carry a length to cut or fill texts to
         self._backend.no_padding()
         self._backend.encode_special_tokens = True  # as text, that is
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
-        known = [self._backend.token_to_id(token) for token in _END_OF_TEXT]
-        if all(i is None for i in known):
-            raise ValueError(f"{file} has no end-of-text token; looked for {', '.join(_END_OF_TEXT)}")
-        self.eos_id = next(i for i in known if i is not None)
+        self.eos_id = self._end_of_text(_END_OF_TEXT if eos is None else (eos,))
         special = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
         self.bos_id = self._begin_id(special)
-        self._not_text = np.array(sorted((special | {self.eos_id}) - {self._unknown_id()}))
+        self._not_text = np.array(sorted((special - {self._unknown_id()}) | {self.eos_id}))
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -111,7 +113,14 @@ class JsonTokenizer(Tokenizer):
         return self._encode_apart(text) if np.isin(ids, self._not_text).any() else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._backend.decode([int(i) for i in ids])
+        return self._backend.decode([int(i) for i in ids if i != self.eos_id])
+
+    def _end_of_text(self, names: Sequence[str]) -> int:
+        """Return the id of the first of `names` that is a token."""
+        known = [self._backend.token_to_id(name) for name in names]
+        if all(i is None for i in known):
+            raise ValueError(f"it has no end-of-text token {' or '.join(map(repr, names))}; name its own with --eos")
+        return next(i for i in known if i is not None)
 
     def id_of(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -150,21 +159,26 @@ class JsonTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. Raises ValueError if it was trained without an end-of-sentence token.
+    """A SentencePiece model.
+
+    `eos` names the end-of-text token, by default the model's end-of-sentence token. Raises ValueError if the model was
+    trained without one, or if `eos` is no control symbol, which text could become.
 
     Control symbols never come out of text, not even where it spells them. User-defined symbols do: to SentencePiece
     they are pieces of text.
     """
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, eos: str | None = None):
         from sentencepiece import SentencePieceProcessor
 
-        self.file = file
+        self.file, self.eos = file, eos
         self._backend = SentencePieceProcessor(model_file=str(file))
         self.vocab_size = self._backend.vocab_size()
-        self.eos_id = self._backend.eos_id()
+        self.eos_id = self._backend.eos_id() if eos is None else self._backend.piece_to_id(eos)
         if self.eos_id < 0:
-            raise ValueError(f"{file} was trained without an end-of-sentence token")
+            raise ValueError("it was trained without an end-of-sentence token; name a control symbol with --eos")
+        if eos is not None and not self._backend.is_control(self.eos_id):
+            raise ValueError(f"the end-of-text token must be one of its control symbols, got {eos!r}")
         begin = self._backend.bos_id()  # below 0 if there is none
         self.bos_id = self.eos_id if begin < 0 else begin
 
@@ -189,14 +203,20 @@ def _with_vocabulary() -> dict[str, type[Tokenizer]]:
     return {"cpm-bee": BeeTokenizer, "cpm-ant": AntTokenizer, "cpm-ant-greedy": AntGreedyTokenizer}
 
 
-def open_tokenizer(name: str) -> Tokenizer:
+def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
     """The tokenizer that `name` means: "bytes", a .json or .model file, or "cpm-bee:FILE", "cpm-ant:FILE" or
     "cpm-ant-greedy:FILE" for a vocabulary.
+
+    `eos` names the end-of-text token of a .json or .model file. Raises ValueError if the tokenizer cannot be read or
+    has another end of a text.
     """
+    prefix, _, vocabulary = name.partition(":")
+    listed = vocabulary and prefix in (kinds := _with_vocabulary())
+    if eos is not None and (listed or name == "bytes"):
+        raise ValueError(f"--eos goes with a .json or .model file, got {eos!r} for {name}, which ends texts in its way")
     if name == "bytes":
         return ByteTokenizer()
-    prefix, _, vocabulary = name.partition(":")
-    if vocabulary and prefix in (kinds := _with_vocabulary()):
+    if listed:
         return _read(kinds[prefix], Path(vocabulary))
     path = Path(name)
     if path.suffix not in _BY_SUFFIX:
@@ -204,7 +224,7 @@ def open_tokenizer(name: str) -> Tokenizer:
             f"tokenizer must be 'bytes', a .json or a .model file, or {', '.join(_with_vocabulary())} with :FILE, a "
             f"vocabulary; got {name!r}"
         )
-    return _read(_BY_SUFFIX[path.suffix], path)
+    return _read(_BY_SUFFIX[path.suffix], path, eos)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -215,18 +235,18 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     kinds = {kind.__name__: kind for kind in (ByteTokenizer, *_BY_SUFFIX.values(), *_with_vocabulary().values())}
     try:
         spec = json.loads(spec_file.read_text())
-        kind, name = kinds[spec["kind"]], spec["file"]
+        kind, name, eos = kinds[spec["kind"]], spec["file"], spec.get("eos")
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise ValueError(f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}") from error
     if kind is ByteTokenizer:
         return kind()
-    return _read(kind, inside(folder, name))
+    return _read(kind, inside(folder, name), eos)
 
 
-def _read(kind: type[Tokenizer], path: Path) -> Tokenizer:
+def _read(kind: type[Tokenizer], path: Path, eos: str | None = None) -> Tokenizer:
     if not path.is_file():
         raise ValueError(f"no tokenizer file {path}")
     try:
-        return kind(path)
+        return kind(path) if eos is None else kind(path, eos)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"cannot read tokenizer {path}: {' '.join(str(error).split())}") from error
