@@ -29,7 +29,14 @@ from train.export import main
 from train.generate import checkpoint_tokenizer, generate, load_model
 from train.generate import main as generate_main
 from train.hf_tokenizer import save_for_transformers
-from train.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from train.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    saved_identity,
+)
 
 PADDED = dataclasses.replace(SMALL, rope_theta=5e5)  # a vocabulary of 300 for bytes as tokens, of which there are 257
 SENTENCES = [
@@ -413,6 +420,7 @@ def test_transformers_reads_the_tokenizer_that_was_trained_with(tmp_path, kind):
             assert theirs.decode(ids) == text
     assert theirs.eos_token_id == theirs.bos_token_id == again.eos_id == tokenizer.eos_id
     assert theirs.model_max_length == 77
+    assert saved_identity(folder) == again.identity == tokenizer.identity
     save_for_transformers(tokenizer, folder, 77, bos_id=tokenizer.bos_id, add_bos=True)
     theirs, again = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
     for text in (*SENTENCES, ""):

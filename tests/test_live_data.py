@@ -435,6 +435,7 @@ class Spelled(AntGreedyTokenizer):
 
     def __init__(self):
         self.vocab_size, self.bos_id, self.eos_id, self.file = 100, 6, 7, None
+        self.vocabulary = SimpleNamespace(pieces=[])
 
 
 def ant_pieces(count, tokens):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from train.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer
+from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer
+from train.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer, saved_identity
 
 SPELLED = [
     "a </s> b",
@@ -204,3 +205,67 @@ def test_unknown_text_does_not_become_the_end_of_text(tmp_path):
     assert tokenizer.encode("a a").tolist() == [1, 1]
     with pytest.raises(ValueError, match=r"words.json encodes 'b' only as special token \[UNK\]"):
         tokenizer.encode("a bb")
+
+
+def written(folder, name, settings):
+    (folder / name).write_text(json.dumps(settings, indent=3))
+    return open_tokenizer(str(folder / name)).identity
+
+
+def test_an_identity_is_of_vocabulary_rules_and_the_end_of_text(byte_level, tmp_path):
+    """Not of how a file spells them, nor of what no text is encoded with here."""
+    settings, mine = json.loads(byte_level.read_text()), open_tokenizer(str(byte_level)).identity
+    vocabulary, merges = settings["model"]["vocab"], settings["model"]["merges"]
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    for change in (
+        {"truncation": truncation},
+        {"post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {"model": settings["model"] | {"vocab": dict(reversed(vocabulary.items()))}},
+        {"model": settings["model"] | {"merges": [" ".join(pair) for pair in merges]}},
+        {"model": {name: value for name, value in settings["model"].items() if value is not None}},
+    ):
+        assert written(tmp_path, "same.json", settings | change) == mine
+    swapped = vocabulary | {"x": vocabulary["y"], "y": vocabulary["x"]}
+    added = [token | {"normalized": not token["normalized"]} for token in settings["added_tokens"]]
+    for change in (
+        {"model": settings["model"] | {"vocab": swapped}},
+        {"model": settings["model"] | {"merges": merges[:-1]}},
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": settings["pre_tokenizer"] | {"add_prefix_space": True}},
+        {"added_tokens": added},
+    ):
+        assert written(tmp_path, "other.json", settings | change) != mine
+    assert open_tokenizer(str(byte_level), "<|endoftext|>").identity != mine
+
+
+def test_an_identity_is_saved_and_loaded(byte_level, sentencepiece, tmp_path):
+    (tmp_path / "vocabulary.txt").write_text("<pad>\n<unk>\n<s>\n</s>\n<root>\n<ans>\na\n")
+    tokenizers = [
+        ByteTokenizer(),
+        open_tokenizer(str(byte_level)),
+        open_tokenizer(str(byte_level), "<tool>"),
+        open_tokenizer(str(sentencepiece)),
+        open_tokenizer(str(sentencepiece), "<ctl>"),
+        BeeTokenizer(tmp_path / "vocabulary.txt"),
+        AntGreedyTokenizer(tmp_path / "vocabulary.txt"),
+    ]
+    for i, tokenizer in enumerate(tokenizers):
+        tokenizer.save(tmp_path / str(i))
+        again = load_tokenizer(tmp_path / str(i))
+        assert saved_identity(tmp_path / str(i)) == tokenizer.identity == again.identity
+        assert (again.eos, again.eos_id) == (tokenizer.eos, tokenizer.eos_id)
+    (tmp_path / "vocabulary.txt").write_text("<pad>\n<unk>\n<s>\n</s>\n<root>\n<ans>\nb\n")
+    tokenizers.append(BeeTokenizer(tmp_path / "vocabulary.txt"))
+    assert len({tokenizer.identity for tokenizer in tokenizers}) == len(tokenizers)
+
+
+def test_folders_of_older_versions_have_no_identity(byte_level, tmp_path):
+    assert saved_identity(tmp_path) is None
+    open_tokenizer(str(byte_level)).save(tmp_path)
+    (tmp_path / "tokenizer.spec.json").write_text('{"kind": "JsonTokenizer", "file": "tokenizer.json"}')
+    assert saved_identity(tmp_path) is None
+    assert load_tokenizer(tmp_path).eos is None
+    for broken in ("{", "[]"):
+        (tmp_path / "tokenizer.spec.json").write_text(broken)
+        with pytest.raises(ValueError, match=r"tokenizer.spec.json does not name a tokenizer"):
+            saved_identity(tmp_path)

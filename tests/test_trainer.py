@@ -5,19 +5,28 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
+from tokenizers import pre_tokenizers
 
 from bmt_burst import kernels, transport
+from models.cpm_live.config import PRESETS
+from models.huggingface import save_weights
+from tests.live import changed
 from tests.test_begin import without_bos
-from tests.test_model import SMALL
-from train import checkpoint, ranks, resume
+from tests.test_model import SMALL, initialized
+from train import checkpoint, make_vocabulary, ranks, resume
 from train.batches import Batches
 from train.config import TrainConfig
+from train.cpm_live.instances import reader
+from train.cpm_live.stored import writer
+from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer
+from train.export import export_huggingface
 from train.pretrain import Trainer
 from train.schedule import learning_rate
 from train.stored import TokenWriter
-from train.tokenizer import ByteTokenizer
+from train.tokenizer import ByteTokenizer, JsonTokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -429,3 +438,166 @@ def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_writte
     with pytest.raises(ranks.RankError, match=r"no kernel for flash='reference'.* adds up in no fixed order"):
         train(settings, flash="reference", deterministic=True)
     assert not (tmp_path / "run").exists()
+
+
+def written_text(folder, tokenizer):
+    """A folder of tokens; returns it."""
+    text = TokenWriter(folder, tokenizer)
+    for i in range(30):
+        text.write([tokenizer.encode(f"def function_{i}(x):\n    return x + {i * i}\n\n")])
+    text.finish()
+    return folder
+
+
+@pytest.fixture
+def theirs(tmp_path) -> JsonTokenizer:
+    """A tokenizer of as many tokens as bytes have, of which each is another one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: i for i, piece in enumerate(["</s>", *alphabet])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.save(str(tmp_path / "theirs.json"))
+    return JsonTokenizer(tmp_path / "theirs.json")
+
+
+def forget_identity(folder) -> None:
+    """Makes a folder one of an older version, which did not save a tokenizer's identity."""
+    spec = json.loads((folder / "tokenizer.spec.json").read_text())
+    (folder / "tokenizer.spec.json").write_text(json.dumps({"kind": spec["kind"], "file": spec["file"]}) + "\n")
+    index = json.loads((folder / "index.json").read_text())
+    index["sha256"].pop("tokenizer.spec.json")
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def test_data_of_another_tokenizer_neither_validates_nor_starts_a_stage(settings, theirs, tmp_path):
+    other = written_text(tmp_path / "theirs", theirs)
+    refused = f"theirs is of another tokenizer than .*text: expected {ByteTokenizer().identity[:12]}, got "
+    with pytest.raises(ranks.RankError, match=refused + theirs.identity[:12]):
+        train(settings, val_data=str(other))
+    train(settings)
+    first = str(checkpoint.newest(tmp_path / "run"))
+    stage = {"resume": first, "new_stage": True, "data": str(other), "output": str(tmp_path / "stage")}
+    refused = f"step_00000004 is of another tokenizer than .*theirs: expected {theirs.identity[:12]}, got "
+    with pytest.raises(ranks.RankError, match=refused + ByteTokenizer().identity[:12]):
+        train(settings, **stage)
+    assert train(settings, **stage | {"data": str(tmp_path / "other"), "val_data": str(tmp_path / "text")})
+
+
+def test_a_run_does_not_go_on_with_the_same_tokens_of_another_tokenizer(settings, theirs, tmp_path):
+    """Such as one with a longer vocabulary, if no document has what is new."""
+    longer = json.loads(theirs.file.read_text())
+    longer["model"]["vocab"]["ĠĠ"] = theirs.vocab_size
+    (tmp_path / "longer.json").write_text(json.dumps(longer))
+    other = written_text(tmp_path / "longer", JsonTokenizer(tmp_path / "longer.json"))
+    train(settings | {"data": str(written_text(tmp_path / "theirs", theirs))})
+    with pytest.raises(ranks.RankError, match=r"step_00000004 is of another tokenizer than .*longer: expected"):
+        train(settings | {"data": str(other), "resume": "auto"})
+
+
+def test_folders_without_an_identity_are_used_with_a_warning(settings, theirs, tmp_path, capsys):
+    """Validation data, training data, and a checkpoint; sizes of vocabularies are compared as before."""
+    warning = "does not say its tokenizer's identity: only the size of the vocabulary is checked\n"
+    other = written_text(tmp_path / "theirs", theirs)
+    assert train(settings, val_data=str(tmp_path / "other"))
+    assert warning not in capsys.readouterr().err
+    forget_identity(other)
+    assert train(settings, val_data=str(other), resume="auto", steps=5)
+    assert capsys.readouterr().err.count(f"{other} {warning}") == 1
+    forget_identity(tmp_path / "text")
+    assert train(settings, val_data=str(tmp_path / "other"), resume="auto", steps=6)
+    assert capsys.readouterr().err.count(f"{tmp_path / 'text'} {warning}") == 2  # beside validation data, checkpoint
+    first = checkpoint.newest(tmp_path / "run")
+    for file in (first / "tokenizer").iterdir():
+        file.unlink()
+    files = json.loads((first / "manifest.json").read_text())
+    files["files"] = {name: entry for name, entry in files["files"].items() if not name.startswith("tokenizer/")}
+    (first / "manifest.json").write_text(json.dumps(files))
+    stage = {"resume": str(first), "new_stage": True, "output": str(tmp_path / "stage")}
+    assert train(settings, **stage, data=str(tmp_path / "other"))
+    assert capsys.readouterr().err.count(f"{first} {warning}") == 1
+    small = changed(SMALL, vocab_size=256)
+    (tmp_path / "model.json").write_text(json.dumps(small.to_dict()))
+    with pytest.raises(ranks.RankError, match="has 257 kinds of tokens"):
+        train(settings, val_data=str(other), output=str(tmp_path / "small"))
+
+
+def test_validation_on_the_training_data_is_said(settings, tmp_path, capsys):
+    (tmp_path / "link").symlink_to("text")
+    for folder in ("text", "link"):
+        train(settings, val_data=str(tmp_path / folder), steps=2, decay_steps=0, output=str(tmp_path / f"run-{folder}"))
+        assert "--val-data and --data are the same folder" in capsys.readouterr().err
+    train(settings, val_data=str(tmp_path / "other"), output=str(tmp_path / "two"))
+    assert "are the same folder" not in capsys.readouterr().err
+
+
+def started(settings, source, output, **options) -> bool:
+    """Whether a step from these weights is taken; refused or not, they are of the shape of SMALL."""
+    options = {"steps": 1, "warmup_steps": 0, "decay_steps": 0, "output": str(output)} | options
+    return train(settings, init_from=str(source), **options)
+
+
+def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(settings, theirs, tmp_path, capsys):
+    """Whoever saved them: exported ones, and those with a tokenizer under the name that all know."""
+    mine, other, source = tmp_path / "text", written_text(tmp_path / "theirs", theirs), tmp_path / "hf"
+    train(settings)
+    exported = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run"))
+    source.mkdir()
+    export_huggingface(exported, ByteTokenizer(), source, torch.float32, keep_scalings=False)
+    assert started(settings, source, tmp_path / "1")
+    digits = theirs.identity[:12], ByteTokenizer().identity[:12]
+    refused = f"hf is of another tokenizer than .*theirs: expected {digits[0]}, got {digits[1]} as it was exported, .*"
+    with pytest.raises(ranks.RankError, match=f"{refused} of tokenizer.json; give data .*, or --allow-other-tokenizer"):
+        started(settings, source, tmp_path / "2", data=str(other))
+    capsys.readouterr()
+    allowed = {"data": str(other), "allow_other_tokenizer": True}
+    assert started(settings, source, tmp_path / "2", **allowed)
+    assert "hf is of another tokenizer than" in capsys.readouterr().err
+    assert started(settings, source, tmp_path / "2", **allowed | {"resume": "auto", "steps": 2})
+
+    save_weights(tmp_path / "plain", SMALL, initialized(SMALL).state_dict())
+    assert started(settings, tmp_path / "plain", tmp_path / "3")
+    assert "plain does not say its tokenizer's identity: only" in capsys.readouterr().err
+    (tmp_path / "plain/tokenizer.json").write_bytes(theirs.file.read_bytes())
+    assert started(settings, tmp_path / "plain", tmp_path / "4", data=str(other))
+    assert "identity" not in capsys.readouterr().err
+    with pytest.raises(ranks.RankError, match=f"plain is of another tokenizer than {mine}: expected {digits[1]}"):
+        started(settings, tmp_path / "plain", tmp_path / "5")
+    forget_identity(mine)
+    assert started(settings, tmp_path / "plain", tmp_path / "5")
+    assert f"{mine} does not say its tokenizer's identity: only" in capsys.readouterr().err
+    (tmp_path / "plain/tokenizer.json").write_text("{}")
+    with pytest.raises(ranks.RankError, match=r"got cannot read tokenizer .*plain/tokenizer.json: "):
+        started(settings, tmp_path / "plain", tmp_path / "6", data=str(other))
+    with pytest.raises(ValueError, match="--allow-other-tokenizer is for the weights of --init-from"):
+        TrainConfig(allow_other_tokenizer=True)
+
+
+LIVE = {"bee": (BeeTokenizer, {"a": "b", "<ans>": "ab"}), "ant": (AntGreedyTokenizer, {"text": "abab"})}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_neither_do_cpm_lives_models_mix_vocabularies(name, settings, tmp_path):
+    """Of as many pieces, in another order."""
+    kind, line = LIVE[name]
+    for order in ("ab", "ba"):
+        pieces = (*make_vocabulary.SPECIAL[f"cpm-{name}"], *order)
+        (tmp_path / f"{order}.txt").write_text("".join(f"{piece}\n" for piece in pieces))
+        tokenizer = kind(tmp_path / f"{order}.txt")
+        instances = writer(tmp_path / f"live-{order}", tokenizer)
+        for _ in range(30):
+            instances.write([reader(tokenizer, "text").of_record(line)])
+        instances.finish()
+    shape = {"dim_model": 32, "num_heads": 2, "dim_head": 16, "dim_ff": 48, "num_layers": 1, "vocab_size": 40}
+    (tmp_path / "live.json").write_text(json.dumps(changed(PRESETS[f"cpm-{name}-tiny"], **shape).to_dict()))
+    settings |= {"model": str(tmp_path / "live.json"), "data": str(tmp_path / "live-ab"), "seq_len": 96}
+    settings |= {"steps": 1, "warmup_steps": 0, "decay_steps": 0}
+    refused = "is of another tokenizer than .*live-ab: expected"
+    with pytest.raises(ranks.RankError, match=f"live-ba {refused}"):
+        train(settings, val_data=str(tmp_path / "live-ba"))
+    tokenizer.save(tmp_path / "exported")
+    with pytest.raises(ranks.RankError, match=f"model.pt {refused}"):
+        train(settings, init_from=str(tmp_path / "exported/model.pt"))
+    assert train(settings, val_data=str(tmp_path / "live-ab"))
+    stage = {"resume": str(checkpoint.newest(tmp_path / "run")), "new_stage": True, "output": str(tmp_path / "stage")}
+    with pytest.raises(ranks.RankError, match=r"step_00000001 is of another tokenizer than .*live-ba: expected"):
+        train(settings, **stage, data=str(tmp_path / "live-ba"))

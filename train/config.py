@@ -44,6 +44,9 @@ class TrainConfig:
         "--model",
         kind=str,
     )  # fmt: skip
+    allow_other_tokenizer: bool = option(
+        False, MODEL, "with --init-from: start although the weights were trained with another tokenizer than the data's"
+    )
     rope_theta: float | None = option(
         None, MODEL, "base of the rotary positions, instead of the model's: a larger one for longer sequences",
         kind=float,
@@ -167,6 +170,8 @@ class TrainConfig:
         for name in ("lr", "clip", "timeout", "rope_theta"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.allow_other_tokenizer and not self.init_from:
+            raise ValueError("--allow-other-tokenizer is for the weights of --init-from, which is not given")
         if self.new_stage and self.resume == "never":
             raise ValueError("new_stage needs the checkpoint that it starts from: give --resume CHECKPOINT")
         if self.documents == "ignore" and self.bos not in ("auto", "none"):

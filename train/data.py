@@ -4,7 +4,7 @@ A folder of tokens (written by prepare_data.py):
 
     tokens.bin      all documents one after the other, each ended by eos; uint16 or uint32
     documents.bin   where each document starts: int64, rising from 0; older folders may lack it
-    tokenizer.*     the tokenizer
+    tokenizer.*     the tokenizer, with its identity (train/same_tokenizer.py)
     index.json      counts, dtype, where the text came from, the sha256 of every other file; written last
 
 Files are compared with the index when they are opened: all bytes of files up to 256 MiB, else the

@@ -51,6 +51,7 @@ from train.kinds import Opened, kind_of, tell_documents_apart
 from train.launch import launch
 from train.lock import lock
 from train.metrics import Metrics
+from train.same_tokenizer import check_folder, check_weights
 from train.schedule import learning_rate
 from train.signals import StopSignal
 from train.tokenizer import load_tokenizer
@@ -288,7 +289,7 @@ class Trainer:
         self._check_length()
         self._check_kernel()
         self.train_data = self._open(config.data)
-        self.val_data = self._open(config.val_data) if config.val_data else None
+        self.val_data = self._open_validation(config.val_data) if config.val_data else None
         self.tokenizer = load_tokenizer(self.train_data.file.folder)
         self.lock = lock(self.root) if self.rank == 0 else None
 
@@ -303,6 +304,15 @@ class Trainer:
         if (kinds := data.file.index["vocab_size"]) > self.model_config.vocab_size:
             known = self.model_config.vocab_size
             raise ValueError(f"{folder} has {kinds} kinds of tokens, model {self.config.model!r} knows only {known}")
+        return data
+
+    def _open_validation(self, folder: str) -> Opened:
+        """Raise ValueError for data of another tokenizer than the training data's. Warn if both are one folder."""
+        data, trained = self._open(folder), self.train_data.file.folder
+        if data.file.folder.samefile(trained) and self.rank == 0:
+            same = f"--val-data and --data are the same folder, {trained}"
+            print(f"{same}: the validation loss is measured on training text", file=sys.stderr)
+        check_folder(trained, data.file.folder, data.file.folder)
         return data
 
     def _tell_documents_apart(self, path: Path | None) -> None:
@@ -346,6 +356,7 @@ class Trainer:
     def _load(self, path: Path) -> Progress:
         saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(self.config)
         resume.check_same(saved, self.model_config, self.train_data.identity, new_stage)
+        check_folder(self.train_data.file.folder, path / checkpoint.TOKENIZER, path)
         counted = {} if new_stage else saved.state
         progress = Progress(**{field.name: counted.get(field.name, 0) for field in dataclasses.fields(Progress)})
         self.model_config = resume.with_length(self.model_config, saved.state)
@@ -359,8 +370,10 @@ class Trainer:
         return progress
 
     def _start(self) -> Progress:
-        if self.config.init_from:
-            load_weights(self.config.init_from, self.engine, self.config.model)
+        if source := self.config.init_from:
+            allowed = self.config.allow_other_tokenizer
+            check_weights(self.train_data.file.folder, self.tokenizer, Path(source), allowed)
+            load_weights(source, self.engine, self.config.model)
         return Progress()
 
     def _state(self) -> dict:

@@ -25,6 +25,7 @@ from train.tokenizer import Tokenizer
 _TECHNICAL = {
     *("resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences", "max_skips"),
     *("checkpointing", "checkpointing_blocks", "offload", "offload_optimizer", "timeout", "save", "new_stage"),
+    "allow_other_tokenizer",
 }  # settings that do not matter for the result
 
 _NOTES = {"max_position_embeddings"}  # of a model, what nothing is computed by

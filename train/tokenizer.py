@@ -2,17 +2,21 @@
 vocabulary of CPM-Live's models (train/cpm_live/tokenizers.py).
 
 `save` puts a tokenizer into a folder from which `load` brings it back, so that tokens, checkpoints and generated text
-always go with the tokenizer that made them.
+always go with the tokenizer that made them. The folder also says the tokenizer's identity, by which
+train/same_tokenizer.py tells whether data, checkpoints and weights go together.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +25,7 @@ from train.paths import inside
 _SPEC = "tokenizer.spec.json"
 BYTES_END_OF_TEXT = "<|endoftext|>"  # the name of the token that ends a document of bytes
 _BEGIN_OF_TEXT = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[CLS]")
+_NO_SPEC = (ValueError, KeyError, TypeError, RecursionError, OSError)
 _END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
@@ -53,6 +58,16 @@ class Tokenizer(ABC):
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its name, None if there is no such token."""
 
+    @abstractmethod
+    def _rules(self) -> Any:
+        """Return the vocabulary and all that decides which ids a text becomes, as JSON has it."""
+
+    @cached_property
+    def identity(self) -> str:
+        """The sha256 of vocabulary, rules and end-of-text token: equal for tokenizers that give the same ids."""
+        said = json.dumps([type(self).__name__, self.eos_id, self._rules()], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()
+
     @property
     def dtype(self) -> np.dtype:
         """The narrowest unsigned dtype for the ids."""
@@ -64,7 +79,7 @@ class Tokenizer(ABC):
         name = f"tokenizer{self.file.suffix}" if self.file else None
         if self.file and self.file.resolve() != (folder / name).resolve():
             shutil.copyfile(self.file, inside(folder, name))
-        spec = {"kind": type(self).__name__, "file": name, "eos": self.eos}
+        spec = {"kind": type(self).__name__, "file": name, "eos": self.eos, "identity": self.identity}
         inside(folder, _SPEC).write_text(json.dumps(spec) + "\n")
 
 
@@ -82,6 +97,9 @@ class ByteTokenizer(Tokenizer):
 
     def id_of(self, token: str) -> int | None:
         return self.eos_id if token == BYTES_END_OF_TEXT else None
+
+    def _rules(self) -> str:
+        return "UTF-8"
 
 
 class JsonTokenizer(Tokenizer):
@@ -135,6 +153,15 @@ class JsonTokenizer(Tokenizer):
             if rule.get("type") == "TemplateProcessing" and (first := rule["single"][0].get("SpecialToken")):
                 return rule["special_tokens"][first["id"]]["ids"][0]
         return self.eos_id
+
+    def _rules(self) -> Any:
+        """Leave out what `encode` does not use, and what other versions of the package spell otherwise."""
+        said = json.loads(self._backend.to_str())
+        for name in ("version", "truncation", "padding", "post_processor"):
+            said.pop(name)
+        if merges := said["model"].get("merges"):
+            said["model"]["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        return _without_defaults(said)
 
     def _encode_apart(self, text: str) -> np.ndarray:
         """For models that have special tokens among their pieces of text: cuts what spells one in two.
@@ -192,6 +219,9 @@ class SentencePieceTokenizer(Tokenizer):
         found = self._backend.piece_to_id(token)  # of the unknown piece, if there is none
         return found if self._backend.id_to_piece(found) == token else None
 
+    def _rules(self) -> str:
+        return hashlib.sha256(self._backend.serialized_model_proto()).hexdigest()
+
 
 _BY_SUFFIX = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
 
@@ -236,11 +266,25 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         spec = json.loads(spec_file.read_text())
         kind, name, eos = kinds[spec["kind"]], spec["file"], spec.get("eos")
-    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+    except _NO_SPEC as error:
         raise ValueError(f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}") from error
     if kind is ByteTokenizer:
         return kind()
     return _read(kind, inside(folder, name), eos)
+
+
+def saved_identity(folder: Path) -> str | None:
+    """Return the identity of the tokenizer that was saved into `folder`.
+
+    None if there is none, or if it was saved before tokenizers had one. Raises ValueError if what is there is broken.
+    """
+    spec_file = folder / _SPEC
+    if not spec_file.is_file():
+        return None
+    try:
+        return json.loads(spec_file.read_text()).get("identity")
+    except (*_NO_SPEC, AttributeError) as error:
+        raise ValueError(f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}") from error
 
 
 def _read(kind: type[Tokenizer], path: Path, eos: str | None = None) -> Tokenizer:
@@ -250,3 +294,12 @@ def _read(kind: type[Tokenizer], path: Path, eos: str | None = None) -> Tokenize
         return kind(path) if eos is None else kind(path, eos)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"cannot read tokenizer {path}: {' '.join(str(error).split())}") from error
+
+
+def _without_defaults(value: Any) -> Any:
+    """Return a JSON value without the fields that are null or false: versions of a package differ in naming those."""
+    if isinstance(value, dict):
+        return {
+            name: _without_defaults(inner) for name, inner in value.items() if inner is not None and inner is not False
+        }
+    return [_without_defaults(inner) for inner in value] if isinstance(value, list) else value

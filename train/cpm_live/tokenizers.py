@@ -33,6 +33,9 @@ class LiveTokenizer(Tokenizer):
     def id_of(self, token: str) -> int | None:
         return self.vocabulary.id(token) if token in self.vocabulary else None
 
+    def _rules(self) -> list[str]:
+        return self.vocabulary.pieces
+
 
 class SubIds:
     """Sub-ids of an instance: of each base token 0, 1, 2, ... for its different texts in order of appearance."""
