@@ -189,13 +189,9 @@ def kernel_errors(
     with_delta: bool = False,
     bias: CallBias | None = None,
 ) -> dict[str, float]:
-    """The errors of a kernel's out, lse, dq, dk, dv against the reference in fp64, relative to the norm.
+    """Return attention_errors of a kernel against the reference in fp64; with a bias, that of dtable too.
 
-    With a bias, that of dtable too.
-
-    A gradient that is 0 but for rounding, as that of q where there is one key, is measured by what it is made of. An
-    error is inf if lse is not finite where it is to be, or the other way round, or if out and gradients are not 0 of
-    tokens that see nothing or are seen by nothing.
+    An error is also inf if out or a gradient is not 0 for tokens that see nothing or are seen by nothing.
     """
     *qkv, dout = tensors
     exact = [x.double() for x in tensors]
@@ -207,20 +203,15 @@ def kernel_errors(
     grads = kernel.backward(dout, *qkv, None if with_delta else out, lse, delta, call, spec, bias)
     assert all(x.dtype == kernel.partial_dtype(qkv[0].dtype) for x in (out, *grads[:3]))
     assert bias is None or grads[3].dtype == bias.table.dtype
-    least = spec.scale * exact[3].norm()
-    pairs = [(out, expected[0]), *zip(grads, expected_grads, strict=True)]
-    assert all(mine.shape == other.shape for mine, other in pairs)
-    errors = [float((mine - other).norm() / other.norm().clamp_min(least)) for mine, other in pairs]
+    got, whole = [out, lse, *grads], [*expected, *expected_grads]
+    assert all(mine.shape == other.shape for mine, other in zip(got, whole, strict=True))
+    errors = attention_errors(got, whole, exact[3], spec.scale, ["table"] if bias is not None else [])
     seen = visible(call, out.device)
-    for i, seeing in enumerate((seen.any(1), seen.any(1), seen.any(0), seen.any(0))):
-        if not pairs[i][0][:, ~seeing].eq(0).all():
-            errors[i] = math.inf
-    finite = expected[1].isfinite()
-    lse_error = relative_error(lse[finite], expected[1][finite]) if lse.isfinite().equal(finite) else math.inf
-    if not lse[~finite].eq(-math.inf).all():
-        lse_error = math.inf
-    names = ("out", "lse", "dq", "dk", "dv", "dtable")
-    return dict(zip(names[: 5 + (bias is not None)], (errors[0], lse_error, *errors[1:]), strict=True))
+    sides = {"out": (out, seen.any(1)), "dq": (grads[0], seen.any(1)), "dk": (grads[1], seen.any(0))}
+    for name, (x, seeing) in (sides | {"dv": (grads[2], seen.any(0))}).items():
+        if not x[:, ~seeing].eq(0).all():
+            errors[name] = math.inf
+    return errors
 
 
 def random_mask(chance: random.Random, tokens: int) -> Mask:
@@ -333,9 +324,45 @@ def ring_arguments(ring: SimulatedRing, inner: int) -> dict:
     return {"double_group": (intra, ring.subring(range(place, ring.size, inner)))}
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
+def relative_error(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """Return the norm of the difference over the norm of `expected`, or over `least` if that is larger.
+
+    Where `expected` may be 0 in exact arithmetic, it is rounding, which differs between CPUs. Pass the size of the
+    terms that cancel as `least` then. By default `got` must be exactly 0 where all of `expected` is. An error that is
+    NaN is returned as inf, which a maximum keeps.
+    """
     got, expected = got.detach().double(), expected.detach().double()
-    return float((got - expected).norm() / expected.norm().clamp_min(1e-300))
+    if got.equal(expected):
+        return 0.0
+    error = float((got - expected).norm() / expected.norm().clamp_min(least))
+    return math.inf if math.isnan(error) else error
+
+
+def size_of_terms(dout: Tensor, scale: float) -> float:
+    """Return a lower bound of the norm of the terms in gradients of attention; q, k and v are normally distributed.
+
+    dq and dk are sums of scale * P * (dP - delta). They cancel to 0 where a query sees one key, as P is 1 and dP is
+    delta. `dout` is the gradient of the whole output, since all of it may add to a shard of dk.
+    """
+    return scale * float(dout.double().norm())
+
+
+def attention_errors(
+    got: Sequence[Tensor], expected: Sequence[Tensor], dout: Tensor, scale: float, learned: Sequence[str] = ()
+) -> dict[str, float]:
+    """Return the errors of out, lse, dq, dk, dv and of the gradients of what is `learned`, such as "table" or "sinks".
+
+    They are relative to the norm, but at least to the size of the terms that cancel. That of lse is relative to 1 for
+    each entry at least, since a logarithm may be 0. It is inf if lse is not -inf in the same places.
+    """
+    names, least = ["out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in learned)], size_of_terms(dout, scale)
+    pairs = dict(zip(names, zip(got, expected, strict=True), strict=True))
+    errors = {name: relative_error(*pair, least) for name, pair in pairs.items() if name != "lse"}
+    lse, exact = pairs["lse"]
+    finite = exact.isfinite()
+    same = lse.isfinite().equal(finite) and bool((lse[~finite] == -math.inf).all())
+    errors["lse"] = relative_error(lse[finite], exact[finite], math.sqrt(finite.sum())) if same else math.inf
+    return errors
 
 
 def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:

@@ -10,7 +10,7 @@ import torch
 import bmt_burst.compat.ring_flash_attn as compat
 from bmt_burst import Mask, Slice, simulate
 from bmt_burst.compat.flash import _remembered
-from tests.helpers import dense_results, random_qkv, relative_error, run_ranks
+from tests.helpers import attention_errors, dense_results, random_qkv, relative_error, run_ranks, size_of_terms
 
 TAIL = (
     "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) alibi_slopes=None deterministic=False "
@@ -74,11 +74,11 @@ def errors(size, mask, name, form, own, *, batch=None, arguments=lambda rank: ()
 
     results = simulate(size, work)
     expected = dense_results(mask, tensors, 0.3)
-    return [
-        relative_error(mine, exact[:, :, own(rank)] if i == 1 else exact[:, own(rank)])
-        for rank, of_rank in enumerate(results)
-        for i, (mine, exact) in enumerate(zip(of_rank, expected, strict=True))
-    ]
+    found = []
+    for rank, of_rank in enumerate(results):
+        shards = [exact[:, :, own(rank)] if i == 1 else exact[:, own(rank)] for i, exact in enumerate(expected)]
+        found += attention_errors(of_rank, shards, tensors[3], 0.3).values()
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -137,7 +137,8 @@ def over_gloo(rank, size):
     out.backward(dout)
     exact = dense_results(Mask.documents(bounds), tensors, 8**-0.5)
     pairs = zip([out, *(x.grad for x in inputs)], [exact[0], *exact[2:]], strict=True)
-    return [relative_error(mine, whole[0].chunk(size)[rank]) for mine, whole in pairs]
+    least = size_of_terms(tensors[3], 8**-0.5)
+    return [relative_error(mine, whole[0].chunk(size)[rank], least) for mine, whole in pairs]
 
 
 @pytest.mark.parametrize("size", [2, 3])

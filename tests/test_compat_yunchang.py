@@ -24,7 +24,7 @@ from bmt_burst.compat.yunchang import (
 )
 from bmt_burst.compat.yunchang.comm import extracted
 from bmt_burst.compat.yunchang.hybrid.utils import RING_IMPL_DICT
-from tests.helpers import dense_results, random_qkv, relative_error, run_ranks
+from tests.helpers import dense_results, random_qkv, relative_error, run_ranks, size_of_terms
 
 KINDS = ("basic", "strip", "zigzag")
 OPTIONS = (
@@ -63,7 +63,8 @@ def error(layer, mask, extract, packed=False, **options):
     grads = torch.autograd.grad(out, inputs, local[3])
     whole, _, *dense = dense_results(mask, tensors, 0.3, softcap=options.get("softcap"))
     pairs = zip([out, *(grads[0].unbind(2) if packed else grads)], [whole, *dense], strict=True)
-    return max(relative_error(mine, extract(exact)) for mine, exact in pairs)
+    least = size_of_terms(tensors[3], 0.3)
+    return max(relative_error(mine, extract(exact), least) for mine, exact in pairs)
 
 
 def hybrid(rank, size):
