@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 
+import pytest
 import torch
 
 # Ranks that are processes may share a GPU, if torch's symmetric memory does not mind.
@@ -45,6 +46,22 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script starts in the background: tests interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def let_processes_hang_up() -> None:
+    """Let SIGHUP end the processes that this one starts, also where it ignores the signal itself, as under nohup.
+
+    They would inherit that. They do not inherit a handler, so one that does nothing keeps this process alive.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _processes_hang_up():
+    """Workers of pytest-xdist inherit from a process that runs no tests, so each of them does it for itself."""
+    let_processes_hang_up()
+
 
 LONGEST = (  # files, by how long they take
     "test_train.py",

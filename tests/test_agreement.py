@@ -36,7 +36,7 @@ def said_by(attempt) -> str:
     began = time.monotonic()
     with pytest.raises((ValueError, TypeError, RuntimeError, MemoryError, KeyError)) as caught:
         attempt()
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 100  # not after AGREEMENT_TIMEOUT
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -88,6 +88,7 @@ def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> list[str]
     """A kernel fails in the middle of a forward or backward on some ranks; then a call."""
     out, inputs = call(group) if method == "backward" else (None, None)
     undo = failing(kernels.load("cpu"), method, rank, who)
+    host_memory._GIVING_UP = patience(who)
     if method == "forward" and rank not in who:  # all that this rank needs of the other has left it by then
         call(group)
         said = [""]
@@ -99,8 +100,13 @@ def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> list[str]
     return [*said, said_by(lambda: call(group))]
 
 
+def patience(who: tuple[int, ...]) -> float:
+    """Return for how many seconds rank 1, or both ranks, wait for the other to give up too: long where it does."""
+    return 1.5 if who == (1,) else 60.0
+
+
 def out_of_step(rank: int) -> list[list[str]]:
-    host_memory._GIVING_UP = 1.5
+    host_memory._GIVING_UP = patience((0, 1))
     cases = [(other_orders,)]
     cases += [(broken_off, method, who) for method in ("forward", "backward") for who in ((1,), (0, 1))]
     return [case(rank, dist.new_group([0, 1]), *arguments) for case, *arguments in cases]
@@ -199,6 +205,7 @@ def unplanned(rank: int) -> list[str]:
     plain, said = Ring.plan, []
     for who in ((0, 1), (1,)):
         Ring.plan = failing_plan if rank in who else plain
+        host_memory._GIVING_UP = patience(who)
         said.append(said_by(lambda who=who: call(dist.group.WORLD, 8 + len(who))))
     return said
 
@@ -223,17 +230,20 @@ def until_all_know(rank: int, size: int, said: list[str]) -> list[str]:
 
 def interrupted(rank: int) -> list[str]:
     """Rank 0 is interrupted while it waits for rank 1 to make a call, and goes on."""
+    store = dist.distributed_c10d._get_default_store()
     call(None)
     if rank:
-        time.sleep(1)
+        store.wait(["rank 0 was interrupted"])
         return [said_by(lambda: call(None)) for _ in range(2)]
 
     def interrupt(*_):
         raise MemoryError("interrupted")
 
     signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    return [said_by(lambda: call(None)) for _ in range(2)]
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    said = said_by(lambda: call(None))
+    store.set("rank 0 was interrupted", "")
+    return [said, said_by(lambda: call(None))]
 
 
 def interrupted_to_the_end(rank: int) -> list[str]:
@@ -292,7 +302,7 @@ def test_processes_are_known_to_have_ended():
 def patient(rank: int) -> tuple[float, float, bool]:
     """Seconds that groups are waited for, and whether a rank that is late is."""
     transport.AGREEMENT_TIMEOUT = 0.5
-    quick, slow = (dist.new_group([0, 1], timedelta(seconds=seconds)) for seconds in (0.1, 30))
+    quick, slow = (dist.new_group([0, 1], timedelta(seconds=seconds)) for seconds in (40, 80))
     timeouts = [make_rings(group, (None, None)).inner.patience for group in (quick, slow)]
     call(slow)
     time.sleep(1.5 * rank)
@@ -300,7 +310,7 @@ def patient(rank: int) -> tuple[float, float, bool]:
 
 
 def test_a_group_with_a_longer_timeout_is_waited_for_as_long():
-    assert run_ranks(2, patient) == [(0.1, 30.0, True)] * 2
+    assert run_ranks(2, patient) == [(40.0, 80.0, True)] * 2
 
 
 GRIDS = {
@@ -431,7 +441,8 @@ def what_is_left(rank: int) -> tuple[dict[str, list[int]], list[bytes]]:
         del group
         counts["files"].append(len(os.listdir("/proc/self/fd")))
         counts["threads"].append(len(os.listdir("/proc/self/task")))
-    group = dist.new_group([0, 1], timedelta(seconds=2))
+    group = dist.new_group([0, 1])
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)  # once its ranks are connected
     if rank == 0:
         said_by(lambda: call(group))  # the other one does not come
     return counts, made

@@ -15,16 +15,23 @@ sys.path.insert(0, {root!r})
 from bmt_burst.engine.torch import TorchEngine
 import train.pretrain as pretrain
 
-plain, steps = TorchEngine.backward, 0
+plain, steps, watchdogs = TorchEngine.backward, 0, []
+
+class Watchdog(pretrain.Watchdog):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        watchdogs.append(self)
 
 def backward(engine, loss):
     global steps
     steps += 1
     plain(engine, loss)
-    if engine.rank == 1 and steps in {steps}:
-        {fault}
+    if steps in {steps}:
+        {everywhere}
+        if engine.rank == 1:
+            {fault}
 
-TorchEngine.backward = backward
+TorchEngine.backward, pretrain.Watchdog = backward, Watchdog
 code = pretrain.main(sys.argv[1:])
 sys.stdout.flush()
 sys.stderr.flush()
@@ -32,12 +39,16 @@ os._exit(code)
 """
 SPOIL = "next(iter(engine.model.parameters())).grad.to_local().view(-1)[0] = float('nan')"
 SLEEP = "import time; time.sleep(1000)"
+LOSE_PATIENCE = "watchdogs[0].timeout = 4.0"  # only then, as a machine may be slow to start
 
 
-def faulty(folder, output, fault, when, **options):  # noqa: F811
-    """A script, and its arguments, that is pretrain.py on two ranks with a fault in rank 1's backward of some steps."""
+def faulty(folder, output, fault, when, everywhere="pass", **options):  # noqa: F811
+    """A script, and its arguments, that is pretrain.py on two ranks with a fault in rank 1's backward of some steps.
+
+    Both ranks do `everywhere` there.
+    """
     script = folder / f"{output}.py"
-    script.write_text(PATCHED.format(root=str(ROOT), steps=when, fault=fault))
+    script.write_text(PATCHED.format(root=str(ROOT), steps=when, fault=fault, everywhere=everywhere))
     [_, _, *flags] = command(folder, output, sp_size=2, batch_size=1, **options)
     return script, *flags
 
@@ -56,7 +67,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(folder):  # noqa: F811
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_with_everyones_stacks(folder):  # noqa: F811
-    done = torchrun(2, *faulty(folder, "hang", SLEEP, (2,), timeout=5))
+    done = torchrun(2, *faulty(folder, "hang", SLEEP, (2,), LOSE_PATIENCE))
     assert done.returncode != 0
     assert f"exitcode  : {EXIT_CODE}" in done.stderr
     for rank in range(2):

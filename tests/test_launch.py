@@ -1,11 +1,15 @@
 """The launcher: who can reach it, and which rank's failure it reports."""
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import let_processes_hang_up
 from train import ending, launch, ranks
 from train.watchdog import EXIT_CODE
 
@@ -72,3 +76,14 @@ def test_codes_are_those_of_a_shell_with_the_signals_name():
     assert launch._named(-9) == "code 137 (SIGKILL)"
     assert launch._named(2) == "code 2"
     assert launch._exit_code(-15) == 143
+
+
+def test_processes_that_tests_start_hear_a_hangup_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        let_processes_hang_up()
+        signal.raise_signal(signal.SIGHUP)  # this process stays
+        code = "import signal; signal.raise_signal(signal.SIGHUP)"
+        assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -220,6 +220,14 @@ def children_of(process: subprocess.Popen) -> list[int]:
     return [*map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
 
 
+def wait_for_children(process: subprocess.Popen, count: int) -> list[int]:
+    deadline = time.monotonic() + 200
+    while len(children := children_of(process)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return children
+
+
 def alive(process: int) -> bool:
     """Whether it still runs after a moment; a zombie does not."""
     for _ in range(200):
@@ -236,8 +244,8 @@ def alive(process: int) -> bool:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_interrupted_run_leaves_one_line_and_nothing_else(workers, much, tmp_path):
     process = running(tmp_path, *much, "--workers", workers)
+    children = wait_for_children(process, 3 if workers == 2 else 0)  # two workers, and multiprocessing's own
     time.sleep(0.5)
-    children = children_of(process)
     for one in (process.pid, *children):  # as a terminal does: all processes get it
         os.kill(one, signal.SIGINT)
     said = process.communicate(timeout=120)[1]
@@ -245,7 +253,6 @@ def test_an_interrupted_run_leaves_one_line_and_nothing_else(workers, much, tmp_
     assert said.splitlines()[-1] == "prepare_data.py: interrupted, nothing was written"
     assert "Traceback" not in said
     assert {path.name for path in tmp_path.iterdir()} == {"much.txt"}
-    assert len(children) >= workers - 1
     assert not any(alive(child) for child in children)
 
 
@@ -295,10 +302,7 @@ def test_an_interrupted_run_writes_nothing_or_all(code, returned, tmp_path):
 
 def test_a_process_that_is_killed_ends_the_run_with_the_files_name(much, tmp_path):
     process = running(tmp_path, *much, "--workers", 2)
-    deadline = time.monotonic() + 200
-    while len(children_of(process)) < 3 and time.monotonic() < deadline:  # two workers, and multiprocessing's own
-        time.sleep(0.02)
-    os.kill(children_of(process)[-1], signal.SIGKILL)
+    os.kill(wait_for_children(process, 3)[-1], signal.SIGKILL)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 2
     reason = "the process that worked on it died with exit code -9"

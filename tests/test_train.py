@@ -421,7 +421,7 @@ def environment(pid: int) -> bytes:
 
 def wait_until_ended(pids: list[int]) -> None:
     """Within a time that is short beside those for which ranks wait for each other."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
