@@ -93,11 +93,11 @@ def whole_run(folder) -> list[tuple]:
     ids=["sp2-contiguous", "sp4", "double-ring", "dp2xsp2", "dp2"],
 )
 def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole_run, processes, options):
-    """In fp32: losses differ by rounding, gradient norms, of many small numbers, by some times that."""
+    """In fp32, which rounds at 6e-8: losses differ by some of that, gradient norms, of many small numbers, by more."""
     name = f"run-{processes}-{'-'.join(map(str, options.values()))}"
     train(folder, name, processes=processes, **options)
     for mine, expected in zip(curve(folder, name, "loss", "grad_norm"), whole_run, strict=True):
-        assert mine[:2] == pytest.approx(expected[:2], rel=2e-7)
+        assert mine[:2] == pytest.approx(expected[:2], rel=1e-6)
         assert mine[2] == pytest.approx(expected[2], rel=2e-6)
 
 
