@@ -327,9 +327,9 @@ def ring_arguments(ring: SimulatedRing, inner: int) -> dict:
 def relative_error(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
     """Return the norm of the difference over the norm of `expected`, or over `least` if that is larger.
 
-    Where `expected` may be 0 in exact arithmetic, it is rounding, which differs between CPUs. Pass the size of the
-    terms that cancel as `least` then. By default `got` must be exactly 0 where all of `expected` is. An error that is
-    NaN is returned as inf, which a maximum keeps.
+    Where `expected` is 0 in exact arithmetic, its entries are rounding, which differs between CPUs. Pass the size of
+    the terms that cancel as `least` there. By default an `expected` of zeros is equalled only by zeros. An error of NaN
+    is returned as inf, because max() may drop NaN.
     """
     got, expected = got.detach().double(), expected.detach().double()
     if got.equal(expected):
@@ -339,10 +339,10 @@ def relative_error(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 
 def size_of_terms(dout: Tensor, scale: float) -> float:
-    """Return a lower bound of the norm of the terms in gradients of attention; q, k and v are normally distributed.
+    """Return the norm of scale * dout: about the size of the terms of attention's gradients, for normal q, k and v.
 
-    dq and dk are sums of scale * P * (dP - delta). They cancel to 0 where a query sees one key, as P is 1 and dP is
-    delta. `dout` is the gradient of the whole output, since all of it may add to a shard of dk.
+    dq and dk are sums of scale * P * (dP - delta). They cancel to 0 where a query sees one key, because P is 1 and dP
+    is delta there. Pass the whole `dout`, since all queries may add to a shard of dk.
     """
     return scale * float(dout.double().norm())
 
@@ -352,8 +352,9 @@ def attention_errors(
 ) -> dict[str, float]:
     """Return the errors of out, lse, dq, dk, dv and of the gradients of what is `learned`, such as "table" or "sinks".
 
-    They are relative to the norm, but at least to the size of the terms that cancel. That of lse is relative to 1 for
-    each entry at least, since a logarithm may be 0. It is inf if lse is not -inf in the same places.
+    Each error is relative to the norm of what is expected, or to size_of_terms if that is larger. An lse is a logarithm
+    and may be 0, so its error is relative to at least 1 for each entry. It is inf if only one of the two is -inf
+    somewhere.
     """
     names, least = ["out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in learned)], size_of_terms(dout, scale)
     pairs = dict(zip(names, zip(got, expected, strict=True), strict=True))
@@ -377,7 +378,7 @@ def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 200, **options):
+def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 600, **options):
     """A script and its arguments on `size` ranks under torchrun; `python` are flags of the interpreter."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "--no-python"]
     place = []
@@ -391,7 +392,7 @@ def run_script(
     size: int | None,
     script: Path | str,
     *arguments,
-    timeout: float = 240,
+    timeout: float = 600,
     environments: Sequence[dict[str, str]] = (),
 ) -> tuple[int, str]:
     """What `torchrun` does on CPUs, with ranks that are forked from a process which has imported torch once.

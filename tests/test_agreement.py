@@ -101,7 +101,7 @@ def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> list[str]
 
 
 def patience(who: tuple[int, ...]) -> float:
-    """Return for how many seconds rank 1, or both ranks, wait for the other to give up too: long where it does."""
+    """Return how many seconds the ranks `who` wait for the other one to give up too: many where it does."""
     return 1.5 if who == (1,) else 60.0
 
 

@@ -399,7 +399,7 @@ print("operations", moments, "steps", reached)
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=200
+        [sys.executable, "-c", KILLER, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     operations, steps = map(int, done.stdout.split()[1::2])

@@ -89,7 +89,7 @@ def test_fused_query_rows_equal_their_specification(head_size, dtype):
 def test_fused_kernels_compile_for_gpus(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.compile_fused"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     once_each_way = ["_merge_outputs", "_sum_gradients"] * 2  # for parts of one span, and of several
     assert done.stdout.split() == [*once_each_way, "_fill_query_rows"]

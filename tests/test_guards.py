@@ -45,7 +45,7 @@ LOSE_PATIENCE = "watchdogs[0].timeout = 4.0"  # only then, as a machine may be s
 def faulty(folder, output, fault, when, everywhere="pass", **options):  # noqa: F811
     """A script, and its arguments, that is pretrain.py on two ranks with a fault in rank 1's backward of some steps.
 
-    Both ranks do `everywhere` there.
+    Both ranks run `everywhere` before it.
     """
     script = folder / f"{output}.py"
     script.write_text(PATCHED.format(root=str(ROOT), steps=when, fault=fault, everywhere=everywhere))

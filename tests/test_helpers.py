@@ -1,4 +1,4 @@
-"""The tests' own measures of errors: rounding counts for little, whatever is wrong is found."""
+"""The tests' own measures of errors: rounding is a small error, and a wrong entry is a large one."""
 
 import math
 
@@ -19,7 +19,7 @@ def results() -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 def test_rounding_where_all_cancels_is_a_small_error():
-    """CPUs round differently: what one of them makes of 0 says nothing about another."""
+    """CPUs round differently, so a 0 of one CPU may be 1e-15 on another."""
     expected, dout = results()
     assert max(x.abs().max() for x in expected[2:4]) < 1e-14
     got = [x + 1e-15 for x in expected]

@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_for_tensorboard_is_named_without_a_traceback(tmp_pa
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/tensorboard'"):
         for step in range(1, 100):
             metrics.record(step, loss=1.0)
-            worker.join(0.05)
+            worker.join(1.0)
     assert "Traceback" not in capsys.readouterr().err
     threading.excepthook = threading.__excepthook__
 

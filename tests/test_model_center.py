@@ -42,7 +42,7 @@ def run(size: int, results, *tasks: list[str]) -> tuple[dict[str, list], str]:
     if GPUS:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *_given_path()])
-        done = torchrun(size, *line, python=["-W", "ignore"], env=environment, timeout=300)
+        done = torchrun(size, *line, python=["-W", "ignore"], env=environment, timeout=600)
         code, said, errors = done.returncode, done.stdout, done.stderr
     else:
         (code, said), errors = run_script(size, *line), ""

@@ -186,7 +186,7 @@ def running(tmp_path, *arguments) -> subprocess.Popen:
     """A preparation that is under way: its input does not end before the test does."""
     command = [sys.executable, ROOT / "train/prepare_data.py", "--output", tmp_path / "out", *map(str, arguments)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     while not any((tmp_path / "out.partial").glob("new/train/tokens.bin")):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
@@ -221,7 +221,7 @@ def children_of(process: subprocess.Popen) -> list[int]:
 
 
 def wait_for_children(process: subprocess.Popen, count: int) -> list[int]:
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     while len(children := children_of(process)) < count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -248,7 +248,7 @@ def test_an_interrupted_run_leaves_one_line_and_nothing_else(workers, much, tmp_
     time.sleep(0.5)
     for one in (process.pid, *children):  # as a terminal does: all processes get it
         os.kill(one, signal.SIGINT)
-    said = process.communicate(timeout=120)[1]
+    said = process.communicate(timeout=600)[1]
     assert process.returncode == 130
     assert said.splitlines()[-1] == "prepare_data.py: interrupted, nothing was written"
     assert "Traceback" not in said
@@ -303,7 +303,7 @@ def test_an_interrupted_run_writes_nothing_or_all(code, returned, tmp_path):
 def test_a_process_that_is_killed_ends_the_run_with_the_files_name(much, tmp_path):
     process = running(tmp_path, *much, "--workers", 2)
     os.kill(wait_for_children(process, 3)[-1], signal.SIGKILL)
-    said = process.communicate(timeout=120)[1]
+    said = process.communicate(timeout=600)[1]
     assert process.returncode == 2
     reason = "the process that worked on it died with exit code -9"
     assert re.search(rf"prepare_data.py: {tmp_path}/much.txt, lines \d+ to \d+: {reason}$", said.strip())

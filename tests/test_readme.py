@@ -165,7 +165,7 @@ def test_the_commands_of_pretraining_run_as_they_stand(tmp_path):
         here = line.replace("python ", f"{sys.executable} ", 1).replace(" --steps 20 ", " --steps 3 ")
         done = subprocess.run(
             ["bash", "-c", here],
-            cwd=tmp_path, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+            cwd=tmp_path, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == 0, line + done.stdout + done.stderr
         said[line.split()[1]] = done.stdout
