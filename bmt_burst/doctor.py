@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import Layout, burst_attn_func, init_sequence_parallel, kernels
+from .merge import Part
 from .rings import make_rings
 from .spec import Spec
 from .tile import KernelCall
@@ -127,10 +128,15 @@ def _results(kernel: kernels.Kernel, call: KernelCall, q, k, v, dout) -> list[to
 def _fused() -> str:
     if not torch.cuda.is_available():
         raise Missing("Triton's kernels run on GPUs; here torch does their work")
+    return _sum_ones("cuda")
+
+
+def _sum_ones(device: str) -> str:
+    """Check one sum of gradients; return Triton's version."""
     from . import fused
 
-    parts = [((0, 64), torch.ones(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16))] * 2
-    total = torch.empty(1, 64, 2, 64, device="cuda")
+    parts: list[Part] = [([(0, 64)], torch.ones(1, 64, 2, 64, device=device, dtype=torch.bfloat16))] * 2
+    total = torch.empty(1, 64, 2, 64, device=device)
     fused.sum_gradients(total, parts)
     if not total.eq(2).all():
         raise RuntimeError("a sum is wrong: do not use this Triton, and report this")

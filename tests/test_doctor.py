@@ -1,21 +1,40 @@
 """The doctor on this machine, and on one with something broken."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from bmt_burst import doctor, kernels
+from tests.helpers import GPUS, ROOT
+
+DEVICE = "cuda" if GPUS else "cpu"
+gpu_if_there_is_one = pytest.mark.gpu if GPUS else lambda test: test
+ALWAYS = {"torch", "reference", "ring"}
+ON_GPUS = {"GPUs", "NCCL", "aten", "triton", "fused sums"}
 
 
+@gpu_if_there_is_one
 @pytest.mark.slow
 def test_doctor_finds_what_works_here():
-    done = subprocess.run([sys.executable, "-m", "bmt_burst.doctor"], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", "bmt_burst.doctor"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    marks = {line[4:16].strip(): line[:2] for line in done.stdout.splitlines() if line[:2] in ("ok", "--", "!!")}
-    assert marks["torch"] == marks["reference"] == marks["ring"] == "ok"
-    assert marks.keys() >= {"GPUs", "links", "NCCL", *kernels.names(), "fused sums", "BMTrain"}
+    lines = done.stdout.partition("\n\n")[0].splitlines()
+    marks = {line[4:16].strip(): line[:2] for line in lines}
+    assert marks.keys() == {*ALWAYS, *ON_GPUS, *kernels.names(), "links", "BMTrain"}
     assert "!!" not in marks.values()
+    assert {name for name, mark in marks.items() if mark == "ok"} >= ALWAYS | (ON_GPUS if GPUS else set())
+    way = "by copy engines|over NCCL" if GPUS > 1 else "over gloo"
+    assert re.search(rf"ok +ring +two processes ({way})", done.stdout)
+
+
+@gpu_if_there_is_one
+def test_sums_of_the_doctor_are_right_on_this_device():
+    """Triton's interpreter stands for the compiler where there is no GPU."""
+    assert doctor._sum_ones(DEVICE).startswith("Triton 3.")
 
 
 def test_doctor_says_what_does_not_work(monkeypatch, capsys):
