@@ -7,8 +7,23 @@ import signal
 import pytest
 import torch
 
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # "gw0" and so on
+
 # Ranks that are processes may share a GPU, if torch's symmetric memory does not mind.
 os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+
+
+def _order_gpus(worker: int) -> None:
+    """Let this worker and the ranks that it starts see all GPUs, each worker another one as the first."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    if gpus:
+        gpus = gpus.split(",")
+        first = worker % len(gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
+
+if WORKER:
+    _order_gpus(int(WORKER.removeprefix("gw")))
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # its kernels run in its interpreter

@@ -7,8 +7,7 @@ if [ "${1:-}" = gpu ]; then
     cd "$(dirname "$0")/.."
     shift
     [ -n "${VIRTUAL_ENV:-}" ] || [ ! -f .venv/bin/activate ] || . .venv/bin/activate # what train/install_gpu.sh made
-    export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1} # many processes, few kernels
-    exec python3 -m pytest -m gpu "$@"
+    exec bash tests/gpu.sh "$@"
 fi
 . "$(dirname "$0")/../train/venv.sh" test
 # Without what it requires, which would overwrite the NCCL of a CUDA build of torch. There are wheels for Python 3.11.

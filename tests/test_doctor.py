@@ -16,6 +16,7 @@ ON_GPUS = {"GPUs", "NCCL", "aten", "triton", "fused sums"}
 
 
 @gpu_if_there_is_one
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_doctor_finds_what_works_here():
     done = subprocess.run(

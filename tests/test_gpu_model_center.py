@@ -10,6 +10,7 @@ from tests.test_model_center import check_equality, run
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.ranks,
     needs_ranks(2),
     pytest.mark.skipif(not kernels.installed("bmtrain"), reason="needs the package bmtrain"),
     pytest.mark.skipif(not kernels.installed("model_center"), reason="needs the package model-center"),

@@ -11,7 +11,7 @@ from bmt_burst.adapters.transformers import enable
 from tests.helpers import needs_ranks, relative_error, run_ranks
 from tests.test_transformers import CONFIGS, calls_of, plain
 
-pytestmark = [pytest.mark.gpu, needs_ranks(2)]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks, needs_ranks(2)]
 
 
 def models(dtype: torch.dtype) -> list[str]:

@@ -87,6 +87,7 @@ def test_the_changed_scripts_compute_what_one_process_does(package, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.ranks
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 NVIDIA GPUs; this machine has {GPUS}")
 @pytest.mark.parametrize("package", FOUND)
 def test_the_changed_scripts_compute_what_one_process_does_on_gpus(package, tmp_path):
@@ -97,6 +98,7 @@ def test_the_changed_scripts_compute_what_one_process_does_on_gpus(package, tmp_
 
 
 @pytest.mark.gpu
+@pytest.mark.ranks
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 NVIDIA GPUs; this machine has {GPUS}")
 @pytest.mark.parametrize("package", ["BurstAttention", "torch context_parallel"])
 def test_the_scripts_before_compute_the_same_on_gpus(package, tmp_path):

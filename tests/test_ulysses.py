@@ -322,6 +322,7 @@ def on_gpus(rank: int, size: int) -> dict[str, float]:
 
 
 @pytest.mark.gpu
+@pytest.mark.ranks
 @needs_ranks(2)
 def test_on_gpus():
     for errors in run_ranks(2, on_gpus, 2, backend="nccl"):

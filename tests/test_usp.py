@@ -168,6 +168,7 @@ def on_gpus(rank: int, size: int) -> dict[str, float]:
 
 
 @pytest.mark.gpu
+@pytest.mark.ranks
 @needs_ranks(2)
 def test_on_gpus():
     size = 4 if RANKS >= 4 else 2
