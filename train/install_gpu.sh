@@ -9,16 +9,16 @@
 # overwrite torch's NCCL. Needs CUDA's nvcc. Afterwards: .venv/bin/python -m bmt_burst.doctor, and .venv/bin/torchrun,
 # since a torchrun elsewhere on the PATH starts another Python.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+. "$(dirname "$0")/pip.sh"
 
-index=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --from) index=(--no-index --find-links "$(cd "${2:?--from needs a folder}" && pwd)"); shift ;;
+        --from) use_folder "${2:?--from needs a folder}"; shift ;;
         *) echo "usage: install_gpu.sh [--from FOLDER]" >&2; exit 2 ;;
     esac
     shift
 done
+cd "$(dirname "$0")/.."
 
 has_cuda_torch() { "$1" -c 'import torch, sys; sys.exit(torch.version.cuda is None)' 2>/dev/null; }
 if [ ! -f .venv/bin/activate ]; then
@@ -32,9 +32,10 @@ if [ ! -f .venv/bin/activate ]; then
     fi
 fi
 . .venv/bin/activate
-install() { python -m pip install --quiet --disable-pip-version-check "${index[@]}" "$@"; }
 
-has_cuda_torch python || install torch
+echo "installing into .venv what is missing there: torch (3 GB), FlashAttention (200 MB), some 100 MB of packages, and"
+echo "BMTrain, which is built here in a minute. All of it takes three to ten minutes, once."
+has_cuda_torch python || install torch || explain_pip
 command -v nvcc >/dev/null || { echo "install_gpu.sh: nvcc is not on the PATH; BMTrain's build needs CUDA's compiler" >&2; exit 1; }
 architectures=$(python - <<'FIND'
 import torch
@@ -93,11 +94,11 @@ else
 fi
 
 if ! python -c 'import torch, bmtrain' 2>/dev/null; then
-    for tool in setuptools wheel cmake ninja pybind11; do have $tool || command -v $tool >/dev/null || install $tool; done
+    for tool in setuptools wheel cmake ninja pybind11; do have $tool || command -v $tool >/dev/null || install $tool || explain_pip; done
     build=$(mktemp -d)
     trap 'rm -rf "$build"' EXIT
-    python -m pip download --quiet --disable-pip-version-check "${index[@]}" --no-deps --no-build-isolation \
-        --no-binary=bmtrain --dest "$build" bmtrain==1.0.1
+    python -m pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+        --no-binary=bmtrain --dest "$build" bmtrain==1.0.1 || explain_pip
     tar -xzf "$build"/bmtrain-*.tar.gz -C "$build"
     # Only the architectures at hand: CUDA 13 refuses the old ones that the file lists.
     sed -i -e 's/-gencode=arch=compute_[0-9]*,code=sm_[0-9]*//g' \
@@ -109,7 +110,8 @@ fi
 
 have numpy && have safetensors && have tqdm && have tensorboard && have tokenizers && have sentencepiece &&
     have matplotlib && have huggingface_hub && deps=--no-deps
-install --no-build-isolation ${deps:-} --editable '.[train]'
+install --no-build-isolation ${deps:-} --editable '.[train]' || explain_pip
+touch "$(stamp train)"
 
 if [ ! -e .venv/bin/torchrun ]; then  # where torch is another environment's, so is its torchrun
     printf '#!/usr/bin/env bash\nexec "$(dirname "$0")/python" -m torch.distributed.run "$@"\n' >.venv/bin/torchrun

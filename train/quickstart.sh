@@ -1,8 +1,30 @@
 #!/usr/bin/env bash
 # From nothing to a trained language model and a sample of its text, on any machine with Python: a few minutes on two
-# cores. The text is the source of Python's own standard library. Run it again to go on where it was interrupted.
+# cores or on GPUs. The text is the source of Python's own standard library. Run it again to go on where it was
+# interrupted.
+#
+#     bash train/quickstart.sh                  installs from the package index, where something is missing
+#     bash train/quickstart.sh --from FOLDER    from a folder of wheels and sdists, without network
+#
+# On GPUs train/install_gpu.sh installs, and training is BMTrain's. Up to four GPUs share every sequence.
 set -euo pipefail
-. "$(dirname "$0")/venv.sh" train
+. "$(dirname "$0")/pip.sh"
+if [ "${1:-}" = --from ] && [ $# -eq 2 ]; then
+    use_folder "$2"
+elif [ $# -gt 0 ]; then
+    echo "usage: quickstart.sh [--from FOLDER]" >&2
+    exit 2
+fi
+cd "$(dirname "$0")/.."
+
+if ! compgen -G ".venv/installed-train-*" >/dev/null && nvidia-smi -L 2>/dev/null | grep -q "^GPU"; then
+    if command -v nvcc >/dev/null; then
+        bash train/install_gpu.sh
+    else
+        echo "nvcc is not on the PATH, so BMTrain cannot be built: training will use torch's FSDP2"
+    fi
+fi
+. train/venv.sh train
 
 data=data/stdlib
 run=runs/quickstart
@@ -13,10 +35,18 @@ if [ ! -d "$data" ]; then
         --exclude site-packages dist-packages test tests idlelib lib2to3
 fi
 
+gpus=$(python -c "import torch; print(torch.cuda.device_count())")
+if [ "$gpus" -gt 0 ]; then
+    ranks=$((gpus < 4 ? gpus : 4)) dtype=bf16
+else
+    ranks=2 dtype=fp32
+fi
+
 trap 'interrupted=1' INT # Ctrl-C: training saves and ends in order, and so does this
-# Two processes share every sequence: each holds half of its tokens, keys and values go round the ring.
-python train/pretrain.py --processes 2 --sp-size 2 --model cpm-tiny --data "$data/train" --val-data "$data/val" \
-    --steps 850 --batch-size 4 --micro-batch-size 4 --lr 4e-3 --output "$run" --resume auto
+# The ranks share every sequence: each holds its part of the tokens, keys and values go round the ring.
+python train/pretrain.py --processes "$ranks" --sp-size "$ranks" --model cpm-tiny --data "$data/train" \
+    --val-data "$data/val" --steps 850 --batch-size 4 --micro-batch-size 4 --lr 4e-3 --dtype "$dtype" \
+    --output "$run" --resume auto
 
 [ -z "${interrupted:-}" ] || exit 0
 

@@ -1,6 +1,7 @@
 # Sourced by the project's scripts: makes .venv in the repository with bmt_burst and the extras named in $1, and
-# activates it. Does nothing where that is done already. BMT_BURST_TORCH names another torch to install.
+# activates it. Does nothing where that is done already, also by install_gpu.sh. BMT_BURST_TORCH names another torch.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. train/pip.sh
 python3 - <<'CHECK' || exit 1
 import sys
 if sys.version_info < (3, 11):
@@ -8,13 +9,16 @@ if sys.version_info < (3, 11):
 CHECK
 [ -f .venv/bin/activate ] || python3 -m venv .venv
 . .venv/bin/activate
-stamp=".venv/installed-$1-$(python -c 'import hashlib; print(hashlib.sha256(open("setup.py", "rb").read()).hexdigest()[:12])')"
-if [ ! -f "$stamp" ]; then
-    echo "installing bmt_burst[$1] into .venv"
+if [ ! -f "$(stamp "$1")" ]; then
+    what="bmt_burst[$1], with some 100 MB of packages"
     # torch first and by version: a bare "torch" may bring another build. What install_gpu.sh brought stays.
+    torch=
     if [ -n "${BMT_BURST_TORCH:-}" ] || ! python -c "import torch" 2>/dev/null; then
-        python -m pip install --quiet --disable-pip-version-check "${BMT_BURST_TORCH:-torch==2.13.0}"
+        torch=${BMT_BURST_TORCH:-torch==2.13.0}
+        what="$torch (up to 3 GB where it comes with CUDA, else 200 MB) and $what"
     fi
-    python -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
-    touch "$stamp"
+    echo "installing into .venv: $what. This takes one to ten minutes, once."
+    [ -z "$torch" ] || install "$torch" || explain_pip
+    install --editable ".[$1]" || explain_pip
+    touch "$(stamp "$1")"
 fi

@@ -1,0 +1,33 @@
+# Sourced by the scripts that install into .venv.
+
+# Lets pip take everything from a folder of wheels and sdists, instead of from the package index.
+use_folder() {
+    [ -d "$1" ] || { echo "$(basename "$0"): --from expects a folder, got $1" >&2; exit 2; }
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS
+    PIP_FIND_LINKS=$(python3 -c 'import pathlib, sys; print(pathlib.Path(sys.argv[1]).resolve().as_uri())' "$1")
+}
+
+install() { python -m pip install --quiet --disable-pip-version-check --retries 2 "$@"; }
+
+# Says what to do where pip failed, and ends the script.
+explain_pip() {
+    {
+        if [ -n "${PIP_NO_INDEX:-}" ]; then
+            echo "$(basename "$0"): pip failed, see above. It looked only in ${PIP_FIND_LINKS:-no folder at all}."
+        else
+            echo "$(basename "$0"): pip failed, see above. It needs a network, or a folder of wheels: --from FOLDER, which"
+            echo "train/quickstart.sh and train/install_gpu.sh take."
+        fi
+        echo "To fill a folder on a machine with a network and with the same system and Python, run in this repository"
+        echo "    python3 -m pip download --dest FOLDER '${BMT_BURST_TORCH:-torch==2.13.0}' setuptools wheel '.[train]'"
+        echo "and for GPUs also"
+        echo "    python3 -m pip download --dest FOLDER --pre 'flash-attn-4[cu13]' cmake ninja pybind11"
+        echo "    python3 -m pip download --dest FOLDER --no-deps --no-build-isolation --no-binary=bmtrain bmtrain==1.0.1"
+    } >&2
+    exit 1
+}
+
+# The file that says that bmt_burst and the extra $1 are installed, as setup.py has it.
+stamp() {
+    echo ".venv/installed-$1-$(python -c 'import hashlib; print(hashlib.sha256(open("setup.py", "rb").read()).hexdigest()[:12])')"
+}
