@@ -202,4 +202,5 @@ def ring_rank() -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # for the ring's processes, and for next time
     sys.exit(main())
