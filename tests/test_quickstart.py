@@ -93,7 +93,7 @@ def test_a_folder_stands_for_the_index(start, tmp_path):
 def test_a_missing_network_is_explained(start, arguments):
     done, asked = start(*arguments, pip_fails=True)
     assert done.returncode == 1
-    assert ("looked only in file:///" if arguments else "needs a network, or a folder of wheels") in done.stderr
+    assert ("looked only in 'file:///" if arguments else "needs a network, or a folder of wheels") in done.stderr
     assert "pip download --dest FOLDER" in done.stderr
     assert not any("pretrain.py" in line for line in asked)
 

@@ -13,12 +13,12 @@ install() { python -m pip install --quiet --disable-pip-version-check --retries 
 explain_pip() {
     {
         if [ -n "${PIP_NO_INDEX:-}" ]; then
-            echo "$(basename "$0"): pip failed, see above. It looked only in ${PIP_FIND_LINKS:-no folder at all}."
+            echo "$(basename "$0"): pip failed, see above. PIP_NO_INDEX is set, so it looked only in '${PIP_FIND_LINKS:-}'."
         else
             echo "$(basename "$0"): pip failed, see above. It needs a network, or a folder of wheels: --from FOLDER, which"
             echo "train/quickstart.sh and train/install_gpu.sh take."
         fi
-        echo "To fill a folder on a machine with a network and with the same system and Python, run in this repository"
+        echo "To fill a folder on a machine with a network and the same system and Python, run in this repository"
         echo "    python3 -m pip download --dest FOLDER '${BMT_BURST_TORCH:-torch==2.13.0}' setuptools wheel '.[train]'"
         echo "and for GPUs also"
         echo "    python3 -m pip download --dest FOLDER --pre 'flash-attn-4[cu13]' cmake ninja pybind11"
