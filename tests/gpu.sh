@@ -32,9 +32,9 @@ note() {
 }
 summary() { tail -n 1 "$logs/$1" | tr -d '=' | xargs; }
 
-echo "test.sh: $workers workers, and 3 that start ranks"
+echo "test.sh: $workers workers, and 5 that start ranks"
 # More runs of ranks at a time would wait for their turns on a GPU at each message.
-python3 -m pytest -m "gpu and ranks and not alone" --numprocesses 3 --maxschedchunk 1 "$@" >"$logs/ranks" 2>&1 &
+python3 -m pytest -m "gpu and ranks and not alone" --numprocesses 5 --maxschedchunk 1 "$@" >"$logs/ranks" 2>&1 &
 ranks=$!
 code=0
 python3 -m pytest -m "gpu and not ranks and not alone" --numprocesses "$workers" --dist worksteal "$@" |
