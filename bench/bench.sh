@@ -42,12 +42,12 @@ fi
 name=$(python3 -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-').lower() if torch.cuda.is_available() else 'cpu')")
 output=bench/results/attention-$gpus-$name-$(date +%Y%m%d-%H%M%S).jsonl
 
-arguments=() packed=()
+arguments=() packed=() masks=(documents window)
 if [ "$found" -eq 0 ]; then
     output=$(mktemp -d)/attention-cpu.jsonl
 elif [ -n "$quick$two_hosts" ]; then
     arguments=(--tokens-per-gpu 8192 16384)
-    packed=(--tokens-per-gpu 8192 --documents 4K)
+    packed=(--tokens-per-gpu 8192 --documents 4K) masks=(documents)
 else
     # 64K to 1M tokens on 8 GPUs, and batches of 64K
     arguments=(--tokens-per-gpu 8192 16384 32768 65536 131072 --batches 2 4 8 --masks causal full)
@@ -66,7 +66,7 @@ if [ -n "$two_hosts" ]; then
 else
     [ "$gpus" -gt 1 ] || arguments+=(--implementations bmt_burst)
     ranks "$gpus" bench/attention.py --output "$output" "${arguments[@]}"
-    [ "$gpus" -le 1 ] || ranks "$gpus" bench/attention.py --output "$output" --masks documents window --no-links \
+    [ "$gpus" -le 1 ] || ranks "$gpus" bench/attention.py --output "$output" --masks "${masks[@]}" --no-links \
         --implementations bmt_burst "bmt_burst contiguous" ulysses "${packed[@]}"
     [ "$gpus" -gt 1 ] || ranks 1 bench/one_rank.py --output "$output" $([ "$found" -eq 0 ] || echo --tokens-per-gpu 8192 16384)
 fi
