@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .arguments import DTYPES, check_tensor
+from .autograd import check_first_derivative
 from .compiled import fused_on_gpus, not_compiled
 from .layout import IGNORE_INDEX, SIGNED
 from .merge import accumulator_dtype
@@ -37,7 +37,8 @@ def linear_cross_entropy_sum(
     int64; all on one device. hidden and weight are of one dtype, fp16, bf16, fp32 or fp64; under autocast they are cast
     as F.linear casts, and gradients come back in their own. Logits are rounded to that dtype, as a linear layer's, and
     taken in fp32 (fp64). The backward forms them once more and goes back through each tile: with P = softmax(logits),
-    dlogits = dloss (P - onehot(label)), and 0 for tokens without a target. Differentiable (once) in hidden and weight.
+    dlogits = dloss (P - onehot(label)), and 0 for tokens without a target. Differentiable (once) in hidden and weight;
+    the backward raises RuntimeError with create_graph.
 
     Raises TypeError for wrong dtypes and for tensors without values of their own, ValueError for shapes or devices that
     do not go together and for a label outside the vocabulary; on GPUs, where the host does not wait for it, that last
@@ -72,8 +73,8 @@ class _LinearCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     @not_compiled  # nor by compiled autograd
-    @once_differentiable
     def backward(ctx, dtotal: Tensor):
+        check_first_derivative("linear_cross_entropy_sum")
         hidden, labels, lse, *weights = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
             factor = dtotal.to(lse.dtype) * (labels != IGNORE_INDEX)

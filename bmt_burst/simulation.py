@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from .arguments import as_int
+from .autograd import check_first_derivative
 from .transport.simulator import Aborted, Network, SimulatedRing
 
 Result = TypeVar("Result")
@@ -37,6 +37,7 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
     take part in the backward, those whose results have no part in it with gradients of 0.
 
     Raises TypeError for a size that is no whole number or work that cannot be called, ValueError for a size below 1.
+    The backward raises RuntimeError with create_graph.
     """
     size = as_int("size", size)
     if size < 1:
@@ -114,8 +115,8 @@ class _AllRanks(torch.autograd.Function):
         return tuple(x.detach() for graph in graphs for x in graph.outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads: Tensor):
+        check_first_derivative("what simulate returns")
         if ctx.network.failed.is_set():
             raise RuntimeError("a backward of these simulated ranks failed before: run simulate again")
         left = iter(grads)

@@ -232,3 +232,13 @@ def test_what_needs_no_gradient_gets_none():
     assert torch.autograd.grad(total, weight)[0].equal(dweight)
     with torch.inference_mode():
         assert linear_cross_entropy_sum(hidden, weight, labels)[0].equal(total)
+
+
+def test_second_derivatives_are_refused():
+    """A gradient penalty would silently lose its term."""
+    hidden, weight, labels = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8), torch.arange(4)
+    total, _ = linear_cross_entropy_sum(hidden, weight, labels)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy_sum is differentiable once: expected a backward"):
+        torch.autograd.grad(total, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.functional.hessian(lambda x: linear_cross_entropy_sum(x, weight, labels)[0], hidden)
