@@ -37,7 +37,8 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
     take part in the backward, those whose results have no part in it with gradients of 0.
 
     Raises TypeError for a size that is no whole number or work that cannot be called, ValueError for a size below 1.
-    The backward raises RuntimeError with create_graph.
+    The backward raises RuntimeError with create_graph, and for leaves with tensor hooks. A hook of any other tensor
+    that ranks share runs on each rank, with that rank's share of the gradient.
     """
     size = as_int("size", size)
     if size < 1:
@@ -117,6 +118,7 @@ class _AllRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         check_first_derivative("what simulate returns")
+        _check_hooks(ctx.leaves)
         if ctx.network.failed.is_set():
             raise RuntimeError("a backward of these simulated ranks failed before: run simulate again")
         left = iter(grads)
@@ -158,6 +160,20 @@ def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
         if type(node).__name__ == "AccumulateGrad":
             leaves.append(node.variable)
     return leaves
+
+
+def _check_hooks(leaves: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if a leaf has a tensor hook.
+
+    Autograd runs such hooks wherever the leaf's gradient is found: on each rank, and for the sum over ranks again.
+    """
+    for leaf in leaves:
+        if leaf._backward_hooks:
+            raise RuntimeError(
+                "the backward of simulate expected leaves without tensor hooks, which would run more than once, got "
+                f"one of shape {tuple(leaf.shape)} with {len(leaf._backward_hooks)}: remove them, or take "
+                "register_post_accumulate_grad_hook"
+            )
 
 
 def _mapped(function: Callable[[Tensor], Tensor], result: Any) -> Any:

@@ -161,6 +161,20 @@ def test_second_derivatives_are_refused():
     out.sum().backward()  # no rank has begun anything that it would have to break off
 
 
+def test_hooks_of_leaves_do_not_run_more_than_once():
+    tensors, dout = inputs()
+    out = unshard(simulate(RANKS, lambda ring: attention(ring, *tensors)))
+    hook = tensors[0].register_hook(lambda grad: 2 * grad)
+    with pytest.raises(RuntimeError, match=r"leaves without tensor hooks, .* got one of shape \(2, 23, 4, 8\) with 1"):
+        out.backward(dout, retain_graph=True)
+    hook.remove()
+    seen = []
+    tensors[0].register_post_accumulate_grad_hook(lambda x: seen.append(x.grad.clone()))
+    out.backward(dout)
+    assert_equal([x.grad for x in tensors])
+    assert_equal(seen, expected()[:1])
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_the_callers_modes_hold_on_the_ranks(context):
     tensors, _ = inputs()
