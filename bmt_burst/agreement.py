@@ -78,14 +78,26 @@ def together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
 
 
 @contextmanager
+def known_to_all() -> Iterator[None]:
+    """Mark a ValueError within as one that every rank raises, since it follows from what all of them said."""
+    try:
+        yield
+    except ValueError as error:
+        _known(error)
+        raise
+
+
+@contextmanager
 def taking_part(rings: Rings, doing: str) -> Iterator[None]:
-    """Around what ranks do once they have agreed on it: one that fails lets the others know.
+    """Let the other ranks know if this one fails in what all agreed on, unless it is an error that they know.
 
     Raises RuntimeError, with the rank and its reason, on a rank that fails because another one did.
     """
     try:
         yield
     except BaseException as error:
+        if hasattr(error, _KNOWN):
+            raise
         if theirs := rings.give_up(f"{doing}: {_reason(error)}".encode()):
             raise RuntimeError(f"{theirs}; so this rank cannot go on with {doing}") from error
         raise

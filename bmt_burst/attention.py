@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .agreement import taking_part, tell, together
 from .arguments import check_tensor
+from .autograd import check_first_derivative, check_transforms
 from .call import CALL, Learned, agree_on_call
 from .compiled import not_compiled
 from .layout import Layout
@@ -24,6 +25,41 @@ from .strategies import Plan
 
 Masks = Mask | Sequence[Mask]
 Layouts = str | Layout | Sequence[Layout]
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _told_to_all(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return `function` with its signature. A call that does not fit it raises on all ranks of the group in it."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **named)
+        except TypeError as error:
+            if not _fit(signature, args, named):
+                refuse_arguments(error, signature, args, named)
+            raise
+
+    return call
+
+
+def _fit(signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def refuse_arguments(
+    error: Exception, signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
+) -> NoReturn:
+    """Raise an error of this rank's arguments as `refuse_call` does, in the group that is among them."""
+    given = {**dict(zip(signature.parameters, args, strict=False)), **named}
+    group = given.get("process_group", given.get("group"))  # compat's functions call it so
+    refuse_call(error, group, given.get("double_group", (None, None)))
 
 
 @overload
@@ -45,6 +81,7 @@ def burst_attn_func(
 
 
 @not_compiled
+@_told_to_all
 def burst_attn_func(
     q: Tensor,
     k: Tensor,
@@ -125,11 +162,12 @@ def burst_attn_func(
 
     Raises, on every rank of the group, ValueError or TypeError for arguments that are wrong on any rank or differ
     between ranks, for a sequence with fewer tokens than ranks, for a double_group that is no grid of ranks, and, in the
-    call or its backward, where a rank does something else. RuntimeError where a rank has ended or failed in the middle.
+    call or its backward, where a rank does something else. RuntimeError where a rank has ended or failed in the middle,
+    for a backward with create_graph, and inside the transforms of torch.func or forward mode.
 
     Only about groups ranks cannot agree: with a group that is none, or that this rank is not in, the error is raised
-    here, and the ranks that wait for this one raise TimeoutError after the group's own timeout (gloo between hosts:
-    RuntimeError), or RuntimeError as soon as this process has ended. The same where a rank gives another valid group.
+    here, and the ranks that wait for this one raise TimeoutError after the group's own timeout, or RuntimeError as soon
+    as this process has ended. The same where a rank gives another valid group.
     """
     options = {
         "softmax_scale": softmax_scale,
@@ -141,6 +179,7 @@ def burst_attn_func(
         "layout": layout,
         "strategy": strategy,
         "backward": backward,
+        "return_lse": return_lse,
         "group_bytes": group_bytes,
         "scores": scores,
         "softcap": softcap,
@@ -149,7 +188,18 @@ def burst_attn_func(
     return (out, lse) if return_lse else out
 
 
+def _with_options(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return `function` of packed tensors with the options of burst_attn_func in its signature."""
+    signature = inspect.signature(function)
+    *tensors, _options, _named = signature.parameters.values()
+    _q, _k, _v, *options = inspect.signature(burst_attn_func).parameters.values()
+    function.__signature__ = signature.replace(parameters=[*tensors, *options])
+    return function
+
+
 @not_compiled
+@_told_to_all
+@_with_options
 def burst_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
     """`burst_attn_func` of q (B, S_local, H, D) and kv (B, S_local, 2, G, D), keys and values; they are not copied.
 
@@ -159,6 +209,8 @@ def burst_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any)
 
 
 @not_compiled
+@_told_to_all
+@_with_options
 def burst_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
     """`burst_attn_func` of qkv (B, S_local, 3, H, D), queries, keys and values; they are not copied.
 
@@ -170,13 +222,12 @@ def burst_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Tenso
 def _packed_call(
     before: tuple[Tensor, ...], name: str, packed: Tensor, options: tuple[Any, ...], named: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    # Arguments that burst_attn_func does not have are an error of this rank alone, as they are there.
-    bound = inspect.signature(burst_attn_func).bind(None, None, None, *options, **named)
+    signature, args = inspect.signature(burst_attn_func), (None, None, None, *options)
     try:
+        signature.bind(*args, **named)
         tensors = *before, *unpacked(name, packed, 3 - len(before))
     except (TypeError, ValueError) as error:
-        bound.apply_defaults()
-        refuse_call(error, bound.arguments["process_group"], bound.arguments["double_group"])
+        refuse_arguments(error, signature, args, named)
     return burst_attn_func(*tensors, *options, **named)
 
 
@@ -192,6 +243,7 @@ def unpacked(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 @not_compiled
+@_told_to_all
 def burst_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -208,7 +260,11 @@ def burst_attn_varlen_func(
     return_lse: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    **options: Any,
+    optimize_bwd_comm: bool = True,
+    deterministic: bool = False,
+    strategy: str = "auto",
+    backward: str = "auto",
+    group_bytes: int = 5 << 26,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`burst_attn_func` for packed documents, with tensors as functions of variable length take them.
 
@@ -220,34 +276,34 @@ def burst_attn_varlen_func(
         causal: whether a token sees only tokens at its own or earlier positions of its document.
         window: tokens see only those less than so many positions away; with `causal` themselves and window - 1 before.
         layout: as burst_attn_func's, for the packed sequence as a whole.
-        softcap, sinks: as burst_attn_func's.
-        options: optimize_bwd_comm, deterministic, strategy, backward and group_bytes, as burst_attn_func's.
+        softcap, sinks, optimize_bwd_comm, deterministic, strategy, backward, group_bytes: as burst_attn_func's.
 
     Returns:
         out (T_local, H, D), and with return_lse also lse (H, T_local).
 
-    Raises TypeError for an option that is not known, on this rank alone. All else as burst_attn_func.
+    Raises as burst_attn_func.
     """
-    given = {"softmax_scale": softmax_scale, "flash": flash, "layout": layout, "softcap": softcap, **options}
+    options = {
+        "softmax_scale": softmax_scale,
+        "flash": flash,
+        "causal": False,
+        "optimize_bwd_comm": optimize_bwd_comm,
+        "deterministic": deterministic,
+        "layout": layout,
+        "strategy": strategy,
+        "backward": backward,
+        "return_lse": return_lse,
+        "group_bytes": group_bytes,
+        "scores": None,
+        "softcap": softcap,
+    }
 
     def with_mask() -> dict[str, Any]:
-        return {**_DEFAULTS, **given, "mask": Mask.documents(cu_seqlens, causal, window), "scores": None}
+        return {**options, "mask": Mask.documents(cu_seqlens, causal, window)}
 
-    if unknown := options.keys() - _DEFAULTS.keys():
-        raise TypeError(f"burst_attn_varlen_func has no option {sorted(unknown)[0]!r}")
     rings = make_rings(process_group, double_group)
     out, lse = _attention(rings, q, k, v, Learned(sinks=sinks), with_mask, packed=True)
     return (out[0], lse[0]) if return_lse else out[0]
-
-
-_DEFAULTS: dict[str, Any] = {
-    "optimize_bwd_comm": True,
-    "deterministic": False,
-    "strategy": "auto",
-    "backward": "auto",
-    "group_bytes": 5 << 26,
-    "causal": False,
-}
 
 
 def refuse_call(error: Exception, process_group: Group | None, double_group: Sequence[Group | None]) -> NoReturn:
@@ -271,11 +327,13 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of what the ranks agree on. `options` may raise what is wrong with them."""
     with torch.cuda.device(q.device) if _is_on_gpu(q) else contextlib.nullcontext():  # which kernels take for granted
-        plan, call, (q, k, v), rows = agree_on_call(rings, q, k, v, learned, options, packed)
+        call = agree_on_call(rings, q, k, v, learned, options, packed)
+        with taking_part(rings, f"call {call.number}"):  # the others may be on their way already
+            plan, rows = call.plan(), call.rows
+            tensors = [x.flatten(0, 1).unsqueeze(0) for x in call.tensors] if rows else call.tensors
+            out, lse = _BurstAttention.apply(*tensors, learned.bias, learned.sinks, rings, plan, call.number)
         if not rows:
-            return _BurstAttention.apply(q, k, v, learned.bias, learned.sinks, rings, plan, call)
-        stacked = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-        out, lse = _BurstAttention.apply(*stacked, learned.bias, learned.sinks, rings, plan, call)
+            return out, lse
         return out.squeeze(0).unflatten(0, (rows, -1)), lse.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1)
 
 
@@ -296,7 +354,7 @@ class _BurstAttention(torch.autograd.Function):
         plan: Plan,
         call: int,
     ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(q.device.type, enabled=False), taking_part(rings, f"call {call}"):
+        with torch.autocast(q.device.type, enabled=False):
             out, lse, row_lse = plan.forward(rings, q, k, v, bias)
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks)
@@ -307,10 +365,15 @@ class _BurstAttention(torch.autograd.Function):
 
     @staticmethod
     @not_compiled  # nor by compiled autograd
-    @once_differentiable
     def backward(ctx, dout: Tensor, _dlse: Tensor):
         doing = f"the backward of call {ctx.call}"
-        *saved, sinks = together(ctx.rings, doing, lambda: ctx.saved_tensors)
+
+        def saved_tensors() -> tuple[Tensor | None, ...]:
+            check_first_derivative("burst_attn_func")
+            check_transforms("the backward of burst_attn_func", dout)
+            return ctx.saved_tensors
+
+        *saved, sinks = together(ctx.rings, doing, saved_tensors)
         with torch.autocast(dout.device.type, enabled=False), taking_part(ctx.rings, doing):
             grads = ctx.plan.backward(ctx.rings, dout, *saved)
             wanted = ctx.needs_input_grad[4]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .agreement import read, taking_part, tell
+from .agreement import known_to_all, read, tell
+from .autograd import check_transforms
 from .checks import (
     check_bias,
     check_device,
@@ -63,10 +64,8 @@ def agree_on_call(
     learned: Learned,
     options: Callable[[], dict[str, Any]],
     packed: bool,
-) -> tuple[Plan, int, Tensors, int]:
-    """Checks the arguments of every rank; returns the plan they agree on and the number of the call, or raises on all.
-
-    Also the tensors as (B, S, heads, D), and the batch size if its rows have masks or layouts of their own, else 0.
+) -> AgreedCall:
+    """Check the arguments of this rank and tell the others. Raises what is wrong with them once all ranks know.
 
     A rank cannot know alone what a call means: the same number of tokens here may be part of sequences of several
     lengths. So the ranks ask each other every time, and remember the plan that follows from the same replies.
@@ -81,25 +80,48 @@ def agree_on_call(
         check_tensors(*tensors)
         check_bias(learned.bias, given["scores"], q)
         check_sinks(learned.sinks, tensors[0])
+        check_transforms("burst_attn_func", *tensors, *(x for x in (learned.bias, learned.sinks) if x is not None))
         call = _known_call(rings, tensors, learned, given)
         return call.terms
 
-    history = rings.history
     said = tell(rings, CALL, mine)
-    plan = history.plans.get(said)
-    if plan is None:
-        problem = call.problem(said)
-        strategy = choose(call.options["strategy"], problem)
-        with taking_part(rings, f"call {history.calls + 1}"):  # the others may be on their way already
-            plan = strategy.plan(problem, rings.rank)
-        plan.reserve(rings, tensors[0].device, with_backward=call.needs_gradient)
-        while len(history.plans) >= _MOST_PLANS:
-            history.plans.pop(next(iter(history.plans)))
-    else:
-        history.plans.pop(said)
-    history.plans[said] = plan  # last in order: just used
-    history.calls += 1
-    return plan, history.calls, tensors, call.rows
+    return AgreedCall(rings, call, said, tensors, number=rings.history.calls + 1)
+
+
+@dataclass(frozen=True)
+class AgreedCall:
+    """A call whose arguments are right on this rank, and what all ranks said of theirs.
+
+    tensors  q, k and v as (B, S, heads, D)
+    number   how many calls of these ranks there are, with this one
+    """
+
+    rings: Rings
+    call: _Call
+    said: tuple[bytes, ...]
+    tensors: Tensors
+    number: int
+
+    @property
+    def rows(self) -> int:
+        """The batch size if its rows have masks or layouts of their own, else 0."""
+        return self.call.rows
+
+    def plan(self) -> Plan:
+        """Return the plan that follows; then the call counts. Raises ValueError on all ranks if they do not agree."""
+        plans = self.rings.history.plans
+        plan = plans.pop(self.said, None)
+        if plan is None:
+            with known_to_all():
+                problem = self.call.problem(self.said)
+                strategy = choose(self.call.options["strategy"], problem)
+            plan = strategy.plan(problem, self.rings.rank)
+            plan.reserve(self.rings, self.tensors[0].device, with_backward=self.call.needs_gradient)
+            while len(plans) >= _MOST_PLANS:
+                plans.pop(next(iter(plans)))
+        plans[self.said] = plan  # last in order: just used
+        self.rings.history.calls = self.number
+        return plan
 
 
 def _known_call(rings: Rings, tensors: Tensors, learned: Learned, options: dict[str, Any]) -> _Call:

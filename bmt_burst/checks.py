@@ -21,7 +21,7 @@ BACKWARDS = ("auto", "q", "kv")
 def check_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options with Python's own numbers where numpy's were given, as ranks can tell each other."""
     checked = dict(options)
-    for name in ("causal", "optimize_bwd_comm", "deterministic"):
+    for name in ("causal", "optimize_bwd_comm", "deterministic", "return_lse"):
         checked[name] = as_bool(name, options[name])
     for name, choices in (("backward", BACKWARDS), ("strategy", ("auto", *strategies.names()))):
         _check_choice(name, options[name], choices)

@@ -1,5 +1,6 @@
 """Ranks that fall out of step: every rank hears of it, at once, and nothing is wrong without a word."""
 
+import contextlib
 import copy
 import os
 import pickle
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, kernels, nn, simulate, transport
 from bmt_burst.agreement import read, tell
 from bmt_burst.rings import Rings, make_rings
-from bmt_burst.strategies.ring import Ring
+from bmt_burst.strategies.ring import Ring, RingPlan
 from bmt_burst.transport import Transport, host_memory
 from bmt_burst.transport.host_memory import has_ended, process_name
 from tests.helpers import random_qkv, run_ranks
@@ -200,24 +201,61 @@ def test_a_rank_that_fails_while_it_computes_attention_again_is_heard_of_once(fa
     assert "lost" in other or "v must be a torch.Tensor" in other
 
 
-def unplanned(rank: int) -> list[str]:
-    """What each rank says where all of them fail to plan what they agreed on, and where one does."""
-    plain, said = Ring.plan, []
-    for who in ((0, 1), (1,)):
-        Ring.plan = failing_plan if rank in who else plain
-        host_memory._GIVING_UP = patience(who)
-        said.append(said_by(lambda who=who: call(dist.group.WORLD, 8 + len(who))))
-    return said
+def unprepared(rank: int) -> list[list[str]]:
+    """What each rank says where all of them fail between an agreement and its computation, and where one does."""
+    results = []
+    for holder, method in ((Ring, "plan"), (RingPlan, "reserve")):
+        plain, group, said = getattr(holder, method), dist.new_group([0, 1]), []
+        for who in ((0, 1), (1,)):
+            setattr(holder, method, fail if rank in who else plain)
+            host_memory._GIVING_UP = patience(who)
+            said.append(said_by(lambda who=who, group=group: call(group, 8 + len(who))))
+        setattr(holder, method, plain)
+        results.append(said)
+    return results
 
 
-def failing_plan(*_) -> None:
+def fail(*_, **__) -> None:
     raise MemoryError("no memory left")
 
 
-def test_a_rank_that_cannot_plan_what_it_agreed_on_keeps_nobody_waiting():
-    first, second = run_ranks(2, unplanned)
-    assert first[0] == second[0] == second[1] == "MemoryError: no memory left"
-    assert first[1].startswith("RuntimeError: rank 1 of the group gave up call 1: MemoryError: no memory left")
+def test_a_rank_that_cannot_prepare_what_it_agreed_on_keeps_nobody_waiting():
+    for first, second in zip(*run_ranks(2, unprepared), strict=True):
+        assert first[0] == second[0] == second[1] == "MemoryError: no memory left"
+        assert first[1].startswith("RuntimeError: rank 1 of the group gave up call 1: MemoryError: no memory left")
+
+
+def unsaved(rank: int) -> list[str]:
+    """Autograd fails to save what rank 1 computed: the other one hears of it where it next needs that rank."""
+    host_memory._GIVING_UP = patience((1,))
+    with torch.autograd.graph.saved_tensors_hooks(fail, fail) if rank else contextlib.nullcontext():
+        first = said_by(lambda: call(None)) if rank else str(call(None)[0].shape)
+    return until_all_know(rank, 2, [first, said_by(lambda: call(None))])
+
+
+def test_a_rank_that_cannot_save_what_it_computed_lets_the_others_know():
+    first, second = run_ranks(2, unsaved)
+    assert (first[0], second[0]) == ("torch.Size([1, 6, 2, 8])", "MemoryError: no memory left")
+    assert all("gave up call 1: MemoryError: no memory left" in said for said in (first[1], second[1]))
+
+
+def transformed(rank: int) -> list[str]:
+    """Rank 1 makes the group's first call, and another, inside a transform; then all is as before."""
+    said = []
+    for _ in range(2):
+        said.append(said_by(lambda: torch.func.grad(lambda x: burst_attn_func(x, x, x).sum())(torch.ones(1, 6, 2, 8))
+                            if rank else call(None)))  # fmt: skip
+    return [*said, str(call(None)[0].shape)]
+
+
+def test_a_rank_inside_a_transform_tells_the_others():
+    first, second = run_ranks(2, transformed)
+    assert first[2] == second[2] == "torch.Size([1, 6, 2, 8])"
+    for theirs, mine in zip(first[:2], second[:2], strict=True):
+        assert mine.startswith("RuntimeError: burst_attn_func cannot be transformed by torch.func")
+        assert theirs.startswith(
+            "ValueError: rank 1 of the group failed before a call of burst_attn_func: RuntimeError"
+        )
 
 
 def until_all_know(rank: int, size: int, said: list[str]) -> list[str]:

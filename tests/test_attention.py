@@ -1,5 +1,6 @@
 """The public function on its own: what it refuses, what it leaves alone, what autograd may do with it."""
 
+import inspect
 import logging
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import gradcheck
+from torch.autograd import forward_ad, gradcheck
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -20,6 +21,7 @@ from bmt_burst import (
     burst_attn_func,
     burst_attn_kvpacked_func,
     burst_attn_qkvpacked_func,
+    burst_attn_varlen_func,
     shard,
     simulate,
     unshard,
@@ -123,6 +125,7 @@ WRONG_OPTIONS = [
     ({"flash": ["cpu"]}, TypeError, "flash must be the name of a kernel"),
     ({"causal": torch.tensor(True)}, TypeError, "causal must be True or False, got a Tensor"),
     ({"causal": "yes"}, TypeError, "causal must be True or False, got 'yes'"),
+    ({"return_lse": torch.ones(2)}, TypeError, "return_lse must be True or False, got a Tensor"),
     ({"softmax_scale": torch.tensor(0.5)}, TypeError, r"softmax_scale must be a number, got a Tensor .*give its item"),
     ({"softmax_scale": True}, TypeError, "softmax_scale must be a number, got True"),
     ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be positive and finite, got nan"),
@@ -392,9 +395,109 @@ def test_gradients_by_finite_differences(flash):
 def test_second_derivatives_are_refused():
     q, k, v = (x.requires_grad_() for x in qkv())
     dout = torch.ones_like(q, requires_grad=True)
-    [dq] = torch.autograd.grad(burst_attn_func(q, k, v), q, dout, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="burst_attn_func is differentiable once: expected a backward without"):
+        torch.autograd.grad(burst_attn_func(q, k, v), q, dout, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.functional.hessian(lambda q: burst_attn_func(q, k, v).sum(), q)
+
+
+def test_second_derivatives_on_one_rank_are_refused_on_all():
+    def work(ring):
+        inputs = [x.requires_grad_() for x in qkv()]
+        out = burst_attn_func(*inputs, process_group=ring)
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            torch.autograd.grad(out.sum(), inputs, create_graph=ring.rank == 1)
+        out = burst_attn_func(*inputs, process_group=ring)
+        assert len(torch.autograd.grad(out.sum(), inputs)) == 3
+        return str(caught.value)
+
+    first, second = simulate(2, work)
+    assert first.startswith(
+        "rank 1 of the group failed before the backward of call 1: RuntimeError: burst_attn_func is"
+    )
+    assert second.startswith("burst_attn_func is differentiable once")
+
+
+def transformed(kind: str, x: torch.Tensor, attend) -> None:
+    """Attention in a way that it does not know."""
+    if kind == "grad":
+        torch.func.grad(lambda x: attend(x).sum())(x)
+    elif kind == "vmap":
+        torch.vmap(attend)(x.unsqueeze(0))
+    elif kind == "forward mode":
+        with forward_ad.dual_level():
+            attend(forward_ad.make_dual(x, x))
+    elif kind == "batched gradients":
+        out = attend(x.requires_grad_())
+        torch.autograd.grad(out, x, torch.ones(3, *x.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("grad", "burst_attn_func cannot be transformed by torch.func or vmap"),
+        ("vmap", "burst_attn_func cannot be transformed by torch.func or vmap"),
+        ("forward mode", "burst_attn_func has no forward mode"),
+        ("batched gradients", "the backward of burst_attn_func cannot be transformed"),
+    ],
+)
+def test_transforms_on_one_rank_are_refused_on_all(kind, message):
+    q = qkv()[0]
+
+    def work(ring):
+        x = q.clone()
+
+        def attend(x):
+            return burst_attn_func(x, x, x, process_group=ring)
+
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            if ring.rank:
+                transformed(kind, x, attend)
+            else:
+                out = attend(x.requires_grad_(kind == "batched gradients"))
+                out.sum().backward()
+        assert attend(q).shape == q.shape
+        return str(caught.value)
+
+    first, second = simulate(2, work)
+    assert message in first
+    assert first.startswith("rank 1 of the group failed before ")
+    assert second.startswith(message)
+
+
+@pytest.mark.parametrize("kind", ["separate", "kv", "qkv", "varlen"])
+def test_arguments_that_do_not_fit_on_one_rank_are_an_error_on_all(kind):
+    q, k, v = qkv(kv_heads=4)
+    function, *tensors = {
+        "separate": (burst_attn_func, q, k, v),
+        "kv": (burst_attn_kvpacked_func, q, torch.stack((k, v), 2)),
+        "qkv": (burst_attn_qkvpacked_func, torch.stack((q, k, v), 2)),
+        "varlen": (burst_attn_varlen_func, q[0], k[0], v[0], (0, 12)),
+    }[kind]
+    cases = [
+        ((*tensors,), {"wrong": 1}, "unexpected keyword argument 'wrong'"),
+        (tensors[:-1], {}, "missing"),
+        ((*tensors, 0.5), {"softmax_scale": 0.5}, "multiple values"),
+    ]
+
+    def work(ring):
+        for args, named, reason in cases:
+            told = rf"rank 1 of the group failed before a call of burst_attn_func: TypeError: .*{reason}"
+            with pytest.raises(TypeError, match=reason) if ring.rank else pytest.raises(ValueError, match=told):
+                function(*(args if ring.rank else tensors), process_group=ring, **(named if ring.rank else {}))
+        return function(*tensors, process_group=ring)
+
+    assert all(out.isfinite().all() for out in simulate(2, work))
+
+
+def test_signatures_show_all_arguments():
+    own = list(inspect.signature(burst_attn_func).parameters)
+    assert own[:5] == ["q", "k", "v", "softmax_scale", "flash"]
+    assert list(inspect.signature(burst_attn_kvpacked_func).parameters) == ["q", "kv", *own[3:]]
+    assert list(inspect.signature(burst_attn_qkvpacked_func).parameters) == ["qkv", *own[3:]]
+    varlen = inspect.signature(burst_attn_varlen_func).parameters
+    assert {"strategy", "group_bytes", "window"} <= set(varlen)
+    assert all(x.kind is not x.VAR_KEYWORD for x in varlen.values())
 
 
 def test_backward_auto_moves_the_fewer_bytes():

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..arguments import as_bool, as_float, as_int, check_tensor
-from ..attention import burst_attn_func, refuse_call, unpacked
+from ..attention import burst_attn_func, refuse_arguments, refuse_call, unpacked
 from ..compiled import not_compiled
 from ..layout import Layout
 from ..mask import Mask, Slice
@@ -89,7 +89,12 @@ def with_options(
     @not_compiled
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        bound = signature.bind(*args, **named).arguments
+        try:
+            bound = signature.bind(*args, **named).arguments
+        except TypeError as error:
+            if "group" not in names:  # a layer's
+                raise
+            refuse_arguments(error, signature, args, named)
         rest = {name: bound.pop(name) for name in names if name in bound}
         return function(**bound, options=options(**rest))
 
