@@ -38,6 +38,8 @@ def tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tuple
         failure, mine = caught, _failed(doing, caught)
     try:
         said = tuple(rings.gather(mine.encode()))
+    except TimeoutError as late:
+        raise _known(TimeoutError(f"{doing}: {late}")) from late
     except Exception as lost:
         _known(lost)  # or as good as that: to tell of it would be to wait once more for who did not come
         raise

@@ -17,7 +17,8 @@ from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel,
 from bmt_burst.agreement import read, tell
 from bmt_burst.rings import Rings, make_rings
 from bmt_burst.strategies.ring import Ring, RingPlan
-from bmt_burst.transport import Transport, host_memory
+from bmt_burst.transport import ALONE, Transport, host_memory
+from bmt_burst.transport import bmtrain as transport_of_bmtrain
 from bmt_burst.transport.host_memory import has_ended, process_name
 from tests.helpers import random_qkv, run_ranks
 
@@ -35,7 +36,7 @@ def differentiate(out, inputs):
 def said_by(attempt) -> str:
     """What an attempt that must fail says; it must do so soon."""
     began = time.monotonic()
-    with pytest.raises((ValueError, TypeError, RuntimeError, MemoryError, KeyError)) as caught:
+    with pytest.raises((ValueError, TypeError, RuntimeError, MemoryError, KeyError, TimeoutError)) as caught:
         attempt()
     assert time.monotonic() - began < 100  # not after AGREEMENT_TIMEOUT
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -349,6 +350,40 @@ def patient(rank: int) -> tuple[float, float, bool]:
 
 def test_a_group_with_a_longer_timeout_is_waited_for_as_long():
     assert run_ranks(2, patient) == [(40.0, 80.0, True)] * 2
+
+
+def first_call_alone(rank: int, devices: str) -> list[str]:
+    """Rank 1 makes a group's first call only after rank 0 has waited for it in vain; then both call again."""
+    transport.AGREEMENT_TIMEOUT = 1.0
+    group = dist.new_group([0, 1])
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))  # once all are connected
+    ring = make_rings(group, (None, None)).inner
+    ring.device_types = frozenset({devices})  # as of NCCL alone, whose ranks make a gloo group in the first call
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 has waited"])
+    said = [said_by(lambda: tell(Rings(ring, ALONE), "a call of burst_attn_func", dict))]
+    store.set(f"rank {rank} has waited", "")
+    said.append(said_by(lambda: tell(Rings(ring, ALONE), "a call of burst_attn_func", dict)))
+    return until_all_know(rank, 2, said)
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cuda"])
+def test_who_does_not_make_the_first_call_is_named(devices):
+    expected = "TimeoutError: a call of burst_attn_func: rank 1 of the group did not make this call within 1 s"
+    for rank, (said, then) in enumerate(run_ranks(2, first_call_alone, devices)):
+        assert "rank 0 of the group" in said if rank == 1 else said == expected
+        assert then == f"RuntimeError: rank {rank} of the group, this one, gave up; its group is of no use any more"
+
+
+def test_who_is_awaited_in_the_store_of_bmtrain_is_named(monkeypatch):
+    found = dist.PrefixStore("a test", dist.HashStore())
+    found.set_timeout(timedelta(seconds=0.1))
+    monkeypatch.setattr(transport_of_bmtrain, "store", lambda: found)
+    ring = object.__new__(transport_of_bmtrain.BMTrainTransport)
+    ring.name, ring.rank, ring.size, ring.gathers = "a group", 0, 2, 0
+    with pytest.raises(TimeoutError, match=r"rank 1 of the group did not make this call within 0\.1 s"):
+        ring._gather_remotely(b"here")
 
 
 GRIDS = {

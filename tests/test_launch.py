@@ -52,7 +52,8 @@ def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
         RuntimeError("rank 3 of the group has ended, process 12 on here; its group is of no use any more"),
         RuntimeError("rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on with forward 2"),
         TimeoutError("rank 3 of the group gave up waiting for others to make this call"),
-        TimeoutError("rank 3 of the group did not make this call within 120 s"),
+        TimeoutError("a call of burst_attn_func: rank 3 of the group did not make this call within 120 s"),
+        TimeoutError("a call of unshard: rank 0 or 1 or 3 of the group did not make this call within 120 s"),
         RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
     ],
 )

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 LOST_CONTACT = 4  # exit code of a rank that ends since another one is gone
 _GONE = re.compile(
     "Connection (closed|reset|refused) by|Broken pipe|Socket closed|remote process exited"
-    "|rank [0-9]+ of the group (has ended|gave up|did not make this call)"
+    "|rank [0-9]+( or [0-9]+)* of the group (has ended|gave up|did not make this call)"
 )
 
 

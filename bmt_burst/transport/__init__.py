@@ -131,7 +131,8 @@ class Transport(ABC):
     def gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks (at most MESSAGE_BYTES), in rank order.
 
-        The host waits for them, no GPU stream does. Raises ValueError for a longer message.
+        The host waits for them, no GPU stream does. Raises ValueError for a longer message, TimeoutError if a rank
+        does not call.
         """
         if len(message) > MESSAGE_BYTES:
             raise ValueError(f"a message has {len(message)} bytes, more than {MESSAGE_BYTES}")
@@ -161,6 +162,16 @@ class Transport(ABC):
         mine = torch.frombuffer(bytearray((head + message).ljust(MESSAGE_BYTES + len(head), b"\0")), dtype=torch.uint8)
         replies = [bytes(reply.tolist()) for [reply] in self.all_gather([mine], [[mine.shape]] * self.size)]
         return [reply[len(head) :][: int.from_bytes(reply[: len(head)], "little")] for reply in replies]
+
+
+def late(peers: Sequence[int], seconds: float) -> TimeoutError:
+    """Return the error of a rank that waited so long for `peers`, one of which did not come."""
+    return TimeoutError(f"{ranks(peers)} of the group did not make this call within {seconds:g} s")
+
+
+def ranks(peers: Sequence[int]) -> str:
+    """Name one of `peers`, as far as it is known which one."""
+    return f"rank {' or '.join(map(str, peers))}"
 
 
 def as_bytes(x: Tensor) -> Tensor:

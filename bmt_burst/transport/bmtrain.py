@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bmt_burst import transport
 
-from . import Messages
+from . import Messages, late
 from .processes import ProcessTransport
 
 
@@ -77,10 +77,16 @@ class BMTrainTransport(ProcessTransport):
     def _gather_remotely(self, message: bytes) -> list[bytes]:
         self.gathers += 1
         store().set(self._key(self.gathers, self.rank), message)
-        replies = [store().get(self._key(self.gathers, peer)) for peer in range(self.size)]
+        replies = [self._reply(peer) for peer in range(self.size)]
         if self.gathers > 1:  # all have written this one, so all have read the one before
             store().delete_key(self._key(self.gathers - 1, self.rank))
         return replies
+
+    def _reply(self, peer: int) -> bytes:
+        try:
+            return store().get(self._key(self.gathers, peer))
+        except dist.DistStoreError as error:
+            raise late([peer], store().timeout.total_seconds()) from error
 
     def symmetric_group(self) -> str:
         if self.group is None:  # a group without any backend, by whose store the ranks find each other's memory

@@ -130,7 +130,7 @@ class HostMemory:
                 checked, self.broken = now, self._lost(peer, heeding)
                 self._fail_if_broken()
             if now - began > (patience := max(self.patience, transport.AGREEMENT_TIMEOUT)):
-                raise TimeoutError(f"rank {peer} of the group did not make this call within {patience:.0f} s")
+                raise transport.late([peer], patience)
 
     def _message(self, at: int) -> bytes | None:
         """The message in a place if it is all there."""

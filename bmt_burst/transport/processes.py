@@ -58,12 +58,13 @@ class ProcessTransport(Transport):
 
     def _gather(self, message: bytes) -> list[bytes]:
         """Others may have read the message of a rank that is interrupted while it waits for theirs: so it leaves."""
+        if self.left and not self.host_memory:
+            raise RuntimeError(f"rank {self.rank} of the group, this one, gave up; its group is of no use any more")
         try:
             return self._gather_anywhere(message)
-        except TimeoutError:  # in host memory, where ranks that were late hear of it
-            raise
         except BaseException as error:
-            if not self.broken:
+            waited = isinstance(error, TimeoutError) and self.host_memory  # where ranks that were late hear of it
+            if not waited and not self.broken:
                 self.leave(f"waiting for the others: {type(error).__name__}".encode())
             raise
 

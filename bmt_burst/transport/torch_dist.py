@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from bmt_burst import transport
 
-from . import Messages, Transport, as_bytes
+from . import Messages, Transport, as_bytes, late, ranks
 from .processes import ProcessTransport
 
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
@@ -28,6 +30,32 @@ class _Ticket:
         for work in self.works:
             work.wait()
         self.messages = ()
+
+
+@dataclass
+class _GlooTicket(_Ticket):
+    """An exchange over gloo: a work for each message, in their order, and the seconds to wait for each."""
+
+    seconds: float
+
+    def wait(self) -> None:
+        peers = [peer for messages in self.messages for _, peer in messages]
+        for work, peer in zip(self.works, peers, strict=True):
+            with _naming([peer], self.seconds):
+                work.wait(timedelta(seconds=self.seconds))
+        self.messages = ()
+
+
+@contextlib.contextmanager
+def _naming(peers: Sequence[int], seconds: float) -> Iterator[None]:
+    """Raise TimeoutError that names `peers` where torch waits for them in vain, RuntimeError where it fails before."""
+    began = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if time.monotonic() - began >= seconds:
+            raise late(peers, seconds) from error
+        raise RuntimeError(f"{ranks(peers)} of the group has ended or gave up: {error}") from error
 
 
 class TorchTransport(ProcessTransport):
@@ -48,8 +76,7 @@ class TorchTransport(ProcessTransport):
         self.device_types = frozenset(device for device, backend in _BACKENDS if backends.get(device) == backend)
         if not self.device_types:
             raise ValueError(f"a process group needs gloo for CPU or NCCL for CUDA tensors, this one has {backends}")
-        options = (group._get_backend(torch.device(device)).options for device in self.device_types)
-        self.patience = max(each._timeout.total_seconds() for each in options)
+        self.patience = max(_timeout(group, device) for device in self.device_types)
         self.companion: TorchTransport | None = None
         self.connected = False  # over NCCL
 
@@ -61,6 +88,8 @@ class TorchTransport(ProcessTransport):
         return group
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
+        if any(tensor.device.type == "cpu" for tensor, _ in (*sends, *recvs)):
+            return self._exchange_over_gloo(sends, recvs)
         group = self.group
         ops = [
             dist.P2POp(op, as_bytes(tensor), group=group, group_peer=peer)
@@ -68,6 +97,16 @@ class TorchTransport(ProcessTransport):
             for tensor, peer in messages
         ]
         return _Ticket(dist.batch_isend_irecv(ops) if ops else [], (sends, recvs))
+
+    def _exchange_over_gloo(self, sends: Messages, recvs: Messages) -> _GlooTicket:
+        group, seconds, works = self.group, _timeout(self.group, "cpu"), []
+        for tensor, peer in sends:
+            with _naming([peer], seconds):
+                works.append(dist.isend(as_bytes(tensor), group=group, group_dst=peer))
+        for tensor, peer in recvs:
+            with _naming([peer], seconds):
+                works.append(dist.irecv(as_bytes(tensor), group=group, group_src=peer))
+        return _GlooTicket(works, (sends, recvs), seconds)
 
     def connect(self, device: torch.device) -> None:
         """NCCL makes its communicator in a group's first operation, for which it waits for all ranks of the group."""
@@ -98,9 +137,16 @@ class TorchTransport(ProcessTransport):
         """Over a gloo group of the same ranks, for messages between hosts. All of them make it at the same point."""
         members = dist.get_process_group_ranks(self.group)
         timeout = timedelta(seconds=max(self.patience, transport.AGREEMENT_TIMEOUT))
-        companion = dist.new_group(members, timeout, "gloo", use_local_synchronization=True)
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        with _naming(others, timeout.total_seconds()):
+            companion = dist.new_group(members, timeout, "gloo", use_local_synchronization=True)
         weakref.finalize(self.group, _destroy, companion).atexit = False
         return TorchTransport(companion)
+
+
+def _timeout(group: dist.ProcessGroup, device: str) -> float:
+    """Return how many seconds a group waits for its ranks, over the backend for tensors on `device`."""
+    return group._get_backend(torch.device(device)).options._timeout.total_seconds()
 
 
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchTransport] = weakref.WeakKeyDictionary()
