@@ -36,6 +36,11 @@ class Piece(NamedTuple):
         return self.start + self.step * length(self.span)
 
 
+# A piece as a plain tuple (start, step, owner, span). Striped layouts have very many of them, and named tuples are
+# scanned by every run of the garbage collector, while plain tuples of numbers are not.
+Fields = tuple[int, int, int, Span]
+
+
 class _Part(NamedTuple):
     """The queries of a run that are in a slice: local tokens `span`, from position `first` on."""
 
@@ -47,10 +52,12 @@ class _Part(NamedTuple):
     @property
     def visible(self) -> Span:
         """Positions that any of the queries sees."""
-        _, kv, low, high = self.slice
-        last = self.first + self.step * (length(self.span) - 1)
-        start = kv[0] if high is None else max(kv[0], self.first - high + 1)
-        return start, kv[1] if low is None else min(kv[1], last - low + 1)
+        (_, (start, stop), low, high), first, step, span = self
+        if high is not None:
+            start = max(start, first - high + 1)
+        if low is not None:
+            stop = min(stop, first + step * (length(span) - 1) - low + 1)
+        return start, stop
 
 
 class _Sorted:
@@ -90,17 +97,21 @@ class Tiling:
 
         Every piece is part of one run; of runs with steps there may be tokens among them that nobody looks at.
         """
+        return [Piece(*fields) for fields in self.seen_fields(rank)]
+
+    def seen_fields(self, rank: int) -> list[Fields]:
+        """Return the fields of the pieces that `rank` sees, in the same order."""
         runs, order, side_by_side = self._owners
-        found: list[Piece] = []
+        found: list[Fields] = []
         for start, stop in self._looks_at(rank):
             near = order.around(start, stop)
             if side_by_side or len(near) < 3:
-                found += filter(None, (_within(runs[index], start, stop) for index in near))
+                found += filter(None, [_within(runs[index], start, stop) for index in near])
             else:  # between the first and the last whole runs
                 found += filter(None, (_within(runs[near[0]], start, stop),))
                 found += runs[near[1] : near[-1]]
                 found += filter(None, (_within(runs[near[-1]], start, stop),))
-        return sorted(piece for piece in found if piece.owner != rank)
+        return sorted([fields for fields in found if fields[2] != rank])
 
     def seen_by(self, rank: int, inner: int) -> dict[int, tuple[Span, ...]]:
         """The tokens of `rank`'s shard that other ranks look at, by host of `inner` ranks: spans of it, rising."""
@@ -114,8 +125,8 @@ class Tiling:
                 for near in order.around(first, last):
                     viewer = runs[near]
                     part = _part(s, viewer) if viewer.owner != rank else None
-                    if part and (piece := _within(own, *part.visible)):
-                        found.setdefault(viewer.owner // inner, set()).add(piece.span)
+                    if part and (fields := _within(own, *part.visible)):
+                        found.setdefault(viewer.owner // inner, set()).add(fields[3])
         return {host: merged(spans) for host, spans in found.items()}
 
     def own_tiles(self, rank: int) -> list[Tile]:
@@ -131,7 +142,7 @@ class Tiling:
                 tiles += _tiles(parts, runs, [run.span for run in runs])
         return tiles
 
-    def tiles(self, rank: int, pieces: Sequence[Piece], places: Sequence[Span]) -> list[Tile]:
+    def tiles(self, rank: int, pieces: Sequence[Fields], places: Sequence[Span]) -> list[Tile]:
         """How queries of `rank` look at keys that lie in memory: pieces in the order of positions, at `places`."""
         return _tiles(self._parts(rank), pieces, places)
 
@@ -142,11 +153,12 @@ class Tiling:
             spans = []
             for positions in self.layout.shards[rank]:
                 start, stop, step = positions.start, positions.stop, positions.step
+                run = Piece(start, step, rank, (0, len(positions)))
                 for index in self._slices.around(start, stop):
                     s = self.mask.slices[index]
                     if step == 1 and start <= s.kv[0] and s.kv[1] <= stop:
                         continue  # as with a whole document
-                    if part := _part(s, Piece(start, step, rank, (0, len(positions)))):
+                    if part := _part(s, run):
                         spans.append(part.visible)
             found = self._reach[rank] = merged(spans)
         return found
@@ -191,30 +203,35 @@ def _first(entry: tuple) -> int:
 def _part(s: Slice, run: Piece) -> _Part | None:
     """The queries of a run in a slice."""
     start, step, _, (offset, end) = run
-    first = max(-((start - s.q[0]) // step), 0)
-    stop = min(-((start - s.q[1]) // step), end - offset)
-    if first >= stop:
-        return None
-    return _Part(s, start + step * first, step, (offset + first, offset + stop))
+    first, stop = _inside(start, step, end - offset, *s.q)
+    return _Part(s, start + step * first, step, (offset + first, offset + stop)) if first < stop else None
 
 
-def _within(run: Piece, start: int, stop: int) -> Piece | None:
+def _within(run: Piece, start: int, stop: int) -> Fields | None:
     """The part of a run with positions start..stop - 1."""
-    first = max(-((run.start - start) // run.step), 0)
-    last = min(-((run.start - stop) // run.step), length(run.span))
-    if first >= last:
-        return None
-    at = run.span[0]
-    return Piece(run.start + run.step * first, run.step, run.owner, (at + first, at + last))
+    position, step, owner, (offset, end) = run
+    first, last = _inside(position, step, end - offset, start, stop)
+    return (position + step * first, step, owner, (offset + first, offset + last)) if first < last else None
 
 
-def _tiles(parts: Iterable[_Part], pieces: Sequence[Piece], places: Sequence[Span]) -> list[Tile]:
-    order = _Sorted([(piece.start, piece.stop) for piece in pieces])
+def _inside(position: int, step: int, tokens: int, start: int, stop: int) -> Span:
+    """Which of `tokens` tokens at `position`, position + step, ... lie in start..stop - 1.
+
+    The span stops before it starts, or where it does, if none of them do.
+    """
+    first, last = -((position - start) // step), -((position - stop) // step)
+    return first if first > 0 else 0, last if last < tokens else tokens
+
+
+def _tiles(parts: Iterable[_Part], pieces: Sequence[Fields], places: Sequence[Span]) -> list[Tile]:
+    positions = [(start, start + step * length(span)) for start, step, _, span in pieces]
+    order = _Sorted(positions)
+    side_by_side = any(step > 1 for _, step, _, _ in pieces)
     tiles: list[Tile] = []
     for part in parts:
         start, stop = part.visible
         nearby = order.around(start, stop) if start < stop else range(0)
-        whole = _seen_by_all(part, pieces, nearby)
+        whole = range(0) if side_by_side else _seen_by_all(part, positions, nearby)
         for index in nearby:
             tile = Tile(part.span, places[index]) if index in whole else _tile(part, pieces[index], places[index])
             if tile:
@@ -222,8 +239,8 @@ def _tiles(parts: Iterable[_Part], pieces: Sequence[Piece], places: Sequence[Spa
     return tiles
 
 
-def _seen_by_all(part: _Part, pieces: Sequence[Piece], nearby: range) -> range:
-    """Those of the `nearby` pieces, next to each other, that every query of the part sees whole."""
+def _seen_by_all(part: _Part, positions: Sequence[Span], nearby: range) -> range:
+    """Those of the `nearby` pieces without steps, next to each other, that every query of the part sees whole."""
     _, (start, stop), low, high = part.slice
     last = part.first + part.step * (length(part.span) - 1)
     if high is not None:
@@ -231,31 +248,28 @@ def _seen_by_all(part: _Part, pieces: Sequence[Piece], nearby: range) -> range:
     if low is not None:
         stop = min(stop, part.first - low + 1)
     first, end = nearby.start, nearby.stop
-    while first < end and pieces[first].start < start:
+    while first < end and positions[first][0] < start:
         first += 1
-    while first < end and pieces[end - 1].stop - pieces[end - 1].step + 1 > stop:
+    while first < end and positions[end - 1][1] > stop:
         end -= 1
-    inside = range(first, end)
-    if any(pieces[i].stop - pieces[i].step + 1 > stop for i in inside if pieces[i].step > 1):
-        return range(0)  # pieces with steps lie side by side
-    return inside
+    return range(first, end)
 
 
-def _tile(part: _Part, piece: Piece, place: Span) -> Tile | None:
+def _tile(part: _Part, piece: Fields, place: Span) -> Tile | None:
     """How a part's queries see a piece whose tokens lie at `place`; None if they see nothing of it.
 
     Of positions i = i0 + step a and j = j0 + step b, low <= i - j < high is a band of a - b.
     """
-    s, step = part.slice, part.step
-    piece = _within(piece._replace(span=place), *s.kv)
-    if piece is None:
+    (_, kv, low, high), first, step, q = part
+    position, its_step, _, _ = piece
+    assert its_step == step, f"a run of step {step} sees one of step {its_step}: a layout's ranges have one step"
+    left, right = _inside(position, step, length(place), *kv)
+    if left >= right:
         return None
-    assert piece.step == step, f"a run of step {step} sees one of step {piece.step}: a layout's ranges have one step"
-    ahead = part.first - piece.start
-    rows, columns = length(part.span), length(piece.span)
-    low = -columns if s.low is None else -((ahead - s.low) // step)
-    high = rows + 1 if s.high is None else -((ahead - s.high) // step)
-    return _tight(part.span, piece.span, low, high)
+    ahead = first - position - step * left
+    low = left - right if low is None else -((ahead - low) // step)
+    high = length(q) + 1 if high is None else -((ahead - high) // step)
+    return _tight(q, (place[0] + left, place[0] + right), low, high)
 
 
 def _tight(q: Span, kv: Span, low: int, high: int) -> Tile | None:
@@ -375,16 +389,13 @@ def _join(kinds: dict[tuple[int | None, int | None], list[tuple[Span, Span]]]) -
             move((None, 0), (left, 0), lambda q, kv, left=left: length(kv) <= left + 1)
 
 
-class _Sides(NamedTuple):
-    """A tile of which each side may be several rising spans: it is one where these lie one after the other."""
-
-    q: tuple[Span, ...]
-    kv: tuple[Span, ...]
+# A tile of which each side may be several rising spans, q and kv: it is one where these lie one after the other.
+_Sides = tuple[tuple[Span, ...], tuple[Span, ...]]
 
 
 def _alone(entry: tuple[Span, Span]) -> _Sides:
     q, kv = entry
-    return _Sides((q,), (kv,))
+    return (q,), (kv,)
 
 
 def _without_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
@@ -401,28 +412,33 @@ def _without_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
         if length(kv) <= _NARROW:
             by_queries.setdefault(q, []).append(kv)
         else:
-            found.append(_Sides((q,), (kv,)))
-    found += [_Sides(tuple(queries), (kv,)) for kv, queries in by_keys.items() if len(queries) > 1]
-    found += [_Sides((q,), tuple(keys)) for q, keys in by_queries.items()]
+            found.append(_alone((q, kv)))
+    found += [(tuple(queries), (kv,)) for kv, queries in by_keys.items() if len(queries) > 1]
+    found += [((q,), tuple(keys)) for q, keys in by_queries.items()]
     return sorted(found)
 
 
-def _disjoint(tiles: Iterable[_Sides]) -> Iterator[list[_Sides]]:
-    """Groups in which both sides rise without overlap."""
+def _disjoint(tiles: Iterable[_Sides]) -> list[list[_Sides]]:
+    """Groups in which both sides rise without overlap; each tile is in the first that it may follow."""
     groups: list[list[_Sides]] = []
+    ends: list[Span] = []  # of each group: where its queries and its keys stop
     for tile in tiles:
-        for group in groups:
-            if all(last[-1][1] <= new[0][0] for last, new in zip(group[-1], tile, strict=True)):
-                group.append(tile)
+        q, kv = tile
+        end = q[-1][1], kv[-1][1]
+        for index, (q_end, kv_end) in enumerate(ends):
+            if q_end <= q[0][0] and kv_end <= kv[0][0]:
+                groups[index].append(tile)
+                ends[index] = end
                 break
         else:
             groups.append([tile])
-    return iter(groups)
+            ends.append(end)
+    return groups
 
 
 def _cut(tiles: Sequence[_Sides], left: int | None, right: int | None, row: int | None) -> Cut:
-    rows, q_places = _gathered([tile.q for tile in tiles])
-    columns, kv_places = _gathered([tile.kv for tile in tiles])
+    rows, q_places = _gathered([q for q, _ in tiles])
+    columns, kv_places = _gathered([kv for _, kv in tiles])
     tokens, kv_tokens = (sum(map(length, spans)) for spans in (rows, columns))
     places = tuple(zip(q_places, kv_places, strict=True))
     return Cut(rows, columns, KernelCall(tokens, kv_tokens, places, left, right), row)

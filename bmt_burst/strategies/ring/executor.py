@@ -148,8 +148,8 @@ def _positions(tour: Tour, number: int, stage: int) -> Tensor:
 def landing_positions(landings: Sequence[Landing], tokens: int) -> Tensor:
     """(tokens,) of a stage or a root as they lie in memory; 0 of those that nobody here sees."""
     positions = torch.zeros(tokens, dtype=torch.int64)
-    for piece, _, at in landings:
-        positions[slice(*at)] = torch.arange(piece.start, piece.stop, piece.step)
+    for (start, step, _, span), _, at in landings:
+        positions[slice(*at)] = torch.arange(start, start + step * length(span), step)
     return positions
 
 

@@ -11,14 +11,15 @@ No tensors. Try `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Sch
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...span import Span, hull, length, merged, shifted
-from ...tiling import Piece, Tiling
+from ...span import Span, hull, in_turn, length, merged
+from ...tiling import Fields, Tiling
 from .schedule import Schedule
 
 
@@ -45,7 +46,7 @@ class Incoming(NamedTuple):
 class Landing(NamedTuple):
     """Tokens of another rank, the place of the host they come from, and where they lie one after the other."""
 
-    piece: Piece
+    piece: Fields
     peer: int
     at: Span
 
@@ -113,7 +114,7 @@ class Routes:
         self.tiling, self.schedule, self.rank = tiling, schedule, rank
         self.host, self.place = divmod(rank, schedule.inner)
         viewers = enumerate(schedule.ranks(self.host))
-        self.sights = [_Sight(tiling.seen(viewer), place, schedule.inner) for place, viewer in viewers]
+        self.sights = [_Sight(tiling.seen_fields(viewer), place, schedule.inner) for place, viewer in viewers]
 
     def traffic(self) -> bool:
         """Whether this rank has a part in what travels: to any rank of its host, or from it to another host."""
@@ -130,17 +131,7 @@ class Routes:
         Without a return limit no gradients come back. With one the last stage, of which they come back with nothing
         left to compute meanwhile, is not the longest; else the first, which has but the own block's time to arrive.
         """
-        found = []
-        for number in range(self.schedule.outer):
-            host = self.schedule.host_of_round(self.host, number)
-            if number and host not in self._hosts:
-                found.append(self._round(number, host, (), ()))
-                continue
-            looked_at = {hop for sight in self.sights for hop in sight.pieces.get(host, ())}
-            parts = self._cut(host, sorted(looked_at - {0}), limit, return_limit)
-            held = self._held(host) if number else ()
-            found.append(self._round(number, host, held, [self._stage(host, held, part) for part in parts]))
-        return tuple(found)
+        return tuple(self._round(number, limit, return_limit) for number in range(self.schedule.outer))
 
     @functools.cached_property
     def _hosts(self) -> set[int]:
@@ -156,32 +147,25 @@ class Routes:
         found.pop(self.host, None)
         return found
 
-    def _round(self, number: int, host: int, held: Sequence[Span], stages: Sequence[Stage]) -> Round:
-        if not number:
-            return self._own_round(stages)
+    def _round(self, number: int, limit: int | None, return_limit: int | None) -> Round:
+        host = self.schedule.host_of_round(self.host, number)
+        held = _Held(self._held(host) if number else [hull(self._held(host))])
+        looked_at = {hop for sight in self.sights for hop in sight.pieces.get(host, ())} - {0}
+        hops = self._cut(host, sorted(looked_at), limit, return_limit)
+        stages = tuple(self._stage(host, held, part) for part in hops)
+        if not number:  # of the own block is there what others look at, and what is between that
+            return Round(self.rank, held.spans, (), stages)
         root = self.schedule.block(self.rank, number, 0)
         pieces = self.sights[self.place].of(host, 0)
-        landings = [Landing(piece, self.place, _within(held, piece.span)) for piece in pieces]
+        landings = tuple(Landing(piece, self.place, held.place(piece[3])) for piece in pieces)
         lent_to = self.schedule.host_of_round(self.host, -number)
-        return Round(root, held, tuple(landings), tuple(stages), self._lent.get(lent_to, ()), lent_to)
-
-    def _own_round(self, stages: Sequence[Stage]) -> Round:
-        """The round of this host: of the own block is there what others look at, and what is between that."""
-        held = (hull(send.span for stage in stages for send in stage.sends),)
-
-        def counted(entry):
-            return entry._replace(span=_within(held, entry.span))
-
-        stages = [
-            replace(s, sends=tuple(map(counted, s.sends)), homecoming=tuple(map(counted, s.homecoming))) for s in stages
-        ]
-        return Round(self.rank, held, (), tuple(stages))
+        return Round(root, held.spans, landings, stages, self._lent.get(lent_to, ()), lent_to)
 
     def _held(self, host: int) -> tuple[Span, ...]:
-        """What this host has of the root of the round with `host`: all that its ranks look at."""
+        """What any rank of this host looks at of the root of the round with `host`."""
         inner = self.schedule.inner
         sights = enumerate(self.sights)
-        return merged(p.span for viewer, s in sights for p in s.of(host, (viewer - self.place) % inner))
+        return merged(span for viewer, s in sights for *_, span in s.of(host, (viewer - self.place) % inner))
 
     def _sizes(self, host: int, hops: Sequence[int]) -> tuple[int, int]:
         """The most tokens that land on a rank of this host, and that come home to one, in the stage of some hops."""
@@ -209,10 +193,10 @@ class Routes:
                 return parts
         return []
 
-    def _stage(self, host: int, held: Sequence[Span], hops: Sequence[int]) -> Stage:
+    def _stage(self, host: int, held: _Held, hops: Sequence[int]) -> Stage:
         pieces = self.sights[self.place].landing(host, hops)
-        peers = (piece.owner % self.schedule.inner for piece in pieces)
-        landings = tuple(map(Landing, pieces, peers, _in_a_row(pieces)))
+        peers = (owner % self.schedule.inner for _, _, owner, _ in pieces)
+        landings = tuple(map(Landing, pieces, peers, (at for _, at in in_turn(span for *_, span in pieces))))
         return Stage(
             hops=tuple(hops),
             landings=landings,
@@ -222,76 +206,79 @@ class Routes:
             homecoming=tuple(self._homecoming(host, held, hops)),
         )
 
-    def _sends(self, host: int, held: Sequence[Span], hops: Sequence[int]) -> Iterator[Outgoing]:
+    def _sends(self, host: int, held: _Held, hops: Sequence[int]) -> Iterator[Outgoing]:
+        root = host * self.schedule.inner + self.place
         for hop in hops:
             viewer = (self.place + hop) % self.schedule.inner
-            if not self.sights[viewer].tokens(host, hop):
+            sight = self.sights[viewer]
+            if not sight.tokens(host, hop):
                 continue
-            there = self.sights[viewer].landing(host, hops)
-            row = _in_a_row(there)
-            for piece, at in zip(there, row, strict=True):
-                if piece.owner % self.schedule.inner == self.place:
-                    yield Outgoing(viewer, _within(held, piece.span), at[0], row[-1][1])
+            at, total = 0, sum(sight.tokens(host, h) for h in hops)
+            for _, _, owner, span in sight.landing(host, hops):
+                if owner == root:
+                    yield Outgoing(viewer, held.place(span), at, total)
+                at += span[1] - span[0]
 
     def _returns(self, host: int, hops: Sequence[int], landings: Sequence[Landing]) -> Iterator[Outgoing]:
         """What landed goes back; with each peer lies first what comes home from nearer places."""
         inner = self.schedule.inner
+        of_peer: dict[int, list[Span]] = {}
+        for landing in landings:
+            of_peer.setdefault(landing.peer, []).append(landing.at)
         for hop in hops:
             peer = (self.place - hop) % inner
             sizes = [self.sights[(peer + h) % inner].tokens(host, h) for h in hops]
-            at = sum(size for h, size in zip(hops, sizes, strict=True) if h < hop)
-            for landing in landings:
-                if landing.peer == peer:
-                    yield Outgoing(peer, landing.at, at, sum(sizes))
-                    at += length(landing.at)
+            at, total = sum(size for h, size in zip(hops, sizes, strict=True) if h < hop), sum(sizes)
+            for span in of_peer.get(peer, ()):
+                yield Outgoing(peer, span, at, total)
+                at += length(span)
 
-    def _homecoming(self, host: int, held: Sequence[Span], hops: Sequence[int]) -> Iterator[Incoming]:
+    def _homecoming(self, host: int, held: _Held, hops: Sequence[int]) -> Iterator[Incoming]:
         at = 0
         for hop in hops:
             viewer = (self.place + hop) % self.schedule.inner
-            for piece in self.sights[viewer].of(host, hop):
-                yield Incoming(viewer, _within(held, piece.span), (at, at + length(piece.span)))
-                at += length(piece.span)
+            for *_, span in self.sights[viewer].of(host, hop):
+                yield Incoming(viewer, held.place(span), (at, at := at + length(span)))
 
 
 class _Sight:
     """What a place of this host looks at, by the host it is of and by hop, and how many tokens."""
 
-    def __init__(self, seen: Sequence[Piece], place: int, inner: int):
-        self.pieces: dict[int, dict[int, list[Piece]]] = {}
+    def __init__(self, seen: Sequence[Fields], place: int, inner: int):
+        self.pieces: dict[int, dict[int, list[Fields]]] = {}
         self.counts: dict[int, list[int]] = {}
-        of_owner: dict[int, list[Piece]] = {}
-        for piece in seen:
-            of_owner.setdefault(piece.owner, []).append(piece)
+        of_owner: dict[int, list[Fields]] = {}
+        for fields in seen:
+            of_owner.setdefault(fields[2], []).append(fields)
         for rank, pieces in of_owner.items():
             host, owner = divmod(rank, inner)
             hop = (place - owner) % inner
             self.pieces.setdefault(host, {})[hop] = pieces
             self.counts.setdefault(host, [0] * inner)[hop] = sum([stop - start for _, _, _, (start, stop) in pieces])
 
-    def of(self, host: int, hop: int) -> Sequence[Piece]:
+    def of(self, host: int, hop: int) -> Sequence[Fields]:
         return self.pieces[host].get(hop, ()) if host in self.pieces else ()
 
     def tokens(self, host: int, hop: int) -> int:
         return self.counts[host][hop] if host in self.counts else 0
 
-    def landing(self, host: int, hops: Sequence[int]) -> list[Piece]:
+    def landing(self, host: int, hops: Sequence[int]) -> list[Fields]:
         """What lands in the stage of some hops, in the order of positions."""
-        return sorted(piece for hop in hops for piece in self.of(host, hop))
+        return sorted(fields for hop in hops for fields in self.of(host, hop))
 
 
-def _in_a_row(pieces: Sequence[Piece]) -> list[Span]:
-    """Where pieces lie one after the other."""
-    ends = list(itertools.accumulate(length(piece.span) for piece in pieces))
-    return list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
+class _Held:
+    """Rising spans of a shard that are there, one after the other."""
 
+    def __init__(self, spans: Sequence[Span]):
+        self.spans = tuple(spans)
+        self._starts = [start for start, _ in spans]
+        self._places = [at for _, (at, _) in in_turn(spans)]
 
-def _within(held: Sequence[Span], span: Span) -> Span:
-    """Tokens of a shard, counted where only those of rising spans are there; all of them where `held` is empty."""
-    before = 0
-    for start, stop in held:
-        if start <= span[0] and span[1] <= stop:
-            return shifted(span, before - start)
-        before += stop - start
-    assert not held, f"{span} is not within {held}"
-    return span
+    def place(self, span: Span) -> Span:
+        """Where tokens `span` of the shard, which are within one of the spans, are there."""
+        index = bisect.bisect_right(self._starts, span[0]) - 1
+        start, stop = self.spans[index]
+        assert start <= span[0] and span[1] <= stop, f"{span} is not within {self.spans}"
+        by = self._places[index] - start
+        return span[0] + by, span[1] + by
