@@ -272,7 +272,7 @@ def burst_attn_varlen_func(
         q: (T_local, H, D) queries of this rank's tokens of the packed sequence, as `layout` cuts that.
         k, v: (T_local, G, D) keys and values of the same tokens.
         cu_seqlens: (0, ..., T): where documents begin in the whole sequence, and its length; a sequence or an integer
-            tensor on the CPU. The same on every rank.
+            tensor on the CPU. Documents may be empty. The same on every rank.
         causal: whether a token sees only tokens at its own or earlier positions of its document.
         window: tokens see only those less than so many positions away; with `causal` themselves and window - 1 before.
         layout: as burst_attn_func's, for the packed sequence as a whole.

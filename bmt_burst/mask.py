@@ -80,12 +80,12 @@ class Mask:
     def documents(cu_seqlens: Sequence[int] | Tensor, causal: bool = True, window: int | None = None) -> Mask:
         """Tokens see their own document only: document d is positions cu_seqlens[d] to cu_seqlens[d + 1] - 1.
 
-        cu_seqlens  (0, ..., seq_len), rising: a sequence or an integer tensor on the CPU
+        cu_seqlens  (0, ..., seq_len), a sequence or an integer tensor on the CPU; an equal pair is an empty document
         causal      tokens see no later ones
         window      tokens see only those less than so many positions away; with `causal` as `Mask.window` counts
 
-        Raises ValueError for cu_seqlens that do not start at 0 or do not rise, and for a window below 1; TypeError for
-        what is no whole number.
+        Raises ValueError for cu_seqlens that do not start at 0, that fall or that end at 0, and for a window below 1;
+        TypeError for what is no whole number.
         """
         bounds = _bounds(cu_seqlens)
         high = None if window is None else _positive("window", window)
@@ -279,10 +279,12 @@ def _bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
     if len(bounds) < 2 or bounds[0] != 0:
         raise ValueError(f"cu_seqlens must be (0, ..., tokens), got {_shown(bounds)}")
     for before, after in itertools.pairwise(bounds):
-        if after <= before:
-            raise ValueError(f"cu_seqlens must rise, but {after} comes after {before}")
+        if after < before:
+            raise ValueError(f"cu_seqlens must not fall, but {after} comes after {before}")
     _number("cu_seqlens", bounds[-1])
-    return bounds
+    if not bounds[-1]:
+        raise ValueError(f"cu_seqlens must be (0, ..., tokens) with at least one token, got {_shown(bounds)}")
+    return list(dict.fromkeys(bounds))  # without empty documents
 
 
 def _checked(s: Any, seq_len: int) -> Slice:

@@ -96,6 +96,14 @@ def test_cu_seqlens_may_be_any_sequence_of_whole_numbers():
         assert all(type(x) is int for s in mask.slices for x in (*s.q, *s.kv))
 
 
+@pytest.mark.parametrize("given", [(0, 0, 3, 8), (0, 3, 3, 3, 8), (0, 3, 8, 8), (0, 0, 3, 3, 8, 8)])
+def test_documents_may_be_empty(given):
+    expected = Mask.documents((0, 3, 8), window=2)
+    for cu_seqlens in (given, torch.tensor(given, dtype=torch.int32)):
+        mask = Mask.documents(cu_seqlens, window=2)
+        assert (mask, mask.digest) == (expected, expected.digest)
+
+
 def test_positions_start_anew_in_each_document():
     assert Mask.documents((0, 3, 4, 9)).positions().tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
     assert Mask.documents((0, 3, 9), window=2).positions().tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
@@ -255,8 +263,8 @@ CU_SEQLENS = [
     ((1, 8), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(1, 8\)"),
     ((), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(\)"),
     ((0,), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(0\)"),
-    ((0, 5, 5, 8), ValueError, "cu_seqlens must rise, but 5 comes after 5"),
-    ((0, 5, 3, 8), ValueError, "cu_seqlens must rise, but 3 comes after 5"),
+    ((0, 0, 0), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\) with at least one token, got \(0, 0, 0\)"),
+    ((0, 5, 3, 8), ValueError, "cu_seqlens must not fall, but 3 comes after 5"),
     ((0, 2.0), TypeError, r"cu_seqlens must be a whole number, got 2\.0"),
     ("0123", TypeError, "cu_seqlens must be a sequence of whole numbers, got str"),
     (b"0123", TypeError, "cu_seqlens must be a sequence of whole numbers, got bytes"),
