@@ -299,11 +299,25 @@ def burst_attn_varlen_func(
     }
 
     def with_mask() -> dict[str, Any]:
+        _check_one_cu_seqlens(softmax_scale)
         return {**options, "mask": Mask.documents(cu_seqlens, causal, window)}
 
-    rings = make_rings(process_group, double_group)
+    try:
+        rings = make_rings(process_group, double_group)
+    except (TypeError, ValueError):
+        _check_one_cu_seqlens(softmax_scale)  # else flash-attn's later arguments would be taken for groups
+        raise
     out, lse = _attention(rings, q, k, v, Learned(sinks=sinks), with_mask, packed=True)
     return (out[0], lse[0]) if return_lse else out[0]
+
+
+def _check_one_cu_seqlens(softmax_scale: Any) -> None:
+    """Raise TypeError for arguments in the order of flash-attn's function, whose fifth is cu_seqlens_k."""
+    if isinstance(softmax_scale, Tensor) and softmax_scale.dim() == 1:
+        raise TypeError(
+            f"softmax_scale must be a number, got a Tensor of shape {tuple(softmax_scale.shape)}: "
+            "unlike flash_attn_varlen_func, burst_attn_varlen_func takes one cu_seqlens and no max_seqlen"
+        )
 
 
 def refuse_call(error: Exception, process_group: Group | None, double_group: Sequence[Group | None]) -> NoReturn:

@@ -181,6 +181,25 @@ def test_wrong_packed_documents_are_refused(change, kind, message):
         burst_attn_varlen_func(**{"q": q, "k": k, "v": v, "cu_seqlens": CUTS, **change})
 
 
+@pytest.mark.parametrize("count", [5, 7, 8, 10])
+def test_flash_attns_order_of_arguments_is_refused_by_the_first_wrong_one(count):
+    """On every rank, also where one of them alone uses it."""
+    tensors, cu_seqlens = random_qkv(1, 12, 4, 2, 8)[:3], torch.tensor([0, 5, 12], dtype=torch.int32)
+    flash_attn = [cu_seqlens, cu_seqlens, 7, 7, 0.0, None, True][: count - 3]
+    message = r"softmax_scale must be a number, got a Tensor of shape \(3,\): .* takes one cu_seqlens and no"
+    with pytest.raises(TypeError, match=message):
+        burst_attn_varlen_func(*(x[0] for x in tensors), *flash_attn)
+
+    def work(ring):
+        mine = [Layout.zigzag(12, 2).shard(x[0], ring.rank, 0) for x in tensors]
+        arguments = flash_attn if ring.rank else [cu_seqlens]
+        with pytest.raises(TypeError if ring.rank else ValueError, match=message):
+            burst_attn_varlen_func(*mine, *arguments, process_group=ring)
+
+    if count < 9:  # the ninth is taken for the group
+        simulate(2, work)
+
+
 BLIND = Mask(24, (Slice((3, 11), (0, 9), 2), Slice((20, 22), (12, 24))))  # most queries see nothing, most keys nobody
 
 

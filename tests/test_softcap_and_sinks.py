@@ -93,6 +93,21 @@ def test_sinks_of_minus_infinity_are_none():
     assert dsinks.eq(0).all()
 
 
+@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("options", [{"backward": "kv"}, {"backward": "q"}, {"strategy": "ulysses"}], ids=str)
+def test_a_sink_of_infinity_takes_all_attention(flash, options):
+    """Its head has an out and gradients of exactly 0, the other head what it has with a finite sink."""
+    mask, tensors = Mask.causal(12), random_qkv(1, 12, 2, 2, 8, torch.float32)
+    layout, options = Layout.zigzag(12, 2), {"mask": mask, "flash": flash, **options}
+    got = ring_results(layout, tensors, SCALE, sinks=torch.tensor([math.inf, 0.5]), **options)
+    finite = ring_results(layout, tensors, SCALE, sinks=torch.tensor([0.5, 0.5]), **options)
+    for name, mine, exact in zip(NAMES, got, finite, strict=True):
+        dim = {"lse": 1, "dsinks": 0}.get(name, 2)
+        infinite, other = mine.unbind(dim)
+        assert infinite.eq(math.inf if name == "lse" else 0.0).all(), name
+        assert other.equal(exact.select(dim, 1)), name
+
+
 @pytest.mark.parametrize("size", [-90.0, 90.0, 800.0])
 def test_sinks_of_any_size(size):
     """exp of which fp32 does not hold: all attention goes to them, or none."""
