@@ -13,7 +13,8 @@ all keys, and the sink's term is 0, since its value is, and so its dP. So dS, an
 those of attention to the keys and the sink. What no call has is the sink's own dS = exp(s - l') (0 - delta), whose sum
 over queries is the gradient of s.
 
-Queries that see nothing have an l of -inf: their o' is 0 and their l' is s.
+Queries that see nothing have an l of -inf: their o' is 0 and their l' is s. With an s of inf all attention goes to the
+sink: o' and all gradients are 0, and l' is inf.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """(H,) of these queries' o', l' and the gradient of o'."""
     delta = query_rows(out, dout, lse)[..., 1].transpose(1, 2)
-    probs = (sinks.unsqueeze(-1) - lse).exp().masked_fill(lse == -torch.inf, 0.0)  # where the sink is -inf as well
+    probs = (sinks.unsqueeze(-1) - lse).exp().masked_fill(lse.isinf(), 0.0)  # -inf: the sink's too; inf: delta is 0
     return -(probs * delta).sum((0, 2))
 
 
