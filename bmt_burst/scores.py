@@ -64,6 +64,22 @@ class _Cell(NamedTuple):
     of: _Segment | int | None
 
 
+class _Integers:
+    """A field (N,) int32 of Scores. It is copied when it is set and when it is read, so that nobody can change it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, scores: Scores | None, owner: type) -> Tensor:
+        if scores is None:
+            raise AttributeError(f"{self.name} has no default")  # as dataclasses ask the class for one
+        return getattr(scores, f"_{self.name}").clone()
+
+    def __set__(self, scores: Scores, x: Tensor) -> None:
+        _check_integers(self.name, x)
+        object.__setattr__(scores, f"_{self.name}", x.clone(memory_format=torch.contiguous_format))
+
+
 @dataclass(frozen=True, eq=False)
 class Scores:
     """The visible pairs of a sequence, and the row of a table (rows, H) that each adds to its scores.
@@ -79,30 +95,27 @@ class Scores:
     distances             (2 reach + 1,) int32: rows
     other                 a row
 
-    Tensors are copied. Raises ValueError or TypeError for tensors of another kind or length, or numbers that lead out
-    of them.
+    Tensors are copied when they are given and when they are read, so that nothing can change the Scores. Raises
+    ValueError or TypeError for tensors of another kind or length, or numbers that lead out of them.
     """
 
     mask: Mask
-    group: Tensor
-    base: Tensor
-    segment: Tensor
-    pairs: Tensor
-    distances: Tensor
+    group: Tensor = _Integers()
+    base: Tensor = _Integers()
+    segment: Tensor = _Integers()
+    pairs: Tensor = _Integers()
+    distances: Tensor = _Integers()
     other: int
 
     def __post_init__(self):
         if not isinstance(self.mask, Mask):
             raise TypeError(f"scores need a Mask, got {type(self.mask).__name__}")
-        for name in ("group", "base", "segment", "pairs", "distances"):
-            _check_integers(name, x := getattr(self, name))
-            object.__setattr__(self, name, x.clone(memory_format=torch.contiguous_format))
         for name in ("group", "base", "segment"):
             if (tokens := len(getattr(self, name))) != self.seq_len:
                 raise ValueError(f"{name} has {tokens} numbers for a mask of {self.seq_len} tokens")
         object.__setattr__(self, "other", as_int("other", self.other))
-        if len(self.distances) % 2 == 0:
-            raise ValueError(f"distances are 2 reach + 1 rows, an odd number; got {len(self.distances)}")
+        if len(self._distances) % 2 == 0:
+            raise ValueError(f"distances are 2 reach + 1 rows, an odd number; got {len(self._distances)}")
         self._check_rows()
         self._check_entries()
 
@@ -125,14 +138,14 @@ class Scores:
         first, groups, pairs = scores[0], 0, 0
         parts: list[tuple[Tensor, ...]] = []
         for each in scores:
-            if not each.distances.equal(first.distances) or each.other != first.other:
+            if not each._distances.equal(first._distances) or each.other != first.other:
                 raise ValueError("scores of several sequences must have the same distances and the same other row")
             start, stop, group, _, _ = each._runs
             numbers, index = group.unique(return_inverse=True)  # whatever numbers they have, they are to differ
             group = (index + groups).int().repeat_interleave(stop - start)
-            parts.append((group, each.base + pairs, each.segment, each.pairs))
-            groups, pairs = groups + len(numbers), pairs + len(each.pairs)
-        return Scores(mask, *map(torch.cat, zip(*parts, strict=True)), first.distances, first.other)
+            parts.append((group, each._base + pairs, each._segment, each._pairs))
+            groups, pairs = groups + len(numbers), pairs + len(each._pairs)
+        return Scores(mask, *map(torch.cat, zip(*parts, strict=True)), first._distances, first.other)
 
     @property
     def seq_len(self) -> int:
@@ -141,17 +154,17 @@ class Scores:
     @property
     def reach(self) -> int:
         """The distance from which on all are alike."""
-        return len(self.distances) // 2
+        return len(self._distances) // 2
 
     @functools.cached_property
     def num_rows(self) -> int:
         """Rows that a table must have."""
-        return int(torch.cat((self.pairs, self.distances, torch.tensor([self.other]))).max()) + 1
+        return int(torch.cat((self._pairs, self._distances, torch.tensor([self.other]))).max()) + 1
 
     @functools.cached_property
     def digest(self) -> str:
         """Tells these from others, alike in every process."""
-        numbers = self._runs, self.pairs, self.distances
+        numbers = self._runs, self._pairs, self._distances
         sizes = [x.numel() for x in numbers]
         found = hashlib.blake2b(f"{self.mask.digest} {self.other} {sizes}".encode(), digest_size=16)
         for x in numbers:
@@ -160,7 +173,7 @@ class Scores:
 
     def tokens(self, positions: Tensor) -> Tensor:
         """What kernels know of the tokens at `positions` (T,): group, base, segment and position, (4, T) int32."""
-        return torch.stack((*(x[positions] for x in (self.group, self.base, self.segment)), positions.int()))
+        return torch.stack((*(x[positions] for x in (self._group, self._base, self._segment)), positions.int()))
 
     def dense(self) -> Tensor:
         """(seq_len, seq_len) int64, the row of query (row) and key (column), also of pairs that are not visible.
@@ -168,10 +181,10 @@ class Scores:
         For tests: it takes O(n^2) memory.
         """
         ahead = torch.arange(self.seq_len) - torch.arange(self.seq_len).unsqueeze(1)
-        by_distance = self.distances[ahead.clamp(-self.reach, self.reach) + self.reach]
-        same = self.group.unsqueeze(1) == self.group
-        entries = (self.base.unsqueeze(1) + self.segment).where(same, 0)
-        rows = self.pairs[entries]
+        by_distance = self._distances[ahead.clamp(-self.reach, self.reach) + self.reach]
+        same = self._group.unsqueeze(1) == self._group
+        entries = (self._base.unsqueeze(1) + self._segment).where(same, 0)
+        rows = self._pairs[entries]
         rows = rows.where(rows != BY_DISTANCE, by_distance)
         return rows.where(same, self.other).long()
 
@@ -201,7 +214,7 @@ class Scores:
 
     def _check_rows(self) -> None:
         """Whether all rows are numbers of rows."""
-        rows = torch.cat((self.pairs[self.pairs != BY_DISTANCE], self.distances))
+        rows = torch.cat((self._pairs[self._pairs != BY_DISTANCE], self._distances))
         if (least := min(int(rows.min()), self.other)) < 0:
             raise ValueError(f"rows of the table cannot be negative, got {least}")
         if self.other >= 1 << 31:
@@ -217,8 +230,8 @@ class Scores:
             for x in entries
         )
         least, most = int((least + first).min()), int((most + last).max())
-        if least < 0 or most >= len(self.pairs):
-            raise ValueError(f"base + segment reaches from {least} to {most}, but there are {len(self.pairs)} pairs")
+        if least < 0 or most >= len(self._pairs):
+            raise ValueError(f"base + segment reaches from {least} to {most}, but there are {len(self._pairs)} pairs")
 
     @functools.cached_property
     def _runs(self) -> Tensor:
@@ -226,7 +239,7 @@ class Scores:
 
         There are far fewer than tokens, so that what follows looks at these.
         """
-        numbers = torch.stack((self.group, self.base, self.segment))
+        numbers = torch.stack((self._group, self._base, self._segment))
         ends = (numbers[:, 1:] != numbers[:, :-1]).any(0).nonzero().flatten() + 1
         bounds = torch.cat((torch.tensor([0]), ends, torch.tensor([self.seq_len])))
         return torch.cat((bounds[:-1].unsqueeze(0), bounds[1:].unsqueeze(0), numbers[:, bounds[:-1]]))
@@ -274,14 +287,14 @@ class Scores:
 
     def _row(self, mine: _Segment, theirs: _Segment) -> int:
         """Of queries of one segment and keys of another."""
-        return self.other if mine.group != theirs.group else int(self.pairs[mine.base + theirs.segment])
+        return self.other if mine.group != theirs.group else int(self._pairs[mine.base + theirs.segment])
 
     def _bands(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
         """A slice of one segment: what is near, and what is far on either side where that is much."""
         low, high = -math.inf if s.low is None else s.low, math.inf if s.high is None else s.high
         edges = (1 - self.reach, self.reach) if self.reach else ()
         for start, stop in itertools.pairwise([low, *(x for x in edges if low < x < high), high]):
-            far = int(self.distances[-1]) if stop <= 1 - self.reach else int(self.distances[0])
+            far = int(self._distances[-1]) if stop <= 1 - self.reach else int(self._distances[0])
             near = 1 - self.reach <= start < self.reach
             bounds = (None if math.isinf(x) else x for x in (start, stop))
             part = Slice(s.q, s.kv, *bounds)

@@ -264,6 +264,20 @@ def test_what_is_written_to_a_tensor_afterwards_does_not_change_scores():
     assert added == small_scores()
 
 
+@pytest.mark.parametrize("name", ["group", "base", "segment", "pairs", "distances"])
+def test_what_is_written_to_a_tensor_of_scores_does_not_change_them(name):
+    """Neither to the tensor, nor to its numbers as numpy's."""
+    added, before = small_scores(), small_scores()
+    digest = before.digest
+    getattr(added, name).fill_(7)
+    getattr(added, name).numpy()[:] = 7
+    assert getattr(added, name).equal(getattr(before, name))
+    assert added.digest == digest
+    assert added.dense().equal(before.dense())
+    copied = pickle.loads(pickle.dumps(replace(added, other=6)))
+    assert getattr(copied, name).equal(getattr(before, name))
+
+
 def test_scores_that_were_made_ahead_are_the_same(monkeypatch):
     """As by a loader of data, with the parts that were found."""
     monkeypatch.setattr(scores, "_LONG", 2)
