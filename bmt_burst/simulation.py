@@ -34,7 +34,8 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
 
     The caller's grad mode, inference mode and autocast hold on the ranks. Tensors in the results (also in lists,
     tuples, dicts and dataclasses) are differentiable (once) in the leaves that they come from, of any rank: all ranks
-    take part in the backward, those whose results have no part in it with gradients of 0.
+    take part in the backward, those whose results have no part in it with gradients of 0. Checkpointing inside `work`
+    needs use_reentrant=False, unless `work` calls backward itself.
 
     Raises TypeError for a size that is no whole number or work that cannot be called, ValueError for a size below 1.
     The backward raises RuntimeError with create_graph, and for leaves with tensor hooks. A hook of any other tensor
@@ -104,7 +105,15 @@ class _Graph:
 
     def differentiate(self, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """The leaves' gradients, given those of the outputs."""
-        return torch.autograd.grad(self.outputs, self.leaves, grads, allow_unused=True, retain_graph=True)
+        try:
+            return torch.autograd.grad(self.outputs, self.leaves, grads, allow_unused=True, retain_graph=True)
+        except RuntimeError as error:
+            if "torch.utils.checkpoint is incompatible with .grad()" not in str(error):
+                raise
+            raise RuntimeError(
+                "simulate differentiates each rank with torch.autograd.grad, which reentrant checkpointing does not "
+                "know: call torch.utils.checkpoint.checkpoint with use_reentrant=False inside simulate"
+            ) from error
 
 
 class _AllRanks(torch.autograd.Function):

@@ -1,10 +1,12 @@
 """Simulated ranks: the backward of what they return, the caller's modes, failures."""
 
+import functools
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import burst_attn_func, shard, simulate, unshard
 from bmt_burst.transport import Parcel
@@ -134,6 +136,25 @@ def test_a_rank_that_fails_in_its_backward_ends_the_others(kind):
         out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="failed before: run simulate again"):
         out.sum().backward()
+
+
+def test_reentrant_checkpointing_is_refused_by_name():
+    """Its backward; one that a rank calls itself works."""
+    tensors, _ = inputs()
+
+    def work(ring, reentrant):
+        mine = [shard(x, ring.rank, ring.size) for x in tensors]
+        attend = functools.partial(burst_attn_func, process_group=ring)
+        return checkpoint(attend, *mine, use_reentrant=reentrant)
+
+    outs = simulate(2, lambda ring: work(ring, True))
+    with pytest.raises(RuntimeError, match=r"does not know: call .* with use_reentrant=False inside simulate"):
+        unshard(outs).sum().backward()
+    unshard(simulate(2, lambda ring: work(ring, False))).sum().backward()
+    once = [x.grad.clone() for x in tensors]
+    simulate(2, lambda ring: work(ring, True).sum().backward())
+    for x, grad in zip(tensors, once, strict=True):
+        assert torch.allclose(x.grad, 2 * grad)
 
 
 def test_ranks_that_wait_for_one_that_is_gone_are_told():
