@@ -244,6 +244,7 @@ def test_names_are_where_that_package_has_them():
     assert hybrid.RING_IMPL_QKVPACKED_DICT is RING_IMPL_QKVPACKED_DICT
     assert all(getattr(yunchang, name) is getattr(ring, name) for name in ring.__all__)
     assert kernels.AttnType.from_string("torch_flash") is AttnType.TORCH_FLASH
+    assert kernels.AttnType.from_string("torch") is AttnType.TORCH
     assert ulysses.UlyssesAttention is UlyssesAttention
     with pytest.raises(ValueError, match="nothing"):
         AttnType.from_string("nothing")

@@ -13,6 +13,7 @@ class AttnType(Enum):
     FA = "fa"
     FA3 = "fa3"
     FLASHINFER = "flashinfer"
+    TORCH = "torch"
     TORCH_MATH = "torch_math"
     TORCH_FLASH = "torch_flash"
     TORCH_EFFICIENT = "torch_efficient"
