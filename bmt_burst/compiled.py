@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-# For functions that ranks call together, or that do more than tensors show: a compiler would trace them again for other
-# lengths, at other times on other ranks. This is torch.compiler.disable, but it loads the compiler when the function is
-# first called, not with this library.
-not_compiled = _disable_dynamo
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def not_compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return `function` as one that torch.compile leaves alone.
+
+    It is for functions that ranks call together, or that do more than tensors show: a compiler would trace them again
+    for other lengths, at other times on other ranks. torch.compiler.disable does the same, but it loads the compiler,
+    which takes seconds and more than 100 MiB. Programs that compile nothing do not need that.
+    """
+    disabled = _disable_dynamo(function)  # loads the compiler when it is first called
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **named)
+
+    call._torchdynamo_disable = True  # what torch.compiler.disable marks: no caller is compiled together with it
+    return call
 
 
 def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

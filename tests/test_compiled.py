@@ -2,6 +2,9 @@
 come; models of its users go on over several ranks as if they were not compiled.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,7 @@ import torch.nn.functional as F
 from bmt_burst import init_sequence_parallel, loss, nn
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.strategies.ring import payload
-from tests.helpers import relative_error, run_ranks
+from tests.helpers import ROOT, relative_error, run_ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -49,6 +52,25 @@ def test_compiled_equals_written(name, dtype):
         for mine, expected in zip(*results, strict=True):
             assert mine.dtype == expected.dtype
             assert torch.allclose(mine.float(), expected.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_program_that_compiles_nothing_does_not_load_the_compiler():
+    """It takes seconds and more than 100 MiB."""
+    program = """
+import sys, torch
+from bmt_burst import Mask, burst_attn_func, nn, simulate
+from bmt_burst.loss import linear_cross_entropy_sum
+x = torch.randn(1, 8, 2, 4, requires_grad=True)
+burst_attn_func(x, x, x, mask=Mask.documents((0, 3, 8))).sum().backward()
+simulate(2, lambda ring: burst_attn_func(x, x, x, process_group=ring).sum().backward())
+layer = nn.BurstAttention(8, 2)
+layer(torch.randn(1, 8, 8), *nn.rope_tables(torch.arange(8), 4)).sum().backward()
+weight = torch.randn(5, 8, requires_grad=True)
+linear_cross_entropy_sum(torch.randn(3, 8, requires_grad=True), weight, torch.tensor([1, 2, 3]))[0].backward()
+assert "torch._dynamo" not in sys.modules, "loaded"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def grown(shape, factor):
