@@ -294,14 +294,30 @@ def test_copies_pickles_and_what_is_saved(tmp_path):
     for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert type(again) is type(ours)
         assert torch.equal(again(ids, labels=ids).logits, ours(ids, labels=ids).logits)
-    assert isinstance(ours, hf.Phi3ForCausalLM) and ours.config._attn_implementation == ATTENTION
-    assert other.config._attn_implementation != ATTENTION  # though it shared its configuration
+    assert isinstance(ours, hf.Phi3ForCausalLM) and ours.model.config._attn_implementation == ATTENTION
+    assert other.model.config._attn_implementation != ATTENTION  # though it shared its configuration
     ours.save_pretrained(tmp_path)
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is hf.Phi3ForCausalLM and loaded.config._attn_implementation != ATTENTION
     assert relative_error(loaded(ids).logits, ours(ids).logits) < BOUND
     ours.compile(backend="eager")  # which pickles leave out
     assert type(pickle.loads(pickle.dumps(ours))) is type(ours)
+
+
+@pytest.mark.parametrize("make", [hf.MistralForCausalLM, hf.AutoModelForCausalLM.from_config])
+def test_a_new_model_can_be_made_of_the_configuration_of_an_enabled_one(make):
+    """It has transformers' attention, and may be enabled in turn; the first one goes on."""
+    ids, model = tokens(1, 37), enable(copy.deepcopy(plain("Mistral")), SequenceParallel())
+    before = model(ids).logits
+    new = make(model.config)
+    new.load_state_dict(model.state_dict())
+    assert new.model.layers[0].self_attn.config._attn_implementation == "sdpa"
+    assert relative_error(new(ids).logits, before) < BOUND
+    assert relative_error(enable(new, SequenceParallel())(ids).logits, before) < BOUND
+    assert model(ids).logits.equal(before)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        each.config.sliding_window = 5
+        assert each.model.config.sliding_window == 5
 
 
 def test_only_the_adapter_imports_transformers():
@@ -473,7 +489,7 @@ def test_options_are_checked():
     with pytest.raises(ValueError, match="an enabled LlamaForCausalLM keeps its attention, since others see this rank"):
         ours.set_attn_implementation("sdpa")
     with pytest.raises(TypeError, match="a LlamaAttention was called without what its tokens see: call the model that"):
-        hf.LlamaForCausalLM(ours.config)(tokens(1, 5))
+        ours.model(tokens(1, 5))
     with pytest.raises(TypeError, match="another LlamaForCausalLM cannot be made by the class of an enabled one: take"):
         type(ours)(ours.config)
     with pytest.raises(TypeError, match="a Phi3RotaryEmbedding was called by itself: call the model that was enabled"):
