@@ -52,12 +52,7 @@ class _Part(NamedTuple):
     @property
     def visible(self) -> Span:
         """Positions that any of the queries sees."""
-        (_, (start, stop), low, high), first, step, span = self
-        if high is not None:
-            start = max(start, first - high + 1)
-        if low is not None:
-            stop = min(stop, first + step * (length(span) - 1) - low + 1)
-        return start, stop
+        return _visible(self.slice, self.first, self.first + self.step * (length(self.span) - 1))
 
 
 class _Sorted:
@@ -152,14 +147,14 @@ class Tiling:
         if found is None:
             spans = []
             for positions in self.layout.shards[rank]:
-                start, stop, step = positions.start, positions.stop, positions.step
-                run = Piece(start, step, rank, (0, len(positions)))
+                start, stop, step, tokens = positions.start, positions.stop, positions.step, len(positions)
                 for index in self._slices.around(start, stop):
                     s = self.mask.slices[index]
                     if step == 1 and start <= s.kv[0] and s.kv[1] <= stop:
                         continue  # as with a whole document
-                    if part := _part(s, run):
-                        spans.append(part.visible)
+                    first, last = _inside(start, step, tokens, *s.q)
+                    if first < last:
+                        spans.append(_visible(s, start + step * first, start + step * (last - 1)))
             found = self._reach[rank] = merged(spans)
         return found
 
@@ -207,6 +202,16 @@ def _part(s: Slice, run: Piece) -> _Part | None:
     return _Part(s, start + step * first, step, (offset + first, offset + stop)) if first < stop else None
 
 
+def _visible(s: Slice, first: int, last: int) -> Span:
+    """Return the positions that any query from `first` to `last` sees of a slice."""
+    _, (start, stop), low, high = s
+    if high is not None:
+        start = max(start, first - high + 1)
+    if low is not None:
+        stop = min(stop, last - low + 1)
+    return start, stop
+
+
 def _within(run: Piece, start: int, stop: int) -> Fields | None:
     """The part of a run with positions start..stop - 1."""
     position, step, owner, (offset, end) = run
@@ -241,12 +246,7 @@ def _tiles(parts: Iterable[_Part], pieces: Sequence[Fields], places: Sequence[Sp
 
 def _seen_by_all(part: _Part, positions: Sequence[Span], nearby: range) -> range:
     """Those of the `nearby` pieces without steps, next to each other, that every query of the part sees whole."""
-    _, (start, stop), low, high = part.slice
-    last = part.first + part.step * (length(part.span) - 1)
-    if high is not None:
-        start = max(start, last - high + 1)
-    if low is not None:
-        stop = min(stop, part.first - low + 1)
+    start, stop = _visible(part.slice, part.first + part.step * (length(part.span) - 1), part.first)  # for all of them
     first, end = nearby.start, nearby.stop
     while first < end and positions[first][0] < start:
         first += 1

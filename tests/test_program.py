@@ -7,6 +7,7 @@ and stands still until what it waits for has been done by others.
 import collections
 import itertools
 import random
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -328,6 +329,46 @@ def test_what_comes_next_is_on_its_way_before_something_is_computed():
         for h, n, _ in at["cross"]:
             before = [i for (g, m, _), i in at["compute"].items() if (g, m) == (h, n - 1)]
             assert all(at["cross"][h, n, 0] < i for i in before)
+
+
+def striped_plan(documents: int, tokens: int, inner: int) -> RingPlan:
+    """A rank's of eight, of documents of so many tokens."""
+    mask = Mask.documents(range(0, documents * tokens + 1, tokens))
+    return RingPlan(problem(mask, Layout.striped(mask.seq_len, 8), inner, backward="q"), 4)
+
+
+def work_of(plan: RingPlan) -> collections.Counter[str]:
+    """How many calls and lines of the library run to plan a forward and a backward."""
+    events, before = collections.Counter(), sys.gettrace()
+
+    def count(frame, event, _argument):
+        if "bmt_burst" not in frame.f_code.co_filename:
+            return None
+        events[event] += 1
+        return count
+
+    sys.settrace(count)
+    try:
+        assert plan.forward_tour and plan.backward_tour
+    finally:
+        sys.settrace(before)
+    return events
+
+
+@pytest.mark.parametrize("tokens", [10, 64])
+def test_each_piece_of_a_document_takes_little_work(tokens):
+    """In a striped layout each rank sees a piece of each document from each other rank, and all ranks' are planned."""
+    plan = striped_plan(128, tokens, 8)
+    pieces = sum(len(t.seen(rank)) for t in (plan._tiling, plan._tiling.transposed) for rank in range(8))
+    assert pieces > 128 * 8 * 5
+    assert work_of(plan)["call"] < 15 * pieces
+
+
+@pytest.mark.parametrize("tokens", [10, 64])
+@pytest.mark.parametrize("inner", [2, 8])
+def test_twice_as_many_documents_take_twice_the_work(tokens, inner):
+    once, twice = (work_of(striped_plan(documents, tokens, inner))["line"] for documents in (128, 256))
+    assert twice < 2.2 * once
 
 
 def test_a_plan_prints_its_program():

@@ -114,6 +114,7 @@ class Routes:
         self.tiling, self.schedule, self.rank = tiling, schedule, rank
         self.host, self.place = divmod(rank, schedule.inner)
         viewers = enumerate(schedule.ranks(self.host))
+        self._stages: dict[tuple[int, tuple[int, ...]], Stage] = {}
         self.sights = [_Sight(tiling.seen_fields(viewer), place, schedule.inner) for place, viewer in viewers]
 
     def traffic(self) -> bool:
@@ -152,7 +153,7 @@ class Routes:
         held = _Held(self._held(host) if number else [hull(self._held(host))])
         looked_at = {hop for sight in self.sights for hop in sight.pieces.get(host, ())} - {0}
         hops = self._cut(host, sorted(looked_at), limit, return_limit)
-        stages = tuple(self._stage(host, held, part) for part in hops)
+        stages = tuple(self._known_stage(host, held, tuple(part)) for part in hops)
         if not number:  # of the own block is there what others look at, and what is between that
             return Round(self.rank, held.spans, (), stages)
         root = self.schedule.block(self.rank, number, 0)
@@ -193,12 +194,18 @@ class Routes:
                 return parts
         return []
 
-    def _stage(self, host: int, held: _Held, hops: Sequence[int]) -> Stage:
+    def _known_stage(self, host: int, held: _Held, hops: tuple[int, ...]) -> Stage:
+        """Return a stage, which is made once: a backward often has those of its forward."""
+        if (host, hops) not in self._stages:
+            self._stages[host, hops] = self._stage(host, held, hops)
+        return self._stages[host, hops]
+
+    def _stage(self, host: int, held: _Held, hops: tuple[int, ...]) -> Stage:
         pieces = self.sights[self.place].landing(host, hops)
         peers = (owner % self.schedule.inner for _, _, owner, _ in pieces)
         landings = tuple(map(Landing, pieces, peers, (at for _, at in in_turn(span for *_, span in pieces))))
         return Stage(
-            hops=tuple(hops),
+            hops=hops,
             landings=landings,
             tokens=landings[-1].at[1] if landings else 0,
             sends=tuple(self._sends(host, held, hops)),
