@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from .agreement import known_to_all, read, tell
+from .autocast import autocast_dtype
 from .autograd import check_transforms
 from .checks import (
+    cast_inputs,
     check_bias,
     check_device,
     check_options,
@@ -76,9 +78,10 @@ def agree_on_call(
     def mine() -> dict[str, Any]:
         nonlocal call, tensors
         given = options()
-        tensors = check_packed(q, k, v) if packed else tensors
+        tensors = cast_inputs(q, k, v)
+        tensors = check_packed(*tensors) if packed else tensors
         check_tensors(*tensors)
-        check_bias(learned.bias, given["scores"], q)
+        check_bias(learned.bias, given["scores"], tensors[0])
         check_sinks(learned.sinks, tensors[0])
         check_transforms("burst_attn_func", *tensors, *(x for x in (learned.bias, learned.sinks) if x is not None))
         call = _known_call(rings, tensors, learned, given)
@@ -130,7 +133,7 @@ def _known_call(rings: Rings, tensors: Tensors, learned: Learned, options: dict[
     values = [tuple(x) if isinstance(x, list) else x for x in options.values()]
     differentiable = any(x.requires_grad for x in (*tensors, learned))
     needs_gradient = torch.is_grad_enabled() and differentiable
-    facts = q.shape, k.shape, q.dtype, q.device, needs_gradient, learned.bias_rows, learned.has_sinks
+    facts = q.shape, k.shape, q.dtype, q.device, autocast_dtype(q), needs_gradient, learned.bias_rows, learned.has_sinks
     key = (*facts, *values, *map(type, values))  # 1 is equal to True
     known = rings.history.known
     try:
@@ -153,7 +156,7 @@ class _Call:
         bias_rows = learned.bias_rows
         self.bias_rows, self.has_sinks = bias_rows, learned.has_sinks
         self.inner, self.outer, self.shape, self.kv_heads = rings.inner.size, rings.outer.size, q.shape, k.shape[2]
-        self.dtype = q.dtype
+        self.dtype, self.autocast = q.dtype, autocast_dtype(q)
         self.device_type, self.needs_gradient = q.device.type, needs_gradient
         self.options = check_options(options)
         check_scale(self.options["softmax_scale"], q.dtype)
@@ -208,6 +211,7 @@ class _Call:
             "q heads": heads,
             "kv heads": self.kv_heads,
             "head size": head_size,
+            "autocast": self.autocast and str(self.autocast),
             "dtype": str(self.dtype),
             "device type": self.device_type,
             "kernel": self.kernel.name,

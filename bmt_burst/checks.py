@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import strategies
 from .arguments import DTYPES, as_bool, as_float, as_int, check_dim, check_tensor
+from .autocast import autocast
 from .layout import LAYOUTS, Balanced
 from .merge import accumulator_dtype
 from .rings import Rings
@@ -51,10 +52,16 @@ def _check_choice(name: str, value: Any, choices: Collection[str]) -> None:
         raise ValueError(f"unknown {name} {value!r}; expected one of {sorted(choices)}")
 
 
+def cast_inputs(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in the dtype of autocast: a norm or a rotary embedding may have left some of them in fp32."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    return autocast(q), autocast(k), autocast(v)
+
+
 def check_packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors (T, heads, D) of packed sequences as (1, T, heads, D)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
         if x.dim() != 3:
             raise ValueError(f"{name} must be packed, (tokens, heads, head size), got shape {tuple(x.shape)}")
     return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -84,7 +91,6 @@ def check_softcap(softcap: float | None, scale: float, dtype: torch.dtype) -> No
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must be (batch, tokens, heads, head size), got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import DTYPES, check_tensor
+from .autocast import autocast
 from .autograd import check_first_derivative
 from .compiled import fused_on_gpus, not_compiled
 from .layout import IGNORE_INDEX, SIGNED
@@ -47,7 +48,7 @@ def linear_cross_entropy_sum(
     weights = weight if isinstance(weight, list | tuple) else [weight]
     for name, x in (("hidden", hidden), *(("weight", part) for part in weights)):
         _check_floats(name, x)
-    hidden, *weights = map(_autocast, (hidden, *weights))
+    hidden, *weights = map(autocast, (hidden, *weights))
     for part in weights:
         _check_weight(hidden, part)
     _check_labels(labels, hidden, sum(map(len, weights)))
@@ -159,13 +160,6 @@ def _check_labels(labels: Tensor, rows: Tensor, vocabulary: int) -> None:
         torch._assert_async(~outside.any(), "a label is not in the vocabulary")
     elif outside.any():
         raise ValueError(f"label {int(labels[outside][0])} is not in a vocabulary of {vocabulary}")
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """As autocast casts what a linear layer takes: fp64 stays."""
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _cut(count: int, width: int) -> Iterator[slice]:

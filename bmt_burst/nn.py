@@ -95,7 +95,8 @@ class BurstAttention(nn.Module):
     sinks          whether there is a learned score (H,) of a key that all queries see and that has no value, the
                    parameter `sinks`, as GptOss has it; it starts as 0, and bf16 and fp16 are widened to fp32 in use
 
-    Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`.
+    Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its dtype, whatever
+    dtype norms and rotary tables have made of q and k.
 
     Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd, window is below 1 or qk_norm_eps or
     softcap is not positive; TypeError for a window that is no whole number, a softcap that is no number or sinks that

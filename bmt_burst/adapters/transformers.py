@@ -158,7 +158,7 @@ def attention(
         refuse_call(error, bmt_burst.options["process_group"], bmt_burst.options["double_group"])
     narrower = key.shape[-1] - value.shape[-1]
     padded = F.pad(value, (0, narrower)) if narrower else value
-    q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, padded))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, padded))
     sinks = None if s_aux is None else s_aux.to(accumulator_dtype(q.dtype))
     options = {**bmt_burst.within(sliding_window), "softcap": softcap, "sinks": sinks}
     return burst_attn_func(q, k, v, scaling, **options)[..., : value.shape[-1]], None
@@ -486,13 +486,6 @@ def _digest(x: Tensor, vocabulary: int | None = None) -> str:
         token = least if least < 0 else largest
         raise ValueError(f"token {token} of input_ids is not in a vocabulary of {vocabulary}")
     return f"{tuple(x.shape)}, digest {digest % (1 << 64):016x}"
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """As autocast casts what torch's own attention takes: rotary embeddings make fp32 of queries and keys."""
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)

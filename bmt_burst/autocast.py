@@ -1,0 +1,21 @@
+"""Autocast for operations of this library: inputs are cast as torch casts those of a linear layer or of attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast computes with on x's device, or None where it is off."""
+    device_type = x.device.type
+    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else None
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Return x in the dtype that autocast computes with; fp64 and what is not floating point stay as they are."""
+    dtype = autocast_dtype(x)
+    return x if dtype is None or x.dtype not in _CAST else x.to(dtype)
