@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from .rings import Rings
@@ -18,6 +18,10 @@ from .transport import MESSAGE_BYTES
 Result = TypeVar("Result")
 Error = TypeVar("Error", bound=Exception)
 
+_RULE = (
+    "another thread of this process is in a call of the same group, and a group is for one thread at a time: "
+    "let threads take turns, or give each a group of its own"
+)
 _KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank has heard of
 
 
@@ -27,6 +31,11 @@ def tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tuple
     If `terms` fails, the others are told, and its failure is raised here once they know. They do already where it
     comes from a call within: a backward may compute its forward again, and attention with it.
     """
+    with one_thread(rings, doing):
+        return _tell(rings, doing, terms)
+
+
+def _tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tuple[bytes, ...]:
     failure = None
     try:
         mine = json.dumps({"doing": doing, **terms()})
@@ -77,6 +86,24 @@ def together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
     if any(line != said[0] for line in said):
         read(said)
     return results[0]
+
+
+@contextmanager
+def one_thread(rings: Rings, doing: str) -> Iterator[None]:
+    """Keep other threads of this process out of the rings meanwhile. This thread may enter again.
+
+    Ranks pair what they send by its order. Two threads would each take messages that are for the other one.
+
+    Raises RuntimeError at once if another thread is within.
+    """
+    with ExitStack() as held:
+        for ring in (rings.inner, rings.outer):
+            if ring.size == 1:
+                continue
+            if not ring.in_use.acquire(blocking=False):
+                raise _known(RuntimeError(f"{doing}: {_RULE}"))
+            held.callback(ring.in_use.release)
+        yield
 
 
 @contextmanager

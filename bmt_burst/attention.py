@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 
-from .agreement import taking_part, tell, together
+from .agreement import one_thread, taking_part, tell, together
 from .arguments import check_tensor
 from .autograd import check_first_derivative, check_transforms
 from .call import CALL, Learned, agree_on_call
@@ -108,7 +108,8 @@ def burst_attn_func(
     """Exact attention over a sequence that is cut over the ranks of a group; every rank of it must call.
 
     Args:
-        q: (B, S_local, H, D) queries of this rank's tokens; fp16, bf16, fp32 or fp64.
+        q: (B, S_local, H, D) queries of this rank's tokens; fp16, bf16, fp32 or fp64. Autocast casts q, k and v to its
+            dtype, as it does for torch's scaled_dot_product_attention, but not what is fp64.
         k, v: (B, S_local, G, D) keys and values of the same tokens; H a multiple of G, query head h attends to kv
             head h // (H // G). They are never repeated.
         softmax_scale: positive factor of the scores, by default 1 / sqrt(D).
@@ -152,9 +153,9 @@ def burst_attn_func(
             The same on all ranks, which compare only whether there are sinks. Any kernel and strategy will do.
 
     Returns:
-        out (B, S_local, H, D) in q's dtype, and with return_lse also lse (B, H, S_local), fp32 (fp64 for fp64
-        inputs), the natural logarithm of the softmax denominators, with that of the sinks; no gradient flows through
-        lse. Queries that see nothing have out 0 and lse -inf, or that of their sink.
+        out (B, S_local, H, D) in the dtype of q, or of autocast, and with return_lse also lse (B, H, S_local), fp32
+        (fp64 for fp64 inputs), the natural logarithm of the softmax denominators, with that of the sinks; no gradient
+        flows through lse. Queries that see nothing have out 0 and lse -inf, or that of their sink.
 
     Differentiable in q, k, v, bias and sinks (once). Of bias and sinks each rank has the gradient of its own tokens' or
     pairs', a share: the sum over ranks is the gradient, as for any parameter of a sequence parallel model. Inputs are
@@ -340,7 +341,8 @@ def _attention(
     packed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of what the ranks agree on. `options` may raise what is wrong with them."""
-    with torch.cuda.device(q.device) if _is_on_gpu(q) else contextlib.nullcontext():  # which kernels take for granted
+    device = torch.cuda.device(q.device) if _is_on_gpu(q) else contextlib.nullcontext()  # kernels take it for granted
+    with device, one_thread(rings, CALL):
         call = agree_on_call(rings, q, k, v, learned, options, packed)
         with taking_part(rings, f"call {call.number}"):  # the others may be on their way already
             plan, rows = call.plan(), call.rows
@@ -387,9 +389,10 @@ class _BurstAttention(torch.autograd.Function):
             check_transforms("the backward of burst_attn_func", dout)
             return ctx.saved_tensors
 
-        *saved, sinks = together(ctx.rings, doing, saved_tensors)
-        with torch.autocast(dout.device.type, enabled=False), taking_part(ctx.rings, doing):
-            grads = ctx.plan.backward(ctx.rings, dout, *saved)
-            wanted = ctx.needs_input_grad[4]
-            dsinks = sinks_gradient(dout, out=saved[3], lse=saved[4], sinks=sinks) if wanted else None
-            return *grads, dsinks, None, None, None
+        with one_thread(ctx.rings, doing):
+            *saved, sinks = together(ctx.rings, doing, saved_tensors)
+            with torch.autocast(dout.device.type, enabled=False), taking_part(ctx.rings, doing):
+                grads = ctx.plan.backward(ctx.rings, dout, *saved)
+                wanted = ctx.needs_input_grad[4]
+                dsinks = sinks_gradient(dout, out=saved[3], lse=saved[4], sinks=sinks) if wanted else None
+                return *grads, dsinks, None, None, None

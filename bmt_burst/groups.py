@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import read, taking_part, tell, together
+from .agreement import one_thread, read, taking_part, tell, together
 from .arguments import as_int, check_dim, plain
 from .checks import check_shard
 from .compiled import not_compiled
@@ -151,7 +151,10 @@ class SequenceParallel:
         have its number of a sequence of `seq_len` tokens, or ranks differ in layout, dtype or anything else.
         """
         rings = make_rings(self.process_group, self.double_group)
+        with one_thread(rings, "a call of unshard"):
+            return self._unshard(rings, x, seq_len, dim)
 
+    def _unshard(self, rings: Rings, x: Tensor, seq_len: int, dim: int) -> Tensor:
         def terms() -> dict[str, Any]:
             at = check_shard(rings, x, dim)
             layout = self.layout_of(seq_len)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement import read, tell
+from ..agreement import one_thread, read, tell
 from ..arguments import as_bool, as_int
 from ..layout import Layout, Stacked
 from ..rings import Group, Rings
@@ -291,13 +291,14 @@ def check_kind(layout: str, causal: bool, lengths: Sequence[int]) -> None:
 def _of_all_ranks(rings: Rings, mine: Sequence[int]) -> list[int]:
     """The numbers of all ranks, in rank order."""
     found: list[list[int]] = [[] for _ in range(rings.size)]
-    at, most = 0, 1
-    while at < most:
-        part = {"count": len(mine), "numbers": list(mine[at : at + _STARTS_A_MESSAGE])}
-        said = read(tell(rings, "a call of llama3_flash_attn_varlen_func", lambda part=part: part))
-        for numbers_of_rank, theirs in zip(found, said, strict=True):
-            numbers_of_rank += theirs["numbers"]
-        at, most = at + _STARTS_A_MESSAGE, max(theirs["count"] for theirs in said)
+    at, most, doing = 0, 1, "a call of llama3_flash_attn_varlen_func"
+    with one_thread(rings, doing):
+        while at < most:
+            part = {"count": len(mine), "numbers": list(mine[at : at + _STARTS_A_MESSAGE])}
+            said = read(tell(rings, doing, lambda part=part: part))
+            for numbers_of_rank, theirs in zip(found, said, strict=True):
+                numbers_of_rank += theirs["numbers"]
+            at, most = at + _STARTS_A_MESSAGE, max(theirs["count"] for theirs in said)
     return [number for numbers_of_rank in found for number in numbers_of_rank]
 
 

@@ -10,6 +10,7 @@ Alone (here)  a ring of one rank, which never communicates
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -83,6 +84,12 @@ class Transport(ABC):
     device_types: frozenset[str] = frozenset({"cpu"})
     held_bytes: int = 0  # of memory that this transport keeps for deliveries
     broken: bool = False  # whether this ring is known to be of no use any more
+    in_use: threading.RLock  # held by the thread that is in a call
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Transport:
+        transport = super().__new__(cls)
+        transport.in_use = threading.RLock()
+        return transport
 
     @functools.cached_property
     def histories(self) -> MutableMapping[Transport, Any]:

@@ -1,0 +1,168 @@
+"""Threads: one at a time in a group, which others find out at once; each may have a group of its own."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from bmt_burst import SequenceParallel, burst_attn_func, shard, simulate
+from tests.helpers import dense_attention, random_qkv, run_ranks
+
+RULE = "a group is for one thread at a time: let threads take turns, or give each a group of its own"
+LIMIT = 200.0  # seconds; of what must happen
+
+
+def attend(ring, tensors, **options):
+    return burst_attn_func(*(shard(x, ring.rank, ring.size) for x in tensors[:3]), 0.3, process_group=ring, **options)
+
+
+def in_thread(work):
+    """Run `work` in another thread; return its result, or raise its error."""
+    results, errors = [], []
+
+    def run():
+        try:
+            results.append(work())
+        except Exception as error:  # noqa: BLE001 - it is raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def inside(ring, entered, left, monkeypatch):
+    """Hold this rank within what it does next: it says `entered`, and goes on once `left` is set."""
+    gather = ring.gather
+
+    def slow(message):
+        entered.set()
+        assert left.wait(LIMIT)
+        return gather(message)
+
+    monkeypatch.setattr(ring, "gather", slow)
+
+
+USES = {
+    "a call": lambda ring, tensors: attend(ring, tensors),
+    "unshard": lambda ring, tensors: SequenceParallel(ring.rank, ring.size, process_group=ring).unshard(
+        shard(tensors[0], ring.rank, ring.size), tensors[0].shape[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_second_thread_in_a_group_raises_at_once_and_disturbs_nobody(use, monkeypatch):
+    tensors = random_qkv(1, 12, 2, 2, 8)
+
+    def work(ring):
+        if ring.rank:
+            return attend(ring, tensors)
+        entered, left = threading.Event(), threading.Event()
+        inside(ring, entered, left, monkeypatch)
+
+        def second():
+            assert entered.wait(LIMIT)
+            try:
+                with pytest.raises(RuntimeError, match=RULE):
+                    USES[use](ring, tensors)
+            finally:
+                left.set()
+
+        other = threading.Thread(target=second)
+        other.start()
+        out = attend(ring, tensors)
+        other.join(LIMIT)
+        return out
+
+    expected = dense_attention(*tensors[:3], causal=False, scale=0.3)[0]
+    for rank, mine in enumerate(simulate(2, work)):
+        assert (mine - shard(expected, rank, 2)).abs().max() < 1e-13
+
+
+def test_a_second_thread_in_a_backward_raises(monkeypatch):
+    tensors = random_qkv(1, 12, 2, 2, 8)
+    seen = []
+
+    def work(ring):
+        leaves = [shard(x, ring.rank, 2).requires_grad_() for x in tensors[:3]]
+        out = burst_attn_func(*leaves, 0.3, process_group=ring)
+        if ring.rank == 0:
+            entered, left = threading.Event(), threading.Event()
+            inside(ring, entered, left, monkeypatch)
+
+            def second():
+                assert entered.wait(LIMIT)
+                try:
+                    with pytest.raises(RuntimeError, match=RULE):
+                        attend(ring, tensors)
+                    seen.append(True)
+                finally:
+                    left.set()
+
+            threading.Thread(target=second).start()
+        return torch.autograd.grad(out.sum(), leaves)
+
+    simulate(2, work)
+    assert seen == [True]
+
+
+def test_threads_may_take_turns():
+    """Also a forward in one and its backward in another, as autograd's own threads have it on GPUs."""
+    tensors = random_qkv(1, 12, 2, 2, 8)
+
+    def work(ring):
+        leaves = [shard(x, ring.rank, 2).requires_grad_() for x in tensors[:3]]
+        out = in_thread(lambda: burst_attn_func(*leaves, 0.3, process_group=ring))
+        grads = in_thread(lambda: torch.autograd.grad(out.sum(), leaves))
+        again = burst_attn_func(*leaves, 0.3, process_group=ring)
+        return all(x.equal(y) for x, y in zip(grads, torch.autograd.grad(again.sum(), leaves), strict=True))
+
+    assert simulate(2, work) == [True, True]
+
+
+def test_a_thread_may_enter_again():
+    """As a backward does that recomputes its forward."""
+    tensors = random_qkv(1, 12, 2, 2, 8)
+
+    def work(ring):
+        leaves = [shard(x, ring.rank, 2).requires_grad_() for x in tensors[:3]]
+        out = checkpoint(lambda *qkv: burst_attn_func(*qkv, 0.3, process_group=ring), *leaves, use_reentrant=False)
+        return torch.autograd.grad(out.sum(), leaves)
+
+    assert len(simulate(2, work)) == 2
+
+
+def threads_of_two_groups(rank: int) -> list[float]:
+    """The largest error of each of two threads, each with a group of both ranks."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    errors = [torch.inf, torch.inf]
+
+    def work(number):
+        worst = 0.0
+        for seed in range(10 * number, 10 * number + 10):
+            tensors = random_qkv(1, 16, 2, 2, 8, seed=seed)
+            mine = [shard(x, rank, 2).requires_grad_() for x in tensors[:3]]
+            out = burst_attn_func(*mine, 0.3, process_group=groups[number])
+            out.sum().backward()
+            expected = shard(dense_attention(*tensors[:3], causal=False, scale=0.3)[0], rank, 2)
+            worst = max(worst, float((out - expected).abs().max()))
+        errors[number] = worst
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    return errors
+
+
+@pytest.mark.slow
+def test_threads_with_a_group_each_go_on():
+    assert all(error < 1e-13 for errors in run_ranks(2, threads_of_two_groups) for error in errors)
