@@ -8,9 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.conftest import let_processes_hang_up
 from train import ending, launch, ranks
+from train.config import parse_config
+from train.error_file import leave_reason
 from train.watchdog import EXIT_CODE
 
 
@@ -64,6 +67,79 @@ def test_a_rank_that_another_one_left_says_so_in_a_line_and_is_not_the_cause(err
     assert said.startswith("pretrain.py: rank 0 lost contact with another rank, whose own message may say why; in step")
     assert said.endswith(f"{error}; the last good checkpoint is none\n")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "reason", "said"),
+    [
+        (ranks.RankError("rank 1: --sp-size 3 does"), "0", "pretrain.py: rank 1: --sp-size 3 does; go on so", True),
+        (ranks.RankError("rank 1: --sp-size 3 does"), "1", "pretrain.py: rank 1: --sp-size 3 does; go on so", False),
+        (FloatingPointError("step 3: nan"), "1", "pretrain.py: step 3: nan; go on so", False),
+        (OSError("disk full"), "1", "pretrain.py: rank 1: disk full; go on so", True),
+        (RuntimeError("no memory\nat a.cpp"), "1", "pretrain.py: rank 1: RuntimeError: no memory; go on so", False),
+    ],
+)
+def test_every_rank_leaves_torchrun_the_sentence_that_one_says(
+    error, rank, reason, said, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", rank)
+    ending.explain(error, SimpleNamespace(doing="step 7", last_words="go on so"))
+    assert failure(tmp_path).message["message"] == reason
+    assert (reason in capsys.readouterr().err) == said
+
+
+def failure(folder: Path) -> ProcessFailure:
+    """What torchrun makes of a file, which is gone then."""
+    made = ProcessFailure(0, 1, 2, str(folder / "error.json"))
+    (folder / "error.json").unlink()
+    return made
+
+
+def test_the_first_reason_stays(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    leave_reason("no sign of life")
+    leave_reason("lost contact", cause=False)
+    assert failure(tmp_path).message["message"] == "no sign of life"
+
+
+def test_a_rank_that_another_one_left_is_not_torchruns_root_cause(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    ending.explain(RuntimeError("Connection closed by peer"), SimpleNamespace(doing="step 7", last_words=""))
+    lost = failure(tmp_path)
+    ending.explain(ValueError("x"), SimpleNamespace(doing="step 7", last_words=""))
+    assert failure(tmp_path).timestamp < lost.timestamp
+
+
+def test_torchrun_hears_of_wrong_options(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    assert not (tmp_path / "error.json").exists()
+    capsys.readouterr()
+    for flags in (["--seq-len", "0"], ["--stepz"]):
+        with pytest.raises(SystemExit):
+            parse_config(flags)
+        assert failure(tmp_path).message["message"] + "\n" == capsys.readouterr().err
+
+
+def test_torchrun_never_sees_half_a_file(monkeypatch, tmp_path):
+    """It ends the other ranks as soon as one has failed, also in the middle of this."""
+
+    def killed(path, text):
+        with open(path, "w"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        leave_reason("x")
+    assert not (tmp_path / "error.json").exists()
+
+
+def test_a_reason_that_cannot_be_written_does_not_hold_up_the_end(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere/error.json"))
+    assert ending.explain(ValueError("x"), SimpleNamespace(doing="step 7", last_words="")) == 2
 
 
 @pytest.mark.parametrize(

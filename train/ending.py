@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from train import ranks
+from train.error_file import leave_reason
 from train.files import tell
 from train.signals import INTERRUPTED, NOTED, has_launcher
 from train.watchdog import Watchdog
@@ -22,27 +23,32 @@ def acknowledge() -> None:
 def end_now(watchdog: Watchdog) -> NoReturn:
     """What a second Ctrl-C does, in whatever the main thread is."""
     if ranks.rank() == 0:
-        tell("; ".join(filter(None, (f"ended now, in {watchdog.doing}", watchdog.last_words))))
+        tell(_joined(f"ended now, in {watchdog.doing}", watchdog.last_words))
     os._exit(INTERRUPTED)
 
 
 def explain(error: Exception, watchdog: Watchdog) -> int | None:
     """Says why the run ends and what it leaves; returns the exit code, None for an error that only a traceback tells.
 
-    What is alike on every rank is said by one.
+    What is the same on every rank is said by one, but torchrun's summary has it of all.
     """
-    rank, code, said = ranks.rank(), None, ""
+    rank, code, said, speaks = ranks.rank(), None, "", True
     if isinstance(error, (ranks.RankError, FloatingPointError)):
-        code, said = 2, f"pretrain.py: {error}" if rank == 0 else ""
+        code, said, speaks = 2, f"pretrain.py: {error}", rank == 0
     elif ranks.lost_contact(error):  # before OSError, which TimeoutError is: the other rank is the cause
         lost = f"rank {rank} lost contact with another rank, whose own message may say why"
         code, said = ranks.LOST_CONTACT, f"pretrain.py: {lost}; in {watchdog.doing}: {error}"
     elif isinstance(error, (ValueError, OSError)):
         code, said = 2, f"pretrain.py: rank {rank}: {error}"
-    words = [text for text in (said, watchdog.last_words) if text]
-    if words and (said or code is None):
-        tell("; ".join(words))
+    unexpected = f"pretrain.py: rank {rank}: {type(error).__name__}: {error}".partition("\n")[0]
+    leave_reason(_joined(said or unexpected, watchdog.last_words), cause=code != ranks.LOST_CONTACT)
+    if speaks and (words := _joined(said, watchdog.last_words)):
+        tell(words)
     return code
+
+
+def _joined(*sentences: str) -> str:
+    return "; ".join(filter(None, sentences))
 
 
 def leave(code: int) -> NoReturn:

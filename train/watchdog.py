@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from train.error_file import leave_reason
+
 EXIT_CODE = 3
 _TICK = 1.0  # seconds between looks, at most
 _GRACE = 30.0  # seconds after which faulthandler's own thread acts, which needs no lock of the interpreter
@@ -66,6 +68,7 @@ class Watchdog:
         where = f"; stacks in {self._file.name}" if self._file else ""
         what = f"rank {self.rank}: no sign of life for {waited:.0f} s in {self.doing}{where}"
         text = "; ".join(filter(None, (f"{time.strftime('%F %T')} {what}", self.last_words))) + "\n"
+        leave_reason(f"pretrain.py: {text.strip()}")
         for stream in (self._file, sys.stderr) if self._file else (sys.stderr,):
             stream.write(text)
             stream.flush()
