@@ -58,9 +58,14 @@ def test_every_group_reads_its_share_in_micro_batches_that_fit(monkeypatch, worl
 @pytest.mark.parametrize(
     ("world", "options", "message"),
     [
-        (3, {}, "batch_size=8 does not divide by 3 data parallel groups: give --batch-size 6 or 9"),
-        (16, {}, "batch_size=8 does not divide by 16 data parallel groups: give --batch-size 16"),
-        (2, {"micro_batch_size": 8}, r"batch_size=8 is not a multiple of micro_batch_size=8 times 2 .* that divides 4"),
+        (3, {}, "--batch-size 8 does not divide by 3 data parallel groups: give --batch-size 6 or 9"),
+        (16, {}, "--batch-size 8 does not divide by 16 data parallel groups: give --batch-size 16"),
+        (
+            1,
+            {"micro_batch_size": 3},
+            "--batch-size 8 is not .* --micro-batch-size 3 times 1 data parallel group:",
+        ),
+        (2, {"micro_batch_size": 8}, r"--micro-batch-size 8 times 2 data parallel groups: .* that divides 4"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(monkeypatch, world, options, message):

@@ -156,7 +156,7 @@ def test_a_begin_token_needs_documents_that_are_told_apart(folder):
         Sequences(TokenFile(folder), 16, 0, documents=True, bos=257)
     with pytest.raises(ValueError, match="--bos </s> does not go with --documents ignore"):
         TrainConfig(documents="ignore", bos="</s>")
-    with pytest.raises(ValueError, match="--bos does not go with model 'cpm-bee-tiny', a cpm-bee: its instances say"):
+    with pytest.raises(ValueError, match="--bos does not go with --model cpm-bee-tiny, a cpm-bee: its instances say"):
         TrainConfig(model="cpm-bee-tiny", bos="<s>").model_config()
 
 

@@ -307,30 +307,38 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seq-len", "0"], "seq_len must be at least 1, got 0"),
+        (["--seq-len", "0"], "--seq-len must be at least 1, got 0"),
         (["--schedule", "sgd"], "invalid choice: 'sgd'"),
-        (["--lr", "-1"], "lr must be positive"),
-        (["--lr", "inf"], "lr must be finite, got inf"),
-        (["--weight-decay", "nan"], "weight_decay must be finite, got nan"),
-        (["--beta1", "1.5"], "beta1 must be at least 0 and below 1, got 1.5"),
-        (["--timeout", "1e10"], "timeout must be at most 1e+08 seconds"),
+        (["--lr", "-1"], "--lr must be positive"),
+        (["--lr", "inf"], "--lr must be finite, got inf"),
+        (["--weight-decay", "nan"], "--weight-decay must be finite, got nan"),
+        (["--beta1", "1.5"], "--beta1 must be at least 0 and below 1, got 1.5"),
+        (["--timeout", "1e10"], "--timeout must be at most 1e+08 seconds"),
         (["--config", "CUT"], "cut.json: Expecting"),
-        (["--steps", "10", "--warmup-steps", "6", "--decay-steps", "6"], "longer than the run"),
+        (
+            ["--steps", "10", "--warmup-steps", "6", "--decay-steps", "6"],
+            "--warmup-steps 6 and --decay-steps 6 are",
+        ),
         (["--config", "missing.toml"], "No such file"),
         (["--config", "BAD"], "unknown option 'sequence'"),
-        (["--min-lr-ratio", "0"], "min_lr_ratio must be above 0 for wsd"),
-        (["--min-lr-ratio", "-0.1", "--schedule", "cosine"], "min_lr_ratio must be at least 0"),
-        (["--min-lr-ratio", "nan"], "min_lr_ratio must be finite, got nan"),
+        (["--min-lr-ratio", "0"], "--min-lr-ratio must be above 0 for --schedule wsd"),
+        (["--min-lr-ratio", "-0.1", "--schedule", "cosine"], "--min-lr-ratio must be at least 0"),
+        (["--min-lr-ratio", "nan"], "--min-lr-ratio must be finite, got nan"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--stepz", "1"], "unrecognized arguments: --stepz 1"),
-        (["--seed", "9" * 20], "seed must be below 2^63"),
-        (["--data", ""], "data must not be empty"),
-        (["--checkpointing-blocks", "3"], "checkpointing of some blocks needs a mode"),
-        (["--seed", "-1"], "seed must not be negative"),
-        (["--eval-sequences", "0"], "eval_sequences must be at least 1"),
+        (["--seed", "9" * 20], "--seed must be below 2^63"),
+        (["--data", ""], "--data must not be empty"),
+        (["--checkpointing-blocks", "3"], "--checkpointing-blocks needs --checkpointing selective or full"),
+        (["--seed", "-1"], "--seed must not be negative"),
+        (["--eval-sequences", "0"], "--eval-sequences must be at least 1"),
         (["--rope-scaling", "yarn"], "argument --rope-scaling: 'yarn' is no JSON: Expecting value"),
         (["--rope-scaling", "[1]"], "argument --rope-scaling: expected names and values in braces, got '[1]'"),
-        (["--rope-scaling", '{"kind": "linear"}'], "rope_scaling: linear has factor: missing ['factor']"),
+        (["--warmup-steps", "-1"], "--warmup-steps must not be negative, got -1"),
+        (["--checkpointing", "full", "--checkpointing-blocks", "-1"], "--checkpointing-blocks must not be negative"),
+        (["--offload"], "--offload needs --checkpointing selective or full"),
+        (["--sp-size", "2", "--seq-len", "1"], "--seq-len 1 is too short for 2 ranks; the smallest is 2"),
+        (["--sp-size", "4", "--inner-size", "3"], "--inner-size 3 does not divide --sp-size 4"),
+        (["--rope-scaling", '{"kind": "linear"}'], "--rope-scaling: linear has factor: missing ['factor']"),
     ],
 )
 def test_wrong_configurations_are_refused(arguments, message, tmp_path, capsys):
@@ -344,6 +352,12 @@ def test_wrong_configurations_are_refused(arguments, message, tmp_path, capsys):
     assert said.startswith("pretrain.py: ")
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_options_that_spoil_a_model_are_named():
+    config = TrainConfig(rope_theta=0.5, rope_scaling={"kind": "yarn", "factor": 4.0, "original_length": 64})
+    with pytest.raises(ValueError, match=r"--rope-theta, --rope-scaling with --model cpm-tiny: .* above 1, got 0\.5"):
+        config.model_config()
 
 
 def test_help_names_every_option(capsys):

@@ -75,8 +75,29 @@ def test_a_rank_that_hangs_ends_the_run_with_everyones_stacks(folder):  # noqa: 
         assert f"rank {rank}: no sign of life for" in text
         assert "in step 2" in text
         assert "pretrain.py" in text
-        assert f"rank {rank}: no sign of life for" in done.stderr
+        assert f"rank {rank}: no sign of life for" in summary(done.stderr)
     assert "in backward" in text  # where rank 1 sleeps
+
+
+@pytest.mark.slow
+def test_torchruns_summary_has_the_sentence_of_the_rank_that_failed(folder):  # noqa: F811
+    done = torchrun(2, *faulty(folder, "raise", "raise RuntimeError('no memory\\nat a.cpp')", (2,)))
+    assert done.returncode != 0
+    root = summary(done.stderr).split("Root Cause")[1]
+    assert "traceback : pretrain.py: rank 1: RuntimeError: no memory; the last good checkpoint is none\n" in root
+    assert "in backward" in done.stderr.split("Root Cause")[0]  # its traceback
+
+
+@pytest.mark.slow
+def test_torchruns_summary_has_what_is_wrong_with_options(folder):  # noqa: F811
+    [_, script, *flags] = command(folder, "refused", sp_size=3)
+    said = "--sp-size 3 does not divide the world of 2 ranks"
+    assert f"traceback : pretrain.py: rank 0: {said}\n" in summary(torchrun(2, script, *flags).stderr)
+
+
+def summary(said: str) -> str:
+    """The end of what torchrun says."""
+    return said.rsplit(" FAILED\n", 1)[1]
 
 
 def test_a_jump_of_the_loss_is_said(tmp_path, capsys):
@@ -90,4 +111,5 @@ def test_a_jump_of_the_loss_is_said(tmp_path, capsys):
     metrics.close()
     said = capsys.readouterr().out
     assert "step 41: loss spike, 2.5000 where at most 2.1" in said
+    assert "a smaller --lr" in said
     assert "step 41/100: loss 2.5000, lr 1.00e-03, 1,234 tokens/s" in said

@@ -334,7 +334,7 @@ def test_vocabularies_are_made_of_characters_and_frequent_words(tmp_path):
     assert pieces[12:] == ["e", "r", "d", "f", "n", "<", "return", "def", "ring"]
     tokenizer = BeeTokenizer(tmp_path / "v.txt")
     assert tokenizer.encode("return ring").tolist() == [18, 5, 20]
-    for flag, message in ((["--size", "11"], "must leave room"), (["--special", "x"], "special tokens are <name>")):
+    for flag, message in ((["--size", "11"], "must leave room"), (["--special", "x"], "--special takes <name>")):
         with pytest.raises(SystemExit):
             make_vocabulary.main([*flags[:4], "--output", str(tmp_path / "w.txt"), *flag])
         assert not (tmp_path / "w.txt").exists(), message
@@ -634,7 +634,7 @@ def test_bees_with_too_many_answers_are_left_out(tmp_path, monkeypatch):
     assert said == "2 instances, 2 with too many texts to be predicted are left out"
     as_jsonl(tmp_path / "y.jsonl", [{"<ans>": dict.fromkeys(map(str, range(800)), "x")}])
     prepare("--input", tmp_path / "y.jsonl", "--tokenizer", f"cpm-bee:{vocabulary}", "--output", tmp_path / "y")
-    with pytest.raises(ValueError, match="fits into seq_len=8192 tokens; 1 have too many texts to be predicted"):
+    with pytest.raises(ValueError, match="fits into --seq-len 8192; 1 has too many texts to be predicted"):
         bee_rows(tmp_path / "y", 8192)
 
 
@@ -714,8 +714,9 @@ def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder, monkeyp
     assert rows.left_out == int((file.all.lengths == longest).sum())
     assert rows.instances == len(file.all.lengths) - rows.left_out
     said = dealer(monkeypatch, bee_folder, seq_len=longest - 1).sight(rows)
-    assert said == f"{rows.instances} instances, {rows.left_out} longer than a row are left out"
-    with pytest.raises(ValueError, match="has no instance that fits into seq_len=5 tokens"):
+    are = "is" if rows.left_out == 1 else "are"
+    assert said == f"{rows.instances} instances, {rows.left_out} longer than a row {are} left out"
+    with pytest.raises(ValueError, match="has no instance that fits into --seq-len 5"):
         bee_rows(bee_folder, 5)
     config = PRESETS["cpm-ant-tiny"]
     ants = AntRows(InstanceFile(ant_folder / "train", "cpm-ant"), config, 50, 0)
@@ -723,7 +724,7 @@ def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder, monkeyp
     texts = [ants.read(i) for i in range(len(ants))]
     read = sum(int((row.fields["segment"] > 0).sum()) for row in texts)
     assert read == len(ants.file.tokens)
-    with pytest.raises(ValueError, match="seq_len=9 leaves no room after a prompt of 8"):
+    with pytest.raises(ValueError, match="--seq-len 9 leaves no room after a prompt of 8 tokens"):
         AntRows(ants.file, config, 9, 0)
     with pytest.raises(ValueError, match="too few prompt_types or segment_types"):
         AntRows(ants.file, changed(config, segment_types=2), 50, 0)
@@ -877,12 +878,12 @@ def test_kinds_are_known_by_their_fields():
     [
         (
             {"documents": "mask"},
-            "--documents does not go with model 'cpm-bee-tiny', a cpm-bee: what tokens",
+            "--documents does not go with --model cpm-bee-tiny, a cpm-bee: what tokens",
         ),
         ({"window": 8}, "--window does not go with"),
-        ({"rope_theta": 1e6}, "--rope-theta does not go with model 'cpm-bee-tiny', a cpm-bee: it has no rotary"),
+        ({"rope_theta": 1e6}, "--rope-theta does not go with --model cpm-bee-tiny, a cpm-bee: it has no rotary"),
         ({"rope_scaling": {"kind": "linear", "factor": 2}}, "--rope-scaling does not go with"),
-        ({"init_from": "folder"}, "--init-from folder does not go with model 'cpm-bee-tiny', a cpm-bee: give a file"),
+        ({"init_from": "folder"}, "--init-from folder does not go with --model cpm-bee-tiny, a cpm-bee: give a file"),
     ],
 )
 def test_options_that_say_nothing_of_such_a_model_are_refused(options, message):

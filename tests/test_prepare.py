@@ -96,11 +96,11 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
     assert texts(tmp_path / "out/train") == ["a", "c", "d1\nd2\n", "e", "b", "name"]
     expected = [
         (4, "files that are neither .txt nor .jsonl", "f.md"),
-        (1, "links to nothing", "gone.txt"),
+        (1, "link to nothing", "gone.txt"),
         (2, "links to folders", "sub/loop"),
-        (1, "files that cannot be read (Too many levels of symbolic links)", "myself.txt"),
-        (1, "empty files", "empty.txt"),
-        (1, ".gz files that are not compressed by gzip", "false.txt.gz"),
+        (1, "file that cannot be read (Too many levels of symbolic links)", "myself.txt"),
+        (1, "empty file", "empty.txt"),
+        (1, ".gz file that is not compressed by gzip", "false.txt.gz"),
         (5, "other names of files that are read once", "again.txt"),
         (2, "pipes, sockets and devices", "pipe.txt"),
     ]
@@ -114,10 +114,10 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
     [
         ("x.gz", gzip.compress(b"a", mtime=0), "x.gz is neither .txt nor .jsonl, .gz or not"),
         ("x.txt.gz", b"text", "x.txt.gz is not read, like all .gz files that are not compressed by gzip"),
-        ("x.txt", b"", "there is no text to read: 1 empty files, such as"),
-        ("x.jsonl.gz", b"", "there is no text to read: 1 empty files, such as"),
+        ("x.txt", b"", "there is no text to read: 1 empty file, such as"),
+        ("x.jsonl.gz", b"", "there is no text to read: 1 empty file, such as"),
         ("x.txt", None, "no such input: .*x.txt, a link to nothing"),
-        ("sub/x.md", b"text", "has no file that matches .* 1 files that are neither .txt nor .jsonl, such as"),
+        ("sub/x.md", b"text", "has no file that matches .* 1 file that is neither .txt nor .jsonl, such as"),
     ],
 )
 def test_inputs_without_text_are_refused_before_any_work(name, content, message, tmp_path):
@@ -392,9 +392,7 @@ def test_more_bad_lines_than_allowed_write_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
     assert "2 bad lines were skipped" in prepare(*arguments, "--max-bad", 0.02)
     (tmp_path / "x.jsonl").write_bytes(jsonl("good") + b"{}\n")
-    assert "1 of 2 lines are bad, more than --max-bad 0 of" in prepare(
-        *arguments, "--max-bad", 0, "--overwrite", code=2
-    )
+    assert "1 of 2 lines is bad, more than --max-bad 0 of" in prepare(*arguments, "--max-bad", 0, "--overwrite", code=2)
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):

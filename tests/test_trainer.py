@@ -239,16 +239,16 @@ def test_what_is_no_stage_is_refused(settings, tmp_path):
     option = "give --new-stage to start another stage from its weights and optimizer"
     for change, message in (
         ({"data": str(tmp_path / "other")}, f"was reading other data: .*digest .*{option}"),
-        ({"seq_len": 122}, f"was reading other data: seq_len 61 -> 122; {option}"),
-        ({"rope_theta": 5e5}, f"holds another model: rope_theta 10000.0 -> 500000.0; {option}"),
-        ({"rope_scaling": {"kind": "linear", "factor": 2}}, f"rope_scaling None -> .*'linear'.*; {option}"),
+        ({"seq_len": 122}, f"was reading other data: --seq-len 61 -> 122; {option}"),
+        ({"rope_theta": 5e5}, f"holds another model: --rope-theta 10000.0 -> 500000.0; {option}"),
+        ({"rope_scaling": {"kind": "linear", "factor": 2}}, f"--rope-scaling None -> .*'linear'.*; {option}"),
         ({"model": "cpm-tiny", "new_stage": True}, "holds another model: vocab_size"),
         ({"new_stage": True, "output": settings["output"]}, "has checkpoints: give --resume auto to go on with their"),
         ({"new_stage": True, "resume": "auto"}, "has no checkpoint of a stage yet: give --resume CHECKPOINT"),
     ):
         with pytest.raises(ranks.RankError, match=message):
             train(settings, **other | change)
-    with pytest.raises(ValueError, match="new_stage needs the checkpoint that it starts from"):
+    with pytest.raises(ValueError, match="--new-stage needs the checkpoint that it starts from"):
         TrainConfig(new_stage=True)
 
 
@@ -334,17 +334,17 @@ def test_what_tokens_see_is_the_runs_own(settings, tmp_path, capsys):
     for change, message in (
         (
             {"documents": "ignore", "window": 8},
-            f"was reading other data: documents mask -> ignore, bos 256 -> None; {option}",
+            f"was reading other data: --documents mask -> ignore, --bos 256 -> None; {option}",
         ),
-        ({"window": 9}, f"holds another model: window 8 -> 9; {option}"),
-        ({}, f"holds another model: window 8 -> None; {option}"),
+        ({"window": 9}, f"holds another model: --window 8 -> 9; {option}"),
+        ({}, f"holds another model: --window 8 -> None; {option}"),
     ):
         with pytest.raises(ranks.RankError, match=message):
             train(settings, **change, resume=path, output=str(tmp_path / "refused"))
     capsys.readouterr()
     stage = {"resume": path, "new_stage": True, "documents": "ignore", "output": str(tmp_path / "stage")}
     assert train(settings, **stage)
-    changed = "window 8 -> None, documents mask -> ignore, bos 256 -> None, layout balanced -> zigzag"
+    changed = "--window 8 -> None, --documents mask -> ignore, --bos 256 -> None, --layout balanced -> zigzag"
     assert f"changed since the checkpoint: {changed}" in capsys.readouterr().err
 
 
@@ -382,14 +382,14 @@ def test_a_run_keeps_its_begin_token(settings, tmp_path, capsys):
     train(settings)
     path = str(checkpoint.newest(tmp_path / "run"))
     refused = {"resume": path, "output": str(tmp_path / "refused")}
-    with pytest.raises(ranks.RankError, match="was reading other data: bos 256 -> None; give --new-stage"):
+    with pytest.raises(ranks.RankError, match="was reading other data: --bos 256 -> None; give --new-stage"):
         train(settings, bos="none", **refused)
     with pytest.raises(ranks.RankError, match=r"--bos must be auto, none or a token of .*text's tokenizer, got '<s>'"):
         train(settings, bos="<s>", **refused)
     assert train(settings, bos="none", resume=path, new_stage=True, output=str(tmp_path / "stage"))
-    assert "changed since the checkpoint: bos 256 -> None" in capsys.readouterr().err
+    assert "changed since the checkpoint: --bos 256 -> None" in capsys.readouterr().err
     checkpoint._remove(tmp_path / "stage/step_00000004")
-    with pytest.raises(ranks.RankError, match="was reading other data: bos None -> 256; give --new-stage"):
+    with pytest.raises(ranks.RankError, match="was reading other data: --bos None -> 256; give --new-stage"):
         train(settings, bos="<|endoftext|>", resume="auto", output=str(tmp_path / "stage"))
     assert train(settings, resume="auto", output=str(tmp_path / "stage"))
 
@@ -424,6 +424,15 @@ def test_whole_texts_get_no_begin_token(settings, tmp_path, capsys):
     assert "begin token" not in said.out + said.err
 
 
+def test_advice_after_an_explosion_names_the_learning_rate(settings, tmp_path):
+    """Weights are finite: the checkpoint after the first step is good, and going on from it would explode again."""
+    with pytest.raises(FloatingPointError) as ended:
+        train(settings, lr=1e30, warmup_steps=0, decay_steps=0, save_every=1, max_skips=2)
+    assert str(ended.value).startswith("step 3: ")
+    assert "; 2 steps in a row were skipped: give a smaller --lr than 1e+30, and if the last good" in str(ended.value)
+    assert [path.name for path in checkpoint.listed(tmp_path / "run")] == ["step_00000001"]
+
+
 def test_a_run_extended_after_its_decay_says_that_the_rate_jumps(settings, tmp_path, capsys):
     train(settings)
     train(settings, resume="auto", steps=8)
@@ -435,7 +444,7 @@ def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_writte
         return "its backward adds up in no fixed order" if spec.deterministic else None
 
     monkeypatch.setattr(kernels.load("reference"), "refuses", refuses)
-    with pytest.raises(ranks.RankError, match=r"no kernel for flash='reference'.* adds up in no fixed order"):
+    with pytest.raises(ranks.RankError, match=r"--flash reference: no kernel .* adds up in no fixed order"):
         train(settings, flash="reference", deterministic=True)
     assert not (tmp_path / "run").exists()
 

@@ -170,7 +170,7 @@ def test_what_is_no_folder_is_refused(tmp_path, folder):
     assert "is a file" in refusal(folder / "model.safetensors")
     (folder / "config.json").unlink()
     assert "has no config.json" in refusal(folder)
-    with pytest.raises(ValueError, match="init_from must not be empty"):
+    with pytest.raises(ValueError, match="--init-from must not be empty"):
         TrainConfig(init_from="")
 
 
@@ -212,7 +212,7 @@ class Code:
         ({"norm.weight": torch.ones(32, dtype=torch.int64)}, "does not hold names and tensors"),
         ({"norm.weight": torch.ones(32).to_sparse()}, "does not hold names and tensors"),
         ({"norm.weight": [1.0]}, "does not hold names and tensors"),
-        ({"norm.weight": torch.ones(31)}, "does not hold the weights of model 'small'"),
+        ({"norm.weight": torch.ones(31)}, "does not hold the weights of --model small"),
         ({"norm.weight": torch.full((32,), torch.inf)}, "norm.weight is not finite"),
     ],
 )

@@ -17,6 +17,7 @@ from bmt_burst.mask import Mask
 from models.config import CPMConfig
 from train.data import Row, Sequences
 from train.flops import keys_seen
+from train.wording import counted
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -153,8 +154,8 @@ class Batches(Dealer):
         seen += f", each after begin token {data.bos}" if data.bos is not None else ""
         if model.window is None:
             return seen
-        windowed = model.windows.count(model.window)
-        return f"{seen}, a window of {model.window} tokens in {windowed} of {model.num_layers} layers"
+        windowed, layers = model.windows.count(model.window), counted(model.num_layers, "layer")
+        return f"{seen}, a window of {counted(model.window, 'token')} in {windowed} of {layers}"
 
     def _read(self, data: Sequences, indices: Sequence[int | None]) -> MicroBatch:
         rows = [data.read(index) for index in indices]
@@ -206,12 +207,12 @@ def _micro_batch_size(config: TrainConfig, dp_size: int) -> int:
     if rest:
         fitting = [n for n in (config.batch_size - rest, config.batch_size - rest + dp_size) if n]
         raise ValueError(
-            f"batch_size={config.batch_size} does not divide by {dp_size} data parallel groups: "
+            f"--batch-size {config.batch_size} does not divide by {counted(dp_size, 'data parallel group')}: "
             f"give --batch-size {' or '.join(map(str, fitting))}"
         )
     if size and share % size:
         raise ValueError(
-            f"batch_size={config.batch_size} is not a multiple of micro_batch_size={size} "
-            f"times {dp_size} data parallel groups: leave --micro-batch-size out, or give one that divides {share}"
+            f"--batch-size {config.batch_size} is not a multiple of --micro-batch-size {size} times "
+            f"{counted(dp_size, 'data parallel group')}: leave --micro-batch-size out, or give one that divides {share}"
         )
     return size or max(n for n in range(1, _LARGEST_DEFAULT + 1) if share % n == 0)

@@ -32,6 +32,7 @@ from torch import Tensor
 from bmt_burst.engine import Shard
 from train import ranks
 from train.tokenizer import Tokenizer
+from train.wording import counted
 
 TOKENIZER = "tokenizer"  # the folder in a checkpoint; older ones have it beside them only
 _ROOM = 1.05  # of the last checkpoint's size must be free for the next
@@ -142,7 +143,7 @@ def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
         for name, expected in sorted(_manifest(path).items())[part::parts]:
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
-                return f"{name} has {size} bytes, not {expected['bytes']}"
+                return f"{name} has {counted(size, 'byte')}, not {expected['bytes']:,}"
             if _sha256(path / name) != expected["sha256"]:
                 return f"{name} does not have the sha256 of its manifest"
     except _UNREADABLE as error:
@@ -282,7 +283,7 @@ def _size(path: Path) -> int:
 def _check_finite(shards: dict[str, Shard]) -> None:
     for key, shard in shards.items():
         if shard.flat.numel() and not torch.stack(shard.flat.aminmax()).isfinite().all():  # makes no copy
-            raise ValueError(f"{key} is not finite")
+            raise ValueError(f"{key} is not finite, which a smaller --lr may prevent")
 
 
 def _write_shards(file: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, Any]]:

@@ -20,6 +20,7 @@ from models.rope import RopeScaling
 from train.command_line import ArgumentParser
 from train.kinds import KINDS, PRESETS, ModelConfig, config_of, kind_of
 from train.schedule import SCHEDULES
+from train.wording import counted, flag
 
 
 def option(default: Any, group: str, help: str, **extra) -> Any:
@@ -149,54 +150,74 @@ class TrainConfig:
 
     def __post_init__(self):
         positive = ("window", "seq_len", "batch_size", "micro_batch_size", "processes", "sp_size", "steps", "keep_last")
-        for name in (*positive, "eval_sequences", "max_skips"):
+        for name in (*positive, "inner_size", "eval_sequences", "max_skips"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup", "decay", "save_every", "eval_every", "weight_decay", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+                raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
+        countable = ("warmup_steps", "decay_steps", "checkpointing_blocks", "save_every", "eval_every")
+        for name in (*countable, "weight_decay", "seed"):
+            if getattr(self, name) is not None and getattr(self, name) < 0:
+                raise ValueError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
         for name, value in vars(self).items():
             if value == "":
-                raise ValueError(f"{name} must not be empty")
+                raise ValueError(f"{flag(name)} must not be empty")
             if isinstance(value, int) and abs(value) > _LARGEST:
-                raise ValueError(f"{name} must be below 2^63, got {value}")
+                raise ValueError(f"{flag(name)} must be below 2^63, got {value}")
             if isinstance(value, float) and not math.isfinite(value) and (name, value) != ("clip", math.inf):
-                raise ValueError(f"{name} must be finite, got {value}")
+                raise ValueError(f"{flag(name)} must be finite, got {value}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+                raise ValueError(f"{flag(name)} must be at least 0 and below 1, got {getattr(self, name)}")
         if self.timeout > _LONGEST_TIMEOUT:
-            raise ValueError(f"timeout must be at most {_LONGEST_TIMEOUT:.0e} seconds, got {self.timeout}")
+            raise ValueError(f"--timeout must be at most {_LONGEST_TIMEOUT:.0e} seconds, got {self.timeout}")
         for name in ("lr", "clip", "timeout", "rope_theta"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+                raise ValueError(f"{flag(name)} must be positive, got {getattr(self, name)}")
         if self.allow_other_tokenizer and not self.init_from:
             raise ValueError("--allow-other-tokenizer is for the weights of --init-from, which is not given")
         if self.new_stage and self.resume == "never":
-            raise ValueError("new_stage needs the checkpoint that it starts from: give --resume CHECKPOINT")
+            raise ValueError("--new-stage needs the checkpoint that it starts from: give --resume CHECKPOINT")
         if self.documents == "ignore" and self.bos not in ("auto", "none"):
             raise ValueError(f"--bos {self.bos} does not go with --documents ignore: rows are one text then")
-        self.saving()  # refuses what does not go together
+        self._check_saving()
+        self._check_groups()
         if self.rope_scaling is not None:
             self._check_rope_scaling()
         if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"min_lr_ratio must be at least 0 and at most 1, got {self.min_lr_ratio}")
+            raise ValueError(f"--min-lr-ratio must be at least 0 and at most 1, got {self.min_lr_ratio}")
         if self.min_lr_ratio == 0 and self.schedule == "wsd":
             raise ValueError(
-                "min_lr_ratio must be above 0 for wsd, an exponential decay; cosine and linear may end at 0"
+                "--min-lr-ratio must be above 0 for --schedule wsd, which decays exponentially; others may end at 0"
             )
         for f in dataclasses.fields(self):
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
-                raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {getattr(self, f.name)!r}")
+                raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, got {getattr(self, f.name)!r}")
         if self.warmup + self.decay > self.steps and self.schedule == "wsd":
-            raise ValueError(f"warm-up ({self.warmup}) and decay ({self.decay}) are longer than the run ({self.steps})")
+            raise ValueError(
+                f"--warmup-steps {self.warmup} and --decay-steps {self.decay} are longer than the run, --steps "
+                f"{self.steps}"
+            )
+
+    def _check_saving(self) -> None:
+        if self.checkpointing == "none" and self.offload:
+            raise ValueError("--offload needs --checkpointing selective or full")
+        if self.checkpointing_blocks is not None and self.checkpointing == "none":
+            raise ValueError("--checkpointing-blocks needs --checkpointing selective or full")
+
+    def _check_groups(self) -> None:
+        if self.seq_len < self.sp_size:
+            ranks = counted(self.sp_size, "rank")
+            raise ValueError(f"--seq-len {self.seq_len} is too short for {ranks}; the smallest is {self.sp_size}")
+        for name in ("inner_size",):
+            size = getattr(self, name)
+            if size is not None and self.sp_size % size:
+                raise ValueError(f"{flag(name)} {size} does not divide --sp-size {self.sp_size}")
 
     def _check_rope_scaling(self) -> None:
         try:
             RopeScaling.from_dict(self.rope_scaling)
         except ValueError as error:
-            raise ValueError(f"rope_scaling: {error}") from error
+            raise ValueError(f"--rope-scaling: {error}") from error
 
     def saving(self) -> Saving:
         """What blocks save for the backward."""
@@ -215,7 +236,12 @@ class TrainConfig:
         named = self._named_model()
         kind_of(named).check(self)
         instead = {"rope_theta": self.rope_theta, "rope_scaling": self.rope_scaling, "window": self.window}
-        return dataclasses.replace(named, **{k: v for k, v in instead.items() if v is not None})
+        given = {name: value for name, value in instead.items() if value is not None}
+        try:
+            return dataclasses.replace(named, **given)
+        except ValueError as error:
+            model = f"--init-from {self.init_from}" if self.init_from else f"--model {self.model}"
+            raise ValueError(f"{', '.join(map(flag, given))} with {model}: {error}") from error
 
     def _named_model(self) -> ModelConfig:
         if self.init_from and not self.init_from.endswith(".pt"):
@@ -225,7 +251,7 @@ class TrainConfig:
             return PRESETS[self.model]
         path = Path(self.model)
         if path.suffix != ".json" or not path.is_file():
-            raise ValueError(f"model {self.model!r} is neither a preset ({', '.join(PRESETS)}) nor a JSON file")
+            raise ValueError(f"--model {self.model} is neither a preset ({', '.join(PRESETS)}) nor a JSON file")
         try:
             return config_of(json.loads(path.read_text()))
         except (TypeError, ValueError) as error:  # fields that are missing, unknown or wrong; text that is no JSON
@@ -235,7 +261,7 @@ class TrainConfig:
         """Raises ValueError for a Hugging Face folder beside a model that has none."""
         if self.model in PRESETS and (kind := kind_of(PRESETS[self.model])) is not KINDS[0]:
             raise ValueError(
-                f"--init-from {self.init_from} does not go with model {self.model!r}, a {kind.name}: give a file of "
+                f"--init-from {self.init_from} does not go with --model {self.model}, a {kind.name}: give a file of "
                 "its weights, ending in .pt"
             )
 

@@ -35,6 +35,7 @@ from train.begin import BegunText
 from train.documents import Documents, DocumentsByEos, StoredDocuments
 from train.paths import inside
 from train.stored import StoredNumbers, sample_digest
+from train.wording import counted
 
 _CHEAP = 1 << 28  # bytes of a file that are hashed whenever it is opened
 
@@ -128,7 +129,7 @@ class TokenFile:
         if not file.is_file():
             raise ValueError(f"{self.folder} has no {name}")
         if file.stat().st_size != expected:
-            raise ValueError(f"{file} has {file.stat().st_size} bytes, its index says {expected}")
+            raise ValueError(f"{file} has {counted(file.stat().st_size, 'byte')}, its index says {expected:,}")
 
 
 @dataclass(frozen=True)

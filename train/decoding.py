@@ -23,6 +23,7 @@ from models.cpm_ant import CPMAnt, ant_scores
 from models.cpm_bee import CPMBee, bee_scores
 from models.cpm_live.config import LiveConfig
 from models.cpm_live.layers import LiveModel
+from train.wording import counted
 
 
 class Cache:
@@ -36,7 +37,7 @@ class Cache:
         try:
             self._k, self._v = like.new_empty(shape), like.new_empty(shape)
         except RuntimeError as error:
-            raise ValueError(f"no memory for the keys and values of {limit} tokens") from error
+            raise ValueError(f"no memory for the keys and values of {counted(limit, 'token')}") from error
         self._filled = [0] * config.num_layers
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,7 @@ class _Row:
     def add(self, group: int, base: int, segment: int) -> Tensor:
         """One more token, which sees all so far and itself: (1, T) int64, its rows of the bias table."""
         if self.count == self.limit:
-            raise ValueError(f"the row is full: it has {self.limit} tokens")
+            raise ValueError(f"the row is full: it has {counted(self.limit, 'token')}")
         new = torch.tensor([group, base, segment, self.count], dtype=torch.int32)
         self._tokens[:, self.count] = new.to(self._tokens.device)
         self.count += 1

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from bmt_burst import kernels, transport
 from train.config import TrainConfig
+from train.wording import counted
 
 
 def init_distributed(config: TrainConfig) -> torch.device:
@@ -53,7 +54,8 @@ def _device(wanted: str) -> torch.device:
     """This process's device. Raises ValueError if GPUs are wanted and there are fewer than processes here."""
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if wanted == "cuda" and gpus < here:
-        raise ValueError(f"--device cuda needs a GPU for each of {here} processes, this machine has {gpus}")
+        processes = counted(here, "process", "processes")
+        raise ValueError(f"--device cuda needs a GPU for each of {processes}, this machine has {gpus}")
     if wanted == "cpu" or gpus < here:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

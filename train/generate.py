@@ -111,15 +111,15 @@ def sampler(
 
 def _check_sampling(tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
     if not 0 <= tokens < 2**31:
-        raise ValueError(f"tokens must be at least 0 and below 2^31, got {tokens}")
+        raise ValueError(f"--tokens must be at least 0 and below 2^31, got {tokens}")
     if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+        raise ValueError(f"--temperature must be finite and not negative, got {temperature}")
     if top_k < 0:
-        raise ValueError(f"top_k must not be negative, got {top_k}")
+        raise ValueError(f"--top-k must not be negative, got {top_k}")
     if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+        raise ValueError(f"--top-p must be above 0 and at most 1, got {top_p}")
     if not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be at least 0 and below 2^63, got {seed}")
+        raise ValueError(f"--seed must be at least 0 and below 2^63, got {seed}")
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:

@@ -21,6 +21,7 @@ from train.cpm_live.batches import AntBatches, BeeBatches
 from train.cpm_live.data import InstanceFile
 from train.cpm_live.rows import AntRows, BeeRows, PackedRows
 from train.data import Sequences, TokenFile
+from train.wording import flag
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -55,8 +56,7 @@ class Kind:
         """Raises ValueError for options that do not go with such a model."""
         for name, reason in self.refused.items():
             if getattr(config, name) not in (None, "auto"):
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} does not go with model {config.model!r}, a {self.name}: {reason}")
+                raise ValueError(f"{flag(name)} does not go with --model {config.model}, a {self.name}: {reason}")
 
 
 def _open_text(folder: str, config: TrainConfig, _model: CPMConfig) -> Sequences:

@@ -27,6 +27,7 @@ from train.cpm_live.instances import checked
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, BadRecord, bee_parts, is_special
 from train.files import writing
 from train.text import BadLines, find_files, is_records, parsed, plain_text, read_pieces
+from train.wording import counted
 
 _COMMON = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>")
 SPECIAL = {"cpm-bee": (*_COMMON, "<root>", "<ans>", "<option>"), "cpm-ant": (*_COMMON, "<d>", "</d>")}
@@ -42,7 +43,7 @@ def pieces_of(texts: Iterator[str], special: Sequence[str], size: int) -> list[s
         words.update(word for word in _WORD.findall(text) if len(word) <= LONGEST and not _NOT_A_LINE.search(word))
     room = size - len(special)
     if room < 2:
-        raise ValueError(f"size must leave room for more than the {len(special)} special tokens, got {size}")
+        raise ValueError(f"--size must leave room for more than the {len(special)} special tokens, got {size}")
     known = {*WRITTEN, "\r"}
     single = _best({c: n for c, n in characters.items() if c not in known}, room // 2)
     scores = {word: count * (len(word) - 1) for word, count in words.items() if not is_special(word)}
@@ -104,16 +105,18 @@ def make(args: argparse.Namespace) -> None:
     files, unread = find_files(args.input, args.glob, args.exclude)
     special = [checked(name) for name in (*SPECIAL[args.model], *args.special)]
     if not all(map(is_special, args.special)) or len({*special}) < len(special):
-        raise ValueError(f"special tokens are <name>, each of them once; got {special}")
+        raise ValueError(f"--special takes <name>, each of them once; got {special}")
     bad = BadLines()
     texts = itertools.chain.from_iterable(texts_of(file, args.model, bad) for file in files)
     pieces = pieces_of(texts, special, args.size)
     _write(Path(args.output), "".join(f"{piece}\n" for piece in pieces))
-    print(f"{args.output}: {len(pieces)} pieces, {len(special)} of them special, from {len(files)} files")
+    made, read = counted(len(pieces), "piece"), counted(len(files), "file")
+    print(f"{args.output}: {made}, {len(special)} of them special, from {read}")
     for line in unread.lines():
         print(f"not read: {line}", file=sys.stderr)
     if bad.count:
-        print(f"{bad.count} bad lines were skipped, the first:", *bad.first[:5], sep="\n  ", file=sys.stderr)
+        skipped = counted(bad.count, "bad line was skipped", "bad lines were skipped")
+        print(f"{skipped}, the first:", *bad.first[:5], sep="\n  ", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

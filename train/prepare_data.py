@@ -49,6 +49,7 @@ from train.signals import Interrupts
 from train.stored import TokenWriter
 from train.text import BadLines, Encoded, Encoder, find_files, read_pieces
 from train.tokenizer import Tokenizer, open_tokenizer
+from train.wording import counted
 
 _SMALL = 1 << 23  # bytes of text that are not worth starting processes for
 _PARTS = {"train", "val"}
@@ -152,12 +153,12 @@ def _split(
     whole = max(writers.values(), key=lambda each: each.tokens)
     least, least_for_validation = whole.fewest
     if whole.units < least + least_for_validation:
-        raise ValueError(f"{whole.units} {whole.unit} cannot be divided into training and validation")
+        raise ValueError(f"{counted(whole.units, whole.unit[:-1])} cannot be divided into training and validation")
     trained = min(max(round(whole.units * (1 - fraction)), least), whole.units - least_for_validation)
     parts = {name: writer(folder / "split" / name, tokenizer) for name in writers}
     parts["train"].copy(whole, 0, trained)
     parts["val"].copy(whole, trained, whole.units)
-    few = f"{whole.documents} documents are too few to choose from"
+    few = counted(whole.documents, "document is too little", "documents are too few") + " to choose from"
     print(f"{few}: the last {whole.unit} are for validation", file=sys.stderr)
     return parts
 
@@ -175,7 +176,8 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
         bad = _tokenize(files, args, writers, interrupts)
         bad.check(args.max_bad)
         if not any(each.tokens for each in writers.values()):
-            raise ValueError(f"got no tokens from {len(files)} files; {bad.count} bad lines {bad.first}")
+            read, unusable = counted(len(files), "file"), counted(bad.count, "bad line")
+            raise ValueError(f"got no tokens from {read}; {unusable} {bad.first}")
         if not all(each.tokens for each in writers.values()):
             writers = _split(partial, writers, tokenizer, args.val_fraction)
         notes = {
@@ -192,12 +194,18 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
             output.rename(partial / "replaced")
         writers["train"].folder.parent.rename(output)
     for name, each in writers.items():
-        kind = "instances" if tokenizer.instances else "documents"
-        print(f"{output / name}: {each.tokens:,} tokens in {each.documents:,} {kind}")
+        kind = "instance" if tokenizer.instances else "document"
+        print(f"{output / name}: {counted(each.tokens, 'token')} in {counted(each.documents, kind)}")
     if bad.left_out:
-        print(f"{bad.left_out:,} characters that the vocabulary lacks were left out", file=sys.stderr)
+        lacking = counted(
+            bad.left_out,
+            "character that the vocabulary lacks was left out",
+            "characters that the vocabulary lacks were left out",
+        )
+        print(lacking, file=sys.stderr)
     if bad.count:
-        print(f"{bad.count} bad lines were skipped, the first:", *bad.first[:5], sep="\n  ", file=sys.stderr)
+        skipped = counted(bad.count, "bad line was skipped", "bad lines were skipped")
+        print(f"{skipped}, the first:", *bad.first[:5], sep="\n  ", file=sys.stderr)
 
 
 def main() -> None:

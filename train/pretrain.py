@@ -32,7 +32,7 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
 import torch
 import torch.distributed as dist
 
-from bmt_burst import init_sequence_parallel, kernels
+from bmt_burst import SequenceParallel, init_sequence_parallel, kernels
 from bmt_burst.engine import Engine
 from bmt_burst.engine.common import AdamW
 from bmt_burst.loss import count_targets
@@ -57,8 +57,10 @@ from train.signals import StopSignal
 from train.tokenizer import load_tokenizer
 from train.watchdog import Watchdog
 from train.weights import load_weights
+from train.wording import counted
 
 _MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # shares of an epoch's positions: refused, said
+_CALMER = "give a smaller --lr than {:g}, and if the last good checkpoint explodes all the same, start before it"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -82,10 +84,7 @@ class Trainer:
         watchdog.alive("opening files and making groups")
         ranks.together(self._check_and_open)
         ranks.together(lambda: watchdog.write_to(self.root / "stacks"))
-        layout = "zigzag" if config.layout == "auto" else config.layout
-        self.sp = ranks.together(
-            lambda: init_sequence_parallel(config.sp_size, layout=layout, inner_size=config.inner_size)
-        )
+        self.sp = ranks.together(self._make_groups)
         self.batches = ranks.together(lambda: self.kind.batches(config, self.model_config, self.sp, device))
         watchdog.alive("choosing a checkpoint")
         path = resume.chosen(config)
@@ -98,6 +97,16 @@ class Trainer:
         self.clock = Clock(device)
         self.metrics = ranks.together(self._open_metrics)
         self._set_last_words()
+
+    def _make_groups(self) -> SequenceParallel:
+        config, world = self.config, dist.get_world_size()
+        if world % config.sp_size:
+            raise ValueError(f"--sp-size {config.sp_size} does not divide the world of {counted(world, 'rank')}")
+        return init_sequence_parallel(
+            config.sp_size,
+            layout="zigzag" if config.layout == "auto" else config.layout,
+            inner_size=config.inner_size,
+        )
 
     def _make_engine(self) -> Engine:
         config = self.config
@@ -238,7 +247,8 @@ class Trainer:
         return {"loss": loss, "grad_norm": grad_norm}
 
     def _skipped(self, what: str) -> str:
-        return f"step {self.progress.step}: {what}; {self.progress.skips_in_a_row} steps in a row were skipped"
+        skipped = counted(self.progress.skips_in_a_row, "step in a row was skipped", "steps in a row were skipped")
+        return f"step {self.progress.step}: {what}; {skipped}: {_CALMER.format(self.config.lr)}"
 
     def _speed(self, seconds: float, pairs: float) -> dict[str, float]:
         """Tokens a second over all ranks, TFLOP/s and MFU of a rank, and peak memory."""
@@ -303,7 +313,7 @@ class Trainer:
         data = self.kind.open(folder, self.config, self.model_config)
         if (kinds := data.file.index["vocab_size"]) > self.model_config.vocab_size:
             known = self.model_config.vocab_size
-            raise ValueError(f"{folder} has {kinds} kinds of tokens, model {self.config.model!r} knows only {known}")
+            raise ValueError(f"{folder} has {kinds} kinds of tokens, --model {self.config.model} knows only {known}")
         return data
 
     def _open_validation(self, folder: str) -> Opened:
@@ -334,9 +344,9 @@ class Trainer:
         padding, text = self.train_data.padding, self.config.data
         said = f"{padding:.0%} of the positions of {text} ({len(self.train_data.file.tokens):,} tokens) are padding"
         if padding > _MOST_PADDING:
-            raise ValueError(f"{said} at seq_len={self.config.seq_len}: give more text or a shorter --seq-len")
+            raise ValueError(f"{said} at --seq-len {self.config.seq_len}: give more text or a shorter one")
         if padding > _MUCH_PADDING and self.rank == 0:
-            print(f"{said} at seq_len={self.config.seq_len}", file=sys.stderr)
+            print(f"{said} at --seq-len {self.config.seq_len}", file=sys.stderr)
 
     def _check_length(self) -> None:
         """Warn if rows are longer than the sequences that the model was made for."""
@@ -351,7 +361,10 @@ class Trainer:
         model, like = self.model_config, {"dtype": DTYPES[self.config.dtype], "device": self.device}
         q = torch.empty(1, 1, model.num_heads, model.head_dim, **like)
         k = torch.empty(1, 1, model.num_kv_heads, model.head_dim, **like)
-        kernels.pick(self.config.flash, q, k, Spec(model.head_dim**-0.5, self.config.deterministic))
+        try:
+            kernels.pick(self.config.flash, q, k, Spec(model.head_dim**-0.5, self.config.deterministic))
+        except ValueError as error:
+            raise ValueError(f"--flash {self.config.flash}: {error}") from error
 
     def _load(self, path: Path) -> Progress:
         saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(self.config)
@@ -400,11 +413,12 @@ class Trainer:
             resumed = f", a new stage from {c.resume}"
         val = f"; validation: {self.batches.sight(self.val_data)}" if self.val_data else ""
         name, size = c.init_from or c.model, self.model_config.num_parameters
+        parallel = f"{self.batches.dp_size} data parallel x {counted(self.sp.size, 'sequence parallel rank')}"
         return (
             f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, {type(self.engine).__name__}; "
-            f"{self.batches.dp_size} data parallel x {self.sp.size} sequence parallel ranks; "
-            f"{c.batch_size} sequences of {c.seq_len} tokens a step; "
-            f"{len(self.train_data):,} sequences an epoch, {self.batches.sight(self.train_data)}{val}{resumed}"
+            f"{parallel}; "
+            f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step; "
+            f"{counted(len(self.train_data), 'sequence')} an epoch, {self.batches.sight(self.train_data)}{val}{resumed}"
         )
 
     def _record(self, **values: float) -> None:

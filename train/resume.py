@@ -21,6 +21,7 @@ from train.data import TokenFile
 from train.kinds import config_of
 from train.schedule import learning_rate
 from train.tokenizer import Tokenizer
+from train.wording import flag
 
 _TECHNICAL = {
     *("resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences", "max_skips"),
@@ -142,7 +143,10 @@ def _differences(before: dict, now: dict) -> dict[str, tuple]:
 
 
 def _listed(differences: dict[str, tuple]) -> str:
-    return ", ".join(f"{name} {before} -> {now}" for name, (before, now) in differences.items())
+    """Say what changed from what to what, settings by their options."""
+    settings = {field.name for field in dataclasses.fields(TrainConfig)}
+    named = ((flag(name) if name in settings else name, change) for name, change in differences.items())
+    return ", ".join(f"{name} {before} -> {now}" for name, (before, now) in named)
 
 
 def name_changes(state: dict, now: dict, config: TrainConfig, next_step: int) -> None:

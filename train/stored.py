@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from train.tokenizer import Tokenizer
+from train.wording import counted
 
 _SAMPLED = 1 << 15  # tokens in a row
 _COPIED = 1 << 20  # tokens at once
@@ -165,7 +166,8 @@ class StoredNumbers:
         if not os.path.samestat(before, now):
             raise ValueError(f"{self._file} was replaced by another file while it was read")
         if before.st_size != now.st_size:
-            raise ValueError(f"{self._file} had {before.st_size} bytes when it was opened, now it has {now.st_size}")
+            had = counted(before.st_size, "byte")
+            raise ValueError(f"{self._file} had {had} when it was opened, now it has {now.st_size:,}")
         if before.st_mtime_ns != now.st_mtime_ns:
             raise ValueError(f"{self._file} was written to while it was read")
 

@@ -19,6 +19,7 @@ import numpy as np
 from train.cpm_live.instances import Instance, checked, reader
 from train.cpm_live.vocabulary import BadRecord
 from train.tokenizer import open_tokenizer
+from train.wording import counted
 
 _PIECE = 1 << 20  # bytes of text that are tokenized at once, to the end of the line
 _LISTED = 20  # bad lines that are listed one by one
@@ -62,25 +63,38 @@ class BadLines:
             return
         guess = guess_encoding(self.file)
         encoded = f"{self.file} looks like {guess}: iconv -f {guess} -t UTF-8 converts it. " if guess else ""
+        bad = f"{self.count:,} of {counted(self.among, 'line')} {'is' if self.count == 1 else 'are'} bad"
         raise ValueError(
-            f"{self.count} of {self.among} lines are bad, more than --max-bad {most:g} of them. {encoded}The first: "
-            f"{'; '.join(self.first[:3])}"
+            f"{bad}, more than --max-bad {most:g} of them. {encoded}The first: {'; '.join(self.first[:3])}"
         )
+
+
+Reason = tuple[str, str]  # why something is not read: what it is, said of one and of several
+
+_EMPTY = "empty file", "empty files"
+_NAMED_BEFORE = "other name of a file that is read once", "other names of files that are read once"
+_FOLDER_LINK = "link to a folder", "links to folders"
+_UNREADABLE_FOLDER = "folder that cannot be read", "folders that cannot be read"
+_OTHER_KIND = "file that is neither .txt nor .jsonl", "files that are neither .txt nor .jsonl"
+_NO_FILE = "pipe, socket or device", "pipes, sockets and devices"
+_DANGLING = "link to nothing", "links to nothing"
+_NOT_GZIP = ".gz file that is not compressed by gzip", ".gz files that are not compressed by gzip"
 
 
 class Unread:
     """Files that were found and are not read: how many for which reason, and the first of each."""
 
     def __init__(self):
-        self._first: dict[str, Path] = {}
-        self._count: dict[str, int] = {}
+        self._first: dict[Reason, Path] = {}
+        self._count: dict[Reason, int] = {}
 
-    def add(self, reason: str, path: Path) -> None:
+    def add(self, reason: Reason, path: Path) -> None:
         self._first.setdefault(reason, path)
         self._count[reason] = self._count.get(reason, 0) + 1
 
     def lines(self) -> list[str]:
-        return [f"{count} {reason}, such as {self._first[reason]}" for reason, count in sorted(self._count.items())]
+        counts = sorted(self._count.items())
+        return [f"{counted(count, *reason)}, such as {self._first[reason]}" for reason, count in counts]
 
 
 @dataclass(frozen=True)
@@ -180,9 +194,9 @@ def find_files(inputs: list[str], pattern: str | None, exclude: list[str]) -> tu
         for file in found:
             status = file.stat()
             if (status.st_dev, status.st_ino) in seen:
-                unread.add("other names of files that are read once", file)
+                unread.add(_NAMED_BEFORE, file)
             elif not status.st_size:
-                unread.add("empty files", file)
+                unread.add(_EMPTY, file)
             else:
                 files.append(file)
             seen.add((status.st_dev, status.st_ino))
@@ -255,26 +269,26 @@ def _check_named(path: Path) -> None:
             f"{path} is neither .txt nor .jsonl, .gz or not; other text is taken from a folder with --glob"
         )
     if problem := _problem(path):
-        raise ValueError(f"{path} is not read, like all {problem}")
+        raise ValueError(f"{path} is not read, like all {problem[1]}")
 
 
-def _search(folder: Path, pattern: str | None, exclude: list[str]) -> tuple[list[Path], list[tuple[Path, str]]]:
+def _search(folder: Path, pattern: str | None, exclude: list[str]) -> tuple[list[Path], list[tuple[Path, Reason]]]:
     """The files of a folder and of those in it that are to be read, sorted, and the others with the reason."""
     found: list[Path] = []
-    others: list[tuple[Path, str]] = []
+    others: list[tuple[Path, Reason]] = []
 
     def unreadable(error: OSError) -> None:
-        others.append((Path(error.filename), "folders that cannot be read"))
+        others.append((Path(error.filename), _UNREADABLE_FOLDER))
 
     for place, folders, names in os.walk(folder, onerror=unreadable):
         here = Path(place)
         folders[:] = [name for name in folders if name not in exclude]
-        others += [(here / name, "links to folders") for name in folders if (here / name).is_symlink()]
+        others += [(here / name, _FOLDER_LINK) for name in folders if (here / name).is_symlink()]
         for path in (here / name for name in names if name not in exclude):
             if pattern and not path.absolute().match(pattern):
-                others.append((path, f"files that do not match {pattern}"))
+                others.append((path, (f"file that does not match {pattern}", f"files that do not match {pattern}")))
             elif not pattern and _kind(path) not in (".txt", ".jsonl"):
-                others.append((path, "files that are neither .txt nor .jsonl"))
+                others.append((path, _OTHER_KIND))
             elif problem := _problem(path):
                 others.append((path, problem))
             else:
@@ -282,20 +296,19 @@ def _search(folder: Path, pattern: str | None, exclude: list[str]) -> tuple[list
     return sorted(found), sorted(others)
 
 
-def _problem(path: Path) -> str | None:
-    """What keeps a file from being read, said of several."""
+def _problem(path: Path) -> Reason | None:
+    """What keeps a file from being read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            return "pipes, sockets and devices"
+            return _NO_FILE
         with open(path, "rb") as file:
             start = file.read(2)
     except FileNotFoundError:
-        return "links to nothing"
+        return _DANGLING
     except OSError as error:
-        return f"files that cannot be read ({error.strerror})"
-    return (
-        ".gz files that are not compressed by gzip" if _compressed(path) and start not in (b"", b"\x1f\x8b") else None
-    )
+        why = f"that cannot be read ({error.strerror})"
+        return f"file {why}", f"files {why}"
+    return _NOT_GZIP if _compressed(path) and start not in (b"", b"\x1f\x8b") else None
 
 
 def parsed(line: bytes) -> Any:

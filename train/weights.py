@@ -48,7 +48,7 @@ def _read_file(source: str, engine: Engine, model: str) -> Mapping[str, Tensor]:
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
     if found != expected:
         wrong = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
-        raise ValueError(f"{source} does not hold the weights of model {model!r}: {wrong[:5]} differ")
+        raise ValueError(f"{source} does not hold the weights of --model {model}: {wrong[:5]} differ")
     return weights
 
 

@@ -19,6 +19,7 @@ from train.batches import Dealer
 from train.cpm_live.instances import MOST_SUBS
 from train.cpm_live.rows import PackedRows, Row
 from train.flops import keys_seen
+from train.wording import counted
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -81,12 +82,15 @@ class LiveBatches(Dealer):
         return [batch.to(self.device) for batch in found]
 
     def sight(self, data: PackedRows) -> str:
-        said = f"{data.instances:,} instances"
-        if data.left_out:
-            said += f", {data.left_out:,} longer than a row are left out"
-        if data.too_many:
-            said += f", {data.too_many:,} with too many texts to be predicted are left out"
-        return f"{said}, {data.cut:,} longer than a row are cut" if data.cut else said
+        said = [counted(data.instances, "instance")]
+        for count, what, done in (
+            (data.left_out, "longer than a row", "left out"),
+            (data.too_many, "with too many texts to be predicted", "left out"),
+            (data.cut, "longer than a row", "cut"),
+        ):
+            if count:
+                said.append(counted(count, f"{what} is {done}", f"{what} are {done}"))
+        return ", ".join(said)
 
     def _of_samples(self, data: PackedRows, samples: Sequence[int]) -> LiveMicroBatch:
         return self._made([data.of_sample(sample) for sample in samples])

@@ -26,6 +26,7 @@ from train.cpm_live.data import InstanceFile
 from train.cpm_live.instances import COLUMNS, TASKS, Instance, shuffled
 from train.cpm_live.packing import packed
 from train.data import permutation
+from train.wording import counted
 
 _DEEPEST = 8  # steps to a common ancestor that are told apart, at most
 _HIDDEN_SHARE = 0.15  # of a text whose hidden tokens are a random subset (BERT, arXiv 1810.04805)
@@ -67,8 +68,9 @@ class PackedRows(ABC):
         self.file, self.config, self.seq_len, self.seed = file, config, seq_len, seed
         lengths, slices = self._items()
         if not len(lengths):
-            many = f"; {self.too_many} have too many texts to be predicted" if self.too_many else ""
-            raise ValueError(f"{file.folder} has no instance that fits into seq_len={seq_len} tokens{many}")
+            are_many = (f"{has} too many texts to be predicted" for has in ("has", "have"))
+            many = f"; {counted(self.too_many, *are_many)}" if self.too_many else ""
+            raise ValueError(f"{file.folder} has no instance that fits into --seq-len {seq_len}{many}")
         self._tokens, self._rows = int(lengths.sum()), packed(lengths, slices, seq_len, MOST_SLICES, seed)
 
     def __len__(self) -> int:
@@ -220,7 +222,8 @@ class AntRows(PackedRows):
         check_ant(self.config)
         room = self.seq_len - self.config.prompt_length
         if room < 2:
-            raise ValueError(f"seq_len={self.seq_len} leaves no room after a prompt of {self.config.prompt_length}")
+            prompt = counted(self.config.prompt_length, "token")
+            raise ValueError(f"--seq-len {self.seq_len} leaves no room after a prompt of {prompt}")
         lengths = self.file.all.lengths
         parts = -(-lengths // room)
         self.cut = int((parts > 1).sum())

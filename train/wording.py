@@ -1,0 +1,13 @@
+"""Words that messages share: counts with their nouns, and settings as options."""
+
+from __future__ import annotations
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return "1 token" or "2,000 tokens"; `plural` is the noun's, by default with an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def flag(name: str) -> str:
+    """Return the name of a setting as the command line spells it, "--seq-len" for "seq_len"."""
+    return "--" + name.replace("_", "-")
