@@ -334,6 +334,7 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
         (["--rope-scaling", "yarn"], "argument --rope-scaling: 'yarn' is no JSON: Expecting value"),
         (["--rope-scaling", "[1]"], "argument --rope-scaling: expected names and values in braces, got '[1]'"),
         (["--warmup-steps", "-1"], "--warmup-steps must not be negative, got -1"),
+        (["--log-every", "0"], "--log-every must be at least 1, got 0"),
         (["--checkpointing", "full", "--checkpointing-blocks", "-1"], "--checkpointing-blocks must not be negative"),
         (["--offload"], "--offload needs --checkpointing selective or full"),
         (["--sp-size", "2", "--seq-len", "1"], "--seq-len 1 is too short for 2 ranks; the smallest is 2"),

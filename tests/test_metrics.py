@@ -1,8 +1,11 @@
 """Records of a run: lines that are broken, disks that are full, and terminals that are gone."""
 
+import io
 import json
 import os
+import sys
 import threading
+import time
 
 import pytest
 from matplotlib.figure import Figure
@@ -98,6 +101,52 @@ def test_a_folder_on_a_full_disk_is_named(tmp_path):
     (tmp_path / ".lock").symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"'{tmp_path}/.lock'"):
         lock(tmp_path)
+
+
+def lines_of(metrics: Metrics, steps: range, capsys, monkeypatch, seconds: float = 2.0) -> list[str]:
+    """What is printed of steps that take so many seconds each, and a minute more for the first one."""
+    now = time.monotonic()
+    for step in steps:
+        now += seconds + 60 * (step == steps[0])
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        metrics.record(step, loss=1.0, tokens=100 * step)
+        metrics.progress(step)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_log_has_a_line_for_some_steps_with_the_time_left_and_the_records_have_all(tmp_path, capsys, monkeypatch):
+    lines = lines_of(Metrics(tmp_path, 0, 3613, log_every=6), range(1, 14), capsys, monkeypatch)
+    assert lines == [
+        "step 1/3613: loss 1.0000, 100 tokens so far, 01:02 elapsed, ETA 62:12:24",  # the first step was slow
+        "step 6/3613: loss 1.0000, 600 tokens so far, 01:12 elapsed, ETA 2:00:14",
+        "step 12/3613: loss 1.0000, 1,200 tokens so far, 01:24 elapsed, ETA 2:00:02",
+    ]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 13
+
+
+def test_the_last_step_and_the_first_after_a_resume_have_lines_too(tmp_path, capsys, monkeypatch):
+    lines = lines_of(Metrics(tmp_path, 24, 27), range(25, 28), capsys, monkeypatch)
+    assert [line.split(":")[0] for line in lines] == ["step 25/27", "step 27/27"]
+    assert lines[-1].endswith("2,700 tokens so far, 01:06 elapsed, ETA 00:00")
+
+
+def test_a_terminal_has_a_bar_with_every_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    assert lines_of(Metrics(tmp_path, 0, 3), range(1, 4), capsys, monkeypatch) == []
+    assert "training: 100%" in sys.stderr.getvalue()
+    assert "300 tokens so far" in sys.stderr.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_one_is_no_several(tmp_path, capsys):
+    metrics = Metrics(tmp_path, 0, 1)
+    metrics.record(1, documents=1, instances=1000, targets=1, tokens=1)
+    metrics.progress(1)
+    assert "1 document, 1,000 instances, 1 target, 1 token so far, " in capsys.readouterr().out
 
 
 def test_a_terminal_that_is_gone_ends_nothing(monkeypatch):

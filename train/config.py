@@ -144,13 +144,17 @@ class TrainConfig:
     save: bool = option(True, RUN, "write checkpoints; without, a run leaves its curves only")
     save_every: int = option(200, RUN, "steps between checkpoints; the last step is always saved; 0: only the last")
     keep_last: int = option(2, RUN, "checkpoints to keep")
+    log_every: int = option(
+        10, RUN, "steps between the lines of a log; the first and the last step have one too. A terminal has a bar "
+        "instead, which shows every step, and metrics.jsonl always has every step",
+    )  # fmt: skip
     eval_every: int = option(100, RUN, "steps between evaluations on --val-data; 0: only after the last")
     eval_sequences: int = option(32, RUN, "sequences in one evaluation")
     timeout: float = option(1800.0, RUN, "seconds without a sign of life after which a rank shows its stacks and ends")
 
     def __post_init__(self):
         positive = ("window", "seq_len", "batch_size", "micro_batch_size", "processes", "sp_size", "steps", "keep_last")
-        for name in (*positive, "inner_size", "eval_sequences", "max_skips"):
+        for name in (*positive, "inner_size", "eval_sequences", "max_skips", "log_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
         countable = ("warmup_steps", "decay_steps", "checkpointing_blocks", "save_every", "eval_every")

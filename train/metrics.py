@@ -3,8 +3,9 @@
 Only rank 0 has a Metrics; its folder gets
 
     metrics.jsonl   a record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or {"step", "val_loss"};
-                    what a run that went on from before has replaced is in metrics.jsonl.dropped. "balance" is how much
-                    longer attention takes than if all ranks had the same visible pairs: 1 is best
+                    what a run that went on from before has replaced is in metrics.jsonl.dropped. "tokens" are all of
+                    the run so far. "balance" is how much longer attention takes than if all ranks had the same visible
+                    pairs: 1 is best
     tensorboard/    the same
     loss.png        the curves, drawn at each save and at the end
 """
@@ -17,6 +18,9 @@ import os
 import statistics
 import sys
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +28,43 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from train.files import showing, tell, writing
+from train.wording import counted
 
 _WINDOW = 64  # records that a loss is compared with
-_SHOWN = {
-    "loss": "loss {:.4f}",
-    "skipped": "skipped ({} in all)",
-    "grad_norm": "gradient norm {:.3f}",
-    "lr": "lr {:.2e}",
-    "documents": "{:,} documents",
-    "instances": "{:,} instances",
-    "targets": "{:,} targets",
-    "balance": "balance {:.3f}",
-    "tokens_per_s": "{:,.0f} tokens/s",
-    "mfu": "MFU {:.1%}",
-    "peak_gib": "{:.1f} GiB",
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "loss": "loss {:.4f}".format,
+    "skipped": "skipped ({} in all)".format,
+    "grad_norm": "gradient norm {:.3f}".format,
+    "lr": "lr {:.2e}".format,
+    "documents": partial(counted, noun="document"),
+    "instances": partial(counted, noun="instance"),
+    "targets": partial(counted, noun="target"),
+    "balance": "balance {:.3f}".format,
+    "tokens_per_s": "{:,.0f} tokens/s".format,
+    "mfu": "MFU {:.1%}".format,
+    "peak_gib": "{:.1f} GiB".format,
+    "tokens": partial(counted, noun="token so far", plural="tokens so far"),
 }
 
 
 class Metrics:
-    """Records of a run of `steps` that goes on after step `start`; later ones, of a lost end, are put aside."""
+    """Records of a run of `steps` that goes on after step `start`; later ones, of a lost end, are put aside.
 
-    def __init__(self, folder: Path, start: int, steps: int):
+    Outside of a terminal every `log_every`-th step gets a line, and so do the first, the last and those with a jump of
+    the loss. A terminal has a bar instead.
+    """
+
+    def __init__(self, folder: Path, start: int, steps: int, log_every: int = 10):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.records = _keep_until(folder / "metrics.jsonl", start)
         self._file = open(folder / "metrics.jsonl", "a")
         threading.excepthook = _tell_shortly
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
-        self.steps = steps
+        self.steps, self._log_every = steps, log_every
         self._drawn = -1  # records
-        # In a terminal a bar, in a log file a line a step.
+        self._began = time.monotonic()
+        self._first: tuple[int, float] | None = None  # the first step shown, and when
         self._bar = tqdm(total=steps, initial=start, unit="step", desc="training", dynamic_ncols=True, disable=None)
 
     def record(self, step: int, **values: float) -> None:
@@ -73,16 +84,29 @@ class Metrics:
 
     def progress(self, step: int) -> None:
         """Shows the last record, which is that of `step`, and says so if its loss is far above those before."""
-        record = self.records[-1]
-        if (usual := self._usual_loss()) and record.get("loss", 0.0) > usual:
-            self.say(f"step {step}: loss spike, {record['loss']:.4f} where at most {usual:.4f} is usual")
-        line = ", ".join(text.format(record[name]) for name, text in _SHOWN.items() if name in record)
+        record, now = self.records[-1], time.monotonic()
+        self._first = self._first or (step, now)
+        usual = self._usual_loss()
+        spike = usual is not None and record.get("loss", 0.0) > usual
+        if spike:
+            self.say(
+                f"step {step}: loss spike, {record['loss']:.4f} where at most {usual:.4f} is usual; if it stays there, "
+                "go on from a checkpoint before it with a smaller --lr"
+            )
+        line = ", ".join(text(record[name]) for name, text in _SHOWN.items() if name in record)
         with showing():
-            if self._bar.disable:
-                print(f"step {step}/{self.steps}: {line}", flush=True)
-            else:
+            if not self._bar.disable:
                 self._bar.set_postfix_str(line, refresh=False)
                 self._bar.update()
+            elif spike or step in (self._first[0], self.steps) or step % self._log_every == 0:
+                print(f"step {step}/{self.steps}: {line}, {self._times(step, now)}", flush=True)
+
+    def _times(self, step: int, now: float) -> str:
+        """Say how long the run has been at it, and how long it will be: as long as steps took since the first one."""
+        first, since = self._first
+        seconds = (now - since) / (step - first) if step > first else now - self._began
+        elapsed, left = (tqdm.format_interval(x) for x in (now - self._began, seconds * (self.steps - step)))
+        return f"{elapsed} elapsed, ETA {left}"
 
     def _usual_loss(self) -> float | None:
         """Mean plus six standard deviations of the losses before the last record; None while there are few."""

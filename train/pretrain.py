@@ -202,7 +202,8 @@ class Trainer:
         seconds = time.perf_counter() - began
         speed = self._speed(seconds, pairs)
         split = {f"{name}_s": seconds for name, seconds in phases.items()}
-        self._record(**outcome, lr=lr, samples=progress.samples, **work, **speed, step_s=seconds, **split)
+        read = {"samples": progress.samples, "tokens": progress.samples * config.seq_len}
+        self._record(**outcome, lr=lr, **read, **work, **speed, step_s=seconds, **split)
         if self.metrics:
             self.metrics.progress(progress.step)
         return stops > 0
@@ -307,7 +308,7 @@ class Trainer:
         if self.rank:
             return None
         self.tokenizer.save(self.root / checkpoint.TOKENIZER)
-        return Metrics(self.root, self.progress.step, self.config.steps)
+        return Metrics(self.root, self.progress.step, self.config.steps, self.config.log_every)
 
     def _open(self, folder: str) -> Opened:
         data = self.kind.open(folder, self.config, self.model_config)

@@ -27,6 +27,7 @@ _TECHNICAL = {
     *("resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences", "max_skips"),
     *("checkpointing", "checkpointing_blocks", "offload", "offload_optimizer", "timeout", "save", "new_stage"),
     "allow_other_tokenizer",
+    "log_every",
 }  # settings that do not matter for the result
 
 _NOTES = {"max_position_embeddings"}  # of a model, what nothing is computed by
