@@ -83,7 +83,8 @@ class BurstAttention(nn.Module):
     num_heads      H; num_kv_heads G, by default as many; head_dim D, by default hidden_size / num_heads
     sp             whose ranks share the sequence, from init_sequence_parallel; by default this rank alone
     flash          the block kernel, and
-    deterministic  equal bits between runs, as of burst_attn_func
+    deterministic  equal bits between runs, and
+    strategy       how the ranks share the work, as of burst_attn_func
     window         a token sees of what the mask shows it only itself and the window - 1 tokens before it, as Mistral
                    and MiniCPM count
     layer          this layer's index in a KVCache
@@ -113,6 +114,7 @@ class BurstAttention(nn.Module):
         sp: SequenceParallel | None = None,
         flash: str = "auto",
         deterministic: bool = False,
+        strategy: str = "auto",
         window: int | None = None,
         layer: int = 0,
         qkv_bias: bool = False,
@@ -138,7 +140,7 @@ class BurstAttention(nn.Module):
             raise ValueError(f"softcap must be positive, got {softcap}")
         self.head_dim = head_dim
         self.sp = sp or SequenceParallel()
-        self.options = {"flash": flash, "deterministic": deterministic, "softcap": softcap}
+        self.options = {"flash": flash, "deterministic": deterministic, "strategy": strategy, "softcap": softcap}
         self.window = None if window is None else int(window)
         self.layer = layer
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)

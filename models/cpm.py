@@ -93,7 +93,8 @@ class CPMBlock(nn.Module):
 class CPM(nn.Module):
     """A decoder-only language model over this rank's part of a sequence.
 
-    `saving` says what blocks save for the backward, `attention` are options of BurstAttention: flash, deterministic.
+    `saving` says what blocks save for the backward, `attention` are options of BurstAttention: flash, deterministic,
+    strategy.
     """
 
     layers_at = "layers"

@@ -338,7 +338,13 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
         (["--checkpointing", "full", "--checkpointing-blocks", "-1"], "--checkpointing-blocks must not be negative"),
         (["--offload"], "--offload needs --checkpointing selective or full"),
         (["--sp-size", "2", "--seq-len", "1"], "--seq-len 1 is too short for 2 ranks; the smallest is 2"),
+        (["--strategy", "rings"], "argument --strategy: invalid choice: 'rings'"),
         (["--sp-size", "4", "--inner-size", "3"], "--inner-size 3 does not divide --sp-size 4"),
+        (["--sp-size", "4", "--ulysses-size", "0"], "--ulysses-size must be at least 1, got 0"),
+        (["--sp-size", "4", "--ulysses-size", "3"], "--ulysses-size 3 does not divide --sp-size 4"),
+        (["--ulysses-size", "1", "--inner-size", "1"], "--inner-size and --ulysses-size both say which ranks"),
+        (["--strategy", "ring", "--ulysses-size", "1"], "--ulysses-size is for --strategy usp, got --strategy ring"),
+        (["--strategy", "ulysses", "--sp-size", "4", "--inner-size", "2"], "--strategy ulysses takes all ranks as one"),
         (["--rope-scaling", '{"kind": "linear"}'], "--rope-scaling: linear has factor: missing ['factor']"),
     ],
 )

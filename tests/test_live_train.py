@@ -86,12 +86,12 @@ def records(folder, name) -> list[dict]:
     ("name", "processes", "more"),
     [
         ("bee", 2, {"sp_size": 2}),
-        ("bee", 4, {"sp_size": 2, "layout": "striped"}),
+        ("bee", 4, {"sp_size": 2, "layout": "striped", "strategy": "ulysses"}),
         ("bee", 2, {"sp_size": 1}),
-        ("ant", 4, {"sp_size": 4}),
+        ("ant", 4, {"sp_size": 4, "ulysses_size": 2}),
         ("ant", 4, {"sp_size": 2}),
     ],
-    ids=["bee-sp2", "bee-dp2xsp2-striped", "bee-dp2", "ant-sp4", "ant-dp2xsp2"],
+    ids=["bee-sp2", "bee-dp2xsp2-ulysses", "bee-dp2", "ant-usp", "ant-dp2xsp2"],
 )
 def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole, name, processes, more):
     """In fp32: sums in other orders, which the steps before have carried on."""

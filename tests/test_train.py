@@ -87,14 +87,16 @@ def whole_run(folder) -> list[tuple]:
         (2, {"sp_size": 2, "layout": "contiguous"}),
         (4, {"sp_size": 4, "micro_batch_size": 2}),
         (4, {"sp_size": 4, "inner_size": 2, "micro_batch_size": 4}),
-        (4, {"sp_size": 2, "micro_batch_size": 2}),
+        (4, {"sp_size": 2, "micro_batch_size": 2, "strategy": "all-gather"}),
         (2, {"sp_size": 1}),
+        (4, {"sp_size": 4, "ulysses_size": 2, "micro_batch_size": 4}),
+        (2, {"sp_size": 2, "strategy": "ulysses", "layout": "striped"}),
     ],
-    ids=["sp2-contiguous", "sp4", "double-ring", "dp2xsp2", "dp2"],
+    ids=["sp2-contiguous", "sp4", "double-ring", "dp2xsp2", "dp2", "usp", "ulysses"],
 )
 def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole_run, processes, options):
     """In fp32, which rounds at 6e-8: losses differ by some of that, gradient norms, of many small numbers, by more."""
-    name = f"run-{processes}-{'-'.join(map(str, options.values()))}"
+    name = f"run-{processes}-{'-'.join(f'{key}-{value}' for key, value in options.items())}"
     train(folder, name, processes=processes, **options)
     for mine, expected in zip(curve(folder, name, "loss", "grad_norm"), whole_run, strict=True):
         assert mine[:2] == pytest.approx(expected[:2], rel=1e-6)

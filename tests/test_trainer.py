@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tokenizers import pre_tokenizers
 
 from bmt_burst import kernels, transport
+from models.cpm import CPM
 from models.cpm_live.config import PRESETS
 from models.huggingface import save_weights
 from tests.live import changed
@@ -280,7 +281,7 @@ def changed_state(path, change) -> None:
 
 def of_before(state) -> None:
     del state["data"]["documents"], state["data"]["bos"]
-    for name in ("documents", "bos", "window"):
+    for name in ("documents", "bos", "window", "strategy", "ulysses_size", "log_every"):
         del state["config"][name]
     for name in ("window", "window_pattern"):
         del state["model"][name]
@@ -422,6 +423,26 @@ def test_whole_texts_get_no_begin_token(settings, tmp_path, capsys):
     assert saved.state["data"]["bos"] is None
     said = capsys.readouterr()
     assert "begin token" not in said.out + said.err
+
+
+def test_the_strategy_may_change_on_resume(settings, tmp_path, capsys):
+    train(settings, steps=2, decay_steps=0)
+    assert ", strategy" not in capsys.readouterr().out
+    options = {"strategy": "usp", "ulysses_size": 1, "log_every": 1}
+    assert train(settings, **options, resume="auto", decay_steps=0)
+    said = capsys.readouterr()
+    assert "1 sequence parallel rank, strategy usp; 2 sequences of 61 tokens a step; " in said.out
+    assert "checkpoint: --strategy auto -> usp, --ulysses-size None -> 1, --steps 2 -> 4\n" in said.err
+    assert [f"step {step}/4: " in said.out for step in (3, 4)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "taken"), [("ring", None, "ring"), ("auto", 1, "usp"), ("auto", None, "auto")]
+)
+def test_the_models_attention_is_of_the_strategy(settings, strategy, size, taken):
+    config = TrainConfig(**settings, strategy=strategy, ulysses_size=size)
+    layer = CPM(SMALL, **config.attention).layers[-1].self_attn
+    assert (layer.options["strategy"], layer.options["flash"]) == (taken, "auto")
 
 
 def test_advice_after_an_explosion_names_the_learning_rate(settings, tmp_path):

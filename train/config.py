@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bmt_burst import strategies
 from bmt_burst.layout import LAYOUTS
 from bmt_burst.offload import Offload
 from models.blocks import CHECKPOINTING, Saving
@@ -87,7 +88,17 @@ class TrainConfig:
 
     processes: int = option(1, PARALLEL, "processes to start on this machine; leave at 1 under torchrun")
     sp_size: int = option(1, PARALLEL, "ranks that share a sequence; the others are data parallel")
+    strategy: str = option(
+        "auto", PARALLEL, "how the ranks of a sequence share attention. ring: keys and values pass all ranks; all-"
+        "gather: a ring that takes those of a host at once; ulysses: each rank has whole heads; usp: ulysses in groups "
+        "of --ulysses-size ranks, a ring between them; auto: usp if --ulysses-size is given, else ring",
+        choices=("auto", *strategies.names()),
+    )  # fmt: skip
     inner_size: int | None = option(None, PARALLEL, "ranks of a host, for the double ring", kind=int)
+    ulysses_size: int | None = option(
+        None, PARALLEL, "consecutive ranks that share heads, for usp; not with --inner-size. By default those of a "
+        "host", kind=int,
+    )  # fmt: skip
     layout: str = option(
         "auto", PARALLEL, "how a sequence is cut over its ranks; auto: such that their work is equal for its documents "
         "and windows (for full layers, if some are), zigzag without any", choices=("auto", *LAYOUTS),
@@ -154,7 +165,7 @@ class TrainConfig:
 
     def __post_init__(self):
         positive = ("window", "seq_len", "batch_size", "micro_batch_size", "processes", "sp_size", "steps", "keep_last")
-        for name in (*positive, "inner_size", "eval_sequences", "max_skips", "log_every"):
+        for name in (*positive, "inner_size", "ulysses_size", "eval_sequences", "max_skips", "log_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
         countable = ("warmup_steps", "decay_steps", "checkpointing_blocks", "save_every", "eval_every")
@@ -209,10 +220,16 @@ class TrainConfig:
             raise ValueError("--checkpointing-blocks needs --checkpointing selective or full")
 
     def _check_groups(self) -> None:
+        if self.inner_size is not None and self.ulysses_size is not None:
+            raise ValueError("--inner-size and --ulysses-size both say which ranks are a group: give one of them")
+        if self.ulysses_size is not None and self.strategy not in ("auto", "usp"):
+            raise ValueError(f"--ulysses-size is for --strategy usp, got --strategy {self.strategy}")
+        if self.inner_size not in (None, 1, self.sp_size) and self.strategy == "ulysses":
+            raise ValueError("--strategy ulysses takes all ranks as one group: leave --inner-size out, or take usp")
         if self.seq_len < self.sp_size:
             ranks = counted(self.sp_size, "rank")
             raise ValueError(f"--seq-len {self.seq_len} is too short for {ranks}; the smallest is {self.sp_size}")
-        for name in ("inner_size",):
+        for name in ("inner_size", "ulysses_size"):
             size = getattr(self, name)
             if size is not None and self.sp_size % size:
                 raise ValueError(f"{flag(name)} {size} does not divide --sp-size {self.sp_size}")
@@ -226,6 +243,12 @@ class TrainConfig:
     def saving(self) -> Saving:
         """What blocks save for the backward."""
         return Saving(self.checkpointing, Offload() if self.offload else None, self.checkpointing_blocks)
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """Return the options of burst_attn_func that every attention of the model is called with."""
+        strategy = "usp" if self.strategy == "auto" and self.ulysses_size is not None else self.strategy
+        return {"flash": self.flash, "deterministic": self.deterministic, "strategy": strategy}
 
     @property
     def warmup(self) -> int:

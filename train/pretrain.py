@@ -105,14 +105,14 @@ class Trainer:
         return init_sequence_parallel(
             config.sp_size,
             layout="zigzag" if config.layout == "auto" else config.layout,
-            inner_size=config.inner_size,
+            inner_size=1 if config.strategy == "ulysses" else config.inner_size,  # it takes one group, on any hosts
+            ulysses_size=config.ulysses_size,
         )
 
     def _make_engine(self) -> Engine:
         config = self.config
-        attention = {"flash": config.flash, "deterministic": config.deterministic}
         common = {
-            "build": lambda: self.kind.model(self.model_config, self.sp, config.saving(), **attention),
+            "build": lambda: self.kind.model(self.model_config, self.sp, config.saving(), **config.attention),
             "dtype": DTYPES[config.dtype],
             "seed": config.seed,
             "adamw": AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay),
@@ -414,10 +414,11 @@ class Trainer:
             resumed = f", a new stage from {c.resume}"
         val = f"; validation: {self.batches.sight(self.val_data)}" if self.val_data else ""
         name, size = c.init_from or c.model, self.model_config.num_parameters
+        strategy = c.attention["strategy"]
         parallel = f"{self.batches.dp_size} data parallel x {counted(self.sp.size, 'sequence parallel rank')}"
         return (
             f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, {type(self.engine).__name__}; "
-            f"{parallel}; "
+            f"{parallel}{'' if strategy == 'auto' else f', strategy {strategy}'}; "
             f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step; "
             f"{counted(len(self.train_data), 'sequence')} an epoch, {self.batches.sight(self.train_data)}{val}{resumed}"
         )

@@ -172,7 +172,9 @@ def _settings(state: dict) -> dict:
     layout, window = config.get("layout"), state["model"].get("window")
     if layout == "auto":
         layout = "balanced" if window or documents != "ignore" else "zigzag"
-    return config | {"documents": documents, "bos": bos_of(state), "layout": layout, "window": config.get("window")}
+    by_default = {"strategy": "auto"}  # which older checkpoints do not have
+    meant = {"documents": documents, "bos": bos_of(state), "layout": layout, "window": config.get("window")}
+    return by_default | config | meant
 
 
 def _name_jump(state: dict, config: TrainConfig, next_step: int) -> None:
