@@ -173,7 +173,7 @@ def test_an_older_checkpoint_does_not_overwrite_newer_ones(folder, whole_run):
     newest.write_text(newest.read_text()[:100])
     assert "step_00000004 is damaged" in train(folder, "older", **options)
     said = train(folder, "branch", lr=0.001, **options)
-    assert "changed since the checkpoint: lr 0.003 -> 0.001" in said
+    assert "changed since the checkpoint: --lr 0.003 -> 0.001" in said
     assert [step for step, _ in curve(folder, "branch", "loss")] == [3, 4]
     assert [path.name for path in checkpoint.listed(folder / "older")] == ["step_00000004", "step_00000002"]
     assert "there is nothing to do: step 4 of 3 is done" in train(folder, "older", resume="auto", steps=3)
