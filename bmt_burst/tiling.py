@@ -262,10 +262,10 @@ def _tile(part: _Part, piece: Fields, place: Span) -> Tile | None:
     """
     (_, kv, low, high), first, step, q = part
     position, its_step, _, _ = piece
-    assert its_step == step, f"a run of step {step} sees one of step {its_step}: a layout's ranges have one step"
-    left, right = _inside(position, step, length(place), *kv)
+    left, right = _inside(position, its_step, length(place), *kv)
     if left >= right:
         return None
+    assert its_step == step, f"a run of step {step} sees one of step {its_step}: a layout's ranges have one step"
     ahead = first - position - step * left
     low = left - right if low is None else -((ahead - low) // step)
     high = length(q) + 1 if high is None else -((ahead - high) // step)
