@@ -9,7 +9,7 @@ if [ "${1:-}" = gpu ]; then
     [ -n "${VIRTUAL_ENV:-}" ] || [ ! -f .venv/bin/activate ] || . .venv/bin/activate # what train/install_gpu.sh made
     exec bash tests/gpu.sh "$@"
 fi
-. "$(dirname "$0")/../train/venv.sh" test
+. "$(dirname "$0")/../train/venv.sh" dev
 # Without what it requires, which would overwrite the NCCL of a CUDA build of torch. There are wheels for Python 3.11.
 python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: bmtrain==1.0.1 ||
     echo "BMTrain has no wheel for this Python: tests of its engine will be skipped" >&2

@@ -26,7 +26,7 @@ def start(tmp_path):
     train.mkdir(parents=True), tools.mkdir()
     for name in ("quickstart.sh", "venv.sh", "pip.sh"):
         shutil.copy(ROOT / "train" / name, train)
-    shutil.copy(ROOT / "setup.py", train.parent)
+    shutil.copy(ROOT / "pyproject.toml", train.parent)
     (train / "install_gpu.sh").write_text('. train/pip.sh; echo install_gpu.sh >>asked; touch "$(stamp train)"')
     (train.parent / ".venv/bin").mkdir(parents=True)
     (train.parent / ".venv/bin/activate").write_text("")

@@ -27,7 +27,7 @@ explain_pip() {
     exit 1
 }
 
-# The file that says that bmt_burst and the extra $1 are installed, as setup.py has it.
+# The file that says that bmt_burst and the extra $1 are installed, as pyproject.toml has it.
 stamp() {
-    echo ".venv/installed-$1-$(python -c 'import hashlib; print(hashlib.sha256(open("setup.py", "rb").read()).hexdigest()[:12])')"
+    echo ".venv/installed-$1-$(python -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest()[:12])')"
 }
