@@ -108,6 +108,10 @@ class Tiling:
                 found += filter(None, (_within(runs[near[-1]], start, stop),))
         return sorted([fields for fields in found if fields[2] != rank])
 
+    def shard(self, rank: int) -> list[Piece]:
+        """Return all tokens of a rank's shard, in the order of their positions: what `tiles` takes of a whole block."""
+        return sorted(self._runs(rank))
+
     def seen_by(self, rank: int, inner: int) -> dict[int, tuple[Span, ...]]:
         """The tokens of `rank`'s shard that other ranks look at, by host of `inner` ranks: spans of it, rising."""
         runs, order, _ = self._owners

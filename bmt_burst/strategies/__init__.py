@@ -4,6 +4,7 @@ ring         queries stay, keys and values come by; in the backward what is chea
 all-gather   the ring with all of a host's keys and values at once (arXiv 2407.21783)
 ulysses      every rank gets whole sequences of some heads (arXiv 2309.14509)
 usp          ulysses within hosts, the ring between them (arXiv 2405.07719)
+plain-ring   the ring without overlap, to be read before it; "auto" never takes it
 
 The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports by their contracts
 only; what they share is in `compute`. To add one: write `strategies/NAME.py` with a subclass of Strategy, list it in
@@ -32,6 +33,7 @@ _STRATEGIES = {
     "all-gather": "all_gather.AllGather",
     "ulysses": "ulysses.Ulysses",
     "usp": "ulysses.USP",
+    "plain-ring": "plain_ring.PlainRing",
 }
 
 
@@ -133,9 +135,13 @@ class Plan(ABC):
 
 
 class Strategy(ABC):
-    """A way to compute attention over ranks."""
+    """A way to compute attention over ranks.
+
+    automatic  whether "auto" may take it
+    """
 
     name: str
+    automatic: bool = True
 
     @abstractmethod
     def refuses(self, problem: Problem) -> str | None:
@@ -147,7 +153,7 @@ class Strategy(ABC):
 
 
 def names() -> list[str]:
-    """All strategies; "auto" takes the first that can."""
+    """All strategies; "auto" takes the first automatic one that can."""
     return list(_STRATEGIES)
 
 
@@ -163,6 +169,8 @@ def choose(name: str, problem: Problem) -> Strategy:
     refusals = []
     for candidate in names() if name == "auto" else [name]:
         strategy = load(candidate)
+        if name == "auto" and not strategy.automatic:
+            continue
         if (reason := strategy.refuses(problem)) is None:
             return strategy
         refusals.append(f"strategy {candidate!r}: {reason}")

@@ -1,0 +1,131 @@
+"""Ring attention as one reads it first: no overlap, no passes, no choice of what travels.
+
+Each rank keeps its queries. In `size` hops every block of keys and values visits every rank: a rank computes with the
+block that it holds and sends it to the next rank. In the backward the gradients of a block travel with it, so that
+after `size` hops they are complete and at home.
+
+            hop 0        hop 1        hop 2
+    rank 0  q0 x kv0     q0 x kv2     q0 x kv1
+    rank 1  q1 x kv1     q1 x kv0     q1 x kv2
+    rank 2  q2 x kv2     q2 x kv1     q2 x kv0
+
+`strategies/ring` computes the same and hides the sends behind the kernels. "auto" never takes this one.
+
+Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..merge import Outputs, accumulator_dtype, empty_lse, tokens_at
+from ..rings import Rings
+from ..span import Span, in_turn
+from ..tiling import Cut, Tiling, kernel_calls
+from ..transport import LANES
+from . import Plan, Problem, Strategy
+from .compute import Attention, Keys, Queries, gradients, outputs
+
+
+class PlainRing(Strategy):
+    """Send keys and values around one ring, a hop at a time."""
+
+    name = "plain-ring"
+    automatic = False
+
+    def refuses(self, problem: Problem) -> str | None:
+        if problem.outer > 1:
+            return "it has one ring, not one within hosts and one between them"
+        return "it adds no learned bias to the scores" if problem.scores else None
+
+    def plan(self, problem: Problem, rank: int) -> PlainRingPlan:
+        return PlainRingPlan(problem, rank)
+
+
+class PlainRingPlan(Plan):
+    """The hops of one rank."""
+
+    def __init__(self, problem: Problem, rank: int):
+        self.problem, self.rank, self.size = problem, rank, problem.inner
+
+    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+        rings.reserve(dict.fromkeys(LANES, 0), device)  # exchanges bring their own memory
+
+    def forward(
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, None]:
+        queries = Queries(q)
+        attention = Attention.begin(self.problem, queries, table)
+        out, lse = torch.empty_like(q), empty_lse(q)
+        merged = Outputs(out, lse)
+        block = [k.contiguous(), v.contiguous()]
+        for hop in range(self.size):
+            for rows, part, part_lse in outputs(attention, self._cuts(hop), queries, Keys(*block)):
+                merged.add(rows, part, part_lse)
+            if hop + 1 < self.size:
+                block = self._pass_on(rings, block, hop)
+        merged.result()
+        return out, lse, None
+
+    def backward(
+        self,
+        rings: Rings,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        table: Tensor | None = None,
+        row_lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        queries = Queries(q, dout, out, lse)
+        attention = Attention.begin(self.problem, queries, table)
+        wide = accumulator_dtype(q.dtype)
+        dq = torch.zeros_like(q, dtype=wide)
+        block = [k.contiguous(), v.contiguous(), *(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))]
+        for hop in range(self.size):
+            keys, (dk, dv) = Keys(*block[:2]), block[2:]
+            for rows, columns, parts in gradients(attention, self._cuts(hop), queries, keys):
+                for total, spans, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
+                    _add(total, spans, part)
+            block = self._pass_on(rings, block, hop)
+        return dq.to(q.dtype), block[2].to(k.dtype), block[3].to(v.dtype), None
+
+    def __str__(self) -> str:
+        hops = (f"  hop {hop}: {len(self._cuts(hop))} kernel calls" for hop in range(self.size))
+        return "\n".join((f"rank {self.rank}, forward and backward:", *hops))
+
+    def _owner(self, hop: int) -> int:
+        """Return the rank whose block is here at a hop."""
+        return (self.rank - hop) % self.size
+
+    @functools.cached_property
+    def _tiling(self) -> Tiling:
+        return Tiling(self.problem.mask, self.problem.layout)
+
+    @functools.lru_cache(maxsize=None)  # noqa: B019 - a plan lives as long as its calls
+    def _cuts(self, hop: int) -> Sequence[Cut]:
+        """Return the kernel calls of a hop: how own queries see the block that is here."""
+        pieces = self._tiling.shard(self._owner(hop))
+        return kernel_calls(self._tiling.tiles(self.rank, pieces, [piece.span for piece in pieces]))
+
+    def _pass_on(self, rings: Rings, block: Sequence[Tensor], hop: int) -> list[Tensor]:
+        """Send a block to the next rank, and return the one that the rank before sends: each (B, S, G, D)."""
+        if self.size == 1:
+            return list(block)
+        tokens = self.problem.layout.length(self._owner(hop + 1))
+        coming = [x.new_empty(len(x), tokens, *x.shape[2:]) for x in block]
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        rings.inner.exchange([(x, after) for x in block], [(x, before) for x in coming]).wait()
+        return coming
+
+
+def _add(total: Tensor, spans: Sequence[Span], part: Tensor) -> None:
+    """Add the gradient of the tokens of some spans, (B, T, heads, D), to that of all, in place."""
+    for span, place in in_turn(spans):
+        tokens_at(total, span).add_(tokens_at(part, place))
