@@ -51,11 +51,13 @@ class Kernel(ABC):
     writes_new_memory  whether out and lse of `forward` are in memory that is new and that no torch operator returned
                        with them in it, so that nobody else holds them (a policy of activation checkpointing may hold
                        what operators return) and the caller may write there
+    runs_interpreted   whether tests may ask it directly about tensors on the CPU, in Triton's interpreter
     """
 
     name: str
     takes_delta: bool = False
     writes_new_memory: bool = False
+    runs_interpreted: bool = False
 
     @abstractmethod
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:

@@ -121,6 +121,7 @@ class TritonKernel(Kernel):
     name = "triton"
     takes_delta = True
     writes_new_memory = True
+    runs_interpreted = True
 
     def refuses(self, spec, q, k):
         if spec.biased and spec.softcap is not None:

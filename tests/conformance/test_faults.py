@@ -1,0 +1,136 @@
+"""The kernels' suite itself: it passes a right kernel and finds each of many subtle errors in a wrong one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bmt_burst import kernels
+from bmt_burst.kernels.reference import ReferenceKernel
+from bmt_burst.span import length
+from tests.conformance import test_kernels as suite
+
+RIGHT = ReferenceKernel()
+CHECKS = [check for name, check in vars(suite).items() if name.startswith("test_") and "registry" not in name]
+SUBJECTS = [suite.Subject("faulty", "cpu", dtype, 8) for dtype in (torch.float64, torch.float32)]
+
+
+class Faulty(ReferenceKernel):
+    """The reference, with an error: `after_forward` and `after_backward` change what it returns."""
+
+    def __init__(
+        self, before: Callable | None = None, forward: Callable | None = None, backward: Callable | None = None
+    ):
+        self.before, self.after_forward, self.after_backward = before, forward, backward
+
+    def forward(self, q, k, v, call, spec, bias=None):
+        call, spec = self.before(call, spec) if self.before else (call, spec)
+        result = super().forward(q, k, v, call, spec, bias)
+        return self.after_forward(*result, q) if self.after_forward else result
+
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
+        changed = self.before(call, spec) if self.before else (call, spec)
+        result = super().backward(dout, q, k, v, out, lse, delta, *changed, bias)
+        if self.after_backward:
+            result = self.after_backward(self, result, dout, q, k, v, out, lse, delta, call, spec, bias)
+        return result
+
+
+def own_lse(self, result, dout, q, k, v, out, lse, delta, call, spec, bias):
+    """Use the lse of the call alone, as if it had all keys."""
+    own = RIGHT.forward(q, k, v, call, spec, bias)[1]
+    return RIGHT.backward(dout, q, k, v, out, own, delta, call, spec, bias)
+
+
+def repeated_heads(self, result, dout, q, k, v, out, lse, delta, call, spec, bias):
+    """Give the gradients of kv heads to the wrong ones: h % G, not h // (H // G)."""
+    dq, dk, dv, *table = result
+    return dq, dk.flip(2), dv, *table
+
+
+def no_tanh(self, result, dout, q, k, v, out, lse, delta, call, spec, bias):
+    """Forget the derivative of the soft cap."""
+    if spec.softcap is None:
+        return result
+    dq, *others = result
+    return dq * 1.01, *others
+
+
+def one_row(self, result, dout, q, k, v, out, lse, delta, call, spec, bias):
+    """Compute the table's gradient from the first row of the batch."""
+    if bias is None:
+        return result
+    first = (None if x is None else x[:1] for x in (dout, q, k, v, out, lse, delta))
+    return *result[:3], RIGHT.backward(*first, call, spec, bias)[3]
+
+
+def aligned_to_the_first_key(call, spec):
+    if call.right is None or len(call.tiles) > 1:
+        return call, spec
+    [(queries, keys)] = call.tiles
+    return replace(call, right=call.right + length(keys) - length(queries), prepared={}), spec
+
+
+def overwritten_inputs(out, lse, q):
+    q.mul_(1.0000001)
+    return out, lse
+
+
+FAULTS = {
+    "lse is NaN where it must be -inf": Faulty(forward=lambda out, lse, q: (out, lse.nan_to_num(neginf=torch.nan))),
+    "lse is finite where it must be -inf": Faulty(forward=lambda out, lse, q: (out, lse.clamp_min(-1e30))),
+    "lse is in base 2": Faulty(forward=lambda out, lse, q: (out, lse / math.log(2))),
+    "lse is fp32 always": Faulty(forward=lambda out, lse, q: (out, lse.float().to(lse.dtype))),
+    "out is NaN where nothing is seen": Faulty(
+        forward=lambda out, lse, q: (
+            out.masked_fill((lse == -torch.inf).transpose(1, 2).unsqueeze(-1), torch.nan),
+            lse,
+        )
+    ),
+    "an infinite lse hides a NaN": Faulty(forward=lambda out, lse, q: (out.nan_to_num(), lse)),
+    "the inputs are overwritten": Faulty(forward=overwritten_inputs),
+    "a window is one too wide": Faulty(
+        lambda call, spec: (replace(call, left=None if call.left is None else call.left + 1, prepared={}), spec)
+    ),
+    "causal is aligned to the first key": Faulty(aligned_to_the_first_key),
+    "only the first tile is computed": Faulty(
+        lambda call, spec: (replace(call, tiles=call.tiles[:1], prepared={}), spec)
+    ),
+    "the scale is 1 / sqrt(D)": Faulty(lambda call, spec: (call, replace(spec, scale=8**-0.5))),
+    "the soft cap is ignored": Faulty(lambda call, spec: (call, replace(spec, softcap=None))),
+    "the soft cap has no derivative": Faulty(backward=no_tanh),
+    "the backward uses the call's own lse": Faulty(backward=own_lse),
+    "gradients go to the wrong kv head": Faulty(backward=repeated_heads),
+    "dk lacks the scale": Faulty(backward=lambda self, r, *given: (r[0], r[1] / 0.3, *r[2:])),
+    "the table's gradient has one row of the batch": Faulty(backward=one_row),
+    "a gradient is in memory of the inputs": Faulty(backward=lambda self, r, dout, q, *given: (q.copy_(r[0]), *r[1:])),
+    "results vary between runs": Faulty(backward=lambda self, r, *given: (r[0] + 1e-15 * torch.rand(()), *r[1:])),
+}
+
+
+def found_by(kernel: ReferenceKernel, monkeypatch) -> list[str]:
+    """Return the names of the checks that fail for a kernel."""
+    load = kernels.load
+    monkeypatch.setattr(kernels, "load", lambda name: kernel if name == "faulty" else load(name))
+    failed = []
+    for check in CHECKS:
+        arguments = ["faulty"] if "meaning" in check.__name__ else SUBJECTS
+        for argument in arguments:
+            try:
+                check(argument)
+            except AssertionError:
+                failed.append(check.__name__)
+    return failed
+
+
+def test_a_right_kernel_passes(monkeypatch):
+    assert not found_by(Faulty(), monkeypatch)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_is_found(fault, monkeypatch):
+    assert found_by(FAULTS[fault], monkeypatch)

@@ -1,0 +1,343 @@
+"""The contract of `Kernel`, for each registered kernel, on each device and in each dtype that it does not refuse.
+
+Everything is compared with the reference in float64. Bounds are multiples of a dtype's rounding of the terms that are
+added up, never of a result that may be zero.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from bmt_burst import kernels
+from bmt_burst.kernels import Kernel
+from bmt_burst.kernels.reference import visible
+from bmt_burst.spec import Spec
+from bmt_burst.tile import KernelCall
+from tests.helpers import call_tensors, kernel_errors, moved, named_calls, random_bias, random_call
+
+CALLS = named_calls(5)
+SPEC, CAPPED, BIASED = Spec(scale=0.3), Spec(scale=0.3, softcap=1.5), Spec(scale=0.3, biased=True)
+BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+HEADS = [(4, 4), (4, 2), (6, 1)]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+class Subject(NamedTuple):
+    """A kernel on a device and in a dtype; `head_size` is one that it takes."""
+
+    name: str
+    device: str
+    dtype: torch.dtype
+    head_size: int
+
+    @property
+    def kernel(self) -> Kernel:
+        return kernels.load(self.name)
+
+    @property
+    def bound(self) -> float:
+        return BOUNDS[self.dtype]
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether the kernel runs in Triton's interpreter, a hundred times slower."""
+        return INTERPRETED and self.kernel.runs_interpreted and self.device == "cpu"
+
+    def tensors(self, call: KernelCall, heads: int = 4, kv_heads: int = 2, batch: int = 2, seed: int = 0):
+        """Return q, k, v and an output gradient."""
+        made = call_tensors(call, batch, heads, kv_heads, self.head_size, self.dtype, seed)
+        return [x.to(self.device) for x in made]
+
+    def refuses(self, spec: Spec, kv_heads: int = 2) -> str | None:
+        if self.is_interpreted:  # it refuses tensors on CPUs unless it is asked directly; no bf16 there
+            return None if self.dtype in (torch.float32, torch.float16) else "the interpreter lacks this dtype"
+        shapes = ((1, 4, heads, self.head_size) for heads in (4, kv_heads))
+        q, k = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        return self.kernel.refuses(spec, q, k) or self.kernel.broken()
+
+
+def subjects() -> Iterator:
+    """Yield what can run on this machine, and a skipped entry with the reasons for each kernel that cannot."""
+    for name in kernels.names():
+        reasons, able = [], 0
+        for device in DEVICES:
+            for dtype in BOUNDS:
+                sizes = (8, 64)
+                found = [Subject(name, device, dtype, size) for size in sizes]
+                refusals = [subject.refuses(SPEC) for subject in found]
+                working = [subject for subject, reason in zip(found, refusals, strict=True) if reason is None]
+                if working:
+                    able += 1
+                    marks = [pytest.mark.gpu] if device == "cuda" else []
+                    yield pytest.param(working[0], id=f"{name}-{device}-{str(dtype)[6:]}", marks=marks)
+                reasons += [reason for reason in refusals if reason]
+        if not able:
+            yield pytest.param(None, id=name, marks=pytest.mark.skip(reason=f"{name}: {reasons[0]}"))
+
+
+SUBJECTS = list(subjects())
+each_subject = pytest.mark.parametrize("subject", SUBJECTS)
+
+
+def calls_of(subject: Subject) -> dict[str, KernelCall]:
+    """Return calls of every kind, fewer where they are slow."""
+    if not subject.is_interpreted:
+        return CALLS
+    few = ("causal, fewer keys", "documents", "a window of documents", "causal tiles of fewer keys", "tiles apart")
+    return {name: CALLS[name] for name in (few if subject.dtype == torch.float32 else few[1:3])}
+
+
+def assert_right(subject: Subject, call: KernelCall, tensors, spec: Spec, what: object, **options) -> None:
+    errors = kernel_errors(subject.kernel, call, tensors, spec, **options)
+    assert max(errors.values()) < subject.bound, (what, errors)
+
+
+@each_subject
+def test_every_kind_of_call(subject):
+    """Forward and backward, all head ratios, more than one row in the batch."""
+    for number, (kind, call) in enumerate(calls_of(subject).items()):
+        heads = HEADS[number % len(HEADS)]
+        if subject.refuses(SPEC, heads[1]):
+            continue
+        assert_right(subject, call, subject.tensors(call, *heads), SPEC, (kind, heads))
+
+
+@each_subject
+def test_random_calls(subject):
+    for seed in range(2 if subject.is_interpreted else 25):
+        chance = random.Random(seed)
+        call = random_call(chance)
+        tensors = subject.tensors(call, *chance.choice(HEADS), batch=1, seed=seed)
+        assert_right(subject, call, tensors, SPEC, (seed, call))
+
+
+@each_subject
+def test_calls_longer_than_a_block(subject):
+    """Kernels work in blocks of up to 128 or 256 tokens: their borders must not show."""
+    causal = KernelCall.whole(300, causal=True)
+    cut = KernelCall(300, 290, (((3, 131), (5, 270)), ((131, 300), (270, 287))), 100, 7)
+    for call in (cut,) if subject.is_interpreted else (causal, cut):
+        assert_right(subject, call, subject.tensors(call, 2, 1, 1), SPEC, call)
+
+
+@each_subject
+def test_queries_that_see_nothing_have_0_and_minus_inf(subject):
+    """Not NaN, and not finite; in the backward they are told an lse of -inf and have gradients of 0."""
+    call = KernelCall(9, 7, (((0, 4), (1, 3)), ((5, 8), (3, 6))), right=0)
+    q, k, v, dout = subject.tensors(call)
+    out, lse = subject.kernel.forward(q, k, v, call, SPEC)
+    seen = visible(call, q.device)
+    assert not seen.any(1).all()
+    assert out[:, ~seen.any(1)].eq(0).all()
+    assert lse[:, :, ~seen.any(1)].eq(-torch.inf).all()
+    assert lse[:, :, seen.any(1)].isfinite().all()
+    dq, dk, dv = subject.kernel.backward(dout, q, k, v, _as(out, q), lse, None, call, SPEC)
+    assert dq[:, ~seen.any(1)].eq(0).all()
+    assert dk[:, ~seen.any(0)].eq(0).all()
+    assert dv[:, ~seen.any(0)].eq(0).all()
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+@each_subject
+def test_tokens_outside_of_tiles_are_never_read(subject):
+    """They may hold anything that is finite: other documents, or padding."""
+    call = KernelCall(12, 12, (((2, 6), (1, 5)), ((7, 10), (7, 12))), right=0)
+    tensors = subject.tensors(call)
+    clean = _results(subject, call, tensors)
+    seen = visible(call, tensors[0].device)
+    dirty = [x.clone() for x in tensors]
+    for x, used in zip(dirty, (seen.any(1), seen.any(0), seen.any(0), seen.any(1)), strict=True):
+        x[:, ~used] = 1e4
+    for x, y in zip(_results(subject, call, dirty), clean, strict=True):
+        assert _distance(x, y) <= subject.bound
+
+
+@each_subject
+def test_dtypes_are_those_of_the_contract(subject):
+    call = CALLS["documents"]
+    q, k, v, dout = subject.tensors(call)
+    out, lse = subject.kernel.forward(q, k, v, call, SPEC)
+    partial = subject.kernel.partial_dtype(subject.dtype)
+    assert torch.promote_types(partial, subject.dtype) == partial
+    assert out.dtype == partial
+    assert lse.dtype == (torch.float64 if subject.dtype == torch.float64 else torch.float32)
+    assert lse.shape == (2, 4, call.q_tokens)
+    grads = subject.kernel.backward(dout, q, k, v, _as(out, q), lse, None, call, SPEC)
+    assert [x.dtype for x in grads] == [partial] * 3
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+
+
+@each_subject
+def test_inputs_are_left_alone(subject):
+    """No kernel writes to what it is given, or returns memory of it."""
+    call = CALLS["documents"]
+    tensors = subject.tensors(call)
+    q, k, v, dout = tensors
+    before = [x.clone() for x in tensors]
+    out, lse = subject.kernel.forward(q, k, v, call, SPEC)
+    kept = out.clone(), lse.clone()
+    rounded = _as(out, q)
+    grads = subject.kernel.backward(dout, q, k, v, rounded, lse, None, call, SPEC)
+    assert all(x.equal(y) for x, y in zip((*tensors, out, lse), (*before, *kept), strict=True))
+    given = {x.untyped_storage().data_ptr() for x in (*tensors, out, rounded, lse)}
+    assert given.isdisjoint(x.untyped_storage().data_ptr() for x in grads)
+
+
+@each_subject
+def test_any_strides(subject):
+    """The ring hands over slices of tokens and of heads."""
+    call = CALLS["a window of documents"]
+    tensors = subject.tensors(call)
+    expected = _results(subject, call, tensors)
+    padded = [torch.nn.functional.pad(x, (0, 0, 1, 2, 3, 4))[:, 3:-4, 1:-2] for x in tensors]
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    for strided in (padded, heads_first):
+        for x, y in zip(_results(subject, call, strided), expected, strict=True):
+            assert _distance(x, y) <= subject.bound
+
+
+@each_subject
+def test_a_call_may_be_a_share_of_all_keys(subject):
+    """The backward of half of the keys gets lse and out over all of them; the halves' gradients add up."""
+    whole = KernelCall.whole(24, causal=True)
+    q, k, v, dout = subject.tensors(whole)
+    exact = [x.double() for x in (q, k, v, dout)]
+    reference = kernels.load("reference")
+    out, lse = reference.forward(*exact[:3], whole, SPEC)
+    expected = reference.backward(exact[3], *exact[:3], out, lse, None, whole, SPEC)
+    wide = torch.float64 if subject.dtype == torch.float64 else torch.float32
+    total = [torch.zeros_like(x) for x in exact[:3]]
+    for start, stop, call in ((0, 10, KernelCall(24, 10, (((0, 10), (0, 10)),), right=0)), (10, 24, None)):
+        if call is None:
+            call = KernelCall(24, 14, (((10, 24), (0, 14)),), right=0)
+        keys = slice(start, stop)
+        sides = [(call, keys)]
+        if start == 0:  # below the first triangle all queries see all of its keys
+            sides.append((KernelCall(24, 10, (((10, 24), (0, 10)),)), keys))
+        for part, at in sides:
+            given = dout, q, k[:, at], v[:, at], out.to(q.dtype), lse.to(wide)
+            dq, dk, dv = subject.kernel.backward(*given, None, part, SPEC)
+            for sum_, rows, grad in zip(total, (slice(None), at, at), (dq, dk, dv), strict=True):
+                sum_[:, rows] += grad.double()
+    for mine, theirs in zip(total, expected, strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < subject.bound
+
+
+@each_subject
+def test_out_matters_only_through_delta(subject):
+    """Any tensor with the same rowsum(out * dout) must do: a ring sends delta in place of out."""
+    call = CALLS["documents"]
+    q, k, v, dout = subject.tensors(call)
+    out, lse = subject.kernel.forward(q, k, v, call, SPEC)
+    out = _as(out, q)
+    delta = (out.double() * dout.double()).sum(-1)
+    other = (delta / dout.double().square().sum(-1)).unsqueeze(-1) * dout.double()
+    expected = subject.kernel.backward(dout, q, k, v, out, lse, None, call, SPEC)
+    for mine, theirs in zip(
+        subject.kernel.backward(dout, q, k, v, other.to(q.dtype), lse, None, call, SPEC), expected, strict=True
+    ):
+        assert _distance(mine, theirs) < 4 * subject.bound  # the other out is rounded, too
+    if subject.kernel.takes_delta:
+        assert_right(subject, call, [q, k, v, dout], SPEC, call, with_delta=True)
+
+
+@each_subject
+def test_large_scores_do_not_overflow(subject):
+    """Scores of some thousands: exponents are taken relative to the largest."""
+    call = KernelCall.whole(17, causal=True)
+    q, k, v, _ = subject.tensors(call)
+    q, k = q * 60, k * 60
+    out, lse = subject.kernel.forward(q, k, v, call, SPEC)
+    exact, exact_lse = kernels.load("reference").forward(q.double(), k.double(), v.double(), call, SPEC)
+    assert exact_lse.max() > 1000
+    assert _distance(lse, exact_lse) < subject.bound
+    assert _distance(out, exact) < 100 * subject.bound  # scores of 1,000 are rounded at 1e-4 in fp32
+
+
+@each_subject
+def test_a_query_that_is_not_finite_is_nan_and_no_other(subject):
+    call = CALLS["documents"]
+    q, k, v, _ = subject.tensors(call)
+    at = int(visible(call).any(1).nonzero()[-1])
+    q[0, at, 0, 3] = torch.nan
+    out, lse = subject.kernel.forward(q, k, v, call, SPEC)
+    lost = torch.zeros_like(out, dtype=torch.bool)
+    lost[0, at, 0] = True
+    assert out.isnan().equal(lost)
+    assert lse.isnan().equal(lost[..., 0].transpose(1, 2))
+
+
+@each_subject
+def test_deterministic_results_are_equal_bit_for_bit(subject):
+    spec = Spec(scale=0.3, deterministic=True)
+    if reason := subject.refuses(spec):
+        pytest.skip(reason)
+    call = CALLS["a window of documents"]
+    tensors = subject.tensors(call)
+    first = _results(subject, call, tensors, spec)
+    for _ in range(2):
+        assert all(x.equal(y) for x, y in zip(_results(subject, call, tensors, spec), first, strict=True))
+
+
+@each_subject
+def test_a_softcap_is_applied_or_refused(subject):
+    if reason := subject.refuses(CAPPED):
+        assert "soft cap" in reason or "softcap" in reason, reason
+        return
+    for kind in list(calls_of(subject))[:6]:
+        assert_right(subject, CALLS[kind], subject.tensors(CALLS[kind]), CAPPED, kind)
+
+
+@each_subject
+def test_a_bias_is_added_or_refused(subject):
+    if reason := subject.refuses(BIASED, kv_heads=4):
+        assert "bias" in reason, reason
+        return
+    for number, kind in enumerate(list(calls_of(subject))[:6]):
+        call = CALLS[kind]
+        dtype = torch.float64 if subject.dtype == torch.float64 else torch.float32
+        bias = moved(random_bias(call, 4, number, dtype), subject.device)
+        assert_right(subject, call, subject.tensors(call, 4, 4), BIASED, kind, bias=bias)
+
+
+@pytest.mark.parametrize("name", kernels.names())
+def test_no_kernel_takes_what_has_no_meaning(name):
+    """A soft cap and a bias together, and tensors without values."""
+    q = torch.empty(1, 4, 2, 64)
+    assert kernels.load(name).refuses(Spec(scale=0.3, softcap=1.5, biased=True), q, q)
+    assert kernels.load(name).refuses(SPEC, q.to("meta"), q.to("meta"))
+
+
+def test_the_registry_names_each_kernel_as_it_names_itself():
+    assert [kernels.load(name).name for name in kernels.names()] == kernels.names()
+
+
+def _as(out: Tensor, q: Tensor) -> Tensor:
+    """Return out as a strategy hands it to a backward: in q's dtype, in memory of its own."""
+    return out.to(q.dtype, copy=True)
+
+
+def _results(subject: Subject, call: KernelCall, tensors, spec: Spec = SPEC) -> list[Tensor]:
+    q, k, v, dout = tensors
+    out, lse = subject.kernel.forward(q, k, v, call, spec)
+    return [out, lse, *subject.kernel.backward(dout, q, k, v, _as(out, q), lse, None, call, spec)]
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    """Return the largest difference where y is finite, relative to y's largest entry; inf where one alone is finite."""
+    x, y = x.double(), y.double()
+    if not x.isfinite().equal(y.isfinite()):
+        return torch.inf
+    finite = y.isfinite()
+    if not finite.any():
+        return 0.0
+    return float((x - y)[finite].abs().max() / y[finite].abs().max())
