@@ -108,7 +108,7 @@ class PlainRingPlan(Plan):
     def _tiling(self) -> Tiling:
         return Tiling(self.problem.mask, self.problem.layout)
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019 - a plan lives as long as its calls
+    @functools.cache  # noqa: B019 - a plan lives as long as its calls
     def _cuts(self, hop: int) -> Sequence[Cut]:
         """Return the kernel calls of a hop: how own queries see the block that is here."""
         pieces = self._tiling.shard(self._owner(hop))

@@ -1,0 +1,103 @@
+"""The contract of `Layout`, for each registered layout, counted one by one."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from bmt_burst import Layout, Mask, burst_attn_func, shard, simulate, unshard
+from bmt_burst.layout import LAYOUTS, Balanced
+from tests.helpers import dense_results, random_qkv
+
+NAMES = [*LAYOUTS, Balanced.name]
+SHAPES = [(1, 1), (7, 1), (2, 2), (9, 2), (3, 3), (10, 3), (31, 4), (8, 8), (37, 8), (64, 8)]  # tokens, ranks
+
+each_layout = pytest.mark.parametrize("name", NAMES)
+each_shape = pytest.mark.parametrize(("tokens", "size"), SHAPES)
+
+
+def made(name: str, tokens: int, size: int) -> Layout:
+    if name == Balanced.name:
+        return Layout.balanced(Mask.documents(sorted({0, tokens // 3, tokens}), window=max(tokens // 2, 1)), size)
+    return Layout.named(name, tokens, size)
+
+
+@each_layout
+@each_shape
+def test_each_position_has_one_owner(name, tokens, size):
+    layout = made(name, tokens, size)
+    positions = [layout.positions(rank).tolist() for rank in range(size)]
+    assert sorted(p for mine in positions for p in mine) == list(range(tokens))
+    assert all(mine == sorted(mine) for mine in positions), "positions rise in a shard"
+    lengths = [layout.length(rank) for rank in range(size)]
+    assert lengths == list(map(len, positions))
+    assert max(lengths) - min(lengths) <= 1
+    for rank in range(size):
+        assert [p for run in layout.runs(rank) for p in range(run.start, run.stop, run.step)] == positions[rank]
+
+
+@each_layout
+@each_shape
+def test_unshard_undoes_shard(name, tokens, size):
+    layout = made(name, tokens, size)
+    for dim in (0, 1, -1):
+        x = torch.arange(tokens * 6).reshape(2, 3, tokens).movedim(-1, dim)
+        parts = [layout.shard(x, rank, dim) for rank in range(size)]
+        assert layout.unshard(parts, dim).equal(x)
+        if name in LAYOUTS:
+            assert parts[-1].equal(shard(x, size - 1, size, dim, name))
+            assert unshard(parts, dim, name).equal(x)
+
+
+@each_layout
+def test_gradients_of_shards_are_shards_of_gradients(name):
+    layout = made(name, 13, 3)
+    x = torch.randn(2, 13, requires_grad=True)
+    weights = torch.randn(2, 13)
+    sum((layout.shard(x, rank) * layout.shard(weights, rank)).sum() for rank in range(3)).backward()
+    assert x.grad.equal(weights)
+
+
+@each_layout
+def test_equality_hash_and_pickle(name):
+    layout, other = made(name, 24, 4), made(name, 25, 4)
+    twin = pickle.loads(pickle.dumps(layout))
+    assert layout == twin == made(name, 24, 4)
+    assert hash(layout) == hash(twin)
+    assert layout != other
+    assert layout.term == twin.term
+    assert all(layout != made(another, 24, 4) for another in NAMES if another != name)
+
+
+@each_layout
+def test_wrong_sizes_are_refused(name):
+    with pytest.raises(ValueError, match="too short for 5 ranks"):
+        made(name, 4, 5)
+    with pytest.raises(ValueError, match="at least one rank"):
+        made(name, 4, 0)
+    layout = made(name, 12, 3)
+    with pytest.raises(ValueError, match="outside a layout of 3 ranks"):
+        layout.positions(3)
+    with pytest.raises(ValueError, match="tokens"):
+        layout.shard(torch.zeros(1, 11), 0)
+
+
+@each_layout
+def test_attention_in_it_equals_dense(name):
+    mask, tensors = Mask.documents((0, 8, 27)), random_qkv(1, 27, 4, 2, 8)
+    layout = made(name, 27, 4)
+
+    def work(ring):
+        mine = [layout.shard(x, ring.rank) for x in tensors[:3]]
+        return burst_attn_func(*mine, 0.3, mask=mask, layout=layout, process_group=ring)
+
+    assert (layout.unshard(simulate(4, work)) - dense_results(mask, tensors, 0.3)[0]).abs().max() < 1e-13
+
+
+@each_layout
+def test_it_prints(name):
+    layout = made(name, 10, 2)
+    assert "rank 0: [" in str(layout) and "rank 1: [" in str(layout)
+    assert name in repr(layout)

@@ -1,0 +1,206 @@
+"""The contract of `Strategy` and `Plan`, for each registered strategy, on simulated ranks in float64.
+
+Everything is compared with dense attention over the whole sequence. The simulator poisons buffers that may not be read
+yet, and refuses deliveries that `reserve` did not announce.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from bmt_burst import Layout, Mask, Scores, burst_attn_func, simulate, strategies
+from bmt_burst.strategies import Problem, load
+from tests.helpers import (
+    dense_results,
+    problem,
+    random_layout,
+    random_mask,
+    random_qkv,
+    ring_arguments,
+    ring_results,
+)
+
+SCALE = 0.31
+NAMES = strategies.names()
+RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]  # ranks, and ranks of a host
+HEADS = [(8, 8), (8, 2), (6, 3), (3, 1)]
+EXACT = 1e-11  # fp64 rounds at 1e-16; sums have some hundred terms
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias or dsinks", "dsinks")
+
+each_strategy = pytest.mark.parametrize("name", NAMES)
+
+
+def refusal(name: str, mask: Mask, layout: Layout, inner: int, heads: int, kv_heads: int, **fields: Any) -> str | None:
+    return load(name).refuses(problem(mask, layout, inner, heads=heads, kv_heads=kv_heads, **fields))
+
+
+def assert_equal(got, expected, what: object) -> None:
+    """Compare results by the size of what they are sums of: gradients may be 0 but for rounding."""
+    assert len(got) == len(expected)
+    blind = expected[1].isinf()
+    assert got[1].isinf().equal(blind), what
+    for label, mine, exact in zip(RESULTS, got, expected, strict=False):
+        if label == "lse":
+            mine, exact = (x.masked_fill(blind, 0.0) for x in (mine, exact))
+        error = float((mine - exact).norm() / exact.norm().clamp_min(1.0))
+        assert error < EXACT, (label, error, what)
+
+
+def case(seed: int, name: str) -> tuple[Mask, Layout, int, tuple[int, int], list[torch.Tensor]] | None:
+    """Return a random call, or None if the strategy refuses it."""
+    chance = random.Random(seed)
+    size, inner = RINGS[seed % len(RINGS)]
+    mask = random_mask(chance, chance.randint(size, 60))
+    layout = random_layout(chance, mask, size)
+    heads = chance.choice(HEADS)
+    if refusal(name, mask, layout, inner, *heads):
+        return None
+    return mask, layout, inner, heads, random_qkv(chance.choice((1, 2)), mask.seq_len, *heads, 8, seed=seed)
+
+
+@each_strategy
+def test_equals_dense_attention(name):
+    """With any mask and layout, on one rank to eight, on odd lengths, for all head ratios."""
+    done = 0
+    for seed in range(4 * len(RINGS)):
+        if found := case(seed, name):
+            mask, layout, inner, _, tensors = found
+            chance = random.Random(seed)
+            options = {
+                "flash": chance.choice(("cpu", "reference")),
+                "backward": chance.choice(("auto", "q", "kv")),
+                "optimize_bwd_comm": chance.random() < 0.5,
+                "group_bytes": chance.choice((0, 3_000, 1 << 30)),
+            }
+            got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy=name, **options)
+            assert_equal(got, dense_results(mask, tensors, SCALE), (seed, mask, layout, inner, options))
+            done += 1
+    assert done >= len(RINGS), "it refuses nearly everything"
+
+
+@each_strategy
+def test_does_the_plain_case(name):
+    """A causal mask over two ranks in every layout: no strategy may refuse that."""
+    mask, tensors = Mask.causal(21), random_qkv(1, 21, 4, 2, 8)
+    for layout in (Layout.zigzag(21, 2), Layout.contiguous(21, 2), Layout.balanced(mask, 2)):
+        got = ring_results(layout, tensors, SCALE, mask=mask, strategy=name)
+        assert_equal(got, dense_results(mask, tensors, SCALE), layout)
+
+
+@each_strategy
+def test_queries_that_see_nothing_have_0_and_minus_inf(name):
+    mask = Mask(20, tuple(s for s in Mask.documents((0, 4, 9, 20)).slices if s.q[0] != 4))
+    tensors = random_qkv(1, 20, 4, 2, 8)
+    out, lse, *grads = ring_results(Layout.zigzag(20, 2), tensors, SCALE, mask=mask, strategy=name)
+    assert out[:, 4:9].eq(0).all()
+    assert lse[:, :, 4:9].eq(-torch.inf).all()
+    assert all(grad[:, 4:9].eq(0).all() and grad.isfinite().all() for grad in grads)
+
+
+@each_strategy
+def test_a_learned_bias_is_added_or_refused(name):
+    mask = Mask.documents((0, 13, 40))
+    scores = Scores.by_distance(mask, torch.arange(21, dtype=torch.int32))
+    layout = Layout.zigzag(40, 2)
+    table = torch.randn(21, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tensors = random_qkv(1, 40, 4, 4, 8)
+    options = {"scores": scores, "bias": table, "strategy": name, "flash": "reference"}
+    if refusal(name, mask, layout, 2, 4, 4, scores=scores):
+        with pytest.raises(ValueError, match=f"strategy {name!r}"):
+            ring_results(layout, tensors, SCALE, **options)
+        return
+    got = ring_results(layout, tensors, SCALE, **options)
+    assert_equal(got, dense_results(mask, tensors, SCALE, scores.dense(), table), name)
+
+
+@each_strategy
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_sinks_and_a_softcap(name, softcap):
+    mask, layout, tensors = Mask.causal(30), Layout.zigzag(30, 3), random_qkv(2, 30, 6, 3, 8)
+    sinks = torch.linspace(-1, 2, 6, dtype=torch.float64)
+    options = {"mask": mask, "strategy": name, "softcap": softcap, "flash": "reference", "sinks": sinks}
+    got = ring_results(layout, tensors, SCALE, **options)
+    assert_equal(got, dense_results(mask, tensors, SCALE, softcap=softcap, sinks=sinks), name)
+
+
+@each_strategy
+def test_rows_of_a_batch_with_masks_of_their_own(name):
+    masks, tensors = [Mask.documents((0, 9, 24)), Mask.full(24)], random_qkv(2, 24, 4, 2, 8)
+    got = ring_results(Layout.zigzag(24, 2), tensors, SCALE, mask=masks, strategy=name)
+    rows = [dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(masks)]
+    assert_equal(got, [torch.cat(pair) for pair in zip(*rows, strict=True)], name)
+
+
+@each_strategy
+def test_inputs_of_any_strides_are_left_alone(name):
+    mask, layout = Mask.causal(26), Layout.striped(26, 2)
+    tensors = random_qkv(2, 26, 4, 2, 8)
+    kept = [x.clone() for x in tensors]
+    got = ring_results(layout, tensors, SCALE, mask=mask, strategy=name, strided=True)
+    assert_equal(got, dense_results(mask, tensors, SCALE), name)
+    assert all(x.equal(y) for x, y in zip(tensors, kept, strict=True))
+
+
+@each_strategy
+def test_deterministic_results_are_equal_bit_for_bit(name):
+    mask, tensors = Mask.documents((0, 7, 33)), random_qkv(1, 33, 4, 2, 8, torch.float32)
+    options = {"mask": mask, "strategy": name, "deterministic": True, "group_bytes": 1000}
+    first, again = (ring_results(Layout.zigzag(33, 3), tensors, SCALE, **options) for _ in range(2))
+    assert all(x.equal(y) for x, y in zip(first, again, strict=True))
+
+
+@each_strategy
+def test_calls_of_one_group_follow_each_other(name):
+    """Plans are kept and run again; the backward of one call may come after the forward of the next."""
+    layout = Layout.zigzag(18, 3)
+    inputs = [random_qkv(1, 18, 2, 2, 8, seed=seed) for seed in range(3)]
+
+    def work(ring):
+        outs, leaves = [], []
+        for tensors in inputs:
+            q, k, v = (layout.shard(x, ring.rank).requires_grad_() for x in tensors[:3])
+            arguments = ring_arguments(ring, ring.size)
+            outs.append(burst_attn_func(q, k, v, SCALE, causal=True, layout=layout, strategy=name, **arguments))
+            leaves.append((q, k, v))
+        given = [layout.shard(tensors[3], ring.rank) for tensors in inputs]
+        return [torch.autograd.grad(outs[i], leaves[i], given[i]) for i in (1, 0, 2)]
+
+    results = simulate(3, work)
+    for place, number in enumerate((1, 0, 2)):
+        expected = dense_results(Mask.causal(18), inputs[number], SCALE)[2:]
+        for which, exact in enumerate(expected):
+            mine = layout.unshard([result[place][which] for result in results])
+            assert float((mine - exact).norm() / exact.norm()) < EXACT
+
+
+@each_strategy
+def test_a_plan_is_a_pure_function_that_prints(name):
+    mask = Mask.documents((0, 11, 40))
+    call: Problem = problem(mask, Layout.balanced(mask, 4), heads=4, kv_heads=4)
+    if reason := load(name).refuses(call):
+        pytest.fail(f"it refuses documents over four ranks: {reason}")
+    for rank in range(4):
+        plans = [load(name).plan(call, rank) for _ in range(2)]
+        assert str(plans[0]) == str(plans[1])
+        assert f"rank {rank}" in str(plans[0])
+
+
+@each_strategy
+def test_a_refusal_is_an_error_on_every_rank(name):
+    """Double rings, or few heads: whatever it refuses, it says so with its name."""
+    mask, heads = Mask.causal(16), random_qkv(1, 16, 2, 1, 8)
+    layout = Layout.zigzag(16, 4)
+    if not (reason := refusal(name, mask, layout, 2, 2, 1)):
+        return
+    with pytest.raises(ValueError, match=f"strategy {name!r}") as raised:
+        ring_results(layout, heads, SCALE, 2, mask=mask, strategy=name)
+    assert reason in str(raised.value)
+
+
+def test_the_registry_names_each_strategy_as_it_names_itself():
+    assert [load(name).name for name in NAMES] == NAMES
+    assert load(NAMES[0]).automatic
