@@ -12,7 +12,7 @@ import functools
 import hashlib
 import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -201,6 +201,42 @@ class Mask:
                 visible = sum(_cropped(s, rows, columns).area for s in crossing if _meet(s.kv, columns))
                 line.append(_SHADES[-(-visible * (len(_SHADES) - 1) // (length(rows) * length(columns)))])
             yield " ".join(line).rstrip()
+
+
+def prefix(seq_len: int, length: int) -> Mask:
+    """Return a causal mask in which all tokens also see the first `length` ones, as prefix language models have it.
+
+    Raises ValueError for a length that is not between 0 and seq_len.
+    """
+    if not 0 <= (length := _number("length", length)) <= seq_len:
+        raise ValueError(f"expected a prefix of 0 to {seq_len} tokens, got {length}")
+    rest = (length, seq_len)
+    return Mask(seq_len, (Slice((0, seq_len), (0, length)), Slice(rest, rest, low=0)))
+
+
+def sliding_with_sink(seq_len: int, window: int, sink: int) -> Mask:
+    """Return a causal window in which all tokens also see the first `sink` ones before it, as StreamingLLM has it.
+
+    Source: arXiv 2309.17453. Raises ValueError for a window below 1 or a sink outside of the sequence.
+    """
+    if not 0 <= (sink := _number("sink", sink)) <= seq_len:
+        raise ValueError(f"expected a sink of 0 to {seq_len} tokens, got {sink}")
+    high, n = _positive("window", window), _positive("seq_len", seq_len)
+    return Mask(n, (Slice((0, n), (0, sink), low=0), Slice((0, n), (sink, n), low=0, high=high)))
+
+
+# An example of each kind of mask, by the number of tokens. examples/masks.py draws them, tests/conformance tests them.
+EXAMPLES: dict[str, Callable[[int], Mask]] = {
+    "causal": Mask.causal,
+    "full": Mask.full,
+    "window": lambda n: Mask.window(n, max(n // 4, 1)),
+    "documents": lambda n: Mask.documents(sorted({0, n // 5, n // 2, n})),
+    "full documents": lambda n: Mask.documents(sorted({0, n // 5, n // 2, n}), causal=False),
+    "windows in documents": lambda n: Mask.documents(sorted({0, n // 5, n // 2, n}), window=max(n // 8, 1)),
+    "window to both sides": lambda n: Mask.documents((0, n), causal=False, window=max(n // 8, 1)),
+    "prefix": lambda n: prefix(n, n // 3),
+    "window with a sink": lambda n: sliding_with_sink(n, max(n // 5, 1), n // 8),
+}
 
 
 def _mask(seq_len: int, slices: Sequence[Slice]) -> Mask:

@@ -1,0 +1,87 @@
+"""The contract of masks, for each registered kind: what it says of pairs, counted one by one, and attention with it."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bmt_burst import Layout, Mask
+from bmt_burst.mask import EXAMPLES
+from tests.helpers import ROOT, dense_results, random_qkv, ring_results
+
+LENGTHS = [1, 2, 13, 40, 64]
+
+each_mask = pytest.mark.parametrize("kind", EXAMPLES)
+each_length = pytest.mark.parametrize("tokens", LENGTHS)
+
+
+@each_mask
+@each_length
+def test_it_says_one_thing_of_each_pair(kind, tokens):
+    mask = EXAMPLES[kind](tokens)
+    assert mask.seq_len == tokens
+    dense = mask.dense()
+    one_by_one = torch.zeros(tokens, tokens, dtype=torch.int)
+    for (q0, q1), (k0, k1), low, high in mask.slices:
+        for i in range(q0, q1):
+            for j in range(k0, k1):
+                one_by_one[i, j] += (low is None or low <= i - j) and (high is None or i - j < high)
+    assert one_by_one.max() <= 1, "slices share no pair"
+    assert dense.equal(one_by_one.bool())
+    assert mask.area == int(dense.sum())
+    assert Mask(tokens, mask.slices) == mask, "the public constructor accepts its slices"
+
+
+@each_mask
+@each_length
+def test_transposed_windowed_and_parts(kind, tokens):
+    mask = EXAMPLES[kind](tokens)
+    dense = mask.dense()
+    assert mask.transposed.dense().equal(dense.T)
+    assert mask.transposed.transposed == mask
+    ahead = torch.arange(tokens).unsqueeze(1) - torch.arange(tokens)
+    assert mask.windowed(5).dense().equal(dense & (ahead < 5))
+    assert [p for part in mask.parts for p in range(*part)] == list(range(tokens))
+    part_of = torch.cat([torch.full((stop - start,), i) for i, (start, stop) in enumerate(mask.parts)])
+    assert not dense[part_of.unsqueeze(1) != part_of].any(), "parts see nothing of each other"
+    assert mask.positions().equal(torch.cat([torch.arange(stop - start) for start, stop in mask.parts]))
+
+
+@each_mask
+def test_equality_hash_digest_and_pickle(kind):
+    mask = EXAMPLES[kind](40)
+    twin = pickle.loads(pickle.dumps(mask))
+    assert mask == twin == EXAMPLES[kind](40)
+    assert hash(mask) == hash(twin)
+    assert mask.digest == twin.digest
+    assert all(mask != EXAMPLES[other](40) for other in EXAMPLES if other != kind)
+
+
+@each_mask
+@pytest.mark.parametrize("size", [2, 3])
+def test_attention_with_it_equals_dense(kind, size):
+    mask, tensors = EXAMPLES[kind](37), random_qkv(1, 37, 4, 2, 8)
+    for layout in (Layout.zigzag(37, size), Layout.balanced(mask, size)):
+        got, exact = ring_results(layout, tensors, 0.3, mask=mask), dense_results(mask, tensors, 0.3)
+        blind = exact[1].isinf()
+        assert got[1].isinf().equal(blind)
+        got[1], exact[1] = (x.masked_fill(blind, 0.0) for x in (got[1], exact[1]))
+        assert all(float((x - y).norm() / y.norm().clamp_min(1.0)) < 1e-12 for x, y in zip(got, exact, strict=True))
+
+
+@each_mask
+def test_it_prints_and_draws(kind):
+    text = str(EXAMPLES[kind](64))
+    assert "visible pairs" in text
+    assert len(text.splitlines()) == 33
+
+
+def test_the_gallery_draws_itself(tmp_path):
+    done = subprocess.run([sys.executable, ROOT / "examples/masks.py", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")
+    assert all(f"{kind}: 64 tokens" in done.stdout for kind in EXAMPLES)
