@@ -37,6 +37,7 @@ from .payload import KeysValues, Payload, backward_payload, of_heads
 from .program import program
 from .routes import Landing, Routes
 from .schedule import Schedule
+from .timeline import Rates, Timeline, timeline
 
 _ENOUGH_ROWS = 1 << 18  # rows of queries, over all heads, that keep a GPU busy: some sixteen tiles for each SM
 _ALIGNED = 1 << 12  # bytes by which a block may be longer than its tokens, since tensors are aligned
@@ -89,6 +90,11 @@ class RingPlan(Plan):
             there, home = self._most_bytes(self._backward_payload, returning=True)
             visit = max(visit, there)
         rings.reserve({"visit": visit + _ALIGNED, "return": home + _ALIGNED}, device)
+
+    def timelines(self, rates: Rates | None = None) -> tuple[Timeline, Timeline]:
+        """Return when this rank computes and sends in the forward and in the backward, at assumed rates."""
+        rates = rates or Rates()
+        return timeline(self.forward_tour, rates), timeline(self.backward_tour, rates, returning=True)
 
     def __str__(self) -> str:
         return f"rank {self.rank}, forward: {self.forward_tour}\nrank {self.rank}, backward: {self.backward_tour}"

@@ -1,0 +1,137 @@
+"""A timeline of a ring's plan: when one rank computes and when its tokens travel, at assumed rates.
+
+Nothing runs. Kernels compute one after the other, deliveries of a kind (visits and returns) come one after the other,
+and both wait for each other as the events of the program do. Merging and launching cost nothing here, so a real rank is
+never faster. `RingPlan.timelines` returns one for the forward and one for the backward, and examples/timeline.py draws
+those of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...mask import Slice
+from ...tile import KernelCall
+from ...tiling import Cut
+from .executor import Tour
+from .program import Event
+
+_WIDTH = 72  # characters of a drawing
+_ROWS = {"compute": "#", "visit": "=", "return": "~", "host": "-"}  # rows of a drawing, and their characters
+_BACKWARD = 2.5  # operations of a backward, relative to its forward
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine does in a second: operations, and bytes between ranks of a host and between hosts."""
+
+    operations: float = 600e12
+    bytes: float = 300e9
+    host_bytes: float = 40e9
+
+
+class Interval(NamedTuple):
+    """Something that takes time, in seconds from the start: a kernel's work or a delivery."""
+
+    row: str
+    event: Event
+    start: float
+    stop: float
+
+
+class Timeline(NamedTuple):
+    """The intervals of one rank; prints as a drawing with a row for each thing that can be busy."""
+
+    rank: int
+    intervals: list[Interval]
+
+    @property
+    def seconds(self) -> float:
+        return max((x.stop for x in self.intervals), default=0.0)
+
+    @property
+    def busy(self) -> float:
+        """The share of the time in which kernels run."""
+        return sum(x.stop - x.start for x in self.intervals if x.row == "compute") / (self.seconds or 1.0)
+
+    def __str__(self) -> str:
+        lines = [f"rank {self.rank}: {self.seconds * 1e3:.2f} ms, kernels run for {self.busy:.0%} of it"]
+        for row, character in _ROWS.items():
+            mine = [x for x in self.intervals if x.row == row]
+            if mine:
+                lines.append(f"  {row:<8}|{self._drawn(mine, character)}|")
+        return "\n".join(lines)
+
+    def _drawn(self, intervals: Sequence[Interval], character: str) -> str:
+        cells = [" "] * _WIDTH
+        for x in intervals:
+            first, last = (int(_WIDTH * at / self.seconds) for at in (x.start, x.stop))
+            label = str(x.event.stage) if x.event.do in ("compute", "fetch", "return") else x.event.do[0]
+            for cell in range(first, min(max(last, first + 1), _WIDTH)):
+                cells[cell] = label if cell == first else character
+        return "".join(cells)
+
+
+def timeline(tour: Tour, rates: Rates, returning: bool = False) -> Timeline:
+    """Compute when each event of a tour starts and ends; `returning` for a backward's tour."""
+    intervals: list[Interval] = []
+    free = dict.fromkeys(_ROWS, 0.0)  # when each row is free
+    done: dict[Event, float] = {}  # when what was started ends
+
+    def occupy(row: str, event: Event, seconds: float, after: float = 0.0) -> float:
+        start = max(free[row], after)
+        free[row] = start + seconds
+        if seconds:
+            intervals.append(Interval(row, event, start, free[row]))
+        return free[row]
+
+    def at(event: Event, do: str) -> float:
+        return done.get(event._replace(do=do), 0.0)
+
+    factor = _BACKWARD if returning else 1.0
+    work = 4 * tour.problem.sizes.batch * tour.problem.sizes.head_size * factor / rates.operations
+    for event in tour.program:
+        heads = _heads(tour, event)
+        if event.do == "own":
+            occupy("compute", event, work * tour.problem.sizes.heads * _pairs(tour.own))
+        elif event.do in ("open", "compute"):
+            arrived = at(event, "cross") if event.do == "open" else at(event, "fetch")
+            cuts = tour.cuts[event.round, event.stage if event.do == "compute" else -1]
+            done[event] = occupy("compute", event, work * heads * _pairs(cuts), arrived)
+        elif event.do == "fetch":
+            buffer_read = at(event._replace(stage=event.stage - 2), "compute")  # there are two
+            done[event] = occupy("visit", event, tour.manifest(event).nbytes / rates.bytes, buffer_read)
+        elif event.do == "return":
+            done[event] = occupy("return", event, tour.manifest(event).nbytes / rates.bytes, at(event, "compute"))
+        elif event.do in ("collect", "end") and event.stage >= 0 and returning:
+            free["compute"] = max(free["compute"], at(event, "return"))
+        elif event.do == "cross":
+            tokens = tour.rounds[event.round].held_tokens
+            nbytes = tour.passes[event.number].packing.nbytes(tokens)
+            done[event] = occupy("host", event, nbytes / rates.host_bytes)
+    return Timeline(tour.rank, intervals)
+
+
+def _heads(tour: Tour, event: Event) -> int:
+    """Count the query heads of an event's pass."""
+    if not tour.passes:
+        return tour.problem.sizes.heads
+    heads = tour.passes[event.number].q
+    return len(range(*heads.indices(tour.problem.sizes.heads)))
+
+
+def _pairs(cuts: Sequence[Cut]) -> int:
+    return sum(count_pairs(cut.call) for cut in cuts)
+
+
+def count_pairs(call: KernelCall) -> int:
+    """Count the visible pairs of a kernel call."""
+    total = 0
+    for (a, b), (c, d) in call.tiles:
+        last = (b - a) - (d - c)  # how far the last query is after the last key, from their tile's corner
+        low = None if call.right is None else last - call.right
+        high = None if call.left is None else last + call.left + 1
+        total += Slice((0, b - a), (0, d - c), low, high).area
+    return total
