@@ -81,13 +81,14 @@ class Problem:
         The gradient of such a row is found for kv heads (see `compute`), so they are made use of where these are as
         many as query heads.
         """
-        is_one = self.scores is None or self.sizes.heads != self.sizes.kv_heads
-        return (Term(None, self.mask),) if is_one else self.scores.terms
+        if self.scores is None or self.sizes.heads != self.sizes.kv_heads:
+            return (Term(None, self.mask),)
+        return self.scores.terms
 
     @property
     def rows(self) -> tuple[int, ...]:
         """Rows of the table that parts of the mask have as a whole."""
-        return tuple(term.row for term in self.terms if is_one_row(term.row))
+        return tuple(term.row for term in self.terms if term.row is not None and is_one_row(term.row))
 
     @property
     def takes_delta(self) -> bool:
@@ -161,7 +162,8 @@ def names() -> list[str]:
 def load(name: str) -> Strategy:
     """The strategy called `name`."""
     module, _, strategy = _STRATEGIES[name].rpartition(".")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), strategy)()
+    loaded: Strategy = getattr(importlib.import_module(f"{__name__}.{module}"), strategy)()
+    return loaded
 
 
 def choose(name: str, problem: Problem) -> Strategy:

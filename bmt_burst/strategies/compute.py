@@ -24,86 +24,125 @@ from ..spec import Spec
 from ..tiling import Cut
 from . import Problem
 
+ALL = slice(None)  # all tokens, or all heads
+
 
 @dataclass(frozen=True)
 class Queries:
-    """The query side: q (B, S, H, D), in a backward also dout, out (B, S, H, D), lse, delta (B, H, S).
+    """The query side of a forward: q (B, S, H, D). `tokens` (4, S) are `Scores.tokens`, where there is a bias."""
 
-    In a backward out or delta is None. `tokens` (4, S), where there is a bias, are `Scores.tokens`.
+    q: Tensor
+    tokens: Tensor | None = None
+
+    def part(self, tokens: slice, heads: slice = ALL) -> Queries:
+        """Return views of some tokens and heads."""
+        return Queries(self.q[:, tokens, heads], _slice_tokens(self.tokens, tokens))
+
+    def at(self, spans: Sequence[Span]) -> Queries:
+        """Return the tokens of rising spans, one after the other: a view if it is one span."""
+        if len(spans) == 1:
+            return self.part(slice(*spans[0]))
+        return Queries(_gather(self.q, spans, 1), _gather_optional(self.tokens, spans, 1))
+
+
+@dataclass(frozen=True)
+class QueryGradients:
+    """The query side of a backward: q, dout (B, S, H, D), lse (B, H, S), and either out or delta.
+
+    delta (B, H, S) is rowsum(out * dout). `tokens` as for Queries.
     """
 
     q: Tensor
-    dout: Tensor | None = None
+    dout: Tensor
+    lse: Tensor
     out: Tensor | None = None
-    lse: Tensor | None = None
     delta: Tensor | None = None
     tokens: Tensor | None = None
 
-    def part(self, tokens: Span, heads: slice = slice(None)) -> Queries:
-        """Some of the tokens and heads, views."""
-        wide = (None if x is None else x[:, slice(*tokens), heads] for x in (self.q, self.dout, self.out))
-        rows = (None if x is None else x[:, heads, slice(*tokens)] for x in (self.lse, self.delta))
-        return Queries(*wide, *rows, _tokens(self, tokens))
+    def part(self, tokens: slice, heads: slice = ALL) -> QueryGradients:
+        """Return views of some tokens and heads."""
+        return QueryGradients(
+            self.q[:, tokens, heads],
+            self.dout[:, tokens, heads],
+            self.lse[:, heads, tokens],
+            None if self.out is None else self.out[:, tokens, heads],
+            None if self.delta is None else self.delta[:, heads, tokens],
+            _slice_tokens(self.tokens, tokens),
+        )
 
-    def at(self, spans: Sequence[Span]) -> Queries:
-        """The tokens of rising spans, one after the other: a view if it is one span."""
+    def at(self, spans: Sequence[Span]) -> QueryGradients:
+        """Return the tokens of rising spans, one after the other: a view if it is one span."""
         if len(spans) == 1:
-            return self.part(spans[0])
-        return Queries(*(_joined(getattr(self, name), spans, dim) for name, dim in _QUERIES.items()))
+            return self.part(slice(*spans[0]))
+        return QueryGradients(
+            _gather(self.q, spans, 1),
+            _gather(self.dout, spans, 1),
+            _gather(self.lse, spans, 2),
+            _gather_optional(self.out, spans, 1),
+            _gather_optional(self.delta, spans, 2),
+            _gather_optional(self.tokens, spans, 1),
+        )
 
-    def with_delta(self) -> Queries:
-        """With delta = rowsum(out * dout) in place of out."""
+    def with_delta(self) -> QueryGradients:
+        """Return the same with delta in place of out."""
+        if self.out is None:
+            return self
         delta = query_rows(self.out, self.dout, self.lse)[..., 1].transpose(1, 2)
         return replace(self, out=None, delta=delta.contiguous())
 
-
-_QUERIES = {"q": 1, "dout": 1, "out": 1, "lse": 2, "delta": 2, "tokens": 1}  # fields, and their dimension of tokens
+    def get_delta(self) -> Tensor:
+        """Return delta (B, H, S), computed from out where it is not there."""
+        delta = self.with_delta().delta
+        assert delta is not None, "a backward has out or delta"
+        return delta
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The key side: k and v (B, S, G, D); `tokens` as of Queries."""
+    """The key side: k and v (B, S, G, D); `tokens` as for Queries."""
 
     k: Tensor
     v: Tensor
     tokens: Tensor | None = None
 
-    def part(self, tokens: Span, heads: slice = slice(None)) -> Keys:
-        """Some of the tokens and heads, views."""
-        k, v = (x[:, slice(*tokens), heads] for x in (self.k, self.v))
-        return Keys(k, v, _tokens(self, tokens))
+    def part(self, tokens: slice, heads: slice = ALL) -> Keys:
+        """Return views of some tokens and heads."""
+        return Keys(self.k[:, tokens, heads], self.v[:, tokens, heads], _slice_tokens(self.tokens, tokens))
 
     def at(self, spans: Sequence[Span]) -> Keys:
-        """The tokens of rising spans, one after the other: a view if it is one span."""
+        """Return the tokens of rising spans, one after the other: a view if it is one span."""
         if len(spans) == 1:
-            return self.part(spans[0])
-        return Keys(*(_joined(x, spans, 1) for x in (self.k, self.v, self.tokens)))
+            return self.part(slice(*spans[0]))
+        return Keys(_gather(self.k, spans, 1), _gather(self.v, spans, 1), _gather_optional(self.tokens, spans, 1))
 
 
-def _joined(x: Tensor | None, spans: Sequence[Span], dim: int) -> Tensor | None:
-    return None if x is None else torch.cat([x.narrow(dim, span[0], length(span)) for span in spans], dim)
+Side = Queries | QueryGradients | Keys
 
 
-def _tokens(side: Side, span: Span) -> Tensor | None:
-    return None if side.tokens is None else side.tokens[:, slice(*span)]
+def _gather(x: Tensor, spans: Sequence[Span], dim: int) -> Tensor:
+    return torch.cat([x.narrow(dim, span[0], length(span)) for span in spans], dim)
 
 
-Side = Queries | Keys
+def _gather_optional(x: Tensor | None, spans: Sequence[Span], dim: int) -> Tensor | None:
+    return None if x is None else _gather(x, spans, dim)
+
+
+def _slice_tokens(x: Tensor | None, tokens: slice) -> Tensor | None:
+    return None if x is None else x[:, tokens]
 
 
 @dataclass(frozen=True)
 class Bias:
     """What attention adds to the scores of H heads: see `bmt_burst.scores`.
 
-    kernel, spec      for pairs that have a row of their own each
+    kernel, spec      compute pairs that have a row of their own each
     table             (R, H) fp32, or fp64
-    pairs, distances  of the Scores, on the device
-    other             of the Scores
-    rows              that calls have as a whole, in the order of
-    row_lse           (rows, B, H, S): for each the logsumexp of a rank's queries over the pairs with it
-    dtable            (R, H), in a backward: where the table's gradient adds up
+    pairs, distances  those of the Scores, on the device
+    other             that of the Scores
+    rows              the rows that whole calls have, in the order of row_lse
+    row_lse           (rows, B, H, S): for each row the logsumexp of a rank's queries over the pairs with it
     prepared          what kernels keep for the table
-    parts             of some heads, that were asked for
+    parts             parts for some heads, kept so that each is made once
     """
 
     kernel: Kernel
@@ -114,142 +153,201 @@ class Bias:
     other: int
     rows: tuple[int, ...]
     row_lse: Tensor
-    dtable: Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict)
     parts: dict[tuple[int, int], Bias] = field(default_factory=dict)
 
-    def of(self, heads: slice) -> Bias:
-        """That of some heads, views; the same one each time, for what is kept for its table."""
+    def of_heads(self, heads: slice) -> Bias:
+        """Return views for some heads: the same object each time, since kernels keep things for its table."""
         key = heads.start, heads.stop
         if key not in self.parts:
             table, row_lse = self.table[:, heads], self.row_lse[:, :, heads]
-            dtable = None if self.dtable is None else self.dtable[:, heads]
-            self.parts[key] = replace(self, table=table, row_lse=row_lse, dtable=dtable, prepared={}, parts={})
+            self.parts[key] = replace(self, table=table, row_lse=row_lse, prepared={}, parts={})
         return self.parts[key]
 
-    def of_call(self, queries: Queries, keys: Keys, cut: Cut, bound: Tensor | None = None) -> CallBias:
-        """What a kernel has to know where pairs have rows of their own, or go by distance."""
-        q_group, q_base, _, q_position = queries.tokens
-        group, _, segment, position = keys.tokens
+    def of_call(
+        self, query_tokens: Tensor | None, key_tokens: Tensor | None, cut: Cut, bound: Tensor | None = None
+    ) -> CallBias:
+        """Return what a kernel needs where pairs have rows of their own, or go by distance."""
+        assert query_tokens is not None, "with a bias, sides have the numbers of their tokens"
+        assert key_tokens is not None
+        q_group, q_base, _, q_position = query_tokens
+        group, _, segment, position = key_tokens
         segments = None if cut.row == BY_DISTANCE else Segments(q_group, q_base, group, segment, self.pairs, self.other)
         return CallBias(self.table, q_position, position, self.distances, segments, cut.apart, bound, self.prepared)
 
     def add_lse(self, row: int, spans: Sequence[Span], lse: Tensor) -> None:
-        """What the queries of rising spans see in a call whose pairs have this row: lse (B, H, T)."""
+        """Add what the queries of rising spans see in a call whose pairs have this row: lse (B, H, T)."""
         for span, place in in_turn(spans):
             total = self.row_lse[self.rows.index(row), :, :, slice(*span)]
             torch.logaddexp(total, lse[:, :, slice(*place)], out=total)
 
-    def subtract_delta(self, queries: Queries) -> None:
-        """Takes sum P delta off the gradients of rows that calls have as a whole, for all queries of this rank.
 
-        Such a row's gradient is sum dS = sum P dP - sum P delta over its pairs, P = exp(scores - lse). The second
-        follows from its logsumexp; the first is in each call's gradient of v: dv_j = sum_i P_ij dout_i, so
-        v_j . dv_j = sum_i P_ij dP_ij.
+@dataclass(frozen=True)
+class TableGradient:
+    """Where the gradient of a bias's table adds up: dtable (R, H)."""
+
+    bias: Bias
+    dtable: Tensor
+
+    def of_heads(self, heads: slice) -> TableGradient:
+        """Return views for some heads."""
+        return TableGradient(self.bias.of_heads(heads), self.dtable[:, heads])
+
+    def subtract_delta(self, queries: QueryGradients) -> None:
+        """Subtract sum P delta from the gradients of rows that whole calls have, for all queries of this rank.
+
+        The gradient of such a row is sum dS = sum P dP - sum P delta over its pairs, with P = exp(scores - lse). The
+        second term follows from the row's logsumexp. The first is in each call's gradient of v:
+        dv_j = sum_i P_ij dout_i, so v_j . dv_j = sum_i P_ij dP_ij.
         """
-        if self.rows and queries.delta is None:
-            queries = queries.with_delta()
-        for row, lse in zip(self.rows, self.row_lse, strict=True):
+        if not self.bias.rows:
+            return
+        delta = queries.get_delta()
+        for row, lse in zip(self.bias.rows, self.bias.row_lse, strict=True):
             probs = (lse - queries.lse).exp().masked_fill(lse == -torch.inf, 0.0)
-            self.dtable[row] -= (probs * queries.delta).sum((0, 2))
+            self.dtable[row] -= (probs * delta).sum((0, 2))
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What computes calls: a kernel and, where scores have a bias, that."""
+    """The forward of kernel calls: a kernel and, where scores have a bias, that."""
 
     kernel: Kernel
     spec: Spec
     bias: Bias | None = None
 
     @staticmethod
-    def begin(problem: Problem, queries: Queries, table: Tensor | None, row_lse: Tensor | None = None) -> Attention:
-        """That of a call, or with the `row_lse` of its forward of its backward."""
+    def begin(problem: Problem, q: Tensor, table: Tensor | None) -> Attention:
+        """Return the attention of a call with queries q (B, S, H, D) and the table of its bias, if any."""
         if table is None:
             return Attention(problem.kernel, problem.spec)
-        device, dtable = queries.q.device, None if row_lse is None else torch.zeros_like(table)
-        pairs, distances = _lookups(problem.scores, device, current_stream(device))
-        if row_lse is None:
-            batch, tokens, heads, _ = queries.q.shape
-            row_lse = table.new_full((len(problem.rows), batch, heads, tokens), -torch.inf)
-        kernel, spec = problem.biased_kernel, replace(problem.spec, biased=True)
-        bias = Bias(kernel, spec, table, pairs, distances, problem.scores.other, problem.rows, row_lse, dtable)
-        if dtable is not None:
-            bias.subtract_delta(queries)
-        return Attention(problem.kernel, problem.spec, bias)
+        batch, tokens, heads, _ = q.shape
+        row_lse = table.new_full((len(problem.rows), batch, heads, tokens), -torch.inf)
+        return Attention(problem.kernel, problem.spec, _make_bias(problem, q.device, table, row_lse))
+
+    @property
+    def row_lse(self) -> Tensor | None:
+        """Return what the backward needs of the bias."""
+        return None if self.bias is None else self.bias.row_lse
 
     @property
     def writes_new_memory(self) -> bool:
         """Whether all its kernels do."""
         return self.kernel.writes_new_memory and (self.bias is None or self.bias.kernel.writes_new_memory)
 
-    def of(self, heads: slice) -> Attention:
-        return self if self.bias is None else replace(self, bias=self.bias.of(heads))
+    def of_heads(self, heads: slice) -> Attention:
+        return self if self.bias is None else replace(self, bias=self.bias.of_heads(heads))
 
-    def forward(self, q: Queries, keys: Keys, cut: Cut) -> tuple[Tensor, Tensor]:
+    def forward(self, queries: Queries, keys: Keys, cut: Cut) -> tuple[Tensor, Tensor]:
+        """Return out and lse of one cut, whose tokens the sides are."""
         bias, call, row = self.bias, cut.call, cut.row
         if bias and not is_one_row(row):
-            return bias.kernel.forward(q.q, keys.k, keys.v, call, bias.spec, bias.of_call(q, keys, cut))
-        out, lse = self.kernel.forward(q.q, keys.k, keys.v, call, self.spec)
-        if bias is None:
+            added = bias.of_call(queries.tokens, keys.tokens, cut)
+            return bias.kernel.forward(queries.q, keys.k, keys.v, call, bias.spec, added)
+        out, lse = self.kernel.forward(queries.q, keys.k, keys.v, call, self.spec)
+        if bias is None or row is None:
             return out, lse
         lse = lse + bias.table[row].unsqueeze(-1)
-        return out, lse.masked_fill_(lse == torch.inf, torch.nan)  # to be merged so: out does not know of the bias
+        # An infinite row makes the merged output NaN: `out` alone does not know of the bias.
+        return out, lse.masked_fill_(lse == torch.inf, torch.nan)
 
-    def backward(self, q: Queries, keys: Keys, cut: Cut, bound: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv; the table's gradient adds up. `bound` is `dscores_bound` of more queries and keys, or None."""
-        bias, call, row = self.bias, cut.call, cut.row
-        inputs = q.dout, q.q, keys.k, keys.v, q.out
-        if bias is None:
-            return self.kernel.backward(*inputs, q.lse, q.delta, call, self.spec)
-        if not is_one_row(row):
-            added = bias.of_call(q, keys, cut, bound)
-            *grads, dtable = bias.kernel.backward(*inputs, q.lse, q.delta, call, bias.spec, added)
-            bias.dtable.add_(dtable)
-            return tuple(grads)
-        lse = q.lse - bias.table[row].unsqueeze(-1)
-        dq, dk, dv = self.kernel.backward(*inputs, lse, q.delta, call, self.spec)
-        bias.dtable[row] += _sum_of_products(dv, keys.v)
+
+@dataclass(frozen=True)
+class AttentionGradient:
+    """The backward of kernel calls; the table's gradient adds up in `table`."""
+
+    kernel: Kernel
+    spec: Spec
+    table: TableGradient | None = None
+
+    @staticmethod
+    def begin(
+        problem: Problem, queries: QueryGradients, table: Tensor | None, row_lse: Tensor | None
+    ) -> AttentionGradient:
+        """Return the backward of a call with these queries; `row_lse` is what its forward made of the table."""
+        if table is None:
+            return AttentionGradient(problem.kernel, problem.spec)
+        assert row_lse is not None, "the forward of a bias makes row_lse"
+        bias = _make_bias(problem, queries.q.device, table, row_lse)
+        gradient = TableGradient(bias, torch.zeros_like(table))
+        gradient.subtract_delta(queries)
+        return AttentionGradient(problem.kernel, problem.spec, gradient)
+
+    @property
+    def dtable(self) -> Tensor | None:
+        return None if self.table is None else self.table.dtable
+
+    def of_heads(self, heads: slice) -> AttentionGradient:
+        return self if self.table is None else replace(self, table=self.table.of_heads(heads))
+
+    def backward(
+        self, queries: QueryGradients, keys: Keys, cut: Cut, bound: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv of one cut. `bound` is `dscores_bound` of at least its queries and keys, or None."""
+        table, call, row = self.table, cut.call, cut.row
+        q, dout, k, v, out, delta = queries.q, queries.dout, keys.k, keys.v, queries.out, queries.delta
+        lse = queries.lse
+        if table and not is_one_row(row):
+            bias = table.bias
+            added = bias.of_call(queries.tokens, keys.tokens, cut, bound)
+            dq, dk, dv, dtable = bias.kernel.backward(dout, q, k, v, out, lse, delta, call, bias.spec, added)
+            table.dtable.add_(dtable)
+            return dq, dk, dv
+        if table and row is not None:
+            lse = lse - table.bias.table[row].unsqueeze(-1)
+        dq, dk, dv = self.kernel.backward(dout, q, k, v, out, lse, delta, call, self.spec)
+        if table and row is not None:
+            table.dtable[row] += _sum_products(dv, v)
         return dq, dk, dv
+
+
+def _make_bias(problem: Problem, device: torch.device, table: Tensor, row_lse: Tensor) -> Bias:
+    scores, kernel = problem.scores, problem.biased_kernel
+    assert scores is not None, "a table goes with scores"
+    assert kernel is not None
+    pairs, distances = _lookups(scores, device, current_stream(device))
+    spec = replace(problem.spec, biased=True)
+    return Bias(kernel, spec, table, pairs, distances, scores.other, problem.rows, row_lse)
 
 
 @functools.lru_cache(maxsize=8)
 def _lookups(scores: Scores, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[Tensor, Tensor]:
-    """pairs and distances on a device."""
+    """Return pairs and distances on a device."""
     return sent(scores.pairs, device), sent(scores.distances, device)
 
 
 @fused_on_gpus
-def _sum_of_products(x: Tensor, y: Tensor) -> Tensor:
-    """Of each head the sum of x * y, both (B, S, H, D): (H,) fp32, or fp64 for fp64 inputs."""
+def _sum_products(x: Tensor, y: Tensor) -> Tensor:
+    """Return the sum of x * y for each head, both (B, S, H, D): (H,) fp32, or fp64 for fp64 inputs."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) * y.to(wide)).sum((0, 1, 3))
 
 
 def outputs(attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys) -> Iterator[OutputPart]:
-    """Rows of each cut, and partial out (B, T, H, D) and lse (B, H, T) of those, as they are computed."""
+    """Yield the rows of each cut, and partial out (B, T, H, D) and lse (B, H, T) of those, as they are computed."""
     for cut in cuts:
         out, lse = attention.forward(queries.at(cut.rows), keys.at(cut.columns), cut)
-        if is_one_row(cut.row):
+        if attention.bias and cut.row is not None and is_one_row(cut.row):
             attention.bias.add_lse(cut.row, cut.rows, lse)
         yield cut.rows, out, lse
 
 
 def gradients(
-    attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys
+    attention: AttentionGradient, cuts: Sequence[Cut], queries: QueryGradients, keys: Keys
 ) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
-    """Rows and columns of each cut, and partial dq of those and dk, dv of these, as they are computed."""
-    bound = _bound(cuts, queries, keys) if attention.bias and queries.delta is not None else None
+    """Yield rows and columns of each cut, and partial dq of those and dk, dv of these, as they are computed."""
+    bound = _find_bound(cuts, queries, keys) if attention.table else None
     for cut in cuts:
         rows, columns = cut.rows, cut.columns
         yield rows, columns, attention.backward(queries.at(rows), keys.at(columns), cut, bound)
 
 
-def _bound(cuts: Sequence[Cut], queries: Queries, keys: Keys) -> Tensor | None:
-    """`dscores_bound` of all cuts whose pairs have rows of their own. Tokens around these, as padding, have no say."""
+def _find_bound(cuts: Sequence[Cut], queries: QueryGradients, keys: Keys) -> Tensor | None:
+    """Return `dscores_bound` of all cuts whose pairs have rows of their own, from their tokens alone."""
     biased = [cut for cut in cuts if not is_one_row(cut.row)]
-    if not biased:
+    if queries.delta is None or not biased:
         return None
-    queries = queries.part(hull(span for cut in biased for span in cut.rows))
-    keys = keys.part(hull(span for cut in biased for span in cut.columns))
+    queries = queries.part(slice(*hull(span for cut in biased for span in cut.rows)))
+    keys = keys.part(slice(*hull(span for cut in biased for span in cut.columns)))
+    assert queries.delta is not None
     return dscores_bound(queries.dout, keys.v, queries.lse, queries.delta)

@@ -28,7 +28,7 @@ from ..span import Span, in_turn
 from ..tiling import Cut, Tiling, kernel_calls
 from ..transport import LANES
 from . import Plan, Problem, Strategy
-from .compute import Attention, Keys, Queries, gradients, outputs
+from .compute import Attention, AttentionGradient, Keys, Queries, QueryGradients, gradients, outputs
 
 
 class PlainRing(Strategy):
@@ -59,7 +59,7 @@ class PlainRingPlan(Plan):
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
     ) -> tuple[Tensor, Tensor, None]:
         queries = Queries(q)
-        attention = Attention.begin(self.problem, queries, table)
+        attention = Attention.begin(self.problem, q, table)
         out, lse = torch.empty_like(q), empty_lse(q)
         merged = Outputs(out, lse)
         block = [k.contiguous(), v.contiguous()]
@@ -83,8 +83,8 @@ class PlainRingPlan(Plan):
         table: Tensor | None = None,
         row_lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, None]:
-        queries = Queries(q, dout, out, lse)
-        attention = Attention.begin(self.problem, queries, table)
+        queries = QueryGradients(q, dout, lse, out)
+        attention = AttentionGradient.begin(self.problem, queries, table, row_lse)
         wide = accumulator_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
         block = [k.contiguous(), v.contiguous(), *(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))]

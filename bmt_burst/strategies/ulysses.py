@@ -35,7 +35,7 @@ from ..span import Span, length
 from ..transport import ALONE, Arrival, Parcel, Transport
 from ..transport.packing import Packing
 from . import Plan, Problem, Strategy
-from .compute import Keys, Queries
+from .compute import ALL, Keys, QueryGradients
 from .ring import RingPlan
 
 _MOST_RUNS = 1 << 12  # of positions that the tokens of a host may be, for planning to be quick
@@ -242,33 +242,51 @@ class UlyssesPlan(Plan):
         for chunk in self.chunks:
             chunk.ring.reserve(_between_hosts(rings), device, with_backward)
 
-    def forward(self, rings, q, k, v, table=None):
+    def forward(
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         q, k, v = self._to_heads(rings, self.inputs, [q, k, v])
-        outs, lses, row_lses = [], [], []
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
+        row_lses: list[Tensor] = []
         for at, kv_at, ring in self.chunks:
             inputs = q[:, :, at], k[:, :, kv_at], v[:, :, kv_at]
             out, lse, row_lse = ring.forward(_between_hosts(rings), *inputs, self._own_heads(table, at))
             outs.append(out)
             lses.append(lse.transpose(1, 2))
-            row_lses.append(row_lse)
+            if row_lse is not None:
+                row_lses.append(row_lse)
         no_lse = q[:, :, :0, 0].to(accumulator_dtype(q.dtype))
         with self._to_tokens(rings, self.results, [_joined(outs, q), _joined(lses, no_lse)]) as parts:
             out, lse = (torch.cat(same, 2) for same in zip(*parts, strict=True))
         flat = None if table is None else torch.cat([table.new_empty(0), *(x.flatten() for x in row_lses)])
         return out, lse.transpose(1, 2).contiguous(), flat
 
-    def backward(self, rings, dout, q, k, v, out, lse, table=None, row_lse=None):
+    def backward(
+        self,
+        rings: Rings,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        table: Tensor | None = None,
+        row_lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         softmax = [query_rows(out, dout, lse)] if self.sends_delta else [lse.transpose(1, 2), out]
         inputs = [q, k, v, dout, *softmax]
         q, all_k, all_v, *rest = self._to_heads(rings, self.backward_inputs, inputs)
-        queries, grads = self._queries(q, *rest), []
+        queries = self._make_queries(q, *rest)
+        grads: list[tuple[Tensor, ...]] = []
         dtable = None if table is None else torch.zeros_like(table)
         for (at, kv_at, ring), of_chunk in zip(self.chunks, self._row_lse(row_lse, q), strict=True):
-            sides = queries.part((0, None), at), Keys(all_k[:, :, kv_at], all_v[:, :, kv_at])
+            sides = queries.part(ALL, at), Keys(all_k[:, :, kv_at], all_v[:, :, kv_at])
             *found, share = ring.differentiate(_between_hosts(rings), *sides, self._own_heads(table, at), of_chunk)
-            grads.append(found)
-            if dtable is not None:
-                self._own_heads(dtable, at).copy_(share)
+            grads.append(tuple(x for x in found if x is not None))
+            own = self._own_heads(dtable, at)
+            if own is not None and share is not None:
+                own.copy_(share)
         results = [_joined([found[i] for found in grads], x) for i, x in enumerate((q, all_k, all_v))]
         with self._to_tokens(rings, self.backward_results, results) as parts:
             dq, dk, dv = zip(*parts, strict=True)
@@ -283,18 +301,24 @@ class UlyssesPlan(Plan):
         for rank, (q, kv) in zip(self.ranks, self.heads, strict=True):
             some = f"query heads {q[0]} to {q[1] - 1}, kv heads {kv[0]} to {kv[1] - 1}" if length(q) else "no heads"
             lines.append(f"  rank {rank} computes {some}")
-        for name in ("inputs", "results", "backward_inputs", "backward_results"):
-            lines.append(f"  {getattr(self, name).leaving_bytes:,} bytes leave: {name.replace('_', ' ')}")
+        moves = {
+            "inputs": self.inputs,
+            "results": self.results,
+            "backward inputs": self.backward_inputs,
+            "backward results": self.backward_results,
+        }
+        lines += [f"  {move.leaving_bytes:,} bytes leave: {name}" for name, move in moves.items()]
         if self.hosts.size > 1:
             for number, chunk in enumerate(self.chunks):
                 lines += [f"between hosts, of chunk {number}:", *str(chunk.ring).splitlines()]
         return "\n".join(lines)
 
-    def _queries(self, q: Tensor, dout: Tensor, *softmax: Tensor) -> Queries:
+    def _make_queries(self, q: Tensor, dout: Tensor, *softmax: Tensor) -> QueryGradients:
         if self.sends_delta:
-            return Queries(q, dout, None, *lse_and_delta(softmax[0]))
+            lse, delta = lse_and_delta(softmax[0])
+            return QueryGradients(q, dout, lse, delta=delta)
         lse, out = softmax
-        return Queries(q, dout, out, lse.transpose(1, 2))
+        return QueryGradients(q, dout, lse.transpose(1, 2), out)
 
     def _own_heads(self, table: Tensor | None, at: slice) -> Tensor | None:
         """Some of the heads that this rank computes of a bias's table (R, H): a view."""
@@ -305,7 +329,9 @@ class UlyssesPlan(Plan):
         if flat is None:
             return [None] * len(self.chunks)
         shapes = [(len(c.ring.problem.rows), len(q), c.ring.problem.sizes.heads, q.shape[1]) for c in self.chunks]
-        return [x.view(shape) for x, shape in zip(flat.split([math.prod(s) for s in shapes]), shapes, strict=True)]
+        return [
+            x.view(shape) for x, shape in zip(torch.split(flat, [math.prod(s) for s in shapes]), shapes, strict=True)
+        ]
 
     def _sum(self, shares: Sequence[Tensor], x: Tensor) -> Tensor:
         """The gradient of x (B, S, G, D), of which each rank's share is (B, S, g, D)."""
@@ -348,7 +374,7 @@ class UlyssesPlan(Plan):
 
 def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """Parts (B, N, heads, ...) as one; without any what is `like` them, of no heads."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2) if parts else like
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2) if parts else like
 
 
 def _between_hosts(rings: Rings) -> Rings:
@@ -363,4 +389,4 @@ def _places(
     """Where the tokens of a host's ranks lie among these, (S,) int64, for work on `stream`. The host does not wait."""
     hosts = HostLayout(layout, inner)
     parts = [hosts.places(rank) for rank in range(host * inner, (host + 1) * inner)]
-    return sent(torch.cat(parts), device).split([len(part) for part in parts])
+    return tuple(torch.split(sent(torch.cat(parts), device), [len(part) for part in parts]))

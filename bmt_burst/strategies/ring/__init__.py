@@ -31,9 +31,9 @@ from ...rings import Rings
 from ...scores import BY_DISTANCE
 from ...tiling import Cut, Tiling, by_columns, flipped, kernel_calls
 from .. import Plan, Problem, Sizes, Strategy
-from ..compute import Keys, Queries
+from ..compute import Keys, Queries, QueryGradients
 from .executor import Backward, Forward, Pass, Tour, landing_positions
-from .payload import KeysValues, Payload, backward_payload, of_heads
+from .payload import KeysValues, Payload, QueriesTravel, backward_payload, of_heads
 from .program import program
 from .routes import Landing, Routes
 from .schedule import Schedule
@@ -72,17 +72,31 @@ class RingPlan(Plan):
     def backward_tour(self) -> Tour:
         return self._tour(self._backward_payload, returning=True)
 
-    def forward(self, rings, q, k, v, table=None):
-        return Forward(self.forward_tour, rings, Queries(q), Keys(k, v), table).result()
+    def forward(
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return Forward(self.forward_tour, KeysValues(), rings, Queries(q), Keys(k, v), table).result()
 
-    def backward(self, rings, dout, q, k, v, out, lse, table=None, row_lse=None):
-        return self.differentiate(rings, Queries(q, dout, out, lse), Keys(k, v), table, row_lse)
+    def backward(
+        self,
+        rings: Rings,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        table: Tensor | None = None,
+        row_lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return self.differentiate(rings, QueryGradients(q, dout, lse, out), Keys(k, v), table, row_lse)
 
     def differentiate(
-        self, rings: Rings, queries: Queries, keys: Keys, table: Tensor | None, row_lse: Tensor | None
+        self, rings: Rings, queries: QueryGradients, keys: Keys, table: Tensor | None, row_lse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `backward`, of queries with out or, if the kernel takes it and `send_out` is not asked for, delta."""
-        return Backward(self.backward_tour, rings, queries, keys, table, row_lse).result()
+        """Do as `backward`, for queries with out or, if the kernel takes it and `send_out` is not asked for, delta."""
+        payload = self._backward_payload
+        return Backward(self.backward_tour, payload, rings, queries, keys, table, row_lse).result()
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         visit, home = self._most_bytes(KeysValues(), returning=False)[0], 0
@@ -100,7 +114,7 @@ class RingPlan(Plan):
         return f"rank {self.rank}, forward: {self.forward_tour}\nrank {self.rank}, backward: {self.backward_tour}"
 
     @functools.cached_property
-    def _backward_payload(self) -> Payload:
+    def _backward_payload(self) -> KeysValues | QueriesTravel:
         problem = self.problem
         return backward_payload(problem.backward, problem.send_out, problem.sizes)
 

@@ -1,4 +1,4 @@
-"""Runs the program of a rank: what each event does with tensors. The order of events is not decided here.
+"""The executor: what each event of a rank's program does with tensors. The order of events is not decided here.
 
 `routes` says which tokens go where, a transport moves bytes, a kernel computes, `merge` adds up.
 
@@ -8,9 +8,10 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -18,14 +19,24 @@ from torch import Tensor
 from ...kernels.packed import current_stream, sent
 from ...merge import Gradients, OutputPart, Outputs, Part, empty_lse, is_whole, sum_parts, tokens_at
 from ...rings import Rings
-from ...scores import is_one_row
+from ...scores import Scores, is_one_row
 from ...span import Span, length, shifted
 from ...tiling import Cut
 from ...transport import Arrival, Delivery, Parcel, Ticket
 from ...transport.packing import Packing
 from .. import Problem
-from ..compute import Attention, Keys, Queries, Side, gradients, outputs
-from .payload import Payload
+from ..compute import (
+    ALL,
+    Attention,
+    AttentionGradient,
+    Keys,
+    Queries,
+    QueryGradients,
+    Side,
+    gradients,
+    outputs,
+)
+from .payload import KeysValues, Payload, QueriesTravel
 from .program import Event
 from .routes import Landing, Outgoing, Round, Stage
 
@@ -59,7 +70,7 @@ class Tour:
     own: Sequence[Cut]
     passes: Sequence[Pass]
     rounds: Sequence[Round]
-    cuts: dict[tuple[int, int], Sequence[Cut]]
+    cuts: Mapping[tuple[int, int], Sequence[Cut]]
     program: Sequence[Event]
     manifests: dict[Event, Manifest] = field(default_factory=dict)  # of fetches and returns, once they were made
 
@@ -81,7 +92,9 @@ class Tour:
 
         None where there are no scores, or no calls.
         """
-        return None if self.problem.scores is None else _tokens(self, device, current_stream(device)).get(key)
+        if self.problem.scores is None:
+            return None
+        return _all_tokens(self, self.problem.scores, device, current_stream(device)).get(key)
 
     def __str__(self) -> str:
         """The program, with what moves and what is computed."""
@@ -91,13 +104,12 @@ class Tour:
         return "\n".join(lines)
 
     def _detail(self, event: Event) -> str:
-        round_ = self.rounds[event.round] if self.rounds else None
         if event.do == "own":
-            return f"  {_shown(self.own)}"
+            return f"  {_describe(self.own)}"
         if event.do in ("compute", "open"):
-            return f"  {_shown(self.cuts[event.round, event.stage if event.do == 'compute' else -1])}"
+            return f"  {_describe(self.cuts[event.round, event.stage if event.do == 'compute' else -1])}"
         if event.do in ("fetch", "return"):
-            stage = round_.stages[event.stage]
+            stage = self.rounds[event.round].stages[event.stage]
             sends = stage.sends if event.do == "fetch" else stage.returns
             landing = stage.tokens if event.do == "fetch" else stage.home_tokens
             there = ", ".join(f"{length(out.span)} to {out.peer}" for out in sends) or "none"
@@ -129,12 +141,15 @@ def _manifest(
 
 
 @functools.lru_cache(maxsize=8)  # large on GPUs where every step has scores of its own
-def _tokens(tour: Tour, device: torch.device, stream: torch.cuda.Stream | None) -> dict[tuple[int, int] | None, Tensor]:
-    """What `Tour.tokens` returns, for work on `stream`, in one piece of memory."""
-    own = tour.problem.layout.positions(tour.rank)
-    positions = {None: own} | {key: _positions(tour, *key) for key, cuts in tour.cuts.items() if cuts}
-    tokens = sent(tour.problem.scores.tokens(torch.cat([*positions.values()])), device)
-    return dict(zip(positions, tokens.split([len(x) for x in positions.values()], 1), strict=True))
+def _all_tokens(
+    tour: Tour, scores: Scores, device: torch.device, stream: torch.cuda.Stream | None
+) -> dict[tuple[int, int] | None, Tensor]:
+    """Return what `Tour.tokens` returns for each key, for work on `stream`, in one piece of memory."""
+    positions: dict[tuple[int, int] | None, Tensor] = {None: tour.problem.layout.positions(tour.rank)}
+    positions |= {key: _positions(tour, *key) for key, cuts in tour.cuts.items() if cuts}
+    tokens = sent(scores.tokens(torch.cat([*positions.values()])), device)
+    parts = torch.split(tokens, [len(x) for x in positions.values()], 1)
+    return dict(zip(positions, parts, strict=True))
 
 
 def _positions(tour: Tour, number: int, stage: int) -> Tensor:
@@ -153,41 +168,88 @@ def landing_positions(landings: Sequence[Landing], tokens: int) -> Tensor:
     return positions
 
 
-def _shown(cuts: Sequence[Cut]) -> str:
+def _describe(cuts: Sequence[Cut]) -> str:
     """Kernel calls in a few words."""
     calls = [f"{cut.call.q_tokens} x {cut.call.kv_tokens} in {len(cut.call.tiles)} tiles" for cut in cuts]
     return f"{len(cuts)} kernel calls: {', '.join(calls)}" if cuts else "nothing"
 
 
-class Execution:
-    """Runs a tour once: moves blocks. What is computed of them is a subclass's.
+class Execution(ABC):
+    """Run a tour once: move blocks. Subclasses compute with them.
 
     leaving  the side of the own block that others look at
+
+    What is under way stands in lists: a crossing between hosts, fetched deliveries, the one that landed.
     """
 
-    def __init__(self, tour: Tour, rings: Rings, attention: Attention, leaving: Side):
-        self.tour, self.rings, self.attention, self.leaving = tour, rings, attention, leaving
+    def __init__(self, tour: Tour, rings: Rings, leaving: Side, device: torch.device):
+        self.tour, self.rings, self.leaving, self.device = tour, rings, leaving, device
         self.roots: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by pass and round
-        self.crossing: tuple[Ticket, tuple[Tensor, ...]] | None = None
+        self.crossing: list[tuple[Ticket, tuple[Tensor, ...]]] = []
         self.fetched: list[Delivery] = []
-        self.here: Delivery | None = None
+        self.landed: list[Delivery] = []
 
     def run(self) -> None:
+        """Perform the program's events in order. If one fails, the transport is left in order."""
         try:
             for event in self.tour.program:
-                getattr(self, f"_{event.do}")(event)
+                self._perform(event)
         finally:
             self._let_go()
 
+    def _perform(self, event: Event) -> None:
+        match event.do:
+            case "pack":
+                self.roots[event.number, 0] = self._leaving_part(event, self.tour.rounds[0].held)
+            case "cross":
+                self._cross(event)
+            case "fetch":
+                self._fetch(event)
+            case "own":
+                self._own()
+            case "begin":
+                self._begin(event)
+            case "open":
+                self._open(event)
+            case "land":
+                self._land(event)
+            case "compute":
+                self._compute(event)
+            case "free":
+                self.landed.pop().release()
+            case "arrive":
+                self._arrive(event)
+            case "end":
+                self._end(event)
+            case "return" | "collect" | "leave" | "receive":
+                raise AssertionError(f"nothing returns in a forward: {event}")
+            case _:
+                assert_never(event.do)
+
+    @abstractmethod
+    def _own(self) -> None: ...
+
+    @abstractmethod
+    def _begin(self, event: Event) -> None: ...
+
+    @abstractmethod
+    def _open(self, event: Event) -> None: ...
+
+    @abstractmethod
+    def _compute(self, event: Event) -> None: ...
+
+    @abstractmethod
+    def _end(self, event: Event) -> None: ...
+
     def _let_go(self) -> None:
-        """If the run was broken off, the next call must find all as it should be."""
-        if self.here:
-            self.here.release()
+        """Release what a run that was broken off left: the next call must find the transport in order."""
+        for delivery in self.landed:
+            delivery.release()
         for delivery in self.fetched:
             delivery.wait()
             delivery.release()
-        if self.crossing:
-            self.crossing[0].wait()
+        for ticket, _ in self.crossing:
+            ticket.wait()
 
     def _pass(self, event: Event) -> Pass:
         return self.tour.passes[event.number]
@@ -199,25 +261,22 @@ class Execution:
         return self._round(event).stages[event.stage]
 
     def _leaving_part(self, event: Event, spans: Sequence[Span]) -> tuple[Tensor, ...]:
-        """What travels of own tokens, contiguous."""
+        """Return what travels of some own tokens, contiguous."""
         pass_, payload = self._pass(event), self.tour.payload
         if not any(map(length, spans)):
             return ()
-        side = self.leaving.part((0, None), pass_.q if payload.queries_travel else pass_.kv)
+        side = self.leaving.part(ALL, pass_.q if payload.queries_travel else pass_.kv)
         return payload.depart(side.at(spans))
-
-    def _pack(self, event: Event) -> None:
-        self.roots[event.number, 0] = self._leaving_part(event, self.tour.rounds[0].held)
 
     def _cross(self, event: Event) -> None:
         round_ = self._round(event)
         there = self._leaving_part(event, round_.lent)
-        here = self._pass(event).packing.empty(round_.held_tokens, self._device()) if round_.held_tokens else ()
-        self.crossing = self._exchange(there, round_.lent_to, here, round_.root // self.rings.inner.size), here
+        here = self._pass(event).packing.empty(round_.held_tokens, self.device) if round_.held_tokens else ()
+        ticket = self._exchange(there, round_.lent_to, here, round_.root // self.rings.inner.size)
+        self.crossing.append((ticket, here))
 
     def _arrive(self, event: Event) -> None:
-        ticket, self.roots[event.number, event.round] = self.crossing
-        self.crossing = None
+        ticket, self.roots[event.number, event.round] = self.crossing.pop()
         ticket.wait()
 
     def _fetch(self, event: Event) -> None:
@@ -230,59 +289,59 @@ class Execution:
         self.fetched.append(self._deliver("visit", manifest, parcels))
 
     def _land(self, event: Event) -> None:
-        self.here = self.fetched.pop(0)
-        self.here.wait()
+        self.landed.append(self.fetched.pop(0))
+        self.landed[-1].wait()
         if event.stage + 1 == len(self._round(event).stages):
             del self.roots[event.number, event.round]  # all has left
 
-    def _free(self, event: Event) -> None:
-        self.here.release()
-        self.here = None
+    def _landed_tensors(self, event: Event) -> tuple[Tensor, ...]:
+        """Return the tensors that landed, good until they are freed."""
+        return self._pass(event).packing.views(self.landed[-1].memory, self._stage(event).tokens)
 
-    def _landed(self, event: Event) -> Side:
-        """The block that landed, good until it is freed."""
-        tensors = self._pass(event).packing.views(self.here.memory, self._stage(event).tokens)
-        return self._arrived(tensors, (event.round, event.stage))
-
-    def _opened(self, event: Event) -> Side | None:
-        """The root of a round, None if nothing of it is looked at."""
+    def _root_tensors(self, event: Event) -> tuple[Tensor, ...]:
+        """Return the tensors of a round's root; none if this rank looks at nothing of it."""
         key = event.number, event.round
-        root = self.roots[key] if self._round(event).stages else self.roots.pop(key)
-        return self._arrived(root, (event.round, -1)) if root else None
-
-    def _arrived(self, tensors: tuple[Tensor, ...], key: tuple[int, int]) -> Side:
-        block = self.tour.payload.arrive(tensors, self.tour.problem.takes_delta)
-        return replace(block, tokens=self.tour.tokens(key, self._device()))
+        return self.roots[key] if self._round(event).stages else self.roots.pop(key)
 
     def _exchange(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Ticket:
-        """Starts an exchange between hosts."""
+        """Start an exchange between hosts."""
         return self.rings.outer.exchange([(x, to) for x in sends], [(x, source) for x in recvs])
 
     def _deliver(self, lane: str, manifest: Manifest, parcels: Sequence[Parcel]) -> Delivery:
-        return self.rings.inner.deliver(lane, manifest.nbytes, parcels, manifest.arrivals, self._device())
-
-    def _device(self) -> torch.device:
-        return (self.leaving.q if isinstance(self.leaving, Queries) else self.leaving.k).device
+        return self.rings.inner.deliver(lane, manifest.nbytes, parcels, manifest.arrivals, self.device)
 
 
 class Forward(Execution):
-    """The forward: partial outputs of the own queries merge here."""
+    """The forward: partial outputs of the own queries merge here.
 
-    def __init__(self, tour: Tour, rings: Rings, queries: Queries, keys: Keys, table: Tensor | None):
-        queries, keys = (replace(side, tokens=tour.tokens(None, queries.q.device)) for side in (queries, keys))
-        super().__init__(tour, rings, Attention.begin(tour.problem, queries, table), keys)
-        self.queries = queries
-        self.parts: list[OutputPart] = []  # of the own block
-        self.out = self.lse = self.total = None
+    out, lse  the results, from the event `own` on
+    parts     the partial outputs of the own block
+    merged    the sum of the pass that began
+    """
+
+    out: Tensor
+    lse: Tensor
+    merged: Outputs
+
+    def __init__(
+        self, tour: Tour, payload: KeysValues, rings: Rings, queries: Queries, keys: Keys, table: Tensor | None
+    ):
+        device = queries.q.device
+        tokens = tour.tokens(None, device)
+        self.queries, self.keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
+        super().__init__(tour, rings, self.keys, device)
+        self.payload = payload
+        self.attention = Attention.begin(tour.problem, queries.q, table)
+        self.parts: list[OutputPart] = []
 
     def result(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Runs; out (B, S, H, D), lse (B, H, S) and, with a bias, the row_lse of it."""
+        """Run; return out (B, S, H, D), lse (B, H, S) and, with a bias, the row_lse of it."""
         self.run()
-        return self.out, self.lse, self.attention.bias and self.attention.bias.row_lse
+        return self.out, self.lse, self.attention.row_lse
 
-    def _own(self, event: Event) -> None:
+    def _own(self) -> None:
         q = self.queries.q
-        self.parts = list(outputs(self.attention, self.tour.own, self.queries, self.leaving))
+        self.parts = list(outputs(self.attention, self.tour.own, self.queries, self.keys))
         if (
             is_whole(self.parts, q.shape[1])
             and not is_one_row(self.tour.own[0].row)  # else out does not know of the bias, only the merged one does
@@ -296,145 +355,176 @@ class Forward(Execution):
         self.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.lse = empty_lse(q)
         if not self.tour.passes:
-            self._total(slice(None)).result()
+            self._merge_from_own(ALL).result()
 
     def _begin(self, event: Event) -> None:
-        self.total = self._total(self._pass(event).q)
+        self.merged = self._merge_from_own(self._pass(event).q)
 
     def _open(self, event: Event) -> None:
-        if block := self._opened(event):
-            self._attend(event, (event.round, -1), block)
+        if tensors := self._root_tensors(event):
+            self._attend(event, (event.round, -1), tensors)
 
     def _compute(self, event: Event) -> None:
-        self._attend(event, (event.round, event.stage), self._landed(event))
+        self._attend(event, (event.round, event.stage), self._landed_tensors(event))
 
     def _end(self, event: Event) -> None:
-        self.total.result()
-        self.total = None
+        self.merged.result()
+        del self.merged
 
-    def _total(self, heads: slice) -> Outputs:
-        """The sum of some heads, begun with the own block's share."""
+    def _merge_from_own(self, heads: slice) -> Outputs:
+        """Return the sum of some heads, begun with the own block's share."""
         limit = _OUTPUTS_WAITING * self.tour.problem.group_bytes
         parts = ((spans, out[:, :, heads], lse[:, heads]) for spans, out, lse in self.parts)
         return Outputs(self.out[:, :, heads], self.lse[:, heads], limit, parts)
 
-    def _attend(self, event: Event, key: tuple[int, int], block: Keys) -> None:
+    def _attend(self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]) -> None:
         heads = self._pass(event).q
-        for part in outputs(self.attention.of(heads), self.tour.cuts[key], self.queries.part((0, None), heads), block):
-            self.total.add(*part)
+        block = self.payload.arrive(tensors, self.tour.tokens(key, self.device))
+        queries = self.queries.part(ALL, heads)
+        for part in outputs(self.attention.of_heads(heads), self.tour.cuts[key], queries, block):
+            self.merged.add(*part)
 
 
 class Backward(Execution):
-    """The backward: gradients of one side stay and add up here, those of the other go home and add up there."""
+    """The backward: gradients of the side that stays add up here, those of the other go home and add up there.
+
+    own_parts     partial dq, dk and dv of the own block
+    grads         dq, dk and dv, from the event `own` on
+    sums          of dq, dk, dv, by pass
+    root_sums     of a root's gradients, by pass and round
+    computed      partial gradients of the travelling side, in a stage
+    returning     the delivery of gradients that is under way
+    leaving_host  the exchange of gradients between hosts that is under way
+    """
 
     def __init__(
         self,
         tour: Tour,
+        payload: KeysValues | QueriesTravel,
         rings: Rings,
-        queries: Queries,
+        queries: QueryGradients,
         keys: Keys,
         table: Tensor | None,
         row_lse: Tensor | None,
     ):
-        queries, keys = (replace(side, tokens=tour.tokens(None, queries.q.device)) for side in (queries, keys))
-        if table is not None and queries.delta is None and tour.problem.takes_delta:
+        device = queries.q.device
+        tokens = tour.tokens(None, device)
+        queries, keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
+        if table is not None and tour.problem.takes_delta:
             queries = queries.with_delta()  # which the table's gradient needs; many calls need not gather out
-        travelling, staying = (queries, keys) if tour.payload.queries_travel else (keys, queries)
-        super().__init__(tour, rings, Attention.begin(tour.problem, queries, table, row_lse), travelling)
-        self.queries, self.keys, self.staying = queries, keys, staying
-        inputs = queries.q, keys.k, keys.v
-        self.own_parts: tuple[list[Part], ...] = ([], [], [])  # of dq, dk and dv
-        self.grads = [torch.empty(0)] * len(inputs)
-        self.inputs = inputs
-        self.sums: dict[int, list[Gradients]] = {}  # of dq, dk, dv, by pass
-        self.shares: dict[tuple[int, int], list[Gradients]] = {}  # of a root's gradients, by pass and round
-        self.taken: list[list[Part]] = []  # of what travels, in a stage
-        self.returning: Delivery | None = None
-        self.leaving_host: tuple[Ticket, tuple[Tensor, ...]] | None = None
+        super().__init__(tour, rings, queries if payload.queries_travel else keys, device)
+        self.payload, self.queries, self.keys = payload, queries, keys
+        self.attention = AttentionGradient.begin(tour.problem, queries, table, row_lse)
+        self.inputs = queries.q, keys.k, keys.v
+        self.own_parts: tuple[list[Part], ...] = ([], [], [])
+        self.grads: list[Tensor] = []
+        self.sums: dict[int, list[Gradients]] = {}
+        self.root_sums: dict[tuple[int, int], list[Gradients]] = {}
+        self.computed: list[list[Part]] = []
+        self.returning: list[Delivery] = []
+        self.leaving_host: list[tuple[Ticket, tuple[Tensor, ...]]] = []
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Runs; dq, dk and dv in the inputs' dtype and, with a bias, this rank's share of its table's gradient."""
+        """Run; return dq, dk and dv in the inputs' dtype and, with a bias, this rank's share of dtable."""
         self.run()
         dq, dk, dv = self.grads
-        return dq, dk, dv, self.attention.bias and self.attention.bias.dtable
+        return dq, dk, dv, self.attention.dtable
+
+    def _perform(self, event: Event) -> None:
+        match event.do:
+            case "return":
+                self._return(event)
+            case "collect":
+                self._collect(event)
+            case "leave":
+                self._leave(event)
+            case "receive":
+                self._receive(event)
+            case _:
+                super()._perform(event)
 
     def _let_go(self) -> None:
         super()._let_go()
-        if self.returning:
-            self.returning.wait()
-            self.returning.release()
-        if self.leaving_host:
-            self.leaving_host[0].wait()
+        for delivery in self.returning:
+            delivery.wait()
+            delivery.release()
+        for ticket, _ in self.leaving_host:
+            ticket.wait()
 
-    def _own(self, event: Event) -> None:
-        tour = self.tour
-        for rows, columns, grads in gradients(self.attention, tour.own, self.queries, self.keys):
+    def _own(self) -> None:
+        for rows, columns, grads in gradients(self.attention, self.tour.own, self.queries, self.keys):
             for parts, spans, grad in zip(self.own_parts, (rows, columns, columns), grads, strict=True):
                 parts.append((spans, grad))
-        for i, (parts, x) in enumerate(zip(self.own_parts, self.inputs, strict=True)):
+        for parts, x in zip(self.own_parts, self.inputs, strict=True):
             whole = is_whole(parts, x.shape[1])
-            self.grads[i] = parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x)
+            self.grads.append(parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x))
         if not self.tour.passes:
-            for total in self._totals(slice(None), slice(None)):
+            for total in self._sum_from_own(ALL, ALL):
                 total.result()
 
     def _begin(self, event: Event) -> None:
         pass_ = self._pass(event)
-        self.sums[event.number] = self._totals(pass_.q, pass_.kv)
+        self.sums[event.number] = self._sum_from_own(pass_.q, pass_.kv)
 
-    def _totals(self, q_heads: slice, kv_heads: slice) -> list[Gradients]:
-        """The sums of some heads, begun with the own block's share."""
-        totals = []
-        for parts, into, heads in zip(self.own_parts, self.grads, (q_heads, kv_heads, kv_heads), strict=True):
-            into, parts = into[:, :, heads], ((spans, part[:, :, heads]) for spans, part in parts)
-            totals.append(Gradients(into.shape, into.dtype, into.device, self._limit(), into, parts))
-        return totals
+    def _sum_from_own(self, q_heads: slice, kv_heads: slice) -> list[Gradients]:
+        """Return the sums of some heads, begun with the own block's share."""
+        sums = []
+        for own, grad, heads in zip(self.own_parts, self.grads, (q_heads, kv_heads, kv_heads), strict=True):
+            into, parts = grad[:, :, heads], ((spans, part[:, :, heads]) for spans, part in own)
+            sums.append(Gradients(into.shape, into.dtype, into.device, self._limit(), into, parts))
+        return sums
 
     def _limit(self) -> int:
         return int(_GRADIENTS_WAITING * self.tour.problem.group_bytes)
 
     def _open(self, event: Event) -> None:
-        if block := self._opened(event):
-            for going, spans in self._differentiate(event, (event.round, -1), block):
-                _add(self._share(event), spans, going)
+        if tensors := self._root_tensors(event):
+            for going, spans in self._differentiate(event, (event.round, -1), tensors):
+                _add(self._sums_of_root(event), spans, going)
 
     def _compute(self, event: Event) -> None:
-        self.taken = [[] for _ in self._travelling_sums(event.number)]
-        for going, spans in self._differentiate(event, (event.round, event.stage), self._landed(event)):
-            for parts, grad in zip(self.taken, going, strict=True):
+        self.computed = [[] for _ in self._travelling_sums(event.number)]
+        tensors = self._landed_tensors(event)
+        for going, spans in self._differentiate(event, (event.round, event.stage), tensors):
+            for parts, grad in zip(self.computed, going, strict=True):
                 parts.append((spans, grad))
 
     def _differentiate(
-        self, event: Event, key: tuple[int, int], block: Side
+        self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]
     ) -> Iterator[tuple[Sequence[Tensor], Sequence[Span]]]:
-        """Adds gradients of the side that stays to its sums; yields those of the travelling side, and its spans."""
-        tour, pass_, travels = self.tour, self._pass(event), self.tour.payload.queries_travel
-        here = self.staying.part((0, None), pass_.kv if travels else pass_.q)
-        queries, keys = (block, here) if travels else (here, block)
-        attention = self.attention.of(pass_.q)
-        for rows, columns, (dq, *dkv) in gradients(attention, tour.cuts[key], queries, keys):
-            mine, spans = (dkv, columns) if travels else ((dq,), rows)
-            _add(self._staying_sums(event.number), spans, mine)
-            yield ((dq,), rows) if travels else (dkv, columns)
+        """Add gradients of the side that stays to its sums; yield those of the travelling side, and its spans."""
+        tour, pass_, payload = self.tour, self._pass(event), self.payload
+        tokens = tour.tokens(key, self.device)
+        if isinstance(payload, QueriesTravel):
+            queries = payload.arrive(tensors, tokens, tour.problem.takes_delta)
+            keys = self.keys.part(ALL, pass_.kv)
+        else:
+            queries, keys = self.queries.part(ALL, pass_.q), payload.arrive(tensors, tokens)
+        attention = self.attention.of_heads(pass_.q)
+        for rows, columns, (dq, dk, dv) in gradients(attention, tour.cuts[key], queries, keys):
+            of_queries, of_keys = ((dq,), rows), ((dk, dv), columns)
+            going, staying = (of_queries, of_keys) if payload.queries_travel else (of_keys, of_queries)
+            _add(self._staying_sums(event.number), staying[1], staying[0])
+            yield going
 
     def _return(self, event: Event) -> None:
         manifest, packing = self.tour.manifest(event), self._pass(event).return_packing
         parcels: list[Parcel] = []
         for span, peer, messages in manifest.departures:
             grads = [
-                sum_parts(parts, span, packing.batch, *row, self._device())
-                for parts, row in zip(self.taken, packing.rows, strict=True)
+                sum_parts(parts, span, packing.batch, *row, self.device)
+                for parts, row in zip(self.computed, packing.rows, strict=True)
             ]
             parcels += [Parcel(grads[index][row].contiguous(), peer, offset) for index, row, offset in messages]
-        self.taken = []
-        self.returning = self._deliver("return", manifest, parcels)
+        self.computed = []
+        self.returning.append(self._deliver("return", manifest, parcels))
 
     def _collect(self, event: Event) -> None:
         sums = self._add_returned(event)
-        if self.returning.recycled:
+        if self.returning[-1].recycled:
             for total in sums:
                 total.fold()
-        self._release_returned()
+        self.returning.pop().release()
 
     def _end(self, event: Event) -> None:
         if event.stage >= 0:
@@ -442,58 +532,53 @@ class Backward(Execution):
         for total in self.sums.pop(event.number):
             total.result()
         if event.stage >= 0:
-            self._release_returned()
+            self.returning.pop().release()
 
     def _add_returned(self, event: Event) -> list[Gradients]:
-        """Waits for the gradients of a stage, adds them to the root's sums and returns these."""
+        """Wait for the gradients of a stage, add them to the root's sums and return these."""
         stage, round_ = self._stage(event), self._round(event)
-        self.returning.wait()
-        sums = self._share(event) if event.round else self._travelling_sums(event.number)
+        self.returning[-1].wait()
+        sums = self._sums_of_root(event) if event.round else self._travelling_sums(event.number)
         first = 0 if event.round else round_.held[0][0]
-        views = self._pass(event).return_packing.views(self.returning.memory, stage.home_tokens)
+        views = self._pass(event).return_packing.views(self.returning[-1].memory, stage.home_tokens)
         for entry in stage.homecoming:
             for total, grad in zip(sums, views, strict=True):
                 total.add([shifted(entry.span, first)], tokens_at(grad, entry.at))
         return sums
 
-    def _release_returned(self) -> None:
-        self.returning.release()
-        self.returning = None
-
     def _leave(self, event: Event) -> None:
         round_, dtype = self._round(event), self.tour.problem.sizes.partial
-        share = [total.result(dtype) for total in self._share(event)] if round_.held_tokens else ()
-        self.shares.pop((event.number, event.round), None)
+        share = [total.result(dtype) for total in self._sums_of_root(event)] if round_.held_tokens else []
+        self.root_sums.pop((event.number, event.round), None)
         packing = self._pass(event).return_packing
-        here = packing.empty(round_.lent_tokens, self._device()) if round_.lent_tokens else ()
+        here = packing.empty(round_.lent_tokens, self.device) if round_.lent_tokens else ()
         owner = round_.root // self.rings.inner.size
-        self.leaving_host = self._exchange(share, owner, here, round_.lent_to), here
+        self.leaving_host.append((self._exchange(share, owner, here, round_.lent_to), here))
 
     def _receive(self, event: Event) -> None:
-        ticket, grads = self.leaving_host
+        ticket, grads = self.leaving_host.pop()
         ticket.wait()
-        self.leaving_host = None
         if grads:
             _add(self._travelling_sums(event.number), self._round(event).lent, grads)
 
-    def _share(self, event: Event) -> list[Gradients]:
-        """This host's share of the gradients of what it has of a root."""
+    def _sums_of_root(self, event: Event) -> list[Gradients]:
+        """Return this host's share of the gradients of what it has of a root."""
         key, tokens = (event.number, event.round), self._round(event).held_tokens
-        if key not in self.shares:
+        if key not in self.root_sums:
             own = self._travelling_sums(event.number)
             shapes = [(x.shape[0], tokens, *x.shape[2:]) for x in own]
             pairs = zip(shapes, own, strict=True)
-            self.shares[key] = [Gradients(shape, x.dtype, x.device, self._limit()) for shape, x in pairs]
-        return self.shares[key]
+            self.root_sums[key] = [Gradients(shape, x.dtype, x.device, self._limit()) for shape, x in pairs]
+        return self.root_sums[key]
 
     def _travelling_sums(self, number: int) -> list[Gradients]:
-        return self.sums[number][:1] if self.tour.payload.queries_travel else self.sums[number][1:]
+        return self.sums[number][:1] if self.payload.queries_travel else self.sums[number][1:]
 
     def _staying_sums(self, number: int) -> list[Gradients]:
-        return self.sums[number][1:] if self.tour.payload.queries_travel else self.sums[number][:1]
+        return self.sums[number][1:] if self.payload.queries_travel else self.sums[number][:1]
 
 
 def _add(sums: Sequence[Gradients], spans: Sequence[Span], grads: Sequence[Tensor]) -> None:
-    """Adds to each of `sums` its gradient (B, T, ...) of the tokens of rising spans."""
+    """Add to each of `sums` its gradient (B, T, ...) of the tokens of rising spans."""
     for total, grad in zip(sums, grads, strict=True):
         total.add(spans, grad)

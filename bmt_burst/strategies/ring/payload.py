@@ -10,6 +10,7 @@ All that travels is (B, S, heads, ...). To add one: a class here, listed in `bac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,9 +20,12 @@ from ...compiled import fused_on_gpus
 from ...merge import accumulator_dtype, lse_and_delta, query_rows
 from ...transport.packing import Packing
 from .. import Sizes
-from ..compute import Keys, Queries, Side
+from ..compute import Keys, QueryGradients, Side
 
 _SURROGATE_ENTRIES = 3
+
+
+Rows = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape of a token's entries and dtype of each tensor
 
 
 class Payload(ABC):
@@ -33,103 +37,124 @@ class Payload(ABC):
     queries_travel: bool
 
     def packing(self, sizes: Sizes) -> Packing:
-        """How blocks lie in memory on their way."""
+        """Return how blocks lie in memory on their way."""
         return Packing(sizes.batch, self._rows(sizes))
 
     @abstractmethod
     def return_packing(self, sizes: Sizes) -> Packing:
-        """How gradients lie on their way home, as the kernel makes them."""
+        """Return how gradients lie on their way home, as the kernel makes them."""
 
     @abstractmethod
     def depart(self, block: Side) -> tuple[Tensor, ...]:
-        """The tensors of a block that travel, contiguous."""
-
-    @abstractmethod
-    def arrive(self, tensors: tuple[Tensor, ...], takes_delta: bool) -> Side:
-        """The block that `depart` made these of; `takes_delta`: whether kernels can do with delta in place of out."""
+        """Return the tensors of a block that travel, contiguous. The block is of the side that travels."""
 
     def token_bytes(self, sizes: Sizes) -> int:
-        """Bytes per token and hop, there and back."""
+        """Count the bytes per token and hop, there and back."""
         return self.packing(sizes).token_bytes() + self.return_packing(sizes).token_bytes()
 
     @abstractmethod
-    def _rows(self, sizes: Sizes) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape of a token's entries and dtype of each tensor."""
+    def _rows(self, sizes: Sizes) -> Rows:
+        """Return shape and dtype of what travels of a token."""
 
 
 class KeysValues(Payload):
+    """k and v travel; in a backward dk and dv come home."""
+
     queries_travel = False
 
     def return_packing(self, sizes: Sizes) -> Packing:
         return Packing(sizes.batch, (((sizes.kv_heads, sizes.head_size), sizes.partial),) * 2)
 
-    def depart(self, block: Keys) -> tuple[Tensor, ...]:
+    def depart(self, block: Side) -> tuple[Tensor, ...]:
+        assert isinstance(block, Keys)
         return block.k.contiguous(), block.v.contiguous()
 
-    def arrive(self, tensors: tuple[Tensor, ...], takes_delta: bool) -> Keys:
-        return Keys(*tensors)
+    def arrive(self, tensors: Sequence[Tensor], tokens: Tensor | None) -> Keys:
+        """Return the block that `depart` made these tensors of; `tokens` are `Scores.tokens`."""
+        k, v = tensors
+        return Keys(k, v, tokens)
 
-    def _rows(self, sizes: Sizes) -> tuple:
+    def _rows(self, sizes: Sizes) -> Rows:
         return (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2
 
 
-class _QueriesTravel(Payload):
+class QueriesTravel(Payload):
+    """The query side travels, in a backward; dq comes home."""
+
     queries_travel = True
 
     def return_packing(self, sizes: Sizes) -> Packing:
         return Packing(sizes.batch, (((sizes.heads, sizes.head_size), sizes.partial),))
 
+    @abstractmethod
+    def arrive(self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool) -> QueryGradients:
+        """Return the block that `depart` made these tensors of; `tokens` are `Scores.tokens`.
 
-class QueriesDelta(_QueriesTravel):
-    def depart(self, block: Queries) -> tuple[Tensor, ...]:
-        if block.delta is None:
-            rows = query_rows(block.out, block.dout, block.lse)
-        else:
+        takes_delta  whether kernels can do with delta in place of out
+        """
+
+
+class QueriesDelta(QueriesTravel):
+    """q and dout travel, with lse and delta side by side."""
+
+    def depart(self, block: Side) -> tuple[Tensor, ...]:
+        assert isinstance(block, QueryGradients)
+        if block.delta is not None:
             rows = torch.stack((block.lse, block.delta), -1).transpose(1, 2).contiguous()
+        else:
+            assert block.out is not None
+            rows = query_rows(block.out, block.dout, block.lse)
         return block.q.contiguous(), block.dout.contiguous(), rows
 
-    def arrive(self, tensors: tuple[Tensor, ...], takes_delta: bool) -> Queries:
+    def arrive(self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool) -> QueryGradients:
         q, dout, rows = tensors
         lse, delta = lse_and_delta(rows)
         if takes_delta:
-            return Queries(q, dout, None, lse, delta)
-        return Queries(q, dout, surrogate_out(dout, delta), lse)
+            return QueryGradients(q, dout, lse, delta=delta, tokens=tokens)
+        return QueryGradients(q, dout, lse, surrogate_out(dout, delta), tokens=tokens)
 
-    def _rows(self, sizes: Sizes) -> tuple:
+    def _rows(self, sizes: Sizes) -> Rows:
         row = (sizes.heads, sizes.head_size), sizes.dtype
         return row, row, ((sizes.heads, 2), accumulator_dtype(sizes.dtype))
 
 
-class QueriesOut(_QueriesTravel):
-    def depart(self, block: Queries) -> tuple[Tensor, ...]:
+class QueriesOut(QueriesTravel):
+    """q, dout, lse and out travel."""
+
+    def depart(self, block: Side) -> tuple[Tensor, ...]:
+        assert isinstance(block, QueryGradients)
+        assert block.out is not None
         lse = block.lse.transpose(1, 2)
         return tuple(x.contiguous() for x in (block.q, block.dout, lse, block.out))
 
-    def arrive(self, tensors: tuple[Tensor, ...], takes_delta: bool) -> Queries:
+    def arrive(self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool) -> QueryGradients:
         q, dout, lse, out = tensors
-        return Queries(q, dout, out, lse.transpose(1, 2))
+        return QueryGradients(q, dout, lse.transpose(1, 2), out, tokens=tokens)
 
-    def _rows(self, sizes: Sizes) -> tuple:
+    def _rows(self, sizes: Sizes) -> Rows:
         row = (sizes.heads, sizes.head_size), sizes.dtype
         return row, row, ((sizes.heads,), accumulator_dtype(sizes.dtype)), row
 
 
-def backward_payload(backward: str, send_out: bool, sizes: Sizes) -> Payload:
-    """The payload of a backward in which "q" or "kv" travel; "auto" is the one with fewer bytes."""
-    choices: dict[str, Payload] = {"q": QueriesOut() if send_out else QueriesDelta(), "kv": KeysValues()}
+def backward_payload(backward: str, send_out: bool, sizes: Sizes) -> KeysValues | QueriesTravel:
+    """Return the payload of a backward in which "q" or "kv" travel; "auto" is the one with fewer bytes."""
+    choices: dict[str, KeysValues | QueriesTravel] = {
+        "q": QueriesOut() if send_out else QueriesDelta(),
+        "kv": KeysValues(),
+    }
     if backward == "auto":
         return min(choices.values(), key=lambda payload: payload.token_bytes(sizes))
     return choices[backward]
 
 
 def of_heads(sizes: Sizes, kv_heads: int) -> Sizes:
-    """The sizes of some kv heads and their query heads."""
+    """Return the sizes of some kv heads and their query heads."""
     return replace(sizes, heads=sizes.heads // sizes.kv_heads * kv_heads, kv_heads=kv_heads)
 
 
 @fused_on_gpus
 def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
-    """A tensor o' (B, S, H, D) in dout's dtype with rowsum(o' * dout) = delta (B, H, S), for kernels that need out.
+    """Return o' (B, S, H, D) in dout's dtype with rowsum(o' * dout) = delta (B, H, S), for kernels that need out.
 
     Where the softmax is saturated, dq is what is left of dP - delta after nearly all has cancelled, so delta must be
     met far better than o' can be rounded. Therefore few entries carry it: that with the largest |dout| as much as its

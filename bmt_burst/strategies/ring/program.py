@@ -24,13 +24,31 @@ anything later (see transport/copy_engine.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Do = Literal[
+    "pack",
+    "cross",
+    "fetch",
+    "own",
+    "begin",
+    "open",
+    "land",
+    "compute",
+    "return",
+    "collect",
+    "free",
+    "leave",
+    "receive",
+    "arrive",
+    "end",
+]
 
 
 class Event(NamedTuple):
     """Something that a rank does in pass `number` over the ring, round `round` and stage `stage`."""
 
-    do: str
+    do: Do
     number: int = 0
     round: int = 0
     stage: int = 0

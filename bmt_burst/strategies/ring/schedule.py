@@ -23,7 +23,7 @@ class Schedule:
     inner: int
     outer: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.inner < 1 or self.outer < 1:
             raise ValueError(f"a schedule needs positive sizes, got inner={self.inner}, outer={self.outer}")
 

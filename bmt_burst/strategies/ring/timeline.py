@@ -16,7 +16,7 @@ from ...mask import Slice
 from ...tile import KernelCall
 from ...tiling import Cut
 from .executor import Tour
-from .program import Event
+from .program import Do, Event
 
 _WIDTH = 72  # characters of a drawing
 _ROWS = {"compute": "#", "visit": "=", "return": "~", "host": "-"}  # rows of a drawing, and their characters
@@ -87,7 +87,7 @@ def timeline(tour: Tour, rates: Rates, returning: bool = False) -> Timeline:
             intervals.append(Interval(row, event, start, free[row]))
         return free[row]
 
-    def at(event: Event, do: str) -> float:
+    def at(event: Event, do: Do) -> float:
         return done.get(event._replace(do=do), 0.0)
 
     factor = _BACKWARD if returning else 1.0
