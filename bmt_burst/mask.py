@@ -326,7 +326,7 @@ def _bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
 def _checked(s: Any, seq_len: int) -> Slice:
     if not isinstance(s, Slice):
         raise TypeError(f"a mask is made of Slices, got {type(s).__name__}")
-    spans = []
+    spans: list[Span] = []
     for name, span in (("q", s.q), ("kv", s.kv)):
         if not isinstance(span, Sequence) or len(span) != 2:
             raise TypeError(f"{name} of a slice must be (start, stop), got {span!r}")
@@ -334,8 +334,8 @@ def _checked(s: Any, seq_len: int) -> Slice:
         if not 0 <= start <= stop <= seq_len:
             raise ValueError(f"{name}=({start}, {stop}) of a slice is out of range: the mask has {seq_len} tokens")
         spans.append((start, stop))
-    bounds = (None if x is None else _number(name, x) for name, x in (("low", s.low), ("high", s.high)))
-    return Slice(*spans, *bounds)
+    low, high = (None if x is None else _number(name, x) for name, x in (("low", s.low), ("high", s.high)))
+    return Slice(spans[0], spans[1], low, high)
 
 
 def _check_disjoint(slices: Sequence[Slice]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from .minicpm4 import FACTORS_OF_64, FACTORS_OF_128
 from .rope import Llama3, LongRope, RopeScaling
 
-_KINDS = {"int": int, "float": int | float, "bool": bool, "str": str}
+_KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str}
 _MOST_PARAMETERS = 10**15  # sizes beyond are a slip, and overflow torch's
 
 
@@ -141,12 +141,13 @@ def check_fields(config: Any) -> None:
     Types are int, float, bool, str, and those with None; others are not looked at.
     """
     for field in dataclasses.fields(config):
-        kind, value = str(field.type).removesuffix(" | None"), getattr(config, field.name)
+        kind: str = str(field.type).removesuffix(" | None")
+        value: Any = getattr(config, field.name)
         if kind not in _KINDS or (value is None and "None" in str(field.type)):
             continue
         if not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == "bool"):
             raise ValueError(f"{field.name} must be {kind}, got {value!r}")
-        if kind in ("int", "float") and not 0 < value < math.inf:
+        if isinstance(value, int | float) and kind != "bool" and not 0 < value < math.inf:
             raise ValueError(f"{field.name} must be positive and finite, got {value}")
 
 
@@ -156,15 +157,15 @@ def check_size(num_parameters: int) -> None:
         raise ValueError(f"these sizes make {float(num_parameters):.0e} parameters, expected less than 1e15")
 
 
-_MINICPM = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256, "init_std": 0.1}
+_MINICPM: dict[str, Any] = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256, "init_std": 0.1}
 _MINICPM4 = LongRope(FACTORS_OF_128, FACTORS_OF_128, 32768)
 _MINICPM4_SMALL = LongRope(FACTORS_OF_64, FACTORS_OF_64, 32768)
-_LLAMA3 = {"rope_theta": 500000.0}
+_LLAMA3: dict[str, Any] = {"rope_theta": 500000.0}
 _LLAMA31, _LLAMA32 = (_LLAMA3 | {"rope_scaling": Llama3(factor, 1.0, 4.0, 8192)} for factor in (8.0, 32.0))
-_MINICPM5 = {"rms_norm_eps": 1e-6, "rope_theta": 5e6, "tie_embeddings": False}
-_QWEN2 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "qkv_bias": True}
-_QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True}
-_UNTIED = {"tie_embeddings": False}
+_MINICPM5: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 5e6, "tie_embeddings": False}
+_QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "qkv_bias": True}
+_QWEN3: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True}
+_UNTIED: dict[str, Any] = {"tie_embeddings": False}
 # fmt: off
 PRESETS = {
     # A laptop's: trains in minutes on two cores, bytes as tokens.

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,19 +51,27 @@ class SwiGLU(nn.Module):
 class CPMBlock(nn.Module):
     """x + scale * attention(norm(x)), then x + scale * feed_forward(norm(x))."""
 
-    def __init__(self, config: CPMConfig, sp: SequenceParallel, layer: int, saving: Saving, **attention):
+    def __init__(self, config: CPMConfig, sp: SequenceParallel, layer: int, saving: Saving, **attention: Any):
         super().__init__()
         self.saving = saving
         self.scale = config.residual_scale
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        shape = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        of_config = {
+        of_config: dict[str, Any] = {
             "window": config.windows[layer],
             "qkv_bias": config.qkv_bias,
             "o_bias": config.o_bias,
             "qk_norm_eps": config.rms_norm_eps if config.qk_norm else None,
         }
-        self.self_attn = BurstAttention(*shape, sp=sp, layer=layer, **of_config, **attention)
+        self.self_attn = BurstAttention(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            sp=sp,
+            layer=layer,
+            **of_config,
+            **attention,
+        )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
@@ -100,7 +110,7 @@ class CPM(nn.Module):
     layers_at = "layers"
 
     def __init__(
-        self, config: CPMConfig, sp: SequenceParallel | None = None, saving: Saving | None = None, **attention
+        self, config: CPMConfig, sp: SequenceParallel | None = None, saving: Saving | None = None, **attention: Any
     ):
         super().__init__()
         self.config, self.sp = config, sp or SequenceParallel()

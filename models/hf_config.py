@@ -22,7 +22,7 @@ import math
 from typing import Any
 
 from .config import CPMConfig
-from .rope import DynamicNTK, Linear, LongRope, RopeScaling, Yarn
+from .rope import DynamicNTK, Linear, Llama3, LongRope, RopeScaling, Yarn
 
 _SAME_NAME = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
 _RENAMED = {
@@ -348,5 +348,6 @@ def _max_position_embeddings(scaling: RopeScaling | None, kind: str, longest: in
         return longest
     if isinstance(scaling, DynamicNTK):
         return scaling.original_length
+    assert isinstance(scaling, Yarn | Llama3 | LongRope), "all others have an original length"
     extended = scaling.extended_length
     return extended if kind == "minicpm" else max(longest or 0, extended)

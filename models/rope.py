@@ -30,6 +30,7 @@ from torch import Tensor
 from bmt_burst.nn import rope_frequencies
 
 
+@dataclass(frozen=True)
 class RopeScaling(ABC):
     """One way to scale. Raises ValueError for numbers of another type or out of range."""
 
@@ -74,9 +75,10 @@ class RopeScaling(ABC):
 
     def _check_numbers(self, **least: float) -> None:
         """Raises ValueError for numbers below their `least`, not finite, or of other types than their field's."""
+        types = {field.name: str(field.type) for field in dataclasses.fields(self)}
         for name, lowest in least.items():
-            value, whole = getattr(self, name), self.__dataclass_fields__[name].type == "int"
-            if value is None and "None" in self.__dataclass_fields__[name].type:
+            value, whole = getattr(self, name), types[name] == "int"
+            if value is None and "None" in types[name]:
                 continue
             if not _is_number(value, whole) or value < lowest:
                 kind, bound = "whole" if whole else "finite", "above 0" if lowest == _SMALLEST else f"at least {lowest}"
@@ -130,6 +132,7 @@ class DynamicNTK(RopeScaling):
             raise ValueError("dynamic needs a head_dim above 2, whose slowest rotation is not its fastest")
 
     def frequencies(self, head_dim: int, theta: float, length: Tensor | None, device: torch.device) -> Tensor:
+        assert length is not None, "its frequencies depend on the length"
         slower = 1 + self.factor * (length.to(device).double() / self.original_length - 1).clamp_min(0)
         exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / (head_dim - 2)
         return rope_frequencies(head_dim, theta, device) * slower.unsqueeze(-1) ** -exponents
@@ -246,6 +249,7 @@ class LongRope(_Extension):
         return math.sqrt(1 + math.log(max(self.factor, 1)) / math.log(self.original_length))
 
     def frequencies(self, head_dim: int, theta: float, length: Tensor | None, device: torch.device) -> Tensor:
+        assert length is not None, "its frequencies depend on the length"
         short, long = (
             torch.tensor(x, dtype=torch.float64, device=device) for x in (self.short_factor, self.long_factor)
         )
@@ -253,7 +257,7 @@ class LongRope(_Extension):
         return rope_frequencies(head_dim, theta, device) / torch.where(is_long, long, short)
 
 
-KINDS: dict[str, type] = {cls.kind: cls for cls in (Linear, DynamicNTK, Yarn, Llama3, LongRope)}
+KINDS: dict[str, type[RopeScaling]] = {cls.kind: cls for cls in (Linear, DynamicNTK, Yarn, Llama3, LongRope)}
 
 
 def _is_number(value: Any, whole: bool = False) -> bool:

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -124,7 +124,8 @@ def names() -> list[str]:
 @functools.cache
 def load(name: str) -> Kernel:
     """The kernel called `name`."""
-    return getattr(importlib.import_module(f"{__name__}.{name}"), _BACKENDS[name])()
+    loaded: Kernel = getattr(importlib.import_module(f"{__name__}.{name}"), _BACKENDS[name])()
+    return loaded
 
 
 def pick(name: str, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
@@ -160,7 +161,7 @@ NOT_BOTH = "it does not cap scores that have a bias"
 
 
 def refuses_half(
-    spec: Spec, q: Tensor, capability: tuple[int, int], head_sizes: Container[int], caps: bool = False
+    spec: Spec, q: Tensor, capability: tuple[int, int], head_sizes: Collection[int], caps: bool = False
 ) -> str | None:
     """Why a 16-bit kernel for NVIDIA GPUs of a compute capability and above, without biases, cannot do q, or None.
 

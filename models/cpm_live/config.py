@@ -203,10 +203,17 @@ def _mask_modules(value: Any, num_layers: int) -> MaskModules:
     return tuple((bool(attention), bool(feed_forward)) for attention, feed_forward in pairs)
 
 
-_TINY = {"vocab_size": 320, "dim_model": 128, "num_heads": 4, "dim_head": 32, "dim_ff": 384, "num_layers": 4}
+_TINY: dict[str, Any] = {
+    "vocab_size": 320,
+    "dim_model": 128,
+    "num_heads": 4,
+    "dim_head": 32,
+    "dim_ff": 384,
+    "num_layers": 4,
+}
 _TINY |= {"position_bias_num_buckets": 64, "position_bias_max_distance": 512}
-_BEE_3B = {"dim_model": 2560, "num_heads": 32, "dim_head": 80, "dim_ff": 3072, "num_layers": 32}
-_BIG = {"dim_model": 4096, "num_heads": 32, "dim_head": 128, "dim_ff": 10240, "num_layers": 48}
+_BEE_3B: dict[str, Any] = {"dim_model": 2560, "num_heads": 32, "dim_head": 80, "dim_ff": 3072, "num_layers": 32}
+_BIG: dict[str, Any] = {"dim_model": 4096, "num_heads": 32, "dim_head": 128, "dim_ff": 10240, "num_layers": 48}
 # fmt: off
 PRESETS: dict[str, LiveConfig] = {
     # A laptop's: bytes as tokens.

@@ -193,6 +193,7 @@ class Block(nn.Module):
         return run(self._after, x, self.self_att.self_attention.attend(q, k, v, *seen))
 
     def _after(self, x: Tensor, attended: Tensor) -> Tensor:
+        assert self.self_att is not None, "what it attended to comes from it"
         return self._fed(self.self_att.after(x, attended))
 
     def _fed(self, x: Tensor) -> Tensor:
