@@ -10,7 +10,6 @@ Letters: B batch, S tokens of this rank, E hidden size, F intermediate size, V v
 from __future__ import annotations
 
 from collections.abc import Callable
-
 from typing import Any
 
 import torch
