@@ -5,6 +5,7 @@ Each function takes the argument's name for its error. Numpy need not be install
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from numbers import Integral, Real
@@ -42,7 +43,7 @@ def as_float(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must be finite, got a number of {int(value).bit_length()} bits") from None
+        raise ValueError(f"{name} must be finite, got a number of {math.floor(value).bit_length()} bits") from None
 
 
 def check_tensor(name: str, x: Any) -> None:

@@ -145,7 +145,8 @@ class Scores:
             group = (index + groups).int().repeat_interleave(stop - start)
             parts.append((group, each._base + pairs, each._segment, each._pairs))
             groups, pairs = groups + len(numbers), pairs + len(each._pairs)
-        return Scores(mask, *map(torch.cat, zip(*parts, strict=True)), first._distances, first.other)
+        group, base, segment, pairs_of_all = (torch.cat(same) for same in zip(*parts, strict=True))
+        return Scores(mask, group, base, segment, pairs_of_all, first._distances, first.other)
 
     @property
     def seq_len(self) -> int:
@@ -168,7 +169,7 @@ class Scores:
         sizes = [x.numel() for x in numbers]
         found = hashlib.blake2b(f"{self.mask.digest} {self.other} {sizes}".encode(), digest_size=16)
         for x in numbers:
-            found.update(x.contiguous().numpy())
+            found.update(x.contiguous().numpy().data)
         return found.hexdigest()
 
     def tokens(self, positions: Tensor) -> Tensor:
@@ -229,9 +230,10 @@ class Scores:
             [empty.scatter_reduce(0, index, x, reduce, include_self=False) for reduce in ("amin", "amax")]
             for x in entries
         )
-        least, most = int((least + first).min()), int((most + last).max())
-        if least < 0 or most >= len(self._pairs):
-            raise ValueError(f"base + segment reaches from {least} to {most}, but there are {len(self._pairs)} pairs")
+        lowest, highest = int((least + first).min()), int((most + last).max())
+        if lowest < 0 or highest >= len(self._pairs):
+            reach = f"base + segment reaches from {lowest} to {highest}"
+            raise ValueError(f"{reach}, but there are {len(self._pairs)} pairs")
 
     @functools.cached_property
     def _runs(self) -> Tensor:
@@ -296,8 +298,8 @@ class Scores:
         for start, stop in itertools.pairwise([low, *(x for x in edges if low < x < high), high]):
             far = int(self._distances[-1]) if stop <= 1 - self.reach else int(self._distances[0])
             near = 1 - self.reach <= start < self.reach
-            bounds = (None if math.isinf(x) else x for x in (start, stop))
-            part = Slice(s.q, s.kv, *bounds)
+            lowest, highest = (None if math.isinf(x) else int(x) for x in (start, stop))
+            part = Slice(s.q, s.kv, lowest, highest)
             if part.area:
                 yield (BY_DISTANCE if near else far), part
 
@@ -352,18 +354,25 @@ def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
 
 def _joined(slices: Sequence[Slice]) -> list[Slice]:
     """The same pairs in fewer slices: those side by side that differ in their keys, or in their queries, alone."""
-    for mine, other in ((1, 0), (0, 1)):  # kv, then q
-        result: list[Slice] = []
-        for s in sorted(slices, key=lambda s: (s[other], s[2:] != (None, None), s[2] or 0, s[3] or 0, s[mine])):
-            last = result[-1] if result else None
-            if last and last[other] == s[other] and last[2:] == s[2:] and last[mine][1] == s[mine][0]:
-                spans = [s.q, s.kv]
-                spans[mine] = last[mine][0], s[mine][1]
-                result[-1] = Slice(*spans, *s[2:])
-            else:
-                result.append(s)
-        slices = result
-    return list(slices)
+    by_keys: list[Slice] = []
+    for s in sorted(slices, key=lambda s: (s.q, _order_bands(s), s.kv)):
+        last = by_keys[-1] if by_keys else None
+        if last and last.q == s.q and last[2:] == s[2:] and last.kv[1] == s.kv[0]:
+            by_keys[-1] = s._replace(kv=(last.kv[0], s.kv[1]))
+        else:
+            by_keys.append(s)
+    by_queries: list[Slice] = []
+    for s in sorted(by_keys, key=lambda s: (s.kv, _order_bands(s), s.q)):
+        last = by_queries[-1] if by_queries else None
+        if last and last.kv == s.kv and last[2:] == s[2:] and last.q[1] == s.q[0]:
+            by_queries[-1] = s._replace(q=(last.q[0], s.q[1]))
+        else:
+            by_queries.append(s)
+    return by_queries
+
+
+def _order_bands(s: Slice) -> tuple[bool, int, int]:
+    return s[2:] != (None, None), s.low or 0, s.high or 0
 
 
 def _check_integers(name: str, x: Tensor) -> None:

@@ -82,8 +82,9 @@ class Package(NamedTuple):
         left, right = (-1 if x is None else x for x in band(call))
         causal = left == -1 and right == 0
         window = (-1, -1) if causal else (left, right)
-        names = {"window_size_left": window[0], "window_size_right": window[1]}
-        names = names if self.two_arguments else {"window_size": window}
+        names: dict[str, Any] = {"window_size_left": window[0], "window_size_right": window[1]}
+        if not self.two_arguments:
+            names = {"window_size": window}
         scores = {"softmax_scale": spec.scale, "softcap": spec.softcap or 0.0, "alibi_slopes": None}
         return {**names, **scores, "causal": causal}
 
@@ -113,5 +114,6 @@ def _package() -> Package:
     names = "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
     # Torch wraps these functions since 2.7, and then they do not say which arguments they have.
     version = tuple(int(number) for number in re.findall(r"\d+", flash_attn.__version__)[:3])
-    functions = (getattr(flash_attn_interface, name) for name in names)
+    forward, backward, packed_forward, packed_backward = (getattr(flash_attn_interface, name) for name in names)
+    functions = forward, backward, packed_forward, packed_backward
     return Package(*functions, two_arguments=version >= (2, 7), caps_gradients=version >= (2, 6, 2))

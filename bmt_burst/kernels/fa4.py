@@ -108,7 +108,8 @@ class Fa4Kernel(Kernel):
 
 def _padded(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors with head sizes padded with zeros to one that the package does right: that changes no score."""
-    missing = next(size for size in _HEAD_SIZES_HOPPER if size >= tensors[0].shape[-1]) - tensors[0].shape[-1]
+    [head_size] = {x.shape[-1] for x in tensors if x is not None}
+    missing = next(size for size in _HEAD_SIZES_HOPPER if size >= head_size) - head_size
     return tensors if not missing else tuple(None if x is None else functional.pad(x, (0, missing)) for x in tensors)
 
 
@@ -155,6 +156,7 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
 
 def _distances(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
     """`places` of `fa4_scores.add_by_distance`; of what is between tiles anything."""
+    assert bias.apart is not None, "it is asked for where tiles are neighbours"
     apart = iter(bias.apart)
     first = [next(apart) if length(q) and length(kv) else 0 for q, kv in call.sequences()]
     return torch.tensor([(x + bias.reach, 2 * bias.reach) for x in first] * batch, dtype=torch.int32)

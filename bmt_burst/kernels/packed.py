@@ -77,7 +77,8 @@ def _sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
     spans = call.sequences()
     lengths = [[length(pair[side]) for pair in spans] * batch for side in (0, 1)]
     starts = [torch.tensor([*itertools.accumulate(side, initial=0)], dtype=torch.int32) for side in lengths]
-    return Sequences(*(sent(x, device) for x in starts), max(map(max, lengths)))
+    q_starts, kv_starts = (sent(x, device) for x in starts)
+    return Sequences(q_starts, kv_starts, max(map(max, lengths)))
 
 
 def _blind(call: KernelCall, device: torch.device) -> Tensor | None:

@@ -167,9 +167,9 @@ def _merge(out: Tensor, lse: Tensor, blocks: Blocks, part: Tensor, part_lse: Ten
     """Merges the results of blocks, (B count, tokens, H, D) and (B count, H, tokens), into out and lse, in place."""
     places = _cut_queries(out, blocks), _cut_queries(lse.transpose(1, 2), blocks).transpose(2, 3)
     parts = _forwards(part, blocks, 1), _forwards(part_lse, blocks, 2)
-    parts = (x.unflatten(0, place.shape[:2]) for x, place in zip(parts, places, strict=True))
+    by_row = (x.unflatten(0, place.shape[:2]) for x, place in zip(parts, places, strict=True))
     # Of each of the batch by itself: two batches are no one dimension where the tokens between blocks are left out.
-    for out_at, lse_at, part_at, part_lse_at in zip(*places, *parts, strict=True):
+    for out_at, lse_at, part_at, part_lse_at in zip(*places, *by_row, strict=True):
         spans = [(0, out_at.shape[1])]
         Outputs(out_at, lse_at, parts=[(spans, out_at, lse_at.clone()), (spans, part_at, part_lse_at)]).result()
 

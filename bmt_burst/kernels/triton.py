@@ -38,7 +38,8 @@ class Shape(NamedTuple):
 
 
 # Shapes by kernel and padded head size, the fastest first: the first that a GPU has shared memory for is taken.
-_HALF = {
+Shapes = dict[str, dict[int, tuple[Shape, ...]]]
+_HALF: Shapes = {
     "forward": {
         64: (Shape(128, 128, 8, 3), Shape(128, 64, 4, 3), Shape(128, 64, 4, 2)),
         128: (Shape(128, 128, 8, 3), Shape(128, 64, 8, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)),
@@ -55,7 +56,7 @@ _HALF = {
         256: (Shape(64, 64, 8, 2), Shape(64, 32, 8, 2), Shape(32, 16, 4, 1)),
     },
 }
-_BY_DISTANCE = {
+_BY_DISTANCE: Shapes = {
     "forward": {
         64: (Shape(128, 64, 8, 2), Shape(64, 64, 4, 2)),
         128: (Shape(128, 64, 8, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)),
@@ -77,7 +78,7 @@ _BY_DISTANCE = {
         256: (Shape(64, 32, 8, 2), Shape(32, 16, 4, 1)),
     },
 }
-_BY_SEGMENTS = {  # more registers for a pair
+_BY_SEGMENTS: Shapes = {  # more registers for a pair
     "forward": {
         64: (Shape(64, 64, 4, 2),),
         128: (Shape(64, 64, 8, 2), Shape(64, 32, 4, 2)),
@@ -94,7 +95,7 @@ _BY_SEGMENTS = {  # more registers for a pair
         256: (Shape(64, 32, 8, 1), Shape(32, 16, 4, 1)),
     },
 }
-_SINGLE = {
+_SINGLE: Shapes = {
     "forward": {
         64: (Shape(64, 32, 4, 2),),
         128: (Shape(64, 32, 4, 2), Shape(32, 32, 4, 1)),
@@ -190,7 +191,10 @@ def _inputs(
 ) -> tuple[Tensor, ...]:
     """What the backward's kernels read, in their order: q, k, v, dout, lse and delta."""
     q, k, v, dout, lse = map(_dense, (q, k, v, dout, lse))
-    return q, k, v, dout, lse, _delta(_dense(out), dout) if delta is None else _dense(delta)
+    if delta is None:
+        assert out is not None, "a backward has out or delta"
+        return q, k, v, dout, lse, _delta(_dense(out), dout)
+    return q, k, v, dout, lse, _dense(delta)
 
 
 def _add_along_diagonals(inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, bias: CallBias, added: Any) -> None:
@@ -209,6 +213,8 @@ def _launch(
 ) -> None:
     """One of the kernels, on tensors of which the first are q and k, with constants of its own."""
     q, k = tensors[:2]
+    assert q is not None
+    assert k is not None
     width = max(16, 1 << (q.shape[-1] - 1).bit_length())
     mode = _mode(bias)
     shape = _shape(name, q, width, mode)
@@ -257,7 +263,7 @@ def _blocks(call: KernelCall, device: torch.device, side: int, size: int, most: 
 
 
 def _blocks_on_host(call: KernelCall, side: int, size: int, most: int | None) -> Tensor:
-    spans = [(*own, *other) for own, other in ((pair[side], pair[1 - side]) for pair in call.sequences())]
+    spans: list[tuple[int, ...]] = [(*pair[side], *pair[1 - side]) for pair in call.sequences()]
     if most is not None and call.left is None and call.right is None:
         spans = [
             (*own, start, min(start + most, stop)) for *own, first, stop in spans for start in range(first, stop, most)

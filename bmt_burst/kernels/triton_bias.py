@@ -35,14 +35,14 @@ class Bias(NamedTuple):
     biases: tl.tensor
     rows: int
     reach: int
-    q_group: tl.tensor = None
-    q_base: tl.tensor = None
-    kv_group: tl.tensor = None
-    kv_segment: tl.tensor = None
-    pairs: tl.tensor = None
-    other: int = None
-    sums: tl.tensor = None
-    unit: tl.tensor = None
+    q_group: tl.tensor | None = None
+    q_base: tl.tensor | None = None
+    kv_group: tl.tensor | None = None
+    kv_segment: tl.tensor | None = None
+    pairs: tl.tensor | None = None
+    other: int | None = None
+    sums: tl.tensor | None = None
+    unit: tl.tensor | None = None
 
 
 class Distances(NamedTuple):

@@ -124,7 +124,9 @@ class TorchTransport(ProcessTransport):
             return
         nothing, peer = torch.empty(1, dtype=torch.uint8), (self.rank + 1) % self.size
         with contextlib.suppress(RuntimeError):  # gloo closes all connections of a group where one wait takes too long
-            dist.irecv(nothing, group=self.group, group_src=peer, tag=_NOTHING).wait(timedelta(milliseconds=1))
+            work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_NOTHING)
+            assert work is not None, "this rank is in its group"
+            work.wait(timedelta(milliseconds=1))
 
     def _gather_remotely(self, message: bytes) -> list[bytes]:
         if "cpu" in self.device_types:
