@@ -1,14 +1,17 @@
 """Make the README the home page of the documentation site, so that it is written once."""
 
+import re
 from pathlib import Path
 
-from mkdocs.structure.files import File
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def on_files(files, config):
-    """Add index.md: the README, with its links seen from docs/."""
-    text = (ROOT / "README.md").read_text().replace("](docs/", "](")
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add index.md: the README with its links seen from docs/, and without links to files that the site lacks."""
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"\[([^\]]*)\]\((?!https?:|docs/)([^)]*)\)", r"`\2`", text).replace("](docs/", "](")
     files.append(File.generated(config, "index.md", content=text))
     return files
