@@ -270,7 +270,7 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
     most = _max_position_embeddings(config.rope_scaling, kind, max(longest or 0, original or 0) or None)
     if most is not None:
         hf["max_position_embeddings"] = most
-    if original and most > original and isinstance(config.rope_scaling, Linear | None):
+    if original and most is not None and most > original and isinstance(config.rope_scaling, Linear | None):
         hf["original_max_position_embeddings"] = original
     return hf
 

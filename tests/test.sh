@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Sets itself up and runs the linter and all tests. Arguments go to pytest: bash tests/test.sh -k layout
+# Installs all it needs, then runs linters, types, a spell check and all tests. Arguments go to pytest:
+# bash tests/test.sh -k layout
 #
-#     bash tests/test.sh gpu    runs only what needs GPUs, with the Python that is active, or what train/install_gpu.sh made
+#     bash tests/test.sh fast   only the conformance suites and the tests of what is pure data: a minute
+#     bash tests/test.sh gpu    only what needs GPUs, with the Python that is active, or what train/install_gpu.sh made
 set -euo pipefail
 if [ "${1:-}" = gpu ]; then
     cd "$(dirname "$0")/.."
@@ -16,5 +18,13 @@ python -m pip install --quiet --disable-pip-version-check --no-deps --only-binar
 python -m pip install --quiet --disable-pip-version-check --no-deps model-center==1.0.2
 ruff check .
 ruff format --check .
+mypy
+codespell
+if [ "${1:-}" = fast ]; then
+    shift
+    data=(mask layout tiling routes schedule program merge timeline package)
+    exec python -m pytest --numprocesses 2 --dist loadfile -k "not triton" tests/conformance \
+        $(printf "tests/test_%s.py " "${data[@]}") "$@"
+fi
 # A file at a time on each of three workers, on two cores: many tests wait for processes that they start.
 python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@"
