@@ -13,14 +13,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from .rings import Rings
-from .transport import MESSAGE_BYTES
+from .transport import MESSAGE_BYTES, Transport
 
 Result = TypeVar("Result")
 Error = TypeVar("Error", bound=Exception)
 
 _RULE = (
-    "another thread of this process is in a call of the same group, and a group is for one thread at a time: "
-    "let threads take turns, or give each a group of its own"
+    "two threads of this process called in the same group at once, so it is unusable now. But a group is for one "
+    "thread at a time: let threads take turns, or give each a group of its own"
 )
 _KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank has heard of
 
@@ -94,16 +94,29 @@ def one_thread(rings: Rings, doing: str) -> Iterator[None]:
 
     Ranks pair what they send by its order. Two threads would each take messages that are for the other one.
 
-    Raises RuntimeError at once if another thread is within.
+    Raises RuntimeError at once if another thread is within. That one raises it too, at the end of what it does, and the
+    group is unusable from then on: on another rank the other thread may have been first, and nobody could tell.
     """
+    used = [ring for ring in (rings.inner, rings.outer) if ring.size > 1]
     with ExitStack() as held:
-        for ring in (rings.inner, rings.outer):
-            if ring.size == 1:
-                continue
+        for ring in used:
             if not ring.in_use.acquire(blocking=False):
+                ring.contested = True
                 raise _known(RuntimeError(f"{doing}: {_RULE}"))
             held.callback(ring.in_use.release)
+        _check_uncontested(used, doing)
         yield
+        _check_uncontested(used, doing)
+
+
+def _check_uncontested(used: Sequence[Transport], doing: str) -> None:
+    """Raise RuntimeError, and make the rings unusable, if a second thread called in one of them meanwhile."""
+    if not any(ring.contested for ring in used):
+        return
+    for ring in used:
+        if not ring.broken:
+            ring.leave(f"{doing}: {_RULE}".encode())
+    raise _known(RuntimeError(f"{doing}: {_RULE}"))
 
 
 @contextmanager

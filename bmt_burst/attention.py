@@ -164,7 +164,8 @@ def burst_attn_func(
     Raises, on every rank of the group, ValueError or TypeError for arguments that are wrong on any rank or differ
     between ranks, for a sequence with fewer tokens than ranks, for a double_group that is no grid of ranks, and, in the
     call or its backward, where a rank does something else. RuntimeError where a rank has ended or failed in the middle,
-    for a backward with create_graph, and inside the transforms of torch.func or forward mode.
+    for a backward with create_graph, and inside the transforms of torch.func or forward mode. Also RuntimeError where
+    two threads of a process are in calls of one group at once, which makes the group unusable.
 
     Only about groups ranks cannot agree: with a group that is none, or that this rank is not in, the error is raised
     here, and the ranks that wait for this one raise TimeoutError after the group's own timeout, or RuntimeError as soon

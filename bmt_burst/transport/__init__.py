@@ -85,6 +85,7 @@ class Transport(ABC):
     held_bytes: int = 0  # of memory that this transport keeps for deliveries
     broken: bool = False  # whether this ring is known to be of no use any more
     in_use: threading.RLock  # held by the thread that is in a call
+    contested: bool = False  # whether another thread called meanwhile
 
     def __new__(cls, *arguments: Any, **options: Any) -> Transport:
         transport = super().__new__(cls)
