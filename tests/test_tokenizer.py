@@ -189,6 +189,14 @@ def test_a_begin_token_is_known_by_its_name_or_its_place_in_front_or_is_the_end_
     assert tokenizer.id_of("<none>") is None
 
 
+def test_a_template_without_tokens_in_front_is_read(tmp_path):
+    backend = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    backend.add_special_tokens(["</s>"])
+    backend.post_processor = processors.TemplateProcessing(single=[], special_tokens=[])
+    backend.save(str(tmp_path / "words.json"))
+    assert open_tokenizer(str(tmp_path / "words.json")).bos_id == backend.token_to_id("</s>")
+
+
 def test_the_end_of_text_of_sentencepiece_is_a_control_symbol(sentencepiece, tmp_path):
     open_tokenizer(str(sentencepiece), "<ctl>").save(tmp_path)
     assert load_tokenizer(tmp_path).eos_id == 3
@@ -265,7 +273,7 @@ def test_folders_of_older_versions_have_no_identity(byte_level, tmp_path):
     (tmp_path / "tokenizer.spec.json").write_text('{"kind": "JsonTokenizer", "file": "tokenizer.json"}')
     assert saved_identity(tmp_path) is None
     assert load_tokenizer(tmp_path).eos is None
-    for broken in ("{", "[]"):
+    for broken in ("{", "[]", '{"identity": 5}'):
         (tmp_path / "tokenizer.spec.json").write_text(broken)
         with pytest.raises(ValueError, match=r"tokenizer.spec.json does not name a tokenizer"):
             saved_identity(tmp_path)

@@ -150,8 +150,8 @@ class JsonTokenizer(Tokenizer):
                 return found
         rules = json.loads(self.file.read_text()).get("post_processor") or {}
         for rule in rules.get("processors", [rules]):
-            if rule.get("type") == "TemplateProcessing" and (first := rule["single"][0].get("SpecialToken")):
-                return rule["special_tokens"][first["id"]]["ids"][0]
+            if rule.get("type") == "TemplateProcessing" and "SpecialToken" in next(iter(rule["single"]), {}):
+                return rule["special_tokens"][rule["single"][0]["SpecialToken"]["id"]]["ids"][0]
         return self.eos_id
 
     def _rules(self) -> Any:
@@ -282,9 +282,12 @@ def saved_identity(folder: Path) -> str | None:
     if not spec_file.is_file():
         return None
     try:
-        return json.loads(spec_file.read_text()).get("identity")
+        identity = json.loads(spec_file.read_text()).get("identity")
     except (*_NO_SPEC, AttributeError) as error:
         raise ValueError(f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}") from error
+    if not isinstance(identity, str | None):
+        raise ValueError(f"{spec_file} does not name a tokenizer: expected text as its identity, got {identity!r}")
+    return identity
 
 
 def _read(kind: type[Tokenizer], path: Path, eos: str | None = None) -> Tokenizer:
