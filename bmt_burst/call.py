@@ -120,11 +120,16 @@ class AgreedCall:
                 strategy = choose(self.call.options["strategy"], problem)
             plan = strategy.plan(problem, self.rings.rank)
             plan.reserve(self.rings, self.tensors[0].device, with_backward=self.call.needs_gradient)
-            while len(plans) >= _MOST_PLANS:
-                plans.pop(next(iter(plans)))
+            _make_room(plans)
         plans[self.said] = plan  # last in order: just used
         self.rings.history.calls = self.number
         return plan
+
+
+def _make_room(plans: dict[tuple[bytes, ...], Plan]) -> None:
+    """Drop the first plans if there are many. Threads without a group do so at once, so keys are copied, atomically."""
+    for said in list(plans)[: max(len(plans) - _MOST_PLANS + 1, 0)]:
+        plans.pop(said, None)
 
 
 def _known_call(rings: Rings, tensors: Tensors, learned: Learned, options: dict[str, Any]) -> _Call:

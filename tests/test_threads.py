@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from bmt_burst import SequenceParallel, burst_attn_func, shard, simulate
+from bmt_burst import SequenceParallel, burst_attn_func, call, shard, simulate
+from bmt_burst.rings import make_rings
 from bmt_burst.transport.torch_dist import torch_transport
 from tests.helpers import dense_attention, random_qkv, run_ranks
 
@@ -207,3 +208,20 @@ def threads_of_two_groups(rank: int) -> list[float]:
 @pytest.mark.slow
 def test_threads_with_a_group_each_go_on():
     assert all(error < 1e-13 for errors in run_ranks(2, threads_of_two_groups) for error in errors)
+
+
+def test_threads_without_a_group_may_make_plans_at_once(monkeypatch):
+    """Each drops the oldest plan, which another one may just have dropped."""
+
+    class Shared(dict):
+        def pop(self, *arguments):
+            super().pop(arguments[0], None)  # as another thread does in between
+            return super().pop(*arguments)
+
+    monkeypatch.setattr(call, "_MOST_PLANS", 2)
+    history = make_rings(None, (None, None)).history
+    monkeypatch.setattr(history, "plans", Shared())
+    for tokens in range(3, 8):
+        x = torch.ones(1, tokens, 1, 8)
+        assert burst_attn_func(x, x, x).allclose(x)
+    assert len(history.plans) == 2
