@@ -536,6 +536,8 @@ def test_who_does_not_come_is_waited_for_once():
     waits = []
 
     class Alone:
+        inner = outer = ALONE
+
         def gather(self, message):
             waits.append(message)
             raise TimeoutError("rank 1 of the group did not make this call")
