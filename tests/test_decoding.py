@@ -123,7 +123,7 @@ def test_more_tokens_than_memory_are_refused(tokens):
         lambda: AntDecoder(ant.model(), *ant_row(ant), tokens),
         lambda: Cache(PRESETS["cpm-tiny"], tokens, torch.zeros(1)),
     ):
-        with pytest.raises(ValueError, match=f"no memory for the keys and values of {tokens} tokens"):
+        with pytest.raises(ValueError, match=f"no memory for the keys and values of {tokens:,} tokens"):
             decode()
 
 

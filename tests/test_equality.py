@@ -23,6 +23,7 @@ CASES += [
     (*ring, layout, True, backward, shape, 7)
     for ring, layout, backward, shape in itertools.product([(3, 3), (4, 2), (8, 8)], LAYOUTS, ("q", "kv"), SHAPES)
 ]
+CASES = CASES[::3]  # tests/conformance has random ones, for every strategy
 CASES += [(8, 4, "striped", True, "q", (17, 3, 1, 1, 2), 6)]  # a message of one entry, whose strides say nothing
 SCALE = 0.31
 
@@ -62,7 +63,7 @@ def test_ring_equals_dense(size, inner, layout, causal, backward, shape, seed):
 @pytest.mark.parametrize(("size", "inner"), [(2, 2), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)])
 @pytest.mark.parametrize(("layout", "optimize"), [("zigzag", True), ("zigzag", False), ("striped", True)])
 @pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("blocks", [1, 2, 7])
+@pytest.mark.parametrize("blocks", [1, 7])
 def test_a_pass_for_each_kv_head_equals_dense(size, inner, layout, optimize, backward, blocks, monkeypatch):
     """In groups of so many blocks."""
     monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", 1)
