@@ -4,9 +4,9 @@
         --output bench/results/live-training-mine.jsonl
 
 A row of JSON for each setting, as bench/training.py's: medians over the steps after --warm-up of tokens a second and
-GPU, MFU and seconds a step; and peak memory. FLOPs are those of train/flops.py, of visible pairs only. All ranks share
-one row, in the layout that balances its work; every step has the same one, with new tokens. With --layers models have
-fewer layers than their presets, which the row says.
+GPU, MFU and seconds a step; and peak memory. FLOPs are those of train/run/flops.py, of visible pairs only. All ranks
+share one row, in the layout that balances its work; every step has the same one, with new tokens. With --layers models
+have fewer layers than their presets, which the row says.
 
 This is the model and its engine alone; what reading data and saving cost, pretraining shows.
 """
@@ -34,15 +34,15 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
 from bench import live_rows
 from bench.machine import GIB, Machine, record
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel, init_sequence_parallel
-from bmt_burst.engine import Engine
-from bmt_burst.engine.bmtrain import BMTrainEngine
-from bmt_burst.engine.torch import TorchEngine
-from bmt_burst.rings import make_rings
+from bmt_burst.ranks.rings import make_rings
 from models.blocks import CHECKPOINTING, Saving
 from models.cpm_ant import CPMAnt
 from models.cpm_bee import CPMBee
 from models.cpm_live.config import PRESETS, AntConfig, LiveConfig
-from train.flops import peak_tflops, step_flops
+from train.engine import Engine
+from train.engine.bmtrain import BMTrainEngine
+from train.engine.torch import TorchEngine
+from train.run.flops import peak_tflops, step_flops
 
 _EXTENDED = 16  # tokens with sub-ids that can be predicted
 

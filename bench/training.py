@@ -3,7 +3,7 @@
     python bench/training.py --gpus 8 --model minicpm4-8b --seq-len 262144 --checkpointing selective full \\
         --data data/corpus/train --output bench/results/training.jsonl
 
-A row holds medians over the steps after --warm-up: tokens a second and GPU, MFU (its formula is in train/flops.py),
+A row holds medians over the steps after --warm-up: tokens a second and GPU, MFU (its formula is in train/run/flops.py),
 seconds a step and where they go, peak memory, the balance of the ranks' work; and what the mask was. All GPUs share
 each sequence unless --sp-size says otherwise. With --layers the model has fewer layers than its preset; the row says
 so. On a machine without GPUs ranks are CPU processes.

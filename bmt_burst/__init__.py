@@ -13,11 +13,11 @@ from .attention import (
     burst_attn_qkvpacked_func,
     burst_attn_varlen_func,
 )
-from .groups import SequenceParallel, init_sequence_parallel
-from .layout import IGNORE_INDEX, Layout, shard, shift_labels, unshard
-from .mask import Mask, Slice
+from .ranks.groups import SequenceParallel, init_sequence_parallel
+from .ranks.simulation import simulate
 from .scores import Scores
-from .simulation import simulate
+from .sequence.layout import IGNORE_INDEX, Layout, shard, shift_labels, unshard
+from .sequence.mask import Mask, Slice
 from .transport import Transport
 
 __version__ = "0.1.0"

@@ -11,16 +11,16 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 
-from .agreement import one_thread, taking_part, tell, together
-from .arguments import check_tensor
-from .autograd import check_first_derivative, check_transforms
-from .call import CALL, Learned, agree_on_call
-from .compiled import not_compiled
-from .layout import Layout
-from .mask import Mask
-from .rings import Group, Rings, make_rings
+from .base.arguments import check_tensor
+from .base.autograd import check_first_derivative, check_transforms
+from .base.compiled import not_compiled
+from .calls.call import CALL, Learned, agree_on_call
+from .merging.sinks import sinks_gradient, with_sinks
+from .ranks.agreement import one_thread, taking_part, tell, together
+from .ranks.rings import Group, Rings, make_rings
 from .scores import Scores
-from .sinks import sinks_gradient, with_sinks
+from .sequence.layout import Layout
+from .sequence.mask import Mask
 from .strategies import Plan
 
 Masks = Mask | Sequence[Mask]

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from . import Layout, burst_attn_func, init_sequence_parallel, kernels
-from .merge import Part
-from .rings import make_rings
+from .merging.merge import Part
+from .ranks.rings import make_rings
+from .sequence.tile import KernelCall
 from .spec import Spec
-from .tile import KernelCall
 from .transport import ALONE
 
 _RING_CODE = "from bmt_burst import doctor; doctor.ring_rank()"
@@ -133,7 +133,7 @@ def _fused() -> str:
 
 def _sum_ones(device: str) -> str:
     """Check one sum of gradients; return Triton's version."""
-    from . import fused
+    from .merging import fused
 
     parts: list[Part] = [([(0, 64)], torch.ones(1, 64, 2, 64, device=device, dtype=torch.bfloat16))] * 2
     total = torch.empty(1, 64, 2, 64, device=device)

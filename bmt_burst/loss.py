@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import DTYPES, check_tensor
-from .autocast import autocast
-from .autograd import check_first_derivative
-from .compiled import fused_on_gpus, not_compiled
-from .layout import IGNORE_INDEX, SIGNED
-from .merge import accumulator_dtype
+from .base.arguments import DTYPES, check_tensor
+from .base.autocast import autocast
+from .base.autograd import check_first_derivative
+from .base.compiled import fused_on_gpus, not_compiled
+from .merging.merge import accumulator_dtype
+from .sequence.layout import IGNORE_INDEX, SIGNED
 
 # Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in bf16; on CPUs there is one in fp32
 # beside it, on GPUs that lives in registers. The gradient of the hidden states is added up over the entries, that of

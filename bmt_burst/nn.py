@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .arguments import as_bool, as_float, as_int
 from .attention import burst_attn_func, refuse_call
-from .compiled import fused_on_gpus, not_compiled
-from .groups import SequenceParallel
-from .layout import Layout
-from .mask import Mask
-from .merge import accumulator_dtype
+from .base.arguments import as_bool, as_float, as_int
+from .base.compiled import fused_on_gpus, not_compiled
+from .merging.merge import accumulator_dtype
+from .ranks.groups import SequenceParallel
+from .sequence.layout import Layout
+from .sequence.mask import Mask
 
 # What a batch is told of masks or layouts: one for all of its rows, or one for each of them.
 Masks = Mask | Sequence[Mask]

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import as_int
-from .mask import Mask, Slice
-from .span import Span, length, overlap
+from .base.arguments import as_int
+from .sequence.mask import Mask, Slice
+from .sequence.span import Span, length, overlap
 
 BY_DISTANCE = -1  # in place of a row: it follows from the distance
 _LONG = 256  # tokens from which on a segment is worth kernel calls of its own

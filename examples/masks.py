@@ -3,7 +3,7 @@
     python examples/masks.py [FOLDER]    # writes FOLDER/masks.png and prints the masks; default: the current folder
 
 A mask is a function that returns a `bmt_burst.Mask`. To see a new one here, register it in `EXAMPLES` of
-bmt_burst/mask.py.
+bmt_burst/sequence/mask.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from matplotlib import pyplot
 from matplotlib.colors import ListedColormap
 
 from bmt_burst import Layout, Mask
-from bmt_burst.layout import LAYOUTS
-from bmt_burst.mask import EXAMPLES
+from bmt_burst.sequence.layout import LAYOUTS
+from bmt_burst.sequence.mask import EXAMPLES
 
 TOKENS, RANKS = 64, 4
 COLOURS = ["#ffffff", "#3b6fb6", "#e1812c", "#3a923a", "#c03d3e"]  # hidden, and the pairs of ranks 0 to 3

@@ -1,6 +1,6 @@
 """The dense CPM: pre-norm RMSNorm, rotary positions, GQA, SwiGLU, MiniCPM's scalings, Qwen's biases and norms.
 
-Plain torch modules, for every engine of bmt_burst.engine: an engine shards the parameters and the blocks in `layers`,
+Plain torch modules, for every engine of train.engine: an engine shards the parameters and the blocks in `layers`,
 which therefore take positional arguments only. Parameter names are those of Hugging Face's Llama, Qwen and MiniCPM,
 without the leading "model.".
 
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmt_burst.groups import SequenceParallel
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.nn import BurstAttention, KVCache, Layouts, Masks, rope_tables, rotations, swiglu
+from bmt_burst.ranks.groups import SequenceParallel
 
 from .blocks import Layers, Saving
 from .config import CPMConfig

@@ -46,10 +46,10 @@ def engines(folder: Path) -> dict:
     import bmtrain
 
     from bmt_burst import init_sequence_parallel
-    from bmt_burst.engine.bmtrain import BMTrainEngine
     from models.blocks import Saving
     from models.config import CPMConfig
     from models.cpm import CPM
+    from train.engine.bmtrain import BMTrainEngine
 
     results, sp = {}, init_sequence_parallel()
     shape = CPMConfig(300, **SIZES, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1)
@@ -132,11 +132,11 @@ def live(folder: Path) -> dict:
     import bmtrain
 
     from bmt_burst import init_sequence_parallel
-    from bmt_burst.engine.bmtrain import BMTrainEngine
     from models.blocks import Saving
     from models.cpm_ant import CPMAnt
     from models.cpm_bee import CPMBee
     from tests.live import golden, shard_rows
+    from train.engine.bmtrain import BMTrainEngine
 
     results, sp = {}, init_sequence_parallel()
     for name, model, mode in (("bee", CPMBee, "none"), ("ant", CPMAnt, "selective"), ("ant", CPMAnt, "full")):

@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 from bmt_burst import kernels
 from bmt_burst.kernels import triton as backend
 from bmt_burst.kernels import triton_blocks
+from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from bmt_burst.tile import KernelCall
 from tests.compile_fused import kinds_of
 from tests.helpers import call_tensors, random_bias
 

@@ -179,8 +179,8 @@ def install(*packages: str) -> None:
     import bmtrain.distributed.ops as ops
 
     import bmt_burst.bmtrain
-    import bmt_burst.engine.bmtrain
     import bmt_burst.transport.bmtrain as transport
+    import train.engine.bmtrain
 
     bmtrain.nccl.NCCLCommunicator = Communicator
     for name in [name for name in vars(Nccl) if not name.startswith("_")]:
@@ -192,7 +192,7 @@ def install(*packages: str) -> None:
     modules = [
         module for name, module in sys.modules.items() if name.split(".")[0] in roots and hasattr(module, "torch")
     ]
-    for module in [*modules, bmt_burst.bmtrain, bmt_burst.engine.bmtrain, transport]:
+    for module in [*modules, bmt_burst.bmtrain, train.engine.bmtrain, transport]:
         module.torch = cpu
     transport.BMTrainTransport.device_types = frozenset({"cpu"})
     bmtrain.init_distributed(seed=0)

@@ -27,18 +27,18 @@ from bmt_burst import Layout, Mask, Slice, burst_attn_func, simulate
 from bmt_burst.kernels import Kernel, load
 from bmt_burst.kernels.bias import CallBias, Segments
 from bmt_burst.kernels.reference import visible
+from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
-from bmt_burst.tile import KernelCall
 from bmt_burst.transport.simulator import SimulatedRing
-from train.distributed import free_port
+from train.run.distributed import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 GPUS = torch.cuda.device_count()
 # Seconds of imports, which forks share. Torch imports its compiler when attention is first differentiated.
-_PRELOADED = ["train.pretrain", "bmt_burst.engine.torch", "torch._dynamo", "matplotlib.pyplot", "tests.helpers"]
+_PRELOADED = ["train.pretrain", "train.engine.torch", "torch._dynamo", "matplotlib.pyplot", "tests.helpers"]
 _PRELOADED += ["transformers.models.llama.modeling_llama"]  # if it is there
 # Ranks that NCCL can make here: it wants a GPU for each, but for recent versions with this set.
 RANKS = max(GPUS, 4) if GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else GPUS

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, kernels, nn, simulate, transport
-from bmt_burst.agreement import read, tell
-from bmt_burst.rings import Rings, make_rings
+from bmt_burst.ranks.agreement import read, tell
+from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.strategies.ring import Ring, RingPlan
 from bmt_burst.transport import ALONE, Transport, host_memory
 from bmt_burst.transport import bmtrain as transport_of_bmtrain

@@ -16,9 +16,9 @@ from bmt_burst import (
     simulate,
     unshard,
 )
-from bmt_burst.mask import Mask
 from bmt_burst.nn import BurstAttention, rope_tables
 from bmt_burst.scores import Scores
+from bmt_burst.sequence.mask import Mask
 from tests.helpers import random_qkv, relative_error
 
 BF16 = 0.02  # errors are a few of 2^-8

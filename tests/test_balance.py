@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from bmt_burst.balance import _documents, balanced_spans
-from bmt_burst.mask import Mask, Slice
-from bmt_burst.span import length, merged
+from bmt_burst.sequence.balance import _documents, balanced_spans
+from bmt_burst.sequence.mask import Mask, Slice
+from bmt_burst.sequence.span import length, merged
 
 SIZES = (2, 3, 4, 8, 16, 64)
 MOST_DOCUMENTS = 2500  # in a packing of these tests: more would only take time

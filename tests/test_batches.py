@@ -8,9 +8,9 @@ import torch.distributed as dist
 from bmt_burst import SequenceParallel
 from models.config import CPMConfig
 from tests.test_model import SMALL
-from train.batches import Batches
-from train.config import TrainConfig
-from train.data import Sequences
+from train.data.batches import Batches
+from train.data.folder import Sequences
+from train.run.config import TrainConfig
 
 
 class Tokens:

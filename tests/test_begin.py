@@ -10,12 +10,12 @@ import torch
 
 from bmt_burst import IGNORE_INDEX
 from tests.test_documents import EOS, LENGTHS, without_documents
-from train import begin
-from train.begin import BegunText
-from train.config import TrainConfig
-from train.data import Sequences, TokenFile
-from train.stored import StoredNumbers, TokenWriter
-from train.tokenizer import ByteTokenizer
+from train.data import begin
+from train.data.begin import BegunText
+from train.data.folder import Sequences, TokenFile
+from train.data.stored import StoredNumbers, TokenWriter
+from train.data.tokenizer import ByteTokenizer
+from train.run.config import TrainConfig
 
 BOS = 200  # a token that the documents below may begin with
 MIXED = ([BOS, 1, 2], [3], [BOS], [4, BOS, BOS, 5, 6, 7, 8], [BOS, 9], [10, 11], [BOS, BOS, 12, 13, 14, 15, 16, 17])
@@ -110,7 +110,7 @@ def test_data_that_says_how_its_documents_begin_is_not_searched(tmp_path, monkey
         writer.write([[], np.array(document[:1]), document[1:]])
     assert writer.begun == whole.index["begun_documents"] == sum(document[0] == BOS for document in TEXTS[text])
     writer.close()
-    monkeypatch.setattr("train.stored._COPIED", 3)
+    monkeypatch.setattr("train.data.stored._COPIED", 3)
     part.copy(writer, 0, writer.tokens)
     assert part.begun == writer.begun
     read = []

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from bmt_burst.engine import Shard
 from tests.helpers import ROOT, run_ranks
-from train import checkpoint, ranks
-from train.checkpoint import Checkpoint, CheckpointError
-from train.tokenizer import ByteTokenizer, load_tokenizer
+from train.checkpoints import checkpoint
+from train.checkpoints.checkpoint import Checkpoint, CheckpointError
+from train.data.tokenizer import ByteTokenizer, load_tokenizer
+from train.engine import Shard
+from train.run import ranks
 
 SHAPES = {"weight/a": (5, 3), "weight/b": (7,), "exp_avg/a": (5, 3)}
 
@@ -321,7 +322,7 @@ KILLER = """
 import os, random, shutil, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from train import checkpoint
+from train.checkpoints import checkpoint
 from tests.test_checkpoint import save
 
 def in_child(work):

@@ -17,7 +17,7 @@ from models.cpm_bee import BeeConfig, CPMBee, bee_scores
 from models.cpm_live.config import PRESETS
 from tests.helpers import relative_error
 from tests.live import Golden, golden, shard_rows, unshard_rows
-from train.flops import step_flops
+from train.run.flops import step_flops
 
 BOTH = pytest.mark.parametrize("name", ["bee", "ant"])
 ALONE = [Layout.zigzag(96, 1)] * 2

@@ -13,10 +13,10 @@ import torch
 from bmt_burst import IGNORE_INDEX
 from models.rope import Linear
 from tests.helpers import ROOT
-from train.config import TrainConfig, parse_config
-from train.data import Sequences, TokenFile
-from train.schedule import learning_rate
-from train.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer
+from train.data.folder import Sequences, TokenFile
+from train.data.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer
+from train.run.config import TrainConfig, parse_config
+from train.run.schedule import learning_rate
 
 EOS = ByteTokenizer.eos_id
 
@@ -202,7 +202,7 @@ def test_changed_files_are_named(name, token_folder):
 def test_large_files_are_compared_by_samples_when_opened_and_whole_when_asked(tmp_path, monkeypatch):
     (tmp_path / "x.txt").write_text("0123456789" * 200_000)
     prepare("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
-    monkeypatch.setattr("train.data._CHEAP", 1000)
+    monkeypatch.setattr("train.data.folder._CHEAP", 1000)
     file = tmp_path / "out/train/tokens.bin"
     content = bytearray(file.read_bytes())
     content[100_000] ^= 1  # between the first sample and the second

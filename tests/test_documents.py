@@ -16,10 +16,10 @@ from models.config import PRESETS
 from models.cpm import CPM
 from tests.test_batches import batches
 from tests.test_model import SMALL, initialized
-from train.data import Sequences, TokenFile
-from train.flops import keys_seen, step_flops
-from train.stored import TokenWriter
-from train.tokenizer import ByteTokenizer
+from train.data.folder import Sequences, TokenFile
+from train.data.stored import TokenWriter
+from train.data.tokenizer import ByteTokenizer
+from train.run.flops import keys_seen, step_flops
 
 EOS = ByteTokenizer.eos_id
 LENGTHS = (3, 1, 30, 2, 7, 1, 12, 5, 9)  # of documents, without eos
@@ -119,7 +119,7 @@ def test_wrong_starts_of_documents_are_refused(folder, starts, message, monkeypa
     np.array(starts, dtype=np.int64).tofile(folder / "documents.bin")
     with pytest.raises(ValueError, match=f"documents.bin.*{message}"):
         TokenFile(folder)
-    monkeypatch.setattr("train.data._CHEAP", 0)  # as of a large file, which is checked where it is read
+    monkeypatch.setattr("train.data.folder._CHEAP", 0)  # as of a large file, which is checked where it is read
     with pytest.raises(ValueError, match=f"documents.bin.*{message}"):
         Sequences(TokenFile(folder), 78, 0, documents=True).read(0)
     with pytest.raises(ValueError, match=f"documents.bin.*{message}"):  # all is checked, since all places depend on it

@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel
-from bmt_burst.engine.common import AdamW, square_sum
-from bmt_burst.engine.torch import TorchEngine
 from models.cpm import CPM
 from models.cpm_ant import CPMAnt
 from models.cpm_bee import CPMBee
 from tests.helpers import relative_error, run_ranks
 from tests.live import golden, shard_rows
 from tests.test_model import SMALL, initialized
-from train import checkpoint
+from train.checkpoints import checkpoint
+from train.engine.common import AdamW, square_sum
+from train.engine.torch import TorchEngine
 
 ADAMW = AdamW(betas=(0.8, 0.9), eps=1e-3, weight_decay=0.3)
 CPU = torch.device("cpu")

@@ -19,17 +19,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from bmt_burst.engine import Shard
 from models.config import PRESETS, CPMConfig
 from models.huggingface import HFWeights, fold_scalings, load_cpm, save_weights
 from tests.helpers import ROOT
 from tests.test_model import SMALL, initialized
-from train import checkpoint, export
-from train.export import main
-from train.generate import checkpoint_tokenizer, generate, load_model
-from train.generate import main as generate_main
-from train.hf_tokenizer import save_for_transformers
-from train.tokenizer import (
+from train import export
+from train.checkpoints import checkpoint
+from train.data.hf_tokenizer import save_for_transformers
+from train.data.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
     SentencePieceTokenizer,
@@ -37,6 +34,10 @@ from train.tokenizer import (
     load_tokenizer,
     saved_identity,
 )
+from train.engine import Shard
+from train.export import main
+from train.generate import checkpoint_tokenizer, generate, load_model
+from train.generate import main as generate_main
 
 PADDED = dataclasses.replace(SMALL, rope_theta=5e5)  # a vocabulary of 300 for bytes as tokens, of which there are 257
 SENTENCES = [

@@ -13,8 +13,8 @@ import torch
 
 from bmt_burst.kernels import fa4
 from bmt_burst.kernels.bias import CallBias, Segments
-from bmt_burst.span import length
-from bmt_burst.tile import KernelCall
+from bmt_burst.sequence.span import length
+from bmt_burst.sequence.tile import KernelCall
 from tests.helpers import named_calls, random_bias
 
 NO_INFO = SimpleNamespace()

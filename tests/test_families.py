@@ -19,15 +19,15 @@ from transformers import (
 )
 
 from bmt_burst import Layout, SequenceParallel, simulate
-from bmt_burst.mask import Mask
+from bmt_burst.sequence.mask import Mask
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 from models.huggingface import HFWeights, config_from_hf, config_to_hf, fold_scalings, load_cpm, save_weights
 from models.rope import RopeScaling, Yarn
 from tests.test_model import SMALL, initialized
-from train.config import TrainConfig
-from train.flops import step_flops
 from train.generate import Cache
+from train.run.config import TrainConfig
+from train.run.flops import step_flops
 
 ORIGINAL = 16  # tokens that the small models were "first trained" on
 LENGTHS = (13, ORIGINAL, ORIGINAL + 1, 45)  # rising: transformers remembers the longest for dynamic scalings

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from bmt_burst import fused, merge
-from bmt_burst.span import length
+from bmt_burst.merging import fused, merge
+from bmt_burst.sequence.span import length
 from tests.helpers import ROOT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel
-from bmt_burst.groups import _ranks_a_host
+from bmt_burst.ranks.groups import _ranks_a_host
 from tests.helpers import (
     attention_errors,
     dense_attention,

@@ -17,9 +17,9 @@ import bmt_burst.scores
 from bench import live_rows
 from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, kernels, transport
 from bmt_burst.kernels.bias import CallBias
+from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import ring as ring_strategy
-from bmt_burst.tile import KernelCall
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.helpers import (
     GPUS,

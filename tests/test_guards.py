@@ -6,13 +6,13 @@ import pytest
 
 from tests.helpers import ROOT, run_script, torchrun
 from tests.test_train import command, curve, folder  # noqa: F401 - a fixture
-from train.metrics import Metrics
-from train.watchdog import EXIT_CODE
+from train.run.metrics import Metrics
+from train.run.watchdog import EXIT_CODE
 
 PATCHED = """
 import os, sys
 sys.path.insert(0, {root!r})
-from bmt_burst.engine.torch import TorchEngine
+from train.engine.torch import TorchEngine
 import train.pretrain as pretrain
 
 plain, steps, watchdogs = TorchEngine.backward, 0, []

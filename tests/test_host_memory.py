@@ -118,7 +118,7 @@ def test_without_common_memory_there_is_none_on_any_rank():
 
 
 def longest_of_many(rank: int) -> float:
-    from bmt_burst.rings import make_rings
+    from bmt_burst.ranks.rings import make_rings
 
     ring = make_rings(None, (None, None)).inner
     for number in range(200):

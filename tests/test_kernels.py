@@ -15,9 +15,9 @@ from bmt_burst import doctor, kernels
 from bmt_burst.kernels import fa2, fa4, packed
 from bmt_burst.kernels.reference import visible
 from bmt_burst.kernels.tile_by_tile import Shape, blocks_of
-from bmt_burst.span import length, shifted
+from bmt_burst.sequence.span import length, shifted
+from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from bmt_burst.tile import KernelCall
 from tests.helpers import (
     call_tensors,
     kernel_errors,

@@ -11,10 +11,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.conftest import let_processes_hang_up
-from train import ending, launch, ranks
-from train.config import parse_config
-from train.error_file import leave_reason
-from train.watchdog import EXIT_CODE
+from train.run import ending, launch, ranks
+from train.run.config import parse_config
+from train.run.error_file import leave_reason
+from train.run.watchdog import EXIT_CODE
 
 
 def listeners() -> list[str]:

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel
-from bmt_burst.call import stacked_scores
+from bmt_burst.calls.call import stacked_scores
 from models.cpm_live import scores as live_scores
 from models.cpm_live.config import PRESETS
 from models.cpm_live.scores import bee_scores
 from tests.live import ANT_FIELDS, BEE_FIELDS, changed, golden
 from tests.test_data import prepare
-from train import make_vocabulary, resume
-from train.config import TrainConfig
+from train import make_vocabulary
+from train.checkpoints import resume
 from train.cpm_live import rows as live_rows
 from train.cpm_live.batches import AntBatches, BeeBatches
 from train.cpm_live.data import InstanceFile
@@ -34,9 +34,10 @@ from train.cpm_live.packing import packed
 from train.cpm_live.rows import AntRows, BeeRows, ant_row, bee_row, hide, relation
 from train.cpm_live.stored import AntWriter
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer, SubIds
-from train.data import TokenFile
-from train.kinds import config_of, kind_of
-from train.tokenizer import load_tokenizer, open_tokenizer
+from train.data.folder import TokenFile
+from train.data.tokenizer import load_tokenizer, open_tokenizer
+from train.run.config import TrainConfig
+from train.run.kinds import config_of, kind_of
 
 BEE, ANT = golden("bee").config, golden("ant").config
 EOS = 7

@@ -18,7 +18,8 @@ from tests.live import changed
 from tests.test_bmtrain import run_pretrain
 from tests.test_data import prepare
 from tests.test_train import command, curve, train
-from train import checkpoint, export, generate, make_vocabulary
+from train import export, generate, make_vocabulary
+from train.checkpoints import checkpoint
 from train.cpm_live.vocabulary import escaped
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from bmt_burst import tiling
+from bmt_burst.sequence import tiling
 from tests.helpers import attention_errors, dense_results, random_layout, random_mask, random_qkv, ring_results
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (4, 2), (6, 3), (6, 2), (8, 4), (4, 1)]

@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bmt_burst import burst_attn_func, checks, kernels, merge
+from bmt_burst import burst_attn_func, kernels
+from bmt_burst.calls import checks
 from bmt_burst.kernels import Kernel
+from bmt_burst.merging import merge
 from bmt_burst.transport.simulator import ImaginedRing
 
 GIB = 1 << 30

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bmt_burst.merge import Gradients, Outputs, accumulator_dtype, sum_parts
+from bmt_burst.merging.merge import Gradients, Outputs, accumulator_dtype, sum_parts
 from tests.helpers import relative_error
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, nn
-from bmt_burst.groups import _of_mesh
+from bmt_burst.ranks.groups import _of_mesh
 from bmt_burst.transport.bmtrain import BMTrainTransport
 from tests.helpers import dense_attention, random_qkv, relative_error, run_ranks
 

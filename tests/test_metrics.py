@@ -10,9 +10,9 @@ import time
 import pytest
 from matplotlib.figure import Figure
 
-from train.files import showing, tell
-from train.lock import lock
-from train.metrics import Metrics
+from train.base.files import showing, tell
+from train.base.lock import lock
+from train.run.metrics import Metrics
 
 GOOD = [{"step": step, "loss": 1.0 / step, "samples": step * 4} for step in range(1, 5)]
 
@@ -151,7 +151,7 @@ def test_one_is_no_several(tmp_path, capsys):
 
 def test_a_terminal_that_is_gone_ends_nothing(monkeypatch):
     left = []
-    monkeypatch.setattr("train.files.leave_terminal", left.append)
+    monkeypatch.setattr("train.base.files.leave_terminal", left.append)
     with showing():
         raise OSError(5, "Input/output error")
     assert left == [(1, 2)]

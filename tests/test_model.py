@@ -10,16 +10,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from bmt_burst import IGNORE_INDEX, SequenceParallel, shift_labels, simulate
-from bmt_burst.mask import Mask
 from bmt_burst.nn import BurstAttention, apply_rope, rope_tables
 from bmt_burst.offload import Offload
+from bmt_burst.sequence.mask import Mask
 from models.blocks import Saving
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 from models.huggingface import HFWeights, config_from_hf, config_to_hf, load_cpm, save_weights
+from train.data.tokenizer import ByteTokenizer
 from train.generate import Cache, generate
 from train.generate import main as generate_main
-from train.tokenizer import ByteTokenizer
 
 SMALL = CPMConfig(300, 32, 48, 3, 4, 2, 8, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bmt_burst import Layout, burst_attn_func, kernels, simulate
+from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from bmt_burst.tile import KernelCall
 from tests.helpers import dense_attention, random_qkv
 
 VALUES = [float("nan"), float("inf"), -float("inf")]

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from train import parallel
-from train.parallel import in_order
+from train.base import parallel
+from train.base.parallel import in_order
 
 
 def squares(failing: int | None = None, dying: int | None = None):

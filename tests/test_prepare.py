@@ -17,8 +17,8 @@ import pytest
 from tests.helpers import ROOT
 from tests.test_data import EOS, documents, prepare
 from tests.test_tokenizer import byte_level  # noqa: F401 - a fixture
-from train.data import TokenFile
-from train.tokenizer import load_tokenizer
+from train.data.folder import TokenFile
+from train.data.tokenizer import load_tokenizer
 
 
 def texts(folder) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from bench.report import DOCS, MARKED, RESULTS, known, page, with_tables
 from tests.helpers import ROOT, torchrun
-from train.config import TrainConfig
+from train.run.config import TrainConfig
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -113,10 +113,12 @@ def test_every_file_they_name_is_there():
         assert all((ROOT / name).exists() for name in names), [name for name in names if not (ROOT / name).exists()]
     [tree] = re.findall(r"\n\n```\n(.*?)```", README.read_text(), re.DOTALL)
     for line in tree.splitlines():
-        folder = ROOT / "bmt_burst" if line.startswith(" ") else ROOT
-        names = re.findall(r"[\w/]+\.py", line) + re.findall(r"^ *(\w+/)", line)
-        assert names
-        assert all((folder / name).exists() for name in names), line
+        [name] = re.findall(r"^ *(\w+/)", line)
+        if not line.startswith(" "):
+            top = ROOT / name
+        folder = top / name if line.startswith(" ") else top
+        assert folder.is_dir(), line
+        assert all((folder / file).exists() for file in re.findall(r"[\w/]+\.py", line)), line
 
 
 def test_every_option_of_pretraining_that_they_name_is_one():

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask
-from bmt_burst.span import length
+from bmt_burst.sequence.span import length
+from bmt_burst.sequence.tile import Tile
+from bmt_burst.sequence.tiling import Tiling
 from bmt_burst.strategies.ring.routes import Landing, Round, Routes, Stage
 from bmt_burst.strategies.ring.schedule import Schedule
-from bmt_burst.tile import Tile
-from bmt_burst.tiling import Tiling
 from bmt_burst.transport.packing import Packing
 from tests.helpers import random_layout, random_mask
 from tests.test_tiling import painted

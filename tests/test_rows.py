@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, burst_attn_varlen_func, simulate
-from bmt_burst.call import _MOST_PLANS
+from bmt_burst.calls.call import _MOST_PLANS
 from bmt_burst.transport import MESSAGE_BYTES
 from tests.helpers import (
     attention_errors,

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from bmt_burst import Layout, Mask, Slice, burst_attn_func, call, scores, simulate
+from bmt_burst import Layout, Mask, Slice, burst_attn_func, scores, simulate
+from bmt_burst.calls import call
 from bmt_burst.kernels import load
 from bmt_burst.kernels.bias import dscores_bound
 from bmt_burst.scores import BY_DISTANCE, Scores
+from bmt_burst.sequence.tiling import Cut
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.ring import RingPlan, Tour
-from bmt_burst.tiling import Cut
 from tests.helpers import (
     attention_errors,
     dense_results,

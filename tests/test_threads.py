@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from bmt_burst import SequenceParallel, burst_attn_func, call, shard, simulate
-from bmt_burst.rings import make_rings
+from bmt_burst import SequenceParallel, burst_attn_func, shard, simulate
+from bmt_burst.calls import call
+from bmt_burst.ranks.rings import make_rings
 from bmt_burst.transport.torch_dist import torch_transport
 from tests.helpers import dense_attention, random_qkv, run_ranks
 

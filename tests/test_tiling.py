@@ -6,10 +6,11 @@ import random
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, Slice, tiling
-from bmt_burst.span import length, merged
-from bmt_burst.tile import Tile
-from bmt_burst.tiling import Tiling, by_columns, flipped, kernel_calls
+from bmt_burst import Layout, Mask, Slice
+from bmt_burst.sequence import tiling
+from bmt_burst.sequence.span import length, merged
+from bmt_burst.sequence.tile import Tile
+from bmt_burst.sequence.tiling import Tiling, by_columns, flipped, kernel_calls
 from tests.helpers import random_layout, random_mask
 
 CASES = 480

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer
-from train.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer, saved_identity
+from train.data.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer, saved_identity
 
 SPELLED = [
     "a </s> b",

@@ -18,9 +18,10 @@ from tests.helpers import ROOT, run_script
 from tests.test_data import prepare
 from tests.test_documents import WINDOWED
 from tests.test_model import SMALL, initialized
-from train import checkpoint, export, generate
-from train.checkpoint import Checkpoint
-from train.lock import lock
+from train import export, generate
+from train.base.lock import lock
+from train.checkpoints import checkpoint
+from train.checkpoints.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -323,7 +324,8 @@ def test_a_killed_run_resumes_where_it_saved(folder):
 KILLER = """
 import os, random, signal, sys, time
 from pathlib import Path
-from train import metrics, pretrain
+from train import pretrain
+from train.run import metrics
 
 metrics.plot_losses = lambda records, file: None
 kills, spared, killed, *flags = sys.argv[1:]

@@ -17,23 +17,25 @@ from models.huggingface import save_weights
 from tests.live import changed
 from tests.test_begin import without_bos
 from tests.test_model import SMALL, initialized
-from train import checkpoint, make_vocabulary, ranks, resume
-from train.batches import Batches
-from train.config import TrainConfig
+from train import make_vocabulary
+from train.checkpoints import checkpoint, resume
 from train.cpm_live.instances import reader
 from train.cpm_live.stored import writer
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer
+from train.data.batches import Batches
+from train.data.stored import TokenWriter
+from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import export_huggingface
 from train.pretrain import Trainer
-from train.schedule import learning_rate
-from train.stored import TokenWriter
-from train.tokenizer import ByteTokenizer, JsonTokenizer
+from train.run import ranks
+from train.run.config import TrainConfig
+from train.run.schedule import learning_rate
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 60)
-    monkeypatch.setattr("train.metrics.plot_losses", lambda records, file: None)  # it takes longer than the steps
+    monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)  # it takes longer than the steps
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are tiny
@@ -154,7 +156,7 @@ def test_the_curve_is_drawn_at_each_save_and_a_failure_ends_nothing(settings, tm
         drawn.append(len(rows))
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr("train.metrics.plot_losses", fails)
+    monkeypatch.setattr("train.run.metrics.plot_losses", fails)
     assert train(settings, save_every=2)
     assert drawn == [2, 4, 4]
     assert capsys.readouterr().out.count("loss.png was not drawn: RuntimeError: no fonts") == 3

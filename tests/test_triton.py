@@ -18,9 +18,9 @@ from bmt_burst import kernels
 from bmt_burst.kernels import triton as backend
 from bmt_burst.kernels.bias import CallBias, Segments, dscores_bound
 from bmt_burst.kernels.reference import visible
-from bmt_burst.span import length
+from bmt_burst.sequence.span import length
+from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from bmt_burst.tile import KernelCall
 from tests.helpers import (
     ROOT,
     call_tensors,

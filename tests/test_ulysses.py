@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import Layout, Mask, burst_attn_func, burst_attn_varlen_func, init_sequence_parallel, kernels, simulate
-from bmt_burst.layout import LAYOUTS
-from bmt_burst.rings import make_rings
+from bmt_burst.ranks.rings import make_rings
+from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes, load
 from bmt_burst.strategies.ulysses import Heads

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, simulate
-from bmt_burst.layout import Stacked
+from bmt_burst.sequence.layout import Stacked
 from bmt_burst.strategies import load
 from bmt_burst.strategies.ulysses import HostLayout
 from tests.helpers import (

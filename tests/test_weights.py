@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bmt_burst.engine import Shard
 from models.huggingface import HFWeights, save_weights
 from tests.test_model import SMALL, initialized
-from train.config import TrainConfig
-from train.weights import load_weights
+from train.checkpoints.weights import load_weights
+from train.engine import Shard
+from train.run.config import TrainConfig
 
 INDEX = "model.safetensors.index.json"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.wording import counted, flag
+from train.base.wording import counted, flag
 
 
 @pytest.mark.parametrize(

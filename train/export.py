@@ -32,13 +32,13 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
 
 from models.config import CPMConfig
 from models.huggingface import fold_scalings, round_weight, save_weights
-from train import checkpoint, resume
-from train.command_line import ArgumentParser
+from train.base.command_line import ArgumentParser
+from train.base.lock import lock
+from train.checkpoints import checkpoint, resume
+from train.data.hf_tokenizer import save_for_transformers
+from train.data.tokenizer import Tokenizer
 from train.generate import checkpoint_tokenizer
-from train.hf_tokenizer import save_for_transformers
-from train.kinds import config_of, kind_of
-from train.lock import lock
-from train.tokenizer import Tokenizer
+from train.run.kinds import config_of, kind_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -20,12 +20,12 @@ if __name__ == "__main__":  # run as a script: Python put this folder first in t
 
 from models.cpm import CPM
 from models.cpm_live.layers import LiveModel
-from train import checkpoint, resume
-from train.command_line import ArgumentParser
+from train.base.command_line import ArgumentParser
+from train.checkpoints import checkpoint, resume
 from train.cpm_live import generate as cpm_live
-from train.decoding import Cache
-from train.kinds import config_of, kind_of
-from train.tokenizer import Tokenizer, load_tokenizer
+from train.data.tokenizer import Tokenizer, load_tokenizer
+from train.generation.decoding import Cache
+from train.run.kinds import config_of, kind_of
 
 
 def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> CPM | LiveModel:
@@ -103,7 +103,7 @@ ANSWERS = {"cpm": generate, "cpm-bee": _answer(cpm_live.filled), "cpm-ant": _ans
 def sampler(
     device: torch.device, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
 ) -> Callable[[Tensor], int]:
-    """What takes a token from logits (V,) on a device, for `train.decoding.continued`; settings as of `generate`."""
+    """Return what takes a token from logits (V,) on a device, for `decoding.continued`; settings as of `generate`."""
     _check_sampling(0, temperature, top_k, top_p, seed)
     generator = torch.Generator(device).manual_seed(seed)
     return lambda logits: _sample(logits.float(), temperature, top_k, top_p, generator)

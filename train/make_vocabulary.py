@@ -22,12 +22,12 @@ from typing import Any
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from train.command_line import ArgumentParser
+from train.base.command_line import ArgumentParser
+from train.base.files import writing
+from train.base.wording import counted
 from train.cpm_live.instances import checked
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, BadRecord, bee_parts, is_special
-from train.files import writing
-from train.text import BadLines, find_files, is_records, parsed, plain_text, read_pieces
-from train.wording import counted
+from train.data.text import BadLines, find_files, is_records, parsed, plain_text, read_pieces
 
 _COMMON = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>")
 SPECIAL = {"cpm-bee": (*_COMMON, "<root>", "<ans>", "<option>"), "cpm-ant": (*_COMMON, "<d>", "</d>")}

@@ -5,7 +5,7 @@
 Inputs are .txt files (one document each), .jsonl files (one document a line, in --field), either as .gz, or folders of
 them. What a folder has besides, and files that are named twice, are counted and said. Writes OUTPUT/train and, with a
 validation share, OUTPUT/val: tokens, each document ended by the tokenizer's eos, and where each document starts, by
-which pretrain.py tells them apart (its --documents). train/data.py says all that is in them.
+which pretrain.py tells them apart (its --documents). train/data/folder.py says all that is in them.
 
 With a vocabulary of CPM-Live's (--tokenizer cpm-bee:FILE, cpm-ant:FILE) lines are instances of these models, in the
 form that train/cpm_live/instances.py says.
@@ -41,15 +41,15 @@ from tqdm import tqdm
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from train.command_line import ArgumentParser
+from train.base.command_line import ArgumentParser
+from train.base.lock import lock
+from train.base.parallel import in_order
+from train.base.signals import Interrupts
+from train.base.wording import counted
 from train.cpm_live.stored import writer
-from train.lock import lock
-from train.parallel import in_order
-from train.signals import Interrupts
-from train.stored import TokenWriter
-from train.text import BadLines, Encoded, Encoder, find_files, read_pieces
-from train.tokenizer import Tokenizer, open_tokenizer
-from train.wording import counted
+from train.data.stored import TokenWriter
+from train.data.text import BadLines, Encoded, Encoder, find_files, read_pieces
+from train.data.tokenizer import Tokenizer, open_tokenizer
 
 _SMALL = 1 << 23  # bytes of text that are not worth starting processes for
 _PARTS = {"train", "val"}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from train.signals import die_with_parent, has_launcher
+    from train.base.signals import die_with_parent, has_launcher
 
     die_with_parent()  # torch takes seconds to import, in which a parent may die
     if not has_launcher():
@@ -33,31 +33,32 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel, init_sequence_parallel, kernels
-from bmt_burst.engine import Engine
-from bmt_burst.engine.common import AdamW
 from bmt_burst.loss import count_targets
-from bmt_burst.rings import make_rings
+from bmt_burst.ranks.rings import make_rings
 from bmt_burst.spec import Spec
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.config import CPMConfig
-from train import checkpoint, ending, ranks, resume
-from train.batches import Work
-from train.clock import Clock
-from train.config import TrainConfig, parse_config
-from train.distributed import init_distributed
-from train.files import showing
-from train.flops import peak_tflops, step_flops
-from train.kinds import Opened, kind_of, tell_documents_apart
-from train.launch import launch
-from train.lock import lock
-from train.metrics import Metrics
-from train.same_tokenizer import check_folder, check_weights
-from train.schedule import learning_rate
-from train.signals import StopSignal
-from train.tokenizer import load_tokenizer
-from train.watchdog import Watchdog
-from train.weights import load_weights
-from train.wording import counted
+from train.base.files import showing
+from train.base.lock import lock
+from train.base.signals import StopSignal
+from train.base.wording import counted
+from train.checkpoints import checkpoint, resume
+from train.checkpoints.weights import load_weights
+from train.data.batches import Work
+from train.data.tokenizer import load_tokenizer
+from train.engine import Engine
+from train.engine.common import AdamW
+from train.run import ending, ranks
+from train.run.clock import Clock
+from train.run.config import TrainConfig, parse_config
+from train.run.distributed import init_distributed
+from train.run.flops import peak_tflops, step_flops
+from train.run.kinds import Opened, kind_of, tell_documents_apart
+from train.run.launch import launch
+from train.run.metrics import Metrics
+from train.run.same_tokenizer import check_folder, check_weights
+from train.run.schedule import learning_rate
+from train.run.watchdog import Watchdog
 
 _MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # shares of an epoch's positions: refused, said
 _CALMER = "give a smaller --lr than {:g}, and if the last good checkpoint explodes all the same, start before it"
@@ -118,10 +119,10 @@ class Trainer:
             "adamw": AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay),
         }
         if initialized_bmtrain():
-            from bmt_burst.engine.bmtrain import BMTrainEngine
+            from train.engine.bmtrain import BMTrainEngine
 
             return BMTrainEngine(**common, offload=config.offload_optimizer)
-        from bmt_burst.engine.torch import TorchEngine  # seconds, which neither the launcher needs nor a refused run
+        from train.engine.torch import TorchEngine  # seconds, which neither the launcher needs nor a refused run
 
         return TorchEngine(**common, device=self.device)
 

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..agreement import tell
-from ..arguments import check_tensor
-from ..call import check_lengths, compared, of_rows
-from ..groups import SequenceParallel
-from ..layout import Layout
-from ..mask import Mask, Slice
+from ..base.arguments import check_tensor
+from ..calls.call import check_lengths, compared, of_rows
 from ..nn import Layouts, Masks
-from ..rings import make_rings
+from ..ranks.agreement import tell
+from ..ranks.groups import SequenceParallel
+from ..ranks.rings import make_rings
 from ..scores import Scores
-from ..span import Span, merged
+from ..sequence.layout import Layout
+from ..sequence.mask import Mask, Slice
+from ..sequence.span import Span, merged
 
 Runs = tuple[tuple[Span, int], ...]  # ranges of tokens, each with a number that all of its tokens have
 

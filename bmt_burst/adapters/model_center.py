@@ -50,10 +50,10 @@ from model_center.layer import Attention, SegmentPositionEmbedding
 from torch import Tensor, nn
 
 from ..attention import burst_attn_func, refuse_call
-from ..groups import SequenceParallel
-from ..mask import Mask
 from ..nn import Layouts, Masks, apply_rope, rope_tables
+from ..ranks.groups import SequenceParallel
 from ..scores import BY_DISTANCE, Scores
+from ..sequence.mask import Mask
 from .batch import Batch, Given, Row, Runs, agree
 
 _MASKED = -1e4  # a score that softmax makes 0 of

@@ -47,17 +47,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..agreement import together
-from ..arguments import as_bool, as_float, check_tensor
 from ..attention import burst_attn_func, refuse_call
-from ..call import balanced as balanced_layout
-from ..compiled import not_compiled
-from ..groups import SequenceParallel
-from ..layout import IGNORE_INDEX, Layout
+from ..base.arguments import as_bool, as_float, check_tensor
+from ..base.compiled import not_compiled
+from ..calls.call import balanced as balanced_layout
 from ..loss import count_targets, cross_entropy_sum
-from ..mask import Mask
-from ..merge import accumulator_dtype
-from ..rings import make_rings
+from ..merging.merge import accumulator_dtype
+from ..ranks.agreement import together
+from ..ranks.groups import SequenceParallel
+from ..ranks.rings import make_rings
+from ..sequence.layout import IGNORE_INDEX, Layout
+from ..sequence.mask import Mask
 from .batch import Given, agree
 
 ATTENTION = "bmt_burst"  # the name under which transformers knows this attention

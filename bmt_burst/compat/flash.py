@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..arguments import as_bool, as_float, as_int, check_tensor
 from ..attention import burst_attn_func, refuse_arguments, refuse_call, unpacked
-from ..compiled import not_compiled
-from ..layout import Layout
-from ..mask import Mask, Slice
-from ..rings import Group, Rings, make_rings
+from ..base.arguments import as_bool, as_float, as_int, check_tensor
+from ..base.compiled import not_compiled
+from ..ranks.rings import Group, Rings, make_rings
+from ..sequence.layout import Layout
+from ..sequence.mask import Mask, Slice
 
 _MOST_MASKS = 64  # that are kept: layers repeat them
 

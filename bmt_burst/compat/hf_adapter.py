@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..adapters.transformers import AttentionInterface, Sight, attention
 from ..attention import refuse_call
-from ..compiled import not_compiled
-from ..mask import Mask
-from ..rings import Group, Rings, make_rings
+from ..base.compiled import not_compiled
+from ..ranks.rings import Group, Rings, make_rings
+from ..sequence.mask import Mask
 from .flash import Bounds
 
 _REPLACED = "flash_attention_2"  # the attn_implementation of models

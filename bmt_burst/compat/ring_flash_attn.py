@@ -34,10 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement import one_thread, read, tell
-from ..arguments import as_bool, as_int
-from ..layout import Layout, Stacked
-from ..rings import Group, Rings
+from ..base.arguments import as_bool, as_int
+from ..ranks.agreement import one_thread, read, tell
+from ..ranks.rings import Group, Rings
+from ..sequence.layout import Layout, Stacked
 from .flash import Bounds, Options, Placing, attention, numbers, tokens_of, with_options
 
 _MOST_LAYOUTS = 64  # that are kept

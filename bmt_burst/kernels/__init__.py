@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..sequence.tile import KernelCall
 from ..spec import Spec
-from ..tile import KernelCall
 from .bias import CallBias
 
 logger = logging.getLogger("bmt_burst")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..sequence.tile import KernelCall
 from ..spec import Spec
-from ..tile import KernelCall
 from . import load, refuses_half
 from .tile_by_tile import PlainKernel
 

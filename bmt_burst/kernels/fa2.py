@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..sequence.tile import KernelCall
 from ..spec import Spec
-from ..tile import KernelCall
 from . import NO_BIAS, Kernel, import_failure, installed, refuses_half
 from .packed import band, blind, pack, pack_rows, sequences, unpack, unpack_rows
 

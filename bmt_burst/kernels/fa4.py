@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..span import length
+from ..sequence.span import length
+from ..sequence.tile import KernelCall
 from ..spec import Spec
-from ..tile import KernelCall
 from . import NOT_BOTH, Kernel, import_failure, installed, refuses_half
 from .bias import CallBias, Segments
 from .packed import band, kept, pack, pack_rows, sent, sequences, unpack, unpack_rows

@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..span import length
-from ..tile import KernelCall
+from ..sequence.span import length
+from ..sequence.tile import KernelCall
 
 Kept = TypeVar("Kept")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..merge import accumulator_dtype
-from ..span import length
+from ..merging.merge import accumulator_dtype
+from ..sequence.span import length
+from ..sequence.tile import KernelCall
 from ..spec import Spec
-from ..tile import KernelCall
 from . import NOT_BOTH, Kernel
 from .bias import CallBias
 

@@ -23,10 +23,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..merge import Outputs, accumulator_dtype
-from ..span import Span, length
+from ..merging.merge import Outputs, accumulator_dtype
+from ..sequence.span import Span, length
+from ..sequence.tile import KernelCall
 from ..spec import Spec
-from ..tile import KernelCall
 from . import NO_BIAS, Kernel
 
 _ALIKE = 4096  # blocks that may be one call: kernels bound the batch

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiled import of_one_kind
+from ..base.compiled import of_one_kind
+from ..sequence.tile import KernelCall
 from ..spec import Spec
-from ..tile import KernelCall
 from . import NOT_BOTH, Kernel, import_failure, installed
 from .bias import CallBias, dscores_bound
 from .packed import band, kept, sent

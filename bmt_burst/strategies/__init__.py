@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import Kernel
-from ..layout import Layout
-from ..mask import Mask
-from ..rings import Rings
+from ..ranks.rings import Rings
 from ..scores import Scores, Term, is_one_row
+from ..sequence.layout import Layout
+from ..sequence.mask import Mask
 from ..spec import Spec
 
 _STRATEGIES = {

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiled import fused_on_gpus
+from ..base.compiled import fused_on_gpus
 from ..kernels import Kernel
 from ..kernels.bias import CallBias, Segments, dscores_bound
 from ..kernels.packed import current_stream, sent
-from ..merge import OutputPart, query_rows
+from ..merging.merge import OutputPart, query_rows
 from ..scores import BY_DISTANCE, Scores, is_one_row
-from ..span import Span, hull, in_turn, length
+from ..sequence.span import Span, hull, in_turn, length
+from ..sequence.tiling import Cut
 from ..spec import Spec
-from ..tiling import Cut
 from . import Problem
 
 ALL = slice(None)  # all tokens, or all heads

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..merge import Outputs, accumulator_dtype, empty_lse, tokens_at
-from ..rings import Rings
-from ..span import Span, in_turn
-from ..tiling import Cut, Tiling, kernel_calls
+from ..merging.merge import Outputs, accumulator_dtype, empty_lse, tokens_at
+from ..ranks.rings import Rings
+from ..sequence.span import Span, in_turn
+from ..sequence.tiling import Cut, Tiling, kernel_calls
 from ..transport import LANES
 from . import Plan, Problem, Strategy
 from .compute import Attention, AttentionGradient, Keys, Queries, QueryGradients, gradients, outputs

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.packed import current_stream, sent
-from ..layout import Layout
-from ..merge import Gradients, accumulator_dtype, lse_and_delta, query_rows
-from ..rings import Rings
-from ..span import Span, length
+from ..merging.merge import Gradients, accumulator_dtype, lse_and_delta, query_rows
+from ..ranks.rings import Rings
+from ..sequence.layout import Layout
+from ..sequence.span import Span, length
 from ..transport import ALONE, Arrival, Parcel, Transport
 from ..transport.packing import Packing
 from . import Plan, Problem, Strategy

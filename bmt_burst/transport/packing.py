@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..span import Span, length
+from ..sequence.span import Span, length
 
 _ALIGNMENT = 256  # bytes; what GPU allocators give and kernels may expect
 

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmt_burst import Scores, burst_attn_func
-from bmt_burst.compiled import fused_on_gpus
-from bmt_burst.groups import SequenceParallel
+from bmt_burst.base.compiled import fused_on_gpus
 from bmt_burst.loss import linear_cross_entropy_sum
-from bmt_burst.merge import accumulator_dtype
+from bmt_burst.merging.merge import accumulator_dtype
 from bmt_burst.nn import KVCache, Layouts
+from bmt_burst.ranks.groups import SequenceParallel
 from models.blocks import Layers, Saving
 
 from .config import LiveConfig

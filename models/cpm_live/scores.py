@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bmt_burst import Mask, Scores, Slice
 from bmt_burst.scores import BY_DISTANCE, distance_rows
-from bmt_burst.span import Span
+from bmt_burst.sequence.span import Span
 
 from .config import AntConfig, BeeConfig
 

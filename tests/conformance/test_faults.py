@@ -11,7 +11,7 @@ import torch
 
 from bmt_burst import kernels
 from bmt_burst.kernels.reference import ReferenceKernel
-from bmt_burst.span import length
+from bmt_burst.sequence.span import length
 from tests.conformance import test_kernels as suite
 
 RIGHT = ReferenceKernel()

@@ -19,8 +19,8 @@ from torch import Tensor
 from bmt_burst import kernels
 from bmt_burst.kernels import Kernel
 from bmt_burst.kernels.reference import visible
+from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from bmt_burst.tile import KernelCall
 from tests.helpers import call_tensors, kernel_errors, moved, named_calls, random_bias, random_call
 
 CALLS = named_calls(5)

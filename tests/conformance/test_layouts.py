@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, burst_attn_func, shard, simulate, unshard
-from bmt_burst.layout import LAYOUTS, Balanced
+from bmt_burst.sequence.layout import LAYOUTS, Balanced
 from tests.helpers import dense_results, random_qkv
 
 NAMES = [*LAYOUTS, Balanced.name]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask
-from bmt_burst.mask import EXAMPLES
+from bmt_burst.sequence.mask import EXAMPLES
 from tests.helpers import ROOT, dense_results, random_qkv, ring_results
 
 LENGTHS = [1, 2, 13, 40, 64]

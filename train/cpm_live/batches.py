@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel
-from bmt_burst.call import stacked_scores
+from bmt_burst.calls.call import stacked_scores
 from models.cpm_bee import check_subs
 from models.cpm_live.config import LiveConfig
-from train.batches import Dealer
+from train.base.wording import counted
 from train.cpm_live.instances import MOST_SUBS
 from train.cpm_live.rows import PackedRows, Row
-from train.flops import keys_seen
-from train.wording import counted
+from train.data.batches import Dealer
+from train.run.flops import keys_seen
 
 if TYPE_CHECKING:
-    from train.config import TrainConfig
+    from train.run.config import TrainConfig
 
 Extended = tuple[Tensor, Tensor]  # tokens and sub-ids, (N,) int64
 

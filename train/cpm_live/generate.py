@@ -18,7 +18,7 @@ from train.cpm_live.instances import ANSWER, COLUMNS, TASKS, Instance, bee_insta
 from train.cpm_live.rows import Row, bee_row
 from train.cpm_live.tokenizers import AntTokenizer, BeeTokenizer, SubIds
 from train.cpm_live.vocabulary import BadRecord
-from train.decoding import AntDecoder, BeeDecoder, continued
+from train.generation.decoding import AntDecoder, BeeDecoder, continued
 
 Choose = Callable[[Tensor], int]
 

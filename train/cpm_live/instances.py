@@ -27,7 +27,7 @@ import numpy as np
 
 from train.cpm_live.tokenizers import AntTokenizer, BeeTokenizer, LiveTokenizer, SubIds
 from train.cpm_live.vocabulary import BadRecord
-from train.tokenizer import Tokenizer
+from train.data.tokenizer import Tokenizer
 
 ANSWER = "<ans>"
 TASKS = {"mlm": 1, "lm": 2}  # and the types of their segments

@@ -22,11 +22,11 @@ from torch import Tensor
 from bmt_burst import IGNORE_INDEX, Scores
 from models.cpm_live.config import AntConfig, BeeConfig, LiveConfig
 from models.cpm_live.scores import MOST_SLICES, ant_scores, bee_scores, slices_of
+from train.base.wording import counted
 from train.cpm_live.data import InstanceFile
 from train.cpm_live.instances import COLUMNS, TASKS, Instance, shuffled
 from train.cpm_live.packing import packed
-from train.data import permutation
-from train.wording import counted
+from train.data.folder import permutation
 
 _DEEPEST = 8  # steps to a common ancestor that are told apart, at most
 _HIDDEN_SHARE = 0.15  # of a text whose hidden tokens are a random subset (BERT, arXiv 1810.04805)

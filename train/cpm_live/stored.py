@@ -1,7 +1,7 @@
 """Instances in a folder: written once, from start to end, and read one by one. No torch: data is prepared without it.
 
-tokens.bin, documents.bin, tokenizer.*, index.json   as train/data.py has them; a document is an instance. The index
-                                                     says of which kind of models, in "instances"
+tokens.bin, documents.bin, tokenizer.*, index.json   as train/data/folder.py has them; a document is an instance. The
+                                                     index says of which kind of models, in "instances"
 subs.bin                                             uint16, the sub-id of each token
 segments.bin                                         (N, 4) int32, see instances.Field
 segment_starts.bin                                   int64, where each instance's segments begin
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from train.base.paths import inside
 from train.cpm_live.instances import COLUMNS, Instance
-from train.paths import inside
-from train.stored import HashedFile, StoredNumbers, TokenWriter
-from train.tokenizer import Tokenizer
+from train.data.stored import HashedFile, StoredNumbers, TokenWriter
+from train.data.tokenizer import Tokenizer
 
 _SUBS, _SEGMENTS, _STARTS = np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.int64)
 _COPIED = 1 << 20  # tokens or segments at once

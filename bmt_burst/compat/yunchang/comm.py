@@ -21,8 +21,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...arguments import as_int, check_dim
-from ...layout import Layout
+from ...base.arguments import as_int, check_dim
+from ...sequence.layout import Layout
 from .globals import PROCESS_GROUP
 
 _MOST_LAYOUTS = 64  # that are kept

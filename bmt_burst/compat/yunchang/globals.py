@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...agreement import read, tell
-from ...arguments import as_bool, as_int
-from ...groups import own_group
-from ...rings import Rings
+from ...base.arguments import as_bool, as_int
+from ...ranks.agreement import read, tell
+from ...ranks.groups import own_group
+from ...ranks.rings import Rings
 from ...transport import ALONE
 from ...transport.torch_dist import torch_transport
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...rings import Group
+from ...ranks.rings import Group
 from .. import ring_flash_attn as alone
 from ..flash import Options, with_options
 from .kernels import AttnType, check_exact, check_no_processor

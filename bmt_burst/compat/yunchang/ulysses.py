@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...rings import Rings
+from ...ranks.rings import Rings
 from ..flash import Bounds, Options, attention, tokens_of, with_options
 from .kernels import AttnType, check_exact
 from .options import OF_LAYERS

@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...rings import Rings
+from ...ranks.rings import Rings
 from ...scores import BY_DISTANCE
-from ...tiling import Cut, Tiling, by_columns, flipped, kernel_calls
+from ...sequence.tiling import Cut, Tiling, by_columns, flipped, kernel_calls
 from .. import Plan, Problem, Sizes, Strategy
 from ..compute import Keys, Queries, QueryGradients
 from .executor import Backward, Forward, Pass, Tour, landing_positions

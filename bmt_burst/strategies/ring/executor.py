@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.packed import current_stream, sent
-from ...merge import Gradients, OutputPart, Outputs, Part, empty_lse, is_whole, sum_parts, tokens_at
-from ...rings import Rings
+from ...merging.merge import Gradients, OutputPart, Outputs, Part, empty_lse, is_whole, sum_parts, tokens_at
+from ...ranks.rings import Rings
 from ...scores import Scores, is_one_row
-from ...span import Span, length, shifted
-from ...tiling import Cut
+from ...sequence.span import Span, length, shifted
+from ...sequence.tiling import Cut
 from ...transport import Arrival, Delivery, Parcel, Ticket
 from ...transport.packing import Packing
 from .. import Problem

@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...compiled import fused_on_gpus
-from ...merge import accumulator_dtype, lse_and_delta, query_rows
+from ...base.compiled import fused_on_gpus
+from ...merging.merge import accumulator_dtype, lse_and_delta, query_rows
 from ...transport.packing import Packing
 from .. import Sizes
 from ..compute import Keys, QueryGradients, Side

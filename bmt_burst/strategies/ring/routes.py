@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...span import Span, hull, in_turn, length, merged
-from ...tiling import Fields, Tiling
+from ...sequence.span import Span, hull, in_turn, length, merged
+from ...sequence.tiling import Fields, Tiling
 from .schedule import Schedule
 
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...mask import Slice
-from ...tile import KernelCall
-from ...tiling import Cut
+from ...sequence.mask import Slice
+from ...sequence.tile import KernelCall
+from ...sequence.tiling import Cut
 from .executor import Tour
 from .program import Do, Event
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from ....arguments import as_bool
-from ....layout import Layout
-from ....rings import Rings
+from ....base.arguments import as_bool
+from ....ranks.rings import Rings
+from ....sequence.layout import Layout
 from ...flash import Bounds, Options, attention, tokens_of, with_options
 from ..comm import extracted
 from ..globals import PROCESS_GROUP

@@ -1,0 +1,1 @@
+"""Checks of plain arguments, and when torch compiles: what every other folder may import."""

@@ -1,0 +1,89 @@
+"""The folders of bmt_burst/ are its architecture: no circle of imports, and no import of a folder above."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.helpers import ROOT
+
+# From the lowest up; folders of one line may import each other.
+LEVELS = [
+    ("base",),
+    ("sequence", "scores", "spec"),
+    ("kernels", "merging"),
+    ("transport",),
+    ("ranks",),
+    ("strategies",),
+    ("calls",),
+    ("attention", "loss", "offload", "nn", "bmtrain", "", "doctor"),
+    ("adapters", "compat"),
+]
+
+
+def modules() -> dict[str, Path]:
+    root = ROOT / "bmt_burst"
+    names = {}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+MODULES = modules()
+
+
+def imported(name: str) -> Iterator[tuple[str, bool]]:
+    """Yield what a module imports of the package, and whether it does when it is imported itself."""
+    path = MODULES[name]
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    package = [part for part in package if part]
+    tree = ast.parse(path.read_text())
+    late = {id(x) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for x in ast.walk(f)}
+    late |= {
+        id(x)
+        for f in ast.walk(tree)
+        if isinstance(f, ast.If) and "TYPE_CHECKING" in ast.dump(f.test)
+        for x in ast.walk(f)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "bmt_burst":
+            base = node.module.split(".")[1:]
+        else:
+            continue
+        for alias in node.names:
+            deeper = ".".join([*base, alias.name])
+            yield (deeper if deeper in MODULES else ".".join(base)), id(node) not in late
+
+
+def level(name: str) -> int:
+    top = name.split(".")[0]
+    return next(i for i, folders in enumerate(LEVELS) if top in folders)
+
+
+def test_no_folder_imports_one_above():
+    upwards = {
+        (name, target)
+        for name in MODULES
+        for target, is_early in imported(name)
+        if is_early and level(target) > level(name)
+    }
+    assert not upwards
+
+
+def test_no_circle_of_imports():
+    early = {name: {t for t, is_early in imported(name) if is_early and t != name} for name in MODULES}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for target in early[name]:
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, ())

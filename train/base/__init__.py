@@ -1,0 +1,1 @@
+"""Files, locks, signals and command lines: what the other folders of train/ may import."""

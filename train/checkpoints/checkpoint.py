@@ -1,0 +1,359 @@
+"""Checkpoints: a folder `step_00000100` is whole or it is not there.
+
+    rank_00000.safetensors ...   each rank's flat shards of weights and AdamW state, and its RNG state
+    tokenizer/                   what makes its tokens text, so that a copy of the folder is all one needs
+    state.json                   step, samples read, optimizer steps, configuration
+    manifest.json                size and sha256 of every file; written last
+
+Saving writes into a hidden folder, syncs every file, and renames the folder at the end; a process killed at any moment
+leaves the checkpoints before it as they were. Shards are ranges of flattened tensors, so any number of ranks can read a
+checkpoint. Nothing is pickled, and no file of a checkpoint lies outside of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from train.base.wording import counted
+from train.data.tokenizer import Tokenizer
+from train.engine import Shard
+from train.run import ranks
+
+TOKENIZER = "tokenizer"  # the folder in a checkpoint; older ones have it beside them only
+_ROOM = 1.05  # of the last checkpoint's size must be free for the next
+_NAME = re.compile(r"step_(\d{8,})")
+_RNG = "rng/torch"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
+class CheckpointError(ranks.RankError):
+    """A checkpoint could not be written or read; says why."""
+
+
+def save(
+    root: Path,
+    state: dict[str, Any],
+    shards: dict[str, Shard],
+    keep_last: int | None,
+    tokenizer: Tokenizer | None = None,
+) -> Path:
+    """Writes the checkpoint of state["step"] under `root` and removes all but the newest `keep_last`.
+
+    None keeps all. Where the disk has no room for one more, they are removed before, but for the last good one. Every
+    rank calls it. Raises CheckpointError on every rank if any rank could not write, or if weights
+    or the optimizer's state are not finite on any; what was there stays.
+    """
+    final = root / f"step_{state['step']:08d}"
+    partial = root / f".{final.name}.partial"
+    file = partial / f"rank_{ranks.rank():05d}.safetensors"
+    try:
+        ranks.together(lambda: _check_finite(shards), CheckpointError)
+        _on_first_rank(lambda: _prepare(partial, keep_last))
+        written = ranks.together(lambda: _write_shards(file, shards), CheckpointError)
+        files = dict(ranks.gather(written))
+        if tokenizer:
+            _on_first_rank(lambda: files.update(_write_tokenizer(partial, tokenizer)))
+        _on_first_rank(lambda: _finish(partial, final, state, files, keep_last))
+    except CheckpointError as error:
+        if ranks.rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
+        raise CheckpointError(f"could not save {final}: {error}") from error
+    return final
+
+
+def outlook(root: Path) -> str:
+    """What a run that ended leaves: the newest checkpoint not saved amid skipped steps, and how to go on from there.
+
+    Damaged ones are named on stderr.
+    """
+    readable = list(_readable(root))
+    good = next((path for path, skips in readable if not skips), None)
+    if good is None:
+        return "the last good checkpoint is none"
+    again = "run the same command with --resume auto"
+    how = again if good == readable[0][0] else f"give --resume {good} and another --output"
+    return f"the last good checkpoint is {good}; to go on from it, {how}"
+
+
+def _readable(root: Path) -> Iterator[tuple[Path, int]]:
+    """Checkpoints, the newest first, and how many steps in a row had been skipped when they were saved."""
+    for path in listed(root):
+        try:
+            yield path, Checkpoint(path).state.get("skips_in_a_row", 0)
+        except CheckpointError as error:
+            _name_damaged(path, str(error))
+
+
+def newest(root: Path, set_aside: bool = False) -> Path | None:
+    """The newest whole checkpoint under `root`; None if there are none at all.
+
+    Damaged ones are named on stderr; if `set_aside` and one is whole, those after it are renamed to `step_....damaged`.
+    Raises CheckpointError if all are damaged. Every rank calls it and gets the same answer.
+    """
+    damaged = []
+    for path in listed(root):
+        problem = _damage_on_any_rank(path)
+        if problem:
+            damaged.append(path)
+            _name_damaged(path, problem)
+            continue
+        if set_aside:
+            _on_first_rank(lambda: _set_aside(damaged))
+        return path
+    if damaged:
+        raise CheckpointError(f"every checkpoint in {root} is damaged")
+    return None
+
+
+def find(run_or_checkpoint: Path) -> Path:
+    """The checkpoint that a path names: itself, also as a copy of another name, or the newest whole one in it.
+
+    Raises CheckpointError if none is.
+    """
+    if run_or_checkpoint.is_symlink():
+        run_or_checkpoint = run_or_checkpoint.resolve()
+    if not _NAME.fullmatch(run_or_checkpoint.name) and not (run_or_checkpoint / "manifest.json").exists():
+        path = newest(run_or_checkpoint)
+        if path is None:
+            raise CheckpointError(f"there is no checkpoint in {run_or_checkpoint}")
+        return path
+    if problem := _damage_on_any_rank(run_or_checkpoint):
+        raise CheckpointError(f"{run_or_checkpoint} is not a whole checkpoint: {problem}")
+    return run_or_checkpoint
+
+
+def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with the checkpoint in folder `path`, None if it is whole. Hashes every parts-th file."""
+    try:
+        for name, expected in sorted(_manifest(path).items())[part::parts]:
+            size = (path / name).stat().st_size
+            if size != expected["bytes"]:
+                return f"{name} has {counted(size, 'byte')}, not {expected['bytes']:,}"
+            if _sha256(path / name) != expected["sha256"]:
+                return f"{name} does not have the sha256 of its manifest"
+    except _UNREADABLE as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """The files of a checkpoint. Raises ValueError if it lacks some, or if they lead out of its folder."""
+    _check_inside(path, "manifest.json")
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    if not {"state.json", "rank_00000.safetensors"} <= files.keys():
+        raise ValueError(f"its manifest names only {sorted(files)}")
+    for name in files:
+        _check_inside(path, name)
+    return files
+
+
+def _check_inside(path: Path, name: str) -> None:
+    """Raises ValueError unless `name` is a file under `path` itself, and not a link to another."""
+    parts = name.split("/")
+    if not set(parts).isdisjoint(("", ".", "..")):
+        raise ValueError(f"its manifest names {name!r}, which is no file in it")
+    places = [path.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
+    if linked := [place for place in places if place.is_symlink()]:
+        raise ValueError(f"{linked[0].relative_to(path)} is a link")
+    if places[-1].exists() and not places[-1].is_file():
+        raise ValueError(f"{name} is no file")
+
+
+class Checkpoint:
+    """Reads a whole checkpoint. Raises CheckpointError if it is damaged in what is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            names = sorted(_manifest(path))
+            self.state = json.loads((path / "state.json").read_text())
+            self._files = [safe_open(path / name, "pt") for name in names if name.startswith("rank_")]
+        except (*_UNREADABLE, SafetensorError) as error:
+            raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+        self._pieces: dict[str, list[tuple[int, int, Any]]] = defaultdict(list)  # key -> (start, stop, slice)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in self._files:
+            for key, (start, shape) in json.loads(file.metadata()["shards"]).items():
+                piece = file.get_slice(key)
+                self._pieces[key].append((start, start + piece.get_shape()[0], piece))
+                self.shapes[key] = tuple(shape)
+
+    def read(self, key: str, shard: Shard) -> Tensor:
+        """The entries that `shard` stands for, flat, from whichever ranks wrote them."""
+        if self.shapes.get(key) != shard.shape:
+            raise CheckpointError(f"{self.path}: {key} has shape {self.shapes.get(key)}, the model wants {shard.shape}")
+        return self._range(key, shard.start, shard.start + shard.flat.numel())
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights, whole."""
+        keys = [key for key in self.shapes if key.startswith("weight/")]
+        whole = {key: torch.Size(self.shapes[key]).numel() for key in keys}
+        return {k.removeprefix("weight/"): self._range(k, 0, n).view(self.shapes[k]) for k, n in whole.items()}
+
+    def restore_rng(self, rank: int) -> None:
+        """Sets torch's RNG to what rank `rank` had, if there was such a rank."""
+        if rank < len(self._files):
+            torch.set_rng_state(self._files[rank].get_tensor(_RNG))
+
+    def _range(self, key: str, start: int, stop: int) -> Tensor:
+        parts, at = [], start
+        for first, last, piece in sorted(self._pieces[key], key=lambda p: p[:2]):
+            if at < stop and first <= at < last:
+                parts.append(piece[at - first : min(last, stop) - first])
+                at = min(last, stop)
+        if at < stop:
+            raise CheckpointError(f"{self.path}: entries from {at} on of {key} are missing")
+        return torch.cat(parts) if parts else torch.empty(0)
+
+
+def listed(root: Path) -> list[Path]:
+    """The checkpoint folders under `root`, the newest first."""
+    found = [(int(match[1]), path) for path in root.glob("step_*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _damage_on_any_rank(path: Path) -> str | None:
+    """What is wrong with a checkpoint; the ranks share the work of hashing it."""
+    return next((p for p in ranks.gather(damage(path, ranks.rank(), ranks.world_size())) if p), None)
+
+
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Does `work` on rank 0 while the others wait. Raises CheckpointError on every rank if it fails."""
+    ranks.together(lambda: work() if ranks.rank() == 0 else None, CheckpointError)
+
+
+def _name_damaged(path: Path, problem: str) -> None:
+    if ranks.rank() == 0:
+        print(f"checkpoint {path} is damaged: {problem}", file=sys.stderr)
+
+
+def _set_aside(damaged: list[Path]) -> None:
+    for path in damaged:
+        numbered = (path.with_name(f"{path.name}.damaged.{n}") for n in itertools.count(2))
+        names = itertools.chain([path.with_name(f"{path.name}.damaged")], numbered)
+        path.rename(next(name for name in names if not name.exists()))
+
+
+def _prepare(partial: Path, keep_last: int | None) -> None:
+    root = partial.parent
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(".step_*"):
+        _erase(leftover)
+    if keep_last:
+        _make_room(root, keep_last)
+    partial.mkdir()
+
+
+def _make_room(root: Path, keep_last: int) -> None:
+    """Removes old checkpoints before a new one is written if that would not fit beside them.
+
+    The newest that is good and whole stays in any case, and as many as will do.
+    """
+    there = listed(root)
+    wanted = _ROOM * max((_size(path) for path in there[:1]), default=0)
+    if shutil.disk_usage(root).free >= wanted:
+        return
+    good = next((path for path, skips in _readable(root) if not skips and not damage(path)), None)
+    for old in reversed(there[max(keep_last - 1, 0) :]):
+        if old != good and shutil.disk_usage(root).free < wanted:
+            print(f"{root} has no room for one more checkpoint: {old} is removed before", file=sys.stderr)
+            _remove(old)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a checkpoint."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _check_finite(shards: dict[str, Shard]) -> None:
+    for key, shard in shards.items():
+        if shard.flat.numel() and not torch.stack(shard.flat.aminmax()).isfinite().all():  # makes no copy
+            raise ValueError(f"{key} is not finite, which a smaller --lr may prevent")
+
+
+def _write_shards(file: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, Any]]:
+    """Writes one rank's file and returns its name and manifest entry."""
+    tensors = {key: shard.flat.cpu() for key, shard in shards.items()}
+    places = {key: (shard.start, shard.shape) for key, shard in shards.items()}
+    file.touch()
+    mode = file.stat().st_mode  # as the umask wants it; save_file leaves the file to its owner alone
+    save_file({**tensors, _RNG: torch.get_rng_state()}, file, metadata={"shards": json.dumps(places)})
+    file.chmod(mode)
+    _sync(file)
+    return file.name, _entry(file)
+
+
+def _write_tokenizer(partial: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Writes the tokenizer and returns the manifest entries of its files."""
+    folder = partial / TOKENIZER
+    tokenizer.save(folder)
+    written = sorted(file for file in folder.rglob("*") if file.is_file())
+    for place in (*written, folder):
+        _sync(place)
+    return {file.relative_to(partial).as_posix(): _entry(file) for file in written}
+
+
+def _finish(partial: Path, final: Path, state: dict[str, Any], files: dict[str, Any], keep_last: int | None) -> None:
+    files["state.json"] = _write_json(partial / "state.json", state)
+    _write_json(partial / "manifest.json", {"format": 1, "step": state["step"], "files": files})
+    _sync(partial)
+    if final.exists():
+        _remove(final)
+    partial.rename(final)
+    _sync(final.parent)
+    for old in listed(final.parent)[keep_last:] if keep_last else []:
+        _remove(old)
+
+
+def _write_json(file: Path, value: Any) -> dict[str, Any]:
+    file.write_text(json.dumps(value, indent=1) + "\n")
+    _sync(file)
+    return _entry(file)
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint so that no moment shows a part of it."""
+    hidden = path.with_name(f".{path.name}.trash")
+    path.rename(hidden)
+    _erase(hidden)
+
+
+def _erase(path: Path) -> None:
+    """Removes a folder, or a link to one."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Makes a file's or folder's content survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

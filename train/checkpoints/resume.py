@@ -1,0 +1,188 @@
+"""Which checkpoint a run goes on from, whether it may, and what changes by it.
+
+A run goes on as if it had not stopped. A new stage (--new-stage) takes weights and optimizer only, as MiniCPM's longer
+contexts do (arXiv 2404.06395, 2506.07900): data, sequence length, rotary positions and what tokens see (documents,
+windows) may be others, and steps, samples and schedule are counted anew in a folder of its own. Once that has a
+checkpoint, --resume auto goes on with the stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+from models.config import CPMConfig
+from models.cpm_live.config import LiveConfig
+from train.base.wording import flag
+from train.checkpoints import checkpoint
+from train.data.folder import TokenFile
+from train.data.tokenizer import Tokenizer
+from train.run import ranks
+from train.run.config import TrainConfig
+from train.run.kinds import config_of
+from train.run.schedule import learning_rate
+
+_TECHNICAL = {
+    *("resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences", "max_skips"),
+    *("checkpointing", "checkpointing_blocks", "offload", "offload_optimizer", "timeout", "save", "new_stage"),
+    "allow_other_tokenizer",
+    "log_every",
+}  # settings that do not matter for the result
+
+_NOTES = {"max_position_embeddings"}  # of a model, what nothing is computed by
+_STAGES_OWN = {"rope_theta", "rope_scaling", "window", "window_pattern"}  # of a model, what a stage may change
+_STAGE = "give --new-stage to start another stage from its weights and optimizer"
+_JUMP = 0.01  # relative change of a learning rate that is said
+
+
+def chosen(config: TrainConfig) -> Path | None:
+    """The checkpoint that the configuration asks for; None: the start. Every rank calls it.
+
+    Raises RankError if the output has checkpoints that the run would not go on from, or none of those there is whole.
+    """
+    root = Path(config.output)
+    if config.resume == "never":
+        if checkpoint.listed(root):
+            raise ranks.RankError(f"{root} has checkpoints: give --resume auto to go on, or another --output")
+        return None
+    auto = config.resume == "auto"
+    path = checkpoint.newest(root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
+    if config.new_stage and path is None:
+        raise ranks.RankError(f"{root} has no checkpoint of a stage yet: give --resume CHECKPOINT to start one")
+    if path is None:
+        return None
+    if begins_stage(config) and checkpoint.listed(root):
+        raise ranks.RankError(
+            f"{root} has checkpoints: give --resume auto to go on with their stage, or another --output for a new one"
+        )
+    newest = next(iter(checkpoint.listed(root)), path)
+    if not newest.samefile(path):
+        newest = checkpoint.newest(root, set_aside=True)  # that one may be damaged
+    if not newest.samefile(path):
+        raise ranks.RankError(f"{root} has checkpoints that {path} does not lead to: give another --output")
+    return path
+
+
+def begins_stage(config: TrainConfig) -> bool:
+    """Whether the checkpoint that is resumed is the end of another stage."""
+    return config.new_stage and config.resume != "auto"
+
+
+def documents(config: TrainConfig, path: Path | None, known: bool) -> bool:
+    """Whether documents are told apart: as configured, else as before the checkpoint `path`, else where `known`."""
+    if config.documents == "auto" and path is not None and not begins_stage(config):
+        return documents_of(checkpoint.Checkpoint(path).state) == "mask"
+    return known if config.documents == "auto" else config.documents == "mask"
+
+
+def documents_of(state: dict) -> str:
+    """Return what a checkpoint's run did: "mask" or "ignore". Older ones do not say: there was one way then."""
+    return state["data"].get("documents", "ignore")
+
+
+def bos(config: TrainConfig, path: Path | None, told: bool, file: TokenFile, tokenizer: Tokenizer) -> int | None:
+    """Return the begin token of documents: as configured, else as before the checkpoint `path`, else that of `file`.
+
+    None if they get none, as where they are not `told` apart. Raises ValueError for a token that the tokenizer lacks.
+    """
+    if config.bos == "none" or (config.bos == "auto" and not told) or file.instances:
+        return None
+    if config.bos == "auto" and path is not None and not begins_stage(config):
+        return bos_of(checkpoint.Checkpoint(path).state)
+    if config.bos == "auto":
+        if file.bos_id is None and ranks.rank() == 0:
+            said = "was prepared without a begin token, so documents get none; --bos TOKEN puts one in front of each"
+            print(f"{file.folder} {said}", file=sys.stderr)
+        return file.bos_id
+    found = tokenizer.id_of(config.bos)
+    if found is None:
+        raise ValueError(f"--bos must be auto, none or a token of {file.folder}'s tokenizer, got {config.bos!r}")
+    return found
+
+
+def bos_of(state: dict) -> int | None:
+    """Return the begin token of a checkpoint's run. Older ones do not say: there were none."""
+    return state["data"].get("bos")
+
+
+def longest_row(state: dict) -> int:
+    """Return the tokens of the longest row of all stages of a checkpoint's run. Older ones know only the last stage."""
+    return state.get("longest_row", state["config"]["seq_len"])
+
+
+def with_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveConfig:
+    """Return the model with the length that a checkpoint's weights were made for, if its state says that."""
+    made_for = state["model"].get("max_position_embeddings")
+    return dataclasses.replace(model, max_position_embeddings=made_for) if made_for else model
+
+
+def check_same(saved: checkpoint.Checkpoint, model: CPMConfig | LiveConfig, data: dict, new_stage: bool) -> None:
+    """Raises ValueError if the checkpoint is of another model or was reading other data than a run may go on with.
+
+    A new stage may have other rotary positions, other windows and any data.
+    """
+    try:
+        before = config_of(saved.state["model"])  # fields that it does not know are as they were then
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{saved.path} holds a model that is not known here: {error}") from error
+    changed = _differences(before.to_dict(), model.to_dict())
+    if changed := {name: values for name, values in changed.items() if name not in _NOTES}:
+        if not changed.keys() <= _STAGES_OWN:
+            raise ValueError(f"{saved.path} holds another model: {_listed(changed)}")
+        if not new_stage:
+            raise ValueError(f"{saved.path} holds another model: {_listed(changed)}; {_STAGE}")
+    reading = saved.state["data"] | {"documents": documents_of(saved.state), "bos": bos_of(saved.state)}
+    changed = _differences(reading, data)
+    if changed and not new_stage:
+        raise ValueError(f"{saved.path} was reading other data: {_listed(changed)}; {_STAGE}")
+
+
+def _differences(before: dict, now: dict) -> dict[str, tuple]:
+    """What was there before and is different now: name to both values."""
+    return {name: (value, now.get(name)) for name, value in before.items() if now.get(name) != value}
+
+
+def _listed(differences: dict[str, tuple]) -> str:
+    """Say what changed from what to what, settings by their options."""
+    settings = {field.name for field in dataclasses.fields(TrainConfig)}
+    named = ((flag(name) if name in settings else name, change) for name, change in differences.items())
+    return ", ".join(f"{name} {before} -> {now}" for name, (before, now) in named)
+
+
+def name_changes(state: dict, now: dict, config: TrainConfig, next_step: int) -> None:
+    """Says which settings that matter for the result differ between the run that is resumed after `state` and this one.
+
+    `now` has the same of this run. Also says whether the learning rate of `next_step` is another than that run's would
+    have been.
+    """
+    if ranks.rank():
+        return
+    before, now = _settings(state), _settings(now)
+    changed = {k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v}
+    if changed:
+        print("changed since the checkpoint:", _listed(changed), file=sys.stderr)
+    if next_step <= config.steps:
+        _name_jump(state, config, next_step)
+
+
+def _settings(state: dict) -> dict:
+    """The configuration in a state, with what it meant where it leaves a choice."""
+    config, documents = state["config"], documents_of(state)
+    layout, window = config.get("layout"), state["model"].get("window")
+    if layout == "auto":
+        layout = "balanced" if window or documents != "ignore" else "zigzag"
+    by_default = {"strategy": "auto"}  # which older checkpoints do not have
+    meant = {"documents": documents, "bos": bos_of(state), "layout": layout, "window": config.get("window")}
+    return by_default | config | meant
+
+
+def _name_jump(state: dict, config: TrainConfig, next_step: int) -> None:
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    then = TrainConfig(**{name: value for name, value in state["config"].items() if name in known})
+    last, lr = learning_rate(state["step"], then), learning_rate(next_step, config)
+    expected = learning_rate(state["step"] + 1, then) if state["step"] < then.steps else last
+    if not math.isclose(lr, expected, rel_tol=_JUMP):
+        was = f"{last:.3e} at the checkpoint's step {state['step']}"
+        print(f"the learning rate jumps: {was}, {lr:.3e} at step {next_step}", file=sys.stderr)

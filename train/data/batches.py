@@ -1,0 +1,218 @@
+"""Which sequences a rank reads, what tokens see of each other in them, and its part of each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bmt_burst import Layout, SequenceParallel
+from bmt_burst.sequence.mask import Mask
+from models.config import CPMConfig
+from train.base.wording import counted
+from train.data.folder import Row, Sequences
+from train.run.flops import keys_seen
+
+if TYPE_CHECKING:
+    from train.run.config import TrainConfig
+
+_LARGEST_DEFAULT = 8  # sequences
+
+
+class Work(Protocol):
+    """What a rank computes with at once, of any kind of models: B sequences, S tokens of each.
+
+    labels  (B, S) int64, IGNORE_INDEX where there is no target
+    work    of each rank that shares the sequences: visible pairs of its queries, over all layers, of one head
+    counts  what is said of the sequences in a step's record
+    """
+
+    labels: Tensor
+    work: tuple[int, ...]
+
+    @property
+    def counts(self) -> dict[str, int]: ...
+
+    def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        """The sum of this rank's token losses, and the number of its targets."""
+
+
+class Data(Protocol):
+    """Sequences in the order of samples: `len` of them in an epoch."""
+
+    def __len__(self) -> int: ...
+
+    def order(self, sample: int) -> int:
+        """Which sequence is the n-th sample of a run."""
+
+
+class Dealer(ABC):
+    """Deals whole sequences to data parallel groups. Raises ValueError for sizes that do not fit the ranks."""
+
+    def __init__(self, config: TrainConfig, sp: SequenceParallel, device: torch.device):
+        self.config, self.sp, self.device = config, sp, device
+        self.dp_rank, self.dp_size = dist.get_rank() // sp.size, dist.get_world_size() // sp.size
+        self.micro_batch_size = _micro_batch_size(config, self.dp_size)
+
+    def of_step(self, data: Data, first: int, last: bool = False) -> list[Work]:
+        """The micro-batches of a step whose first sample in the run is `first`; `last`: there is none to be read ahead.
+
+        The samples of a step are dealt to the groups in one order that does not depend on how many groups there are.
+        """
+        size, share = self.micro_batch_size, self.config.batch_size // self.dp_size
+        first += self.dp_rank * share
+        return [self._of_samples(data, range(start, start + size)) for start in range(first, first + share, size)]
+
+    def of_evaluation(self, data: Data) -> Iterator[Work]:
+        """Micro-batches of evenly spaced sequences; equally many on every rank, since all must take part."""
+        size = self.micro_batch_size
+        count = min(self.config.eval_sequences, len(data))
+        chosen: list[int | None] = [i * len(data) // count for i in range(count)]
+        chosen += [None] * (-count % (size * self.dp_size))
+        for start in range(self.dp_rank * size, len(chosen), size * self.dp_size):
+            yield self._read(data, chosen[start : start + size])
+
+    def _of_samples(self, data: Data, samples: Sequence[int]) -> Work:
+        return self._read(data, [data.order(sample) for sample in samples])
+
+    def _mine(self, wholes: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor:
+        """This rank's part of each of some whole rows (S,): (B, S_local)."""
+        return torch.stack([at.shard(x, self.sp.rank, 0) for x, at in zip(wholes, layouts, strict=True)])
+
+    def _work_of(self, seen: Tensor, layout: Layout) -> tuple[int, ...]:
+        """Of each rank that shares a row, what its queries see, of `seen` (S,) by all."""
+        return tuple(int(layout.shard(seen, rank, 0).sum()) for rank in range(self.sp.size))
+
+    @abstractmethod
+    def _read(self, data: Data, indices: Sequence[int | None]) -> Work:
+        """A micro-batch of these sequences; None stands for one without targets."""
+
+    @abstractmethod
+    def sight(self, data: Data) -> str:
+        """What tokens see of each other, said in a few words."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank computes with at once, on its device: B sequences, S tokens of each.
+
+    tokens     (B, S) int64
+    labels     (B, S) int64, IGNORE_INDEX where there is no target
+    positions  for rotary embedding: (S,) int64, or, counted anew in each document, (B, S)
+    masks      what tokens see: None for all before them, or a mask for all rows or for each
+    layouts    how rows lie on the ranks: None as sp says, or a layout for all rows or for each
+    documents  how many there are in all B sequences, those cut at an end included; 0 if they are not told apart
+    work       of each rank that shares the sequences: visible pairs of its queries, over all layers, of one head
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    masks: Mask | tuple[Mask, ...] | None
+    layouts: Layout | tuple[Layout, ...] | None
+    documents: int
+    work: tuple[int, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"documents": self.documents} if self.documents else {}
+
+    def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        return model(self.tokens, self.positions, self.labels, mask=self.masks, layout=self.layouts)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What tokens of a sequence see, how it lies on the ranks, and the work of each of them."""
+
+    mask: Mask
+    layout: Layout
+    work: tuple[int, ...]
+
+
+class Batches(Dealer):
+    """Micro-batches of this rank: whole sequences of its data parallel group, cut over its sequence parallel ranks.
+
+    The layout is the configured one; by default zigzag, where documents are told apart or layers have windows that
+    which balances the work, of full layers if there are any. Raises ValueError for sizes that do not fit the ranks.
+    """
+
+    def __init__(self, config: TrainConfig, model: CPMConfig, sp: SequenceParallel, device: torch.device):
+        super().__init__(config, sp, device)
+        self._model, self._windows = model, Counter(model.windows)
+        self._whole = self._cut(Mask.causal(config.seq_len), config.layout == "auto" and model.window is not None)
+
+    def sight(self, data: Sequences) -> str:
+        model = self._model
+        seen = f"documents told apart by {data.file.documents.how}" if data.documents else "documents not told apart"
+        seen += f", each after begin token {data.bos}" if data.bos is not None else ""
+        if model.window is None:
+            return seen
+        windowed, layers = model.windows.count(model.window), counted(model.num_layers, "layer")
+        return f"{seen}, a window of {counted(model.window, 'token')} in {windowed} of {layers}"
+
+    def _read(self, data: Sequences, indices: Sequence[int | None]) -> MicroBatch:
+        rows = [data.read(index) for index in indices]
+        return self._of_documents(rows) if data.documents else self._of_whole(rows)
+
+    def _of_whole(self, rows: Sequence[Row]) -> MicroBatch:
+        """Each row is one text: all have the same mask and layout."""
+        cut, windowed = self._whole, any(self._windows)
+        return MicroBatch(
+            *self._parts(rows, [cut] * len(rows)),
+            positions=cut.layout.positions(self.sp.rank, self.device),
+            masks=cut.mask if windowed else None,
+            layouts=cut.layout if windowed else None,
+            documents=0,
+            work=tuple(len(rows) * work for work in cut.work),
+        )
+
+    def _of_documents(self, rows: Sequence[Row]) -> MicroBatch:
+        cuts = [self._cut(Mask.documents(row.documents), self.config.layout == "auto") for row in rows]
+        positions = self._mine([cut.mask.positions() for cut in cuts], [cut.layout for cut in cuts])
+        return MicroBatch(
+            *self._parts(rows, cuts),
+            positions=positions.to(self.device),
+            masks=tuple(cut.mask for cut in cuts),
+            layouts=tuple(cut.layout for cut in cuts),
+            documents=sum(len(row.documents) - 1 for row in rows),
+            work=tuple(map(sum, zip(*(cut.work for cut in cuts), strict=True))),
+        )
+
+    def _parts(self, rows: Sequence[Row], cuts: Sequence[_Cut]) -> tuple[Tensor, Tensor]:
+        """This rank's tokens and labels of each row."""
+        layouts = [cut.layout for cut in cuts]
+        tokens, labels = (self._mine(x, layouts) for x in ([r.tokens for r in rows], [r.labels for r in rows]))
+        return tokens.to(self.device), labels.to(self.device)
+
+    def _cut(self, mask: Mask, balanced: bool) -> _Cut:
+        in_layers = {window: mask if window is None else mask.windowed(window) for window in self._windows}
+        layout = self.sp.layout_of(mask.seq_len)
+        if balanced and self.sp.size > 1:
+            layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)  # full ones before others
+        work = sum(count * keys_seen(in_layers[window]) for window, count in self._windows.items())
+        return _Cut(mask, layout, self._work_of(work, layout))
+
+
+def _micro_batch_size(config: TrainConfig, dp_size: int) -> int:
+    """As configured, or the largest default that divides a data parallel group's share of the batch."""
+    share, rest = divmod(config.batch_size, dp_size)
+    size = config.micro_batch_size
+    if rest:
+        fitting = [n for n in (config.batch_size - rest, config.batch_size - rest + dp_size) if n]
+        raise ValueError(
+            f"--batch-size {config.batch_size} does not divide by {counted(dp_size, 'data parallel group')}: "
+            f"give --batch-size {' or '.join(map(str, fitting))}"
+        )
+    if size and share % size:
+        raise ValueError(
+            f"--batch-size {config.batch_size} is not a multiple of --micro-batch-size {size} times "
+            f"{counted(dp_size, 'data parallel group')}: leave --micro-batch-size out, or give one that divides {share}"
+        )
+    return size or max(n for n in range(1, _LARGEST_DEFAULT + 1) if share % n == 0)

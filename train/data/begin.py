@@ -1,0 +1,76 @@
+"""The text of a data folder with a begin token in front of each document.
+
+Rows are cut from this text (pretrain.py --bos). So a begin token is a token of its row, and the rest of a document that
+is cut at a row's end gets none.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from train.data.documents import Documents, StoredDocuments
+from train.data.stored import StoredNumbers
+
+if TYPE_CHECKING:
+    from train.data.folder import TokenFile
+
+_SCANNED = 1 << 20  # tokens at once
+
+
+class BegunText(Documents):
+    """Tokens and documents of a folder, with token `bos` in front of each document that does not start with it.
+
+    Places count the added tokens. A slice has the dtype of the folder's tokens.
+
+    Making one reads all of documents.bin. It reads all tokens too, unless the index says that either no document starts
+    with `bos` or each does. Raises ValueError if documents do not start at rising places.
+    """
+
+    def __init__(self, file: TokenFile, bos: int):
+        assert file.documents is not None
+        self.how = file.documents.how
+        self._tokens, self._documents, self._bos = file.tokens, file.documents, bos
+        self._added = _documents_without(file, bos)  # places in the file; the n-th is n tokens later in this text
+
+    def __len__(self) -> int:
+        return len(self._tokens) + len(self._added)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, step = part.indices(len(self))
+        assert step == 1
+        first, last = self._added_before(start), self._added_before(max(start, stop))
+        tokens = self._tokens[start - first : max(start, stop) - last]
+        return np.insert(tokens, self._added[first:last] - (start - first), self._bos)
+
+    def between(self, start: int, stop: int) -> np.ndarray:
+        first, last = self._added_before(start), self._added_before(stop)
+        added, place, end = self._added[first:last], start - first, stop - last
+        own = self._documents.between(place, end) if place < end else added[:0]
+        own = own[~np.isin(own, self._added[max(first - 1, 0) : last])]  # start with the token in the file
+        starts = np.sort(np.concatenate([added, own]))
+        return starts + first + np.searchsorted(added, starts)
+
+    def _added_before(self, place: int) -> int:
+        """Count the added tokens before a place."""
+        return bisect.bisect_left(range(len(self._added)), place, key=lambda i: int(self._added[i : i + 1][0]) + i)
+
+
+def _documents_without(file: TokenFile, bos: int) -> StoredNumbers | np.ndarray:
+    """Return where those documents start in the file that do not start with token `bos`: rising, int64."""
+    documents, index = file.documents, file.index
+    stored = None
+    if isinstance(documents, StoredDocuments):
+        documents.check()
+        stored = documents.starts
+    if stored is not None and file.bos_id == bos and index.get("begun_documents") in (0, len(stored)):
+        return stored if index["begun_documents"] == 0 else np.empty(0, np.int64)
+    without = []
+    for place in range(0, len(file.tokens), _SCANNED):
+        tokens = file.tokens[place : place + _SCANNED]
+        starts = documents.between(place, place + len(tokens))
+        without.append(starts[tokens[starts - place] != bos])
+    found = np.concatenate(without)
+    return stored if stored is not None and len(found) == len(stored) else found

@@ -1,0 +1,242 @@
+"""Tokens on disk, and the order in which training reads them.
+
+A folder of tokens (written by prepare_data.py):
+
+    tokens.bin      all documents one after the other, each ended by eos; uint16 or uint32
+    documents.bin   where each document starts: int64, rising from 0; older folders may lack it
+    tokenizer.*     the tokenizer, with its identity (train/run/same_tokenizer.py)
+    index.json      counts, dtype, where the text came from, the sha256 of every other file; written last
+
+Files are compared with the index when they are opened: all bytes of files up to 256 MiB, else the
+size and samples of the tokens (`sha256sum` compares the rest). The folder may be a link, its files may not lead out.
+
+Training reads sequences of one length from them, in which documents are told apart (--documents mask) or not (ignore).
+Told apart, a sequence is cut where documents start; one that starts within a document starts with the rest of it.
+They may get a begin token each (--bos, see begin.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bmt_burst.sequence.layout import IGNORE_INDEX
+from train.base.paths import inside
+from train.base.wording import counted
+from train.data.begin import BegunText
+from train.data.documents import Documents, DocumentsByEos, StoredDocuments
+from train.data.stored import StoredNumbers, sample_digest
+from train.run import ranks
+
+_CHEAP = 1 << 28  # bytes of a file that are hashed whenever it is opened
+
+
+class TokenFile:
+    """A folder of tokens. Raises ValueError if it is not whole, not what its index says, or leads out of itself.
+
+    instances  the kind of models whose instances it holds, None if it holds documents; it must be one of these
+    """
+
+    instances: str | None = None
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.index = self._read_index()
+        if (found := self.index.get("instances")) != self.instances:
+            held, wanted = (f"instances of {x}" if x else "plain text" for x in (found, self.instances))
+            raise ValueError(f"{self.folder} holds {held}, this model reads {wanted}: see prepare_data.py --tokenizer")
+        dtype = np.dtype(self.index["dtype"])
+        self._check_size("tokens.bin", self.index["tokens"] * dtype.itemsize)
+        if not self.index["tokens"]:
+            raise ValueError(f"{self.folder / 'tokens.bin'} is empty")
+        documents = inside(self.folder, "documents.bin")
+        if documents.exists() and isinstance(self.index.get("documents"), int):
+            self._check_size("documents.bin", self.index["documents"] * 8)
+        self.tokens = StoredNumbers(self.folder / "tokens.bin", dtype)
+        if "sha256" in self.index:
+            self.verify(_CHEAP)
+        elif ranks.rank() == 0:
+            print(f"{self.folder}: an older index.json without sha256, file contents are not checked", file=sys.stderr)
+        self.documents = self._open_documents(documents)
+
+    def _open_documents(self, file: Path) -> Documents | None:
+        """Where documents start; None if that is not known. All of documents.bin is checked if it is not large."""
+        if file.exists():
+            stored = StoredDocuments(file, len(self.tokens))
+            if file.stat().st_size <= _CHEAP:
+                stored.check()
+            return stored
+        eos_id = self.index.get("eos_id")
+        return DocumentsByEos(self.tokens, eos_id) if type(eos_id) is int else None
+
+    @property
+    def bos_id(self) -> int | None:
+        """The tokenizer's begin token, which documents get by default; None in older folders."""
+        return self.index.get("bos_id")
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of some of the tokens, from all over the file: tells other text of the same length."""
+        return sample_digest(self.tokens)
+
+    def verify(self, up_to: float = float("inf")) -> None:
+        """Compares all bytes of the files of `up_to` bytes with the index, and samples of the tokens in any case.
+
+        Raises ValueError, with the file's name, if they differ.
+        """
+        for name, expected in self.index["sha256"].items():
+            file = inside(self.folder, name)
+            if not file.is_file():
+                raise ValueError(f"{self.folder} has no {name}")
+            if file.stat().st_size <= up_to:
+                with open(file, "rb") as opened:
+                    found = hashlib.file_digest(opened, "sha256").hexdigest()
+                if found != expected:
+                    raise ValueError(f"{file} was changed: its sha256 is {found}, index.json says {expected}")
+        if self.index.get("digest") != self.digest:
+            raise ValueError(f"{self.folder / 'tokens.bin'} was changed: it has other tokens than index.json says")
+
+    def _read_index(self) -> dict:
+        file = inside(self.folder, "index.json")
+        if not file.is_file():
+            raise ValueError(f"{self.folder} has no index.json: not a folder that prepare_data.py finished")
+        try:
+            index = json.loads(file.read_text())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}: {error}") from error
+        for name, kind in (("tokens", int), ("dtype", str), ("vocab_size", int)):
+            if not isinstance(index, dict) or not isinstance(index.get(name), kind):
+                raise ValueError(f"{file} has no {name}, {kind.__name__}")
+        if index["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"{file} names dtype {index['dtype']!r}, not uint16 or uint32")
+        if not isinstance(index.get("sha256", {}), dict):
+            raise ValueError(f"{file} names no files in sha256, but {index['sha256']!r}")
+        if (bos := index.get("bos_id")) is not None and not (type(bos) is int and 0 <= bos < index["vocab_size"]):
+            raise ValueError(f"{file} names bos_id {bos!r}, expected one of {index['vocab_size']} tokens")
+        return index
+
+    def _check_size(self, name: str, expected: int) -> None:
+        file = inside(self.folder, name)
+        if not file.is_file():
+            raise ValueError(f"{self.folder} has no {name}")
+        if file.stat().st_size != expected:
+            raise ValueError(f"{file} has {counted(file.stat().st_size, 'byte')}, its index says {expected:,}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence.
+
+    tokens     (seq_len,) int64
+    labels     (seq_len,) int64, the next tokens; IGNORE_INDEX where there is no target
+    documents  (0, ..., seq_len): where each document starts, and the end, as Mask.documents takes it; None if they are
+               not told apart
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    documents: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The tokens as sequences of `seq_len` inputs and their next tokens, each token a target once an epoch.
+
+    Sequence i covers tokens i * seq_len onwards; the last may be short and is filled up with positions that have no
+    target. `order` says which sequence is the n-th sample of the run: a new permutation every epoch.
+
+    With `documents` they are told apart: what fills up the last sequence is a document of its own, and the last token
+    of a document has no target, since the next token begins another one. With `bos`, this token stands in front of each
+    document that does not start with it, and counts as one of the tokens.
+
+    Raises ValueError for fewer than two tokens, with `documents` if it is not known where they start, and for `bos`
+    without `documents` or outside of the vocabulary.
+    """
+
+    file: TokenFile
+    seq_len: int
+    seed: int
+    documents: bool = False
+    bos: int | None = None
+
+    def __post_init__(self):
+        if self.bos is not None and not self.documents:
+            raise ValueError("--bos needs documents that are kept apart: give --documents mask, or --bos none")
+        if self.bos is not None and self.bos >= (known := self.file.index["vocab_size"]):
+            raise ValueError(
+                f"{self.file.folder} has {known} kinds of tokens, expected begin token {self.bos} among them"
+            )
+        if self.documents and self.file.documents is None:
+            raise ValueError(
+                f"{self.file.folder} has no documents.bin, and no eos_id in its index.json: where documents start is "
+                "not known; give --documents ignore"
+            )
+        if len(self.text) < 2:
+            raise ValueError(f"{self.file.folder} has fewer than two tokens")
+
+    @cached_property
+    def text(self) -> StoredNumbers | BegunText:
+        """The tokens that sequences are cut from."""
+        return self.file.tokens if self.bos is None else BegunText(self.file, self.bos)
+
+    def __len__(self) -> int:
+        return -(-(len(self.text) - 1) // self.seq_len)
+
+    @property
+    def padding(self) -> float:
+        """The share of an epoch's positions that are filled up: large where there is less text than `seq_len`."""
+        return 1 - (len(self.text) - 1) / (len(self) * self.seq_len)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must not change for the sample count to mean the same samples."""
+        order = {"seq_len": self.seq_len, "seed": self.seed, "documents": "mask" if self.documents else "ignore"}
+        return {"tokens": len(self.file.tokens), "digest": self.file.digest, **order, "bos": self.bos}
+
+    def order(self, sample: int) -> int:
+        epoch, place = divmod(sample, len(self))
+        return int(permutation(self.seed, epoch, len(self))[place])
+
+    def read(self, index: int | None) -> Row:
+        """Sequence `index`; None stands for one without any target. Raises ValueError for unknown tokens."""
+        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
+        labels = torch.full((self.seq_len,), IGNORE_INDEX)
+        bounds = [0]
+        if index is not None:
+            start = index * self.seq_len
+            window = self._window(index)
+            filled = len(window) - 1
+            tokens[:filled], labels[:filled] = window[:-1], window[1:]
+            if self.documents:
+                documents = self.file.documents if self.bos is None else self.text
+                after = torch.from_numpy(documents.between(start + 1, start + filled + 1)) - start
+                labels[after - 1] = IGNORE_INDEX
+                bounds += [*after[after < filled].tolist(), filled]
+        if bounds[-1] < self.seq_len:
+            bounds.append(self.seq_len)
+        return Row(tokens, labels, tuple(bounds) if self.documents else None)
+
+    def _window(self, index: int) -> Tensor:
+        """Return the tokens of sequence `index` and the next one, or those there are: int64."""
+        start = index * self.seq_len
+        window = torch.from_numpy(self.text[start : start + self.seq_len + 1].astype(np.int64))
+        if window.max() >= self.file.index["vocab_size"]:
+            raise ValueError(
+                f"{self.file.folder}: token {int(window.max())} in sequence {index} of {self.seq_len} tokens, "
+                f"of a vocabulary of {self.file.index['vocab_size']}"
+            )
+        return window
+
+
+@lru_cache(maxsize=2)
+def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(length)

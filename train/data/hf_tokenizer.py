@@ -1,0 +1,138 @@
+"""A tokenizer under the names that transformers looks for: tokenizer.json and tokenizer_config.json.
+
+Ids are those of the tokenizer that a model was trained with. A begin token is put in front of a text if one was then,
+and nothing else around it. The one difference is transformers' habit: where a text spells a special token it becomes
+that token.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
+from tokenizers import Tokenizer as Backend
+
+from train.data.tokenizer import BYTES_END_OF_TEXT, ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+
+_SPACE = "\u2581"  # SentencePiece's sign for a space
+
+
+def save_for_transformers(
+    tokenizer: Tokenizer, folder: Path, longest: int, *, bos_id: int | None = None, add_bos: bool = False
+) -> None:
+    """Writes `tokenizer` into an existing folder, for transformers' AutoTokenizer and for train.data.tokenizer alike.
+
+    `longest` is the number of tokens that a text should not exceed. `bos_id` is the begin token that transformers
+    knows, None for none. With `add_bos` it puts that token in front of every text.
+
+    Raises ValueError for kinds of SentencePiece models that transformers knows nothing like.
+    """
+    backend = _backend(tokenizer)
+    begin = None if bos_id is None else backend.id_to_token(bos_id)
+    if add_bos:
+        _put_in_front(begin, backend)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": begin,
+        "eos_token": backend.id_to_token(tokenizer.eos_id),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": longest,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    if isinstance(tokenizer, JsonTokenizer):
+        tokenizer = JsonTokenizer(folder / "tokenizer.json", tokenizer.eos)
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        shutil.copyfile(tokenizer.file, folder / "tokenizer.model")
+        tokenizer = SentencePieceTokenizer(folder / "tokenizer.model", tokenizer.eos)
+    tokenizer.save(folder)
+
+
+def _put_in_front(begin: str, backend: Backend) -> None:
+    """Make `backend` put token `begin` in front of every text."""
+    template = {"single": [begin, "$A"], "pair": [begin, "$A", begin, "$B:1"]}
+    rules = processors.TemplateProcessing(**template, special_tokens=[(begin, backend.token_to_id(begin))])
+    before = backend.post_processor
+    backend.post_processor = processors.Sequence([before, rules]) if before else rules
+
+
+def _backend(tokenizer: Tokenizer) -> Backend:
+    if isinstance(tokenizer, ByteTokenizer):
+        return _of_bytes(tokenizer)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return _of_sentencepiece(tokenizer.file)
+    settings = json.loads(Path(tokenizer.file).read_text())
+    settings |= {"truncation": None, "padding": None}
+    if Backend.from_file(str(tokenizer.file)).num_special_tokens_to_add(False):
+        settings["post_processor"] = None  # it would put tokens around a text
+    return Backend.from_str(json.dumps(settings))
+
+
+def _of_bytes(tokenizer: ByteTokenizer) -> Backend:
+    """No character is in the vocabulary, so each falls back to its bytes."""
+    backend = Backend(models.BPE(vocab={f"<0x{i:02X}>": i for i in range(256)}, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken(BYTES_END_OF_TEXT, special=True, normalized=False)])
+    assert backend.token_to_id(BYTES_END_OF_TEXT) == tokenizer.eos_id
+    return backend
+
+
+def _of_sentencepiece(file: Path) -> Backend:
+    """What SentencePiece does to a text before, in and after its model, said in tokenizers' terms."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(Path(file).read_bytes())
+    trainer, spec = proto.trainer_spec, proto.normalizer_spec
+    if trainer.treat_whitespace_as_suffix or not spec.escape_whitespaces:
+        raise ValueError(f"{file} writes spaces in a way that transformers does not know")
+    if trainer.model_type == trainer.UNIGRAM:
+        backend = Backend(_unigram(proto))
+    elif trainer.model_type == trainer.BPE:
+        backend = Backend(_bpe(proto))
+    else:
+        raise ValueError(f"{file} is neither a BPE nor a unigram model, which is what transformers knows")
+    steps = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    steps += [normalizers.Prepend(_SPACE)] if spec.add_dummy_prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    after = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*after, *([decoders.Strip(" ", 1, 0)] if spec.add_dummy_prefix else [])])
+    for piece in proto.pieces:
+        if piece.type in (piece.UNKNOWN, piece.CONTROL):
+            backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
+        elif piece.type == piece.USER_DEFINED:
+            backend.add_tokens([AddedToken(piece.piece, special=False, normalized=False)])
+    return backend
+
+
+def _unigram(proto) -> models.Unigram:
+    """Pieces that no text should become, such as those of bytes, are made unlikely: tokenizers has no other way."""
+    normal = [piece.score for piece in proto.pieces if piece.type == piece.NORMAL]
+    unlikely = 20 * min(normal, default=-1.0)
+    scores = [(p.piece, p.score if p.type == p.NORMAL else unlikely) for p in proto.pieces]
+    spec = proto.trainer_spec
+    return models.Unigram(scores, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
+
+
+def _bpe(proto) -> models.BPE:
+    """Two pieces merge to one in the order of its score, the higher first."""
+    vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+    merges = [
+        (-piece.score, vocab[piece.piece[:cut]], vocab[piece.piece[cut:]], (piece.piece[:cut], piece.piece[cut:]))
+        for piece in proto.pieces
+        if piece.type == piece.NORMAL
+        for cut in range(1, len(piece.piece))
+        if piece.piece[:cut] in vocab and piece.piece[cut:] in vocab
+    ]
+    spec = proto.trainer_spec
+    return models.BPE(
+        vocab,
+        [pair for *_, pair in sorted(merges)],
+        unk_token=proto.pieces[spec.unk_id].piece,
+        fuse_unk=True,
+        byte_fallback=spec.byte_fallback,
+    )

@@ -1,0 +1,178 @@
+"""Tokens in a folder: written once, from start to end, and read in slices. data.py says what is in the folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from train.base.wording import counted
+from train.data.tokenizer import Tokenizer
+
+_SAMPLED = 1 << 15  # tokens in a row
+_COPIED = 1 << 20  # tokens at once
+
+
+class HashedFile:
+    """A new file, and the sha256 of what was written to it."""
+
+    def __init__(self, path: Path):
+        self._file, self._hash = open(path, "xb"), hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:  # of a full disk, which does not say which
+            raise OSError(error.errno, error.strerror, self._file.name) from error
+        self._hash.update(data)
+
+    def close(self) -> str:
+        """Brings the file to disk; returns its sha256."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._hash.hexdigest()
+
+
+class TokenWriter:
+    """Writes one folder of tokens; the index comes last, so a folder with an index is whole.
+
+    unit    what `units` and `copy` count in
+    fewest  of them that training and validation data need
+    """
+
+    unit, fewest = "tokens", (1, 2)
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer):
+        self.folder, self.tokenizer = folder, tokenizer
+        folder.mkdir(parents=True)
+        self.tokens = self.documents = self.begun = 0
+        self._token_file = HashedFile(folder / "tokens.bin")
+        self._document_file = HashedFile(folder / "documents.bin")
+
+    @property
+    def units(self) -> int:
+        """How many there are."""
+        return self.tokens
+
+    def write(self, document: Iterable[np.ndarray]) -> None:
+        """Appends a document that comes as ids in pieces, and eos. A document without ids leaves no trace."""
+        start = self.tokens
+        for ids in document:
+            if len(ids) and self.tokens == start:
+                self.begun += int(ids[0] == self.tokenizer.bos_id)
+            self._append(ids)
+        if self.tokens > start:
+            self._append([self.tokenizer.eos_id])
+            self._note_documents(np.array([start]))
+
+    def copy(self, other: TokenWriter, start: int, end: int) -> None:
+        """Appends tokens `start` to `end` of another writer that is closed; a document that is cut gets an eos."""
+        tokens = StoredNumbers(other.folder / "tokens.bin", self.tokenizer.dtype)
+        documents = np.fromfile(other.folder / "documents.bin", dtype=np.int64)
+        documents = np.concatenate([[start], documents[(documents > start) & (documents < end)]])
+        self._note_documents(documents - start + self.tokens)
+        for place in range(start, end, _COPIED):
+            part = tokens[place : min(place + _COPIED, end)]
+            starts = documents[(documents >= place) & (documents < place + len(part))]
+            self.begun += int((part[starts - place] == self.tokenizer.bos_id).sum())
+            self._append(part)
+        if tokens[end - 1 : end] != self.tokenizer.eos_id:
+            self._append([self.tokenizer.eos_id])
+
+    def close(self) -> dict[str, str]:
+        """Ends the files of tokens; returns the sha256 of each. The folder is not whole until `finish`."""
+        return {"tokens.bin": self._token_file.close(), "documents.bin": self._document_file.close()}
+
+    def finish(self, **notes: object) -> None:
+        """Ends the folder. `notes` go to the index: where the text came from and the like."""
+        hashes = self.close()
+        self.tokenizer.save(self.folder)
+        for file in sorted(self.folder.glob("tokenizer.*")):
+            hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        index = {
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "dtype": self.tokenizer.dtype.name,
+            "vocab_size": self.tokenizer.vocab_size,
+            "eos_id": self.tokenizer.eos_id,
+            "sha256": hashes,
+            "digest": sample_digest(StoredNumbers(self.folder / "tokens.bin", self.tokenizer.dtype)),
+            **self._begin_notes(),
+            **notes,
+        }
+        with open(self.folder / "index.json", "w") as file:
+            file.write(json.dumps(index, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _begin_notes(self) -> dict[str, int]:
+        """Return the begin token and how many documents start with it; nothing for instances, which have their own."""
+        return {} if self.tokenizer.instances else {"bos_id": self.tokenizer.bos_id, "begun_documents": self.begun}
+
+    def _append(self, ids) -> None:
+        self._token_file.write(np.asarray(ids, dtype=self.tokenizer.dtype).tobytes())
+        self.tokens += len(ids)
+
+    def _note_documents(self, starts: np.ndarray) -> None:
+        self._document_file.write(starts.astype(np.int64).tobytes())
+        self.documents += len(starts)
+
+
+class StoredNumbers:
+    """The tokens or other numbers of a file, read when a slice is asked for.
+
+    Read rather than mapped: a map of a file that is cut short under it ends the process with SIGBUS. Raises ValueError
+    if the file is no longer the one that was opened.
+    """
+
+    def __init__(self, file: Path, dtype: np.dtype):
+        """`dtype`: of tokens uint16 or uint32."""
+        self._file, self._dtype = file, dtype
+        self._descriptor = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._opened = os.fstat(self._descriptor)
+
+    def __len__(self) -> int:
+        return self._opened.st_size // self._dtype.itemsize
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, step = part.indices(len(self))
+        assert step == 1
+        position, end = (place * self._dtype.itemsize for place in (start, max(start, stop)))
+        read = bytearray()
+        try:
+            while position < end and (more := os.pread(self._descriptor, end - position, position)):  # 2 GiB at most
+                read += more
+                position += len(more)
+        except OSError as error:
+            raise ValueError(f"{self._file} cannot be read at byte {position}: {error.strerror}") from error
+        self._check_unchanged()
+        if position < end:
+            raise ValueError(f"{self._file} ends at byte {position}, tokens up to byte {end} were to be read")
+        return np.frombuffer(read, dtype=self._dtype)
+
+    def _check_unchanged(self) -> None:
+        before = self._opened
+        try:
+            now = os.stat(self._file)
+        except FileNotFoundError:
+            raise ValueError(f"{self._file} was removed while it was read") from None
+        if not os.path.samestat(before, now):
+            raise ValueError(f"{self._file} was replaced by another file while it was read")
+        if before.st_size != now.st_size:
+            had = counted(before.st_size, "byte")
+            raise ValueError(f"{self._file} had {had} when it was opened, now it has {now.st_size:,}")
+        if before.st_mtime_ns != now.st_mtime_ns:
+            raise ValueError(f"{self._file} was written to while it was read")
+
+
+def sample_digest(tokens: StoredNumbers) -> str:
+    """The sha256 of 16 stretches of the tokens, evenly spaced."""
+    starts = np.linspace(0, max(len(tokens) - _SAMPLED, 0), 16, dtype=np.int64)
+    return hashlib.sha256(b"".join(tokens[i : i + _SAMPLED].tobytes() for i in starts)).hexdigest()

@@ -1,0 +1,372 @@
+"""Finding text files, reading them in pieces, and turning the documents in a piece into tokens."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.base.wording import counted
+from train.cpm_live.instances import Instance, checked, reader
+from train.cpm_live.vocabulary import BadRecord
+from train.data.tokenizer import open_tokenizer
+
+_PIECE = 1 << 20  # bytes of text that are tokenized at once, to the end of the line
+_LISTED = 20  # bad lines that are listed one by one
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # which begins like that of UTF-16
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+_ZEROS = 0.2  # share of zeros among the bytes at even or at odd places, more than which only UTF-16 and UTF-32 have
+_OTHERS = ("GB18030", "WINDOWS-1252")  # the first that can be read is guessed
+
+
+@dataclass
+class BadLines:
+    """Lines that could not be used, and characters of the others that the tokenizer left out.
+
+    among  how many lines there were in all, empty ones aside
+    file   the first file with a bad line
+    """
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+    left_out: int = 0
+    among: int = 0
+    file: Path | None = None
+
+    def add(self, path: Path, line: int, reason: str) -> None:
+        self.extend(BadLines(1, [f"{path}:{line}: {reason}"], file=path))
+
+    def extend(self, later: BadLines) -> None:
+        self.count += later.count
+        self.left_out += later.left_out
+        self.among += later.among
+        self.first += later.first[: _LISTED - len(self.first)]
+        self.file = self.file or later.file
+
+    def check(self, most: float) -> None:
+        """Raise ValueError if they are more than the share `most` of the lines."""
+        if not self.count or self.count / self.among <= most:
+            return
+        guess = guess_encoding(self.file)
+        encoded = f"{self.file} looks like {guess}: iconv -f {guess} -t UTF-8 converts it. " if guess else ""
+        bad = f"{self.count:,} of {counted(self.among, 'line')} {'is' if self.count == 1 else 'are'} bad"
+        raise ValueError(
+            f"{bad}, more than --max-bad {most:g} of them. {encoded}The first: {'; '.join(self.first[:3])}"
+        )
+
+
+Reason = tuple[str, str]  # why something is not read: what it is, said of one and of several
+
+_EMPTY = "empty file", "empty files"
+_NAMED_BEFORE = "other name of a file that is read once", "other names of files that are read once"
+_FOLDER_LINK = "link to a folder", "links to folders"
+_UNREADABLE_FOLDER = "folder that cannot be read", "folders that cannot be read"
+_OTHER_KIND = "file that is neither .txt nor .jsonl", "files that are neither .txt nor .jsonl"
+_NO_FILE = "pipe, socket or device", "pipes, sockets and devices"
+_DANGLING = "link to nothing", "links to nothing"
+_NOT_GZIP = ".gz file that is not compressed by gzip", ".gz files that are not compressed by gzip"
+
+
+class Unread:
+    """Files that were found and are not read: how many for which reason, and the first of each."""
+
+    def __init__(self):
+        self._first: dict[Reason, Path] = {}
+        self._count: dict[Reason, int] = {}
+
+    def add(self, reason: Reason, path: Path) -> None:
+        self._first.setdefault(reason, path)
+        self._count[reason] = self._count.get(reason, 0) + 1
+
+    def lines(self) -> list[str]:
+        counts = sorted(self._count.items())
+        return [f"{counted(count, *reason)}, such as {self._first[reason]}" for reason, count in counts]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole lines of a file, some MiB at most unless a line is longer."""
+
+    path: Path
+    first_line: int
+    lines: list[bytes]
+    size: int  # bytes of the file, compressed if it is, since the piece before
+    damage: str | None = None  # why nothing can be read after these lines
+
+    def __str__(self) -> str:
+        return f"{self.path}, lines {self.first_line} to {self.first_line + len(self.lines) - 1}"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a piece: of each document its name and ids, or of each instance its name and itself.
+
+    A .txt file is one document in all of its pieces.
+    """
+
+    documents: list[tuple[str, np.ndarray | Instance]]
+    bad: BadLines
+    size: int
+
+
+class Encoder:
+    """Turns pieces into tokens."""
+
+    def __init__(self, tokenizer: str, json_field: str, eos: str | None = None):
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads have nothing to share in a single text
+        self.tokenizer, self.json_field = open_tokenizer(tokenizer, eos), json_field
+        instances = reader(self.tokenizer, json_field)
+        self._of_record = instances.of_record if instances else self._document_of_record
+        self._of_text = instances.of_text if instances else self._document
+
+    def __call__(self, piece: Piece) -> Encoded:
+        bad = BadLines(among=sum(1 for line in piece.lines if line.strip()) + (piece.damage is not None))
+        before = self.tokenizer.left_out
+        if is_records(piece.path):
+            documents = list(self._records(piece, bad))
+        else:
+            documents = [(str(piece.path), self._of_text(plain_text(piece, bad)))]
+        if piece.damage:
+            reason = f"damaged, nothing is read from here on: {piece.damage}"
+            bad.add(piece.path, piece.first_line + len(piece.lines), reason)
+        bad.left_out = self.tokenizer.left_out - before
+        return Encoded(documents, bad, piece.size)
+
+    def _records(self, piece: Piece, bad: BadLines) -> Iterator[tuple[str, np.ndarray | Instance]]:
+        for number, line in enumerate(piece.lines, piece.first_line):
+            if not line.strip():
+                continue
+            try:
+                record = parsed(line)
+                found = self._of_record(record)
+            except BadRecord as error:
+                bad.add(piece.path, number, str(error))
+            else:
+                yield f"{piece.path}:{number}", found
+
+    def _document_of_record(self, record: Any) -> np.ndarray:
+        text = record.get(self.json_field) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise BadRecord(f"no text in field {self.json_field!r}")
+        return self._document(checked(text))
+
+    def _document(self, text: str) -> np.ndarray:
+        return np.asarray(self.tokenizer.encode(text), self.tokenizer.dtype)
+
+
+def find_files(inputs: list[str], pattern: str | None, exclude: list[str]) -> tuple[list[Path], Unread]:
+    """The files that `inputs` name, folders searched for names that end in `pattern` (default: .txt and .jsonl, .gz or
+    not, in either case), and what is there but not read.
+
+    Files are sorted within a folder and come once each, however often they are named. Links to files are followed,
+    links to folders only where they are an input themselves. Raises ValueError for an input that does not exist, cannot
+    be opened, is of an unknown kind or is "", and for a folder without any match.
+    """
+    if "" in inputs:
+        raise ValueError("--input must not be empty; the current folder is .")
+    files: list[Path] = []
+    unread, seen = Unread(), set()
+    for path in map(Path, inputs):
+        if path.is_dir():
+            found, others = _search(path, pattern, exclude)
+            for other, reason in others:
+                unread.add(reason, other)
+            if not found:
+                reasons = "; ".join(unread.lines()) or "it is empty"
+                raise ValueError(f"folder {path} has no file that matches {pattern or '*.txt or *.jsonl'}: {reasons}")
+        else:
+            _check_named(path)
+            found = [path]
+        for file in found:
+            status = file.stat()
+            if (status.st_dev, status.st_ino) in seen:
+                unread.add(_NAMED_BEFORE, file)
+            elif not status.st_size:
+                unread.add(_EMPTY, file)
+            else:
+                files.append(file)
+            seen.add((status.st_dev, status.st_ino))
+    if not files:
+        raise ValueError(f"there is no text to read: {'; '.join(unread.lines())}")
+    return files, unread
+
+
+def read_pieces(path: Path) -> Iterator[Piece]:
+    """The text of a file, without a byte-order mark of UTF-8.
+
+    Raises ValueError if it cannot be read; damage to compression is told in the last piece.
+    """
+    first_line, before = 1, 0
+    with open(path, "rb") as raw:
+        text = _decompressed(raw, path)
+        while True:
+            lines, damage = _take_lines(text, path)
+            if lines and first_line == 1:
+                lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
+            if lines or damage:
+                yield Piece(path, first_line, lines, raw.tell() - before, damage)
+            if damage or not lines:
+                return
+            first_line, before = first_line + len(lines), raw.tell()
+
+
+def _take_lines(text: io.BufferedReader, path: Path) -> tuple[list[bytes], str | None]:
+    """The next lines, as many as make a piece, and why there are no more if that is because of damage."""
+    lines: list[bytes] = []
+    length = 0
+    try:
+        while length < _PIECE and (line := text.readline()):
+            lines.append(line)
+            length += len(line)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        return lines, str(error)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    return lines, None
+
+
+def _decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
+    """A GzipFile reads lines in Python, BufferedReader in C."""
+    return io.BufferedReader(gzip.GzipFile(fileobj=raw)) if _compressed(path) else raw
+
+
+def _compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def is_records(path: Path) -> bool:
+    """Whether it has a record a line."""
+    return _kind(path) == ".jsonl"
+
+
+def _kind(path: Path) -> str:
+    """The suffix in lower case, that below .gz for compressed files."""
+    return Path(path.stem if _compressed(path) else path.name).suffix.lower()
+
+
+def _check_named(path: Path) -> None:
+    """Raises ValueError if a file that is an input by its own name cannot be read."""
+    if not path.exists():
+        raise ValueError(f"no such input: {path}" + (", a link to nothing" if path.is_symlink() else ""))
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    if _kind(path) not in (".txt", ".jsonl"):
+        raise ValueError(
+            f"{path} is neither .txt nor .jsonl, .gz or not; other text is taken from a folder with --glob"
+        )
+    if problem := _problem(path):
+        raise ValueError(f"{path} is not read, like all {problem[1]}")
+
+
+def _search(folder: Path, pattern: str | None, exclude: list[str]) -> tuple[list[Path], list[tuple[Path, Reason]]]:
+    """The files of a folder and of those in it that are to be read, sorted, and the others with the reason."""
+    found: list[Path] = []
+    others: list[tuple[Path, Reason]] = []
+
+    def unreadable(error: OSError) -> None:
+        others.append((Path(error.filename), _UNREADABLE_FOLDER))
+
+    for place, folders, names in os.walk(folder, onerror=unreadable):
+        here = Path(place)
+        folders[:] = [name for name in folders if name not in exclude]
+        others += [(here / name, _FOLDER_LINK) for name in folders if (here / name).is_symlink()]
+        for path in (here / name for name in names if name not in exclude):
+            if pattern and not path.absolute().match(pattern):
+                others.append((path, (f"file that does not match {pattern}", f"files that do not match {pattern}")))
+            elif not pattern and _kind(path) not in (".txt", ".jsonl"):
+                others.append((path, _OTHER_KIND))
+            elif problem := _problem(path):
+                others.append((path, problem))
+            else:
+                found.append(path)
+    return sorted(found), sorted(others)
+
+
+def _problem(path: Path) -> Reason | None:
+    """What keeps a file from being read."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return _NO_FILE
+        with open(path, "rb") as file:
+            start = file.read(2)
+    except FileNotFoundError:
+        return _DANGLING
+    except OSError as error:
+        why = f"that cannot be read ({error.strerror})"
+        return f"file {why}", f"files {why}"
+    return _NOT_GZIP if _compressed(path) and start not in (b"", b"\x1f\x8b") else None
+
+
+def parsed(line: bytes) -> Any:
+    """A line of a .jsonl. Raises BadRecord if it is not JSON in UTF-8."""
+    text = decoded(line.removeprefix(codecs.BOM_UTF8))  # within a file, where files were joined
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
+        raise BadRecord(f"not JSON: {error}") from error
+
+
+def plain_text(piece: Piece, bad: BadLines) -> str:
+    """The text of a piece, without lines that are bad."""
+    good = []
+    for number, line in enumerate(piece.lines, piece.first_line):
+        try:
+            good.append(decoded(line))
+        except BadRecord as error:
+            bad.add(piece.path, number, str(error))
+    return "".join(good)
+
+
+def decoded(line: bytes) -> str:
+    """A line as text. Raises BadRecord if it is not UTF-8, or has as many zero bytes as UTF-16."""
+    if any(_many_zeros(line)):
+        raise BadRecord(f"not UTF-8: {line.count(0)} of {len(line)} bytes are zero")
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def guess_encoding(path: Path) -> str | None:
+    """Guess the encoding of a file by its first bytes: a name that iconv knows, None for UTF-8 and if it is not clear.
+
+    Raises OSError if the file can no longer be read.
+    """
+    with open(path, "rb") as raw:
+        lines, _ = _take_lines(_decompressed(raw, path), path)
+    start = b"".join(lines)
+    if marked := next((name for mark, name in _MARKS.items() if start.startswith(mark)), None):
+        return marked
+    even, odd = _many_zeros(start)
+    if even or odd:
+        return "UTF-32" if even and odd else "UTF-16BE" if even else "UTF-16LE"
+    return None if _readable(start, "UTF-8") else next((name for name in _OTHERS if _readable(start, name)), None)
+
+
+def _many_zeros(text: bytes) -> tuple[bool, bool]:
+    """Whether bytes at even and at odd places are zero as often as in UTF-16, with whose zeros UTF-8 may be valid."""
+    even, odd = text[::2], text[1::2]
+    return even.count(0) > _ZEROS * len(even), odd.count(0) > _ZEROS * len(odd)
+
+
+def _readable(start: bytes, encoding: str) -> bool:
+    """Whether bytes, which may end within a character, are text in an encoding."""
+    try:
+        codecs.getincrementaldecoder(encoding)().decode(start)
+    except UnicodeDecodeError:
+        return False
+    return True

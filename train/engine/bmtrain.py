@@ -1,0 +1,138 @@
+"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, AdamW on each rank's pieces, on GPU or offloaded.
+
+Parameters become DistributedParameters and blocks a TransformerBlockList: `bmtrain.save(engine.model, file)` writes
+the model under its own names, and after `bmtrain.load(engine.model, file)` the engine takes over with `adopt_weights`.
+Blocks are not checkpointed by BMTrain, which would send the ring's blocks once more in the backward: what is computed
+again is the model's business.
+
+Gradients are reduced in the weights' dtype; their sum over micro-batches, masters and AdamW are fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from . import Shard
+from .common import AdamW, MasterEngine, Piece, ShardedAdamW
+
+_FIRST_LOSS_SCALE = 2.0**16
+_DOUBLE_EVERY = 1024  # steps in a row that did not overflow
+
+
+class BMTrainEngine(MasterEngine):
+    """Shards `build()` over all of BMTrain's ranks, after bmtrain.init_distributed.
+
+    build    makes the model; called on the meta device
+    dtype    of weights and activations, and of reduced gradients
+    seed     of the starting weights, which do not depend on the number of ranks
+    offload  keep masters and AdamW's state in host memory and step there
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        adamw: AdamW | None = None,
+        offload: bool = False,
+    ):
+        import bmtrain
+
+        from bmt_burst.bmtrain import distribute
+
+        self._bmtrain = bmtrain
+        self.rank, self.world_size = bmtrain.rank(), bmtrain.world_size()
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._scales_loss = dtype == torch.float16
+        self.loss_scale = _FIRST_LOSS_SCALE if self._scales_loss else 1.0
+        with torch.device("meta"):
+            self.model = build()
+        empty = {"dtype": dtype, "device": self.device}  # until the masters' start is stored below
+        self._parameters = distribute(self.model, lambda _, p: torch.empty(p.shape, **empty))
+        # Each block keeps its parameters in one storage; a parameter's own data is then this rank's piece of it.
+        layers = self.model.get_submodule(self.model.layers_at)
+        self._blocks = [bmtrain.Block(block, use_checkpoint=False) for block in layers]
+        self.model.set_submodule(self.model.layers_at, bmtrain.TransformerBlockList(self._blocks))
+        self._optimizer = ShardedAdamW(
+            {name: self._piece(p, offload) for name, p in self._parameters.items()}, adamw or AdamW()
+        )
+        self._grads: dict[str, Tensor] = {}  # sums over the micro-batches since the last step
+        self._start_masters(seed)
+        self._store_weights()
+
+    def _piece(self, p: nn.Parameter, offload: bool) -> Piece:
+        master = p.data.detach().to("cpu" if offload else self.device, torch.float32)
+        return Piece(master, (p._start_partition or 0) if master.numel() else 0, tuple(p._original_shape))
+
+    def backward(self, loss: Tensor) -> None:
+        self._collect_gradients()  # of the micro-batch before; BMTrain would add to them in the weights' dtype
+        (loss * self.loss_scale).backward()
+        torch.cuda.current_stream().wait_stream(self._bmtrain.config["load_stream"])  # where gradients are reduced
+
+    def step(self, lr: float, max_norm: float) -> float:
+        self._collect_gradients()
+        grads = {
+            name: self._grads[name] if name in self._grads else torch.zeros_like(p)
+            for name, p in self._parameters.items()
+        }
+        try:
+            norm = self._optimizer.step(grads, lr, max_norm, self.sum, self.loss_scale)
+        except FloatingPointError as error:
+            if not self._scales_loss:
+                raise
+            self.loss_scale, self.steps_at_scale = self.loss_scale / 2, 0
+            raise FloatingPointError(f"{error}; the loss scale is now {self.loss_scale:g}") from error
+        finally:
+            self.clear_gradients()
+        self._store_weights()
+        self.steps_at_scale += 1
+        if self._scales_loss and self.steps_at_scale == _DOUBLE_EVERY:
+            self.loss_scale, self.steps_at_scale = self.loss_scale * 2, 0
+        return norm
+
+    def adopt_weights(self) -> None:
+        """Takes the model's weights, which were filled by others, for the masters'."""
+        for name, piece in self._optimizer.pieces.items():
+            piece.master.copy_(self._parameters[name].data)
+
+    def _store_weights(self) -> None:
+        """Rounds the masters to the weights; what is gathered next waits for it."""
+        for name, piece in self._optimizer.pieces.items():
+            weight = self._parameters[name].data
+            if weight.data_ptr() != piece.master.data_ptr():
+                weight.copy_(piece.master)
+        self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
+
+    def clear_gradients(self) -> None:
+        self._grads.clear()
+        self._drop_gradients()
+
+    def _collect_gradients(self) -> None:
+        """Adds the last micro-batch's to the sums."""
+        for name, p in self._parameters.items():
+            if p.grad is not None:
+                so_far = self._grads.get(name)
+                self._grads[name] = p.grad if so_far is None else so_far.float().add_(p.grad)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Those that BMTrain holds; its stream may write to their memory once what reads them is over."""
+        self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
+        for block in self._blocks:
+            for storage in block._storage_params.values():
+                storage.grad = None
+        for p in self._parameters.values():
+            p.grad = None
+
+    def load(self, read: Callable[[str, Shard], Tensor], optimizer_steps: int) -> None:
+        super().load(read, optimizer_steps)
+        self._store_weights()
+
+    def sum(self, values: list[float]) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self._bmtrain.nccl.allReduce(total.storage(), total.storage(), "sum", self._bmtrain.config["comm"])
+        return total.tolist()

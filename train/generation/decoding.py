@@ -1,0 +1,187 @@
+"""What generation keeps between tokens: keys and values, and for CPM-Live's models what the next token sees.
+
+    decoder = BeeDecoder(model, row, limit)       # or AntDecoder
+    decoder.begin(segment, start)                 # a Bee's answers are segments of their own
+    tokens = continued(decoder, 100, end, choose)
+
+What is given is computed once, as in training. After that each token takes time and memory in proportion to those
+before it, for each of which its scores have one row of the bias table. On one rank, one row at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bmt_burst import Scores
+from bmt_burst.kernels.bias import CallBias, Segments
+from models.config import CPMConfig
+from models.cpm_ant import CPMAnt, ant_scores
+from models.cpm_bee import CPMBee, bee_scores
+from models.cpm_live.config import LiveConfig
+from models.cpm_live.layers import LiveModel
+from train.base.wording import counted
+
+
+class Cache:
+    """Keys and values of all layers for up to `limit` tokens: implements bmt_burst.nn.KVCache.
+
+    Raises ValueError if there is no memory for so many.
+    """
+
+    def __init__(self, config: CPMConfig | LiveConfig, limit: int, like: Tensor):
+        shape = (config.num_layers, 1, limit, config.num_kv_heads, config.head_dim)
+        try:
+            self._k, self._v = like.new_empty(shape), like.new_empty(shape)
+        except RuntimeError as error:
+            raise ValueError(f"no memory for the keys and values of {counted(limit, 'token')}") from error
+        self._filled = [0] * config.num_layers
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        start, stop = self._filled[layer], self._filled[layer] + k.shape[1]
+        self._k[layer, :, start:stop], self._v[layer, :, start:stop] = k, v
+        self._filled[layer] = stop
+        return self._k[layer, :, :stop], self._v[layer, :, :stop]
+
+
+class Decoder(Protocol):
+    """A row that grows."""
+
+    logits: Tensor  # (V,): of what follows the last token
+
+    def append(self, token: int) -> None:
+        """Adds the token with this place in `logits` to the row."""
+
+
+def continued(decoder: Decoder, tokens: int, end: int, choose: Callable[[Tensor], int]) -> list[int]:
+    """Up to `tokens` more tokens, which `choose` takes from logits (V,); fewer if that takes `end`; without that."""
+    found: list[int] = []
+    for _ in range(tokens):
+        token = choose(decoder.logits)
+        if token == end:
+            break
+        found.append(token)
+        decoder.append(token)
+    return found
+
+
+class _Row:
+    """The tokens of a row so far, as the bias table's rows follow from them, and the cache of their keys and values."""
+
+    def __init__(self, model: LiveModel, scores: Scores, limit: int):
+        weight = model.encoder.output_layernorm.weight
+        if limit < scores.seq_len:
+            raise ValueError(f"limit={limit} is less than the {scores.seq_len} tokens of the row")
+        self.model, self.count, self.limit = model, scores.seq_len, limit
+        self.cache = Cache(model.config, limit, weight)
+        self._pairs, self._distances = scores.pairs.to(weight.device), scores.distances.to(weight.device)
+        self._other = scores.other
+        self._tokens = torch.zeros(4, limit, dtype=torch.int32, device=weight.device)
+        self._tokens[:, : self.count] = scores.tokens(torch.arange(self.count)).to(weight.device)
+
+    def add(self, group: int, base: int, segment: int) -> Tensor:
+        """One more token, which sees all so far and itself: (1, T) int64, its rows of the bias table."""
+        if self.count == self.limit:
+            raise ValueError(f"the row is full: it has {counted(self.limit, 'token')}")
+        new = torch.tensor([group, base, segment, self.count], dtype=torch.int32)
+        self._tokens[:, self.count] = new.to(self._tokens.device)
+        self.count += 1
+        groups, bases, segments, positions = self._tokens[:, : self.count]
+        of_segments = Segments(groups[-1:], bases[-1:], groups, segments, self._pairs, self._other)
+        table = self.model.position_bias.table()
+        return CallBias(table, positions[-1:], positions, self._distances, of_segments).rows()
+
+
+class BeeDecoder:
+    """A CPM-Bee and a row that it continues with answers.
+
+    row    the fields of one instance, without padding, by the names and meanings of bee_scores' arguments, (S,), but
+           for `length` and `span`, which follow; input and input_sub, tokens and sub-ids, (S,), and the extended table,
+           ext_table_ids and ext_table_sub, (N,). The tree of the main sample says of all segments how they are related,
+           also of those that have no tokens yet. All on the CPU
+    limit  tokens that the row may have in the end, S among them
+
+    A row's answers come last, one after the other, wherever their segments are in the tree: by distance there are only
+    pairs of one segment. A token of `logits` beyond the vocabulary is one of the extended table. Raises ValueError for
+    a wrong row, for one that is full, for a limit beyond memory, and for an answer that was not begun.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: CPMBee, row: Mapping[str, Tensor], limit: int):
+        self.model = model
+        names = ("context", "sample_ids", "num_segments", "segment", "segment_rel_offset", "segment_rel")
+        tokens = len(row["input"])
+        span = torch.zeros(tokens, dtype=torch.int32)
+        scores = bee_scores(model.config, tokens, *(row[name] for name in names), span)
+        main = row["sample_ids"] == 0
+        if not main.any():
+            raise ValueError("the row has no token of the main sample, which answers are part of")
+        at = int(main.int().argmax())
+        self._segments, self._offset = int(row["num_segments"][at]), int(row["segment_rel_offset"][at])
+        self._group, self._segment = int(scores.group[at]), -1
+        self._row = _Row(model, scores, limit)
+        self._device = model.input_embedding.weight.device
+        self._extended = [row["ext_table_ids"].tolist(), row["ext_table_sub"].tolist()]
+        self._table = [row[name].to(self._device) for name in ("ext_table_ids", "ext_table_sub")]
+        given = (row[name].unsqueeze(0).to(self._device) for name in ("input", "input_sub"))
+        self.logits = model(*given, *self._table, scores, cache=self._row.cache)[0, -1]
+
+    def begin(self, segment: int, start: int) -> None:
+        """Begins the answer that is this segment of the main sample's tree, with the token `start`."""
+        if not 0 <= segment < self._segments:
+            raise ValueError(f"segment must be one of the tree's {self._segments}, got {segment}")
+        self._segment = segment
+        self.append(start)
+
+    @torch.inference_mode()
+    def append(self, token: int) -> None:
+        if self._segment < 0:
+            raise ValueError("an answer must begin before it goes on")
+        rows = self._row.add(self._group, self._offset + self._segment * self._segments, self._segment)
+        new = (torch.tensor([[x]], device=self._device) for x in self.token(token))
+        self.logits = self.model(*new, *self._table, cache=self._row.cache, rows=rows)[0, -1]
+
+    def token(self, place: int) -> tuple[int, int]:
+        """The token with this place in `logits`, and its sub-id."""
+        if place < (words := self.model.config.vocab_size):
+            return place, 0
+        ids, subs = self._extended
+        return ids[place - words], subs[place - words]
+
+    def place(self, token: int, sub: int) -> int:
+        """The place in `logits` of a token with a sub-id; of the extended table, if that is above 0."""
+        if not sub:
+            return token
+        return self.model.config.vocab_size + list(zip(*self._extended, strict=True)).index((token, sub))
+
+
+class AntDecoder:
+    """A CPM-Ant and a row that it continues.
+
+    tokens    (S,): prompt_length ids of a prompt, then those of text, all of which is context
+    segments  (S,): the types of their segments; what is added is of the last one's
+    limit     tokens that the row may have in the end, S among them
+
+    Both on the CPU. Raises ValueError for types that are none, for a row that is full, and for a limit beyond memory.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: CPMAnt, tokens: Tensor, segments: Tensor, limit: int):
+        self.model, self._type = model, int(segments[-1])
+        nothing = torch.zeros_like(segments)
+        scores = ant_scores(model.config, len(tokens), nothing == 0, segments, nothing)
+        self._row = _Row(model, scores, limit)
+        self._device = model.input_embedding.weight.device
+        given = (x.unsqueeze(0).to(self._device) for x in (tokens, segments))
+        positions = torch.arange(len(tokens), device=self._device)
+        self.logits = model(*given, positions, scores, cache=self._row.cache)[0, -1]
+
+    @torch.inference_mode()
+    def append(self, token: int) -> None:
+        rows = self._row.add(0, self._type * self.model.config.segment_types, self._type)
+        new = (torch.tensor([[x]], device=self._device) for x in (token, self._type))
+        position = torch.tensor([self._row.count - 1], device=self._device)
+        self.logits = self.model(*new, position, cache=self._row.cache, rows=rows)[0, -1]

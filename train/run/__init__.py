@@ -1,0 +1,1 @@
+"""A training run: its configuration, its ranks, what it logs, and how it ends."""

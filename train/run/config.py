@@ -1,0 +1,367 @@
+"""The configuration of a pretraining run: one dataclass that is also the command line and the config file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bmt_burst import strategies
+from bmt_burst.offload import Offload
+from bmt_burst.sequence.layout import LAYOUTS
+from models.blocks import CHECKPOINTING, Saving
+from models.huggingface import read_config
+from models.rope import RopeScaling
+from train.base.command_line import ArgumentParser
+from train.base.wording import counted, flag
+from train.run.kinds import KINDS, PRESETS, ModelConfig, config_of, kind_of
+from train.run.schedule import SCHEDULES
+
+
+def option(default: Any, group: str, help: str, **extra) -> Any:
+    """A field with its place and text in --help. `extra`: choices, kind (where the default is None)."""
+    return field(default=default, metadata={"group": group, "help": help, **extra})
+
+
+_LARGEST = 2**63 - 1
+_LONGEST_TIMEOUT = 1e8  # seconds; longer ones overflow timers
+MODEL, DATA, PARALLEL, OPTIMIZER, RUN = "model", "data", "parallelism", "optimization", "the run"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that defines a run. Raises ValueError for settings that do not fit together."""
+
+    model: str = option("cpm-tiny", MODEL, f"a preset ({', '.join(PRESETS)}) or a JSON file with the fields of "
+        "CPMConfig, or of CPM-Live's configurations")  # fmt: skip
+    init_from: str | None = option(
+        None, MODEL, "starting weights: a Hugging Face folder of a Llama, Mistral, Qwen2, Qwen3 or MiniCPM, whose "
+        "shape is then taken too and not --model's; or a file that bmtrain.save or CPM-Live wrote, ending in .pt, of "
+        "--model",
+        kind=str,
+    )  # fmt: skip
+    allow_other_tokenizer: bool = option(
+        False, MODEL, "with --init-from: start although the weights were trained with another tokenizer than the data's"
+    )
+    rope_theta: float | None = option(
+        None, MODEL, "base of the rotary positions, instead of the model's: a larger one for longer sequences",
+        kind=float,
+    )  # fmt: skip
+    rope_scaling: Mapping[str, Any] | None = option(
+        None, MODEL, "how rotary positions are scaled, instead of the model's: "
+        """'{"kind": "yarn", "factor": 4, "original_length": 32768}'; kinds and numbers are in models/rope.py""",
+        kind=dict,
+    )  # fmt: skip
+    window: int | None = option(
+        None, MODEL, "tokens that a token sees, itself among them, in the layers that have a window, instead of the "
+        "model's; if the model has none, in all layers", kind=int,
+    )  # fmt: skip
+    dtype: str = option(
+        "fp32", MODEL, "weights and activations in forward and backward; masters and AdamW are always fp32",
+        choices=("fp32", "bf16", "fp16"),
+    )  # fmt: skip
+
+    data: str = option("data/stdlib/train", DATA, "folder of training tokens, from prepare_data.py")
+    val_data: str | None = option(None, DATA, "folder of validation tokens", kind=str)
+    documents: str = option(
+        "auto", DATA, "mask: tokens see their own document only, positions begin anew in each, and its last token has "
+        "no target; ignore: a sequence is one text; auto: mask if the data says where documents start, ignore if not, "
+        "and what it was before if the run is resumed", choices=("auto", "mask", "ignore"),
+    )  # fmt: skip
+    bos: str = option(
+        "auto", DATA, "the token in front of each document, unless the data has it there: a token of the tokenizer, or "
+        "none; auto: the tokenizer's begin token, else its end-of-text token; none for older data folders and with "
+        "--documents ignore, and what it was before if the run is resumed",
+    )  # fmt: skip
+    seq_len: int = option(512, DATA, "tokens in one sequence, over all ranks that share it")
+    batch_size: int = option(8, DATA, "sequences in one optimizer step, over all ranks")
+    micro_batch_size: int | None = option(
+        None, DATA, "sequences that a rank works on at once; the rest is gradient accumulation. By default as many, up "
+        "to 8, as divide those of a data parallel group", kind=int,
+    )  # fmt: skip
+
+    processes: int = option(1, PARALLEL, "processes to start on this machine; leave at 1 under torchrun")
+    sp_size: int = option(1, PARALLEL, "ranks that share a sequence; the others are data parallel")
+    strategy: str = option(
+        "auto", PARALLEL, "how the ranks of a sequence share attention. ring: keys and values pass all ranks; all-"
+        "gather: a ring that takes those of a host at once; ulysses: each rank has whole heads; usp: ulysses in groups "
+        "of --ulysses-size ranks, a ring between them; auto: usp if --ulysses-size is given, else ring",
+        choices=("auto", *strategies.names()),
+    )  # fmt: skip
+    inner_size: int | None = option(None, PARALLEL, "ranks of a host, for the double ring", kind=int)
+    ulysses_size: int | None = option(
+        None, PARALLEL, "consecutive ranks that share heads, for usp; not with --inner-size. By default those of a "
+        "host", kind=int,
+    )  # fmt: skip
+    layout: str = option(
+        "auto", PARALLEL, "how a sequence is cut over its ranks; auto: such that their work is equal for its documents "
+        "and windows (for full layers, if some are), zigzag without any", choices=("auto", *LAYOUTS),
+    )  # fmt: skip
+    engine: str = option(
+        "auto", PARALLEL, "who shards and steps: bmtrain on GPUs, torch (FSDP2) anywhere; auto: bmtrain if possible",
+        choices=("auto", "torch", "bmtrain"),
+    )  # fmt: skip
+    device: str = option(
+        "auto", PARALLEL, "where to train; auto: on GPUs if there is one for each process of this machine",
+        choices=("auto", "cpu", "cuda"),
+    )  # fmt: skip
+    flash: str = option("auto", PARALLEL, "the attention kernel, see bmt_burst.burst_attn_func")
+    deterministic: bool = option(False, PARALLEL, "kernels that give equal bits in every run (CPU kernels always do)")
+
+    checkpointing: str = option(
+        "none", PARALLEL, "what is computed again in the backward instead of saved; selective: all but the attention",
+        choices=CHECKPOINTING,
+    )  # fmt: skip
+    checkpointing_blocks: int | None = option(
+        None, PARALLEL, "of how many blocks, the first ones; the others save all. By default of all", kind=int
+    )
+    offload: bool = option(
+        False, PARALLEL, "keep what is saved in host memory; needs checkpointing, and a GPU to matter"
+    )
+    offload_optimizer: bool = option(
+        False, PARALLEL, "keep masters and AdamW's state in host memory; engine bmtrain only"
+    )
+
+    steps: int = option(1000, OPTIMIZER, "optimizer steps of the whole run")
+    lr: float = option(1e-3, OPTIMIZER, "peak learning rate")
+    schedule: str = option("wsd", OPTIMIZER, "learning rate after warm-up", choices=tuple(SCHEDULES))
+    warmup_steps: int | None = option(None, OPTIMIZER, "steps of linear warm-up; by default 5% of steps", kind=int)
+    decay_steps: int | None = option(None, OPTIMIZER, "last steps, in which wsd decays; by default 20%", kind=int)
+    min_lr_ratio: float = option(0.05, OPTIMIZER, "learning rate at the end, as a share of the peak")
+    weight_decay: float = option(0.1, OPTIMIZER, "decoupled weight decay of matrices")
+    beta1: float = option(0.9, OPTIMIZER, "AdamW's beta 1")
+    beta2: float = option(0.95, OPTIMIZER, "AdamW's beta 2")
+    clip: float = option(1.0, OPTIMIZER, "largest global gradient norm")
+    max_skips: int = option(
+        10, OPTIMIZER, "so many steps in a row skipped, since loss or gradients are not finite, end the run"
+    )
+
+    output: str = option("runs/cpm", RUN, "folder for checkpoints, logs and curves")
+    resume: str = option(
+        "never", RUN, "auto: from the newest whole checkpoint in --output, or from the start if there is none; "
+        "never: refuse an --output that has checkpoints; or the folder of a checkpoint",
+    )  # fmt: skip
+    new_stage: bool = option(
+        False, RUN, "with --resume CHECKPOINT: another stage, with data, length, rope base or windows of its own; "
+        "keeps weights and optimizer, counts steps, samples and schedule anew. With --resume auto a stage goes on",
+    )  # fmt: skip
+    seed: int = option(0, RUN, "of starting weights and data order")
+    save: bool = option(True, RUN, "write checkpoints; without, a run leaves its curves only")
+    save_every: int = option(200, RUN, "steps between checkpoints; the last step is always saved; 0: only the last")
+    keep_last: int = option(2, RUN, "checkpoints to keep")
+    log_every: int = option(
+        10, RUN, "steps between the lines of a log; the first and the last step have one too. A terminal has a bar "
+        "instead, which shows every step, and metrics.jsonl always has every step",
+    )  # fmt: skip
+    eval_every: int = option(100, RUN, "steps between evaluations on --val-data; 0: only after the last")
+    eval_sequences: int = option(32, RUN, "sequences in one evaluation")
+    timeout: float = option(1800.0, RUN, "seconds without a sign of life after which a rank shows its stacks and ends")
+
+    def __post_init__(self):
+        positive = ("window", "seq_len", "batch_size", "micro_batch_size", "processes", "sp_size", "steps", "keep_last")
+        for name in (*positive, "inner_size", "ulysses_size", "eval_sequences", "max_skips", "log_every"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
+        countable = ("warmup_steps", "decay_steps", "checkpointing_blocks", "save_every", "eval_every")
+        for name in (*countable, "weight_decay", "seed"):
+            if getattr(self, name) is not None and getattr(self, name) < 0:
+                raise ValueError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if value == "":
+                raise ValueError(f"{flag(name)} must not be empty")
+            if isinstance(value, int) and abs(value) > _LARGEST:
+                raise ValueError(f"{flag(name)} must be below 2^63, got {value}")
+            if isinstance(value, float) and not math.isfinite(value) and (name, value) != ("clip", math.inf):
+                raise ValueError(f"{flag(name)} must be finite, got {value}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{flag(name)} must be at least 0 and below 1, got {getattr(self, name)}")
+        if self.timeout > _LONGEST_TIMEOUT:
+            raise ValueError(f"--timeout must be at most {_LONGEST_TIMEOUT:.0e} seconds, got {self.timeout}")
+        for name in ("lr", "clip", "timeout", "rope_theta"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{flag(name)} must be positive, got {getattr(self, name)}")
+        if self.allow_other_tokenizer and not self.init_from:
+            raise ValueError("--allow-other-tokenizer is for the weights of --init-from, which is not given")
+        if self.new_stage and self.resume == "never":
+            raise ValueError("--new-stage needs the checkpoint that it starts from: give --resume CHECKPOINT")
+        if self.documents == "ignore" and self.bos not in ("auto", "none"):
+            raise ValueError(f"--bos {self.bos} does not go with --documents ignore: rows are one text then")
+        self._check_saving()
+        self._check_groups()
+        if self.rope_scaling is not None:
+            self._check_rope_scaling()
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"--min-lr-ratio must be at least 0 and at most 1, got {self.min_lr_ratio}")
+        if self.min_lr_ratio == 0 and self.schedule == "wsd":
+            raise ValueError(
+                "--min-lr-ratio must be above 0 for --schedule wsd, which decays exponentially; others may end at 0"
+            )
+        for f in dataclasses.fields(self):
+            choices = f.metadata.get("choices")
+            if choices and getattr(self, f.name) not in choices:
+                raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, got {getattr(self, f.name)!r}")
+        if self.warmup + self.decay > self.steps and self.schedule == "wsd":
+            raise ValueError(
+                f"--warmup-steps {self.warmup} and --decay-steps {self.decay} are longer than the run, --steps "
+                f"{self.steps}"
+            )
+
+    def _check_saving(self) -> None:
+        if self.checkpointing == "none" and self.offload:
+            raise ValueError("--offload needs --checkpointing selective or full")
+        if self.checkpointing_blocks is not None and self.checkpointing == "none":
+            raise ValueError("--checkpointing-blocks needs --checkpointing selective or full")
+
+    def _check_groups(self) -> None:
+        if self.inner_size is not None and self.ulysses_size is not None:
+            raise ValueError("--inner-size and --ulysses-size both say which ranks are a group: give one of them")
+        if self.ulysses_size is not None and self.strategy not in ("auto", "usp"):
+            raise ValueError(f"--ulysses-size is for --strategy usp, got --strategy {self.strategy}")
+        if self.inner_size not in (None, 1, self.sp_size) and self.strategy == "ulysses":
+            raise ValueError("--strategy ulysses takes all ranks as one group: leave --inner-size out, or take usp")
+        if self.seq_len < self.sp_size:
+            ranks = counted(self.sp_size, "rank")
+            raise ValueError(f"--seq-len {self.seq_len} is too short for {ranks}; the smallest is {self.sp_size}")
+        for name in ("inner_size", "ulysses_size"):
+            size = getattr(self, name)
+            if size is not None and self.sp_size % size:
+                raise ValueError(f"{flag(name)} {size} does not divide --sp-size {self.sp_size}")
+
+    def _check_rope_scaling(self) -> None:
+        try:
+            RopeScaling.from_dict(self.rope_scaling)
+        except ValueError as error:
+            raise ValueError(f"--rope-scaling: {error}") from error
+
+    def saving(self) -> Saving:
+        """What blocks save for the backward."""
+        return Saving(self.checkpointing, Offload() if self.offload else None, self.checkpointing_blocks)
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """Return the options of burst_attn_func that every attention of the model is called with."""
+        strategy = "usp" if self.strategy == "auto" and self.ulysses_size is not None else self.strategy
+        return {"flash": self.flash, "deterministic": self.deterministic, "strategy": strategy}
+
+    @property
+    def warmup(self) -> int:
+        return self.steps // 20 if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def decay(self) -> int:
+        return self.steps // 5 if self.decay_steps is None else self.decay_steps
+
+    def model_config(self) -> ModelConfig:
+        """The model's shape. Raises ValueError if there is none, or for options that do not go with such a model."""
+        named = self._named_model()
+        kind_of(named).check(self)
+        instead = {"rope_theta": self.rope_theta, "rope_scaling": self.rope_scaling, "window": self.window}
+        given = {name: value for name, value in instead.items() if value is not None}
+        try:
+            return dataclasses.replace(named, **given)
+        except ValueError as error:
+            model = f"--init-from {self.init_from}" if self.init_from else f"--model {self.model}"
+            raise ValueError(f"{', '.join(map(flag, given))} with {model}: {error}") from error
+
+    def _named_model(self) -> ModelConfig:
+        if self.init_from and not self.init_from.endswith(".pt"):
+            self._check_folder_of_weights()
+            return read_config(Path(self.init_from))
+        if self.model in PRESETS:
+            return PRESETS[self.model]
+        path = Path(self.model)
+        if path.suffix != ".json" or not path.is_file():
+            raise ValueError(f"--model {self.model} is neither a preset ({', '.join(PRESETS)}) nor a JSON file")
+        try:
+            return config_of(json.loads(path.read_text()))
+        except (TypeError, ValueError) as error:  # fields that are missing, unknown or wrong; text that is no JSON
+            raise ValueError(f"{path}: {error}") from error
+
+    def _check_folder_of_weights(self) -> None:
+        """Raises ValueError for a Hugging Face folder beside a model that has none."""
+        if self.model in PRESETS and (kind := kind_of(PRESETS[self.model])) is not KINDS[0]:
+            raise ValueError(
+                f"--init-from {self.init_from} does not go with --model {self.model}, a {kind.name}: give a file of "
+                "its weights, ending in .pt"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
+    """The configuration of the command line `argv`: defaults, then --config FILE, then the options given."""
+    parser = _parser()
+    given = vars(parser.parse_args(argv))
+    file = given.pop("config", None)
+    try:
+        values = _read_config_file(Path(file)) if file else {}
+        return TrainConfig(**{**values, **given})
+    except (ValueError, TypeError, OSError, RecursionError) as error:
+        parser.fail(error)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="pretrain.py",
+        description="Pretrains a CPM language model on long sequences, each cut over --sp-size ranks.",
+        epilog="Example: python train/pretrain.py --processes 2 --sp-size 2 --data data/stdlib/train --resume auto",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML or JSON file with any of the options below, as in seq_len = 512"
+    )
+    groups = {name: parser.add_argument_group(name) for name in (MODEL, DATA, PARALLEL, OPTIMIZER, RUN)}
+    for f in dataclasses.fields(TrainConfig):
+        kind = f.metadata.get("kind", type(f.default))
+        shown = "" if f.default is None else f" (default: {f.default})"
+        extra: dict[str, Any] = {"help": f.metadata["help"].replace("%", "%%") + shown}
+        if kind is bool:
+            extra["action"] = argparse.BooleanOptionalAction
+        else:
+            extra |= {"type": _json_object if kind is dict else kind, "choices": f.metadata.get("choices")}
+            extra |= {} if extra["choices"] else {"metavar": "JSON" if kind is dict else kind.__name__.upper()}
+        groups[f.metadata["group"]].add_argument("--" + f.name.replace("_", "-"), **extra)
+    return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected names and values in braces, got {text!r}")
+    return value
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    formats = {".toml": tomllib.loads, ".json": json.loads}
+    if path.suffix not in formats:
+        raise ValueError(f"a config file ends in .toml or .json, got {path}")
+    try:
+        values = formats[path.suffix](path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold names and values, got {type(values).__name__}")
+    fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
+    for name, value in values.items():
+        if name not in fields:
+            raise ValueError(f"{path}: unknown option {name!r}; expected some of {', '.join(fields)}")
+        kind = fields[name].metadata.get("kind", type(fields[name].default))
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            values[name] = float(value)
+        elif value is None and fields[name].default is None:
+            continue  # JSON's way to leave it unset
+        elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{path}: {name} must be {kind.__name__}, got {value!r}")
+    return values

@@ -1,0 +1,140 @@
+"""Starts the ranks of a run on this machine.
+
+What torchrun does, without its restarts, and with signals turned into an orderly end: after the first the ranks are
+given the time they need to save, after a second Ctrl-C they are killed. If a rank fails, the others are stopped. If the
+launcher dies, so do the ranks (on Linux).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from train.base.files import tell
+from train.base.signals import INTERRUPTED, LAUNCHER, NOTED, StopSignal
+from train.checkpoints import checkpoint
+from train.run import ranks
+from train.run.watchdog import EXIT_CODE
+
+_GRACE = 5.0  # seconds for ranks to end by themselves once one has failed
+_TICK = 0.05  # seconds between looks at the ranks
+_EXPLAINED = 2  # exit code of a rank that has said what is wrong
+
+
+def launch(argv: Sequence[str], processes: int, root: Path) -> int:
+    """Runs `python argv...`, whose checkpoints go to `root`, as ranks 0 to processes - 1.
+
+    Returns 0, also after a signal; the code of the rank that failed first; or 130 after a second Ctrl-C.
+    """
+    stop = StopSignal(noted=lambda: tell(NOTED))
+    store = _local_store()
+    started = [_start(argv, rank, processes, store.port) for rank in range(processes)]
+    ended: dict[int, int] = {}  # rank: exit code, in the order in which they ended
+    told = False
+    while len(ended) < processes and not any(ended.values()):
+        if stop.received and not told:
+            told = True
+            for rank in started:
+                rank.terminate()
+        if stop.insisted:
+            _kill(started)
+            tell(f"ended now; {checkpoint.outlook(root)}")
+            return INTERRUPTED
+        time.sleep(_TICK)
+        _note_ended(started, ended)
+    if not any(ended.values()):
+        return 0
+    if told and any(-code in (signal.SIGTERM, signal.SIGHUP) for code in ended.values()):  # it could not catch it yet
+        tell("stopped before training began")
+        _kill(started)
+        return 0
+    return _stop_others(started, ended, root)
+
+
+def _local_store() -> dist.TCPStore:
+    """Where the ranks meet; nobody outside of this machine can reach it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _start(argv: Sequence[str], rank: int, processes: int, port: int) -> subprocess.Popen:
+    environment = _environment(rank, processes, port)
+    return subprocess.Popen([sys.executable, *argv], env=environment, preexec_fn=_ignore_interrupts)
+
+
+def _ignore_interrupts() -> None:
+    """A terminal sends Ctrl-C to the ranks too, which are to hear of it once, from the launcher."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _note_ended(started: list[subprocess.Popen], ended: dict[int, int]) -> None:
+    for number, rank in enumerate(started):
+        if number not in ended and rank.poll() is not None:
+            ended[number] = rank.returncode
+
+
+def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: Path) -> int:
+    """Stops what still runs after a failure; says which rank failed first and how to go on; returns its code."""
+    deadline = time.monotonic() + _GRACE  # ranks that fail for the same reason may still say so, and leave their stacks
+    while time.monotonic() < deadline and len(ended) < len(started):
+        time.sleep(_TICK)
+        _note_ended(started, ended)
+    _kill(started)
+    failed = {number: code for number, code in ended.items() if code}
+    cause = _cause(failed)
+    others = [f"rank {number} with {_named(code)}" for number, code in failed.items() if number != cause]
+    then = f", then {', '.join(others)}" if others else ""
+    tell(f"rank {cause} ended with {_named(failed[cause])}{then}; the run is over")
+    if failed[cause] != _EXPLAINED:
+        tell(checkpoint.outlook(root))
+    return _exit_code(failed[cause])
+
+
+def _cause(failed: dict[int, int]) -> int:
+    """The rank whose failure was that of the others: killed before they failed; or it knew why; or the first."""
+    first = next(iter(failed))
+    if failed[first] < 0:
+        return first
+    knew = [number for number, code in failed.items() if code in (_EXPLAINED, EXIT_CODE)]
+    others = [number for number, code in failed.items() if code != ranks.LOST_CONTACT]
+    return (knew or others or [first])[0]
+
+
+def _kill(started: list[subprocess.Popen]) -> None:
+    for rank in started:
+        rank.kill()
+        rank.wait()
+
+
+def _named(code: int) -> str:
+    return f"code {_exit_code(code)}" + (f" ({signal.Signals(-code).name})" if code < 0 else "")
+
+
+def _exit_code(code: int) -> int:
+    """As a shell gives it: 128 + the signal for a process that died of one."""
+    return code if code >= 0 else 128 - code
+
+
+def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        LAUNCHER: str(os.getpid()),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's: rank 0 joins it like the others
+    }

@@ -1,0 +1,212 @@
+"""What a run shows and leaves behind: a progress bar, JSON lines, TensorBoard events and a loss curve.
+
+Only rank 0 has a Metrics; its folder gets
+
+    metrics.jsonl   a record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or {"step", "val_loss"};
+                    what a run that went on from before has replaced is in metrics.jsonl.dropped. "tokens" are all of
+                    the run so far. "balance" is how much longer attention takes than if all ranks had the same visible
+                    pairs: 1 is best
+    tensorboard/    the same
+    loss.png        the curves, drawn at each save and at the end
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from train.base.files import showing, tell, writing
+from train.base.wording import counted
+
+_WINDOW = 64  # records that a loss is compared with
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "loss": "loss {:.4f}".format,
+    "skipped": "skipped ({} in all)".format,
+    "grad_norm": "gradient norm {:.3f}".format,
+    "lr": "lr {:.2e}".format,
+    "documents": partial(counted, noun="document"),
+    "instances": partial(counted, noun="instance"),
+    "targets": partial(counted, noun="target"),
+    "balance": "balance {:.3f}".format,
+    "tokens_per_s": "{:,.0f} tokens/s".format,
+    "mfu": "MFU {:.1%}".format,
+    "peak_gib": "{:.1f} GiB".format,
+    "tokens": partial(counted, noun="token so far", plural="tokens so far"),
+}
+
+
+class Metrics:
+    """Records of a run of `steps` that goes on after step `start`; later ones, of a lost end, are put aside.
+
+    Outside of a terminal every `log_every`-th step gets a line, and so do the first, the last and those with a jump of
+    the loss. A terminal has a bar instead.
+    """
+
+    def __init__(self, folder: Path, start: int, steps: int, log_every: int = 10):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.records = _keep_until(folder / "metrics.jsonl", start)
+        self._file = open(folder / "metrics.jsonl", "a")
+        threading.excepthook = _tell_shortly
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+        self.steps, self._log_every = steps, log_every
+        self._drawn = -1  # records
+        self._began = time.monotonic()
+        self._first: tuple[int, float] | None = None  # the first step shown, and when
+        self._bar = tqdm(total=steps, initial=start, unit="step", desc="training", dynamic_ncols=True, disable=None)
+
+    def record(self, step: int, **values: float) -> None:
+        """Writes one record; non-integers with full precision."""
+        record = {"step": step, **values}
+        self.records.append(record)
+        with writing(self._file.name):
+            self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n")
+            self._file.flush()
+        with writing(self.folder / "tensorboard"):
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def has(self, step: int, name: str) -> bool:
+        """Whether there is a value of `name` for a step."""
+        return any(record["step"] == step and name in record for record in reversed(self.records))
+
+    def progress(self, step: int) -> None:
+        """Shows the last record, which is that of `step`, and says so if its loss is far above those before."""
+        record, now = self.records[-1], time.monotonic()
+        self._first = self._first or (step, now)
+        usual = self._usual_loss()
+        spike = usual is not None and record.get("loss", 0.0) > usual
+        if spike:
+            self.say(
+                f"step {step}: loss spike, {record['loss']:.4f} where at most {usual:.4f} is usual; if it stays there, "
+                "go on from a checkpoint before it with a smaller --lr"
+            )
+        line = ", ".join(text(record[name]) for name, text in _SHOWN.items() if name in record)
+        with showing():
+            if not self._bar.disable:
+                self._bar.set_postfix_str(line, refresh=False)
+                self._bar.update()
+            elif spike or step in (self._first[0], self.steps) or step % self._log_every == 0:
+                print(f"step {step}/{self.steps}: {line}, {self._times(step, now)}", flush=True)
+
+    def _times(self, step: int, now: float) -> str:
+        """Say how long the run has been at it, and how long it will be: as long as steps took since the first one."""
+        first, since = self._first
+        seconds = (now - since) / (step - first) if step > first else now - self._began
+        elapsed, left = (tqdm.format_interval(x) for x in (now - self._began, seconds * (self.steps - step)))
+        return f"{elapsed} elapsed, ETA {left}"
+
+    def _usual_loss(self) -> float | None:
+        """Mean plus six standard deviations of the losses before the last record; None while there are few."""
+        losses = [r["loss"] for r in self.records[-_WINDOW - 1 : -1] if math.isfinite(r.get("loss", math.nan))]
+        if len(losses) < _WINDOW // 2:
+            return None
+        return statistics.fmean(losses) + 6 * statistics.pstdev(losses)
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        with showing():
+            self._bar.write(text)
+            sys.stdout.flush()
+
+    def draw(self) -> None:
+        """Draws loss.png, if there is more than when it was drawn. A failure is said, and no reason to end a run."""
+        if self._drawn == len(self.records):
+            return
+        try:
+            plot_losses(self.records, self.folder / "loss.png")
+            self._drawn = len(self.records)
+        except Exception as error:  # noqa: BLE001 - of matplotlib, which is free to fail in its own ways
+            self.say(f"loss.png was not drawn: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        with showing():
+            self._bar.close()
+        with writing(self.folder / "tensorboard"):
+            self._board.close()
+        with writing(self._file.name):
+            self._file.close()
+        self.draw()
+
+
+def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
+    """Draws training and validation loss over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, label in (("loss", "training"), ("val_loss", "validation")):
+        points = [(r["step"], r[name]) for r in records if name in r]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True), label=label, marker="o" if name == "val_loss" else None, linewidth=1.2
+            )
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with writing(partial):
+            figure.savefig(partial, dpi=120, format="png")
+        os.replace(partial, file)
+    finally:
+        plt.close(figure)
+        partial.unlink(missing_ok=True)
+
+
+def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
+    """The records up to `step`; the file is left with just these. The others go to FILE.dropped, as do broken lines."""
+    records, kept, dropped = [], [], []
+    for number, line in enumerate(file.read_bytes().splitlines() if file.is_file() else []):
+        record = _parse(line)
+        if record is None:
+            print(f"{file}: line {number + 1} is no record, and is dropped", file=sys.stderr)
+        if record is None or record["step"] > step:
+            dropped.append(line + b"\n")
+        else:
+            records.append(record)
+            kept.append(line + b"\n")
+    rest = file.with_name(file.name + ".dropped")
+    if dropped:
+        with writing(rest), open(rest, "ab") as stream:
+            stream.writelines(dropped)
+    partial = file.with_name(file.name + ".partial")
+    with writing(partial):
+        partial.write_bytes(b"".join(kept))
+    os.replace(partial, file)
+    return records
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A record: a step and numbers, null for one that was not finite. None if the line is none, whatever it is."""
+    try:
+        record = json.loads(line)
+        values = {name: math.nan if value is None else value for name, value in record.items()}
+        for value in values.values():
+            math.isfinite(value)  # raises TypeError for what is no number, OverflowError for what no float can be
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    return values if type(values.get("step")) is int else None
+
+
+def _tell_shortly(arguments: threading.ExceptHookArgs) -> None:
+    """For threads that die of a write, as TensorBoard's: the next record has the error too, and names the place."""
+    if isinstance(arguments.exc_value, OSError):
+        tell(f"{arguments.thread.name}: {arguments.exc_value}")
+    else:
+        threading.__excepthook__(arguments)

@@ -1,0 +1,38 @@
+"""Learning rate schedules: pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from train.run.config import TrainConfig
+
+
+def _wsd(step: int, config: TrainConfig) -> float:
+    """Warm-up, stable, exponential decay over the last `decay` steps (MiniCPM, arXiv 2404.06395, section 4)."""
+    decayed = step - (config.steps - config.decay)
+    return config.min_lr_ratio ** (decayed / config.decay) if decayed > 0 else 1.0
+
+
+def _cosine(step: int, config: TrainConfig) -> float:
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * _progress(step, config)))
+
+
+def _linear(step: int, config: TrainConfig) -> float:
+    return 1 + (config.min_lr_ratio - 1) * _progress(step, config)
+
+
+SCHEDULES = {"wsd": _wsd, "cosine": _cosine, "linear": _linear}
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The learning rate of optimizer step `step`, counted from 1."""
+    if step <= config.warmup:
+        return config.lr * step / config.warmup
+    return config.lr * SCHEDULES[config.schedule](step, config)
+
+
+def _progress(step: int, config: TrainConfig) -> float:
+    """0 at the end of warm-up, 1 at the end of the run."""
+    return (step - config.warmup) / max(config.steps - config.warmup, 1)

@@ -1,0 +1,78 @@
+"""Ends a run that hangs, with every rank's stacks.
+
+A rank that waits for another, or for a GPU that never finishes, waits for ever. So each rank must show signs of life;
+after `timeout` seconds without, its threads' stacks go to stderr, and to a file once it has one, and the process leaves
+with code 3. A hang holds up all ranks, so all of them leave theirs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TextIO
+
+from train.run.error_file import leave_reason
+
+EXIT_CODE = 3
+_TICK = 1.0  # seconds between looks, at most
+_GRACE = 30.0  # seconds after which faulthandler's own thread acts, which needs no lock of the interpreter
+
+
+class Watchdog:
+    """Watches this rank from now on.
+
+    doing        what it does
+    last_words   what there is to say if the run ends: the last good checkpoint and how to go on
+    """
+
+    def __init__(self, rank: int, timeout: float):
+        self.rank, self.timeout = rank, timeout
+        self.last_words = ""
+        self._file: TextIO | None = None
+        self._over = threading.Event()
+        self.alive("start")
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def write_to(self, folder: Path) -> None:
+        """Lets stacks go to `folder`/rank_NNNNN.txt too, which may hold those of a run that this one goes on from."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / f"rank_{self.rank:05d}.txt", "a")
+        self.alive(self.doing)
+
+    def alive(self, doing: str) -> None:
+        """A sign of life; `doing` says what comes now."""
+        self.doing, self._since = doing, time.monotonic()
+        faulthandler.dump_traceback_later(self.timeout + _GRACE, exit=True, file=self._file or sys.stderr)
+
+    def close(self) -> None:
+        """Ends the watch; the file goes if nothing was written."""
+        self._over.set()
+        faulthandler.cancel_dump_traceback_later()
+        if self._file:
+            empty = not os.fstat(self._file.fileno()).st_size
+            self._file.close()
+            if empty:
+                Path(self._file.name).unlink(missing_ok=True)
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(_TICK, self.timeout / 4)):
+            waited = time.monotonic() - self._since
+            if waited > self.timeout:
+                self._bark(waited)
+
+    def _bark(self, waited: float) -> None:
+        where = f"; stacks in {self._file.name}" if self._file else ""
+        what = f"rank {self.rank}: no sign of life for {waited:.0f} s in {self.doing}{where}"
+        text = "; ".join(filter(None, (f"{time.strftime('%F %T')} {what}", self.last_words))) + "\n"
+        leave_reason(f"pretrain.py: {text.strip()}")
+        for stream in (self._file, sys.stderr) if self._file else (sys.stderr,):
+            stream.write(text)
+            stream.flush()
+            faulthandler.dump_traceback(stream, all_threads=True)
+            stream.flush()
+        time.sleep(2 * _TICK)  # other ranks, which lose contact by its end, look a little later
+        os._exit(EXIT_CODE)
