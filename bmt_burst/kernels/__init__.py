@@ -81,9 +81,9 @@ class Kernel(ABC):
         With a softcap they are softcap tanh(scale q k^T / softcap), bounded before anything is hidden.
 
         lse is fp32 (fp64 for fp64 inputs). A query that sees no key has an out of 0 (it may be NaN if some v is not
-        finite) and an lse of -inf. Of a query that is not finite all is NaN; one whose scores are all -inf has an lse
-        of -inf and its out counts only where no other call's does. With a softcap scores of inf may be
-        finite, as tanh has them, or NaN.
+        finite) and an lse of -inf. A query that is not finite has an out of NaN and an lse that is NaN or -inf. One
+        whose scores are all -inf has an lse of -inf, and its out counts only where no other call's does. With a
+        softcap scores of inf may be finite, as tanh has them, or NaN.
         """
 
     @abstractmethod

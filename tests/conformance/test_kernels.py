@@ -273,7 +273,9 @@ def test_a_query_that_is_not_finite_is_nan_and_no_other(subject):
     lost = torch.zeros_like(out, dtype=torch.bool)
     lost[0, at, 0] = True
     assert out.isnan().equal(lost)
-    assert lse.isnan().equal(lost[..., 0].transpose(1, 2))
+    rows = lost[..., 0].transpose(1, 2)
+    assert not lse[rows].isfinite().any()  # NaN, or -inf as FlashAttention 4 has it
+    assert not lse[~rows].isnan().any()
 
 
 @each_subject
