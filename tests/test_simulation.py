@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import burst_attn_func, shard, simulate, unshard
@@ -250,3 +251,28 @@ def test_a_parcel_that_is_not_contiguous_is_refused():
 
     with pytest.raises(AssertionError, match="taken as they lie"):
         simulate(2, work)
+
+
+def doubled(x: Tensor) -> Tensor:
+    """The sum of what ranks make of their shards of x, which simulate cuts off from its graph."""
+    return sum(simulate(2, lambda ring: (2 * shard(x, ring.rank, 2)).sum()))
+
+
+TRANSFORMS = {
+    "grad": torch.func.grad(doubled),
+    "hessian": torch.func.hessian(doubled),
+    "jvp": lambda x: torch.func.jvp(doubled, (x,), (x,)),
+    "vmap": lambda x: torch.vmap(doubled)(x.unsqueeze(0)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_simulated_ranks_raise(transform):
+    with pytest.raises(RuntimeError, match="simulate cannot be transformed by torch.func or vmap"):
+        TRANSFORMS[transform](torch.ones(1, 4, 1, 8))
+
+
+def test_forward_mode_of_simulated_ranks_raises():
+    x = torch.ones(1, 4, 1, 8, requires_grad=True)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="simulate has no forward mode"):
+        doubled(forward_ad.make_dual(x, torch.ones_like(x)))

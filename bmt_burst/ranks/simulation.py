@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..base.arguments import as_int
-from ..base.autograd import check_first_derivative
+from ..base.autograd import check_first_derivative, check_transforms
 from ..transport.simulator import Aborted, Network, SimulatedRing
 
 Result = TypeVar("Result")
@@ -38,14 +38,18 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
     needs use_reentrant=False, unless `work` calls backward itself.
 
     Raises TypeError for a size that is no whole number or work that cannot be called, ValueError for a size below 1.
+    Raises RuntimeError inside the transforms of torch.func, and for results with tangents of forward mode.
     The backward raises RuntimeError with create_graph, and for leaves with tensor hooks. A hook of any other tensor
-    that ranks share runs on each rank, with that rank's share of the gradient.
+    that ranks share runs on each rank, with that rank's share of the gradient. Such a tensor is no input of the
+    results: torch.autograd.grad raises for it, and torch.autograd.functional takes its gradient for zero unless called
+    with strict=True.
     """
     size = as_int("size", size)
     if size < 1:
         raise ValueError(f"simulate needs at least one rank, got size={size}")
     if not callable(work):
         raise TypeError(f"work must be a function of a ring, got {type(work).__name__}")
+    check_transforms("simulate")
     network, threads = Network(), tuple(range(size))
     rings = [SimulatedRing(network, threads, rank) for rank in threads]
     return _differentiable(network, _run(network, [functools.partial(work, ring) for ring in rings]))
@@ -147,6 +151,7 @@ def _differentiable(network: Network, results: list[Any]) -> list[Any]:
     outputs: list[dict[int, Tensor]] = [{} for _ in results]
     for own, result in zip(outputs, results, strict=True):
         _mapped(lambda x, own=own: own.setdefault(id(x), x) if x.grad_fn is not None else x, result)
+        check_transforms("simulate", *own.values())
     graphs = [_Graph(list(own.values()), _leaves(own.values())) for own in outputs]
     leaves = {id(leaf): leaf for graph in graphs for leaf in graph.leaves}
     if not leaves:
