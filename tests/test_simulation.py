@@ -268,7 +268,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_simulated_ranks_raise(transform):
-    with pytest.raises(RuntimeError, match="simulate cannot be transformed by torch.func or vmap"):
+    with pytest.raises(RuntimeError, match=r"simulate cannot be transformed by torch\.func or vmap"):
         TRANSFORMS[transform](torch.ones(1, 4, 1, 8))
 
 
