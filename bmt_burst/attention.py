@@ -58,6 +58,8 @@ def refuse_arguments(
 ) -> NoReturn:
     """Raise an error of this rank's arguments as `refuse_call` does, in the group that is among them."""
     given = {**dict(zip(signature.parameters, args, strict=False)), **named}
+    if "cu_seqlens" in signature.parameters:
+        error = _two_cu_seqlens(given.get("softmax_scale")) or error
     group = given.get("process_group", given.get("group"))  # compat's functions call it so
     refuse_call(error, group, given.get("double_group", (None, None)))
 
@@ -315,11 +317,22 @@ def burst_attn_varlen_func(
 
 def _check_one_cu_seqlens(softmax_scale: Any) -> None:
     """Raise TypeError for arguments in the order of flash-attn's function, whose fifth is cu_seqlens_k."""
+    if error := _two_cu_seqlens(softmax_scale):
+        raise error
+
+
+def _two_cu_seqlens(softmax_scale: Any) -> TypeError | None:
+    """Return the error of `_check_one_cu_seqlens`, or None if there is none."""
     if isinstance(softmax_scale, Tensor) and softmax_scale.dim() == 1:
-        raise TypeError(
-            f"softmax_scale must be a number, got a Tensor of shape {tuple(softmax_scale.shape)}: "
-            "unlike flash_attn_varlen_func, burst_attn_varlen_func takes one cu_seqlens and no max_seqlen"
-        )
+        got = f"a Tensor of shape {tuple(softmax_scale.shape)}"
+    elif isinstance(softmax_scale, list | tuple):
+        got = f"a {type(softmax_scale).__name__}"
+    else:
+        return None
+    return TypeError(
+        f"softmax_scale must be a number, got {got}: "
+        "unlike flash_attn_varlen_func, burst_attn_varlen_func takes one cu_seqlens and no max_seqlen"
+    )
 
 
 def refuse_call(error: Exception, process_group: Group | None, double_group: Sequence[Group | None]) -> NoReturn:

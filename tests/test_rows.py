@@ -200,6 +200,21 @@ def test_flash_attns_order_of_arguments_is_refused_by_the_first_wrong_one(count)
         simulate(2, work)
 
 
+@pytest.mark.parametrize("kind", [torch.tensor, list, tuple])
+def test_flash_attns_order_with_causal_by_name_is_refused_by_the_first_wrong_one(kind):
+    """The seventh argument, a length, would be burst_attn_varlen_func's `causal`."""
+    tensors, cu_seqlens = random_qkv(1, 12, 4, 2, 8)[:3], kind([0, 5, 12])
+    message = "softmax_scale must be a number, got a .*: unlike flash_attn_varlen_func,"
+
+    def work(ring):
+        mine = [Layout.zigzag(12, 2).shard(x[0], ring.rank, 0) for x in tensors]
+        lengths = [cu_seqlens, 7, 7] if ring.rank else []
+        with pytest.raises(TypeError if ring.rank else ValueError, match=message):
+            burst_attn_varlen_func(*mine, cu_seqlens, *lengths, causal=True, process_group=ring)
+
+    simulate(2, work)
+
+
 BLIND = Mask(24, (Slice((3, 11), (0, 9), 2), Slice((20, 22), (12, 24))))  # most queries see nothing, most keys nobody
 
 
