@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ _MARKS = {
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 _ZEROS = 0.2  # share of zeros among the bytes at even or at odd places, more than which only UTF-16 and UTF-32 have
-_OTHERS = ("GB18030", "WINDOWS-1252")  # the first that can be read is guessed
+_NOT_ASCII = re.compile(rb"[\x80-\xff]+")
 
 
 @dataclass
@@ -354,13 +355,23 @@ def guess_encoding(path: Path) -> str | None:
     even, odd = _many_zeros(start)
     if even or odd:
         return "UTF-32" if even and odd else "UTF-16BE" if even else "UTF-16LE"
-    return None if _readable(start, "UTF-8") else next((name for name in _OTHERS if _readable(start, name)), None)
+    if _readable(start, "UTF-8"):
+        return None
+    if _has_pairs(start) and _readable(start, "GB18030"):
+        return "GB18030"
+    return "WINDOWS-1252" if _readable(start, "WINDOWS-1252") else None
 
 
 def _many_zeros(text: bytes) -> tuple[bool, bool]:
     """Whether bytes at even and at odd places are zero as often as in UTF-16, with whose zeros UTF-8 may be valid."""
     even, odd = text[::2], text[1::2]
     return even.count(0) > _ZEROS * len(even), odd.count(0) > _ZEROS * len(odd)
+
+
+def _has_pairs(text: bytes) -> bool:
+    """Whether most bytes above ASCII have another beside them, as in Chinese; letters with accents stand alone."""
+    runs = [len(run) for run in _NOT_ASCII.findall(text)]
+    return sum(length for length in runs if length > 1) > sum(runs) / 2
 
 
 def _readable(start: bytes, encoding: str) -> bool:
