@@ -99,7 +99,23 @@ LONGEST = (  # files, by how long they take
 )
 
 
+LONGEST_RANKS = (  # tests that start ranks on GPUs, by how long they take
+    "test_ring_with_a_bias_equals_dense",
+    "test_enabled_models_equal_those_of_one_gpu",
+    "test_ring_equals_dense",
+    "test_a_compiled_model_of_several_ranks_takes_every_length",
+    "test_on_gpus",
+    "test_ring_with_a_softcap_and_sinks_equals_dense",
+)
+
+
 def pytest_collection_modifyitems(items):
-    """Files that take longest come first, so that workers end together."""
-    longest = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: longest.get(item.path.name, len(LONGEST)))
+    """Put what takes longest first, so that workers end together."""
+    files = {name: place for place, name in enumerate(LONGEST)}
+    ranks = {name: place for place, name in enumerate(LONGEST_RANKS)}
+
+    def place(item) -> tuple[int, int]:
+        name = item.originalname if item.get_closest_marker("ranks") else ""
+        return ranks.get(name, len(ranks)), files.get(item.path.name, len(files))
+
+    items.sort(key=place)
