@@ -1,5 +1,6 @@
 """Threads: one at a time in a group, which others find out at once; each may have a group of its own."""
 
+import contextlib
 import threading
 
 import pytest
@@ -9,8 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import SequenceParallel, burst_attn_func, shard, simulate
 from bmt_burst.calls import call
-from bmt_burst.ranks.rings import make_rings
-from bmt_burst.transport.torch_dist import torch_transport
+from bmt_burst.ranks.agreement import one_thread
+from bmt_burst.ranks.rings import Rings, make_rings
+from bmt_burst.transport import ALONE, Transport
+from bmt_burst.transport.torch_dist import TorchTransport, torch_transport
 from tests.helpers import dense_attention, random_qkv, run_ranks
 
 RULE = "a group is for one thread at a time: let threads take turns, or give each a group of its own"
@@ -226,3 +229,81 @@ def test_threads_without_a_group_may_make_plans_at_once(monkeypatch):
         x = torch.ones(1, tokens, 1, 8)
         assert burst_attn_func(x, x, x).allclose(x)
     assert len(history.plans) == 2
+
+
+class Silent(Transport):
+    """A ring that keeps what it is left with."""
+
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.words = []
+
+    def exchange(self, sends, recvs):
+        raise AssertionError("nothing is sent here")
+
+    def leave(self, words):
+        self.words.append(words.decode())
+
+
+def test_a_group_is_left_also_where_its_first_thread_fails():
+    """As where ranks differ, since other threads were first on them: ranks that wait for the second one hear of it."""
+    ring = Silent()
+    rings = Rings(ring, ALONE)
+
+    def refused():
+        with pytest.raises(RuntimeError, match=RULE), one_thread(rings, "a second call"):
+            pass
+
+    with pytest.raises(ValueError, match="ranks differ"), one_thread(rings, "a call"):
+        in_thread(refused)
+        assert ring.words == []  # the first one may be in the middle of a message
+        raise ValueError("ranks differ")
+    [words] = ring.words
+    assert RULE in words
+    with pytest.raises(RuntimeError, match=RULE), one_thread(rings, "a third call"):
+        pass
+
+
+def test_a_refused_thread_leaves_the_ring_that_is_its_own():
+    """Ranks between hosts would wait for one whose ring within the host is in use."""
+    inner, outer = Silent(), Silent()
+
+    def refused():
+        with pytest.raises(RuntimeError, match=RULE), one_thread(Rings(inner, outer, double=True), "a call"):
+            pass
+
+    with pytest.raises(RuntimeError, match=RULE), one_thread(Rings(inner, ALONE), "another call"):
+        in_thread(refused)
+        assert len(outer.words) == 1
+        assert inner.words == []
+    assert len(inner.words) == 1
+
+
+@pytest.fixture
+def one_process():
+    """A torch.distributed world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_threads_that_find_a_group_at_once_have_one_transport(one_process, monkeypatch):
+    """Else neither would know that the other one is in a call."""
+    both = threading.Barrier(2)
+    make = TorchTransport.__init__
+
+    def slow(transport, *arguments):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # which the second one does not come to
+        make(transport, *arguments)
+
+    monkeypatch.setattr(TorchTransport, "__init__", slow)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(torch_transport(dist.group.WORLD))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert len(found) == 2
+    assert found[0] is found[1]

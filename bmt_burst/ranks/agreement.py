@@ -94,29 +94,43 @@ def one_thread(rings: Rings, doing: str) -> Iterator[None]:
 
     Ranks pair what they send by its order. Two threads would each take messages that are for the other one.
 
-    Raises RuntimeError at once if another thread is within. That one raises it too, at the end of what it does, and the
-    group is unusable from then on: on another rank the other thread may have been first, and nobody could tell.
+    Raises RuntimeError at once if another thread is within. That one raises it too, at the end of what it does, unless
+    that fails anyway. The group is unusable from then on: on another rank the other thread may have been first, and
+    nobody could tell.
     """
     used = [ring for ring in (rings.inner, rings.outer) if ring.size > 1]
-    with ExitStack() as held:
-        for ring in used:
-            if not ring.in_use.acquire(blocking=False):
-                ring.contested = True
-                raise _known(RuntimeError(f"{doing}: {_RULE}"))
-            held.callback(ring.in_use.release)
-        _check_uncontested(used, doing)
-        yield
-        _check_uncontested(used, doing)
+    try:
+        with ExitStack() as held:
+            for ring in used:
+                if ring.in_use.acquire(blocking=False):
+                    held.callback(ring.in_use.release)
+                else:
+                    ring.contested = True
+            _check_uncontested(used, doing)
+            yield
+    finally:  # after the release, so that one of two threads sees that the ring is contested and free
+        _leave_contested(used, doing)
+    _check_uncontested(used, doing)
 
 
 def _check_uncontested(used: Sequence[Transport], doing: str) -> None:
-    """Raise RuntimeError, and make the rings unusable, if a second thread called in one of them meanwhile."""
+    """Raise RuntimeError if a second thread called in one of the rings meanwhile."""
+    if any(ring.contested for ring in used):
+        raise _known(RuntimeError(f"{doing}: {_RULE}"))
+
+
+def _leave_contested(used: Sequence[Transport], doing: str) -> None:
+    """Make all rings unusable if one is contested. A ring that another thread is within is left by that one."""
     if not any(ring.contested for ring in used):
         return
     for ring in used:
-        if not ring.broken:
-            ring.leave(f"{doing}: {_RULE}".encode())
-    raise _known(RuntimeError(f"{doing}: {_RULE}"))
+        if ring.in_use.acquire(blocking=False):
+            try:
+                ring.contested = True
+                if not ring.broken:
+                    ring.leave(f"{doing}: {_RULE}".encode())
+            finally:
+                ring.in_use.release()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -152,13 +153,15 @@ def _timeout(group: dist.ProcessGroup, device: str) -> float:
 
 
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchTransport] = weakref.WeakKeyDictionary()
+_finding = threading.Lock()  # two threads that each made a transport would not see each other in a call
 
 
 def torch_transport(group: dist.ProcessGroup) -> TorchTransport:
-    """The transport over `group`, one for all calls, for as long as the group is there."""
-    if group not in _transports:
-        _transports[group] = TorchTransport(group)
-    return _transports[group]
+    """Return the transport over `group`: one for all calls and threads, for as long as the group is there."""
+    with _finding:
+        if group not in _transports:
+            _transports[group] = TorchTransport(group)
+        return _transports[group]
 
 
 def _destroy(companion: dist.ProcessGroup) -> None:
