@@ -91,9 +91,8 @@ def whole_run(folder) -> list[tuple]:
         (4, {"sp_size": 2, "micro_batch_size": 2, "strategy": "all-gather"}),
         (2, {"sp_size": 1}),
         (4, {"sp_size": 4, "ulysses_size": 2, "micro_batch_size": 4}),
-        (2, {"sp_size": 2, "strategy": "ulysses", "layout": "striped"}),
     ],
-    ids=["sp2-contiguous", "sp4", "double-ring", "dp2xsp2", "dp2", "usp", "ulysses"],
+    ids=["sp2-contiguous", "sp4", "double-ring", "dp2xsp2", "dp2", "usp"],
 )
 def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole_run, processes, options):
     """In fp32, which rounds at 6e-8: losses differ by some of that, gradient norms, of many small numbers, by more."""
