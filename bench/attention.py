@@ -1,19 +1,23 @@
-"""Measures attention over sequences that are cut over ranks, ours beside peers. Run by bench.sh, or:
+"""Measures attention over sequences that are cut over ranks, ours beside peers. Run by bench.sh,
+or:
 
-    torchrun --nproc-per-node 8 bench/attention.py --tokens-per-gpu 8192 16384 32768 --output bench/results/mine.jsonl
+    torchrun --nproc-per-node 8 bench/attention.py --tokens-per-gpu 8192 16384 32768 --output
+    bench/results/mine.jsonl
 
-Times are of the slowest rank, by device events: the mean of a series of calls that follow one another as in training,
-where the host runs ahead of the GPU, after as long a warm-up: cool GPUs run faster than warm ones. All implementations
-take turns in several rounds, of which the median counts; rows keep the others ("rounds"), which show what is noise. A
-row of JSON per case and implementation; bench/report.py makes tables and plots of them. On a machine without GPUs it
-runs a tiny version over gloo, so that the script itself is tested.
+Times are of the slowest rank, by device events: the mean of a series of calls that follow one
+another as in training, where the host runs ahead of the GPU, after as long a warm-up: cool GPUs run
+faster than warm ones. All implementations take turns in several rounds, of which the median counts;
+rows keep the others ("rounds"), which show what is noise. A row of JSON per case and
+implementation; bench/report.py makes tables and plots of them. On a machine without GPUs it runs a
+tiny version over gloo, so that the script itself is tested.
 
-The mask "bee" goes with a bias (bench/live_rows.py); "bmt_burst without a bias" and the yardsticks compute the same
-pairs plainly. "dense_bias_gib" is what that bias would take as a tensor.
+The mask "bee" goes with a bias (bench/live_rows.py); "bmt_burst without a bias" and the yardsticks
+compute the same pairs plainly. "dense_bias_gib" is what that bias would take as a tensor.
 
-FLOPs count visible pairs of queries and keys only (bench/masks.py says which masks there are). "fwd_bwd" is a forward
-and a backward, "bwd" what that takes longer than a forward. Rates are compared with those of yardsticks: one GPU that
-computes a rank's share of the case alone, in one kernel call.
+FLOPs count visible pairs of queries and keys only (bench/masks.py says which masks there are).
+"fwd_bwd" is a forward and a backward, "bwd" what that takes longer than a forward. Rates are
+compared with those of yardsticks: one GPU that computes a rank's share of the case alone, in one
+kernel call.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import masks, tables
@@ -72,9 +77,13 @@ def inputs(case: Case, tokens: int, machine: Machine, seed: int = 0) -> tuple[li
     """q, k, v with gradients, and an output gradient, of `tokens` tokens."""
     generator = torch.Generator(machine.device).manual_seed(seed)
     shapes = [
-        (case.batch, tokens, heads, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
+        (case.batch, tokens, heads, case.head_dim)
+        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
     ]
-    made = [torch.randn(s, device=machine.device, dtype=machine.dtype, generator=generator) for s in shapes]
+    made = [
+        torch.randn(s, device=machine.device, dtype=machine.dtype, generator=generator)
+        for s in shapes
+    ]
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
@@ -106,20 +115,26 @@ class Contestant:
             "bwd_ms": bwd_ms,
             "fwd_bwd_ms": fwd_bwd_ms,
             "fwd_tflops_per_gpu": work / fwd_ms,
-            "bwd_tflops_per_gpu": 2.5 * work / bwd_ms if bwd_ms > 0 else None,  # the noise of tiny runs
+            # the noise of tiny runs
+            "bwd_tflops_per_gpu": 2.5 * work / bwd_ms if bwd_ms > 0 else None,
             "fwd_bwd_tflops_per_gpu": 3.5 * work / fwd_bwd_ms,
             "peak_extra_gib": extra_gib,
             "rounds": times,
         }
 
 
-def measure(contestants: list[Contestant], tokens: int, machine: Machine) -> Iterator[dict[str, Any]]:
+def measure(
+    contestants: list[Contestant], tokens: int, machine: Machine
+) -> Iterator[dict[str, Any]]:
     """The rows of all contestants, who take turns; each works with `tokens` tokens on a rank."""
     tensors, dout = inputs(contestants[0].case, tokens, machine, seed=machine.rank)
     runs = []  # contestant, its works, how long they took once, their times
     for contestant in contestants:
         attention = contestant.attention
-        works = {"fwd_ms": partial(forward, attention, tensors), "fwd_bwd_ms": partial(step, attention, tensors, dout)}
+        works = {
+            "fwd_ms": partial(forward, attention, tensors),
+            "fwd_bwd_ms": partial(step, attention, tensors, dout),
+        }
         machine.say(f"{contestant.row['impl']}, first calls")
         if failure := machine.attempt(lambda: [work() for work in works.values()]):  # noqa: B023
             yield contestant.row | {"unavailable": failure}
@@ -145,11 +160,13 @@ def facts_of(case: Case, machine: Machine, kernel: str | None = None) -> dict[st
 
 
 def facts_of_bias(case: Case, attention: Attention, machine: Machine) -> dict[str, Any]:
-    """What a row says of the bias that an implementation computes with; nothing where there is none.
+    """What a row says of the bias that an implementation computes with; nothing where there is
+    none.
 
     bias_rows       of the table
     biased_kernel   what computes pairs that have a row of the table each, and
-    own_row_pairs   how many of the visible pairs these are: the case's kernel can do the others, area by area
+    own_row_pairs   how many of the visible pairs these are: the case's kernel can do the others,
+                    area by area
     segment_pairs   of these, how many go not by distance alone
     dense_bias_gib  what the bias would take as a tensor of sequence x sequence x heads in 16 bits
     """
@@ -158,14 +175,18 @@ def facts_of_bias(case: Case, attention: Attention, machine: Machine) -> dict[st
     return {
         "bias_rows": len(table),
         "biased_kernel": kernel_name(case, machine.device, machine.dtype, biased=True),
-        "own_row_pairs": sum(term.mask.area for term in case.scores.terms if not is_one_row(term.row)),
+        "own_row_pairs": sum(
+            term.mask.area for term in case.scores.terms if not is_one_row(term.row)
+        ),
         "segment_pairs": sum(term.mask.area for term in case.scores.terms if term.row is None),
         "dense_bias_gib": 2 * case.seq_len**2 * case.heads / GIB,
     }
 
 
 def alone(kind: str, case: Case, gpus: int, machine: Machine) -> Iterator[Contestant]:
-    """The yardsticks there are: one GPU with a rank's share of a case on `gpus`, see bench/masks.py."""
+    """The yardsticks there are: one GPU with a rank's share of a case on `gpus`, see
+    bench/masks.py.
+    """
     own = dataclasses.replace(case, seq_len=case.seq_len // gpus, share_of=gpus)
     for name, make in YARDSTICKS.items():
         row = {"kind": kind, "impl": name, "gpus": 1, **facts_of(own, machine)}
@@ -173,8 +194,12 @@ def alone(kind: str, case: Case, gpus: int, machine: Machine) -> Iterator[Contes
             yield Contestant(row, own, make(own))
 
 
-def errors(case: Case, implementation: Implementation, sp: SequenceParallel, machine: Machine) -> dict[str, float]:
-    """Relative L2 errors of out, dq, dk, dv over the whole sequence, and of a bias's gradient, against float64."""
+def errors(
+    case: Case, implementation: Implementation, sp: SequenceParallel, machine: Machine
+) -> dict[str, float]:
+    """Relative L2 errors of out, dq, dk, dv over the whole sequence, and of a bias's gradient,
+    against float64.
+    """
     tensors, dout = inputs(case, case.seq_len, machine)  # the same on every rank
     layout = implementation.layout_of(case, sp.size)
     shards = [layout.shard(x.detach(), sp.rank).requires_grad_() for x in tensors]
@@ -196,7 +221,9 @@ def errors(case: Case, implementation: Implementation, sp: SequenceParallel, mac
         added = None if table is None else (table.detach()[:, mine], rows)
         exact = _float64(parts, dout[:, :, mine], case.visible, added)
         expected = [layout.shard(x, sp.rank) for x in exact[:4]] + exact[4:]
-        ours = [x[..., c, :] for x, c in zip(got, (mine, *columns), strict=False)] + [x[:, mine] for x in got[4:]]
+        ours = [x[..., c, :] for x, c in zip(got, (mine, *columns), strict=False)] + [
+            x[:, mine] for x in got[4:]
+        ]
         for i, (a, b) in enumerate(zip(ours, expected, strict=True)):
             wrong[i] += torch.stack(((a.to(b) - b).square().sum(), b.square().sum())).cpu()
     dist.all_reduce(wrong)
@@ -209,7 +236,8 @@ def _float64(
 ) -> list[Tensor]:
     """out, dq, dk, dv of one kv head and its query heads, written out in float64.
 
-    `added` is a table (R, heads) of a bias, whose gradient comes fifth, and of each pair the row (S, S).
+    `added` is a table (R, heads) of a bias, whose gradient comes fifth, and of each pair the row
+    (S, S).
     """
     q, k, v = inputs = [x.double().requires_grad_() for x in tensors]
     if added is not None:
@@ -221,14 +249,21 @@ def _float64(
         scores = torch.einsum("bqd,bkd->bqk", q[:, :, head], k[:, :, 0]) * q.shape[-1] ** -0.5
         if added is not None:
             scores = scores + table[:, head][rows]
-        weights = scores.masked_fill(~visible, -torch.inf).masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+        weights = (
+            scores.masked_fill(~visible, -torch.inf)
+            .masked_fill(blind, 0.0)
+            .softmax(-1)
+            .masked_fill(blind, 0.0)
+        )
         outs.append(torch.einsum("bqk,bkd->bqd", weights, v[:, :, 0]))
     out = torch.stack(outs, 2)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout.double())]
 
 
 def links(sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
-    """What the links give alone, in GiB/s received: over NCCL and by copy engines, with one neighbour and with all."""
+    """What the links give alone, in GiB/s received: over NCCL and by copy engines, with one
+    neighbour and with all.
+    """
     sizes = (64 << 20, 256 << 20) if machine.cuda else (1 << 16,)  # smaller ones measure the host
     for size in sizes:
         yield from _links(size, sp, machine)
@@ -246,9 +281,15 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
     def exchange(distances) -> None:
         ops = []
         for d in distances:
-            ops.append(dist.P2POp(dist.isend, mine, group=sp.process_group, group_peer=(sp.rank + d) % sp.size))
+            ops.append(
+                dist.P2POp(
+                    dist.isend, mine, group=sp.process_group, group_peer=(sp.rank + d) % sp.size
+                )
+            )
             source = (sp.rank - d) % sp.size
-            ops.append(dist.P2POp(dist.irecv, slots[source], group=sp.process_group, group_peer=source))
+            ops.append(
+                dist.P2POp(dist.irecv, slots[source], group=sp.process_group, group_peer=source)
+            )
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
@@ -257,7 +298,9 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
 
     def deliver(distances) -> None:
         parcels = [Parcel(mine, (sp.rank + d) % sp.size, sp.rank * size) for d in distances]
-        arrivals = [Arrival(source := (sp.rank - d) % sp.size, source * size, size) for d in distances]
+        arrivals = [
+            Arrival(source := (sp.rank - d) % sp.size, source * size, size) for d in distances
+        ]
         delivery = transport.deliver("visit", size * sp.size, parcels, arrivals, machine.device)
         delivery.wait()
         delivery.release()
@@ -287,7 +330,15 @@ def cases(args: argparse.Namespace, size: int) -> Iterator[Case]:
         for tokens in args.tokens_per_gpu:
             yield Case(tokens * size, 1, heads, kv_heads, args.head_dim, mask, args.kernel)
         for batch in args.batches:
-            yield Case(args.tokens_per_gpu[0] * size, batch, heads, kv_heads, args.head_dim, mask, args.kernel)
+            yield Case(
+                args.tokens_per_gpu[0] * size,
+                batch,
+                heads,
+                kv_heads,
+                args.head_dim,
+                mask,
+                args.kernel,
+            )
 
 
 def inner_size(sp: SequenceParallel) -> int:
@@ -308,12 +359,22 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         tokens = case.seq_len // machine.size
         contestants = list(alone("attention", case, machine.size, machine))
         for name, implementation in chosen.items():
-            if tokens > (implementation.most_tokens or tokens) or masks.kind(case.mask) not in implementation.kinds:
+            if (
+                tokens > (implementation.most_tokens or tokens)
+                or masks.kind(case.mask) not in implementation.kinds
+            ):
                 continue
-            row = {"kind": "attention", "impl": name, **place, **facts_of(case, machine, implementation.kernel)}
+            row = {
+                "kind": "attention",
+                "impl": name,
+                **place,
+                **facts_of(case, machine, implementation.kernel),
+            }
             try:
                 attention = implementation.on(case, sp)
-                contestants.append(Contestant(row | facts_of_bias(case, attention, machine), case, attention))
+                contestants.append(
+                    Contestant(row | facts_of_bias(case, attention, machine), case, attention)
+                )
             except Unavailable as reason:
                 yield row | {"unavailable": str(reason)}
         yield from measure(contestants, tokens, machine)
@@ -330,7 +391,9 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
                 facts = facts_of(case, machine, implementation.kernel)
                 row = {"kind": "errors", "impl": name, "gpus": ranks.size, **facts}
                 machine.say(name)
-                if failure := machine.attempt(lambda: row.update(errors(case, implementation, ranks, machine))):  # noqa: B023
+                if failure := machine.attempt(
+                    lambda: row.update(errors(case, implementation, ranks, machine))  # noqa: B023
+                ):
                     row["unavailable"] = failure
                 gc.collect()
                 yield row
@@ -351,26 +414,46 @@ def heads(text: str) -> tuple[int, int]:
 
 def parse_args() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     lengths = [8192, 16384, 32768] if cuda else [64]
     parser.add_argument("--tokens-per-gpu", type=int, nargs="*", default=lengths)
-    parser.add_argument("--batches", type=int, nargs="*", default=[], help="batch sizes at the first length")
     parser.add_argument(
-        "--heads", type=heads, nargs="+", default=[(32, 32), (32, 8)] if cuda else [(4, 2)], metavar="Q:KV"
+        "--batches", type=int, nargs="*", default=[], help="batch sizes at the first length"
+    )
+    parser.add_argument(
+        "--heads",
+        type=heads,
+        nargs="+",
+        default=[(32, 32), (32, 8)] if cuda else [(4, 2)],
+        metavar="Q:KV",
     )
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
     masks.add_arguments(parser)
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--inner-size", type=int, help="GPUs of a host, for the double ring; by default as they lie")
+    parser.add_argument(
+        "--inner-size", type=int, help="GPUs of a host, for the double ring; by default as they lie"
+    )
     names = list(IMPLEMENTATIONS)
     parser.add_argument(
-        "--implementations", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names)
+        "--implementations",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help=", ".join(names),
     )
     parser.add_argument(
-        "--errors", type=int, default=8192 if cuda else 128, help="length for errors against float64; 0: none"
+        "--errors",
+        type=int,
+        default=8192 if cuda else 128,
+        help="length for errors against float64; 0: none",
     )
     parser.add_argument("--no-links", action="store_true", help="do not measure the links")
-    parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file of JSON lines to append to"
+    )
     args = parser.parse_args()
     if args.batches and not args.tokens_per_gpu:
         parser.error("--batches needs a length, --tokens-per-gpu")
@@ -387,7 +470,9 @@ def main() -> None:
         os._exit(1)  # streams may wait for ranks that are gone
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the process
+    # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the
+    # process
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Ways to compute attention over a sequence that is cut over ranks: ours, and peers if they are installed.
+"""Ways to compute attention over a sequence that is cut over ranks: ours, and peers if they are
+installed.
 
-An implementation is made once per case and then called with this rank's q, k, v; it says which layout its shards have.
-A yardstick is what one GPU does alone with as many tokens.
+An implementation is made once per case and then called with this rank's q, k, v; it says which
+layout its shards have. A yardstick is what one GPU does alone with as many tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Unavailable(RuntimeError):
 class Case:
     """One measurement: global sequence length, sizes, name of the mask and the block kernel.
 
-    share_of  over how many ranks the sequence was longer, if this is one rank's share of it for a kernel alone
+    share_of  over how many ranks the sequence was longer, if this is one rank's share of it for a
+              kernel alone
     """
 
     seq_len: int
@@ -54,13 +56,15 @@ class Case:
 
     @property
     def scores(self) -> Scores | None:
-        """What a bias adds to the scores, if the mask goes with one: the same for all sequences of the batch."""
+        """What a bias adds to the scores, if the mask goes with one: the same for all sequences of
+        the batch.
+        """
         return masks.scores_of(self.mask, self.seq_len)
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the forward: 4 D for each visible pair and head. The backward has 2.5 times as
-        many.
+        """Floating-point operations of the forward: 4 D for each visible pair and head. The
+        backward has 2.5 times as many.
         """
         return 4.0 * self.batch * self.visible.area * self.heads * self.head_dim
 
@@ -69,8 +73,10 @@ class Case:
 class Implementation:
     """An implementation.
 
-    layout       of its shards: "balanced" is what has equal work under the case's mask, see bench/masks.py
-    most_tokens  how many tokens a GPU it is measured with at most; variants of one thing need no more
+    layout       of its shards: "balanced" is what has equal work under the case's mask, see
+                 bench/masks.py
+    most_tokens  how many tokens a GPU it is measured with at most; variants of one thing need no
+                 more
     kernel       what it computes with, if not with the case's
     kinds        of masks that it is measured with
     """
@@ -120,7 +126,9 @@ class Burst:
         else:
             self.transport = groups["process_group"] = transport(sp.process_group)
         scores = case.scores if biased else None
-        self.table = None if scores is None else random_table(live_rows.BEE.num_bias_rows, case.heads)
+        self.table = (
+            None if scores is None else random_table(live_rows.BEE.num_bias_rows, case.heads)
+        )
         shown = {"mask": case.visible} if scores is None else {"scores": scores, "bias": self.table}
         self.options = {**shown, "flash": case.kernel, **groups, "layout": layout, **options}
 
@@ -129,7 +137,9 @@ class Burst:
 
 
 def random_table(rows: int, heads: int) -> Tensor:
-    """(rows, heads) fp32 with a gradient, on this process's device, as CPM-Live's models start: the same everywhere."""
+    """(rows, heads) fp32 with a gradient, on this process's device, as CPM-Live's models start: the
+    same everywhere.
+    """
     table = torch.randn(rows, heads, generator=torch.Generator().manual_seed(0))
     return table.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_()
 
@@ -173,7 +183,9 @@ def deliveries(attention: Attention) -> str | None:
 def _single_ring(sp: SequenceParallel, case: Case, chunks: int = 1) -> dist.ProcessGroup:
     """The process group that peers run over, who cut a rank's tokens into equal `chunks`."""
     if case.seq_len % (chunks * sp.size):
-        raise Unavailable(f"{case.seq_len} tokens do not divide over {sp.size} ranks with {chunks} chunks each")
+        raise Unavailable(
+            f"{case.seq_len} tokens do not divide over {sp.size} ranks with {chunks} chunks each"
+        )
     if not isinstance(sp.process_group, dist.ProcessGroup):
         raise Unavailable("is measured on a single ring of several ranks")
     return sp.process_group
@@ -182,21 +194,32 @@ def _single_ring(sp: SequenceParallel, case: Case, chunks: int = 1) -> dist.Proc
 def _ring_flash_attn(case: Case, sp: SequenceParallel, _layout: Layout) -> Attention:
     if case.mask not in ("causal", "full"):
         raise Unavailable("ring-flash-attn's zigzag ring is for causal and full masks")
-    if importlib.util.find_spec("ring_flash_attn") is None or importlib.util.find_spec("flash_attn_2_cuda") is None:
+    if (
+        importlib.util.find_spec("ring_flash_attn") is None
+        or importlib.util.find_spec("flash_attn_2_cuda") is None
+    ):
         raise Unavailable("needs the packages ring-flash-attn and flash-attn 2")
     try:
         from ring_flash_attn import zigzag_ring_flash_attn_func
     except ImportError as error:  # it names things that some versions of transformers lack
         raise Unavailable(f"ring-flash-attn does not import: {error}") from error
-    return partial(zigzag_ring_flash_attn_func, causal=case.mask == "causal", group=_single_ring(sp, case, chunks=2))
+    return partial(
+        zigzag_ring_flash_attn_func,
+        causal=case.mask == "causal",
+        group=_single_ring(sp, case, chunks=2),
+    )
 
 
 def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -> Attention:
-    """torch's attention over gathered keys and values by cuDNN, in its own load-balanced layout (which is zigzag)."""
+    """torch's attention over gathered keys and values by cuDNN, in its own load-balanced layout
+    (which is zigzag).
+    """
     if not torch.cuda.is_available():
         raise Unavailable("torch's context parallel attention needs GPUs")
     if case.mask != "causal":
-        raise Unavailable("torch's context parallel attention is measured with a causal mask, for which it is balanced")
+        raise Unavailable(
+            "torch's context parallel attention is measured with a causal mask, for which it is balanced"
+        )
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     _replace_torch_attention(_single_ring(sp, case, chunks=2))
@@ -205,15 +228,17 @@ def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=grouped
+            ).transpose(1, 2)
 
     return attention
 
 
 @cache
 def _replace_torch_attention(group: dist.ProcessGroup) -> contextlib.ExitStack:
-    """Enters torch's context_parallel, in which a backward has to run too, for good: nobody else here needs torch's
-    attention. It wants a buffer to cut, whose tokens are 2 a rank at least.
+    """Enters torch's context_parallel, in which a backward has to run too, for good: nobody else
+    here needs torch's attention. It wants a buffer to cut, whose tokens are 2 a rank at least.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
@@ -232,10 +257,14 @@ IMPLEMENTATIONS = {
     "bmt_burst": Implementation("balanced", Burst),
     "bmt_burst q": Implementation("balanced", partial(Burst, backward="q"), _VARIANTS),
     "bmt_burst kv": Implementation("balanced", partial(Burst, backward="kv"), _VARIANTS),
-    "bmt_burst without a bias": Implementation("balanced", partial(Burst, biased=False), kinds=("bee",)),
+    "bmt_burst without a bias": Implementation(
+        "balanced", partial(Burst, biased=False), kinds=("bee",)
+    ),
     "bmt_burst low memory": Implementation("balanced", partial(Burst, group_bytes=9 << 24)),
     "bmt_burst nccl": Implementation("balanced", partial(Burst, transport=_over_nccl), _VARIANTS),
-    "bmt_burst no overlap": Implementation("balanced", partial(Burst, transport=_Waiting), _VARIANTS),
+    "bmt_burst no overlap": Implementation(
+        "balanced", partial(Burst, transport=_Waiting), _VARIANTS
+    ),
     "bmt_burst contiguous": Implementation("contiguous", Burst, kinds=("window",)),
     "all-gather": Implementation("balanced", partial(Burst, strategy="all-gather"), _VARIANTS),
     "ulysses": Implementation("contiguous", partial(Burst, strategy="ulysses")),
@@ -251,11 +280,17 @@ def kernel_alone(case: Case) -> Attention:
 
 
 def fa4_varlen(case: Case) -> Attention:
-    """FlashAttention-4's own function for packed sequences on one GPU: a yardstick that has nothing of ours.
+    """FlashAttention-4's own function for packed sequences on one GPU: a yardstick that has nothing
+    of ours.
 
-    Raises Unavailable where the package is not installed, for other kernels, and for masks of one dense call.
+    Raises Unavailable where the package is not installed, for other kernels, and for masks of one
+    dense call.
     """
-    if case.kernel not in ("auto", "fa4") or not kernels.installed("flash_attn.cute") or not torch.cuda.is_available():
+    if (
+        case.kernel not in ("auto", "fa4")
+        or not kernels.installed("flash_attn.cute")
+        or not torch.cuda.is_available()
+    ):
         raise Unavailable("needs GPUs, the package flash-attn-4 and the kernel 'fa4'")
     if masks.kind(case.mask) not in ("documents", "window"):
         raise Unavailable("is for documents and windows")
@@ -263,7 +298,9 @@ def fa4_varlen(case: Case) -> Attention:
 
     slices, high = case.visible.slices, case.visible.slices[0].high
     starts = [row * case.seq_len + s.q[0] for row in range(case.batch) for s in slices]
-    cu_seqlens = torch.tensor([*starts, case.batch * case.seq_len], dtype=torch.int32, device="cuda")
+    cu_seqlens = torch.tensor(
+        [*starts, case.batch * case.seq_len], dtype=torch.int32, device="cuda"
+    )
     longest = max(s.q[1] - s.q[0] for s in slices)
     options = {"causal": True} if high is None else {"window_size": (high - 1, 0)}
     for side in ("q", "k"):
@@ -281,7 +318,10 @@ YARDSTICKS = {"kernel alone": kernel_alone, "FA4 varlen": fa4_varlen}
 
 def kernel_name(case: Case, device: torch.device, dtype: torch.dtype, biased: bool = False) -> str:
     """The kernel that a case's name means here, or that beside it which knows biases."""
-    q, spec = torch.empty(1, 1, case.heads, case.head_dim, device=device, dtype=dtype), Spec(case.head_dim**-0.5)
+    q, spec = (
+        torch.empty(1, 1, case.heads, case.head_dim, device=device, dtype=dtype),
+        Spec(case.head_dim**-0.5),
+    )
     k = q[:, :, : case.kv_heads]
     kernel = kernels.pick(case.kernel, q, k, spec)
     return (kernels.pick_biased(kernel, q, k, spec) if biased else kernel).name

@@ -1,9 +1,12 @@
-"""Measures block kernels alone on one GPU, one call of a whole sequence each, in turns with one another.
+"""Measures block kernels alone on one GPU, one call of a whole sequence each, in turns with one
+another.
 
-    torchrun --nproc-per-node 1 bench/kernels.py --head-dims 128 80 --output bench/results/kernels-mine.jsonl
+    torchrun --nproc-per-node 1 bench/kernels.py --head-dims 128 80 --output
+    bench/results/kernels-mine.jsonl
 
-Rows and times are those of bench/attention.py's "kernel alone", with "kind" one of its own; the first of --kernels is
-what the others are compared with. A kernel that refuses a case has a row that says why.
+Rows and times are those of bench/attention.py's "kernel alone", with "kind" one of its own; the
+first of --kernels is what the others are compared with. A kernel that refuses a case has a row that
+says why.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import masks
@@ -32,28 +36,41 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     """All rows."""
     settings = itertools.product(masks.chosen(args), args.head_dims, args.heads, args.tokens)
     for mask, head_dim, (q_heads, kv_heads), tokens in settings:
-        cases = [Case(tokens, 1, q_heads, kv_heads, head_dim, mask, kernel) for kernel in args.kernels]
+        cases = [
+            Case(tokens, 1, q_heads, kv_heads, head_dim, mask, kernel) for kernel in args.kernels
+        ]
         machine.at = describe(cases[0], 1)
         yield from measure([_contestant(case, machine) for case in cases], tokens, machine)
         gc.collect()
 
 
 def _contestant(case: Case, machine: Machine) -> Contestant:
-    row = {"kind": "kernels", "impl": "kernel alone", "gpus": 1, **facts_of(case, machine, case.kernel)}
+    row = {
+        "kind": "kernels",
+        "impl": "kernel alone",
+        "gpus": 1,
+        **facts_of(case, machine, case.kernel),
+    }
     return Contestant(row, case, kernel_alone(case))
 
 
 def main() -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384] if cuda else [64])
     default_heads = [(32, 32), (32, 8)] if cuda else [(4, 2)]
     parser.add_argument("--heads", type=heads, nargs="+", default=default_heads, metavar="Q:KV")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128] if cuda else [16])
     masks.add_arguments(parser)
     default_kernels = ["fa4", "cudnn", "aten", "triton"] if cuda else ["cpu", "reference"]
-    parser.add_argument("--kernels", nargs="+", choices=kernels.names(), default=default_kernels, metavar="NAME")
-    parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
+    parser.add_argument(
+        "--kernels", nargs="+", choices=kernels.names(), default=default_kernels, metavar="NAME"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file of JSON lines to append to"
+    )
     args, machine = parser.parse_args(), Machine()
     if machine.size != 1:
         parser.error(f"one process measures kernels alone, not {machine.size}")

@@ -1,15 +1,20 @@
-"""A row of CPM-Live's data, made up: what a long-context run packs, the same for all lengths but for its scale.
+"""A row of CPM-Live's data, made up: what a long-context run packs, the same for all lengths but
+for its scale.
 
-A row has a few instances, or spans, that see nothing of each other. Their lengths are drawn from a log-normal
-distribution (sigma 0.5) with a mean of a quarter of the row; none is longer than half of it. Short instances would make
-a short context of a long row; one alone would show nothing of packing. What is left at the end is padding if it is
-less than a 32nd of the row. Shares are the same for every length, so that longer rows are not other rows.
+A row has a few instances, or spans, that see nothing of each other. Their lengths are drawn from a
+log-normal distribution (sigma 0.5) with a mean of a quarter of the row; none is longer than half of
+it. Short instances would make a short context of a long row; one alone would show nothing of
+packing. What is left at the end is padding if it is less than a 32nd of the row. Shares are the
+same for every length, so that longer rows are not other rows.
 
-An instance is a tree of nine segments as CPM-Bee's data has them, keys and their values below a root:
+An instance is a tree of nine segments as CPM-Bee's data has them, keys and their values below a
+root:
 
-    {"document": 70 to 90 % of the tokens, "notes": what is left, "prompt": 100 tokens, "<ans>": 5 to 20 %, predicted}
+    {"document": 70 to 90 % of the tokens, "notes": what is left, "prompt": 100 tokens, "<ans>": 5
+    to 20 %, predicted}
 
-The longest span has two samples in context beside its main one, a quarter of it each, whose answers are given.
+The longest span has two samples in context beside its main one, a quarter of it each, whose answers
+are given.
 
 Try `python -c "from bench.live_rows import instances; print(instances(65536))"`.
 """
@@ -34,14 +39,17 @@ from models.cpm_live.config import PRESETS, LiveConfig
 BEE = PRESETS["cpm-bee-10b"]
 
 _SIGMA = 0.5
-_PARENTS = (None, 0, 1, 0, 3, 0, 5, 0, 7)  # of the segments: root, four keys, each with a value below it
+# of the segments: root, four keys, each with a value below it
+_PARENTS = (None, 0, 1, 0, 3, 0, 5, 0, 7)
 _ANSWER = 8
 _ROOT, _KEY, _PROMPT = 1, 3, 100  # tokens, of short instances fewer or none
 _DEEPEST = 8  # of CPM-Bee's trees
 
 
 class Instance(NamedTuple):
-    """A tree of segments in a row: its span, its sample there, and how many tokens each segment has."""
+    """A tree of segments in a row: its span, its sample there, and how many tokens each segment
+    has.
+    """
 
     span: int
     sample: int
@@ -94,11 +102,17 @@ def bee_fields(seq_len: int) -> dict[str, Tensor]:
     names = "context", "sample_ids", "num_segments", "segment", "segment_rel_offset", "span"
     fields = dict(zip(names, row, strict=True))
     fields["context"] = fields["context"].bool()
-    return {"length": torch.tensor(length), **fields, "segment_rel": _relations().repeat(len(packed))}
+    return {
+        "length": torch.tensor(length),
+        **fields,
+        "segment_rel": _relations().repeat(len(packed)),
+    }
 
 
 def _relations() -> Tensor:
-    """(81,): for each two segments of the tree 0 if they are one, else 1 + 8 * levels up + levels down, 2 or more."""
+    """(81,): for each two segments of the tree 0 if they are one, else 1 + 8 * levels up + levels
+    down, 2 or more.
+    """
     paths = [_path(segment) for segment in range(len(_PARENTS))]
     found = []
     for a, b in itertools.product(paths, paths):
@@ -113,16 +127,25 @@ def _path(segment: int | None) -> list[int]:
 
 
 def ant_fields(config: AntConfig, seq_len: int) -> dict[str, Tensor]:
-    """What `ant_scores` takes of the same row, beside a configuration; its first tokens are the prompt, of type 0."""
+    """What `ant_scores` takes of the same row, beside a configuration; its first tokens are the
+    prompt, of type 0.
+    """
     fields = bee_fields(seq_len)
     segment = fields["segment"] % (config.segment_types - 1) + 1
     segment[: config.prompt_length] = 0
-    return {"length": fields["length"], "context": fields["context"], "segment": segment, "span": fields["span"]}
+    return {
+        "length": fields["length"],
+        "context": fields["context"],
+        "segment": segment,
+        "span": fields["span"],
+    }
 
 
 @functools.lru_cache(maxsize=8)
 def bee(seq_len: int, config: BeeConfig = BEE) -> Scores:
-    """The row's scores, by default those of cpm-bee-10b: 256 rows by distance, up to 2048, and 256 by segments."""
+    """The row's scores, by default those of cpm-bee-10b: 256 rows by distance, up to 2048, and 256
+    by segments.
+    """
     return bee_scores(config, **bee_fields(seq_len))
 
 

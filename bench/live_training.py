@@ -1,12 +1,14 @@
-"""Measures steps of CPM-Bee and CPM-Ant on a row of their data that is made up (bench/live_rows.py).
+"""Measures steps of CPM-Bee and CPM-Ant on a row of their data that is made up
+(bench/live_rows.py).
 
     torchrun --nproc-per-node 2 bench/live_training.py --models cpm-bee-3b --seq-len 65536 \\
         --output bench/results/live-training-mine.jsonl
 
-A row of JSON for each setting, as bench/training.py's: medians over the steps after --warm-up of tokens a second and
-GPU, MFU and seconds a step; and peak memory. FLOPs are those of train/run/flops.py, of visible pairs only. All ranks
-share one row, in the layout that balances its work; every step has the same one, with new tokens. With --layers models
-have fewer layers than their presets, which the row says.
+A row of JSON for each setting, as bench/training.py's: medians over the steps after --warm-up of
+tokens a second and GPU, MFU and seconds a step; and peak memory. FLOPs are those of
+train/run/flops.py, of visible pairs only. All ranks share one row, in the layout that balances its
+work; every step has the same one, with new tokens. With --layers models have fewer layers than
+their presets, which the row says.
 
 This is the model and its engine alone; what reading data and saving cost, pretraining shows.
 """
@@ -28,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import live_rows
@@ -48,14 +51,18 @@ _EXTENDED = 16  # tokens with sub-ids that can be predicted
 
 
 class Row:
-    """A row of a model's data, whole, on the CPU: what its tokens are and see, and how it lies on the ranks."""
+    """A row of a model's data, whole, on the CPU: what its tokens are and see, and how it lies on
+    the ranks.
+    """
 
     def __init__(self, config: LiveConfig, seq_len: int, sp: SequenceParallel):
         self.config, self.sp = config, sp
         self.scores: Scores = live_rows.scores_of(config, seq_len)
         self.layout = Layout.balanced(self.scores.mask, sp.size)
         self.is_ant = isinstance(config, AntConfig)
-        self.fields = live_rows.ant_fields(config, seq_len) if self.is_ant else live_rows.bee_fields(seq_len)
+        self.fields = (
+            live_rows.ant_fields(config, seq_len) if self.is_ant else live_rows.bee_fields(seq_len)
+        )
         self.predicted = ~self.fields["context"]
         self.predicted[self.fields["length"] :] = False
 
@@ -64,7 +71,9 @@ class Row:
         return int(self.predicted.sum())
 
     def arguments(self, step: int, device: torch.device) -> tuple[Any, ...]:
-        """What this rank's model takes, with the tokens of a step, and labels where tokens are predicted."""
+        """What this rank's model takes, with the tokens of a step, and labels where tokens are
+        predicted.
+        """
         generator = torch.Generator().manual_seed(step)
         shape, vocabulary = self.predicted.shape, self.config.vocab_size
         tokens, labels = (torch.randint(vocabulary, shape, generator=generator) for _ in range(2))
@@ -76,7 +85,10 @@ class Row:
             seen = [self._part(x, device) for x in words]
         else:
             extended = torch.arange(_EXTENDED, device=device)
-            seen = [self._part(x, device) for x in (tokens, torch.zeros_like(tokens))] + [extended, extended]
+            seen = [self._part(x, device) for x in (tokens, torch.zeros_like(tokens))] + [
+                extended,
+                extended,
+            ]
         return *seen, self.scores, self._part(labels, device), self.layout
 
     def _part(self, x: Tensor, device: torch.device) -> Tensor:
@@ -84,10 +96,14 @@ class Row:
         return self.layout.shard(x, self.sp.rank, 0).unsqueeze(0).to(device)
 
 
-def trained(config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine) -> dict:
+def trained(
+    config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
+) -> dict:
     """Some steps; medians of what they took, their losses, and the peak of memory."""
     kind, options = CPMAnt if row.is_ant else CPMBee, {"flash": args.kernel}
-    engine = _engine(args.engine, lambda: kind(config, row.sp, Saving(checkpointing), **options), machine)
+    engine = _engine(
+        args.engine, lambda: kind(config, row.sp, Saving(checkpointing), **options), machine
+    )
     seconds, losses, norms = [], [], []
     for step in range(args.steps):
         arguments = row.arguments(step, machine.device)
@@ -102,11 +118,16 @@ def trained(config: LiveConfig, row: Row, args: argparse.Namespace, checkpointin
     mask = row.scores.mask
     flops = step_flops(config, mask.seq_len, mask.area * config.num_attentions)
     found = {"step_s": step_s, "tokens_per_s_per_gpu": mask.seq_len / step_s / machine.size}
-    found |= {"tflops_per_rank": flops / machine.size / step_s / 1e12, "losses": losses, "grad_norms": norms}
+    found |= {
+        "tflops_per_rank": flops / machine.size / step_s / 1e12,
+        "losses": losses,
+        "grad_norms": norms,
+    }
     if peak := peak_tflops(machine.device, machine.dtype):
         found["mfu"] = found["tflops_per_rank"] / peak
     if machine.cuda:
-        held = make_rings(row.sp.process_group, row.sp.double_group).inner.held_bytes  # torch does not count them
+        # torch does not count them
+        held = make_rings(row.sp.process_group, row.sp.double_group).inner.held_bytes
         found["peak_gib"] = machine.slowest((torch.cuda.max_memory_allocated() + held) / GIB)
     return found
 
@@ -119,7 +140,8 @@ def _engine(name: str, build: Callable[[], nn.Module], machine: Machine) -> Engi
 
 def _join_bmtrain() -> None:
     """Beside torch.distributed, which carries what is said of measurements."""
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # NCCL's way to run several communicators at once
+    # NCCL's way to run several communicators at once
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     import bmtrain
 
     bmtrain.init_distributed(seed=0)
@@ -135,22 +157,43 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         for seq_len in args.seq_len:
             row = Row(config, seq_len, sp)
             for checkpointing in args.checkpointing:
-                facts = {"kind": "train", "model": name, "layers": config.num_layers, "engine": args.engine}
+                facts = {
+                    "kind": "train",
+                    "model": name,
+                    "layers": config.num_layers,
+                    "engine": args.engine,
+                }
                 facts |= {"gpus": machine.size, "sp": sp.size, "seq_len": seq_len, "batch_size": 1}
-                facts |= {"dtype": str(machine.dtype).removeprefix("torch."), "checkpointing": checkpointing}
-                facts |= {"mask": "packed instances", "visible_pairs": row.scores.mask.area, "targets": row.targets}
-                facts |= {"parameters": config.num_parameters, "measured_steps": args.steps - args.warm_up}
-                machine.at = f"{name}, {config.num_layers} layers, {seq_len:,} tokens, {checkpointing}"
+                facts |= {
+                    "dtype": str(machine.dtype).removeprefix("torch."),
+                    "checkpointing": checkpointing,
+                }
+                facts |= {
+                    "mask": "packed instances",
+                    "visible_pairs": row.scores.mask.area,
+                    "targets": row.targets,
+                }
+                facts |= {
+                    "parameters": config.num_parameters,
+                    "measured_steps": args.steps - args.warm_up,
+                }
+                machine.at = (
+                    f"{name}, {config.num_layers} layers, {seq_len:,} tokens, {checkpointing}"
+                )
                 machine.say("training")
                 yield facts | _outcome(config, row, args, checkpointing, machine)
 
 
-def _outcome(config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine) -> dict:
+def _outcome(
+    config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
+) -> dict:
     """What was measured, or the error; memory is free again then."""
     if machine.cuda:
         torch.cuda.reset_peak_memory_stats()
     found: dict = {}
-    failure = machine.attempt(lambda: found.update(trained(config, row, args, checkpointing, machine)))
+    failure = machine.attempt(
+        lambda: found.update(trained(config, row, args, checkpointing, machine))
+    )
     gc.collect()
     if machine.cuda:
         torch.cuda.empty_cache()
@@ -159,17 +202,25 @@ def _outcome(config: LiveConfig, row: Row, args: argparse.Namespace, checkpointi
 
 def main() -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     models = ["cpm-bee-3b"] if cuda else ["cpm-bee-tiny", "cpm-ant-tiny"]
-    parser.add_argument("--models", nargs="+", choices=list(PRESETS), default=models, metavar="NAME")
+    parser.add_argument(
+        "--models", nargs="+", choices=list(PRESETS), default=models, metavar="NAME"
+    )
     parser.add_argument("--layers", type=int, help="fewer layers than the preset has")
     parser.add_argument("--seq-len", type=int, nargs="+", default=[65536 if cuda else 256])
     parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=["selective"])
     parser.add_argument("--engine", choices=("torch", "bmtrain"), default="torch")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before those that are measured")
-    parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="steps before those that are measured"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file of JSON lines to append to"
+    )
     args = parser.parse_args()
     if not 0 <= args.warm_up < args.steps:
         parser.error(f"--warm-up must be less than --steps, {args.steps}, and not negative")

@@ -1,4 +1,6 @@
-"""What every benchmark needs: a rank's device and how to measure on it, and the rows that come of it."""
+"""What every benchmark needs: a rank's device and how to measure on it, and the rows that come of
+it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Machine:
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cpu")
         if self.cuda:  # ranks may share a GPU, which is good for errors only
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+            self.device = torch.device(
+                "cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+            )
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         if self.cuda:
             torch.cuda.set_device(self.device)
@@ -47,14 +51,19 @@ class Machine:
     def say(self, what: str) -> None:
         """Lets the user know that it goes on."""
         if self.rank == 0:
-            print(f"[{(time.monotonic() - self.began) / 60:.1f} min] {self.at}: {what}", file=sys.stderr, flush=True)
+            print(
+                f"[{(time.monotonic() - self.began) / 60:.1f} min] {self.at}: {what}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def once_ms(self, work: Callable[[], object]) -> float:
         """Milliseconds of a call of `work`, which is not to be the first, on the slowest rank."""
         return self.slowest(self._series_ms(work, 0, 1))
 
     def time_ms(self, work: Callable[[], object], once: float) -> float:
-        """Mean milliseconds of a call on the slowest rank, in a series of calls that take some `once` milliseconds.
+        """Mean milliseconds of a call on the slowest rank, in a series of calls that take some
+        `once` milliseconds.
 
         A call that takes as long as a series is measured alone, right after others.
         """
@@ -83,13 +92,17 @@ class Machine:
         return event
 
     def attempt(self, work: Callable[[], object]) -> str | None:
-        """Calls `work`; why that failed, if it did on all ranks. If on some only, those that wait for them are lost."""
+        """Calls `work`; why that failed, if it did on all ranks. If on some only, those that wait
+        for them are lost.
+        """
         failure = None
         try:
             work()
         except Exception as caught:  # noqa: BLE001 - a peer's, whatever it is; the row says so
             reason = str(caught).partition("\n")[0]
-            failure = reason if isinstance(caught, Unavailable) else f"{type(caught).__name__}: {reason}"
+            failure = (
+                reason if isinstance(caught, Unavailable) else f"{type(caught).__name__}: {reason}"
+            )
         failures: list = [None] * self.size
         dist.all_gather_object(failures, failure)
         if len({failure and failure.partition(":")[0] for failure in failures}) > 1:
@@ -110,7 +123,9 @@ class Machine:
         return float(worst)
 
     def extra_gib(self, work: Callable[[], object], held: int) -> float | None:
-        """Peak memory of `work` beyond what was allocated before it, and `held` bytes that nobody else counts."""
+        """Peak memory of `work` beyond what was allocated before it, and `held` bytes that nobody
+        else counts.
+        """
         if not self.cuda:
             return None
         self.settle()
@@ -139,7 +154,10 @@ def commit() -> str:
     if "BENCH_COMMIT" in os.environ:
         return os.environ["BENCH_COMMIT"]
     done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
     )
     return done.stdout.strip() or "unknown"
 
@@ -150,7 +168,9 @@ def origin(gpu_name: str) -> dict[str, Any]:
 
 
 def record(rows: Iterable[dict], file: Path, gpu_name: str, rank: int = 0) -> bool:
-    """Appends rows as they come, with where they are from, and shows them, on rank 0; whether none has an error."""
+    """Appends rows as they come, with where they are from, and shows them, on rank 0; whether none
+    has an error.
+    """
     common, good = origin(gpu_name), True
     for row in rows:
         good &= "error" not in row

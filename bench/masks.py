@@ -1,12 +1,15 @@
-"""The masks that are measured, by names that rows carry: "causal", "full", "documents 4K", "window 4096", "bee".
+"""The masks that are measured, by names that rows carry: "causal", "full", "documents 4K", "window
+4096", "bee".
 
-Documents are packed as in pretraining: lengths drawn from a log-normal distribution (sigma 1), none longer than a
-quarter of the sequence, the last one cut where the sequence ends. A packing has the same lengths in every process.
+Documents are packed as in pretraining: lengths drawn from a log-normal distribution (sigma 1), none
+longer than a quarter of the sequence, the last one cut where the sequence ends. A packing has the
+same lengths in every process.
 
     4K, 1K, 256   documents of this mean length
     long          one document of three quarters of the sequence, and others of a mean of 1K
 
-"bee" is what tokens see in a row of CPM-Bee's long-context training, and has a bias: see bench/live_rows.py.
+"bee" is what tokens see in a row of CPM-Bee's long-context training, and has a bias: see
+bench/live_rows.py.
 
 Try `python -c "from bench.masks import mask_of; print(mask_of('documents 4K', 65536))"`.
 """
@@ -41,7 +44,11 @@ def mask_of(name: str, seq_len: int) -> Mask:
         return _packed(packing(detail, seq_len))
     if scores := scores_of(name, seq_len):
         return scores.mask
-    return Mask.window(seq_len, int(detail)) if kind(name) == "window" else getattr(Mask, name)(seq_len)
+    return (
+        Mask.window(seq_len, int(detail))
+        if kind(name) == "window"
+        else getattr(Mask, name)(seq_len)
+    )
 
 
 def scores_of(name: str, seq_len: int) -> Scores | None:
@@ -51,12 +58,14 @@ def scores_of(name: str, seq_len: int) -> Scores | None:
 
 @functools.lru_cache(maxsize=64)
 def share_of(name: str, seq_len: int, ranks: int) -> Mask:
-    """What a kernel alone computes to be compared with a rank of several that share the mask: as many tokens, in whole.
+    """What a kernel alone computes to be compared with a rank of several that share the mask: as
+    many tokens, in whole.
 
-    Of documents it is a packing of some of them, chosen so that there are nearly as many visible pairs as a rank has in
-    the mean. One that is longer than a rank's tokens, or the last one, is as much shorter as it must be. For all other
-    masks it is the same on a shorter sequence. Nothing of it is cut over kernel calls, which is what makes it a limit;
-    but for "bee", whose slices need several.
+    Of documents it is a packing of some of them, chosen so that there are nearly as many visible
+    pairs as a rank has in the mean. One that is longer than a rank's tokens, or the last one, is as
+    much shorter as it must be. For all other masks it is the same on a shorter sequence. Nothing of
+    it is cut over kernel calls, which is what makes it a limit; but for "bee", whose slices need
+    several.
     """
     tokens = seq_len // ranks
     if kind(name) != "documents" or ranks == 1:
@@ -84,7 +93,9 @@ def packing(name: str, seq_len: int) -> list[int]:
 
 
 def balanced(name: str, seq_len: int, size: int) -> Layout:
-    """The layout under which ranks have equal work: zigzag or contiguous where that is so, else made for the mask."""
+    """The layout under which ranks have equal work: zigzag or contiguous where that is so, else
+    made for the mask.
+    """
     if kind(name) in ("causal", "full"):
         return Layout.named({"causal": "zigzag", "full": "contiguous"}[name], seq_len, size)
     return _balanced(name, seq_len, size)
@@ -114,12 +125,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--masks, --documents and --windows."""
     parser.add_argument("--masks", nargs="+", choices=KINDS, default=["causal"])
     parser.add_argument(
-        "--documents", nargs="+", choices=PACKINGS, default=list(PACKINGS), help="packings, for the mask of this name"
+        "--documents",
+        nargs="+",
+        choices=PACKINGS,
+        default=list(PACKINGS),
+        help="packings, for the mask of this name",
     )
-    parser.add_argument("--windows", type=int, nargs="+", default=[4096], help="tokens, for the mask 'window'")
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=[4096], help="tokens, for the mask 'window'"
+    )
 
 
 def chosen(args: argparse.Namespace) -> list[str]:
     """The masks that were asked for."""
     details = {"documents": args.documents, "window": args.windows}
-    return [f"{mask} {detail}".rstrip() for mask in args.masks for detail in details.get(mask, [""])]
+    return [
+        f"{mask} {detail}".rstrip() for mask in args.masks for detail in details.get(mask, [""])
+    ]

@@ -1,12 +1,16 @@
-"""How fast one rank of a ring computes while its peers are imagined and nothing has to travel. One GPU does for it.
+"""How fast one rank of a ring computes while its peers are imagined and nothing has to travel. One
+GPU does for it.
 
-    torchrun --nproc-per-node 1 bench/one_rank.py --size 8 --tokens-per-gpu 8192 --output bench/results/one-rank.jsonl
+    torchrun --nproc-per-node 1 bench/one_rank.py --size 8 --tokens-per-gpu 8192 --output
+    bench/results/one-rank.jsonl
 
-What is left are the block kernels, the passes that merge and sum, and the host: what the ring reaches at best, whatever
-the links. A row for each of a few ranks, as bench/attention.py's with "kind" one of its own, and beside the times of a
-forward and backward a profile of it, by kind of work (see bench/timeline.py).
+What is left are the block kernels, the passes that merge and sum, and the host: what the ring
+reaches at best, whatever the links. A row for each of a few ranks, as bench/attention.py's with
+"kind" one of its own, and beside the times of a forward and backward a profile of it, by kind of
+work (see bench/timeline.py).
 
-Peers say what this rank says, so all ranks must have as many tokens, as they have wherever these lengths divide.
+Peers say what this rank says, so all ranks must have as many tokens, as they have wherever these
+lengths divide.
 """
 
 from __future__ import annotations
@@ -22,11 +26,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import masks
-from bench.attention import Contestant, alone, describe, facts_of, facts_of_bias, heads, inputs, measure, step
+from bench.attention import (
+    Contestant,
+    alone,
+    describe,
+    facts_of,
+    facts_of_bias,
+    heads,
+    inputs,
+    measure,
+    step,
+)
 from bench.implementations import IMPLEMENTATIONS, Case
 from bench.machine import Machine, record
 from bench.timeline import milliseconds, profiled
@@ -43,7 +58,9 @@ def one_rank(row: dict, case: Case, rank: int, size: int, machine: Machine) -> d
     """The row of a rank with times, rates and memory, and where its time goes."""
     tokens = case.seq_len // size
     ring = ImaginedRing(rank, size)
-    attention = IMPLEMENTATIONS[row["impl"]].on(case, SequenceParallel(rank, size, process_group=ring))
+    attention = IMPLEMENTATIONS[row["impl"]].on(
+        case, SequenceParallel(rank, size, process_group=ring)
+    )
     work = partial(step, attention, *inputs(case, tokens, machine))
     work()
     for slots in ring.slots.values():
@@ -56,11 +73,15 @@ def one_rank(row: dict, case: Case, rank: int, size: int, machine: Machine) -> d
 
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     ranks = sorted(set(args.ranks or (0, args.size // 2, args.size - 1)))
-    for mask, (q_heads, kv_heads), tokens in itertools.product(masks.chosen(args), args.heads, args.tokens_per_gpu):
+    for mask, (q_heads, kv_heads), tokens in itertools.product(
+        masks.chosen(args), args.heads, args.tokens_per_gpu
+    ):
         case = Case(tokens * args.size, 1, q_heads, kv_heads, args.head_dim, mask, args.kernel)
         machine.at = describe(case, args.size)
         yield from measure(list(alone("one rank", case, args.size, machine)), tokens, machine)
-        variants = [name for name in args.variants if masks.kind(mask) in IMPLEMENTATIONS[name].kinds]
+        variants = [
+            name for name in args.variants if masks.kind(mask) in IMPLEMENTATIONS[name].kinds
+        ]
         for name, rank in itertools.product(variants, ranks):
             machine.at = f"rank {rank} of {args.size}, {describe(case, args.size)}"
             row = {"kind": "one rank", "impl": name, "gpus": args.size, "rank": rank}
@@ -70,17 +91,27 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
 
 def main() -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=8, help="ranks of the ring, of which there is one")
-    parser.add_argument("--ranks", type=int, nargs="+", help="which of them; by default the first, middle and last")
-    parser.add_argument("--tokens-per-gpu", type=int, nargs="+", default=[8192, 16384, 32768] if cuda else [64])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", type=int, default=8, help="ranks of the ring, of which there is one"
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", help="which of them; by default the first, middle and last"
+    )
+    parser.add_argument(
+        "--tokens-per-gpu", type=int, nargs="+", default=[8192, 16384, 32768] if cuda else [64]
+    )
     default_heads = [(32, 32), (32, 8)] if cuda else [(4, 2)]
     parser.add_argument("--heads", type=heads, nargs="+", default=default_heads, metavar="Q:KV")
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
     masks.add_arguments(parser)
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="NAME")
-    parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file of JSON lines to append to"
+    )
     args, machine = parser.parse_args(), Machine()
     record(run(args, machine), args.output, machine.name)
     dist.destroy_process_group()

@@ -1,12 +1,14 @@
-"""What a new mask costs a rank on the host before anything can be computed. On a CPU, with no other ranks.
+"""What a new mask costs a rank on the host before anything can be computed. On a CPU, with no other
+ranks.
 
     python bench/planning.py --output bench/results/planning-cpu.jsonl
 
-With packed documents every step has a new mask, so this is paid in every step: making the mask and its digest, the
-balanced layout and what ranks compare of it, and the plan of one rank's forward and backward. Rows hold
-medians over many random masks, in milliseconds: of each part, and of all together. It is time of the processor, since
-nothing here waits, so that what else runs on the machine does not count. The last row says whether memory grows with
-the number of masks that were used.
+With packed documents every step has a new mask, so this is paid in every step: making the mask and
+its digest, the balanced layout and what ranks compare of it, and the plan of one rank's forward and
+backward. Rows hold medians over many random masks, in milliseconds: of each part, and of all
+together. It is time of the processor, since nothing here waits, so that what else runs on the
+machine does not count. The last row says whether memory grows with the number of masks that were
+used.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import NamedTuple
 
 import torch
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.machine import cpu_name, record
@@ -63,7 +66,9 @@ SETTINGS = (
 
 
 def lengths(rng: random.Random, documents: int, tokens: int) -> list[int]:
-    """Of so many documents, log-normal with sigma 1, that fill `tokens`; of at least one token each."""
+    """Of so many documents, log-normal with sigma 1, that fill `tokens`; of at least one token
+    each.
+    """
     drawn = [rng.lognormvariate(0.0, 1.0) for _ in range(documents)]
     spare = tokens - documents
     cuts = [round(spare * share / sum(drawn)) for share in itertools.accumulate(drawn)]
@@ -81,7 +86,9 @@ def new_mask(setting: Setting, tokens: int, rng: random.Random) -> Callable[[], 
 
 
 def plan_one(setting: Setting, backward: str, rng: random.Random) -> dict[str, float]:
-    """Milliseconds that the parts of planning take a random rank, for a mask that was not there before."""
+    """Milliseconds that the parts of planning take a random rank, for a mask that was not there
+    before.
+    """
     tokens = setting.ranks * (_TOKENS - rng.randrange(256))
     make, rank = new_mask(setting, tokens, rng), rng.randrange(setting.ranks)
     spent = {}
@@ -94,7 +101,9 @@ def plan_one(setting: Setting, backward: str, rng: random.Random) -> dict[str, f
 
     def layout_of(mask: Mask) -> Layout:
         return (
-            Layout.zigzag(tokens, setting.ranks) if setting.mask == "causal" else Layout.balanced(mask, setting.ranks)
+            Layout.zigzag(tokens, setting.ranks)
+            if setting.mask == "causal"
+            else Layout.balanced(mask, setting.ranks)
         )
 
     mask = timed("mask", make)
@@ -141,15 +150,19 @@ def measured(setting: Setting, backward: str, masks: int) -> dict:
 
 
 def memory(masks: int) -> dict:
-    """The row of calls with so many masks, each of them new: what they leave, once what is kept for reuse is full.
+    """The row of calls with so many masks, each of them new: what they leave, once what is kept for
+    reuse is full.
 
-    A block is a piece of memory that Python's allocator has handed out; a mask and its plan take hundreds.
+    A block is a piece of memory that Python's allocator has handed out; a mask and its plan take
+    hundreds.
     """
     rng, tokens = random.Random(0), 48
     x = torch.randn(1, tokens, 1, 8, requires_grad=True)
 
     def call() -> None:
-        mask = Mask.documents(list(itertools.accumulate(lengths(rng, rng.randint(2, 12), tokens), initial=0)))
+        mask = Mask.documents(
+            list(itertools.accumulate(lengths(rng, rng.randint(2, 12), tokens), initial=0))
+        )
         burst_attn_func(x, x, x, mask=mask, layout="balanced").sum().backward()
 
     def held() -> tuple[int, int]:
@@ -186,10 +199,16 @@ def rows(masks: int, memory_masks: int) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--masks", type=int, default=200, help="random masks of each kind")
-    parser.add_argument("--memory-masks", type=int, default=10000, help="calls with a new mask; 0: do not measure")
-    parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
+    parser.add_argument(
+        "--memory-masks", type=int, default=10000, help="calls with a new mask; 0: do not measure"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file of JSON lines to append to"
+    )
     args = parser.parse_args()
     record(rows(args.masks, args.memory_masks), args.output, cpu_name())
 

@@ -1,9 +1,12 @@
-"""Tables (Markdown, on stdout) and a plot (PNG, beside the results) of what this folder's scripts measured.
+"""Tables (Markdown, on stdout) and a plot (PNG, beside the results) of what this folder's scripts
+measured.
 
 python bench/report.py bench/results/attention-8-nvidia-h200-*.jsonl
-python bench/report.py --readme        # writes docs/results.md and the README's tables and plot anew
+python bench/report.py --readme        # writes docs/results.md and the README's tables and plot
+anew
 
-docs/results.md has all of bench/results: a section for each file, titled by the script that wrote it.
+docs/results.md has all of bench/results: a section for each file, titled by the script that wrote
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import tables
@@ -35,7 +39,10 @@ SECTIONS = {
     "one-rank": ("One rank of a ring whose peers are imagined", "`bench/one_rank.py`"),
     "timeline": ("Where the time of a forward and backward goes", "`bench/timeline.py`"),
     "training": ("Pretraining", "`bench/training.py`, medians over steps"),
-    "live-training": ("Training CPM-Bee and CPM-Ant", "`bench/live_training.py`, medians over steps on one row"),
+    "live-training": (
+        "Training CPM-Bee and CPM-Ant",
+        "`bench/live_training.py`, medians over steps on one row",
+    ),
     "planning": ("What a new mask costs a rank on the host", "`bench/planning.py`"),
     "power": ("Power and clocks meanwhile", "`nvidia-smi`, samples of a second above 500 W"),
 }
@@ -54,7 +61,9 @@ them those that do not go by distance alone.
 
 
 def known(file: Path) -> str:
-    """The script's name among SECTIONS that a file of results begins with. Raises ValueError if there is none."""
+    """The script's name among SECTIONS that a file of results begins with. Raises ValueError if
+    there is none.
+    """
     for name in SECTIONS:
         if file.name.startswith(f"{name}-"):
             return name
@@ -70,29 +79,40 @@ def page() -> str:
 
 def _section(file: Path) -> str:
     rows, (title, way) = read_rows([file]), SECTIONS[known(file)]
-    picture = f"![TFLOP/s over the sequence length]({file.stem}.svg)\n\n" if several_lengths(rows) else ""
+    picture = (
+        f"![TFLOP/s over the sequence length]({file.stem}.svg)\n\n" if several_lengths(rows) else ""
+    )
     return f"## {title}\n\n`{file.name}`, by {way}: {where(rows)}.\n\n{picture}{report(rows)}\n"
 
 
 def where(rows: list[Row]) -> str:
     """GPU and commits that rows were measured with, and the versions of the first."""
-    commits = " and ".join(commit for commit, _ in Counter(row["commit"] for row in rows).most_common())
+    commits = " and ".join(
+        commit for commit, _ in Counter(row["commit"] for row in rows).most_common()
+    )
     versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
     return f"{rows[0]['gpu_name']}, commit {commits}, {versions}"
 
 
 def report(rows: list[Row]) -> str:
     """All tables of some rows."""
-    return "\n\n".join(part for part in (tables.attention_tables(rows), tables.other_tables(rows)) if part)
+    return "\n\n".join(
+        part for part in (tables.attention_tables(rows), tables.other_tables(rows)) if part
+    )
 
 
 def several_lengths(rows: list[Row]) -> dict[tuple, list[Row]]:
     """The cases that are worth a plot, with their rows."""
-    return {case: group for case, group in attention_groups(rows).items() if len({r["seq_len"] for r in group}) > 1}
+    return {
+        case: group
+        for case, group in attention_groups(rows).items()
+        if len({r["seq_len"] for r in group}) > 1
+    }
 
 
 def plot(rows: list[Row], file: Path, most: int | None = None) -> None:
-    """TFLOP/s per GPU of forward and backward over the sequence length: a panel for each case with several lengths.
+    """TFLOP/s per GPU of forward and backward over the sequence length: a panel for each case with
+    several lengths.
 
     With `most` only the first so many cases.
     """
@@ -107,18 +127,26 @@ def plot(rows: list[Row], file: Path, most: int | None = None) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    matplotlib.rcParams |= {"svg.hashsalt": "bmt_burst", "svg.fonttype": "none"}  # alike in every run, and small
+    # alike in every run, and small
+    matplotlib.rcParams |= {"svg.hashsalt": "bmt_burst", "svg.fonttype": "none"}
     lines = dict.fromkeys(_line(row) for group in groups.values() for row in group)
     colours = {line: f"C{i % 10}" for i, line in enumerate(lines)}
     columns = min(len(groups), 3)
     rows_of_panels = -(-len(groups) // columns)
     size = (6 * columns, 4.5 * rows_of_panels)
-    figure, panels = plt.subplots(rows_of_panels, columns, figsize=size, squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        rows_of_panels, columns, figsize=size, squeeze=False, layout="constrained"
+    )
     for panel in panels.flat[len(groups) :]:
         panel.set_axis_off()
     for panel, (case, group) in zip(panels.flat, groups.items(), strict=False):
         _draw(panel, rows, group, colours)
-        panel.set(xscale="log", xlabel="tokens", ylabel="TFLOP/s per GPU, forward + backward", title=describe(case))
+        panel.set(
+            xscale="log",
+            xlabel="tokens",
+            ylabel="TFLOP/s per GPU, forward + backward",
+            title=describe(case),
+        )
         lengths = sorted({row["seq_len"] for row in group})
         panel.set_xticks(lengths, map(tables.tokens, lengths))
         panel.minorticks_off()
@@ -146,7 +174,10 @@ def _draw(panel, rows: list[Row], group: list[Row], colours: dict[tuple[str, str
         panel.plot(*zip(*sorted(points), strict=True), marker="o", label=label, color=colours[line])
     lengths = sorted({row["seq_len"] for row in group})
     for name, style in zip(tables.YARDSTICKS, ("k--", "k:"), strict=True):
-        limits = [alone(rows, next(r for r in group if r["seq_len"] == length), name) for length in lengths]
+        limits = [
+            alone(rows, next(r for r in group if r["seq_len"] == length), name)
+            for length in lengths
+        ]
         if all(limits):
             panel.plot(lengths, [r["fwd_bwd_tflops_per_gpu"] for r in limits], style, label=name)
 
@@ -156,7 +187,9 @@ _GENERATED = {"peers": tables.peers_table, "masks": tables.masks_table}
 
 
 def with_tables(readme: str) -> str:
-    """The README's text with what stands between its markers: a table of one kind of a file's rows, or "plot"."""
+    """The README's text with what stands between its markers: a table of one kind of a file's rows,
+    or "plot".
+    """
     return MARKED.sub(lambda m: f"{m[1]}{_generated(m[2], _ROOT / m[3])}\n{m[4]}", readme)
 
 
@@ -181,9 +214,15 @@ def write_pages() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", type=Path, nargs="*", help="files of JSON lines")
-    parser.add_argument("--readme", action="store_true", help="write docs/results.md and the README's tables instead")
+    parser.add_argument(
+        "--readme",
+        action="store_true",
+        help="write docs/results.md and the README's tables instead",
+    )
     args = parser.parse_args()
     if args.readme == bool(args.results):
         parser.error("give either files of results or --readme")

@@ -1,4 +1,6 @@
-"""Markdown tables of rows that this folder's scripts measured. bench/report.py prints them and writes the pages."""
+"""Markdown tables of rows that this folder's scripts measured. bench/report.py prints them and
+writes the pages.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,20 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
     """A Markdown table; floats with three significant digits."""
-    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = [
+        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def measured(rows: list[Row]) -> list[Row]:
     """Rows of attention over several ranks, without what could not be measured."""
-    return [r for r in rows if r["kind"] == "attention" and r["impl"] not in YARDSTICKS and "fwd_ms" in r]
+    return [
+        r
+        for r in rows
+        if r["kind"] == "attention" and r["impl"] not in YARDSTICKS and "fwd_ms" in r
+    ]
 
 
 def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
@@ -45,7 +53,9 @@ def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
 
 
 def alone(rows: list[Row], row: Row, impl: str = "kernel alone") -> Row | None:
-    """A yardstick's measurement that belongs to a row, of the row's own kernel if that was measured, None without."""
+    """A yardstick's measurement that belongs to a row, of the row's own kernel if that was
+    measured, None without.
+    """
     same = ("kind", "batch", "heads", "kv_heads", "head_dim", "mask")
     found = [
         other
@@ -60,7 +70,8 @@ def alone(rows: list[Row], row: Row, impl: str = "kernel alone") -> Row | None:
 
 
 def bwd_rate(row: Row) -> float:
-    """TFLOP/s per GPU of the backward: 2.5 times a forward's work, in the time by which both take longer than that.
+    """TFLOP/s per GPU of the backward: 2.5 times a forward's work, in the time by which both take
+    longer than that.
 
     NaN where both took no longer, which is the noise of tiny runs.
     """
@@ -70,7 +81,9 @@ def bwd_rate(row: Row) -> float:
 
 def percents(row: Row, other: Row) -> list[float]:
     """Of another row's rates in forward, backward and both, those of a row that has the same work."""
-    rates = [(r["fwd_tflops_per_gpu"], bwd_rate(r), r["fwd_bwd_tflops_per_gpu"]) for r in (row, other)]
+    rates = [
+        (r["fwd_tflops_per_gpu"], bwd_rate(r), r["fwd_bwd_tflops_per_gpu"]) for r in (row, other)
+    ]
     return [100 * mine / its for mine, its in zip(*rates, strict=True)]
 
 
@@ -107,7 +120,9 @@ def _line(row: Row, shown: Row, rows: list[Row]) -> list[Any]:
 
 
 def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row]]:
-    """The rows of a group, each as (row, row), and before those of a length its yardsticks as (row, yardstick)."""
+    """The rows of a group, each as (row, row), and before those of a length its yardsticks as (row,
+    yardstick).
+    """
     found: dict[tuple, tuple[Row, Row]] = {}
     for row in sorted(group, key=lambda row: row["seq_len"]):
         yardsticks = [alone(rows, row, name) for name in YARDSTICKS]
@@ -118,30 +133,47 @@ def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row
 
 def peers_table(rows: list[Row]) -> str:
     """A causal mask: a line for each implementation, a column for each number of heads."""
-    return _compared(rows, [r for r in measured(rows) if r["mask"] == "causal"], lambda row: f"{heads(row)} heads")
+    return _compared(
+        rows,
+        [r for r in measured(rows) if r["mask"] == "causal"],
+        lambda row: f"{heads(row)} heads",
+    )
 
 
 def masks_table(rows: list[Row]) -> str:
-    """Masks under which documents or a window hide pairs: a line for each implementation, a column for each mask."""
+    """Masks under which documents or a window hide pairs: a line for each implementation, a column
+    for each mask.
+    """
     found = [r for r in measured(rows) if r["mask"] not in ("causal", "full")]
     several = len({heads(row) for row in found}) > 1
-    return _compared(rows, found, lambda row: f"{row['mask']}, {heads(row)} heads" if several else row["mask"])
+    return _compared(
+        rows, found, lambda row: f"{row['mask']}, {heads(row)} heads" if several else row["mask"]
+    )
 
 
 def _compared(rows: list[Row], found: list[Row], column: Callable[[Row], str]) -> str:
-    """A batch of one without variants of ours, at the longest sequence that all of these were measured with."""
+    """A batch of one without variants of ours, at the longest sequence that all of these were
+    measured with.
+    """
     found = [r for r in found if r["batch"] == 1 and not r["impl"].startswith("bmt_burst ")]
     names = {(row["impl"], row["kernel"]) for row in found}
     if not names:
         return ""
-    most = min(max(r["seq_len"] for r in found if (r["impl"], r["kernel"]) == name) for name in names)
+    most = min(
+        max(r["seq_len"] for r in found if (r["impl"], r["kernel"]) == name) for name in names
+    )
     lines: dict[tuple, dict[str, str]] = defaultdict(dict)
     for row in (row for row in found if row["seq_len"] == most):
         for shown in (*filter(None, (alone(rows, row, name) for name in YARDSTICKS)), row):
-            lines[implementation(shown), shown["kernel"]][column(row)] = _brief(shown, alone(rows, row))
+            lines[implementation(shown), shown["kernel"]][column(row)] = _brief(
+                shown, alone(rows, row)
+            )
     columns = list(dict.fromkeys(name for line in lines.values() for name in line))
     header = [f"{tokens(most)} tokens", "kernel", *columns]
-    return table(header, [[*line, *(rates.get(name, "") for name in columns)] for line, rates in lines.items()])
+    return table(
+        header,
+        [[*line, *(rates.get(name, "") for name in columns)] for line, rates in lines.items()],
+    )
 
 
 def _brief(row: Row, limit: Row | None) -> str:
@@ -168,7 +200,14 @@ def one_rank_table(rows: list[Row]) -> str:
         gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
         rates = [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
         rates += [limit["fwd_bwd_tflops_per_gpu"] if limit else "-" for limit in limits]
-        case = [row["gpus"], heads(row), row["mask"], row["kernel"], tokens(row["seq_len"]), row["impl"]]
+        case = [
+            row["gpus"],
+            heads(row),
+            row["mask"],
+            row["kernel"],
+            tokens(row["seq_len"]),
+            row["impl"],
+        ]
         lines.append([*case, *rates, *shares, gib])
     return table(header, lines) if lines else ""
 
@@ -193,7 +232,9 @@ def training_table(rows: list[Row]) -> str:
 
 
 def implementation(row: Row) -> str:
-    return row["impl"] + (", double ring" if (row.get("inner_size") or row["gpus"]) < row["gpus"] else "")
+    return row["impl"] + (
+        ", double ring" if (row.get("inner_size") or row["gpus"]) < row["gpus"] else ""
+    )
 
 
 def checkpointing(row: Row) -> str:
@@ -210,14 +251,21 @@ def tokens(length: int) -> str:
 
 
 def bias_table(rows: list[Row]) -> str:
-    """What attention with a bias reaches of the same pairs without one, and the memory beside that of a dense bias."""
+    """What attention with a bias reaches of the same pairs without one, and the memory beside that
+    of a dense bias.
+    """
     lines = []
     for row in measured(rows):
-        plain = next((r for r in measured(rows) if r["impl"] == UNBIASED and _same_work(r, row)), None)
+        plain = next(
+            (r for r in measured(rows) if r["impl"] == UNBIASED and _same_work(r, row)), None
+        )
         if "bias_rows" not in row or plain is None:
             continue
         case = [row["gpus"], tokens(row["seq_len"]), heads(row), row["mask"], implementation(row)]
-        pairs = [f"{100 * row[name] / row['visible_pairs']:.1f}" for name in ("own_row_pairs", "segment_pairs")]
+        pairs = [
+            f"{100 * row[name] / row['visible_pairs']:.1f}"
+            for name in ("own_row_pairs", "segment_pairs")
+        ]
         gib = ["-" if r["peak_extra_gib"] is None else r["peak_extra_gib"] for r in (row, plain)]
         kernels = f"{row['kernel']}, {row['biased_kernel']}"
         lines.append([*case, kernels, *pairs, *percents(row, plain), *gib, row["dense_bias_gib"]])
@@ -228,7 +276,10 @@ def bias_table(rows: list[Row]) -> str:
 
 
 def _same_work(row: Row, other: Row) -> bool:
-    return all(row.get(name) == other.get(name) for name in (*CASE, "seq_len", "inner_size", "kernel", "commit"))
+    return all(
+        row.get(name) == other.get(name)
+        for name in (*CASE, "seq_len", "inner_size", "kernel", "commit")
+    )
 
 
 def kernels_table(rows: list[Row]) -> str:
@@ -237,11 +288,25 @@ def kernels_table(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         if row["kind"] == "kernels" and "fwd_ms" in row:
-            limit = first.setdefault(tuple(row.get(name) for name in (*CASE, "seq_len", "commit")), row)
+            limit = first.setdefault(
+                tuple(row.get(name) for name in (*CASE, "seq_len", "commit")), row
+            )
             rates = [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
             case = [tokens(row["seq_len"]), heads(row), row["mask"], row["kernel"]]
             lines.append([*case, *rates, *percents(row, limit), limit["kernel"]])
-    header = ["tokens", "heads", "mask", "kernel", "fwd", "bwd", "fwd+bwd", "fwd %", "bwd %", "fwd+bwd %", "of"]
+    header = [
+        "tokens",
+        "heads",
+        "mask",
+        "kernel",
+        "fwd",
+        "bwd",
+        "fwd+bwd",
+        "fwd %",
+        "bwd %",
+        "fwd+bwd %",
+        "of",
+    ]
     return table(header, lines) if lines else ""
 
 
@@ -259,16 +324,31 @@ def error_table(rows: list[Row]) -> str:
         for r in rows
         if r["kind"] == "errors" and "dq" in r
     ]
-    return table(["implementation", "heads", "kernel", "mask", "tokens", *names], lines) if lines else ""
+    return (
+        table(["implementation", "heads", "kernel", "mask", "tokens", *names], lines)
+        if lines
+        else ""
+    )
 
 
 def planning_table(rows: list[Row]) -> str:
     """What a new mask costs a rank on the host: medians in milliseconds."""
     found = [row for row in rows if row["kind"] == "planning"]
     parts = list(found[0]["ms"]) if found else []
-    header = ["mask", "documents", "ranks", "backward", *(f"{part} ms" for part in parts), "all ms", "target ms"]
+    header = [
+        "mask",
+        "documents",
+        "ranks",
+        "backward",
+        *(f"{part} ms" for part in parts),
+        "all ms",
+        "target ms",
+    ]
     facts = ("mask", "documents", "gpus", "backward")
-    lines = [[*(row[f] for f in facts), *row["ms"].values(), row["total_ms"], row["target_ms"]] for row in found]
+    lines = [
+        [*(row[f] for f in facts), *row["ms"].values(), row["total_ms"], row["target_ms"]]
+        for row in found
+    ]
     return table(header, lines) if lines else ""
 
 
@@ -280,16 +360,38 @@ def memory_table(rows: list[Row]) -> str:
 
 
 def timeline_table(rows: list[Row]) -> str:
-    """Milliseconds of a forward and backward by kind of work: means over the ranks, and the slowest rank's span."""
+    """Milliseconds of a forward and backward by kind of work: means over the ranks, and the slowest
+    rank's span.
+    """
     cases: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
         if row["kind"] == "timeline":
-            facts = row["gpus"], tokens(row["seq_len"]), heads(row), row["mask"], row["impl"], row["kernel"]
+            facts = (
+                row["gpus"],
+                tokens(row["seq_len"]),
+                heads(row),
+                row["mask"],
+                row["impl"],
+                row["kernel"],
+            )
             cases[facts].append(row["ms"])
     kinds = ("attention", "merge", "other", "idle", "copies", "nccl")
-    header = ["ranks", "tokens", "heads", "mask", "implementation", "kernel", *kinds, "slowest span"]
+    header = [
+        "ranks",
+        "tokens",
+        "heads",
+        "mask",
+        "implementation",
+        "kernel",
+        *kinds,
+        "slowest span",
+    ]
     lines = [
-        [*case, *(sum(ms.get(k, 0.0) for ms in ranks) / len(ranks) for k in kinds), max(ms["span"] for ms in ranks)]
+        [
+            *case,
+            *(sum(ms.get(k, 0.0) for ms in ranks) / len(ranks) for k in kinds),
+            max(ms["span"] for ms in ranks),
+        ]
         for case, ranks in cases.items()
     ]
     return table(header, lines) if lines else ""

@@ -1,10 +1,12 @@
-"""Where the time of one implementation goes: a profile of each rank's GPU, by kind of work, and a trace to look at.
+"""Where the time of one implementation goes: a profile of each rank's GPU, by kind of work, and a
+trace to look at.
 
-    torchrun --nproc-per-node 8 bench/timeline.py --tokens 65536 --heads 32:32 --output bench/results/timeline.jsonl
+    torchrun --nproc-per-node 8 bench/timeline.py --tokens 65536 --heads 32:32 --output
+    bench/results/timeline.jsonl
 
-A row of JSON a rank: milliseconds a step of attention kernels, of passes that merge and sum, of copies, of NCCL, of all
-else, and how long the compute stream was idle. Copies and NCCL run beside the kernels; the others one after the other.
-With --trace FOLDER also Chrome traces. Needs GPUs.
+A row of JSON a rank: milliseconds a step of attention kernels, of passes that merge and sum, of
+copies, of NCCL, of all else, and how long the compute stream was idle. Copies and NCCL run beside
+the kernels; the others one after the other. With --trace FOLDER also Chrome traces. Needs GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import masks
@@ -54,8 +57,8 @@ def kind(name: str) -> str:
 
 
 def breakdown(activities: Iterable[Activity]) -> dict[str, float]:
-    """Milliseconds by kind; "idle" is the time between the first and last attention kernel, in which nothing of its
-    stream ran, and "span" all of that time.
+    """Milliseconds by kind; "idle" is the time between the first and last attention kernel, in
+    which nothing of its stream ran, and "span" all of that time.
     """
     activities = sorted(activities, key=lambda a: a.start)
     spent = Counter()
@@ -75,7 +78,12 @@ def activities_of(profile: torch.profiler.profile) -> list[Activity]:
     """What the GPU did, as Kineto saw it."""
     events = profile.profiler.kineto_results.events()
     return [
-        Activity(e.name(), e.device_resource_id(), e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3)
+        Activity(
+            e.name(),
+            e.device_resource_id(),
+            e.start_ns() / 1e3,
+            (e.start_ns() + e.duration_ns()) / 1e3,
+        )
         for e in events
         if e.device_type() == torch.autograd.DeviceType.CUDA and not e.is_user_annotation()
     ]
@@ -97,20 +105,30 @@ def milliseconds(profile: torch.profiler.profile) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[65536], help="of the whole sequence")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[65536], help="of the whole sequence"
+    )
     parser.add_argument("--heads", type=heads, nargs="+", default=[(32, 32)], metavar="Q:KV")
     parser.add_argument("--head-dim", type=int, default=128)
     masks.add_arguments(parser)
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--implementations", nargs="+", choices=list(IMPLEMENTATIONS), default=["bmt_burst"])
-    parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
+    parser.add_argument(
+        "--implementations", nargs="+", choices=list(IMPLEMENTATIONS), default=["bmt_burst"]
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file of JSON lines to append to"
+    )
     parser.add_argument("--trace", type=Path, help="folder for Chrome traces")
     args, machine = parser.parse_args(), Machine()
     if not machine.cuda:
         raise SystemExit("a timeline of GPUs needs GPUs")
     sp = init_sequence_parallel()
-    for mask, tokens, (q_heads, kv_heads) in itertools.product(masks.chosen(args), args.tokens, args.heads):
+    for mask, tokens, (q_heads, kv_heads) in itertools.product(
+        masks.chosen(args), args.tokens, args.heads
+    ):
         case = Case(tokens, 1, q_heads, kv_heads, args.head_dim, mask, args.kernel)
         for name in args.implementations:
             measure(case, name, sp, machine, args)
@@ -137,9 +155,15 @@ def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespac
         facts = {**facts_of(case, machine, implementation.kernel), "gpus": machine.size}
         common = origin(machine.name)
         for rank, row in enumerate(rows):
-            append(args.output, {"kind": "timeline", "impl": name, "rank": rank, **facts, "ms": row, **common})
+            append(
+                args.output,
+                {"kind": "timeline", "impl": name, "rank": rank, **facts, "ms": row, **common},
+            )
             text = " ".join(f"{key} {value:.3f}" for key, value in sorted(row.items()))
-            print(f"{name} {case.mask} {case.seq_len} {case.heads}:{case.kv_heads} rank {rank}: {text}", flush=True)
+            print(
+                f"{name} {case.mask} {case.seq_len} {case.heads}:{case.kv_heads} rank {rank}: {text}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Measures pretraining as its users run it: a few steps of train/pretrain.py for each setting, a row of JSON each.
+"""Measures pretraining as its users run it: a few steps of train/pretrain.py for each setting, a
+row of JSON each.
 
-    python bench/training.py --gpus 8 --model minicpm4-8b --seq-len 262144 --checkpointing selective full \\
-        --data data/corpus/train --output bench/results/training.jsonl
+    python bench/training.py --gpus 8 --model minicpm4-8b --seq-len 262144 --checkpointing selective
+        full \\ --data data/corpus/train --output bench/results/training.jsonl
 
-A row holds medians over the steps after --warm-up: tokens a second and GPU, MFU (its formula is in train/run/flops.py),
-seconds a step and where they go, peak memory, the balance of the ranks' work; and what the mask was. All GPUs share
-each sequence unless --sp-size says otherwise. With --layers the model has fewer layers than its preset; the row says
-so. On a machine without GPUs ranks are CPU processes.
+A row holds medians over the steps after --warm-up: tokens a second and GPU, MFU (its formula is in
+train/run/flops.py), seconds a step and where they go, peak memory, the balance of the ranks' work;
+and what the mask was. All GPUs share each sequence unless --sp-size says otherwise. With --layers
+the model has fewer layers than its preset; the row says so. On a machine without GPUs ranks are CPU
+processes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from pathlib import Path
 
 import torch
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.machine import append, origin
@@ -77,9 +80,21 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
 
 def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
     """Runs pretrain.py; medians of its metrics, or its error."""
-    flags = [text for name, value in options.items() for text in ("--" + name.replace("_", "-"), str(value))]
-    flags += ["--no-save", "--timeout", str(args.timeout), *(["--offload"] if args.offload else []), *args.more]
-    flags += ["--documents", args.documents] + (["--window", str(args.window)] if args.window else [])
+    flags = [
+        text
+        for name, value in options.items()
+        for text in ("--" + name.replace("_", "-"), str(value))
+    ]
+    flags += [
+        "--no-save",
+        "--timeout",
+        str(args.timeout),
+        *(["--offload"] if args.offload else []),
+        *args.more,
+    ]
+    flags += ["--documents", args.documents] + (
+        ["--window", str(args.window)] if args.window else []
+    )
     if args.checkpointing_blocks is not None:
         flags += ["--checkpointing-blocks", str(args.checkpointing_blocks)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
@@ -91,10 +106,22 @@ def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
     steps = [r for r in records if "loss" in r]
     measured = steps[args.warm_up :]
     if not measured:
-        return {"error": f"{len(records) - len(steps)} of {len(records)} steps were skipped: " + done.stdout[-2000:]}
+        return {
+            "error": f"{len(records) - len(steps)} of {len(records)} steps were skipped: "
+            + done.stdout[-2000:]
+        }
     medians: dict = {
         name: statistics.median(r[name] for r in measured)
-        for name in ("tokens_per_s", "tflops_per_rank", "mfu", "peak_gib", "step_s", "balance", "documents", *_PHASES)
+        for name in (
+            "tokens_per_s",
+            "tflops_per_rank",
+            "mfu",
+            "peak_gib",
+            "step_s",
+            "balance",
+            "documents",
+            *_PHASES,
+        )
         if name in measured[0]
     }
     medians["measured_steps"] = len(measured)
@@ -102,7 +129,11 @@ def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
     medians["mask"] = f"{mask}, window {args.window}" if args.window else mask
     medians["engine"] = "bmtrain" if "BMTrainEngine" in done.stdout else "torch"
     medians["tokens_per_s_per_gpu"] = medians.pop("tokens_per_s") / args.gpus
-    return {**medians, "losses": [r["loss"] for r in steps], "grad_norms": [r["grad_norm"] for r in steps]}
+    return {
+        **medians,
+        "losses": [r["loss"] for r in steps],
+        "grad_norms": [r["grad_norm"] for r in steps],
+    }
 
 
 _PHASES = ("data_s", "forward_s", "backward_s", "optimizer_s")
@@ -110,25 +141,43 @@ _PHASES = ("data_s", "forward_s", "backward_s", "optimizer_s")
 
 def parse_args() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--model", choices=list(PRESETS), default="minicpm4-8b" if cuda else "cpm-tiny")
+    parser.add_argument(
+        "--model", choices=list(PRESETS), default="minicpm4-8b" if cuda else "cpm-tiny"
+    )
     parser.add_argument("--layers", type=int, help="fewer layers than the preset has")
     parser.add_argument("--seq-len", type=int, nargs="+", default=[262144 if cuda else 256])
     parser.add_argument("--sp-size", type=int, help="ranks that share a sequence; by default all")
-    parser.add_argument("--batch-size", type=int, help="sequences a step; by default one for each group of ranks")
+    parser.add_argument(
+        "--batch-size", type=int, help="sequences a step; by default one for each group of ranks"
+    )
     parser.add_argument("--checkpointing", nargs="+", default=["selective", "full"])
-    parser.add_argument("--checkpointing-blocks", type=int, help="of the first so many blocks; by default of all")
+    parser.add_argument(
+        "--checkpointing-blocks", type=int, help="of the first so many blocks; by default of all"
+    )
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--engine", choices=("auto", "torch", "bmtrain"), default="auto")
     parser.add_argument("--dtype", default="bf16" if cuda else "fp32")
-    parser.add_argument("--documents", choices=("auto", "mask", "ignore"), default="auto", help="as of pretrain.py")
+    parser.add_argument(
+        "--documents", choices=("auto", "mask", "ignore"), default="auto", help="as of pretrain.py"
+    )
     parser.add_argument("--window", type=int, help="as of pretrain.py; by default the model's")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before those that are measured")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a step that end a run")
-    parser.add_argument("--data", type=Path, required=True, help="folder of tokens from prepare_data.py")
-    parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to append to")
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="steps before those that are measured"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds without a step that end a run"
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder of tokens from prepare_data.py"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file of JSON lines to append to"
+    )
     parser.add_argument("more", nargs="*", help="further options of pretrain.py, after --")
     args = parser.parse_args()
     if not 0 <= args.warm_up < args.steps:
@@ -141,8 +190,19 @@ def main() -> int:
     for row in rows(args):
         failed += "error" in row
         append(args.output, row)
-        names = ("model", "seq_len", "mask", "checkpointing", "tokens_per_s_per_gpu", "mfu", "peak_gib", "step_s")
-        print(" ".join(f"{name}={row[name]}" for name in (*names, "error") if name in row), flush=True)
+        names = (
+            "model",
+            "seq_len",
+            "mask",
+            "checkpointing",
+            "tokens_per_s_per_gpu",
+            "mfu",
+            "peak_gib",
+            "step_s",
+        )
+        print(
+            " ".join(f"{name}={row[name]}" for name in (*names, "error") if name in row), flush=True
+        )
     return 1 if failed else 0
 
 

@@ -1,4 +1,6 @@
-"""bmt_burst: exact attention over sequences that are cut over many ranks, for pretraining on long contexts."""
+"""bmt_burst: exact attention over sequences that are cut over many ranks, for pretraining on long
+contexts.
+"""
 
 import importlib
 from types import ModuleType

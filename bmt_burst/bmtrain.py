@@ -1,9 +1,11 @@
-"""For scripts on BMTrain: sequence parallel attention in its module classes. Layers need bmtrain.init_distributed.
+"""For scripts on BMTrain: sequence parallel attention in its module classes. Layers need
+bmtrain.init_distributed.
 
 sp = bmt_burst.init_sequence_parallel(sp_size=8)
 self.attention = BurstAttention(4096, 32, num_kv_heads=8, sp=sp, dtype=torch.bfloat16)
 ...
-x = x + self.attention(norm(x), *rope_tables(sp.positions(seq_len, "cuda"), self.attention.head_dim))
+x = x + self.attention(norm(x), *rope_tables(sp.positions(seq_len, "cuda"),
+self.attention.head_dim))
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from . import nn as burst_nn
 
 
 class BurstAttention(burst_nn.BurstAttention):
-    """bmt_burst.nn.BurstAttention as a DistributedModule, with DistributedParameters of `dtype`; takes its arguments.
+    """bmt_burst.nn.BurstAttention as a DistributedModule, with DistributedParameters of `dtype`;
+    takes its arguments.
 
-    bmtrain.init_parameters fills the projections from a normal distribution with `init_std`, as does this; biases and
-    sinks start as 0 and the weights of norms as 1.
+    bmtrain.init_parameters fills the projections from a normal distribution with `init_std`, as
+    does this; biases and sinks start as 0 and the weights of norms as 1.
     """
 
     def __init__(self, *args, dtype: torch.dtype = torch.half, init_std: float = 0.02, **options):
@@ -31,7 +34,13 @@ class BurstAttention(burst_nn.BurstAttention):
         normal = functools.partial(nn.init.normal_, std=init_std)
 
         def filler(name: str) -> Callable[[Tensor], Tensor]:
-            return nn.init.zeros_ if name.endswith(("bias", "sinks")) else nn.init.ones_ if "_norm." in name else normal
+            return (
+                nn.init.zeros_
+                if name.endswith(("bias", "sinks"))
+                else nn.init.ones_
+                if "_norm." in name
+                else normal
+            )
 
         distribute(
             self,
@@ -45,10 +54,12 @@ def distribute(
     start: Callable[[str, Tensor], Tensor],
     init_method: Callable[[str], ParameterInitializer] | None = None,
 ) -> dict[str, DistributedParameter]:
-    """Makes a torch module and all in it DistributedModules, in place; returns the parameters by name.
+    """Makes a torch module and all in it DistributedModules, in place; returns the parameters by
+    name.
 
-    Each parameter becomes a DistributedParameter that holds what `start(name, parameter)` returns, and that
-    bmtrain.init_parameters fills by `init_method(name)`. One after the other: no more than one is whole at a time.
+    Each parameter becomes a DistributedParameter that holds what `start(name, parameter)` returns,
+    and that bmtrain.init_parameters fills by `init_method(name)`. One after the other: no more than
+    one is whole at a time.
     """
     parameters = {}
     for path, part in module.named_modules():
@@ -67,6 +78,7 @@ def _distributed_class(cls: type[nn.Module]) -> type[nn.Module]:
     """`cls` as a DistributedModule, which gathers parameters when they are read."""
     members = {}
     if cls is nn.Linear:
-        # F.linear would keep a view of the gathered weight until the backward, and ZeRO-3 would save nothing.
+        # F.linear would keep a view of the gathered weight until the backward, and ZeRO-3 would
+        # save nothing.
         members["forward"] = lambda self, x: OpLinear.apply(x, self.weight, self.bias)
     return type(cls.__name__, (cls, DistributedModule), members)

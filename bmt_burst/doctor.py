@@ -1,8 +1,8 @@
 """Says what is there and whether it works: python -m bmt_burst.doctor
 
-GPUs and their links, NCCL, every kernel (a forward and a backward against the reference), BMTrain, and a ring between
-two processes. A line each, with what to do about what is missing or broken. The exit code is 1 if anything that is
-there does not work.
+GPUs and their links, NCCL, every kernel (a forward and a backward against the reference), BMTrain,
+and a ring between two processes. A line each, with what to do about what is missing or broken. The
+exit code is 1 if anything that is there does not work.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _CALLS = {
     "documents": KernelCall(256, 256, tuple((span, span) for span in _DOCUMENTS), right=0),
     "a window": KernelCall(256, 256, (((0, 256), (0, 256)),), left=50, right=0),
 }
-_BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # relative errors that no working kernel comes near to
+# relative errors that no working kernel comes near to
+_BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
 class Missing(Exception):
@@ -77,7 +78,10 @@ def _gpus() -> str:
         raise Missing(f"{why}: everything runs on the CPU, slowly")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) + f", {memory:.0f} GiB each"
+    return (
+        ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        + f", {memory:.0f} GiB each"
+    )
 
 
 def _links() -> str:
@@ -101,15 +105,23 @@ def _kernel(name: str) -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 256, h, 64, device=device, dtype=dtype, generator=generator) for h in (4, 2, 2, 4))
+    q, k, v, dout = (
+        torch.randn(1, 256, h, 64, device=device, dtype=dtype, generator=generator)
+        for h in (4, 2, 2, 4)
+    )
     if reason := kernels.load(name).refuses(_SPEC, q, k):
         raise Missing(reason)
     if reason := kernels.load(name).broken():
         raise RuntimeError(reason)
-    errors = {what: _error(kernels.load(name), call, q, k, v, dout) for what, call in _CALLS.items()}
-    what, worst = max(errors.items(), key=lambda found: (found[1] != found[1], found[1]))  # NaN is the worst
+    errors = {
+        what: _error(kernels.load(name), call, q, k, v, dout) for what, call in _CALLS.items()
+    }
+    # NaN is the worst
+    what, worst = max(errors.items(), key=lambda found: (found[1] != found[1], found[1]))
     if not worst < _BOUNDS[dtype]:
-        raise RuntimeError(f"results are wrong by {worst:.1e} (relative) for {what}: do not use it, and report this")
+        raise RuntimeError(
+            f"results are wrong by {worst:.1e} (relative) for {what}: do not use it, and report this"
+        )
     return f"{dtype} on {device}, error {worst:.1e}"
 
 
@@ -117,7 +129,11 @@ def _error(kernel: kernels.Kernel, call: KernelCall, q, k, v, dout) -> float:
     """The worst relative error of a kernel's results."""
     mine = _results(kernel, call, q, k, v, dout)
     exact = _results(kernels.load("reference"), call, *(x.double() for x in (q, k, v, dout)))
-    return torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(mine, exact, strict=True)]).amax().item()
+    return (
+        torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(mine, exact, strict=True)])
+        .amax()
+        .item()
+    )
 
 
 def _results(kernel: kernels.Kernel, call: KernelCall, q, k, v, dout) -> list[torch.Tensor]:
@@ -135,7 +151,9 @@ def _sum_ones(device: str) -> str:
     """Check one sum of gradients; return Triton's version."""
     from .merging import fused
 
-    parts: list[Part] = [([(0, 64)], torch.ones(1, 64, 2, 64, device=device, dtype=torch.bfloat16))] * 2
+    parts: list[Part] = [
+        ([(0, 64)], torch.ones(1, 64, 2, 64, device=device, dtype=torch.bfloat16))
+    ] * 2
     total = torch.empty(1, 64, 2, 64, device=device)
     fused.sum_gradients(total, parts)
     if not total.eq(2).all():
@@ -147,7 +165,9 @@ def _bmtrain() -> str:
     try:
         found = version("bmtrain")
     except PackageNotFoundError:
-        raise Missing("not installed: bash train/install_gpu.sh; training then uses FSDP2") from None
+        raise Missing(
+            "not installed: bash train/install_gpu.sh; training then uses FSDP2"
+        ) from None
     if not torch.cuda.is_available():
         raise Missing(f"{found} is installed, but runs on GPUs only")
     import bmtrain  # noqa: F401 - after torch, which brings NCCL
@@ -158,8 +178,19 @@ def _bmtrain() -> str:
 def _ring() -> str:
     """Two processes, and the attention of one against that of both."""
     gpus = torch.cuda.device_count()
-    environment = {**os.environ, "BMT_BURST_DOCTOR_DEVICE": "cuda" if gpus >= 2 else "cpu", "OMP_NUM_THREADS": "1"}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    environment = {
+        **os.environ,
+        "BMT_BURST_DOCTOR_DEVICE": "cuda" if gpus >= 2 else "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+    ]
     command = [sys.executable, *command, sys.executable, "-c", _RING_CODE]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     run = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
@@ -198,9 +229,12 @@ def ring_rank() -> None:
     if sp.rank == 0:
         print(f"ring: two processes {way}, error {error:.1e}", flush=True)
     dist.barrier()
-    os._exit(0)  # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the process
+    # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the
+    # process
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # for the ring's processes, and for next time
+    # for the ring's processes, and for next time
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     sys.exit(main())

@@ -1,7 +1,9 @@
-"""Cross entropy over a shard of a sequence, together with the projection to the vocabulary or after it.
+"""Cross entropy over a shard of a sequence, together with the projection to the vocabulary or after
+it.
 
-A mean over a shard is not a share of the mean over the sequence: shards differ in valid targets, and one may have
-none. So the loss of a shard is a sum and a count; the caller divides by the count over the global batch.
+A mean over a shard is not a share of the mean over the sequence: shards differ in valid targets,
+and one may have none. So the loss of a shard is a sum and a count; the caller divides by the count
+over the global batch.
 
 Letters: N tokens, E hidden size, V vocabulary.
 """
@@ -21,9 +23,10 @@ from .base.compiled import fused_on_gpus, not_compiled
 from .merging.merge import accumulator_dtype
 from .sequence.layout import IGNORE_INDEX, SIGNED
 
-# Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in bf16; on CPUs there is one in fp32
-# beside it, on GPUs that lives in registers. The gradient of the hidden states is added up over the entries, that of
-# the weights over the tokens, which therefore come in few parts.
+# Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in bf16; on CPUs
+# there is one in fp32 beside it, on GPUs that lives in registers. The gradient of the hidden states
+# is added up over the entries, that of the weights over the tokens, which therefore come in few
+# parts.
 _TILE_TOKENS = 1 << 15
 _TILE_ENTRIES = 1 << 11
 
@@ -34,16 +37,17 @@ def linear_cross_entropy_sum(
 ) -> tuple[Tensor, Tensor]:
     """`cross_entropy_sum` of the logits hidden @ weight^T, without ever holding them all.
 
-    hidden: (..., S, E); weight: (V, E), or several such whose rows count in turn, as if they were one; labels: (..., S)
-    int64; all on one device. hidden and weight are of one dtype, fp16, bf16, fp32 or fp64; under autocast they are cast
-    as F.linear casts, and gradients come back in their own. Logits are rounded to that dtype, as a linear layer's, and
-    taken in fp32 (fp64). The backward forms them once more and goes back through each tile: with P = softmax(logits),
-    dlogits = dloss (P - onehot(label)), and 0 for tokens without a target. Differentiable (once) in hidden and weight;
-    the backward raises RuntimeError with create_graph.
+    hidden: (..., S, E); weight: (V, E), or several such whose rows count in turn, as if they were
+    one; labels: (..., S) int64; all on one device. hidden and weight are of one dtype, fp16, bf16,
+    fp32 or fp64; under autocast they are cast as F.linear casts, and gradients come back in their
+    own. Logits are rounded to that dtype, as a linear layer's, and taken in fp32 (fp64). The
+    backward forms them once more and goes back through each tile: with P = softmax(logits), dlogits
+    = dloss (P - onehot(label)), and 0 for tokens without a target. Differentiable (once) in hidden
+    and weight; the backward raises RuntimeError with create_graph.
 
-    Raises TypeError for wrong dtypes and for tensors without values of their own, ValueError for shapes or devices that
-    do not go together and for a label outside the vocabulary; on GPUs, where the host does not wait for it, that last
-    one is a device-side assertion.
+    Raises TypeError for wrong dtypes and for tensors without values of their own, ValueError for
+    shapes or devices that do not go together and for a label outside the vocabulary; on GPUs, where
+    the host does not wait for it, that last one is a device-side assertion.
     """
     weights = weight if isinstance(weight, list | tuple) else [weight]
     for name, x in (("hidden", hidden), *(("weight", part) for part in weights)):
@@ -80,21 +84,35 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             factor = dtotal.to(lse.dtype) * (labels != IGNORE_INDEX)
             wanted, _, *of_weights = ctx.needs_input_grad
-            dhidden, dweights = _gradients(hidden, weights, labels, lse, factor, (wanted, *of_weights))
+            dhidden, dweights = _gradients(
+                hidden, weights, labels, lse, factor, (wanted, *of_weights)
+            )
         return dhidden, None, *dweights
 
 
 def _gradients(
-    hidden: Tensor, weights: Sequence[Tensor], labels: Tensor, lse: Tensor, factor: Tensor, wanted: Sequence[bool]
+    hidden: Tensor,
+    weights: Sequence[Tensor],
+    labels: Tensor,
+    lse: Tensor,
+    factor: Tensor,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """dhidden (N, E) and dweights, each if it is wanted; `factor` (N,) is the gradient of each token's loss."""
+    """dhidden (N, E) and dweights, each if it is wanted; `factor` (N,) is the gradient of each
+    token's loss.
+    """
     dhidden = torch.empty_like(hidden) if wanted[0] else None
-    dweights = [torch.zeros_like(x) if is_wanted else None for x, is_wanted in zip(weights, wanted[1:], strict=True)]
+    dweights = [
+        torch.zeros_like(x) if is_wanted else None
+        for x, is_wanted in zip(weights, wanted[1:], strict=True)
+    ]
     for rows in _cut(len(labels), _TILE_TOKENS):
         total = torch.zeros_like(hidden[rows], dtype=lse.dtype)
         for part, entries, first in _tiles(weights):
             weight, dweight = weights[part][entries], dweights[part]
-            dlogits = _logits_gradient(hidden[rows] @ weight.T, lse[rows], labels[rows] - first, factor[rows])
+            dlogits = _logits_gradient(
+                hidden[rows] @ weight.T, lse[rows], labels[rows] - first, factor[rows]
+            )
             if dhidden is not None:
                 total += dlogits @ weight
             if dweight is not None:
@@ -107,13 +125,15 @@ def _gradients(
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of token losses and number of valid targets.
 
-    logits: (..., S, V), fp16, bf16, fp32 or fp64, taken in fp32 (fp64); labels: (..., S) int64, IGNORE_INDEX (-100)
-    where there is no target. Returns fp32 (fp64) and int64 scalars; 0 and 0 without targets, with zero gradients.
-    Raises as linear_cross_entropy_sum.
+    logits: (..., S, V), fp16, bf16, fp32 or fp64, taken in fp32 (fp64); labels: (..., S) int64,
+    IGNORE_INDEX (-100) where there is no target. Returns fp32 (fp64) and int64 scalars; 0 and 0
+    without targets, with zero gradients. Raises as linear_cross_entropy_sum.
     """
     _check_floats("logits", logits)
     if logits.dim() < 2:
-        raise ValueError(f"logits must be (..., tokens, vocabulary), got shape {tuple(logits.shape)}")
+        raise ValueError(
+            f"logits must be (..., tokens, vocabulary), got shape {tuple(logits.shape)}"
+        )
     _check_labels(labels, logits, logits.shape[-1])
     logits = logits.flatten(0, -2).to(accumulator_dtype(logits.dtype))
     total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
@@ -121,7 +141,9 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def count_targets(labels: Tensor) -> Tensor:
-    """Number of valid targets: int64 scalar. Raises TypeError for labels of a dtype without negative numbers."""
+    """Number of valid targets: int64 scalar. Raises TypeError for labels of a dtype without
+    negative numbers.
+    """
     check_tensor("labels", labels)
     if labels.dtype not in SIGNED:
         raise TypeError(f"labels need a signed integer dtype, got {labels.dtype}")
@@ -139,11 +161,17 @@ def _check_floats(name: str, x: Tensor) -> None:
 def _check_weight(hidden: Tensor, weight: Tensor) -> None:
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         got = f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
-        raise ValueError(f"hidden and weight must be (..., tokens, E) and (vocabulary, E), got shapes {got}")
+        raise ValueError(
+            f"hidden and weight must be (..., tokens, E) and (vocabulary, E), got shapes {got}"
+        )
     if hidden.dtype != weight.dtype:
-        raise TypeError(f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")
+        raise TypeError(
+            f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}"
+        )
     if hidden.device != weight.device:
-        raise ValueError(f"hidden and weight must be on one device, got {hidden.device} and {weight.device}")
+        raise ValueError(
+            f"hidden and weight must be on one device, got {hidden.device} and {weight.device}"
+        )
 
 
 def _check_labels(labels: Tensor, rows: Tensor, vocabulary: int) -> None:
@@ -152,7 +180,9 @@ def _check_labels(labels: Tensor, rows: Tensor, vocabulary: int) -> None:
     if labels.dtype != torch.int64:
         raise TypeError(f"labels must be int64, got {labels.dtype}")
     if labels.shape != rows.shape[:-1]:
-        raise ValueError(f"labels must be of shape {tuple(rows.shape[:-1])}, one a token, got {tuple(labels.shape)}")
+        raise ValueError(
+            f"labels must be of shape {tuple(rows.shape[:-1])}, one a token, got {tuple(labels.shape)}"
+        )
     if labels.device != rows.device:
         raise ValueError(f"labels are on {labels.device}, what they are for is on {rows.device}")
     outside = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocabulary))
@@ -167,7 +197,9 @@ def _cut(count: int, width: int) -> Iterator[slice]:
 
 
 def _tiles(weights: Sequence[Tensor]) -> Iterator[tuple[int, slice, int]]:
-    """Tiles of entries: which weight, which of its rows, and where the first of these is among those of all weights."""
+    """Tiles of entries: which weight, which of its rows, and where the first of these is among
+    those of all weights.
+    """
     before = 0
     for part, weight in enumerate(weights):
         for entries in _cut(len(weight), _TILE_ENTRIES):
@@ -183,13 +215,17 @@ def _logsumexp(logits: Tensor) -> Tensor:
 
 @fused_on_gpus
 def _logits_gradient(logits: Tensor, lse: Tensor, column: Tensor, factor: Tensor) -> Tensor:
-    """(softmax - onehot(column)) * factor of a tile (N, V), in its dtype; the rest are (N,), columns may be outside."""
+    """(softmax - onehot(column)) * factor of a tile (N, V), in its dtype; the rest are (N,),
+    columns may be outside.
+    """
     probs = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp_()
     onehot = column.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
     return probs.sub_(onehot.to(torch.uint8)).mul_(factor.unsqueeze(1)).to(logits.dtype)
 
 
 def _columns(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Columns (N,) of a tile as (N, 1), those outside anywhere in it; and whether they are inside, (N,)."""
+    """Columns (N,) of a tile as (N, 1), those outside anywhere in it; and whether they are inside,
+    (N,).
+    """
     inside = (column >= 0) & (column < width)
     return column.where(inside, 0).unsqueeze(1), inside

@@ -1,4 +1,5 @@
-"""Layers: rotary embedding by explicit positions, SwiGLU, and self-attention that is sequence parallel.
+"""Layers: rotary embedding by explicit positions, SwiGLU, and self-attention that is sequence
+parallel.
 
 Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size, E model width.
 """
@@ -29,26 +30,30 @@ _MOST_MASKS = 256  # that are kept with a window
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2 j / D), j < D / 2, for `positions` (S,) int64, or (B, S) if rows differ.
+    """cos and sin of position * theta^(-2 j / D), j < D / 2, for `positions` (S,) int64, or (B, S)
+    if rows differ.
 
-    Both are (S, D / 2), or (B, S, D / 2), fp32. Positions are those in the whole sequence or, where documents see
-    nothing of each other, in the document (`Mask.positions`).
+    Both are (S, D / 2), or (B, S, D / 2), fp32. Positions are those in the whole sequence or, where
+    documents see nothing of each other, in the document (`Mask.positions`).
 
     (RoFormer, arXiv 2104.09864.)
     """
     return rotations(positions, rope_frequencies(head_dim, theta, positions.device))
 
 
-def rope_frequencies(head_dim: int, theta: float, device: torch.device | str | None = None) -> Tensor:
+def rope_frequencies(
+    head_dim: int, theta: float, device: torch.device | str | None = None
+) -> Tensor:
     """theta^(-2 j / D), j < D / 2: (D / 2,) fp64, radians from one position to the next."""
     return theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
 
 
 def rotations(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin, times `scale`, of position * frequency, for `positions` and in shapes as `rope_tables`.
+    """cos and sin, times `scale`, of position * frequency, for `positions` and in shapes as
+    `rope_tables`.
 
-    `frequencies` are (D / 2,), or (B, D / 2) if rows differ, fp64. Phases are formed in fp64: at position 10^6 an fp32
-    phase is off by up to 0.06 rad.
+    `frequencies` are (D / 2,), or (B, D / 2) if rows differ, fp64. Phases are formed in fp64: at
+    position 10^6 an fp32 phase is off by up to 0.06 rad.
     """
     phases = positions.double().unsqueeze(-1) * frequencies.unsqueeze(-2)
     return (phases.cos() * scale).float(), (phases.sin() * scale).float()
@@ -56,7 +61,9 @@ def rotations(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tup
 
 @fused_on_gpus
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) by `rope_tables`, in fp32 or fp64; returns x's dtype."""
+    """Rotates the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) by `rope_tables`, in fp32 or fp64;
+    returns x's dtype.
+    """
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     left, right = x.to(accumulator_dtype(x.dtype)).chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
@@ -76,32 +83,36 @@ class KVCache(Protocol):
 
 
 class BurstAttention(nn.Module):
-    """Self-attention with rotary positions over the ranks of `sp`, causal unless a mask is given; GQA where
-    num_kv_heads < num_heads.
+    """Self-attention with rotary positions over the ranks of `sp`, causal unless a mask is given;
+    GQA where num_kv_heads < num_heads.
 
     hidden_size    E, the width of what comes in and goes out
-    num_heads      H; num_kv_heads G, by default as many; head_dim D, by default hidden_size / num_heads
-    sp             whose ranks share the sequence, from init_sequence_parallel; by default this rank alone
+    num_heads      H; num_kv_heads G, by default as many; head_dim D, by default hidden_size /
+                   num_heads
+    sp             whose ranks share the sequence, from init_sequence_parallel; by default this rank
+                   alone
     flash          the block kernel, and
     deterministic  equal bits between runs, and
     strategy       how the ranks share the work, as of burst_attn_func
-    window         a token sees of what the mask shows it only itself and the window - 1 tokens before it, as Mistral
-                   and MiniCPM count
+    window         a token sees of what the mask shows it only itself and the window - 1 tokens
+                   before it, as Mistral and MiniCPM count
     layer          this layer's index in a KVCache
     qkv_bias       whether q_proj, k_proj and v_proj have a bias, as Qwen2's
     o_bias         whether o_proj has one
-    qk_norm_eps    if given, q and k are RMS-normalized in each head before they are rotated, as Qwen3's, with this
-                   added to the mean square and the weights (D,) of `q_norm` and `k_norm`
+    qk_norm_eps    if given, q and k are RMS-normalized in each head before they are rotated, as
+                   Qwen3's, with this added to the mean square and the weights (D,) of `q_norm` and
+                   `k_norm`
     softcap        a bound of the scores, as of burst_attn_func
-    sinks          whether there is a learned score (H,) of a key that all queries see and that has no value, the
-                   parameter `sinks`, as GptOss has it; it starts as 0, and bf16 and fp16 are widened to fp32 in use
+    sinks          whether there is a learned score (H,) of a key that all queries see and that has
+                   no value, the parameter `sinks`, as GptOss has it; it starts as 0, and bf16 and
+                   fp16 are widened to fp32 in use
 
-    Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its dtype, whatever
-    dtype norms and rotary tables have made of q and k.
+    Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its
+    dtype, whatever dtype norms and rotary tables have made of q and k.
 
-    Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd, window is below 1 or qk_norm_eps or
-    softcap is not positive; TypeError for a window that is no whole number, a softcap that is no number or sinks that
-    are not True or False.
+    Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd, window is below 1
+    or qk_norm_eps or softcap is not positive; TypeError for a window that is no whole number, a
+    softcap that is no number or sinks that are not True or False.
     """
 
     def __init__(
@@ -125,7 +136,9 @@ class BurstAttention(nn.Module):
     ):
         super().__init__()
         if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
-            raise ValueError(f"num_heads={num_heads} does not divide hidden_size={hidden_size}; give head_dim then")
+            raise ValueError(
+                f"num_heads={num_heads} does not divide hidden_size={hidden_size}; give head_dim then"
+            )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = hidden_size // num_heads if head_dim is None else head_dim
         if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -140,7 +153,12 @@ class BurstAttention(nn.Module):
             raise ValueError(f"softcap must be positive, got {softcap}")
         self.head_dim = head_dim
         self.sp = sp or SequenceParallel()
-        self.options = {"flash": flash, "deterministic": deterministic, "strategy": strategy, "softcap": softcap}
+        self.options = {
+            "flash": flash,
+            "deterministic": deterministic,
+            "strategy": strategy,
+            "softcap": softcap,
+        }
         self.window = None if window is None else int(window)
         self.layer = layer
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
@@ -161,7 +179,8 @@ class BurstAttention(nn.Module):
         mask: Masks | None = None,
         layout: Layouts | None = None,
     ) -> Tensor:
-        """x (B, S, E) of this rank's tokens, with `rope_tables` of their positions, to (B, S, E); the rest as `attend`.
+        """x (B, S, E) of this rank's tokens, with `rope_tables` of their positions, to (B, S, E);
+        the rest as `attend`.
 
         With a cache, x continues the tokens that the cache holds.
         """
@@ -169,7 +188,10 @@ class BurstAttention(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x to q (B, S, H, D), rotated, k, rotated, and v (B, S, G, D)."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim))
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
@@ -185,12 +207,13 @@ class BurstAttention(nn.Module):
     ) -> Tensor:
         """The attention itself, with heads side by side: (B, S, H * D).
 
-        mask    what tokens of the whole sequence see, or one for each row; by default all before them
+        mask    what tokens of the whole sequence see, or one for each row; by default all before
+                them
         layout  how the sequence lies on the ranks, or one for each row; by default sp's
 
-        Raises ValueError if `sp` has more than one rank or there is a mask or a layout beside a cache, and where a
-        layer with a window has to make its mask and a rank alone does not know how long the sequence is: give a mask or
-        a Layout then.
+        Raises ValueError if `sp` has more than one rank or there is a mask or a layout beside a
+        cache, and where a layer with a window has to make its mask and a rank alone does not know
+        how long the sequence is: give a mask or a Layout then.
         """
         sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
         if cache is not None:
@@ -212,24 +235,35 @@ class BurstAttention(nn.Module):
         layout: Layouts | None,
     ) -> Tensor:
         if self.sp.size > 1:
-            raise ValueError(f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: generate with sp=None")
+            raise ValueError(
+                f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: generate with sp=None"
+            )
         if mask is not None or layout is not None:
-            raise ValueError("tokens that continue a KVCache see what is in it: a mask or a layout does not go with it")
+            raise ValueError(
+                "tokens that continue a KVCache see what is in it: a mask or a layout does not go with it"
+            )
         k, v = cache.extend(self.layer, k, v)
         return _attend_to_cache(q, k, v, self.window, self.options["softcap"], sinks).flatten(2)
 
 
 @not_compiled
 def _within(window: int, mask: Masks | None, groups: dict[str, Any], seq_len: int | None) -> Masks:
-    """`_seen_within` of a call's mask and layout; the other ranks, which call as well, hear what is wrong with them."""
+    """`_seen_within` of a call's mask and layout; the other ranks, which call as well, hear what is
+    wrong with them.
+    """
     try:
         return _seen_within(window, mask, groups["layout"], seq_len)
-    except (TypeError, ValueError, AttributeError) as error:  # of whatever was given; the others would wait
+    # of whatever was given; the others would wait
+    except (TypeError, ValueError, AttributeError) as error:
         refuse_call(error, groups["process_group"], groups["double_group"])
 
 
-def _seen_within(window: int, mask: Masks | None, layout: str | Layouts, seq_len: int | None) -> Masks:
-    """What is visible of a mask, by default the causal one, in a window; `seq_len`, if it is known without a layout."""
+def _seen_within(
+    window: int, mask: Masks | None, layout: str | Layouts, seq_len: int | None
+) -> Masks:
+    """What is visible of a mask, by default the causal one, in a window; `seq_len`, if it is known
+    without a layout.
+    """
     if mask is None:
         if isinstance(layout, str):
             if seq_len is None:
@@ -239,8 +273,16 @@ def _seen_within(window: int, mask: Masks | None, layout: str | Layouts, seq_len
                 )
             mask = _causal(seq_len)
         else:
-            mask = _causal(layout.seq_len) if isinstance(layout, Layout) else [_causal(row.seq_len) for row in layout]
-    return _windowed(mask, window) if isinstance(mask, Mask) else tuple(_windowed(row, window) for row in mask)
+            mask = (
+                _causal(layout.seq_len)
+                if isinstance(layout, Layout)
+                else [_causal(row.seq_len) for row in layout]
+            )
+    return (
+        _windowed(mask, window)
+        if isinstance(mask, Mask)
+        else tuple(_windowed(row, window) for row in mask)
+    )
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)
@@ -259,24 +301,31 @@ def _windowed(mask: Mask, window: int) -> Mask:
 def _attend_to_cache(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention of the last tokens q (B, S, H, D) to all tokens k, v (B, T, G, D) so far, or those in the window."""
+    """Attention of the last tokens q (B, S, H, D) to all tokens k, v (B, T, G, D) so far, or those
+    in the window.
+    """
     new = q.shape[1]
     if window is not None:
-        k, v = (x[:, max(x.shape[1] - new - window + 1, 0) :] for x in (k, v))  # no query sees what is before
+        # no query sees what is before
+        k, v = (x[:, max(x.shape[1] - new - window + 1, 0) :] for x in (k, v))
     total = k.shape[1]
     visible = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
     if window is not None:
         visible = visible.triu(total - new - window + 1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, enable_gqa=True
+        ).transpose(1, 2)
     return _dense_attention(q, k, v, visible, softcap, sinks).transpose(1, 2)
 
 
 def _dense_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """What torch's own attention lacks: a softcap, or sinks (H,), in that of q (B, H, S, D) to k, v (B, G, T, D)."""
+    """What torch's own attention lacks: a softcap, or sinks (H,), in that of q (B, H, S, D) to k, v
+    (B, G, T, D).
+    """
     q = q.unflatten(1, (k.shape[1], -1))
     scores = (q @ k.unsqueeze(2).mT).to(accumulator_dtype(q.dtype)) * q.shape[-1] ** -0.5
     if softcap is not None:

@@ -5,8 +5,8 @@
         with offload.block():
             x = block(x)
 
-Copies go both ways on a stream of their own: out of the GPU while the next blocks are computed, and back while the
-backward is still busy with the block after. CPU tensors stay where they are.
+Copies go both ways on a stream of their own: out of the GPU while the next blocks are computed, and
+back while the backward is still busy with the block after. CPU tensors stay where they are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Offload:
 
     @contextmanager
     def block(self, keep: Sequence[Tensor] = ()) -> Iterator[None]:
-        """What is saved within is kept in host memory; comes back in one go, with the block before on its way too.
+        """What is saved within is kept in host memory; comes back in one go, with the block before
+        on its way too.
 
         Tensors to `keep` stay on the device: others need them there anyway.
         """
@@ -53,7 +54,9 @@ class Offload:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+                host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(
+                    x, non_blocking=True
+                )
             x.record_stream(self._stream)
             parked = _Parked(block, host, x.device)
             block.names[_name(x)] = parked, StorageWeakRef(x.untyped_storage())
@@ -74,7 +77,8 @@ class Offload:
     def _fetch(self, parked: _Parked | None) -> None:
         if parked is None or parked.back is not None:
             return
-        parked.back = torch.empty_like(parked.host, device=parked.device)  # on the stream that will use it
+        # on the stream that will use it
+        parked.back = torch.empty_like(parked.host, device=parked.device)
         parked.back.record_stream(self._stream)  # which may never use it
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -83,9 +87,11 @@ class Offload:
 
 
 class _Block:
-    """What one block has parked; `names` while its forward may save the same memory again, by what memory it is.
+    """What one block has parked; `names` while its forward may save the same memory again, by what
+    memory it is.
 
-    An allocator may give memory that was freed to the next tensor, so an entry counts while its owner lives.
+    An allocator may give memory that was freed to the next tensor, so an entry counts while its
+    owner lives.
     """
 
     def __init__(self, previous: weakref.ref[_Block] | None, kept: set[int]):
@@ -104,6 +110,8 @@ class _Parked:
 
 
 def _name(x: Tensor) -> tuple[Any, ...]:
-    """What memory x is, in which order of entries; views of one shape or another are alike if they are contiguous."""
+    """What memory x is, in which order of entries; views of one shape or another are alike if they
+    are contiguous.
+    """
     order = () if x.is_contiguous() else (x.shape, x.stride())
     return (x.data_ptr(), x.nbytes, x.dtype, x._version, order)

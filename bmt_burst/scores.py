@@ -1,12 +1,14 @@
-"""Scores: what is added to scale q k^T, where it is a learned number for each head that a few integers of both tokens
-choose. CPM-Live's models have such a bias, and masks that go with it; T5's relative positions are another.
+"""Scores: what is added to scale q k^T, where it is a learned number for each head that a few
+integers of both tokens choose. CPM-Live's models have such a bias, and masks that go with it; T5's
+relative positions are another.
 
-A token has a group, a segment of it, and a position; groups and segments are runs of the sequence. Pairs of one segment
-have a number by their distance, alike from `reach` on; pairs of two segments of one group one by these; pairs of two
-groups one for all. So nearly all pairs of a long sequence lie in large areas with one number each. Attention with a
-constant added is plain attention with that added to its lse, which the fastest kernels do: `terms` are those areas.
-What is left is for a kernel that knows the table: near pairs of a long segment, which go by distance alone, and pairs
-of segments that are short, but for those of two groups that are long.
+A token has a group, a segment of it, and a position; groups and segments are runs of the sequence.
+Pairs of one segment have a number by their distance, alike from `reach` on; pairs of two segments
+of one group one by these; pairs of two groups one for all. So nearly all pairs of a long sequence
+lie in large areas with one number each. Attention with a constant added is plain attention with
+that added to its lse, which the fastest kernels do: `terms` are those areas. What is left is for a
+kernel that knows the table: near pairs of a long segment, which go by distance alone, and pairs of
+segments that are short, but for those of two groups that are long.
 
 No rank, no layout, no GPU. All of it is O(sequence), and the same on every rank.
 """
@@ -37,7 +39,8 @@ _MOST_TERMS = 16  # with a row each: attention keeps a number for each of them, 
 class Term(NamedTuple):
     """A part of the visible pairs: those of `mask`.
 
-    All have row `row` of the table; BY_DISTANCE: each has its own by its distance; None: each has its own.
+    All have row `row` of the table; BY_DISTANCE: each has its own by its distance; None: each has
+    its own.
     """
 
     row: int | None
@@ -65,14 +68,17 @@ class _Cell(NamedTuple):
 
 
 class _Integers:
-    """A field (N,) int32 of Scores. It is copied when it is set and when it is read, so that nobody can change it."""
+    """A field (N,) int32 of Scores. It is copied when it is set and when it is read, so that nobody
+    can change it.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, scores: Scores | None, owner: type) -> Tensor:
         if scores is None:
-            raise AttributeError(f"{self.name} has no default")  # as dataclasses ask the class for one
+            # as dataclasses ask the class for one
+            raise AttributeError(f"{self.name} has no default")
         return getattr(scores, f"_{self.name}").clone()
 
     def __set__(self, scores: Scores, x: Tensor) -> None:
@@ -82,7 +88,8 @@ class _Integers:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The visible pairs of a sequence, and the row of a table (rows, H) that each adds to its scores.
+    """The visible pairs of a sequence, and the row of a table (rows, H) that each adds to its
+    scores.
 
     Query i and key j have the row
         other                                     if group[i] != group[j], else
@@ -90,13 +97,15 @@ class Scores:
         distances[clamp(j - i, -reach, reach) + reach]
 
     mask                  which pairs are visible
-    group, base, segment  (seq_len,) int32, on the CPU; `base` says where a query's segment begins in `pairs`
+    group, base, segment  (seq_len,) int32, on the CPU; `base` says where a query's segment begins
+    in `pairs`
     pairs                 (P,) int32: rows, or BY_DISTANCE
     distances             (2 reach + 1,) int32: rows
     other                 a row
 
-    Tensors are copied when they are given and when they are read, so that nothing can change the Scores. Raises
-    ValueError or TypeError for tensors of another kind or length, or numbers that lead out of them.
+    Tensors are copied when they are given and when they are read, so that nothing can change the
+    Scores. Raises ValueError or TypeError for tensors of another kind or length, or numbers that
+    lead out of them.
     """
 
     mask: Mask
@@ -115,7 +124,9 @@ class Scores:
                 raise ValueError(f"{name} has {tokens} numbers for a mask of {self.seq_len} tokens")
         object.__setattr__(self, "other", as_int("other", self.other))
         if len(self._distances) % 2 == 0:
-            raise ValueError(f"distances are 2 reach + 1 rows, an odd number; got {len(self._distances)}")
+            raise ValueError(
+                f"distances are 2 reach + 1 rows, an odd number; got {len(self._distances)}"
+            )
         self._check_rows()
         self._check_entries()
 
@@ -123,25 +134,39 @@ class Scores:
     def by_distance(mask: Mask, distances: Tensor) -> Scores:
         """Rows by distance alone, as T5 has them."""
         nothing = torch.zeros(mask.seq_len, dtype=torch.int32)
-        return Scores(mask, nothing, nothing, nothing, torch.tensor([BY_DISTANCE], dtype=torch.int32), distances, 0)
+        return Scores(
+            mask,
+            nothing,
+            nothing,
+            nothing,
+            torch.tensor([BY_DISTANCE], dtype=torch.int32),
+            distances,
+            0,
+        )
 
     @staticmethod
     def stacked(scores: Sequence[Scores]) -> Scores:
         """Several sequences as one, in which they follow one another and see nothing of each other.
 
-        Raises ValueError without any, or if their `distances` or `other` differ; TypeError for what is no Scores.
+        Raises ValueError without any, or if their `distances` or `other` differ; TypeError for what
+        is no Scores.
         """
         for each in scores:
             if not isinstance(each, Scores):
-                raise TypeError(f"scores of several sequences must be Scores, got {type(each).__name__}")
+                raise TypeError(
+                    f"scores of several sequences must be Scores, got {type(each).__name__}"
+                )
         mask = Mask.stacked([each.mask for each in scores])
         first, groups, pairs = scores[0], 0, 0
         parts: list[tuple[Tensor, ...]] = []
         for each in scores:
             if not each._distances.equal(first._distances) or each.other != first.other:
-                raise ValueError("scores of several sequences must have the same distances and the same other row")
+                raise ValueError(
+                    "scores of several sequences must have the same distances and the same other row"
+                )
             start, stop, group, _, _ = each._runs
-            numbers, index = group.unique(return_inverse=True)  # whatever numbers they have, they are to differ
+            # whatever numbers they have, they are to differ
+            numbers, index = group.unique(return_inverse=True)
             group = (index + groups).int().repeat_interleave(stop - start)
             parts.append((group, each._base + pairs, each._segment, each._pairs))
             groups, pairs = groups + len(numbers), pairs + len(each._pairs)
@@ -173,11 +198,16 @@ class Scores:
         return found.hexdigest()
 
     def tokens(self, positions: Tensor) -> Tensor:
-        """What kernels know of the tokens at `positions` (T,): group, base, segment and position, (4, T) int32."""
-        return torch.stack((*(x[positions] for x in (self._group, self._base, self._segment)), positions.int()))
+        """What kernels know of the tokens at `positions` (T,): group, base, segment and position,
+        (4, T) int32.
+        """
+        return torch.stack(
+            (*(x[positions] for x in (self._group, self._base, self._segment)), positions.int())
+        )
 
     def dense(self) -> Tensor:
-        """(seq_len, seq_len) int64, the row of query (row) and key (column), also of pairs that are not visible.
+        """(seq_len, seq_len) int64, the row of query (row) and key (column), also of pairs that are
+        not visible.
 
         For tests: it takes O(n^2) memory.
         """
@@ -198,7 +228,10 @@ class Scores:
         for s in self.mask.slices:
             for row, area in self._areas(s):
                 areas.setdefault(row, []).append(area)
-        by_area = sorted(areas.keys() - {None, BY_DISTANCE}, key=lambda row: (sum(s.area for s in areas[row]), row))
+        by_area = sorted(
+            areas.keys() - {None, BY_DISTANCE},
+            key=lambda row: (sum(s.area for s in areas[row]), row),
+        )
         for row in by_area[:-_MOST_TERMS]:
             areas.setdefault(None, []).extend(areas.pop(row))
         order = sorted(areas, key=lambda row: -2 if row is None else row)
@@ -219,7 +252,9 @@ class Scores:
         if (least := min(int(rows.min()), self.other)) < 0:
             raise ValueError(f"rows of the table cannot be negative, got {least}")
         if self.other >= 1 << 31:
-            raise ValueError(f"other is a row of a table, below 2^31; got a number of {self.other.bit_length()} bits")
+            raise ValueError(
+                f"other is a row of a table, below 2^31; got a number of {self.other.bit_length()} bits"
+            )
 
     def _check_entries(self) -> None:
         """Whether all pairs of a group are among `pairs`."""
@@ -227,7 +262,10 @@ class Scores:
         groups, index = group.unique(return_inverse=True)
         empty = torch.zeros_like(groups)
         (least, most), (first, last) = (
-            [empty.scatter_reduce(0, index, x, reduce, include_self=False) for reduce in ("amin", "amax")]
+            [
+                empty.scatter_reduce(0, index, x, reduce, include_self=False)
+                for reduce in ("amin", "amax")
+            ]
             for x in entries
         )
         lowest, highest = int((least + first).min()), int((most + last).max())
@@ -237,20 +275,25 @@ class Scores:
 
     @functools.cached_property
     def _runs(self) -> Tensor:
-        """Ranges of tokens of one segment of one group: start, stop, group, base and segment of each, (5, runs) int64.
+        """Ranges of tokens of one segment of one group: start, stop, group, base and segment of
+        each, (5, runs) int64.
 
         There are far fewer than tokens, so that what follows looks at these.
         """
         numbers = torch.stack((self._group, self._base, self._segment))
         ends = (numbers[:, 1:] != numbers[:, :-1]).any(0).nonzero().flatten() + 1
         bounds = torch.cat((torch.tensor([0]), ends, torch.tensor([self.seq_len])))
-        return torch.cat((bounds[:-1].unsqueeze(0), bounds[1:].unsqueeze(0), numbers[:, bounds[:-1]]))
+        return torch.cat(
+            (bounds[:-1].unsqueeze(0), bounds[1:].unsqueeze(0), numbers[:, bounds[:-1]])
+        )
 
     @functools.cached_property
     def _cells(self) -> list[_Cell]:
         """The sequence in long runs of a segment, and what is between them."""
         runs = self._runs[:, self._runs[1] - self._runs[0] >= _LONG].T.tolist()
-        return self._with_gaps([_Cell((start, stop), _Segment(*segment)) for start, stop, *segment in runs])
+        return self._with_gaps(
+            [_Cell((start, stop), _Segment(*segment)) for start, stop, *segment in runs]
+        )
 
     @functools.cached_property
     def _groups(self) -> list[_Cell]:
@@ -289,7 +332,11 @@ class Scores:
 
     def _row(self, mine: _Segment, theirs: _Segment) -> int:
         """Of queries of one segment and keys of another."""
-        return self.other if mine.group != theirs.group else int(self._pairs[mine.base + theirs.segment])
+        return (
+            self.other
+            if mine.group != theirs.group
+            else int(self._pairs[mine.base + theirs.segment])
+        )
 
     def _bands(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
         """A slice of one segment: what is near, and what is far on either side where that is much."""
@@ -327,17 +374,22 @@ def _stop(cell: _Cell) -> int:
 
 
 def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
-    """The bucket of every distance key - query from -reach to reach: (2 reach + 1,) int32, for `Scores.distances`.
+    """The bucket of every distance key - query from -reach to reach: (2 reach + 1,) int32, for
+    `Scores.distances`.
 
-    With half = num_buckets // 2, exact = half // 2 and a = |key - query|:  g(a) = a if a < exact, else
-    min(half - 1, exact + trunc(ln(a / exact) / ln(max_distance / exact) (half - exact))), plus half where the key is
-    ahead of the query. Logarithm and quotient are fp32, as in the models that were trained so. (T5's bidirectional
-    buckets, arXiv 1910.10683, as CPM-Live has them.) From reach on g is half - 1.
+    With half = num_buckets // 2, exact = half // 2 and a = |key - query|:  g(a) = a if a < exact,
+    else min(half - 1, exact + trunc(ln(a / exact) / ln(max_distance / exact) (half - exact))), plus
+    half where the key is ahead of the query. Logarithm and quotient are fp32, as in the models that
+    were trained so. (T5's bidirectional buckets, arXiv 1910.10683, as CPM-Live has them.) From
+    reach on g is half - 1.
 
-    Raises ValueError for fewer than 4 buckets or a max_distance that is not beyond the exact ones, TypeError for what
-    is no whole number.
+    Raises ValueError for fewer than 4 buckets or a max_distance that is not beyond the exact ones,
+    TypeError for what is no whole number.
     """
-    num_buckets, max_distance = as_int("num_buckets", num_buckets), as_int("max_distance", max_distance)
+    num_buckets, max_distance = (
+        as_int("num_buckets", num_buckets),
+        as_int("max_distance", max_distance),
+    )
     half = num_buckets // 2
     exact = half // 2
     if num_buckets < 4 or max_distance <= exact:
@@ -345,7 +397,11 @@ def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
             f"{num_buckets} buckets need a distance beyond {exact}, and to be 4 or more; got {max_distance}"
         )
     away = torch.arange(max_distance + 1)
-    quotient = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (half - exact)
+    quotient = (
+        torch.log(away.clamp(min=1).float() / exact)
+        / math.log(max_distance / exact)
+        * (half - exact)
+    )
     bucket = torch.where(away < exact, away, (exact + quotient.long()).clamp(max=half - 1))
     reach = int((bucket == half - 1).nonzero()[0])
     bucket = bucket[: reach + 1].int()
@@ -353,7 +409,9 @@ def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
 
 
 def _joined(slices: Sequence[Slice]) -> list[Slice]:
-    """The same pairs in fewer slices: those side by side that differ in their keys, or in their queries, alone."""
+    """The same pairs in fewer slices: those side by side that differ in their keys, or in their
+    queries, alone.
+    """
     by_keys: list[Slice] = []
     for s in sorted(slices, key=lambda s: (s.q, _order_bands(s), s.kv)):
         last = by_keys[-1] if by_keys else None

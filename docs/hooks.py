@@ -10,8 +10,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add index.md: the README with its links seen from docs/, and without links to files that the site lacks."""
+    """Add index.md: the README with its links seen from docs/, and without links to files that the
+    site lacks.
+    """
     text = (ROOT / "README.md").read_text()
-    text = re.sub(r"\[([^\]]*)\]\((?!https?:|docs/)([^)]*)\)", r"`\2`", text).replace("](docs/", "](")
+    text = re.sub(r"\[([^\]]*)\]\((?!https?:|docs/)([^)]*)\)", r"`\2`", text).replace(
+        "](docs/", "]("
+    )
     files.append(File.generated(config, "index.md", content=text))
     return files

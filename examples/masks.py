@@ -1,9 +1,10 @@
 """Draw a gallery of masks: each kind, and how four ranks share its work in each layout.
 
-    python examples/masks.py [FOLDER]    # writes FOLDER/masks.png and prints the masks; default: the current folder
+    python examples/masks.py [FOLDER]    # writes FOLDER/masks.png and prints the masks; default:
+    the current folder
 
-A mask is a function that returns a `bmt_burst.Mask`. To see a new one here, register it in `EXAMPLES` of
-bmt_burst/sequence/mask.py.
+A mask is a function that returns a `bmt_burst.Mask`. To see a new one here, register it in
+`EXAMPLES` of bmt_burst/sequence/mask.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import matplotlib
@@ -26,7 +28,8 @@ from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.mask import EXAMPLES
 
 TOKENS, RANKS = 64, 4
-COLOURS = ["#ffffff", "#3b6fb6", "#e1812c", "#3a923a", "#c03d3e"]  # hidden, and the pairs of ranks 0 to 3
+# hidden, and the pairs of ranks 0 to 3
+COLOURS = ["#ffffff", "#3b6fb6", "#e1812c", "#3a923a", "#c03d3e"]
 
 
 def owners(mask: Mask, layout: Layout) -> torch.Tensor:
@@ -47,16 +50,30 @@ def share(mask: Mask, layout: Layout) -> float:
 def draw(path: Path) -> None:
     """Write a picture: a row for each mask, a column for each layout."""
     names = [*LAYOUTS, "balanced"]
-    figure, axes = pyplot.subplots(len(EXAMPLES), len(names), figsize=(2.2 * len(names), 2.4 * len(EXAMPLES)))
+    figure, axes = pyplot.subplots(
+        len(EXAMPLES), len(names), figsize=(2.2 * len(names), 2.4 * len(EXAMPLES))
+    )
     for row, (kind, make) in zip(axes, EXAMPLES.items(), strict=True):
         mask = make(TOKENS)
         for axis, name in zip(row, names, strict=True):
-            layout = Layout.balanced(mask, RANKS) if name == "balanced" else Layout.named(name, TOKENS, RANKS)
-            axis.imshow(owners(mask, layout), cmap=ListedColormap(COLOURS), vmin=0, vmax=RANKS, interpolation="nearest")
+            layout = (
+                Layout.balanced(mask, RANKS)
+                if name == "balanced"
+                else Layout.named(name, TOKENS, RANKS)
+            )
+            axis.imshow(
+                owners(mask, layout),
+                cmap=ListedColormap(COLOURS),
+                vmin=0,
+                vmax=RANKS,
+                interpolation="nearest",
+            )
             axis.set(xticks=[], yticks=[], title=f"{name}, busiest {share(mask, layout):.2f}")
             axis.title.set_fontsize(7)
         row[0].set_ylabel(kind, fontsize=8)
-    figure.suptitle(f"{TOKENS} queries (down) and keys (across), coloured by the rank of the query", fontsize=9)
+    figure.suptitle(
+        f"{TOKENS} queries (down) and keys (across), coloured by the rank of the query", fontsize=9
+    )
     figure.tight_layout(rect=(0, 0, 1, 0.98))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

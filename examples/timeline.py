@@ -1,4 +1,5 @@
-"""Draw when each rank of a ring computes and when its tokens travel, at assumed rates. Nothing runs, no GPU is needed.
+"""Draw when each rank of a ring computes and when its tokens travel, at assumed rates. Nothing
+runs, no GPU is needed.
 
     python examples/timeline.py --tokens 131072 --ranks 8 --output timeline.png
     python examples/timeline.py --ranks 8 --inner 4     # two hosts, a double ring
@@ -12,7 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import matplotlib
@@ -37,7 +39,14 @@ def plans(arguments: argparse.Namespace) -> list[RingPlan]:
         layout=Layout.zigzag(arguments.tokens, arguments.ranks),
         spec=Spec(scale=arguments.head_size**-0.5),
         kernel=kernels.load("reference"),
-        sizes=Sizes(1, arguments.heads, arguments.kv_heads, arguments.head_size, torch.bfloat16, torch.bfloat16),
+        sizes=Sizes(
+            1,
+            arguments.heads,
+            arguments.kv_heads,
+            arguments.head_size,
+            torch.bfloat16,
+            torch.bfloat16,
+        ),
         inner=arguments.inner or arguments.ranks,
         outer=arguments.ranks // (arguments.inner or arguments.ranks),
     )
@@ -47,24 +56,42 @@ def plans(arguments: argparse.Namespace) -> list[RingPlan]:
 def draw(timelines: list[tuple[Timeline, Timeline]], path: Path) -> None:
     """Write a picture: forward and backward side by side, a line for each rank and kind of work."""
     figure, axes = pyplot.subplots(1, 2, figsize=(14, 0.7 * len(timelines) + 1.5))
-    for axis, title, column in zip(axes, ("forward", "backward"), zip(*timelines, strict=True), strict=True):
+    for axis, title, column in zip(
+        axes, ("forward", "backward"), zip(*timelines, strict=True), strict=True
+    ):
         for number, one in enumerate(column):
             for x in one.intervals:
                 place = number + 0.22 * list(COLOURS).index(x.row)
-                axis.barh(place, (x.stop - x.start) * 1e3, 0.2, x.start * 1e3, color=COLOURS[x.row], edgecolor="white")
+                axis.barh(
+                    place,
+                    (x.stop - x.start) * 1e3,
+                    0.2,
+                    x.start * 1e3,
+                    color=COLOURS[x.row],
+                    edgecolor="white",
+                )
         busy = sum(one.busy for one in column) / len(column)
-        axis.set(title=f"{title}: kernels run for {busy:.0%} of the time", xlabel="milliseconds at assumed rates")
-        axis.set_yticks([n + 0.3 for n in range(len(column))], [f"rank {n}" for n in range(len(column))])
+        axis.set(
+            title=f"{title}: kernels run for {busy:.0%} of the time",
+            xlabel="milliseconds at assumed rates",
+        )
+        axis.set_yticks(
+            [n + 0.3 for n in range(len(column))], [f"rank {n}" for n in range(len(column))]
+        )
         axis.invert_yaxis()
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    axes[1].legend(handles, ["kernels", "blocks travel", "gradients travel", "between hosts"], fontsize=8)
+    axes[1].legend(
+        handles, ["kernels", "blocks travel", "gradients travel", "between hosts"], fontsize=8
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=1 << 17)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--inner", type=int, help="ranks of a host; by default all")
@@ -73,7 +100,9 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--tflops", type=float, default=600, help="of the kernel alone")
     parser.add_argument("--link", type=float, default=300, help="GB/s between ranks of a host")
-    parser.add_argument("--host-link", type=float, default=40, help="GB/s between hosts, for each rank")
+    parser.add_argument(
+        "--host-link", type=float, default=40, help="GB/s between hosts, for each rank"
+    )
     parser.add_argument("--output", type=Path, default=Path("timeline.png"))
     arguments = parser.parse_args()
     if arguments.inner and arguments.ranks % arguments.inner:

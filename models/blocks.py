@@ -20,11 +20,11 @@ CHECKPOINTING = ("none", "selective", "full")
 class Saving:
     """What blocks keep from their forward for their backward.
 
-    checkpointing  "none": all; "selective": its input and q, k, v, out and lse of the attention, all else is computed
-                   again (the ring is not); "full": its input only
+    checkpointing  "none": all; "selective": its input and q, k, v, out and lse of the attention,
+                   all else is computed again (the ring is not); "full": its input only
     offload        keep that in host memory; not with "none", which would move the weights too
-    blocks         how many of a model's blocks this is for, the first ones; the others, whose backward comes first,
-                   keep all. None: for all
+    blocks         how many of a model's blocks this is for, the first ones; the others, whose
+                   backward comes first, keep all. None: for all
     """
 
     checkpointing: str = "none"
@@ -33,7 +33,9 @@ class Saving:
 
     def __post_init__(self):
         if self.checkpointing not in CHECKPOINTING:
-            raise ValueError(f"checkpointing must be one of {', '.join(CHECKPOINTING)}, got {self.checkpointing!r}")
+            raise ValueError(
+                f"checkpointing must be one of {', '.join(CHECKPOINTING)}, got {self.checkpointing!r}"
+            )
         if self.offload and self.checkpointing == "none":
             raise ValueError("offloading needs checkpointing, selective or full")
         if self.blocks is not None and (self.blocks < 0 or self.checkpointing == "none"):
@@ -47,7 +49,8 @@ class Saving:
         return self if self.blocks is None or layer < self.blocks else Saving()
 
     def run(self, whole: Callable, *args: Any, keep: Sequence[Tensor] = ()) -> Any:
-        """A block's forward: whole(run, *args), which calls its parts, all but the attention, as run(part, *inputs).
+        """A block's forward: whole(run, *args), which calls its parts, all but the attention, as
+        run(part, *inputs).
 
         keep  tensors that all blocks save, which are not moved to host memory
         """

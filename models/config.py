@@ -16,24 +16,27 @@ _MOST_PARAMETERS = 10**15  # sizes beyond are a slip, and overflow torch's
 
 @dataclass(frozen=True)
 class CPMConfig:
-    """Shape and scalings of a dense CPM (the MiniCPM family; with its scalings off, a Llama, Qwen2 or Qwen3).
+    """Shape and scalings of a dense CPM (the MiniCPM family; with its scalings off, a Llama, Qwen2
+    or Qwen3).
 
     rope_scaling    how rotary positions are scaled: a RopeScaling, or what its to_dict gives
-    qkv_bias        whether the projections to q, k and v have a bias, o_bias the one after the attention, mlp_bias
-                    those of the feed-forward
+    qkv_bias        whether the projections to q, k and v have a bias, o_bias the one after the
+                    attention, mlp_bias those of the feed-forward
     qk_norm         whether q and k are normalized in each head before they are rotated
     scale_emb       factor of the embeddings
     scale_depth     every residual branch is scaled by scale_depth / sqrt(num_layers); None: by 1
     dim_model_base  logits are divided by hidden_size / dim_model_base; None: by 1
-    init_std        standard deviation of embeddings and, divided by sqrt(hidden_size / dim_model_base), of matrices
-    window          tokens that a token sees in layers with a window, itself among them; None: no layer has one
-    window_pattern  which layers have it, a letter a layer, "w", or "f" for a full one; repeated as often as there are
-                    layers. "w" is all, "wwwf" all but every fourth
-    max_position_embeddings  tokens of the longest sequence that the weights were made for; None: not known. Nothing is
-                    computed by it
+    init_std        standard deviation of embeddings and, divided by sqrt(hidden_size /
+                    dim_model_base), of matrices
+    window          tokens that a token sees in layers with a window, itself among them; None: no
+                    layer has one
+    window_pattern  which layers have it, a letter a layer, "w", or "f" for a full one; repeated as
+                    often as there are layers. "w" is all, "wwwf" all but every fourth
+    max_position_embeddings  tokens of the longest sequence that the weights were made for; None:
+                    not known. Nothing is computed by it
 
-    The scalings and where they enter: MiniCPM, arXiv 2404.06395, appendix A.1 (tensor programs). Raises ValueError for
-    values of another type, out of range, or that do not fit together.
+    The scalings and where they enter: MiniCPM, arXiv 2404.06395, appendix A.1 (tensor programs).
+    Raises ValueError for values of another type, out of range, or that do not fit together.
     """
 
     vocab_size: int
@@ -62,16 +65,24 @@ class CPMConfig:
     def __post_init__(self):
         check_fields(self)
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
         self._check_rope_scaling()
         if not self.window_pattern or not {"w"} <= set(self.window_pattern) <= {"w", "f"}:
-            raise ValueError(f"window_pattern must be letters w and f, at least one w, got {self.window_pattern!r}")
+            raise ValueError(
+                f"window_pattern must be letters w and f, at least one w, got {self.window_pattern!r}"
+            )
         if len(self.window_pattern) > self.num_layers:
-            raise ValueError(f"window_pattern={self.window_pattern!r} is longer than num_layers={self.num_layers}")
+            raise ValueError(
+                f"window_pattern={self.window_pattern!r} is longer than num_layers={self.num_layers}"
+            )
         if self.window is None and "f" in self.window_pattern:
-            raise ValueError(f"window_pattern={self.window_pattern!r} says which layers have a window: give window too")
+            raise ValueError(
+                f"window_pattern={self.window_pattern!r} says which layers have a window: give window too"
+            )
         check_size(self.num_parameters)
 
     def _check_rope_scaling(self) -> None:
@@ -99,13 +110,22 @@ class CPMConfig:
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer its window, None where it is full."""
         pattern = self.window_pattern
-        return tuple(self.window if pattern[i % len(pattern)] == "w" else None for i in range(self.num_layers))
+        return tuple(
+            self.window if pattern[i % len(pattern)] == "w" else None
+            for i in range(self.num_layers)
+        )
 
     @property
     def longest_sequence(self) -> int | None:
-        """Tokens of the longest sequence that the weights were made for, or their rotary scaling extends them to."""
+        """Tokens of the longest sequence that the weights were made for, or their rotary scaling
+        extends them to.
+        """
         extended = self.rope_scaling and self.rope_scaling.extended_length
-        return max(self.max_position_embeddings, extended or 0) if self.max_position_embeddings else None
+        return (
+            max(self.max_position_embeddings, extended or 0)
+            if self.max_position_embeddings
+            else None
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -119,24 +139,31 @@ class CPMConfig:
         """Those of norms and biases, which no token is multiplied with as with a matrix."""
         layer = 2 * self.hidden_size
         layer += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        layer += self.o_bias * self.hidden_size + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        layer += self.o_bias * self.hidden_size + self.mlp_bias * (
+            2 * self.intermediate_size + self.hidden_size
+        )
         layer += self.qk_norm * 2 * self.head_dim
         return self.num_layers * layer + self.hidden_size
 
     @property
     def num_multiplied(self) -> int:
-        """Entries of matrices that each token is multiplied with: parameters but for vectors and looked up rows."""
+        """Entries of matrices that each token is multiplied with: parameters but for vectors and
+        looked up rows.
+        """
         looked_up = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
         return self.num_parameters - self.num_vector_parameters - looked_up
 
     def to_dict(self) -> dict[str, Any]:
         """What CPMConfig(**values) takes, in JSON's types."""
         scaling = self.rope_scaling
-        return dataclasses.asdict(self) | {"rope_scaling": None if scaling is None else scaling.to_dict()}
+        return dataclasses.asdict(self) | {
+            "rope_scaling": None if scaling is None else scaling.to_dict()
+        }
 
 
 def check_fields(config: Any) -> None:
-    """Raises ValueError for fields of a dataclass that are not of their type, or numbers that are not positive.
+    """Raises ValueError for fields of a dataclass that are not of their type, or numbers that are
+    not positive.
 
     Types are int, float, bool, str, and those with None; others are not looked at.
     """
@@ -154,14 +181,23 @@ def check_fields(config: Any) -> None:
 def check_size(num_parameters: int) -> None:
     """Raises ValueError for more parameters than anyone means."""
     if num_parameters >= _MOST_PARAMETERS:
-        raise ValueError(f"these sizes make {float(num_parameters):.0e} parameters, expected less than 1e15")
+        raise ValueError(
+            f"these sizes make {float(num_parameters):.0e} parameters, expected less than 1e15"
+        )
 
 
-_MINICPM: dict[str, Any] = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256, "init_std": 0.1}
+_MINICPM: dict[str, Any] = {
+    "scale_emb": 12.0,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+    "init_std": 0.1,
+}
 _MINICPM4 = LongRope(FACTORS_OF_128, FACTORS_OF_128, 32768)
 _MINICPM4_SMALL = LongRope(FACTORS_OF_64, FACTORS_OF_64, 32768)
 _LLAMA3: dict[str, Any] = {"rope_theta": 500000.0}
-_LLAMA31, _LLAMA32 = (_LLAMA3 | {"rope_scaling": Llama3(factor, 1.0, 4.0, 8192)} for factor in (8.0, 32.0))
+_LLAMA31, _LLAMA32 = (
+    _LLAMA3 | {"rope_scaling": Llama3(factor, 1.0, 4.0, 8192)} for factor in (8.0, 32.0)
+)
 _MINICPM5: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 5e6, "tie_embeddings": False}
 _QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "qkv_bias": True}
 _QWEN3: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True}
@@ -186,7 +222,8 @@ PRESETS = {
     "qwen3-1.7b": CPMConfig(151936, 2048, 6144, 28, 16, 8, 128, **_QWEN3),
     "qwen3-4b": CPMConfig(151936, 2560, 9728, 36, 32, 8, 128, **_QWEN3),
     "qwen3-8b": CPMConfig(151936, 4096, 12288, 36, 32, 8, 128, **_QWEN3, **_UNTIED),
-    # The shapes that papers on long contexts train: Llama 7B, and its 13B with a vocabulary of 120K.
+    # The shapes that papers on long contexts train: Llama 7B, and its 13B with a vocabulary of
+    # 120K.
     "7b": CPMConfig(32000, 4096, 11008, 32, 32, 32, 128, **_UNTIED),
     "14b": CPMConfig(120000, 5120, 13824, 40, 40, 40, 128, **_UNTIED),
 }

@@ -1,8 +1,9 @@
-"""The dense CPM: pre-norm RMSNorm, rotary positions, GQA, SwiGLU, MiniCPM's scalings, Qwen's biases and norms.
+"""The dense CPM: pre-norm RMSNorm, rotary positions, GQA, SwiGLU, MiniCPM's scalings, Qwen's biases
+and norms.
 
-Plain torch modules, for every engine of train.engine: an engine shards the parameters and the blocks in `layers`,
-which therefore take positional arguments only. Parameter names are those of Hugging Face's Llama, Qwen and MiniCPM,
-without the leading "model.".
+Plain torch modules, for every engine of train.engine: an engine shards the parameters and the
+blocks in `layers`, which therefore take positional arguments only. Parameter names are those of
+Hugging Face's Llama, Qwen and MiniCPM, without the leading "model.".
 
 Letters: B batch, S tokens of this rank, E hidden size, F intermediate size, V vocabulary.
 """
@@ -50,7 +51,9 @@ class SwiGLU(nn.Module):
 class CPMBlock(nn.Module):
     """x + scale * attention(norm(x)), then x + scale * feed_forward(norm(x))."""
 
-    def __init__(self, config: CPMConfig, sp: SequenceParallel, layer: int, saving: Saving, **attention: Any):
+    def __init__(
+        self, config: CPMConfig, sp: SequenceParallel, layer: int, saving: Saving, **attention: Any
+    ):
         super().__init__()
         self.saving = saving
         self.scale = config.residual_scale
@@ -87,7 +90,9 @@ class CPMBlock(nn.Module):
         return saving.run(self._whole, x, cos, sin, cache, mask, layout, keep=(cos, sin))
 
     def _whole(self, run: Callable, x: Tensor, cos: Tensor, sin: Tensor, *seen) -> Tensor:
-        """The block, its parts but the attention called by `run`; `seen` is what the attention takes beside q, k, v."""
+        """The block, its parts but the attention called by `run`; `seen` is what the attention
+        takes beside q, k, v.
+        """
         q, k, v = run(self._before, x, cos, sin)
         return run(self._after, x, self.self_attn.attend(q, k, v, *seen))
 
@@ -102,21 +107,26 @@ class CPMBlock(nn.Module):
 class CPM(nn.Module):
     """A decoder-only language model over this rank's part of a sequence.
 
-    `saving` says what blocks save for the backward, `attention` are options of BurstAttention: flash, deterministic,
-    strategy.
+    `saving` says what blocks save for the backward, `attention` are options of BurstAttention:
+    flash, deterministic, strategy.
     """
 
     layers_at = "layers"
 
     def __init__(
-        self, config: CPMConfig, sp: SequenceParallel | None = None, saving: Saving | None = None, **attention: Any
+        self,
+        config: CPMConfig,
+        sp: SequenceParallel | None = None,
+        saving: Saving | None = None,
+        **attention: Any,
     ):
         super().__init__()
         self.config, self.sp = config, sp or SequenceParallel()
         saving = saving or Saving()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = Layers(
-            CPMBlock(config, self.sp, layer, saving.of(layer), **attention) for layer in range(config.num_layers)
+            CPMBlock(config, self.sp, layer, saving.of(layer), **attention)
+            for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_embeddings:
@@ -133,16 +143,17 @@ class CPM(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens (B, S) int64 at `positions`, (S,) or (B, S) int64, to logits (B, S, V).
 
-        With `labels` (B, S), already shifted, IGNORE_INDEX where there is no target: to the sum of token losses (fp32)
-        and the number of targets instead.
+        With `labels` (B, S), already shifted, IGNORE_INDEX where there is no target: to the sum of
+        token losses (fp32) and the number of targets instead.
 
-        mask    what tokens of the whole sequence see, or one for each row, by default all before them; in layers with
-                a window that of it which is in the window
+        mask    what tokens of the whole sequence see, or one for each row, by default all before
+                them; in layers with a window that of it which is in the window
         layout  how the sequence lies on the ranks, or one for each row; by default sp's
 
-        Where rotary positions are scaled by a length (dynamic, longrope), that is one more than a row's largest
-        position on any rank, which the ranks tell each other: a sequence's length, or its longest document's. With a
-        cache it is the number of tokens so far; what the cache holds stays as it was rotated, as in transformers.
+        Where rotary positions are scaled by a length (dynamic, longrope), that is one more than a
+        row's largest position on any rank, which the ranks tell each other: a sequence's length, or
+        its longest document's. With a cache it is the number of tokens so far; what the cache holds
+        stays as it was rotated, as in transformers.
         """
         x = self.embed_tokens(tokens) * self.config.scale_emb
         cos, sin = self._rope_tables(positions)
@@ -157,7 +168,11 @@ class CPM(nn.Module):
         if scaling is None:
             return rope_tables(positions, *shape)
         length = self.sp.longest(positions) if scaling.by_length else None
-        return rotations(positions, scaling.frequencies(*shape, length, positions.device), scaling.attention_scale)
+        return rotations(
+            positions,
+            scaling.frequencies(*shape, length, positions.device),
+            scaling.attention_scale,
+        )
 
     def init_parameter(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         """Fills the whole parameter called `name`, in place, with its starting values."""

@@ -27,7 +27,9 @@ class CPMAnt(LiveModel):
 
     def __init__(self, config: AntConfig, *args, **options):
         super().__init__(config, *args, **options)
-        self.prompt_embedding = nn.Embedding(config.prompt_types * config.prompt_length, config.dim_model)
+        self.prompt_embedding = nn.Embedding(
+            config.prompt_types * config.prompt_length, config.dim_model
+        )
         self.segment_embedding = nn.Embedding(config.segment_types, config.dim_model)
 
     def forward(
@@ -43,20 +45,24 @@ class CPMAnt(LiveModel):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens and types of their segments (B, S) to logits (B, S, V).
 
-        With `labels` (B, S), already shifted, IGNORE_INDEX where there is no target: to the sum of token losses (fp32)
-        and the number of targets instead. All are integers.
+        With `labels` (B, S), already shifted, IGNORE_INDEX where there is no target: to the sum of
+        token losses (fp32) and the number of targets instead. All are integers.
 
-        positions    of the tokens in the whole rows, (S,) or (B, S): the first prompt_length tokens are looked up among
-                     the prompts, and only those
+        positions    of the tokens in the whole rows, (S,) or (B, S): the first prompt_length tokens
+                     are looked up among the prompts, and only those
         scores       `ant_scores` of the whole rows, for each
         layout       how the rows lie on the ranks, or one for each row; by default sp's
         cache, rows  for generation, see LiveModel.encoded
         """
         words = self.input_embedding.weight
-        hidden = self.encoded(self.embedded(tokens, segments, positions, words), scores, layout, cache, rows)
+        hidden = self.encoded(
+            self.embedded(tokens, segments, positions, words), scores, layout, cache, rows
+        )
         return self.predicted(hidden, [words], labels)
 
-    def embedded(self, tokens: Tensor, segments: Tensor, positions: Tensor, words: Tensor) -> Tensor:
+    def embedded(
+        self, tokens: Tensor, segments: Tensor, positions: Tensor, words: Tensor
+    ) -> Tensor:
         """To what the encoder takes, (B, S, E)."""
         is_prompt = positions < self.config.prompt_length
         from_words = self.looked_up(tokens.where(~is_prompt, 0), words)

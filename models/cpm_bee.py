@@ -1,4 +1,5 @@
-"""CPM-Bee: nested data as text. Every token has a segment in a tree, and special tokens have sub-ids that rotate them.
+"""CPM-Bee: nested data as text. Every token has a segment in a tree, and special tokens have
+sub-ids that rotate them.
 
     scores = [bee_scores(config, *fields_of_row) for ...]       # of whole rows, on the CPU
     loss, count = model(tokens, subs, ext_tokens, ext_subs, scores, labels)
@@ -45,13 +46,14 @@ class CPMBee(LiveModel):
         cache: KVCache | None = None,
         rows: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens and their sub-ids (B, S) to logits (B, S, V + N): those of words, then those of the N extended ones.
+        """tokens and their sub-ids (B, S) to logits (B, S, V + N): those of words, then those of
+        the N extended ones.
 
-        With `labels` (B, S), already shifted, IGNORE_INDEX where there is no target: to the sum of token losses (fp32)
-        and the number of targets instead. All are integers.
+        With `labels` (B, S), already shifted, IGNORE_INDEX where there is no target: to the sum of
+        token losses (fp32) and the number of targets instead. All are integers.
 
-        ext_tokens, ext_subs  (N,), the same on all ranks that share rows: tokens with sub-ids that can be predicted;
-                              label V + i is the i-th
+        ext_tokens, ext_subs  (N,), the same on all ranks that share rows: tokens with sub-ids that
+                              can be predicted; label V + i is the i-th
         scores                `bee_scores` of the whole rows, for each
         layout                how the rows lie on the ranks, or one for each row; by default sp's
         cache, rows           for generation, see LiveModel.encoded
@@ -72,16 +74,21 @@ class CPMBee(LiveModel):
     def _turned(self, x: Tensor, subs: Tensor) -> Tensor:
         """x (..., E) turned by its sub-ids (...).
 
-        Angles are fp64, with their sines and cosines many times the memory of x: they are made of some tokens at a
-        time, and again in the backward.
+        Angles are fp64, with their sines and cosines many times the memory of x: they are made of
+        some tokens at a time, and again in the backward.
         """
-        parts = zip(x.flatten(0, -2).split(_TURNED_AT_ONCE), subs.flatten().split(_TURNED_AT_ONCE), strict=True)
+        parts = zip(
+            x.flatten(0, -2).split(_TURNED_AT_ONCE),
+            subs.flatten().split(_TURNED_AT_ONCE),
+            strict=True,
+        )
         turned = [recomputed(_turned, part, its, self.config.fp16_rotary) for part, its in parts]
         return torch.cat(turned).view(x.shape)
 
 
 def check_subs(config: BeeConfig, subs: Tensor) -> None:
-    """Raises ValueError for sub-ids (any shape) that fp16_rotary does not hold: their sines would be NaN.
+    """Raises ValueError for sub-ids (any shape) that fp16_rotary does not hold: their sines would
+    be NaN.
 
     On GPUs, where the host does not wait for it, that is a device-side assertion.
     """
@@ -91,7 +98,9 @@ def check_subs(config: BeeConfig, subs: Tensor) -> None:
     if subs.is_cuda:
         torch._assert_async(fits, limit)
     elif not fits:
-        raise ValueError(f"{limit}, got {int(subs.max())}: train with fp16_rotary false in the model's configuration")
+        raise ValueError(
+            f"{limit}, got {int(subs.max())}: train with fp16_rotary false in the model's configuration"
+        )
 
 
 def _turned(x: Tensor, subs: Tensor, in_fp16: bool) -> Tensor:

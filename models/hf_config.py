@@ -8,11 +8,12 @@
 | qwen3              | norms of q and k, biases if attention_bias; windows as Qwen2's                        |
 | minicpm            | MiniCPM's scalings; MiniCPM 1, 2 and 4                                                |
 
-Written is the first of them that can say what a CPMConfig says: a Mistral without a window becomes a Llama, if its
-heads divide its hidden size, as transformers asks of Llamas. Rotary scalings are those of models/rope.py, under
-transformers 4's and 5's names. All else is refused by name: mixtures of experts, sparse attention (sparse_config),
-windows of other kinds, other rotary scalings, partial rotary positions or none, MiniCPM's scalings in part, switched
-off (use_mup) or by another depth than the layers' (mup_denominator).
+Written is the first of them that can say what a CPMConfig says: a Mistral without a window becomes
+a Llama, if its heads divide its hidden size, as transformers asks of Llamas. Rotary scalings are
+those of models/rope.py, under transformers 4's and 5's names. All else is refused by name: mixtures
+of experts, sparse attention (sparse_config), windows of other kinds, other rotary scalings, partial
+rotary positions or none, MiniCPM's scalings in part, switched off (use_mup) or by another depth
+than the layers' (mup_denominator).
 """
 
 from __future__ import annotations
@@ -39,20 +40,35 @@ _ARCHITECTURES = {
     "minicpm": "MiniCPMForCausalLM",
 }
 _QWEN = ("qwen2", "qwen3")
-_WINDOWED = {"mistral": set(), "ministral": {"layer_types"}}  # models with windows: what says which layers have it
+# models with windows: what says which layers have it
+_WINDOWED = {"mistral": set(), "ministral": {"layer_types"}}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_OF_OTHERS = ("no_rope", "no_rope_layers", "use_qk_norm", "attn_logit_softcapping", "final_logit_softcapping")
+_OF_OTHERS = (
+    "no_rope",
+    "no_rope_layers",
+    "use_qk_norm",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
 _SCALINGS = ("scale_emb", "scale_depth", "dim_model_base")
 _QWEN3_HEAD_DIM = 128  # where a Qwen3's config.json does not say it
 
-# Of rope_scaling and rope_parameters: what all kinds may have, what kinds have, and what other kinds have and
-# transformers does not mind.
+# Of rope_scaling and rope_parameters: what all kinds may have, what kinds have, and what other
+# kinds have and transformers does not mind.
 _OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 _OF_KIND = {
     "linear": {"factor"},
     "dynamic": {"factor"},
-    "yarn": {"factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"},
+    "yarn": {
+        "factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    },
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
 }
@@ -60,7 +76,9 @@ _NO_MATTER = {"original_max_position_embeddings", "finetuned"}.union(*_OF_KIND.v
 
 
 def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
-    """CPMConfig of a config.json. Raises ValueError if CPM does not compute that model, or if it is broken."""
+    """CPMConfig of a config.json. Raises ValueError if CPM does not compute that model, or if it is
+    broken.
+    """
     hf = {"model_type": _by_architecture(hf), **hf}
     whole = hf
     hf = {name: value for name, value in hf.items() if value is not None}
@@ -68,7 +86,8 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     _refuse_others(hf, rope)
     required = {*_SAME_NAME, *_RENAMED.values()} - {"num_key_value_heads"}
     if hf["model_type"] == "minicpm":
-        required |= {*_SCALINGS}  # MiniCPM's own code takes 1 for each, transformers' 12, 1.4 and 256
+        # MiniCPM's own code takes 1 for each, transformers' 12, 1.4 and 256
+        required |= {*_SCALINGS}
     if missing := sorted(required - hf.keys()):
         raise ValueError(f"config.json lacks {missing}")
     for name in {*_SAME_NAME, *_RENAMED.values(), "head_dim"} & hf.keys() - {"rms_norm_eps"}:
@@ -97,7 +116,9 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
 
 def _by_architecture(hf: dict[str, Any]) -> str | None:
     """The model_type of a config.json that does not say it, as MiniCPM 1's and 2's."""
-    return next((kind for kind, name in _ARCHITECTURES.items() if hf.get("architectures") == [name]), None)
+    return next(
+        (kind for kind, name in _ARCHITECTURES.items() if hf.get("architectures") == [name]), None
+    )
 
 
 def _refuse_others(hf: dict[str, Any], rope: dict[str, Any]) -> None:
@@ -113,26 +134,38 @@ def _refuse_others(hf: dict[str, Any], rope: dict[str, Any]) -> None:
         "sparse_config": "sparse_config" in hf,
         "use_mup": hf.get("use_mup", scales) != scales,
         "mup_denominator": hf.get("mup_denominator", layers) != layers,
-        "partial_rotary_factor": rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1)) != 1,
+        "partial_rotary_factor": rope.get(
+            "partial_rotary_factor", hf.get("partial_rotary_factor", 1)
+        )
+        != 1,
     } | {name: bool(hf.get(name)) for name in (*_EXPERTS, *_OF_OTHERS)}
     if refused := [name for name, is_refused in unsupported.items() if is_refused]:
         values = {name: rope.get(name, hf.get(name)) for name in refused}
-        raise ValueError(f"this is not a dense {', '.join(_ARCHITECTURES)} as CPM computes them: {values}")
+        raise ValueError(
+            f"this is not a dense {', '.join(_ARCHITECTURES)} as CPM computes them: {values}"
+        )
 
 
 def _windows(hf: dict[str, Any]) -> dict[str, Any]:
     """The window of a config.json and the layers that have it, as fields of CPMConfig.
 
-    `sliding_window` counts as CPMConfig's window does. Raises ValueError where it is not plain which layers have it.
+    `sliding_window` counts as CPMConfig's window does. Raises ValueError where it is not plain
+    which layers have it.
     """
     window, kind, layers = hf.get("sliding_window"), hf["model_type"], hf.get("layer_types")
     if kind not in _WINDOWED and (window is None or hf.get("use_sliding_window") is False):
         if layers is not None and _pattern(layers, hf["num_hidden_layers"]).strip("f"):
-            raise ValueError(f"layer_types say that layers of this {kind} have a window, of which there is none")
+            raise ValueError(
+                f"layer_types say that layers of this {kind} have a window, of which there is none"
+            )
         return {}
     if "sliding_window" not in hf:
         raise ValueError("config.json lacks ['sliding_window'], which is null where there is none")
-    said = [name for name in ("use_sliding_window", "max_window_layers", "layer_types") if hf.get(name) is not None]
+    said = [
+        name
+        for name in ("use_sliding_window", "max_window_layers", "layer_types")
+        if hf.get(name) is not None
+    ]
     if kind not in _WINDOWED or set(said) - _WINDOWED[kind]:
         values = {name: hf[name] for name in ("sliding_window", *said)}
         raise ValueError(f"it is not plain which layers of a {kind} have a window: {values}")
@@ -143,14 +176,18 @@ def _windows(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_windows(hf: dict[str, Any]) -> dict[str, Any]:
-    """As `_windows`: layers from max_window_layers on have it if use_sliding_window, unless layer_types say which."""
+    """As `_windows`: layers from max_window_layers on have it if use_sliding_window, unless
+    layer_types say which.
+    """
     count, layers = hf["num_hidden_layers"], hf.get("layer_types")
     if not hf.get("use_sliding_window"):
         return _windows({name: value for name, value in hf.items() if name != "sliding_window"})
     if layers is None:
         first = hf.get("max_window_layers")
         if type(first) is not int or first < 0:
-            raise ValueError(f"max_window_layers must be a whole number, the layers without a window, got {first!r}")
+            raise ValueError(
+                f"max_window_layers must be a whole number, the layers without a window, got {first!r}"
+            )
         layers = [_SLIDING if layer >= first else _FULL for layer in range(count)]
     return _window_fields(hf.get("sliding_window"), _pattern(layers, count))
 
@@ -158,8 +195,14 @@ def _qwen_windows(hf: dict[str, Any]) -> dict[str, Any]:
 def _pattern(layers: Any, count: int) -> str:
     """CPMConfig's letter for each of layer_types."""
     known = [_SLIDING, _FULL]
-    if not isinstance(layers, list) or len(layers) != count or any(layer not in known for layer in layers):
-        raise ValueError(f"layer_types must be {' or '.join(known)} for each of {count} layers, got {layers!r}")
+    if (
+        not isinstance(layers, list)
+        or len(layers) != count
+        or any(layer not in known for layer in layers)
+    ):
+        raise ValueError(
+            f"layer_types must be {' or '.join(known)} for each of {count} layers, got {layers!r}"
+        )
     return "".join("w" if layer == _SLIDING else "f" for layer in layers)
 
 
@@ -169,18 +212,24 @@ def _window_fields(window: Any, pattern: str) -> dict[str, Any]:
     if type(window) is not int or window < 1:
         raise ValueError(f"sliding_window must be a positive int, got {window!r}")
     lengths = range(1, len(pattern) + 1)
-    shortest = next(p for p in (pattern[:n] for n in lengths) if (p * len(pattern)).startswith(pattern))
+    shortest = next(
+        p for p in (pattern[:n] for n in lengths) if (p * len(pattern)).startswith(pattern)
+    )
     return {"window": window, "window_pattern": shortest}
 
 
 def _rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of rotary positions: rope_scaling (transformers 4), or else rope_parameters (5)."""
+    """What a config.json says of rotary positions: rope_scaling (transformers 4), or else
+    rope_parameters (5).
+    """
     for name in ("rope_scaling", "rope_parameters"):
         rope = hf.get(name, {})
         if not isinstance(rope, dict):
             raise ValueError(f"{name} must hold names and values, got {rope!r}")
         if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
-            raise ValueError(f"{name} has rotary positions for {nested} apart, CPM the same for all layers")
+            raise ValueError(
+                f"{name} has rotary positions for {nested} apart, CPM the same for all layers"
+            )
     return hf.get("rope_scaling") or hf.get("rope_parameters", {})
 
 
@@ -191,9 +240,13 @@ def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | Non
         return None
     if not isinstance(kind, str) or kind not in _OF_KIND:
         known = ", ".join(_OF_KIND)
-        raise ValueError(f"rotary positions are scaled by {kind!r}, which CPM does not compute (but {known}): {rope}")
+        raise ValueError(
+            f"rotary positions are scaled by {kind!r}, which CPM does not compute (but {known}): {rope}"
+        )
     if unknown := sorted(rope.keys() - _OF_ALL - _NO_MATTER):
-        raise ValueError(f"rotary positions are scaled by {kind}, of which CPM does not know {unknown}")
+        raise ValueError(
+            f"rotary positions are scaled by {kind}, of which CPM does not know {unknown}"
+        )
     said = {name: rope[name] for name in _OF_KIND[kind] & rope.keys() if rope[name] is not None}
     if kind == "yarn" and rope.get("truncate", True) is None:  # as transformers reads it
         said["truncate"] = False
@@ -202,7 +255,9 @@ def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | Non
             said["original_length"] = _original_length(kind, rope, hf)
         if kind in ("yarn", "longrope") and "factor" not in said:
             said["factor"] = _length(hf, "max_position_embeddings") / said["original_length"]
-        return RopeScaling.from_dict({"kind": kind, **(_without_mscale(said) if kind == "yarn" else said)})
+        return RopeScaling.from_dict(
+            {"kind": kind, **(_without_mscale(said) if kind == "yarn" else said)}
+        )
     except ValueError as error:
         raise ValueError(f"rotary positions are scaled by {kind}: {error}") from error
 
@@ -222,11 +277,17 @@ def _length(place: dict[str, Any], name: str) -> int:
 
 
 def _without_mscale(said: dict[str, Any]) -> dict[str, Any]:
-    """YaRN's numbers with an attention_factor in the place of mscale and mscale_all_dim, where both are there."""
+    """YaRN's numbers with an attention_factor in the place of mscale and mscale_all_dim, where both
+    are there.
+    """
     said = dict(said)
     pair = [said.pop(name, 0) for name in ("mscale", "mscale_all_dim")]
-    if wrong := [value for value in pair if type(value) not in (int, float) or not 0 <= value < math.inf]:
-        raise ValueError(f"mscale and mscale_all_dim must be finite numbers, at least 0, got {wrong}")
+    if wrong := [
+        value for value in pair if type(value) not in (int, float) or not 0 <= value < math.inf
+    ]:
+        raise ValueError(
+            f"mscale and mscale_all_dim must be finite numbers, at least 0, got {wrong}"
+        )
     if 0 in pair or "attention_factor" in said:
         return said
     growth = Yarn(said["factor"], 1).attention_scale - 1
@@ -235,14 +296,16 @@ def _without_mscale(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any]:
-    """config.json's content for `config`; `longest` is the number of tokens that a sequence should not exceed.
+    """config.json's content for `config`; `longest` is the number of tokens that a sequence should
+    not exceed.
 
-    If `config` was made for longer sequences, that number is written instead. If it was made for shorter ones and its
-    rotary positions are not scaled by an original length, its own is written as original_max_position_embeddings.
+    If `config` was made for longer sequences, that number is written instead. If it was made for
+    shorter ones and its rotary positions are not scaled by an original length, its own is written
+    as original_max_position_embeddings.
 
-    Raises ValueError for what no model there has: windows, biases, norms of q and k or a LongRoPE with an
-    attention_factor of its own beside MiniCPM's scalings, and biases, windows or numbers of heads that do not go
-    together.
+    Raises ValueError for what no model there has: windows, biases, norms of q and k or a LongRoPE
+    with an attention_factor of its own beside MiniCPM's scalings, and biases, windows or numbers of
+    heads that do not go together.
     """
     kind = _kind(config)
     hf: dict[str, Any] = {
@@ -267,10 +330,17 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
             "dim_model_base": config.dim_model_base or config.hidden_size,
         }
     original = config.max_position_embeddings
-    most = _max_position_embeddings(config.rope_scaling, kind, max(longest or 0, original or 0) or None)
+    most = _max_position_embeddings(
+        config.rope_scaling, kind, max(longest or 0, original or 0) or None
+    )
     if most is not None:
         hf["max_position_embeddings"] = most
-    if original and most is not None and most > original and isinstance(config.rope_scaling, Linear | None):
+    if (
+        original
+        and most is not None
+        and most > original
+        and isinstance(config.rope_scaling, Linear | None)
+    ):
         hf["original_max_position_embeddings"] = original
     return hf
 
@@ -281,7 +351,9 @@ def _kind(config: CPMConfig) -> str:
     has = biases + ["qk_norm"] * config.qk_norm
     if (config.scale_emb, config.residual_scale, config.width_scale) != (1.0, 1.0, 1.0):
         if config.window:
-            raise ValueError(f"a MiniCPM with scalings has no window there, this one has {config.window}: fold them")
+            raise ValueError(
+                f"a MiniCPM with scalings has no window there, this one has {config.window}: fold them"
+            )
         if has:
             raise ValueError(f"a MiniCPM with scalings has none of {has} there: fold them")
         _check_longrope(config.rope_scaling)
@@ -296,14 +368,21 @@ def _kind(config: CPMConfig) -> str:
     if not has:
         return "ministral" if config.window and None in config.windows else "mistral"
     beside = f" and a window of {config.window}" * bool(config.window)
-    beside += f" and {config.num_heads} heads, which do not divide {config.hidden_size}" * (not divides)
+    beside += f" and {config.num_heads} heads, which do not divide {config.hidden_size}" * (
+        not divides
+    )
     raise ValueError(f"no model there has {has}{beside}")
 
 
 def _check_longrope(scaling: RopeScaling | None) -> None:
-    """Raises ValueError for an attention_factor that is not what MiniCPM's own code takes from the lengths."""
+    """Raises ValueError for an attention_factor that is not what MiniCPM's own code takes from the
+    lengths.
+    """
     if isinstance(scaling, LongRope):
-        expected, scale = dataclasses.replace(scaling, attention_factor=None).attention_scale, scaling.attention_scale
+        expected, scale = (
+            dataclasses.replace(scaling, attention_factor=None).attention_scale,
+            scaling.attention_scale,
+        )
         if not math.isclose(expected, scale, rel_tol=1e-6):
             raise ValueError(
                 f"the longrope of a MiniCPM with scalings has the attention_factor that follows from its factor there, "
@@ -326,7 +405,10 @@ def _rope_to_hf(config: CPMConfig) -> dict[str, Any]:
     """Rotary positions as transformers 5 and 4 read them, and MiniCPM's own code."""
     scaling, theta = config.rope_scaling, config.rope_theta
     if scaling is None:
-        return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        return {
+            "rope_theta": theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        }
     said = {name: value for name, value in scaling.to_dict().items() if value is not None}
     kind = said.pop("kind")
     original = said.pop("original_length", None)
@@ -339,10 +421,13 @@ def _rope_to_hf(config: CPMConfig) -> dict[str, Any]:
     }
 
 
-def _max_position_embeddings(scaling: RopeScaling | None, kind: str, longest: int | None) -> int | None:
+def _max_position_embeddings(
+    scaling: RopeScaling | None, kind: str, longest: int | None
+) -> int | None:
     """Return `longest`, or the length that a scaling extends to if that is more.
 
-    A dynamic scaling's original length is read from this number, and for MiniCPM LongRoPE's factor: it says those then.
+    A dynamic scaling's original length is read from this number, and for MiniCPM LongRoPE's factor:
+    it says those then.
     """
     if scaling is None or isinstance(scaling, Linear):
         return longest

@@ -1,11 +1,12 @@
 """Weights from and to folders as Hugging Face keeps them: config.json and *.safetensors.
 
-    model = load_cpm("MiniCPM4-8B")                    # Llama's, Mistral's, Qwen2's and Qwen3's folders too
-    save_weights("exported", model.config, model.state_dict())
+    model = load_cpm("MiniCPM4-8B")                    # Llama's, Mistral's, Qwen2's and Qwen3's
+    folders too save_weights("exported", model.config, model.state_dict())
     save_weights("as-llama", *fold_scalings(model.config, model.state_dict()))
 
-Parameters keep Hugging Face's names but for the leading "model.", so a conversion is a renaming. models/hf_config.py
-says which models these are. `fold_scalings` makes a config with MiniCPM's scalings one without.
+Parameters keep Hugging Face's names but for the leading "model.", so a conversion is a renaming.
+models/hf_config.py says which models these are. `fold_scalings` makes a config with MiniCPM's
+scalings one without.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors calls those that weigh
 class HFWeights(Mapping[str, Tensor]):
     """The weights in a folder under this project's names, each read when it is asked for.
 
-    With model.safetensors.index.json in it, those of the files that this names. Without, those of model.safetensors, or
-    if there is none, of all *.safetensors. What lies beside them is not read.
+    With model.safetensors.index.json in it, those of the files that this names. Without, those of
+    model.safetensors, or if there is none, of all *.safetensors. What lies beside them is not read.
 
-    Raises ValueError if the folder's config is of a model that CPM does not compute, if files are missing, damaged or
-    hold the same weight twice, or if the weights are not exactly those of the config, in a floating-point dtype of 16
-    bits or more; OSError if it may not be read.
+    Raises ValueError if the folder's config is of a model that CPM does not compute, if files are
+    missing, damaged or hold the same weight twice, or if the weights are not exactly those of the
+    config, in a floating-point dtype of 16 bits or more; OSError if it may not be read.
     """
 
     def __init__(self, folder: str | Path):
@@ -66,18 +67,28 @@ class HFWeights(Mapping[str, Tensor]):
         if not isinstance(places, dict) or not places:
             raise ValueError(f"{index} has no weight_map of names and files")
         for file in places.values():
-            if not isinstance(file, str) or not file.endswith(".safetensors") or file != os.path.basename(file):
+            if (
+                not isinstance(file, str)
+                or not file.endswith(".safetensors")
+                or file != os.path.basename(file)
+            ):
                 raise ValueError(f"{index} names {file!r}, which is no *.safetensors in its folder")
         files = {file: _open(self.folder / file) for file in sorted(set(places.values()))}
         held = {file: set(opened.keys()) for file, opened in files.items()}
         for name, file in places.items():
             if name not in held[file]:
-                raise ValueError(f"{self.folder / file} does not hold {name}, which {_INDEX} places there")
+                raise ValueError(
+                    f"{self.folder / file} does not hold {name}, which {_INDEX} places there"
+                )
         return {name: files[file] for name, file in places.items()}
 
     def _found(self) -> dict[str, safe_open]:
         """The file of each weight, where no index says it."""
-        paths = [path for path in sorted(self.folder.glob("*.safetensors")) if not path.name.startswith(".")]
+        paths = [
+            path
+            for path in sorted(self.folder.glob("*.safetensors"))
+            if not path.name.startswith(".")
+        ]
         if not paths:
             raise ValueError(self._without_safetensors())
         files: dict[str, safe_open] = {}
@@ -86,12 +97,18 @@ class HFWeights(Mapping[str, Tensor]):
             opened = _open(path)
             for name in opened.keys():  # noqa: SIM118 - it is no dict
                 if name in files:
-                    raise ValueError(f"{places[name]} and {path.name} in {self.folder} both hold {name}; no {_INDEX}")
+                    raise ValueError(
+                        f"{places[name]} and {path.name} in {self.folder} both hold {name}; no {_INDEX}"
+                    )
                 files[name], places[name] = opened, path.name
         return files
 
     def _without_safetensors(self) -> str:
-        others = [path.name for ending in ("bin", "pt", "pth") for path in sorted(self.folder.glob(f"*.{ending}"))]
+        others = [
+            path.name
+            for ending in ("bin", "pt", "pth")
+            for path in sorted(self.folder.glob(f"*.{ending}"))
+        ]
         if not others:
             return f"{self.folder} has no weights (*.safetensors)"
         return (
@@ -100,22 +117,39 @@ class HFWeights(Mapping[str, Tensor]):
         )
 
     def _check(self) -> None:
-        found = {_from_hf(name): file.get_slice(name) for name, file in self._files.items() if "rotary_emb" not in name}
+        found = {
+            _from_hf(name): file.get_slice(name)
+            for name, file in self._files.items()
+            if "rotary_emb" not in name
+        }
         if self.config.num_layers > len(found):  # before a model of that size is laid out
-            raise ValueError(f"{self.folder}: num_hidden_layers is {self.config.num_layers} for {len(found)} weights")
-        self._expected = {name: tuple(p.shape) for name, p in _meta_model(self.config).named_parameters()}
+            raise ValueError(
+                f"{self.folder}: num_hidden_layers is {self.config.num_layers} for {len(found)} weights"
+            )
+        self._expected = {
+            name: tuple(p.shape) for name, p in _meta_model(self.config).named_parameters()
+        }
         if self.config.tie_embeddings:
             found.pop("lm_head.weight", None)  # some writers keep the tied copy
-        missing, surplus = sorted(self._expected.keys() - found.keys()), sorted(found.keys() - self._expected.keys())
+        missing, surplus = (
+            sorted(self._expected.keys() - found.keys()),
+            sorted(found.keys() - self._expected.keys()),
+        )
         if missing or surplus:
-            raise ValueError(f"{self.folder}: missing weights {missing[:5]}, unexpected weights {surplus[:5]}")
+            raise ValueError(
+                f"{self.folder}: missing weights {missing[:5]}, unexpected weights {surplus[:5]}"
+            )
         for name, shape in self._expected.items():
             if tuple(found[name].get_shape()) != shape:
                 have = tuple(found[name].get_shape())
-                raise ValueError(f"{self.folder}: {name} has shape {have}, its config means {shape}")
+                raise ValueError(
+                    f"{self.folder}: {name} has shape {have}, its config means {shape}"
+                )
             if found[name].get_dtype() not in _DTYPES:
                 kinds = ", ".join(_DTYPES)
-                raise ValueError(f"{self.folder}: {name} has dtype {found[name].get_dtype()}, expected one of {kinds}")
+                raise ValueError(
+                    f"{self.folder}: {name} has dtype {found[name].get_dtype()}, expected one of {kinds}"
+                )
 
 
 def load_cpm(folder: str | Path, dtype: torch.dtype = torch.float32) -> CPM:
@@ -134,12 +168,13 @@ def save_weights(
     max_position_embeddings: int | None = None,
     **settings: Any,
 ) -> None:
-    """Writes config.json and *.safetensors (split at 5 GB) for `weights` under this project's names, in `dtype`.
+    """Writes config.json and *.safetensors (split at 5 GB) for `weights` under this project's
+    names, in `dtype`.
 
-    `max_position_embeddings` is the number of tokens that a sequence should not exceed, if `config` does not say a
-    larger one, or its rotary scaling another; `settings` go into config.json beside the shape: eos_token_id and the
-    like. Raises ValueError if a weight is too large for the dtype or if no model there is like `config`, OSError if
-    writing fails.
+    `max_position_embeddings` is the number of tokens that a sequence should not exceed, if `config`
+    does not say a larger one, or its rotary scaling another; `settings` go into config.json beside
+    the shape: eos_token_id and the like. Raises ValueError if a weight is too large for the dtype
+    or if no model there is like `config`, OSError if writing fails.
     """
     shape = config_to_hf(config, max_position_embeddings)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -155,12 +190,15 @@ def save_weights(
     (Path(folder) / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
-def fold_scalings(config: CPMConfig, weights: Mapping[str, Tensor]) -> tuple[CPMConfig, dict[str, Tensor]]:
-    """The model without MiniCPM's scalings that computes what `config` with `weights` does, folded weights in fp32.
+def fold_scalings(
+    config: CPMConfig, weights: Mapping[str, Tensor]
+) -> tuple[CPMConfig, dict[str, Tensor]]:
+    """The model without MiniCPM's scalings that computes what `config` with `weights` does, folded
+    weights in fp32.
 
-    Embeddings take scale_emb, what ends a residual branch takes the branch's scale, and the last norm's weight takes
-    the logits' divisor; where the head is the embeddings, also theirs, so tied weights stay tied. Exact but for the
-    rounding of the products, 6e-8 of each.
+    Embeddings take scale_emb, what ends a residual branch takes the branch's scale, and the last
+    norm's weight takes the logits' divisor; where the head is the embeddings, also theirs, so tied
+    weights stay tied. Exact but for the rounding of the products, 6e-8 of each.
     """
     plain = dataclasses.replace(config, scale_emb=1.0, scale_depth=None, dim_model_base=None)
     head_scale = config.scale_emb if config.tie_embeddings else 1.0
@@ -179,7 +217,9 @@ def fold_scalings(config: CPMConfig, weights: Mapping[str, Tensor]) -> tuple[CPM
 
 
 def read_config(folder: Path) -> CPMConfig:
-    """The configuration in a Hugging Face folder. Raises ValueError if CPM does not compute that model."""
+    """The configuration in a Hugging Face folder. Raises ValueError if CPM does not compute that
+    model.
+    """
     file = folder / "config.json"
     if folder.is_file():
         raise ValueError(f"{folder} is a file, expected a Hugging Face model folder")
@@ -195,7 +235,9 @@ def read_config(folder: Path) -> CPMConfig:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The names and values in a JSON file. Raises ValueError if it holds anything else, OSError if it is not read."""
+    """The names and values in a JSON file. Raises ValueError if it holds anything else, OSError if
+    it is not read.
+    """
     try:
         content = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
@@ -213,16 +255,22 @@ def _open(path: Path) -> safe_open:
 
 
 def round_weight(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`weight`, which is called `name`, in `dtype`. Raises ValueError if an entry is too large for that."""
+    """`weight`, which is called `name`, in `dtype`. Raises ValueError if an entry is too large for
+    that.
+    """
     rounded = weight.to(dtype).contiguous()
     if not rounded.isfinite().all():
         largest = float(weight.abs().max())
-        raise ValueError(f"{name} has an entry of {largest:g}, beyond {str(dtype).removeprefix('torch.')}")
+        raise ValueError(
+            f"{name} has an entry of {largest:g}, beyond {str(dtype).removeprefix('torch.')}"
+        )
     return rounded
 
 
 def _let_umask_decide(file: Path) -> None:
-    """Gives a file the mode that open() would: safetensors makes files that their owner alone can read."""
+    """Gives a file the mode that open() would: safetensors makes files that their owner alone can
+    read.
+    """
     umask = os.umask(0o077)
     os.umask(umask)
     file.chmod(0o666 & ~umask)

@@ -1,4 +1,6 @@
-"""LongRoPE's divisors in MiniCPM4's published config.json, the same for short and for long sequences, by head size."""
+"""LongRoPE's divisors in MiniCPM4's published config.json, the same for short and for long
+sequences, by head size.
+"""
 
 # fmt: off
 FACTORS_OF_64 = (

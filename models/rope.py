@@ -1,17 +1,21 @@
 """Scalings of rotary positions, for sequences longer than those that a model was first trained on.
 
-    linear    positions are divided by a factor                                            (arXiv 2306.15595)
+    linear    positions are divided by a factor                                            (arXiv
+              2306.15595)
     dynamic   the base grows with the length, beyond the original one: "dynamic NTK"
-    yarn      slow rotations are divided by a factor, fast ones are not, a ramp between    (arXiv 2309.00071)
+    yarn      slow rotations are divided by a factor, fast ones are not, a ramp between    (arXiv
+              2309.00071)
     llama3    the same with bounds on wavelengths, as Llama 3.1 does
-    longrope  a divisor for each rotation, in two sets: for short and for long sequences   (arXiv 2402.13753)
+    longrope  a divisor for each rotation, in two sets: for short and for long sequences   (arXiv
+              2402.13753)
 
 All give what transformers 5 computes from the same numbers (its modeling_rope_utils), here in fp64.
 
-The frequencies of dynamic and longrope depend on a length. That is one more than the largest position of a row on any
-rank: of a whole sequence its length, of packed documents, in which positions begin anew, the longest document's.
-transformers takes the longest of all rows of a batch and, for dynamic, of calls before; here a row has the frequencies
-that it would have alone.
+The frequencies of dynamic and longrope depend on a length. That is one more than the largest
+position of a row on any
+rank: of a whole sequence its length, of packed documents, in which positions begin anew, the
+longest document's. transformers takes the longest of all rows of a batch and, for dynamic, of calls
+before; here a row has the frequencies that it would have alone.
 
 Letters: B batch, S tokens of this rank, D head size.
 """
@@ -39,22 +43,31 @@ class RopeScaling(ABC):
 
     @staticmethod
     def from_dict(said: dict[str, Any]) -> RopeScaling:
-        """What `to_dict` gave. Raises ValueError for an unknown kind, and for names that are missing or unknown."""
+        """What `to_dict` gave. Raises ValueError for an unknown kind, and for names that are
+        missing or unknown.
+        """
         said = dict(said)
         kind = said.pop("kind", None)
         if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-        fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(KINDS[kind])}
+        fields = {
+            field.name: field.default is dataclasses.MISSING
+            for field in dataclasses.fields(KINDS[kind])
+        }
         missing = [name for name, needed in fields.items() if needed and name not in said]
         unknown = [name for name in said if name not in fields]
         if missing or unknown:
-            raise ValueError(f"{kind} has {', '.join(fields)}: missing {missing}, unknown {unknown}")
+            raise ValueError(
+                f"{kind} has {', '.join(fields)}: missing {missing}, unknown {unknown}"
+            )
         return KINDS[kind](**said)
 
     def to_dict(self) -> dict[str, Any]:
         """The kind and its numbers, in JSON's types."""
         numbers = dataclasses.asdict(self)
-        return {"kind": self.kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in numbers.items()}
+        return {"kind": self.kind} | {
+            k: list(v) if isinstance(v, tuple) else v for k, v in numbers.items()
+        }
 
     @property
     def attention_scale(self) -> float:
@@ -67,22 +80,33 @@ class RopeScaling(ABC):
         return None
 
     @abstractmethod
-    def frequencies(self, head_dim: int, theta: float, length: Tensor | None, device: torch.device) -> Tensor:
-        """(D / 2,) fp64, radians from one position to the next; by_length (..., D / 2) for `length` (...) int64."""
+    def frequencies(
+        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
+    ) -> Tensor:
+        """(D / 2,) fp64, radians from one position to the next; by_length (..., D / 2) for `length`
+        (...) int64.
+        """
 
     def check(self, head_dim: int, theta: float) -> None:  # noqa: B027 - most go with any
         """Raises ValueError if this does not go with heads of that size and that base."""
 
     def _check_numbers(self, **least: float) -> None:
-        """Raises ValueError for numbers below their `least`, not finite, or of other types than their field's."""
+        """Raises ValueError for numbers below their `least`, not finite, or of other types than
+        their field's.
+        """
         types = {field.name: str(field.type) for field in dataclasses.fields(self)}
         for name, lowest in least.items():
             value, whole = getattr(self, name), types[name] == "int"
             if value is None and "None" in types[name]:
                 continue
             if not _is_number(value, whole) or value < lowest:
-                kind, bound = "whole" if whole else "finite", "above 0" if lowest == _SMALLEST else f"at least {lowest}"
-                raise ValueError(f"{name} of {self.kind} must be a {kind} number {bound}, got {value!r}")
+                kind, bound = (
+                    "whole" if whole else "finite",
+                    "above 0" if lowest == _SMALLEST else f"at least {lowest}",
+                )
+                raise ValueError(
+                    f"{name} of {self.kind} must be a {kind} number {bound}, got {value!r}"
+                )
 
 
 _SMALLEST = 1e-9  # of what must be positive
@@ -109,14 +133,16 @@ class Linear(RopeScaling):
     def __post_init__(self):
         self._check_numbers(factor=1)
 
-    def frequencies(self, head_dim: int, theta: float, length: Tensor | None, device: torch.device) -> Tensor:
+    def frequencies(
+        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
+    ) -> Tensor:
         return rope_frequencies(head_dim, theta, device) / self.factor
 
 
 @dataclass(frozen=True)
 class DynamicNTK(RopeScaling):
-    """For sequences of more than `original_length` tokens, a base that makes the slowest rotation of a sequence
-    1 + factor * (length / original_length - 1) times slower.
+    """For sequences of more than `original_length` tokens, a base that makes the slowest rotation
+    of a sequence 1 + factor * (length / original_length - 1) times slower.
     """
 
     kind = "dynamic"
@@ -129,19 +155,28 @@ class DynamicNTK(RopeScaling):
 
     def check(self, head_dim: int, theta: float) -> None:
         if head_dim == 2:
-            raise ValueError("dynamic needs a head_dim above 2, whose slowest rotation is not its fastest")
+            raise ValueError(
+                "dynamic needs a head_dim above 2, whose slowest rotation is not its fastest"
+            )
 
-    def frequencies(self, head_dim: int, theta: float, length: Tensor | None, device: torch.device) -> Tensor:
+    def frequencies(
+        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
+    ) -> Tensor:
         assert length is not None, "its frequencies depend on the length"
-        slower = 1 + self.factor * (length.to(device).double() / self.original_length - 1).clamp_min(0)
-        exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / (head_dim - 2)
+        slower = 1 + self.factor * (
+            length.to(device).double() / self.original_length - 1
+        ).clamp_min(0)
+        exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / (
+            head_dim - 2
+        )
         return rope_frequencies(head_dim, theta, device) * slower.unsqueeze(-1) ** -exponents
 
 
 @dataclass(frozen=True)
 class Yarn(_Extension):
-    """Rotations that turn less than `beta_slow` times in `original_length` tokens are `factor` times slower, those that
-    turn more than `beta_fast` times are not; between, by a ramp over their index.
+    """Rotations that turn less than `beta_slow` times in `original_length` tokens are `factor`
+    times slower, those that turn more than `beta_fast` times are not; between, by a ramp over their
+    index.
 
     truncate          whether the ramp begins and ends at whole indices
     attention_factor  what cos and sin are multiplied with, by default 0.1 ln(factor) + 1
@@ -159,7 +194,9 @@ class Yarn(_Extension):
         positive = {"beta_fast": _SMALLEST, "beta_slow": _SMALLEST, "attention_factor": _SMALLEST}
         self._check_numbers(factor=1, original_length=1, **positive)
         if self.beta_fast < self.beta_slow:
-            raise ValueError(f"beta_fast={self.beta_fast} of yarn must not be below beta_slow={self.beta_slow}")
+            raise ValueError(
+                f"beta_fast={self.beta_fast} of yarn must not be below beta_slow={self.beta_slow}"
+            )
         if not isinstance(self.truncate, bool):
             raise ValueError(f"truncate of yarn must be bool, got {self.truncate!r}")
 
@@ -169,10 +206,18 @@ class Yarn(_Extension):
 
     @property
     def attention_scale(self) -> float:
-        return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
+        return (
+            0.1 * math.log(self.factor) + 1
+            if self.attention_factor is None
+            else self.attention_factor
+        )
 
-    def frequencies(self, head_dim: int, theta: float, length: Tensor | None, device: torch.device) -> Tensor:
-        first, last = (self._index(turns, head_dim, theta) for turns in (self.beta_fast, self.beta_slow))
+    def frequencies(
+        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
+    ) -> Tensor:
+        first, last = (
+            self._index(turns, head_dim, theta) for turns in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
@@ -183,13 +228,18 @@ class Yarn(_Extension):
 
     def _index(self, turns: float, head_dim: int, theta: float) -> float:
         """Of the rotation that turns so many times in the original length."""
-        return head_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            head_dim
+            * math.log(self.original_length / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
 
 @dataclass(frozen=True)
 class Llama3(_Extension):
-    """Wavelengths above original_length / low_freq_factor are `factor` times longer, those below original_length /
-    high_freq_factor are not; between, frequencies are mixed by how often they turn in the original length.
+    """Wavelengths above original_length / low_freq_factor are `factor` times longer, those below
+    original_length / high_freq_factor are not; between, frequencies are mixed by how often they
+    turn in the original length.
     """
 
     kind = "llama3"
@@ -199,25 +249,34 @@ class Llama3(_Extension):
     original_length: int
 
     def __post_init__(self):
-        self._check_numbers(factor=1, low_freq_factor=_SMALLEST, high_freq_factor=_SMALLEST, original_length=1)
+        self._check_numbers(
+            factor=1, low_freq_factor=_SMALLEST, high_freq_factor=_SMALLEST, original_length=1
+        )
         if self.high_freq_factor <= self.low_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
-            raise ValueError(f"high_freq_factor={high} of llama3 must be above low_freq_factor={low}")
+            raise ValueError(
+                f"high_freq_factor={high} of llama3 must be above low_freq_factor={low}"
+            )
 
-    def frequencies(self, head_dim: int, theta: float, length: Tensor | None, device: torch.device) -> Tensor:
+    def frequencies(
+        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
+    ) -> Tensor:
         plain = rope_frequencies(head_dim, theta, device)
         turns = self.original_length * plain / (2 * math.pi)
-        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        kept = (
+            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        ).clamp(0, 1)
         return plain * (kept + (1 - kept) / self.factor)
 
 
 @dataclass(frozen=True)
 class LongRope(_Extension):
-    """Rotation j is slower by long_factor[j] in sequences of more than `original_length` tokens, by short_factor[j] in
-    others.
+    """Rotation j is slower by long_factor[j] in sequences of more than `original_length` tokens, by
+    short_factor[j] in others.
 
     factor            how many times longer than the original ones sequences may become
-    attention_factor  what cos and sin are multiplied with, by default sqrt(1 + ln(factor) / ln(original_length))
+    attention_factor  what cos and sin are multiplied with, by default sqrt(1 + ln(factor) /
+                      ln(original_length))
     """
 
     kind = "longrope"
@@ -231,8 +290,12 @@ class LongRope(_Extension):
     def __post_init__(self):
         for name in ("short_factor", "long_factor"):
             values = getattr(self, name)
-            if not isinstance(values, list | tuple) or not all(_is_number(v) and v > 0 for v in values):
-                raise ValueError(f"{name} of longrope must be a list of positive numbers, got {values!r}")
+            if not isinstance(values, list | tuple) or not all(
+                _is_number(v) and v > 0 for v in values
+            ):
+                raise ValueError(
+                    f"{name} of longrope must be a list of positive numbers, got {values!r}"
+                )
             object.__setattr__(self, name, tuple(values))
         self._check_numbers(original_length=2, factor=_SMALLEST, attention_factor=_SMALLEST)
 
@@ -240,7 +303,9 @@ class LongRope(_Extension):
         for name in ("short_factor", "long_factor"):
             expected, got = head_dim // 2, len(getattr(self, name))
             if got != expected:
-                raise ValueError(f"{name} of longrope must have {expected} numbers for head_dim={head_dim}, got {got}")
+                raise ValueError(
+                    f"{name} of longrope must have {expected} numbers for head_dim={head_dim}, got {got}"
+                )
 
     @property
     def attention_scale(self) -> float:
@@ -248,16 +313,21 @@ class LongRope(_Extension):
             return self.attention_factor
         return math.sqrt(1 + math.log(max(self.factor, 1)) / math.log(self.original_length))
 
-    def frequencies(self, head_dim: int, theta: float, length: Tensor | None, device: torch.device) -> Tensor:
+    def frequencies(
+        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
+    ) -> Tensor:
         assert length is not None, "its frequencies depend on the length"
         short, long = (
-            torch.tensor(x, dtype=torch.float64, device=device) for x in (self.short_factor, self.long_factor)
+            torch.tensor(x, dtype=torch.float64, device=device)
+            for x in (self.short_factor, self.long_factor)
         )
         is_long = (length.to(device) > self.original_length).unsqueeze(-1)
         return rope_frequencies(head_dim, theta, device) / torch.where(is_long, long, short)
 
 
-KINDS: dict[str, type[RopeScaling]] = {cls.kind: cls for cls in (Linear, DynamicNTK, Yarn, Llama3, LongRope)}
+KINDS: dict[str, type[RopeScaling]] = {
+    cls.kind: cls for cls in (Linear, DynamicNTK, Yarn, Llama3, LongRope)
+}
 
 
 def _is_number(value: Any, whole: bool = False) -> bool:

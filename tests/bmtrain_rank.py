@@ -15,9 +15,21 @@ import torch.distributed as dist
 
 from tests import fake_cuda
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-# What Qwen2's and Qwen3's have, and positions that go by the length of the 41 tokens that ranks share.
-SIZES |= {"qkv_bias": True, "qk_norm": True, "rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_length": 16}}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
+# What Qwen2's and Qwen3's have, and positions that go by the length of the 41 tokens that ranks
+# share.
+SIZES |= {
+    "qkv_bias": True,
+    "qk_norm": True,
+    "rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_length": 16},
+}
 STEPS = 6
 
 
@@ -32,7 +44,11 @@ def curve(engine, sp) -> list[float]:
         labels[:, :30] = -100  # most ranks have few targets
         losses = []
         for row in range(2):
-            part = sp.shard(tokens[row : row + 1]), sp.positions(41), sp.shard(labels[row : row + 1])
+            part = (
+                sp.shard(tokens[row : row + 1]),
+                sp.positions(41),
+                sp.shard(labels[row : row + 1]),
+            )
             loss, _ = engine.model(*part)
             engine.backward(loss / 20)
             losses.append(float(loss.detach()))
@@ -52,8 +68,14 @@ def engines(folder: Path) -> dict:
     from train.engine.bmtrain import BMTrainEngine
 
     results, sp = {}, init_sequence_parallel()
-    shape = CPMConfig(300, **SIZES, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1)
-    for checkpointing, tied, offload in (("selective", True, False), ("none", False, True), ("full", True, False)):
+    shape = CPMConfig(
+        300, **SIZES, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1
+    )
+    for checkpointing, tied, offload in (
+        ("selective", True, False),
+        ("none", False, True),
+        ("full", True, False),
+    ):
         config = dataclasses.replace(shape, tie_embeddings=tied)
         build = lambda config=config, mode=checkpointing: CPM(config, sp, Saving(mode))  # noqa: E731
         engine = BMTrainEngine(build, dtype=torch.float32, seed=3, offload=offload)
@@ -68,10 +90,14 @@ def engines(folder: Path) -> dict:
     other.adopt_weights()
     other.step(0.0, 1.0)  # with gradients of nothing: weights are what was loaded
     results["loaded"] = all(
-        shard.flat.equal(before[key]) for key, shard in other.state().items() if key.startswith("weight/")
+        shard.flat.equal(before[key])
+        for key, shard in other.state().items()
+        if key.startswith("weight/")
     )
     try:
-        other.model.norm._parameters["weight"].grad = torch.full_like(other.model.norm._parameters["weight"], torch.nan)
+        other.model.norm._parameters["weight"].grad = torch.full_like(
+            other.model.norm._parameters["weight"], torch.nan
+        )
         other.step(1e-2, 1.0)
         results["nan"] = "no error"
     except FloatingPointError as error:
@@ -110,7 +136,9 @@ def layer(folder: Path) -> dict:
         for name, parameter in plain.named_parameters():
             path, _, leaf = name.rpartition(".")
             parameter.copy_(getattr(mine.get_submodule(path), leaf))
-    starts = {name: sorted({float(x) for x in p}) for name, p in plain.named_parameters() if p.dim() == 1}
+    starts = {
+        name: sorted({float(x) for x in p}) for name, p in plain.named_parameters() if p.dim() == 1
+    }
     x = torch.randn(1, 21, 16, generator=torch.Generator().manual_seed(0))
     expected = sp.shard(plain(x, *rope_tables(torch.arange(21), 4)))
     got = mine(sp.shard(x), *rope_tables(sp.positions(21), 4))
@@ -128,7 +156,9 @@ def layer(folder: Path) -> dict:
 
 
 def live(folder: Path) -> dict:
-    """CPM-Bee and CPM-Ant with weights that bmtrain.load reads: losses, and gradients against the golden ones."""
+    """CPM-Bee and CPM-Ant with weights that bmtrain.load reads: losses, and gradients against the
+    golden ones.
+    """
     import bmtrain
 
     from bmt_burst import init_sequence_parallel
@@ -139,7 +169,11 @@ def live(folder: Path) -> dict:
     from train.engine.bmtrain import BMTrainEngine
 
     results, sp = {}, init_sequence_parallel()
-    for name, model, mode in (("bee", CPMBee, "none"), ("ant", CPMAnt, "selective"), ("ant", CPMAnt, "full")):
+    for name, model, mode in (
+        ("bee", CPMBee, "none"),
+        ("ant", CPMAnt, "selective"),
+        ("ant", CPMAnt, "full"),
+    ):
         case = golden(name)
         build = lambda config=case.config, model=model, mode=mode: model(config, sp, Saving(mode))  # noqa: E731
         engine = BMTrainEngine(build, dtype=torch.float32)
@@ -156,7 +190,8 @@ def live(folder: Path) -> dict:
         for parameter, expected in grads.items():
             piece = engine.state()[f"weight/{parameter}"]
             mine = expected.flatten()[piece.start : piece.start + piece.flat.numel()]
-            found = engine._grads[parameter].flatten() if len(mine) else mine  # a rank may have none of it
+            # a rank may have none of it
+            found = engine._grads[parameter].flatten() if len(mine) else mine
             error = engine.sum([float((found - mine).norm() ** 2)])[0] ** 0.5
             errors.append(error / float(expected.norm()))
         bmtrain.save(engine.model, str(file))
@@ -185,7 +220,10 @@ def pretrain(folder: Path, *arguments: str) -> dict:
 def example(folder: Path, name: str) -> dict:
     """Runs an example in fp32, which needs none of BMTrain's CUDA kernels."""
     source = (Path(__file__).parents[1] / f"train/examples/bmtrain_{name}.py").read_text()
-    changes = {"torch.bfloat16": "torch.float32", "512, 256, 4, 2, 1024, 20": "512, 64, 4, 2, 128, 5"}
+    changes = {
+        "torch.bfloat16": "torch.float32",
+        "512, 256, 4, 2, 1024, 20": "512, 64, 4, 2, 128, 5",
+    }
     changes |= {"bmt.init_distributed(seed=0)": "", '"cuda"': '"cpu"'}
     for there, here in changes.items():
         source = source.replace(there, here)

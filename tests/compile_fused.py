@@ -1,4 +1,6 @@
-"""Compiles the fused kernels, as they are launched, for GPUs that need not be there. Run by test_fused.py."""
+"""Compiles the fused kernels, as they are launched, for GPUs that need not be there. Run by
+test_fused.py.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Compiler:
             return
         self.kinds.append(kinds)
         named = dict(zip(self.kernel.arg_names, args, strict=False))
-        signature = {name: kind(x) for name, x in named.items()} | dict.fromkeys(constants, "constexpr")
+        signature = {name: kind(x) for name, x in named.items()} | dict.fromkeys(
+            constants, "constexpr"
+        )
         for capability in CAPABILITIES:
             source = ASTSource(self.kernel, signature, constants)
             assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
@@ -44,7 +48,9 @@ def kind(x):
 
 def kinds_of(kernel, args, constants):
     """What Triton compiles a kernel anew for, if it differs."""
-    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    bind = create_function_from_signature(
+        kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
+    )
     return bind(*args, **constants)[1]
 
 
@@ -52,10 +58,15 @@ def main():
     for name in ("_merge_outputs", "_sum_gradients", "_fill_query_rows"):
         setattr(fused, name, Compiler(getattr(fused, name)))
     for tokens, start in ((32, 16), (33, 1), (40, 0), (47, 3)):  # compiled once for all of them
-        wide, half = torch.zeros(1, tokens, 2, 80), torch.zeros(1, tokens - start, 2, 80, dtype=torch.bfloat16)
+        wide, half = (
+            torch.zeros(1, tokens, 2, 80),
+            torch.zeros(1, tokens - start, 2, 80, dtype=torch.bfloat16),
+        )
         lse = torch.zeros(1, 2, tokens)
         for spans in ([(start, tokens)], [(0, start), (2 * start, tokens)]):
-            fused.merge_outputs(wide, lse, [([(0, tokens)], wide, lse), (spans, half, lse[..., start:])])
+            fused.merge_outputs(
+                wide, lse, [([(0, tokens)], wide, lse), (spans, half, lse[..., start:])]
+            )
             fused.sum_gradients(wide, [([(0, tokens)], wide), (spans, half)])
         fused.fill_query_rows(torch.zeros(1, tokens - start, 2, 2), half, half, lse[..., start:])
 

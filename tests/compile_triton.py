@@ -1,7 +1,8 @@
-"""Compiles the Triton attention kernels, as they are launched, for a GPU that need not be there. Run by test_triton.py.
+"""Compiles the Triton attention kernels, as they are launched, for a GPU that need not be there.
+Run by test_triton.py.
 
-Without a bias, with one by segments and with one by distance, and with a softcap, for a head size that is padded and a
-band of two edges, so that every branch is compiled.
+Without a bias, with one by segments and with one by distance, and with a softcap, for a head size
+that is padded and a band of two edges, so that every branch is compiled.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Compiler:
             return
         self.kinds.append(kinds)
         values = {(names.index(name),): value for name, value in constants.items()}
-        signature = {name: kind(x, (i,), values) for i, (name, x) in enumerate(zip(names, args, strict=False))}
+        signature = {
+            name: kind(x, (i,), values)
+            for i, (name, x) in enumerate(zip(names, args, strict=False))
+        }
         source = ASTSource(self.kernel, signature | dict.fromkeys(constants, "constexpr"), values)
         done = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
         assert done.asm["cubin"]
@@ -85,7 +89,9 @@ def main():
             spec = Spec(0.3, biased=bias is not None, softcap=softcap)
             out, lse = kernels.load("triton").forward(*qkv, call, spec, bias)
             kernels.load("triton").backward(dout, *qkv, out, lse, None, call, spec, bias)
-        backend.table_gradient(dout, *qkv, out, lse, None, call, Spec(0.3, biased=True), by_segments)
+        backend.table_gradient(
+            dout, *qkv, out, lse, None, call, Spec(0.3, biased=True), by_segments
+        )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,12 @@ os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
 
 
 def _order_gpus(worker: int) -> None:
-    """Let this worker and the ranks that it starts see all GPUs, each worker another one as the first."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    """Let this worker and the ranks that it starts see all GPUs, each worker another one as the
+    first.
+    """
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+        map(str, range(torch.cuda.device_count()))
+    )
     if gpus:
         gpus = gpus.split(",")
         first = worker % len(gpus)
@@ -27,13 +31,15 @@ if WORKER:
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # its kernels run in its interpreter
-    # Tensors are tiny, ranks are threads or processes, and files are tested in parallel: more threads would wait only.
+    # Tensors are tiny, ranks are threads or processes, and files are tested in parallel: more
+    # threads would wait only.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
     torch.set_num_threads(1)
 
 
 def _prepare_once(interpreter) -> None:
-    """Triton's interpreter prepares its language anew whenever a kernel calls a function, which takes half of the time.
+    """Triton's interpreter prepares its language anew whenever a kernel calls a function, which
+    takes half of the time.
 
     Once a launch is enough for each module.
     """
@@ -59,14 +65,17 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.9; others are slow
         _prepare_once(interpreter)
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script starts in the background: tests interrupt
+# as of what a script starts in the background: tests interrupt
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def let_processes_hang_up() -> None:
-    """Let SIGHUP end the processes that this one starts, also where it ignores the signal itself, as under nohup.
+    """Let SIGHUP end the processes that this one starts, also where it ignores the signal itself,
+    as under nohup.
 
-    They would inherit that. They do not inherit a handler, so one that does nothing keeps this process alive.
+    They would inherit that. They do not inherit a handler, so one that does nothing keeps this
+    process alive.
     """
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
@@ -74,7 +83,9 @@ def let_processes_hang_up() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _processes_hang_up():
-    """Workers of pytest-xdist inherit from a process that runs no tests, so each of them does it for itself."""
+    """Workers of pytest-xdist inherit from a process that runs no tests, so each of them does it
+    for itself.
+    """
     let_processes_hang_up()
 
 

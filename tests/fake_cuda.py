@@ -1,7 +1,8 @@
-"""BMTrain's own Python code on CPUs: its NCCL is gloo here, its streams are nothing, its GPU memory is the CPU's.
+"""BMTrain's own Python code on CPUs: its NCCL is gloo here, its streams are nothing, its GPU memory
+is the CPU's.
 
-BMTrain asserts that tensors are on a GPU: its modules are imported without their assertions. What this cannot show is
-what depends on streams, on NCCL, and on BMTrain's CUDA kernels.
+BMTrain asserts that tensors are on a GPU: its modules are imported without their assertions. What
+this cannot show is what depends on streams, on NCCL, and on BMTrain's CUDA kernels.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ class Nccl:
         dist.all_gather_object(everyone, (unique_id, rank))
         mine = None
         for name in sorted({name for name, _ in everyone}):
-            members = sorted((theirs, world) for world, (other, theirs) in enumerate(everyone) if other == name)
+            members = sorted(
+                (theirs, world) for world, (other, theirs) in enumerate(everyone) if other == name
+            )
             ranks = [world for _, world in members]
             group = dist.new_group(ranks)
             mine = Communicator(group, ranks) if name == unique_id else mine
@@ -190,10 +193,13 @@ def install(*packages: str) -> None:
         importlib.import_module(package)
     cpu, roots = CpuTorch(), {"bmtrain", *(package.split(".")[0] for package in packages)}
     modules = [
-        module for name, module in sys.modules.items() if name.split(".")[0] in roots and hasattr(module, "torch")
+        module
+        for name, module in sys.modules.items()
+        if name.split(".")[0] in roots and hasattr(module, "torch")
     ]
     for module in [*modules, bmt_burst.bmtrain, train.engine.bmtrain, transport]:
         module.torch = cpu
     transport.BMTrainTransport.device_types = frozenset({"cpu"})
     bmtrain.init_distributed(seed=0)
-    torch.set_num_threads(1)  # BMTrain takes as many as there are CPUs for a rank, which wait for each other
+    # BMTrain takes as many as there are CPUs for a rank, which wait for each other
+    torch.set_num_threads(1)

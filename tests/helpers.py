@@ -1,4 +1,6 @@
-"""What several tests share: dense attention, ways to lay out simulated ranks, real ranks as processes."""
+"""What several tests share: dense attention, ways to lay out simulated ranks, real ranks as
+processes.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 GPUS = torch.cuda.device_count()
-# Seconds of imports, which forks share. Torch imports its compiler when attention is first differentiated.
-_PRELOADED = ["train.pretrain", "train.engine.torch", "torch._dynamo", "matplotlib.pyplot", "tests.helpers"]
+# Seconds of imports, which forks share. Torch imports its compiler when attention is first
+# differentiated.
+_PRELOADED = [
+    "train.pretrain",
+    "train.engine.torch",
+    "torch._dynamo",
+    "matplotlib.pyplot",
+    "tests.helpers",
+]
 _PRELOADED += ["transformers.models.llama.modeling_llama"]  # if it is there
 # Ranks that NCCL can make here: it wants a GPU for each, but for recent versions with this set.
 RANKS = max(GPUS, 4) if GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else GPUS
@@ -46,10 +55,14 @@ RANKS = max(GPUS, 4) if GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") ==
 
 def needs_ranks(count: int):
     """A mark that skips a test where NCCL cannot make so many."""
-    return pytest.mark.skipif(count > RANKS, reason=f"needs NVIDIA GPUs, {count} or more; this machine has {GPUS}")
+    return pytest.mark.skipif(
+        count > RANKS, reason=f"needs NVIDIA GPUs, {count} or more; this machine has {GPUS}"
+    )
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attention written out over a whole sequence: out (B, S, H, D) and lse (B, H, S)."""
     repeats = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
@@ -60,11 +73,21 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-def random_qkv(batch: int, tokens: int, heads: int, kv_heads: int, head_size: int, dtype=torch.float64, seed: int = 0):
+def random_qkv(
+    batch: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    dtype=torch.float64,
+    seed: int = 0,
+):
     """q, k, v and an output gradient."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, tokens, h, head_size) for h in (heads, kv_heads, kv_heads, heads)]
-    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes
+    ]
 
 
 def named_calls(unit: int) -> dict[str, KernelCall]:
@@ -76,7 +99,8 @@ def named_calls(unit: int) -> dict[str, KernelCall]:
     tall = ((0, 4 * unit), (0, unit)), ((4 * unit, 7 * unit + 1), (unit, 4 * unit))
     apart = ((unit, 2 * unit), (2 * unit, 3 * unit)), ((2 * unit, 5 * unit), (4 * unit, 7 * unit))
     count = min(12 * unit, 300)
-    many = tuple(((3 * i, 3 * i + 2), (2 * i, 2 * i + 2)) for i in range(count))  # and a query between two
+    # and a query between two
+    many = tuple(((3 * i, 3 * i + 2), (2 * i, 2 * i + 2)) for i in range(count))
     return {
         "full": KernelCall.whole(n),
         "causal": KernelCall.whole(n, causal=True),
@@ -100,8 +124,12 @@ def named_calls(unit: int) -> dict[str, KernelCall]:
         "far ahead, of fewer keys": KernelCall(n, 5 * unit, tall, n, 3 * unit),
         "tiles apart": KernelCall(6 * unit, n, apart, right=0),
         "full tiles apart": KernelCall(6 * unit, n, apart),
-        "few of the tokens": KernelCall(n, n, (((3 * unit, 4 * unit), (5 * unit, 7 * unit)),), 2, 2),
-        "single tokens": KernelCall(unit, unit, tuple(((i, i + 1), (i, i + 1)) for i in range(unit)), right=0),
+        "few of the tokens": KernelCall(
+            n, n, (((3 * unit, 4 * unit), (5 * unit, 7 * unit)),), 2, 2
+        ),
+        "single tokens": KernelCall(
+            unit, unit, tuple(((i, i + 1), (i, i + 1)) for i in range(unit)), right=0
+        ),
         "many tiles": KernelCall(3 * count, 2 * count, many, right=0),
         "many full tiles": KernelCall(3 * count, 2 * count, many),
     }
@@ -117,19 +145,40 @@ def random_call(chance: random.Random, most: int = 20) -> KernelCall:
         tiles.append(((q, q + queries), (kv, kv + keys)))
         q, kv = q + queries, kv + keys
     left, right = (chance.choice((None, 0, 1, chance.randint(0, most + 5))) for _ in range(2))
-    return KernelCall(q + chance.choice((0, 3)), kv + chance.choice((0, 3)), tuple(tiles), left, right)
+    return KernelCall(
+        q + chance.choice((0, 3)), kv + chance.choice((0, 3)), tuple(tiles), left, right
+    )
 
 
-def call_tensors(call: KernelCall, batch: int, heads: int, kv_heads: int, head_size: int, dtype=torch.float64, seed=0):
+def call_tensors(
+    call: KernelCall,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    dtype=torch.float64,
+    seed=0,
+):
     """q, k, v and an output gradient for a kernel call."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = (call.q_tokens, heads), (call.kv_tokens, kv_heads), (call.kv_tokens, kv_heads), (call.q_tokens, heads)
+    sizes = (
+        (call.q_tokens, heads),
+        (call.kv_tokens, kv_heads),
+        (call.kv_tokens, kv_heads),
+        (call.q_tokens, heads),
+    )
     shapes = [(batch, *size, head_size) for size in sizes]
-    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes
+    ]
 
 
-def random_bias(call: KernelCall, heads: int, seed: int = 0, dtype=torch.float64, reach: int = 9) -> CallBias:
-    """A bias of 12 rows; queries and keys are some tokens each of one sequence of groups of segments, in order."""
+def random_bias(
+    call: KernelCall, heads: int, seed: int = 0, dtype=torch.float64, reach: int = 9
+) -> CallBias:
+    """A bias of 12 rows; queries and keys are some tokens each of one sequence of groups of
+    segments, in order.
+    """
     chance, tokens, rows = random.Random(seed), 2 * max(call.q_tokens, call.kv_tokens), 12
     fields, pairs, group = [], [], 0
     while len(fields) < tokens:
@@ -141,8 +190,14 @@ def random_bias(call: KernelCall, heads: int, seed: int = 0, dtype=torch.float64
     q, kv = (_some_tokens(chance, count, tokens) for count in (call.q_tokens, call.kv_tokens))
     generator = torch.Generator().manual_seed(seed)
     segments = Segments(
-        **{f"q_{name}": torch.tensor([fields[t][i] for t in q], dtype=torch.int32) for name, i in _Q_FIELDS.items()},
-        **{f"kv_{name}": torch.tensor([fields[t][i] for t in kv], dtype=torch.int32) for name, i in _KV_FIELDS.items()},
+        **{
+            f"q_{name}": torch.tensor([fields[t][i] for t in q], dtype=torch.int32)
+            for name, i in _Q_FIELDS.items()
+        },
+        **{
+            f"kv_{name}": torch.tensor([fields[t][i] for t in kv], dtype=torch.int32)
+            for name, i in _KV_FIELDS.items()
+        },
         pairs=torch.tensor(pairs, dtype=torch.int32),
         other=chance.randrange(rows),
     )
@@ -169,7 +224,9 @@ _Q_FIELDS, _KV_FIELDS = {"group": 0, "base": 1}, {"group": 0, "segment": 2}
 
 
 def _some_tokens(chance: random.Random, count: int, tokens: int) -> list[int]:
-    """So many of 2 count or more tokens, rising, as a rank of a contiguous, zigzag or striped layout has, or any."""
+    """So many of 2 count or more tokens, rising, as a rank of a contiguous, zigzag or striped
+    layout has, or any.
+    """
     first, half = chance.randint(0, tokens - 2 * count), count // 2
     return chance.choice(
         (
@@ -189,15 +246,19 @@ def kernel_errors(
     with_delta: bool = False,
     bias: CallBias | None = None,
 ) -> dict[str, float]:
-    """Return attention_errors of a kernel against the reference in fp64; with a bias, that of dtable too.
+    """Return attention_errors of a kernel against the reference in fp64; with a bias, that of
+    dtable too.
 
-    An error is also inf if out or a gradient is not 0 for tokens that see nothing or are seen by nothing.
+    An error is also inf if out or a gradient is not 0 for tokens that see nothing or are seen by
+    nothing.
     """
     *qkv, dout = tensors
     exact = [x.double() for x in tensors]
     exact_bias = None if bias is None else replace(bias, table=bias.table.double())
     expected = load("reference").forward(*exact[:3], call, spec, exact_bias)
-    expected_grads = load("reference").backward(exact[3], *exact[:3], *expected, None, call, spec, exact_bias)
+    expected_grads = load("reference").backward(
+        exact[3], *exact[:3], *expected, None, call, spec, exact_bias
+    )
     out, lse = kernel.forward(*qkv, call, spec, bias)
     delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2) if with_delta else None
     grads = kernel.backward(dout, *qkv, None if with_delta else out, lse, delta, call, spec, bias)
@@ -205,9 +266,15 @@ def kernel_errors(
     assert bias is None or grads[3].dtype == bias.table.dtype
     got, whole = [out, lse, *grads], [*expected, *expected_grads]
     assert all(mine.shape == other.shape for mine, other in zip(got, whole, strict=True))
-    errors = attention_errors(got, whole, exact[3], spec.scale, ["table"] if bias is not None else [])
+    errors = attention_errors(
+        got, whole, exact[3], spec.scale, ["table"] if bias is not None else []
+    )
     seen = visible(call, out.device)
-    sides = {"out": (out, seen.any(1)), "dq": (grads[0], seen.any(1)), "dk": (grads[1], seen.any(0))}
+    sides = {
+        "out": (out, seen.any(1)),
+        "dq": (grads[0], seen.any(1)),
+        "dk": (grads[1], seen.any(0)),
+    }
     for name, (x, seeing) in (sides | {"dv": (grads[2], seen.any(0))}).items():
         if not x[:, ~seeing].eq(0).all():
             errors[name] = math.inf
@@ -241,7 +308,9 @@ def random_slices(chance: random.Random, tokens: int):
 
 
 def random_layout(chance: random.Random, mask: Mask, size: int) -> Layout:
-    named = [layout(mask.seq_len, size) for layout in (Layout.zigzag, Layout.striped, Layout.contiguous)]
+    named = [
+        layout(mask.seq_len, size) for layout in (Layout.zigzag, Layout.striped, Layout.contiguous)
+    ]
     return chance.choice([*named, Layout.balanced(mask, size)])
 
 
@@ -254,10 +323,11 @@ def dense_results(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> list[Tensor]:
-    """Whole out, lse, dq, dk, dv in fp64 of q, k, v and an output gradient; 0 and -inf of queries that see nothing.
+    """Whole out, lse, dq, dk, dv in fp64 of q, k, v and an output gradient; 0 and -inf of queries
+    that see nothing.
 
-    With a bias (R, H), of which `rows` (S, S) says what is added to the scores, also its gradient, and with sinks (H,)
-    theirs.
+    With a bias (R, H), of which `rows` (S, S) says what is added to the scores, also its gradient,
+    and with sinks (H,) theirs.
     """
     *inputs, dout = tensors
     q, k, v = inputs = [x.double().clone().requires_grad_() for x in inputs]
@@ -278,22 +348,36 @@ def dense_results(
         scores = torch.cat((scores, inputs[-1].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
         probs = scores.softmax(-1)[..., :-1]
     out = torch.einsum("bhqk,bkhd->bqhd", probs, v)
-    return [out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, inputs, dout.double())]
+    return [
+        out.detach(),
+        scores.logsumexp(-1).detach(),
+        *torch.autograd.grad(out, inputs, dout.double()),
+    ]
 
 
 def ring_results(
-    whole: Layout, tensors: Sequence[Tensor], scale: float, inner: int | None = None, strided: bool = False, **options
+    whole: Layout,
+    tensors: Sequence[Tensor],
+    scale: float,
+    inner: int | None = None,
+    strided: bool = False,
+    **options,
 ) -> list[Tensor]:
-    """All of out, lse, dq, dk, dv, and of a bias and of sinks the gradient, of a simulated ring in a layout.
+    """All of out, lse, dq, dk, dv, and of a bias and of sinks the gradient, of a simulated ring in
+    a layout.
 
     Of a double one with `inner` ranks a host.
     """
-    learned = {name: options.pop(name) for name in ("bias", "sinks") if options.get(name) is not None}
+    learned = {
+        name: options.pop(name) for name in ("bias", "sinks") if options.get(name) is not None
+    }
 
     def work(ring):
         q, k, v, dout = (whole.shard(x, ring.rank) for x in tensors)
         if strided:
-            q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+            q, k, v, dout = (
+                x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout)
+            )
         for x in (q, k, v):
             x.requires_grad_()
         mine = {name: x.detach().requires_grad_() for name, x in learned.items()}
@@ -307,16 +391,35 @@ def ring_results(
 
 
 def problem(mask: Mask, layout: Layout, inner: int | None = None, **changes) -> Problem:
-    """A call of attention over the layout's ranks, `inner` of them a host; fields of Problem or of Sizes may change."""
-    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_size": 8, "dtype": torch.float32, "partial": torch.float32}
+    """A call of attention over the layout's ranks, `inner` of them a host; fields of Problem or of
+    Sizes may change.
+    """
+    sizes = {
+        "batch": 1,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_size": 8,
+        "dtype": torch.float32,
+        "partial": torch.float32,
+    }
     sizes = Sizes(**{name: changes.pop(name, default) for name, default in sizes.items()})
     inner = inner or layout.size
     ranks = {"inner": inner, "outer": layout.size // inner}
-    return Problem(mask=mask, layout=layout, spec=Spec(0.3), kernel=load("cpu"), sizes=sizes, **ranks, **changes)
+    return Problem(
+        mask=mask,
+        layout=layout,
+        spec=Spec(0.3),
+        kernel=load("cpu"),
+        sizes=sizes,
+        **ranks,
+        **changes,
+    )
 
 
 def ring_arguments(ring: SimulatedRing, inner: int) -> dict:
-    """burst_attn_func's group arguments: a single ring, or a double ring of hosts with `inner` ranks."""
+    """burst_attn_func's group arguments: a single ring, or a double ring of hosts with `inner`
+    ranks.
+    """
     if inner == ring.size:
         return {"process_group": ring}
     host, place = divmod(ring.rank, inner)
@@ -325,11 +428,12 @@ def ring_arguments(ring: SimulatedRing, inner: int) -> dict:
 
 
 def relative_error(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the norm of the difference over the norm of `expected`, or over `least` if that is larger.
+    """Return the norm of the difference over the norm of `expected`, or over `least` if that is
+    larger.
 
-    Where `expected` is 0 in exact arithmetic, its entries are rounding, which differs between CPUs. Pass the size of
-    the terms that cancel as `least` there. By default an `expected` of zeros is equalled only by zeros. An error of NaN
-    is returned as inf, because max() may drop NaN.
+    Where `expected` is 0 in exact arithmetic, its entries are rounding, which differs between CPUs.
+    Pass the size of the terms that cancel as `least` there. By default an `expected` of zeros is
+    equalled only by zeros. An error of NaN is returned as inf, because max() may drop NaN.
     """
     got, expected = got.detach().double(), expected.detach().double()
     if got.equal(expected):
@@ -339,53 +443,86 @@ def relative_error(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 
 def size_of_terms(dout: Tensor, scale: float) -> float:
-    """Return the norm of scale * dout: about the size of the terms of attention's gradients, for normal q, k and v.
+    """Return the norm of scale * dout: about the size of the terms of attention's gradients, for
+    normal q, k and v.
 
-    dq and dk are sums of scale * P * (dP - delta). They cancel to 0 where a query sees one key, because P is 1 and dP
-    is delta there. Pass the whole `dout`, since all queries may add to a shard of dk.
+    dq and dk are sums of scale * P * (dP - delta). They cancel to 0 where a query sees one key,
+    because P is 1 and dP is delta there. Pass the whole `dout`, since all queries may add to a
+    shard of dk.
     """
     return scale * float(dout.double().norm())
 
 
 def attention_errors(
-    got: Sequence[Tensor], expected: Sequence[Tensor], dout: Tensor, scale: float, learned: Sequence[str] = ()
+    got: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    dout: Tensor,
+    scale: float,
+    learned: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Return the errors of out, lse, dq, dk, dv and of the gradients of what is `learned`, such as "table" or "sinks".
+    """Return the errors of out, lse, dq, dk, dv and of the gradients of what is `learned`, such as
+    "table" or "sinks".
 
-    Each error is relative to the norm of what is expected, or to size_of_terms if that is larger. An lse is a logarithm
-    and may be 0, so its error is relative to at least 1 for each entry. It is inf if only one of the two is -inf
-    somewhere.
+    Each error is relative to the norm of what is expected, or to size_of_terms if that is larger.
+    An lse is a logarithm and may be 0, so its error is relative to at least 1 for each entry. It is
+    inf if only one of the two is -inf somewhere.
     """
-    names, least = ["out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in learned)], size_of_terms(dout, scale)
+    names, least = (
+        ["out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in learned)],
+        size_of_terms(dout, scale),
+    )
     pairs = dict(zip(names, zip(got, expected, strict=True), strict=True))
     errors = {name: relative_error(*pair, least) for name, pair in pairs.items() if name != "lse"}
     lse, exact = pairs["lse"]
     finite = exact.isfinite()
     same = lse.isfinite().equal(finite) and bool((lse[~finite] == -math.inf).all())
-    errors["lse"] = relative_error(lse[finite], exact[finite], math.sqrt(finite.sum())) if same else math.inf
+    errors["lse"] = (
+        relative_error(lse[finite], exact[finite], math.sqrt(finite.sum())) if same else math.inf
+    )
     return errors
 
 
 def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:
-    """Runs `work(rank, *args)` in `size` joined processes; returns the results, or raises the first failure.
+    """Runs `work(rank, *args)` in `size` joined processes; returns the results, or raises the first
+    failure.
 
-    `work` must be a module's function. With backend "nccl" each process has a GPU, or they share those there are.
+    `work` must be a module's function. With backend "nccl" each process has a GPU, or they share
+    those there are.
     """
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(_PRELOADED)
         arguments = size, folder, backend, work, args
-        mp.start_processes(_rank_main, arguments, size, start_method="spawn" if GPUS else "forkserver")
+        mp.start_processes(
+            _rank_main, arguments, size, start_method="spawn" if GPUS else "forkserver"
+        )
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
 def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 600, **options):
-    """A script and its arguments on `size` ranks under torchrun; `python` are flags of the interpreter."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "--no-python"]
+    """A script and its arguments on `size` ranks under torchrun; `python` are flags of the
+    interpreter.
+    """
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(size),
+        "--no-python",
+    ]
     place = []
-    if 0 < GPUS < size:  # a rank is to find as many ranks on its host as there are GPUs, and take one that is there
-        place = ["bash", "-c", f'LOCAL_RANK=$((LOCAL_RANK % {GPUS})) LOCAL_WORLD_SIZE={GPUS} exec "$@"', "rank"]
+    # a rank is to find as many ranks on its host as there are GPUs, and take one that is there
+    if 0 < GPUS < size:
+        place = [
+            "bash",
+            "-c",
+            f'LOCAL_RANK=$((LOCAL_RANK % {GPUS})) LOCAL_WORLD_SIZE={GPUS} exec "$@"',
+            "rank",
+        ]
     line = [sys.executable, *launcher, *place, sys.executable, *python, *map(str, command)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
+    return subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options
+    )
 
 
 def run_script(
@@ -395,18 +532,25 @@ def run_script(
     timeout: float = 600,
     environments: Sequence[dict[str, str]] = (),
 ) -> tuple[int, str]:
-    """What `torchrun` does on CPUs, with ranks that are forked from a process which has imported torch once.
+    """What `torchrun` does on CPUs, with ranks that are forked from a process which has imported
+    torch once.
 
-    Without a size it is one process that is told of no ranks, as `python script` is. Ranks may have environments of
-    their own. Returns the exit code of one that failed, or 0, and what they said to both of their streams.
+    Without a size it is one process that is told of no ranks, as `python script` is. Ranks may have
+    environments of their own. Returns the exit code of one that failed, or 0, and what they said to
+    both of their streams.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with tempfile.NamedTemporaryFile(mode="r", errors="replace") as said:
         line, port = [str(ROOT / script), *map(str, arguments)], free_port()
         places = [_places(rank, size, port) for rank in range(size)] if size else [{}]
-        places = [there | more for there, more in itertools.zip_longest(places, environments, fillvalue={})]
-        ranks = [context.Process(target=_script_main, args=(line, said.name, there)) for there in places]
+        places = [
+            there | more
+            for there, more in itertools.zip_longest(places, environments, fillvalue={})
+        ]
+        ranks = [
+            context.Process(target=_script_main, args=(line, said.name, there)) for there in places
+        ]
         for rank in ranks:
             rank.start()
         end = time.monotonic() + timeout
@@ -419,7 +563,13 @@ def run_script(
 
 def _places(rank: int, size: int, port: int) -> dict[str, str]:
     """What a launcher tells a rank."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    places = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_PORT": port,
+    }
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in places.items()}
 
 
@@ -428,14 +578,17 @@ def _script_main(line: list[str], said: str, places: dict[str, str]) -> None:
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.environ.update(places)
-    torch.set_num_threads(1)  # tensors are tiny: several would wait for each other where other processes run too
+    # tensors are tiny: several would wait for each other where other processes run too
+    torch.set_num_threads(1)
     os.chdir(ROOT)
     sys.argv = line
     sys.path.insert(0, str(Path(line[0]).parent))  # as Python does
     runpy.run_path(line[0], run_name="__main__")
 
 
-def _rank_main(rank: int, size: int, folder: str, backend: str, work: Callable, args: tuple) -> None:
+def _rank_main(
+    rank: int, size: int, folder: str, backend: str, work: Callable, args: tuple
+) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank % GPUS)
@@ -447,4 +600,6 @@ def _rank_main(rank: int, size: int, folder: str, backend: str, work: Callable, 
         traceback.print_exc()
         raise
     dist.destroy_process_group()
-    os._exit(0)  # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the process
+    # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the
+    # process
+    os._exit(0)

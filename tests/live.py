@@ -1,4 +1,6 @@
-"""The golden values of CPM-Live's models, see tests/fixtures/README.md, and their rows as ranks have them."""
+"""The golden values of CPM-Live's models, see tests/fixtures/README.md, and their rows as ranks
+have them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from models.cpm_live.config import LiveConfig
 from models.cpm_live.layers import LiveModel
 from tests.helpers import ROOT
 
-BEE_FIELDS = ["length", "context", "sample_ids", "num_segments", "segment", "segment_rel_offset", "segment_rel", "span"]
+BEE_FIELDS = [
+    "length",
+    "context",
+    "sample_ids",
+    "num_segments",
+    "segment",
+    "segment_rel_offset",
+    "segment_rel",
+    "span",
+]
 ANT_FIELDS = ["length", "context", "segment", "span"]
 
 
@@ -32,13 +43,19 @@ class Golden:
 
     def all(self, kind: str) -> dict[str, Tensor]:
         """Tensors called "kind.", by the rest of their names."""
-        return {name.removeprefix(f"{kind}."): x for name, x in self.tensors.items() if name.startswith(f"{kind}.")}
+        return {
+            name.removeprefix(f"{kind}."): x
+            for name, x in self.tensors.items()
+            if name.startswith(f"{kind}.")
+        }
 
     @property
     def input(self) -> dict[str, Tensor]:
         return self.all("input")
 
-    def model(self, dtype: torch.dtype = torch.float32, config: LiveConfig | None = None, **options) -> LiveModel:
+    def model(
+        self, dtype: torch.dtype = torch.float32, config: LiveConfig | None = None, **options
+    ) -> LiveModel:
         model = (CPMBee if self.name == "bee" else CPMAnt)(config or self.config, **options)
         model.load_state_dict(self.all("param"))
         return model.to(dtype)
@@ -47,7 +64,9 @@ class Golden:
         """Of each row, from these fields instead of the file's."""
         fields = fields or self.input
         make, names = (bee_scores, BEE_FIELDS) if self.name == "bee" else (ant_scores, ANT_FIELDS)
-        return [make(self.config, *row) for row in zip(*(fields[name] for name in names), strict=True)]
+        return [
+            make(self.config, *row) for row in zip(*(fields[name] for name in names), strict=True)
+        ]
 
     def layouts(self, name: str, size: int) -> list[Layout]:
         """Of each row, of this name."""
@@ -55,12 +74,19 @@ class Golden:
             return [Layout.balanced(scores.mask, size) for scores in self.scores()]
         return [Layout.named(name, 96, size)] * 2
 
-    def arguments(self, layouts: list[Layout], rank: int, fields: dict[str, Tensor] | None = None) -> tuple:
+    def arguments(
+        self, layouts: list[Layout], rank: int, fields: dict[str, Tensor] | None = None
+    ) -> tuple:
         """What the forward of a rank takes before `scores`."""
         fields = fields or self.input
         part = functools.partial(shard_rows, layouts=layouts, rank=rank)
         if self.name == "bee":
-            return part(fields["input"]), part(fields["input_sub"]), fields["ext_table_ids"], fields["ext_table_sub"]
+            return (
+                part(fields["input"]),
+                part(fields["input_sub"]),
+                fields["ext_table_ids"],
+                fields["ext_table_sub"],
+            )
         positions = torch.stack([layout.positions(rank) for layout in layouts])
         return part(fields["input"]), part(fields["segment"]), positions
 
@@ -72,7 +98,9 @@ def shard_rows(x: Tensor, layouts: list[Layout], rank: int) -> Tensor:
 
 def unshard_rows(parts: list[Tensor], layouts: list[Layout]) -> Tensor:
     """Whole rows (B, S, ...) of all ranks' parts."""
-    return torch.stack([layout.unshard([p[i] for p in parts], 0) for i, layout in enumerate(layouts)])
+    return torch.stack(
+        [layout.unshard([p[i] for p in parts], 0) for i, layout in enumerate(layouts)]
+    )
 
 
 @functools.cache
@@ -90,7 +118,8 @@ def changed(config: LiveConfig, **changes) -> LiveConfig:
 
 
 def bee_instance() -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
-    """The first instance of the golden batch: its context as a row to be continued, and the tokens predicted in it.
+    """The first instance of the golden batch: its context as a row to be continued, and the tokens
+    predicted in it.
 
     Each of these is (its segment, its place in the logits).
     """
@@ -98,12 +127,17 @@ def bee_instance() -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
     alone = (fields["span"][0] == 0) & (torch.arange(96) < fields["length"][0])
     row = {name: x[0][alone] for name, x in fields.items() if x.shape == (2, 96)}
     given = row["context"]
-    extended = list(zip(fields["ext_table_ids"].tolist(), fields["ext_table_sub"].tolist(), strict=True))
+    extended = list(
+        zip(fields["ext_table_ids"].tolist(), fields["ext_table_sub"].tolist(), strict=True)
+    )
     predicted = (row[name][~given].tolist() for name in ("segment", "input", "input_sub"))
     hidden = [
         (segment, 120 + extended.index((token, sub)) if sub else token)
         for segment, token, sub in zip(*predicted, strict=True)
     ]
     row = {name: x[given] for name, x in row.items()}
-    row |= {"segment_rel": fields["segment_rel"][0], **{k: fields[k] for k in ("ext_table_ids", "ext_table_sub")}}
+    row |= {
+        "segment_rel": fields["segment_rel"][0],
+        **{k: fields[k] for k in ("ext_table_ids", "ext_table_sub")},
+    }
     return row, hidden

@@ -1,7 +1,8 @@
-"""One of BMTrain's ranks with models of ModelCenter: torchrun tests/model_center_rank.py RESULTS TASKS
+"""One of BMTrain's ranks with models of ModelCenter: torchrun tests/model_center_rank.py RESULTS
+TASKS
 
-TASKS is JSON: the functions below to call, with their arguments. What they find goes to RESULTS/RANK.json, a list. On
-GPUs BMTrain runs as it is, elsewhere see fake_cuda.py.
+TASKS is JSON: the functions below to call, with their arguments. What they find goes to
+RESULTS/RANK.json, a list. On GPUs BMTrain runs as it is, elsewhere see fake_cuda.py.
 """
 
 import copy
@@ -23,7 +24,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 37
 DOCUMENTS = (0, 5, 6, 30, 37)
 PROMPT = 8
-SIZES = {"dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "vocab_size": 97}
+SIZES = {
+    "dim_model": 32,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 48,
+    "num_layers": 2,
+    "vocab_size": 97,
+}
 # What differs from each model's defaults, some of them unlike any pretrained model.
 CONFIGS = {
     "Llama": {},
@@ -44,10 +52,15 @@ CONFIGS = {
         "prompt_types": 3,
         "prompt_length": PROMPT,
     },
-    "CPM3 segments": {"absolute_inner_segment": False, "segment_types": 5, "prompt_types": 24, "prompt_length": 1},
+    "CPM3 segments": {
+        "absolute_inner_segment": False,
+        "segment_types": 5,
+        "prompt_types": 24,
+        "prompt_length": 1,
+    },
 }
-# The calls of a model's further configurations; its first one has all. Without segments the last of these adds the same
-# to all scores, which has no gradient but for rounding.
+# The calls of a model's further configurations; its first one has all. Without segments the last of
+# these adds the same to all scores, which has no gradient but for rounding.
 CALLS = {name: ("lengths", "documents of rows", "context") for name in CONFIGS if " " in name}
 CALLS["CPM3 segments"] = ("segments",)
 
@@ -66,7 +79,9 @@ def build(name: str, dtype: torch.dtype, **changes):
     import model_center.model as zoo
 
     kind = name.split()[0]
-    config = getattr(zoo, f"{kind}Config")(**(SIZES | CONFIGS[name] | changes), half=dtype == torch.half)
+    config = getattr(zoo, f"{kind}Config")(
+        **(SIZES | CONFIGS[name] | changes), half=dtype == torch.half
+    )
     config.dtype = dtype
     torch.manual_seed(0)
     model = getattr(zoo, kind)(config)
@@ -83,7 +98,9 @@ def random_tensors(name: str, batch: int) -> dict[str, torch.Tensor]:
     generator, shape = torch.Generator().manual_seed(1), (batch, TOKENS)
     found = {
         "tokens": torch.randint(0, SIZES["vocab_size"], shape, generator=generator),
-        "labels": torch.randint(0, CONFIGS[name].get("cls_head", SIZES["vocab_size"]), shape, generator=generator),
+        "labels": torch.randint(
+            0, CONFIGS[name].get("cls_head", SIZES["vocab_size"]), shape, generator=generator
+        ),
         "weights": torch.randn(*shape, SIZES["dim_model"], generator=generator),
     }
     found["tokens"][:, :PROMPT] %= 24  # so many may be prompts, of CPM3
@@ -91,7 +108,8 @@ def random_tensors(name: str, batch: int) -> dict[str, torch.Tensor]:
 
 
 def total(model, tokens, labels, weights, embeds=False, **given) -> torch.Tensor:
-    """A sum of losses, and of what the hidden states of all tokens are multiplied with, padding too.
+    """A sum of losses, and of what the hidden states of all tokens are multiplied with, padding
+    too.
 
     With `embeds` the weights are also what goes in, without a gradient.
     """
@@ -109,7 +127,9 @@ def gradients(model) -> dict[str, torch.Tensor | None]:
     import bmtrain
 
     bmtrain.synchronize()
-    return {name: None if p.grad is None else p.grad.flatten() for name, p in model.named_parameters()}
+    return {
+        name: None if p.grad is None else p.grad.flatten() for name, p in model.named_parameters()
+    }
 
 
 def squares(got: dict, expected: dict) -> dict[str, list[float]]:
@@ -117,13 +137,19 @@ def squares(got: dict, expected: dict) -> dict[str, list[float]]:
     found = {}
     for name, exact in expected.items():
         exact = torch.zeros(1) if exact is None or not exact.numel() else exact.double()
-        mine = torch.zeros_like(exact) if got[name] is None or not got[name].numel() else got[name].double()
+        mine = (
+            torch.zeros_like(exact)
+            if got[name] is None or not got[name].numel()
+            else got[name].double()
+        )
         found[name] = [float((mine - exact).square().sum()), float(exact.square().sum())]
     return found
 
 
 def last_row(model) -> float:
-    """The largest gradient in this rank's part of the table's last row, which CPM1 takes for padding."""
+    """The largest gradient in this rank's part of the table's last row, which CPM1 takes for
+    padding.
+    """
     table = model.position_bias._parameters["relative_attention_bias"]
     at = table._start_partition + torch.arange(table.grad.numel(), device=DEVICE)
     rows, heads = table._original_shape
@@ -137,18 +163,23 @@ def load(model, other, file: Path) -> None:
 
     bmtrain.save(other, str(file))
     if bmtrain.rank() == 0:
-        # A buffer, which BMTrain 1.0.1 saves and fails to load, with any Llama; ModelCenter's checkpoints have none.
+        # A buffer, which BMTrain 1.0.1 saves and fails to load, with any Llama; ModelCenter's
+        # checkpoints have none.
         weights = {key: x for key, x in torch.load(file).items() if not key.endswith("inv_freq")}
         torch.save(weights, file)
     bmtrain.load(model, str(file), strict=False)
 
 
 def calls(sp, name: str) -> dict[str, tuple[int, dict, dict]]:
-    """By name: how many rows, what a model is given beside their tokens as it is, and on a rank of sp."""
+    """By name: how many rows, what a model is given beside their tokens as it is, and on a rank of
+    sp.
+    """
     from bmt_burst import Layout, Mask
 
     at = torch.arange(TOKENS, device=DEVICE)
-    lengths, none = (torch.tensor(x, device=DEVICE) for x in ([TOKENS, 20, 0], [TOKENS, TOKENS, TOKENS]))
+    lengths, none = (
+        torch.tensor(x, device=DEVICE) for x in ([TOKENS, 20, 0], [TOKENS, TOKENS, TOKENS])
+    )
     padding = torch.stack((at >= 9, at >= 36, at % 7 != 3))
     causal = not name.startswith(("Bert", "Roberta"))
     mask = Mask.documents(DOCUMENTS, causal)
@@ -162,12 +193,18 @@ def calls(sp, name: str) -> dict[str, tuple[int, dict, dict]]:
     if name.startswith("CPM"):
         return found | biased_calls(sp, name, lengths, padding)
     return found | {
-        "documents": (1, {"documents": [DOCUMENTS]}, {"mask": mask, "layout": Layout.balanced(mask, sp.size)}),
+        "documents": (
+            1,
+            {"documents": [DOCUMENTS]},
+            {"mask": mask, "layout": Layout.balanced(mask, sp.size)},
+        ),
         "documents of rows": (2, {"documents": bounds}, {"mask": rows, "layout": "striped"}),
     }
 
 
-def biased_calls(sp, name: str, lengths: torch.Tensor, padding: torch.Tensor) -> dict[str, tuple[int, dict, dict]]:
+def biased_calls(
+    sp, name: str, lengths: torch.Tensor, padding: torch.Tensor
+) -> dict[str, tuple[int, dict, dict]]:
     """Those of models with learned biases, as `calls`."""
     from bmt_burst import Layout, Mask
 
@@ -179,8 +216,14 @@ def biased_calls(sp, name: str, lengths: torch.Tensor, padding: torch.Tensor) ->
     starts = torch.tensor(DOCUMENTS, device=DEVICE)
     document = torch.bucketize(at, starts, right=True)
     whole = {
-        "context": {"length": lengths, "context": torch.stack((at < 12, (at > 4) & (at < 22), at < 3))},
-        "spans": {"attention_mask": padding, "span": torch.stack((at // 8 % 3, document, at // 20))},
+        "context": {
+            "length": lengths,
+            "context": torch.stack((at < 12, (at > 4) & (at < 22), at < 3)),
+        },
+        "spans": {
+            "attention_mask": padding,
+            "span": torch.stack((at // 8 % 3, document, at // 20)),
+        },
         "context of spans": {
             "attention_mask": (at % 7 != 3).expand(1, TOKENS),
             "context": (at % 11 < 4).expand(1, TOKENS),
@@ -189,14 +232,22 @@ def biased_calls(sp, name: str, lengths: torch.Tensor, padding: torch.Tensor) ->
         },
     }
     if name.startswith("CPM3"):
-        whole["context of spans"]["position_ids"] = whole["context of spans"]["position_ids"].expand(1, TOKENS)
+        whole["context of spans"]["position_ids"] = whole["context of spans"][
+            "position_ids"
+        ].expand(1, TOKENS)
         segments = torch.stack((at // 7 % 3, at // 20 + 1, 4 * at // TOKENS))
-        whole["segments"] = {"length": lengths, "token_type_ids": segments, "position_ids": at.expand(3, TOKENS)}
+        whole["segments"] = {
+            "length": lengths,
+            "token_type_ids": segments,
+            "position_ids": at.expand(3, TOKENS),
+        }
         whole["segments"]["context"] = (at < 12).expand(3, TOKENS)
     rows = {"context of spans": 1}
     found = {key: (rows.get(key, 3), given, cut(given)) for key, given in whole.items()}
     given = {"length": lengths[:1], "span": document.expand(1, TOKENS)}
-    return found | {"documents": (1, given, {"mask": mask, "layout": Layout.balanced(mask, sp.size)})}
+    return found | {
+        "documents": (1, given, {"mask": mask, "layout": Layout.balanced(mask, sp.size)})
+    }
 
 
 def before(model, data: dict, documents: list | None = None, **given) -> torch.Tensor:
@@ -207,7 +258,13 @@ def before(model, data: dict, documents: list | None = None, **given) -> torch.T
     for row, bounds in enumerate(documents):
         for start, stop in itertools.pairwise(bounds):
             length = torch.tensor([stop - start], device=DEVICE)
-            losses.append(total(model, **{k: x[row : row + 1, start:stop] for k, x in data.items()}, length=length))
+            losses.append(
+                total(
+                    model,
+                    **{k: x[row : row + 1, start:stop] for k, x in data.items()},
+                    length=length,
+                )
+            )
     return sum(losses)
 
 
@@ -218,8 +275,9 @@ def after(model, sp, data: dict, **given) -> torch.Tensor:
 
 
 def equality(folder: Path, dtype: str, models: dict[str, list[str] | None]) -> dict:
-    """Losses and squares of gradients of each model and its calls, by default those of CALLS or all; as it is and over
-    all ranks."""
+    """Losses and squares of gradients of each model and its calls, by default those of CALLS or
+    all; as it is and over all ranks.
+    """
     import bmtrain
 
     from bmt_burst import init_sequence_parallel, scores
@@ -286,13 +344,18 @@ def refused(folder: Path) -> dict:
         pass
 
     sp = init_sequence_parallel()
-    tokens = torch.randint(0, 97, (2, TOKENS), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    tokens = torch.randint(0, 97, (2, TOKENS), generator=torch.Generator().manual_seed(0)).to(
+        DEVICE
+    )
     part, llama = sp.shard(tokens), model_center.enable(build("Llama", torch.float32), sp)
     plain = build("Llama", torch.float32)
     weights = [p.data.clone() for p in plain.parameters()]
     of_layers = build("Llama", torch.float32)
     of_layers.encoder.layers[1].self_att.self_attention.__class__ = OtherAttention
-    length, length_of_rank = torch.tensor([TOKENS, 9], device=DEVICE), torch.tensor([TOKENS, sp.rank], device=DEVICE)
+    length, length_of_rank = (
+        torch.tensor([TOKENS, 9], device=DEVICE),
+        torch.tensor([TOKENS, sp.rank], device=DEVICE),
+    )
     sizes = {name: x for name, x in SIZES.items() if name != "num_layers"}
     sizes |= {"num_encoder_layers": 1, "num_decoder_layers": 1, "half": False}
     t5, cpm2 = zoo.T5(zoo.T5Config(**sizes)), zoo.CPM2(zoo.CPM2Config(**sizes))
@@ -310,16 +373,24 @@ def refused(folder: Path) -> dict:
         "CPM2": words(lambda: model_center.enable(cpm2, sp)),
         "forward": words(lambda: model_center.enable(Other(plain.config), sp)),
         "layer": words(lambda: model_center.enable(of_layers, sp)),
-        "relative": words(lambda: model_center.enable(build("Llama", torch.float32, pos_bias_type="relative"), sp)),
-        "mask value": words(lambda: model_center.enable(build("Llama", torch.float32, att_mask_value=-10), sp)),
-        "no rotary": words(lambda: model_center.enable(build("GPT2", torch.float32), sp, exact_rotary=True)),
+        "relative": words(
+            lambda: model_center.enable(build("Llama", torch.float32, pos_bias_type="relative"), sp)
+        ),
+        "mask value": words(
+            lambda: model_center.enable(build("Llama", torch.float32, att_mask_value=-10), sp)
+        ),
+        "no rotary": words(
+            lambda: model_center.enable(build("GPT2", torch.float32), sp, exact_rotary=True)
+        ),
         "dropout": words(lambda: dropping(part)),
         "dropout in eval": words(lambda: dropping.eval()(part)),
         "positions": words(lambda: gpt2(part)),
         "unknown argument": words(lambda: llama(part, position_ids=part)),
         "no tokens": words(llama),
         "shapes": words(lambda: bert(part, token_type_ids=part[:, 1:])),
-        "dense mask": words(lambda: llama(part, attention_mask=torch.ones(2, TOKENS, TOKENS, device=DEVICE))),
+        "dense mask": words(
+            lambda: llama(part, attention_mask=torch.ones(2, TOKENS, TOKENS, device=DEVICE))
+        ),
         "two of them": words(lambda: llama(part, length=length, mask=Mask.causal(TOKENS))),
         "length is of ranks": words(lambda: llama(part, length=length_of_rank)),
         "long": words(lambda: llama(part, length=length + 1)),
@@ -337,8 +408,13 @@ def refused(folder: Path) -> dict:
         found["dropout on one"] = words(lambda: dropping.train(sp.rank == 0)(part))
         found["layers"] = words(lambda: llama.encoder(llama.input_embedding(part), see_all))
     assert type(plain) is zoo.Llama
-    assert all(type(part) is not model_center._Attention for part in [*of_layers.modules(), *plain.modules()])
-    assert all(p.equal(w) for p, w in zip((p.data for p in plain.parameters()), weights, strict=True))
+    assert all(
+        type(part) is not model_center._Attention
+        for part in [*of_layers.modules(), *plain.modules()]
+    )
+    assert all(
+        p.equal(w) for p, w in zip((p.data for p in plain.parameters()), weights, strict=True)
+    )
     plain(tokens, length=torch.tensor([TOKENS, TOKENS], device=DEVICE))
     found["copied"] = words(lambda: copy.deepcopy(llama))
     found["pickled"] = words(lambda: torch.save(llama, folder / "never.pt"))
@@ -358,7 +434,8 @@ def refused_biased(folder: Path) -> dict:
     length = torch.tensor([TOKENS, 9], device=DEVICE)
     cpm1, cpm3, first = enabled("CPM1"), enabled("CPM3"), torch.zeros_like(tokens)
     places, zeros = sp.shard(at, 0), torch.zeros(TOKENS, dtype=torch.int64, device=DEVICE)
-    of_padding = sp.shard(torch.where(at < 9, at, 0), 0)  # of which no token is seen, nor sees with a context
+    # of which no token is seen, nor sees with a context
+    of_padding = sp.shard(torch.where(at < 9, at, 0), 0)
     mask = Mask.documents((0, 9, TOKENS))
     found = {
         "bias type": words(lambda: enabled("CPM1", pos_bias_type="none")),
@@ -370,13 +447,21 @@ def refused_biased(folder: Path) -> dict:
         "on one rank": words(lambda: cpm1(tokens, span=first if sp.rank else None)),
         "layouts": words(lambda: cpm1(tokens, span=first, layout=["zigzag", "striped"])),
         "positions": words(lambda: cpm1(tokens, position_ids=sp.shard(at // 2, 0))),
-        "positions of documents": words(lambda: cpm1(tokens, position_ids=sp.shard(mask.positions().to(DEVICE), 0))),
-        "positions of a mask": words(lambda: cpm1(tokens, mask=mask, position_ids=places + 3)),
-        "positions of padding": words(lambda: cpm1(tokens, length=length[1:].expand(2), position_ids=of_padding)),
-        "with a context": words(
-            lambda: cpm1(tokens, length=length[1:].expand(2), position_ids=of_padding, context=first)
+        "positions of documents": words(
+            lambda: cpm1(tokens, position_ids=sp.shard(mask.positions().to(DEVICE), 0))
         ),
-        "segments": words(lambda: cpm3(tokens, token_type_ids=sp.shard(zeros.index_fill(0, at[20:23], 34), 0))),
+        "positions of a mask": words(lambda: cpm1(tokens, mask=mask, position_ids=places + 3)),
+        "positions of padding": words(
+            lambda: cpm1(tokens, length=length[1:].expand(2), position_ids=of_padding)
+        ),
+        "with a context": words(
+            lambda: cpm1(
+                tokens, length=length[1:].expand(2), position_ids=of_padding, context=first
+            )
+        ),
+        "segments": words(
+            lambda: cpm3(tokens, token_type_ids=sp.shard(zeros.index_fill(0, at[20:23], 34), 0))
+        ),
         "negative": words(lambda: cpm3(tokens, token_type_ids=first - 1)),
     }
     most, batch._MOST_SLICES = batch._MOST_SLICES, 200
@@ -386,7 +471,9 @@ def refused_biased(folder: Path) -> dict:
 
 
 def rotary(folder: Path) -> dict:
-    """Errors over many positions, in fp16 and with exact angles in fp32, what is refused, and exact angles."""
+    """Errors over many positions, in fp16 and with exact angles in fp32, what is refused, and exact
+    angles.
+    """
     from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
 
@@ -399,11 +486,16 @@ def rotary(folder: Path) -> dict:
             with torch.no_grad():
                 whole = model(few, length=length).last_hidden_state
                 model_center.enable(model, sp, exact_rotary=dtype == torch.float32)
-                found[f"{name} {dtype}"] = relative_error(model(sp.shard(few)).last_hidden_state, sp.shard(whole))
+                found[f"{name} {dtype}"] = relative_error(
+                    model(sp.shard(few)).last_hidden_state, sp.shard(whole)
+                )
             if dtype == torch.half:
                 found[f"{name} refused"] = words(lambda model=model: model(sp.shard(tokens)))
             elif name == "Llama":  # whose frequencies have a dtype of their own
-                model._exact_rotary, model.position_bias.inv_freq = False, model.position_bias.inv_freq.half()
+                model._exact_rotary, model.position_bias.inv_freq = (
+                    False,
+                    model.position_bias.inv_freq.half(),
+                )
                 found["frequencies"] = words(lambda model=model: model(sp.shard(tokens)))
         angles = model._exact_tables(torch.tensor([1, 66000]), torch.float32)
         found[f"{name} exact"] = [x[:, 0].tolist() for x in angles]
@@ -421,7 +513,9 @@ def alone(folder: Path) -> dict:
     length = torch.tensor([TOKENS, TOKENS], device=DEVICE)
     before = plain(tokens, length=length)
     start = plain(tokens[:, :30], length=length - 7, use_cache=True)
-    expected = plain(tokens[:, 30:], length=length, use_cache=True, past_key_values=start.past_key_values).logits
+    expected = plain(
+        tokens[:, 30:], length=length, use_cache=True, past_key_values=start.past_key_values
+    ).logits
     model = model_center.enable(plain, SequenceParallel())
     out, labels = model(tokens, length=length, return_dict=False), shift_labels(tokens)
     loss, _ = cross_entropy_sum(out[2], labels)
@@ -429,7 +523,9 @@ def alone(folder: Path) -> dict:
         model(tokens, output_logits=False).last_hidden_state, model.output_projection.weight, labels
     )
     start = model(tokens[:, :30], length=length - 7, use_cache=True)
-    again = model(tokens[:, 30:], length=length, use_cache=True, past_key_values=start.past_key_values).logits
+    again = model(
+        tokens[:, 30:], length=length, use_cache=True, past_key_values=start.past_key_values
+    ).logits
     return {
         "same": model is plain and isinstance(model, type(plain)),
         "hidden": relative_error(out[0], before.last_hidden_state),
@@ -455,7 +551,9 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         made = out if isinstance(out, (tuple, list)) else (out,)
-        self.entries = max([self.entries, *(x.numel() for x in made if isinstance(x, torch.Tensor))])
+        self.entries = max(
+            [self.entries, *(x.numel() for x in made if isinstance(x, torch.Tensor))]
+        )
         return out
 
 
@@ -499,14 +597,19 @@ def example(folder: Path, name: str) -> dict:
 
 
 def stand_in(name: str, **members) -> None:
-    """A module where there is none: ModelCenter imports some for Longformer and for downloads alone."""
+    """A module where there is none: ModelCenter imports some for Longformer and for downloads
+    alone.
+    """
     if importlib.util.find_spec(name.split(".")[0]) is None:
         module = types.ModuleType(name)
         vars(module).update(members)
         sys.modules[name] = module
 
 
-TASKS = {task.__name__: task for task in (equality, refused, refused_biased, rotary, alone, memory, example)}
+TASKS = {
+    task.__name__: task
+    for task in (equality, refused, refused_biased, rotary, alone, memory, example)
+}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

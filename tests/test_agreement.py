@@ -1,4 +1,6 @@
-"""Ranks that fall out of step: every rank hears of it, at once, and nothing is wrong without a word."""
+"""Ranks that fall out of step: every rank hears of it, at once, and nothing is wrong without a
+word.
+"""
 
 import contextlib
 import copy
@@ -13,7 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, kernels, nn, simulate, transport
+from bmt_burst import (
+    SequenceParallel,
+    burst_attn_func,
+    init_sequence_parallel,
+    kernels,
+    nn,
+    simulate,
+    transport,
+)
 from bmt_burst.ranks.agreement import read, tell
 from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.strategies.ring import Ring, RingPlan
@@ -36,14 +46,18 @@ def differentiate(out, inputs):
 def said_by(attempt) -> str:
     """What an attempt that must fail says; it must do so soon."""
     began = time.monotonic()
-    with pytest.raises((ValueError, TypeError, RuntimeError, MemoryError, KeyError, TimeoutError)) as caught:
+    with pytest.raises(
+        (ValueError, TypeError, RuntimeError, MemoryError, KeyError, TimeoutError)
+    ) as caught:
         attempt()
     assert time.monotonic() - began < 100  # not after AGREEMENT_TIMEOUT
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def other_orders(rank: int, group) -> list[str]:
-    """Backwards in another order, one that is skipped, one that fails before it begins; the group stays in order."""
+    """Backwards in another order, one that is skipped, one that fails before it begins; the group
+    stays in order.
+    """
     said = []
     calls = [call(group), call(group)]
     said.append(said_by(lambda: differentiate(*calls[rank])))
@@ -60,7 +74,11 @@ def other_orders(rank: int, group) -> list[str]:
 def test_a_rank_with_too_much_to_say_tells_the_others():
     def work(ring):
         return said_by(
-            lambda: read(tell(make_rings(ring, (None, None)), "a test", lambda: {"x": "x" * 5000 * ring.rank}))
+            lambda: read(
+                tell(
+                    make_rings(ring, (None, None)), "a test", lambda: {"x": "x" * 5000 * ring.rank}
+                )
+            )
         )
 
     mine, theirs = (
@@ -91,7 +109,8 @@ def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> list[str]
     out, inputs = call(group) if method == "backward" else (None, None)
     undo = failing(kernels.load("cpu"), method, rank, who)
     host_memory._GIVING_UP = patience(who)
-    if method == "forward" and rank not in who:  # all that this rank needs of the other has left it by then
+    # all that this rank needs of the other has left it by then
+    if method == "forward" and rank not in who:
         call(group)
         said = [""]
     else:
@@ -103,14 +122,18 @@ def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> list[str]
 
 
 def patience(who: tuple[int, ...]) -> float:
-    """Return how many seconds the ranks `who` wait for the other one to give up too: many where it does."""
+    """Return how many seconds the ranks `who` wait for the other one to give up too: many where it
+    does.
+    """
     return 1.5 if who == (1,) else 60.0
 
 
 def out_of_step(rank: int) -> list[list[str]]:
     host_memory._GIVING_UP = patience((0, 1))
     cases = [(other_orders,)]
-    cases += [(broken_off, method, who) for method in ("forward", "backward") for who in ((1,), (0, 1))]
+    cases += [
+        (broken_off, method, who) for method in ("forward", "backward") for who in ((1,), (0, 1))
+    ]
     return [case(rank, dist.new_group([0, 1]), *arguments) for case, *arguments in cases]
 
 
@@ -174,7 +197,9 @@ def test_a_rank_that_takes_the_inter_group_for_all_is_an_error_on_the_ranks_that
         return str(caught.value)
 
     first, second = simulate(2, work)
-    assert first.startswith("ranks do not do the same: rank 0 begins a call of burst_attn_func, rank 1 begins")
+    assert first.startswith(
+        "ranks do not do the same: rank 0 begins a call of burst_attn_func, rank 1 begins"
+    )
     assert second.startswith("rank 0 of the inter group takes it for its process_group: it says '{")
 
 
@@ -197,13 +222,17 @@ def test_a_rank_that_fails_while_it_computes_attention_again_is_heard_of_once(fa
         return said
 
     other, failed = simulate(2, work)
-    assert failed.startswith("TypeError: v must be a torch.Tensor" if fails == "in" else "KeyError: 'lost'")
+    assert failed.startswith(
+        "TypeError: v must be a torch.Tensor" if fails == "in" else "KeyError: 'lost'"
+    )
     assert other.startswith("ValueError: rank 1 of the group failed before ")
     assert "lost" in other or "v must be a torch.Tensor" in other
 
 
 def unprepared(rank: int) -> list[list[str]]:
-    """What each rank says where all of them fail between an agreement and its computation, and where one does."""
+    """What each rank says where all of them fail between an agreement and its computation, and
+    where one does.
+    """
     results = []
     for holder, method in ((Ring, "plan"), (RingPlan, "reserve")):
         plain, group, said = getattr(holder, method), dist.new_group([0, 1]), []
@@ -223,11 +252,15 @@ def fail(*_, **__) -> None:
 def test_a_rank_that_cannot_prepare_what_it_agreed_on_keeps_nobody_waiting():
     for first, second in zip(*run_ranks(2, unprepared), strict=True):
         assert first[0] == second[0] == second[1] == "MemoryError: no memory left"
-        assert first[1].startswith("RuntimeError: rank 1 of the group gave up call 1: MemoryError: no memory left")
+        assert first[1].startswith(
+            "RuntimeError: rank 1 of the group gave up call 1: MemoryError: no memory left"
+        )
 
 
 def unsaved(rank: int) -> list[str]:
-    """Autograd fails to save what rank 1 computed: the other one hears of it where it next needs that rank."""
+    """Autograd fails to save what rank 1 computed: the other one hears of it where it next needs
+    that rank.
+    """
     host_memory._GIVING_UP = patience((1,))
     with torch.autograd.graph.saved_tensors_hooks(fail, fail) if rank else contextlib.nullcontext():
         first = said_by(lambda: call(None)) if rank else str(call(None)[0].shape)
@@ -237,7 +270,9 @@ def unsaved(rank: int) -> list[str]:
 def test_a_rank_that_cannot_save_what_it_computed_lets_the_others_know():
     first, second = run_ranks(2, unsaved)
     assert (first[0], second[0]) == ("torch.Size([1, 6, 2, 8])", "MemoryError: no memory left")
-    assert all("gave up call 1: MemoryError: no memory left" in said for said in (first[1], second[1]))
+    assert all(
+        "gave up call 1: MemoryError: no memory left" in said for said in (first[1], second[1])
+    )
 
 
 def transformed(rank: int) -> list[str]:
@@ -260,7 +295,9 @@ def test_a_rank_inside_a_transform_tells_the_others():
 
 
 def until_all_know(rank: int, size: int, said: list[str]) -> list[str]:
-    """What a rank has been told, once all have been: no process ends before, which would tell the others too."""
+    """What a rank has been told, once all have been: no process ends before, which would tell the
+    others too.
+    """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"rank {rank} knows", "")
     store.wait([f"rank {other} knows" for other in range(size)])
@@ -293,7 +330,9 @@ def test_a_rank_that_is_interrupted_while_it_waits_says_so():
     first, second = run_ranks(2, interrupted_to_the_end)
     assert first[0] == "MemoryError: interrupted"
     assert all("rank 0 of the group" in words for words in [first[1], *second])
-    assert all("gave up waiting for the others: MemoryError" in words for words in [first[1], *second])
+    assert all(
+        "gave up waiting for the others: MemoryError" in words for words in [first[1], *second]
+    )
 
 
 def lost_in_a_grid(rank: int) -> list[str]:
@@ -310,7 +349,11 @@ def lost_in_a_grid(rank: int) -> list[str]:
 
 def test_a_rank_of_a_grid_is_lost_to_all_ranks():
     for rank, (said, then) in enumerate(run_ranks(4, lost_in_a_grid)):
-        assert said == "MemoryError: no memory left" if rank == 0 else said.startswith("RuntimeError: rank 0 of")
+        assert (
+            said == "MemoryError: no memory left"
+            if rank == 0
+            else said.startswith("RuntimeError: rank 0 of")
+        )
         assert "is of no use any more" in then
 
 
@@ -353,12 +396,16 @@ def test_a_group_with_a_longer_timeout_is_waited_for_as_long():
 
 
 def first_call_alone(rank: int, devices: str) -> list[str]:
-    """Rank 1 makes a group's first call only after rank 0 has waited for it in vain; then both call again."""
+    """Rank 1 makes a group's first call only after rank 0 has waited for it in vain; then both call
+    again.
+    """
     transport.AGREEMENT_TIMEOUT = 1.0
     group = dist.new_group([0, 1])
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))  # once all are connected
+    # once all are connected
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
     ring = make_rings(group, (None, None)).inner
-    ring.device_types = frozenset({devices})  # as of NCCL alone, whose ranks make a gloo group in the first call
+    # as of NCCL alone, whose ranks make a gloo group in the first call
+    ring.device_types = frozenset({devices})
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["rank 0 has waited"])
@@ -373,7 +420,10 @@ def test_who_does_not_make_the_first_call_is_named(devices):
     expected = "TimeoutError: a call of burst_attn_func: rank 1 of the group did not make this call within 1 s"
     for rank, (said, then) in enumerate(run_ranks(2, first_call_alone, devices)):
         assert "rank 0 of the group" in said if rank == 1 else said == expected
-        assert then == f"RuntimeError: rank {rank} of the group, this one, gave up; its group is of no use any more"
+        assert (
+            then
+            == f"RuntimeError: rank {rank} of the group, this one, gave up; its group is of no use any more"
+        )
 
 
 def test_who_is_awaited_in_the_store_of_bmtrain_is_named(monkeypatch):
@@ -382,7 +432,9 @@ def test_who_is_awaited_in_the_store_of_bmtrain_is_named(monkeypatch):
     monkeypatch.setattr(transport_of_bmtrain, "store", lambda: found)
     ring = object.__new__(transport_of_bmtrain.BMTrainTransport)
     ring.name, ring.rank, ring.size, ring.gathers = "a group", 0, 2, 0
-    with pytest.raises(TimeoutError, match=r"rank 1 of the group did not make this call within 0\.1 s"):
+    with pytest.raises(
+        TimeoutError, match=r"rank 1 of the group did not make this call within 0\.1 s"
+    ):
         ring._gather_remotely(b"here")
 
 
@@ -436,12 +488,23 @@ def test_parts_of_unlike_layouts_are_not_joined():
 
 
 def joined_wrongly(rank: int) -> list[str]:
-    """A rank joins what cannot be joined, or copies of sp are made, or a first call fails; then all is as before."""
+    """A rank joins what cannot be joined, or copies of sp are made, or a first call fails; then all
+    is as before.
+    """
     sp, said = init_sequence_parallel(), []
     good, half = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4).half()
-    wrong = ((None, 6, 1), (good, 6, 5), (good, "6", 1), (good.to("meta"), 6, 1), (half, 6, 1), (good, 7, 1))
+    wrong = (
+        (None, 6, 1),
+        (good, 6, 5),
+        (good, "6", 1),
+        (good.to("meta"), 6, 1),
+        (half, 6, 1),
+        (good, 7, 1),
+    )
     for arguments in wrong:
-        said.append(said_by(lambda arguments=arguments: sp.unshard(*(arguments if rank else (good, 6, 1)))))
+        said.append(
+            said_by(lambda arguments=arguments: sp.unshard(*(arguments if rank else (good, 6, 1))))
+        )
     assert sp.unshard(good, 6).shape == (2, 6, 4)
     assert sp.unshard(torch.complex(good, good + 1).conj(), 6).imag.equal(-torch.ones(2, 6, 4))
     return said
@@ -465,16 +528,26 @@ def test_a_wrong_part_is_an_error_on_every_rank():
 
 
 def copied(rank: int) -> list[bool]:
-    """Layers over rings of one and two ranks, copied and pickled; the results of what comes back are the same."""
+    """Layers over rings of one and two ranks, copied and pickled; the results of what comes back
+    are the same.
+    """
     same = []
-    for sp in (init_sequence_parallel(2), init_sequence_parallel(2, layout="striped"), init_sequence_parallel(1)):
+    for sp in (
+        init_sequence_parallel(2),
+        init_sequence_parallel(2, layout="striped"),
+        init_sequence_parallel(1),
+    ):
         torch.manual_seed(0)
         layer = nn.BurstAttention(16, 2, sp=sp)
         x, tables = torch.randn(1, 6, 16), nn.rope_tables(sp.positions(6 * sp.size), 8)
         expected = layer(x, *tables)
         everyone = [None] * 2
         dist.all_gather_object(everyone, pickle.dumps(layer))
-        for again in (copy.deepcopy(layer), pickle.loads(everyone[1 - rank]), pickle.loads(everyone[rank])):
+        for again in (
+            copy.deepcopy(layer),
+            pickle.loads(everyone[1 - rank]),
+            pickle.loads(everyone[rank]),
+        ):
             assert (again.sp.rank, again.sp.size, again.sp.layout) == (sp.rank, sp.size, sp.layout)
             same.append(again(x, *tables).equal(expected))
     with pytest.raises(TypeError, match="did not make cannot be found again"):
@@ -491,12 +564,15 @@ def test_copies_of_layers_have_the_groups_of_their_process():
 def test_what_many_ranks_saved_asks_for_their_groups():
     code, arguments = SequenceParallel(layout="striped").__reduce__()
     assert code(*arguments) == SequenceParallel(layout="striped")
-    with pytest.raises(RuntimeError, match=r"one of 4 ranks .* call init_sequence_parallel\(4, inner_size=2\)"):
+    with pytest.raises(
+        RuntimeError, match=r"one of 4 ranks .* call init_sequence_parallel\(4, inner_size=2\)"
+    ):
         code(4, 2, "zigzag")
 
 
 def what_is_left(rank: int) -> tuple[dict[str, list[int]], list[bytes]]:
-    """Open files and threads after each of some groups that came and went, and the files in memory that were made.
+    """Open files and threads after each of some groups that came and went, and the files in memory
+    that were made.
 
     Other tests have such files meanwhile, so it does not do to look for all of them.
     """
@@ -515,7 +591,8 @@ def what_is_left(rank: int) -> tuple[dict[str, list[int]], list[bytes]]:
         counts["files"].append(len(os.listdir("/proc/self/fd")))
         counts["threads"].append(len(os.listdir("/proc/self/task")))
     group = dist.new_group([0, 1])
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)  # once its ranks are connected
+    # once its ranks are connected
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
     if rank == 0:
         said_by(lambda: call(group))  # the other one does not come
     return counts, made
@@ -532,7 +609,9 @@ def test_groups_that_came_and_went_leave_nothing():
 
 
 def test_who_does_not_come_is_waited_for_once():
-    """A call within a call fails for want of another rank: the outer one does not wait for that rank again."""
+    """A call within a call fails for want of another rank: the outer one does not wait for that
+    rank again.
+    """
     waits = []
 
     class Alone:

@@ -19,7 +19,8 @@ from tests.helpers import (
 from tests.test_ulysses import assert_equal
 
 SCALE = 0.31
-RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (8, 2), (4, 1)]  # ranks, ranks of a host
+# ranks, ranks of a host
+RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (8, 2), (4, 1)]
 HEADS = [(8, 8), (8, 2), (6, 3), (3, 1)]
 
 
@@ -31,11 +32,26 @@ def test_any_mask_and_layout_equals_dense(part):
         size, inner = RINGS[seed % len(RINGS)]
         mask = random_mask(chance, chance.randint(size, 70))
         layout = random_layout(chance, mask, size)
-        tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed)
-        options = {"flash": chance.choice(("cpu", "reference")), "backward": chance.choice(("auto", "q", "kv"))}
-        options |= {"group_bytes": chance.choice((0, 1000)), "optimize_bwd_comm": chance.random() < 0.5}
-        got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy="all-gather", **options)
-        assert_equal(got, dense_results(mask, tensors, SCALE), tensors[3], where=(seed, mask, layout, inner, options))
+        tensors = random_qkv(
+            chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed
+        )
+        options = {
+            "flash": chance.choice(("cpu", "reference")),
+            "backward": chance.choice(("auto", "q", "kv")),
+        }
+        options |= {
+            "group_bytes": chance.choice((0, 1000)),
+            "optimize_bwd_comm": chance.random() < 0.5,
+        }
+        got = ring_results(
+            layout, tensors, SCALE, inner, mask=mask, strategy="all-gather", **options
+        )
+        assert_equal(
+            got,
+            dense_results(mask, tensors, SCALE),
+            tensors[3],
+            where=(seed, mask, layout, inner, options),
+        )
 
 
 def test_rows_of_a_batch_with_masks_of_their_own():
@@ -94,8 +110,12 @@ def test_ranks_with_unlike_strategies_are_told_so():
     q, k, v, _ = random_qkv(1, 4, 2, 2, 8)
 
     def work(ring):
-        with pytest.raises(ValueError, match="ranks differ in strategy: rank 0 has 'ring', rank 1 has 'all-gather'"):
-            burst_attn_func(q, k, v, strategy=("ring", "all-gather")[ring.rank % 2], **ring_arguments(ring, 2))
+        with pytest.raises(
+            ValueError, match="ranks differ in strategy: rank 0 has 'ring', rank 1 has 'all-gather'"
+        ):
+            burst_attn_func(
+                q, k, v, strategy=("ring", "all-gather")[ring.rank % 2], **ring_arguments(ring, 2)
+            )
         return burst_attn_func(q, k, v, strategy="all-gather", **ring_arguments(ring, 2)).shape
 
     assert simulate(4, work) == [q.shape] * 4

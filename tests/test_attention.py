@@ -1,4 +1,6 @@
-"""The public function on its own: what it refuses, what it leaves alone, what autograd may do with it."""
+"""The public function on its own: what it refuses, what it leaves alone, what autograd may do with
+it.
+"""
 
 import inspect
 import logging
@@ -14,7 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from bmt_burst import (
     Transport,
@@ -34,7 +40,15 @@ from tests.helpers import ROOT, dense_attention, random_qkv, relative_error
 
 
 def qkv(**changes):
-    arguments = {"batch": 1, "tokens": 6, "heads": 4, "kv_heads": 2, "head_size": 8, "dtype": torch.float32, **changes}
+    arguments = {
+        "batch": 1,
+        "tokens": 6,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_size": 8,
+        "dtype": torch.float32,
+        **changes,
+    }
     return random_qkv(**arguments)[:3]
 
 
@@ -55,14 +69,19 @@ def test_packed_tensors_are_views_of_what_is_computed_with(size):
 
     def work(ring):
         given = {"causal": True, "process_group": ring, "return_lse": True}
-        own, *packed, mine = (shard(x, ring.rank, ring.size).requires_grad_() for x in (q, k, v, kv, qkv, dout))
+        own, *packed, mine = (
+            shard(x, ring.rank, ring.size).requires_grad_() for x in (q, k, v, kv, qkv, dout)
+        )
         tensors, (own_kv, own_qkv) = (own, *packed[:2]), packed[2:]
         calls = [
             (burst_attn_func(*tensors, 0.3, "auto", **given), tensors),
             (burst_attn_kvpacked_func(own, own_kv, 0.3, "auto", **given), (own, own_kv)),
             (burst_attn_qkvpacked_func(own_qkv, 0.3, "auto", **given), (own_qkv,)),
         ]
-        return [(out.detach(), lse, *torch.autograd.grad(out, leaves, mine.detach())) for (out, lse), leaves in calls]
+        return [
+            (out.detach(), lse, *torch.autograd.grad(out, leaves, mine.detach()))
+            for (out, lse), leaves in calls
+        ]
 
     for plain, of_kv, of_qkv in simulate(size, work):
         out, lse, *grads = plain
@@ -77,7 +96,9 @@ def test_what_is_not_packed_is_an_error_on_all_ranks():
 
     def work(ring):
         with pytest.raises(ValueError) as error:
-            burst_attn_kvpacked_func(q, k if ring.rank else torch.stack([k, k], 2), process_group=ring)
+            burst_attn_kvpacked_func(
+                q, k if ring.rank else torch.stack([k, k], 2), process_group=ring
+            )
         return str(error.value)
 
     other, wrong = simulate(2, work)
@@ -94,13 +115,23 @@ def test_what_is_not_packed_is_an_error_on_all_ranks():
 def test_official_argument_order():
     q, k, v = qkv()
     expected = burst_attn_func(q, k, v, softmax_scale=0.5, causal=True)
-    assert burst_attn_func(q, k, v, 0.5, "auto", True, True, True, None, [None, None]).equal(expected)
+    assert burst_attn_func(q, k, v, 0.5, "auto", True, True, True, None, [None, None]).equal(
+        expected
+    )
 
 
 WRONG_TENSORS = [
     (lambda q, k, v: (q.tolist(), k, v), TypeError, "q must be a torch.Tensor, got list"),
-    (lambda q, k, v: (q[0], k, v), ValueError, r"q must be \(batch, tokens, heads, head size\), got shape \(6, 4, 8\)"),
-    (lambda q, k, v: (q.long(), k, v), TypeError, "q must be fp16, bf16, fp32 or fp64, got torch.int64"),
+    (
+        lambda q, k, v: (q[0], k, v),
+        ValueError,
+        r"q must be \(batch, tokens, heads, head size\), got shape \(6, 4, 8\)",
+    ),
+    (
+        lambda q, k, v: (q.long(), k, v),
+        TypeError,
+        "q must be fp16, bf16, fp32 or fp64, got torch.int64",
+    ),
     (lambda q, k, v: (q, k.double(), v), TypeError, "one dtype"),
     (lambda q, k, v: (q, k, v.to("meta")), ValueError, "one device"),
     (lambda q, k, v: (q, k, v[:, :-1]), ValueError, "k and v must have one shape"),
@@ -108,10 +139,22 @@ WRONG_TENSORS = [
     (lambda q, k, v: (q.repeat(2, 1, 1, 1), k, v), ValueError, "q and k differ in batch"),
     (lambda q, k, v: (q[..., :-1], k, v), ValueError, "q and k differ in head size"),
     (lambda q, k, v: (q[:, :, :3], k, v), ValueError, "k has 2 heads, which does not divide q's 3"),
-    (lambda q, k, v: (q[:, :, :0], k[:, :, :0], v[:, :, :0]), ValueError, "q has an empty dimension"),
+    (
+        lambda q, k, v: (q[:, :, :0], k[:, :, :0], v[:, :, :0]),
+        ValueError,
+        "q has an empty dimension",
+    ),
     (lambda q, k, v: (q.to_sparse(), k, v), TypeError, "q must be a dense tensor"),
-    (lambda q, k, v: (torch.nested.nested_tensor(list(q)), k, v), TypeError, "q must be a dense tensor"),
-    (lambda q, k, v: [x.to("meta") for x in (q, k, v)], ValueError, "reference: meta tensors have no values"),
+    (
+        lambda q, k, v: (torch.nested.nested_tensor(list(q)), k, v),
+        TypeError,
+        "q must be a dense tensor",
+    ),
+    (
+        lambda q, k, v: [x.to("meta") for x in (q, k, v)],
+        ValueError,
+        "reference: meta tensors have no values",
+    ),
 ]
 WRONG_OPTIONS = [
     ({"flash": "cuda"}, ValueError, "no kernel for flash='cuda'"),
@@ -126,21 +169,41 @@ WRONG_OPTIONS = [
     ({"causal": torch.tensor(True)}, TypeError, "causal must be True or False, got a Tensor"),
     ({"causal": "yes"}, TypeError, "causal must be True or False, got 'yes'"),
     ({"return_lse": torch.ones(2)}, TypeError, "return_lse must be True or False, got a Tensor"),
-    ({"softmax_scale": torch.tensor(0.5)}, TypeError, r"softmax_scale must be a number, got a Tensor .*give its item"),
+    (
+        {"softmax_scale": torch.tensor(0.5)},
+        TypeError,
+        r"softmax_scale must be a number, got a Tensor .*give its item",
+    ),
     ({"softmax_scale": True}, TypeError, "softmax_scale must be a number, got True"),
-    ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be positive and finite, got nan"),
-    ({"softmax_scale": np.float32("inf")}, ValueError, "softmax_scale must be positive and finite, got inf"),
+    (
+        {"softmax_scale": float("nan")},
+        ValueError,
+        "softmax_scale must be positive and finite, got nan",
+    ),
+    (
+        {"softmax_scale": np.float32("inf")},
+        ValueError,
+        "softmax_scale must be positive and finite, got inf",
+    ),
     (
         {"softmax_scale": 1e39},
         ValueError,
         r"softmax_scale=1e\+39 is infinite in float32, in which torch.float32 scores",
     ),
-    ({"softmax_scale": 1e-39}, ValueError, "softmax_scale=1e-39 is zero in float32, in which torch.float32 scores"),
+    (
+        {"softmax_scale": 1e-39},
+        ValueError,
+        "softmax_scale=1e-39 is zero in float32, in which torch.float32 scores",
+    ),
     ({"group_bytes": 2.0}, TypeError, "group_bytes must be a whole number, got 2.0"),
     ({"group_bytes": -1}, ValueError, "group_bytes must be a number of bytes below 2"),
     ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
     ({"softmax_scale": "x"}, TypeError, "softmax_scale must be a number"),
-    ({"softmax_scale": float("inf")}, ValueError, "softmax_scale must be positive and finite, got inf"),
+    (
+        {"softmax_scale": float("inf")},
+        ValueError,
+        "softmax_scale must be positive and finite, got inf",
+    ),
     ({"softmax_scale": 0}, ValueError, "softmax_scale must be positive and finite, got 0"),
     ({"softmax_scale": -1.0}, ValueError, "softmax_scale must be positive and finite, got -1.0"),
     (
@@ -178,14 +241,19 @@ def test_tensors_without_values_of_their_own_are_refused(one_process):
     mesh = init_device_mesh("cpu", (1,))
     dtensors = [distribute_tensor(x, mesh, [Shard(1)]) for x in qkv()]
     with pytest.raises(
-        TypeError, match=r"q must be a plain tensor, a DTensor has no values of its own: give its to_local"
+        TypeError,
+        match=r"q must be a plain tensor, a DTensor has no values of its own: give its to_local",
     ):
         burst_attn_func(*dtensors)
     assert burst_attn_func(*(x.to_local() for x in dtensors)).shape == (1, 6, 4, 8)
     with pytest.raises(TypeError, match="hidden must be a plain tensor, a DTensor"):
-        linear_cross_entropy_sum(dtensors[0], torch.zeros(3, 8), torch.zeros(1, 6, 4, dtype=torch.int64))
+        linear_cross_entropy_sum(
+            dtensors[0], torch.zeros(3, 8), torch.zeros(1, 6, 4, dtype=torch.int64)
+        )
     fakes = list(map(FakeTensorMode().from_tensor, qkv()))
-    with pytest.raises(TypeError, match="q must be a plain tensor, a FakeTensor has no values of its own"):
+    with pytest.raises(
+        TypeError, match="q must be a plain tensor, a FakeTensor has no values of its own"
+    ):
         burst_attn_func(*fakes)
 
 
@@ -195,7 +263,9 @@ def test_tensors_that_are_only_named_otherwise_are_fine():
 
     q, k, v = qkv()
     expected = burst_attn_func(q, k, v)
-    assert burst_attn_func(torch.nn.Parameter(q), torch.nn.Buffer(k), v.as_subclass(Named)).equal(expected)
+    assert burst_attn_func(torch.nn.Parameter(q), torch.nn.Buffer(k), v.as_subclass(Named)).equal(
+        expected
+    )
 
 
 def test_a_device_mesh_is_a_group(one_process):
@@ -204,7 +274,8 @@ def test_a_device_mesh_is_a_group(one_process):
     assert burst_attn_func(*qkv(), process_group=mesh["sp"]).equal(expected)
     assert burst_attn_func(*qkv(), double_group=(mesh["sp"], mesh["dp"])).equal(expected)
     with pytest.raises(
-        ValueError, match=r"one dimension of a DeviceMesh, got one of \('dp', 'sp'\): give mesh\['sp'\]"
+        ValueError,
+        match=r"one dimension of a DeviceMesh, got one of \('dp', 'sp'\): give mesh\['sp'\]",
     ):
         burst_attn_func(*qkv(), process_group=mesh)
 
@@ -234,16 +305,22 @@ def test_numbers_of_numpy_are_numbers():
 @pytest.mark.parametrize("flash", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_every_scale_is_computed_with_or_refused(flash, dtype):
-    """What counts is the dtype in which scores are scaled: fp16 takes scales above its own largest number."""
+    """What counts is the dtype in which scores are scaled: fp16 takes scales above its own largest
+    number.
+    """
     q, k, v = qkv(dtype=dtype)
     for scale in (1e-300, 1e-39, 1e-30, 1e-10, 1e5, 1e30, 1e38, 3e38, 1e39, 1e300):
         tiny = 1.0 / scale if scale > 1 else 1.0  # of scores that are moderate once they are scaled
         if dtype != torch.float64 and not 1e-37 < scale < 2.3e38:
-            with pytest.raises(ValueError, match=f"is (zero|infinite) in float32, in which {dtype} scores"):
+            with pytest.raises(
+                ValueError, match=f"is (zero|infinite) in float32, in which {dtype} scores"
+            ):
                 burst_attn_func(q, k, v, scale, flash=flash)
             continue
         out = burst_attn_func(q * tiny**0.5, k * tiny**0.5, v, scale, flash=flash)
-        exact, _ = dense_attention(*(x.double() for x in (q * tiny**0.5, k * tiny**0.5, v)), False, scale)
+        exact, _ = dense_attention(
+            *(x.double() for x in (q * tiny**0.5, k * tiny**0.5, v)), False, scale
+        )
         assert relative_error(out, exact) < 2e-2, scale
 
 
@@ -255,7 +332,10 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
         ({"dtype": torch.float64}, "ranks differ in dtype"),
         ({"batch": 2}, "ranks differ in batch"),
         ({"tokens": 9}, r"the ranks hold \[6, 6, 9\] tokens, but zigzag cuts 21 into \[7, 7, 7\]"),
-        ({"kv_heads": 3}, "k has 3 heads|rank 2 of the group failed before a call of .*: k has 3 heads"),
+        (
+            {"kv_heads": 3},
+            "k has 3 heads|rank 2 of the group failed before a call of .*: k has 3 heads",
+        ),
         ({"causal": False}, "ranks differ in mask: rank 0 has 'causal', rank 2 has 'full'"),
         ({"backward": "q"}, "ranks differ in backward"),
         ({"layout": "striped"}, "ranks differ in layout"),
@@ -285,7 +365,9 @@ def test_too_short_a_sequence_names_the_smallest():
         q, k, v = qkv(tokens=1)
         if ring.rank == 2:
             q, k, v = (x[:, :0] for x in (q, k, v))
-        with pytest.raises(ValueError, match="2 tokens is too short for 3 ranks; the smallest is 3"):
+        with pytest.raises(
+            ValueError, match="2 tokens is too short for 3 ranks; the smallest is 3"
+        ):
             burst_attn_func(q, k, v, process_group=ring)
 
     simulate(3, work)
@@ -332,10 +414,14 @@ def test_inputs_are_never_written_to(backward, flash):
         *inputs, dout = random_qkv(2, 7, 4, 2, 8)
         before = [x.clone() for x in (*inputs, dout)]
         inputs = [x.requires_grad_() for x in inputs]
-        out = burst_attn_func(*inputs, causal=True, backward=backward, flash=flash, process_group=ring)
+        out = burst_attn_func(
+            *inputs, causal=True, backward=backward, flash=flash, process_group=ring
+        )
         kept = out.detach().clone()
         torch.autograd.grad(out, inputs, dout)
-        assert all(now.equal(then) for now, then in zip((*inputs, dout, out), (*before, kept), strict=True))
+        assert all(
+            now.equal(then) for now, then in zip((*inputs, dout, out), (*before, kept), strict=True)
+        )
 
     simulate(4, work)
 
@@ -362,7 +448,9 @@ def test_one_tensor_may_be_query_key_and_value_and_gradients_may_be_views(backwa
 
     def work(ring):
         mine = x[:, ring.rank * 5 : ring.rank * 5 + 5].clone().requires_grad_()
-        out = burst_attn_func(mine, mine, mine, layout="contiguous", backward=backward, process_group=ring)
+        out = burst_attn_func(
+            mine, mine, mine, layout="contiguous", backward=backward, process_group=ring
+        )
         out.sum().backward()
         return mine.grad
 
@@ -385,7 +473,9 @@ def test_gradients_by_finite_differences(flash):
 def test_second_derivatives_are_refused():
     q, k, v = (x.requires_grad_() for x in qkv())
     dout = torch.ones_like(q, requires_grad=True)
-    with pytest.raises(RuntimeError, match="burst_attn_func is differentiable once: expected a backward without"):
+    with pytest.raises(
+        RuntimeError, match="burst_attn_func is differentiable once: expected a backward without"
+    ):
         torch.autograd.grad(burst_attn_func(q, k, v), q, dout, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.functional.hessian(lambda q: burst_attn_func(q, k, v).sum(), q)
@@ -473,8 +563,16 @@ def test_arguments_that_do_not_fit_on_one_rank_are_an_error_on_all(kind):
     def work(ring):
         for args, named, reason in cases:
             told = rf"rank 1 of the group failed before a call of burst_attn_func: TypeError: .*{reason}"
-            with pytest.raises(TypeError, match=reason) if ring.rank else pytest.raises(ValueError, match=told):
-                function(*(args if ring.rank else tensors), process_group=ring, **(named if ring.rank else {}))
+            with (
+                pytest.raises(TypeError, match=reason)
+                if ring.rank
+                else pytest.raises(ValueError, match=told)
+            ):
+                function(
+                    *(args if ring.rank else tensors),
+                    process_group=ring,
+                    **(named if ring.rank else {}),
+                )
         return function(*tensors, process_group=ring)
 
     assert all(out.isfinite().all() for out in simulate(2, work))
@@ -495,7 +593,9 @@ def test_backward_auto_moves_the_fewer_bytes():
 
     def chosen(heads, kv_heads):
         def work(ring):
-            q, k, v = (x.requires_grad_() for x in qkv(heads=heads, kv_heads=kv_heads, head_size=32))
+            q, k, v = (
+                x.requires_grad_() for x in qkv(heads=heads, kv_heads=kv_heads, head_size=32)
+            )
             out = burst_attn_func(q, k, v, process_group=ring)
             return "q" if out.grad_fn.plan.backward_tour.payload.queries_travel else "kv"
 
@@ -513,13 +613,19 @@ def test_auto_says_once_what_it_took(caplog):
     with caplog.at_level(logging.INFO, logger="bmt_burst"):
         for tokens in (101, 102, 101):  # of which no call was made before
             burst_attn_func(*qkv(tokens=tokens))
-    assert [r.getMessage() for r in caplog.records] == ["flash='auto' took the cpu kernel for torch.float32 on cpu"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "flash='auto' took the cpu kernel for torch.float32 on cpu"
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("magnitude", "head_size"), [(1e-30, 16), (1.0, 16), (1e30, 16), (1.0, 2), (1.0, 80)])
+@pytest.mark.parametrize(
+    ("magnitude", "head_size"), [(1e-30, 16), (1.0, 16), (1e30, 16), (1.0, 2), (1.0, 80)]
+)
 def test_surrogate_out_has_the_right_delta(magnitude, head_size, dtype):
-    """To far less than o' is rounded to, but where fp16 has no numbers so small or two entries are all there are."""
+    """To far less than o' is rounded to, but where fp16 has no numbers so small or two entries are
+    all there are.
+    """
     dout = random_qkv(2, 5, 3, 3, head_size, dtype)[3]
     if dtype == torch.float16:
         magnitude = 1.0
@@ -540,7 +646,9 @@ def test_surrogate_out_has_the_right_delta(magnitude, head_size, dtype):
 @pytest.mark.parametrize("scale", [10.0, 500.0])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_saturated_softmax_has_the_gradients_of_one_rank(size, scale):
-    """There dq and dk are what cancellation leaves, so a delta that is rounded to bf16 would be most of it."""
+    """There dq and dk are what cancellation leaves, so a delta that is rounded to bf16 would be
+    most of it.
+    """
     *inputs, dout = random_qkv(1, 64, 4, 4, 32, torch.bfloat16)
     whole = [x.double().requires_grad_() for x in inputs]
     exact = torch.autograd.grad(dense_attention(*whole, True, scale)[0], whole, dout.double())
@@ -548,11 +656,16 @@ def test_a_saturated_softmax_has_the_gradients_of_one_rank(size, scale):
     def errors(ranks):
         def work(ring):
             shards = [shard(x, ring.rank, ranks).requires_grad_() for x in inputs]
-            out = burst_attn_func(*shards, scale, "cpu", causal=True, backward="q", process_group=ring)
+            out = burst_attn_func(
+                *shards, scale, "cpu", causal=True, backward="q", process_group=ring
+            )
             return torch.autograd.grad(out, shards, shard(dout, ring.rank, ranks))
 
         grads = zip(*simulate(ranks, work), strict=True)
-        return [relative_error(unshard(mine), expected) for mine, expected in zip(grads, exact, strict=True)]
+        return [
+            relative_error(unshard(mine), expected)
+            for mine, expected in zip(grads, exact, strict=True)
+        ]
 
     assert all(mine < 1.2 * alone for mine, alone in zip(errors(size), errors(1), strict=True))
 
@@ -560,17 +673,26 @@ def test_a_saturated_softmax_has_the_gradients_of_one_rank(size, scale):
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_policy_of_activation_checkpointing_may_save_what_kernels_return(size):
     def policy(_context, operation, *_args, **_options):
-        return CheckpointPolicy.MUST_SAVE if "attention" in str(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if "attention" in str(operation)
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     def work(ring):
-        *inputs, dout = (shard(x, ring.rank, size) for x in random_qkv(1, 24, 4, 2, 8, torch.bfloat16))
+        *inputs, dout = (
+            shard(x, ring.rank, size) for x in random_qkv(1, 24, 4, 2, 8, torch.bfloat16)
+        )
         inputs = [x.requires_grad_() for x in inputs]
 
         def attend(*qkv):
             return burst_attn_func(*(x * 1.5 for x in qkv), causal=True, process_group=ring)
 
         contexts = partial(create_selective_checkpoint_contexts, policy)
-        outs = attend(*inputs), checkpoint(attend, *inputs, use_reentrant=False, context_fn=contexts)
+        outs = (
+            attend(*inputs),
+            checkpoint(attend, *inputs, use_reentrant=False, context_fn=contexts),
+        )
         plain, selective = ([out, *torch.autograd.grad(out, inputs, dout)] for out in outs)
         return all(a.equal(b) for a, b in zip(plain, selective, strict=True))
 

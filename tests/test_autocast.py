@@ -26,7 +26,9 @@ MIXED = (torch.float32, torch.bfloat16, torch.float16, torch.float32)
 
 
 def inputs(*dtypes, kv_heads=4, tokens=12):
-    return [x.to(dtype) for x, dtype in zip(random_qkv(2, tokens, 4, kv_heads, 8), dtypes, strict=True)]
+    return [
+        x.to(dtype) for x, dtype in zip(random_qkv(2, tokens, 4, kv_heads, 8), dtypes, strict=True)
+    ]
 
 
 def dense(q, k, v, dout):
@@ -36,13 +38,19 @@ def dense(q, k, v, dout):
 
 def varlen(q, k, v, dout, **options):
     tensors = (x.flatten(0, 1) for x in (q, k, v))
-    return burst_attn_varlen_func(*tensors, (0, 12, 24), causal=True, **options).unflatten(0, (2, 12))
+    return burst_attn_varlen_func(*tensors, (0, 12, 24), causal=True, **options).unflatten(
+        0, (2, 12)
+    )
 
 
 FUNCTIONS = {
     "dense": lambda q, k, v, dout: burst_attn_func(q, k, v, causal=True),
-    "kvpacked": lambda q, k, v, dout: burst_attn_kvpacked_func(q, torch.stack((k, v), 2), causal=True),
-    "qkvpacked": lambda q, k, v, dout: burst_attn_qkvpacked_func(torch.stack((q, k, v), 2), causal=True),
+    "kvpacked": lambda q, k, v, dout: burst_attn_kvpacked_func(
+        q, torch.stack((k, v), 2), causal=True
+    ),
+    "qkvpacked": lambda q, k, v, dout: burst_attn_qkvpacked_func(
+        torch.stack((q, k, v), 2), causal=True
+    ),
     "varlen": varlen,
 }
 
@@ -72,7 +80,9 @@ def test_inputs_of_several_dtypes_are_of_one_under_autocast(function):
     """Norms and rotary embeddings make fp32 of queries and keys."""
     dtypes = (MIXED[0], MIXED[1], MIXED[1], MIXED[3]) if function == "kvpacked" else MIXED
     tensors = inputs(*dtypes)
-    for mine, other in zip(*(results(f, tensors, torch.bfloat16) for f in (FUNCTIONS[function], dense)), strict=True):
+    for mine, other in zip(
+        *(results(f, tensors, torch.bfloat16) for f in (FUNCTIONS[function], dense)), strict=True
+    ):
         assert mine.dtype == other.dtype
         assert relative_error(mine, other) < BF16
     with pytest.raises(TypeError, match="must have one dtype"):
@@ -82,25 +92,37 @@ def test_inputs_of_several_dtypes_are_of_one_under_autocast(function):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_fp64_stays_fp64(function):
     tensors = inputs(*[torch.float64] * 4)
-    got, expected = results(FUNCTIONS[function], tensors, torch.bfloat16), results(FUNCTIONS[function], tensors)
+    got, expected = (
+        results(FUNCTIONS[function], tensors, torch.bfloat16),
+        results(FUNCTIONS[function], tensors),
+    )
     assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
 
 
 def test_of_fp64_and_others_none_is_chosen():
     q, k, v, _ = inputs(torch.float64, *[torch.float32] * 3)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="must have one dtype"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match="must have one dtype"),
+    ):
         burst_attn_func(q, k, v)
 
 
 def test_whole_numbers_are_refused_and_not_cast():
     q, k, v, _ = (x.long() for x in inputs(*[torch.float32] * 4))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"q must be .* got torch\.int64"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match=r"q must be .* got torch\.int64"),
+    ):
         burst_attn_func(q, k, v)
 
 
 def test_what_has_no_values_is_refused_as_without_autocast():
     q, k, v, _ = (x.to("meta") for x in inputs(*[torch.float32] * 4))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="meta tensors have no values"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="meta tensors have no values"),
+    ):
         burst_attn_func(q, k, v)
 
 
@@ -119,7 +141,10 @@ def test_a_bias_and_sinks_stay_fp32():
     assert [x.dtype for x in got] == [torch.bfloat16, *[torch.float32] * 3]
     expected = differentiated(*(x.bfloat16() for x in (q, k, v)))
     assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"sinks must be torch\.float32 for"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match=r"sinks must be torch\.float32 for"),
+    ):
         burst_attn_func(q, k, v, sinks=sinks.bfloat16())
 
 
@@ -151,7 +176,9 @@ def test_ranks_with_other_settings_all_raise(dtype):
 @pytest.mark.parametrize("norms", ["none", "as they are", "fp32"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_layer_computes_in_the_dtype_of_autocast(norms, size):
-    """Its tables of cos and sin are fp32, and so is what some versions of torch's RMSNorm return under autocast."""
+    """Its tables of cos and sin are fp32, and so is what some versions of torch's RMSNorm return
+    under autocast.
+    """
     torch.manual_seed(0)
     layer = BurstAttention(32, 4, 2, sinks=True, qk_norm_eps=None if norms == "none" else 1e-6)
     if norms == "fp32":
@@ -165,13 +192,19 @@ def test_a_layer_computes_in_the_dtype_of_autocast(norms, size):
     def work(ring):
         of_rank = copy.copy(layer)  # with the same parameters
         of_rank.sp = SequenceParallel(ring.rank, size, process_group=ring)
-        return of_rank(shard(x, ring.rank, size), *(shard(table, ring.rank, size, dim=0) for table in (cos, sin)))
+        return of_rank(
+            shard(x, ring.rank, size),
+            *(shard(table, ring.rank, size, dim=0) for table in (cos, sin)),
+        )
 
     with torch.autocast("cpu", torch.bfloat16):
         out = unshard(simulate(size, work))
     assert seen == [torch.float32, *[torch.bfloat16] * size]
     assert relative_error(out, expected) < BF16
-    grads, exact = (torch.autograd.grad(y.float().sum(), [*layer.parameters()]) for y in (out, expected))
+    grads, exact = (
+        torch.autograd.grad(y.float().sum(), [*layer.parameters()]) for y in (out, expected)
+    )
     for name, mine, other in zip(dict(layer.named_parameters()), grads, exact, strict=True):
         assert mine.dtype == torch.float32
-        assert (mine - other).norm() < 2 * BF16 * max(other.norm(), 1), name  # some of them are nearly 0
+        # some of them are nearly 0
+        assert (mine - other).norm() < 2 * BF16 * max(other.norm(), 1), name

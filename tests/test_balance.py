@@ -1,4 +1,6 @@
-"""The balanced layout: every token once, equal tokens, nearly equal work, few documents cut, and soon found."""
+"""The balanced layout: every token once, equal tokens, nearly equal work, few documents cut, and
+soon found.
+"""
 
 import bisect
 import itertools
@@ -135,7 +137,9 @@ def owners(mask, layout):
     found = [set() for _ in starts]
     for rank, spans in enumerate(layout):
         for start, stop in spans:
-            for part in range(bisect.bisect_right(starts, start) - 1, bisect.bisect_left(starts, stop)):
+            for part in range(
+                bisect.bisect_right(starts, start) - 1, bisect.bisect_left(starts, stop)
+            ):
                 found[part].add(rank)
     return found
 
@@ -145,9 +149,13 @@ def cut(mask, layout):
 
 
 def check_shards(mask, size, layout):
-    """Each position once, the spans of a rank rising and merged, tokens as equal as can be, longer ranks first."""
+    """Each position once, the spans of a rank rising and merged, tokens as equal as can be, longer
+    ranks first.
+    """
     small, longer = divmod(mask.seq_len, size)
-    assert [sum(map(length, spans)) for spans in layout] == [small + (rank < longer) for rank in range(size)]
+    assert [sum(map(length, spans)) for spans in layout] == [
+        small + (rank < longer) for rank in range(size)
+    ]
     assert all(spans == merged(spans) for spans in layout)
     assert merged(itertools.chain(*layout)) == ((0, mask.seq_len),)
 
@@ -157,7 +165,9 @@ def test_small_masks_of_any_kind(seed):
     rng = random.Random(seed)
     for _ in range(50):
         mask = small(rng)
-        for size in {1, 2, rng.randrange(1, mask.seq_len + 1), mask.seq_len} & set(range(1, mask.seq_len + 1)):
+        for size in {1, 2, rng.randrange(1, mask.seq_len + 1), mask.seq_len} & set(
+            range(1, mask.seq_len + 1)
+        ):
             check_shards(mask, size, balanced_spans(mask, size))
 
 
@@ -169,7 +179,9 @@ def test_work_before_a_position():
         rows = mask.dense().sum(1).tolist()
         for document in _documents(mask):
             seen = [document.seen(i) for i in range(document.start, document.stop + 1)]
-            assert seen == list(itertools.accumulate(rows[document.start : document.stop], initial=0))
+            assert seen == list(
+                itertools.accumulate(rows[document.start : document.stop], initial=0)
+            )
 
 
 def test_a_document_of_which_all_is_not_enough():
@@ -214,7 +226,9 @@ def test_other_masks_are_balanced(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_short_documents_are_cut_for_equal_tokens_only(size):
-    """A rank cuts one, which the next completes: fewer are cut than there are ranks, and hardly one over three."""
+    """A rank cuts one, which the next completes: fewer are cut than there are ranks, and hardly one
+    over three.
+    """
     rng = random.Random(size)
     for mask in shorts(rng, size * 8192, size):
         found = cut(mask, balanced_spans(mask, size))
@@ -227,9 +241,13 @@ def documents_of(mask, layout):
     return [sum(rank in ranks for ranks in owners(mask, layout)) for rank in range(len(layout))]
 
 
-@pytest.mark.parametrize(("tokens", "size", "mean", "most"), [(2**16, 2, 256, 1.25), (2**19, 8, 256, 1.5)])
+@pytest.mark.parametrize(
+    ("tokens", "size", "mean", "most"), [(2**16, 2, 256, 1.25), (2**19, 8, 256, 1.5)]
+)
 def test_ranks_have_nearly_as_many_short_documents(tokens, size, mean, most):
-    """Beside the mean number, on average over packings; what is kept from being dealt makes them differ."""
+    """Beside the mean number, on average over packings; what is kept from being dealt makes them
+    differ.
+    """
     ratios = []
     for seed in range(10):
         mask = Mask.documents(lognormal(random.Random(seed), tokens, mean))
@@ -248,7 +266,9 @@ def test_short_documents_beside_a_long_one_are_dealt_evenly(size):
 
 
 def test_documents_of_many_lengths_are_swapped_before_one_is_cut():
-    """Among 1,000 documents there are some of just the lengths that lack: on average half of the ranks cut none."""
+    """Among 1,000 documents there are some of just the lengths that lack: on average half of the
+    ranks cut none.
+    """
     masks = [Mask.documents(cuts(random.Random(seed), 2**18, 1000)) for seed in range(4)]
     found = [len(cut(mask, balanced_spans(mask, 8))) for mask in masks]
     assert sum(found) / len(found) <= 7 / 2
@@ -256,10 +276,14 @@ def test_documents_of_many_lengths_are_swapped_before_one_is_cut():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_leave_two_documents_unfinished_at_most(size):
-    """The one that is peeled, and a sparse one: a document over r ranks was left unfinished r - 1 times."""
+    """The one that is peeled, and a sparse one: a document over r ranks was left unfinished r - 1
+    times.
+    """
     rng = random.Random(size)
     for mask in itertools.chain(longs(rng, size * 8192, size), others(rng, size * 8192, size)):
-        assert sum(len(ranks) - 1 for ranks in cut(mask, balanced_spans(mask, size))) <= 2 * (size - 1)
+        assert sum(len(ranks) - 1 for ranks in cut(mask, balanced_spans(mask, size))) <= 2 * (
+            size - 1
+        )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -274,7 +298,9 @@ def test_one_causal_document_is_nearly_zigzag(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_long_document_among_short_ones_is_nearly_the_only_one_cut(size):
-    """Each rank needs a share of its work, and that share makes up for what the lengths of the others lack."""
+    """Each rank needs a share of its work, and that share makes up for what the lengths of the
+    others lack.
+    """
     n = size * 4096
     mask = Mask.documents(after(n // 2, cuts(random.Random(size), n - n // 2, 20 * size)))
     found = owners(mask, balanced_spans(mask, size))
@@ -290,7 +316,9 @@ def test_full_masks_and_short_windows_are_nearly_contiguous(size):
 
 
 def test_hardly_a_piece_is_a_sliver():
-    """Of the pieces of cut documents 1 in 50 at most is shorter than 16 tokens, less than a kernel's tile."""
+    """Of the pieces of cut documents 1 in 50 at most is shorter than 16 tokens, less than a
+    kernel's tile.
+    """
     pieces = []
     for seed, mean in itertools.product(range(8), (512, 4096)):
         mask = Mask.documents(lognormal(random.Random(seed), 8 * 16384, mean))
@@ -307,7 +335,9 @@ TIMES = [(100, 8, 0.001), (1000, 8, 0.004), (100, 512, 0.012), (1, 512, 0.005)]
 @pytest.mark.parametrize(("documents", "size", "most"), TIMES)
 def test_time(documents, size, most):
     """A new mask takes some seconds of a processor: ten times what is usual, as it may be slow."""
-    masks = [Mask.documents(cuts(random.Random(seed), size * 32768, documents)) for seed in range(3)]
+    masks = [
+        Mask.documents(cuts(random.Random(seed), size * 32768, documents)) for seed in range(3)
+    ]
     times = []
     for mask in masks:
         assert mask.parts

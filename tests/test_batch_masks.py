@@ -1,4 +1,6 @@
-"""What tokens of a padded row with context and spans see, for the adapters of models, against its definition."""
+"""What tokens of a padded row with context and spans see, for the adapters of models, against its
+definition.
+"""
 
 import random
 
@@ -24,7 +26,11 @@ def random_marks(chance: random.Random, tokens: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("seed", range(40))
 def test_masks_equal_their_definition(seed):
     chance = random.Random(seed)
-    tokens, causal, padding_sees = chance.randint(1, 30), chance.random() < 0.7, chance.random() < 0.5
+    tokens, causal, padding_sees = (
+        chance.randint(1, 30),
+        chance.random() < 0.7,
+        chance.random() < 0.5,
+    )
     marks = random_marks(chance, tokens)
     row = batch._row(Layout.zigzag(tokens, 1), None, marks)
     valid, at = marks["attention_mask"].bool(), torch.arange(tokens)

@@ -1,4 +1,6 @@
-"""Which sequences a rank reads: every sample once on any mesh, and sizes that do not fit are refused."""
+"""Which sequences a rank reads: every sample once on any mesh, and sizes that do not fit are
+refused.
+"""
 
 import numpy as np
 import pytest
@@ -17,15 +19,23 @@ class Tokens:
     """A token file in memory."""
 
     def __init__(self, count: int):
-        self.folder, self.tokens, self.index = "memory", np.arange(count, dtype=np.uint16), {"vocab_size": count}
+        self.folder, self.tokens, self.index = (
+            "memory",
+            np.arange(count, dtype=np.uint16),
+            {"vocab_size": count},
+        )
 
 
-def batches(monkeypatch, rank: int, world: int, sp_size: int, model: CPMConfig = SMALL, **options) -> Batches:
+def batches(
+    monkeypatch, rank: int, world: int, sp_size: int, model: CPMConfig = SMALL, **options
+) -> Batches:
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     config = TrainConfig(**{"seq_len": 16} | options)
     layout = "zigzag" if config.layout == "auto" else config.layout
-    return Batches(config, model, SequenceParallel(rank % sp_size, sp_size, layout), torch.device("cpu"))
+    return Batches(
+        config, model, SequenceParallel(rank % sp_size, sp_size, layout), torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +51,9 @@ def batches(monkeypatch, rank: int, world: int, sp_size: int, model: CPMConfig =
         (2, 1, {"batch_size": 8, "micro_batch_size": 2}, 2),
     ],
 )
-def test_every_group_reads_its_share_in_micro_batches_that_fit(monkeypatch, world, sp_size, options, size):
+def test_every_group_reads_its_share_in_micro_batches_that_fit(
+    monkeypatch, world, sp_size, options, size
+):
     data = Sequences(Tokens(16 * 100 + 1), 16, seed=0)
     count = options.get("batch_size", 8)
     read = []
@@ -58,17 +70,27 @@ def test_every_group_reads_its_share_in_micro_batches_that_fit(monkeypatch, worl
 @pytest.mark.parametrize(
     ("world", "options", "message"),
     [
-        (3, {}, "--batch-size 8 does not divide by 3 data parallel groups: give --batch-size 6 or 9"),
+        (
+            3,
+            {},
+            "--batch-size 8 does not divide by 3 data parallel groups: give --batch-size 6 or 9",
+        ),
         (16, {}, "--batch-size 8 does not divide by 16 data parallel groups: give --batch-size 16"),
         (
             1,
             {"micro_batch_size": 3},
             "--batch-size 8 is not .* --micro-batch-size 3 times 1 data parallel group:",
         ),
-        (2, {"micro_batch_size": 8}, r"--micro-batch-size 8 times 2 data parallel groups: .* that divides 4"),
+        (
+            2,
+            {"micro_batch_size": 8},
+            r"--micro-batch-size 8 times 2 data parallel groups: .* that divides 4",
+        ),
     ],
 )
-def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(monkeypatch, world, options, message):
+def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(
+    monkeypatch, world, options, message
+):
     with pytest.raises(ValueError, match=message):
         batches(monkeypatch, 0, world, 1, **options)
 

@@ -1,4 +1,6 @@
-"""Begin tokens: rows are cut from documents with one in front of each, and without as they always were."""
+"""Begin tokens: rows are cut from documents with one in front of each, and without as they always
+were.
+"""
 
 import hashlib
 import itertools
@@ -18,7 +20,15 @@ from train.data.tokenizer import ByteTokenizer
 from train.run.config import TrainConfig
 
 BOS = 200  # a token that the documents below may begin with
-MIXED = ([BOS, 1, 2], [3], [BOS], [4, BOS, BOS, 5, 6, 7, 8], [BOS, 9], [10, 11], [BOS, BOS, 12, 13, 14, 15, 16, 17])
+MIXED = (
+    [BOS, 1, 2],
+    [3],
+    [BOS],
+    [4, BOS, BOS, 5, 6, 7, 8],
+    [BOS, 9],
+    [10, 11],
+    [BOS, BOS, 12, 13, 14, 15, 16, 17],
+)
 TEXTS = {
     "none begin": [[document] * length for document, length in enumerate(LENGTHS)],
     "some begin": MIXED,
@@ -53,7 +63,9 @@ def without_bos(folder) -> None:
     (folder / "index.json").write_text(json.dumps(index))
 
 
-def rows_by_hand(documents: list[list[int]], seq_len: int) -> list[tuple[list[int], list[int], list[int]]]:
+def rows_by_hand(
+    documents: list[list[int]], seq_len: int
+) -> list[tuple[list[int], list[int], list[int]]]:
     """Tokens, labels and documents of rows that are cut from whole documents, token by token."""
     tokens = list(itertools.chain(*documents))
     starts = set(itertools.accumulate(map(len, documents), initial=0))
@@ -76,7 +88,9 @@ def rows_by_hand(documents: list[list[int]], seq_len: int) -> list[tuple[list[in
 @pytest.mark.parametrize("bos", [BOS, EOS])
 @pytest.mark.parametrize("text", TEXTS)
 def test_rows_are_cut_from_documents_with_a_begin_token_each(tmp_path, text, bos):
-    """By documents.bin and, in older folders, by eos; for every length of a row, so cut at every place."""
+    """By documents.bin and, in older folders, by eos; for every length of a row, so cut at every
+    place.
+    """
     written(tmp_path / "data", TEXTS[text])
     expected = begun(TEXTS[text], bos)
     for how in ("documents.bin", "eos"):
@@ -85,7 +99,8 @@ def test_rows_are_cut_from_documents_with_a_begin_token_each(tmp_path, text, bos
         for seq_len in range(1, sum(map(len, expected)) + 1):
             data = Sequences(file, seq_len, 0, documents=True, bos=bos)
             rows = [
-                (row.tokens.tolist(), row.labels.tolist(), [*row.documents]) for row in map(data.read, range(len(data)))
+                (row.tokens.tolist(), row.labels.tolist(), [*row.documents])
+                for row in map(data.read, range(len(data)))
             ]
             assert rows == rows_by_hand(expected, seq_len)
         without_documents(tmp_path / "data", documents=None)
@@ -95,20 +110,36 @@ def test_rows_are_cut_from_documents_with_a_begin_token_each(tmp_path, text, bos
 def test_every_token_of_every_document_is_a_target_once(folder, seq_len):
     data = Sequences(TokenFile(folder), seq_len, 0, documents=True, bos=EOS)
     labels = torch.cat([data.read(index).labels for index in range(len(data))])
-    expected = [token for document, length in enumerate(LENGTHS) for token in [document] * length + [EOS]]
+    expected = [
+        token for document, length in enumerate(LENGTHS) for token in [document] * length + [EOS]
+    ]
     assert labels[labels != IGNORE_INDEX].tolist() == expected
-    assert data.padding == pytest.approx(1 - (79 + 9 - 1) / (len(data) * seq_len))  # begin tokens are tokens of rows
+    # begin tokens are tokens of rows
+    assert data.padding == pytest.approx(1 - (79 + 9 - 1) / (len(data) * seq_len))
 
 
-@pytest.mark.parametrize(("text", "scanned"), [("none begin", False), ("all begin", False), ("some begin", True)])
-def test_data_that_says_how_its_documents_begin_is_not_searched(tmp_path, monkeypatch, text, scanned):
-    """The index counts those that start with the tokenizer's begin token, also in a part that is split off."""
+@pytest.mark.parametrize(
+    ("text", "scanned"), [("none begin", False), ("all begin", False), ("some begin", True)]
+)
+def test_data_that_says_how_its_documents_begin_is_not_searched(
+    tmp_path, monkeypatch, text, scanned
+):
+    """The index counts those that start with the tokenizer's begin token, also in a part that is
+    split off.
+    """
     monkeypatch.setattr(ByteTokenizer, "bos_id", BOS)
     whole = written(tmp_path / "data", TEXTS[text])
-    writer, part = TokenWriter(tmp_path / "whole", ByteTokenizer()), TokenWriter(tmp_path / "part", ByteTokenizer())
+    writer, part = (
+        TokenWriter(tmp_path / "whole", ByteTokenizer()),
+        TokenWriter(tmp_path / "part", ByteTokenizer()),
+    )
     for document in TEXTS[text]:
         writer.write([[], np.array(document[:1]), document[1:]])
-    assert writer.begun == whole.index["begun_documents"] == sum(document[0] == BOS for document in TEXTS[text])
+    assert (
+        writer.begun
+        == whole.index["begun_documents"]
+        == sum(document[0] == BOS for document in TEXTS[text])
+    )
     writer.close()
     monkeypatch.setattr("train.data.stored._COPIED", 3)
     part.copy(writer, 0, writer.tokens)
@@ -116,7 +147,9 @@ def test_data_that_says_how_its_documents_begin_is_not_searched(tmp_path, monkey
     read = []
     plain = StoredNumbers.__getitem__
     monkeypatch.setattr(
-        StoredNumbers, "__getitem__", lambda numbers, part: read.append(numbers) or plain(numbers, part)
+        StoredNumbers,
+        "__getitem__",
+        lambda numbers, part: read.append(numbers) or plain(numbers, part),
     )
     BegunText(whole, BOS)
     assert (whole.tokens in read) == scanned
@@ -144,19 +177,28 @@ def test_without_begin_tokens_rows_are_those_of_before_bit_for_bit(folder, docum
     for _ in ("documents.bin", "eos"):
         data = Sequences(TokenFile(folder), 16, 3, documents=documents)
         rows = [data.read(data.order(sample)) for sample in range(2 * len(data))]
-        said = "".join(repr((row.tokens.tolist(), row.labels.tolist(), row.documents)) for row in rows)
+        said = "".join(
+            repr((row.tokens.tolist(), row.labels.tolist(), row.documents)) for row in rows
+        )
         assert hashlib.sha256(said.encode()).hexdigest() == OF_BEFORE[documents]
         without_documents(folder, documents=None)
 
 
 def test_a_begin_token_needs_documents_that_are_told_apart(folder):
-    with pytest.raises(ValueError, match="--bos needs documents that are kept apart: give --documents mask"):
+    with pytest.raises(
+        ValueError, match="--bos needs documents that are kept apart: give --documents mask"
+    ):
         Sequences(TokenFile(folder), 16, 0, bos=EOS)
-    with pytest.raises(ValueError, match="data has 257 kinds of tokens, expected begin token 257 among them"):
+    with pytest.raises(
+        ValueError, match="data has 257 kinds of tokens, expected begin token 257 among them"
+    ):
         Sequences(TokenFile(folder), 16, 0, documents=True, bos=257)
     with pytest.raises(ValueError, match="--bos </s> does not go with --documents ignore"):
         TrainConfig(documents="ignore", bos="</s>")
-    with pytest.raises(ValueError, match="--bos does not go with --model cpm-bee-tiny, a cpm-bee: its instances say"):
+    with pytest.raises(
+        ValueError,
+        match="--bos does not go with --model cpm-bee-tiny, a cpm-bee: its instances say",
+    ):
         TrainConfig(model="cpm-bee-tiny", bos="<s>").model_config()
 
 
@@ -164,5 +206,7 @@ def test_a_begin_token_that_is_none_is_refused(folder):
     index = json.loads((folder / "index.json").read_text())
     for wrong in (257, -1, "</s>", True):
         (folder / "index.json").write_text(json.dumps(index | {"bos_id": wrong}))
-        with pytest.raises(ValueError, match=rf"index.json names bos_id {wrong!r}, expected one of 257 tokens"):
+        with pytest.raises(
+            ValueError, match=rf"index.json names bos_id {wrong!r}, expected one of 257 tokens"
+        ):
             TokenFile(folder)

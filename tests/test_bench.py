@@ -29,8 +29,27 @@ from tests.helpers import ROOT, run_script
 from tests.test_data import prepare
 
 KEYS = {
-    *("kind", "impl", "gpus", "gpu_name", "seq_len", "batch", "heads", "kv_heads", "head_dim", "mask", "kernel"),
-    *("fwd_ms", "bwd_ms", "fwd_bwd_ms", "fwd_tflops_per_gpu", "bwd_tflops_per_gpu", "fwd_bwd_tflops_per_gpu"),
+    *(
+        "kind",
+        "impl",
+        "gpus",
+        "gpu_name",
+        "seq_len",
+        "batch",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "mask",
+        "kernel",
+    ),
+    *(
+        "fwd_ms",
+        "bwd_ms",
+        "fwd_bwd_ms",
+        "fwd_tflops_per_gpu",
+        "bwd_tflops_per_gpu",
+        "fwd_bwd_tflops_per_gpu",
+    ),
     *("visible_pairs", "peak_extra_gib", "versions", "commit"),
 }
 
@@ -39,13 +58,33 @@ KEYS = {
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_benchmark_runs_and_reports(tmp_path):
     output = tmp_path / "rows.jsonl"
-    kept, others = {"bmt_burst", "ulysses"}, {"bmt_burst low memory", "all-gather", "ring_flash_attn zigzag"}
-    masked = ["full", "documents", "window", "--documents", "256", "long", "--windows", "40", "--no-links"]
+    kept, others = (
+        {"bmt_burst", "ulysses"},
+        {"bmt_burst low memory", "all-gather", "ring_flash_attn zigzag"},
+    )
+    masked = [
+        "full",
+        "documents",
+        "window",
+        "--documents",
+        "256",
+        "long",
+        "--windows",
+        "40",
+        "--no-links",
+    ]
     for lengths, masks, names in (
         (["32", "64"], ["causal"], kept | others),
         (["64"], masked, kept | {"bmt_burst contiguous"}),
     ):
-        options = ["--tokens-per-gpu", *lengths, "--implementations", *sorted(names), "--masks", *masks]
+        options = [
+            "--tokens-per-gpu",
+            *lengths,
+            "--implementations",
+            *sorted(names),
+            "--masks",
+            *masks,
+        ]
         code, said = run_script(2, "bench/attention.py", *options, "--output", output)
         assert code == 0, said
     rows = [json.loads(line) for line in output.read_text().splitlines()]
@@ -60,7 +99,9 @@ def test_benchmark_runs_and_reports(tmp_path):
     for row in rows:
         if row["kind"] == "errors" and "unavailable" not in row:
             assert max(row[name] for name in ("out", "dq", "dk", "dv")) < 1e-5
-    assert masks_table(rows).startswith("| 128 tokens | kernel | documents 256 | documents long | window 40 |\n")
+    assert masks_table(rows).startswith(
+        "| 128 tokens | kernel | documents 256 | documents long | window 40 |\n"
+    )
     code, report = run_script(None, "bench/report.py", output)
     assert code == 0, report
     assert "### 2 ranks, batch 1, 4:2 heads of 16, documents long" in report
@@ -74,13 +115,28 @@ def test_benchmark_runs_and_reports(tmp_path):
 def test_one_rank_of_many(tmp_path):
     output = tmp_path / "rows.jsonl"
     masks = ["--masks", "causal", "documents", "window", "--documents", "1K", "--windows", "40"]
-    options = ["--size", "8", "--ranks", "0", "4", "7", "--variants", "bmt_burst", "bmt_burst contiguous", *masks]
+    options = [
+        "--size",
+        "8",
+        "--ranks",
+        "0",
+        "4",
+        "7",
+        "--variants",
+        "bmt_burst",
+        "bmt_burst contiguous",
+        *masks,
+    ]
     code, said = run_script(1, "bench/one_rank.py", *options, "--output", output)
     assert code == 0, said
     rows = read_rows([output])
     ranks = {(r["mask"], r["impl"], r["rank"]) for r in rows if "rank" in r}
     assert ranks == {
-        *((mask, "bmt_burst", rank) for mask in ("causal", "documents 1K", "window 40") for rank in (0, 4, 7)),
+        *(
+            (mask, "bmt_burst", rank)
+            for mask in ("causal", "documents 1K", "window 40")
+            for rank in (0, 4, 7)
+        ),
         *(("window 40", "bmt_burst contiguous", rank) for rank in (0, 4, 7)),
     }
     assert one_rank_table(rows).count("| 8 | 4:2 x 16 |") == 4
@@ -90,11 +146,14 @@ def test_one_rank_of_many(tmp_path):
 @pytest.mark.parametrize(("seq_len", "ranks"), [(65536, 2), (65536, 8), (1 << 20, 8), (100, 3)])
 def test_a_kernel_alone_has_a_ranks_tokens_and_as_many_pairs(name, seq_len, ranks):
     lengths = packing(name, seq_len)
-    assert lengths == packing(name, seq_len)  # the same in every process: the generator's seed is a text
+    # the same in every process: the generator's seed is a text
+    assert lengths == packing(name, seq_len)
     assert sum(lengths) == seq_len
     long = 3 * seq_len // 4
     assert max(lengths) <= seq_len // 4 or (name, max(lengths)) == ("long", long)
-    whole, share = (f(f"documents {name}", seq_len, *more) for f, more in ((mask_of, ()), (share_of, (ranks,))))
+    whole, share = (
+        f(f"documents {name}", seq_len, *more) for f, more in ((mask_of, ()), (share_of, (ranks,)))
+    )
     assert share.seq_len == seq_len // ranks
     if name == "long" and seq_len > 100:
         assert share == Mask.causal(seq_len // ranks)  # no whole document comes nearer
@@ -118,14 +177,19 @@ def test_a_row_of_a_bee_is_packed_as_it_says(seq_len):
     assert max(sizes.values()) <= seq_len // 2
     assert seq_len * 31 // 32 < sum(sizes.values()) <= seq_len
     assert 1 / 8 < sum(sizes.values()) / len(sizes) / seq_len < 3 / 8
-    for root, key, text, _, _, _, prompt, _, answer in itertools.chain.from_iterable(by_span.values()):
+    for root, key, text, _, _, _, prompt, _, answer in itertools.chain.from_iterable(
+        by_span.values()
+    ):
         assert (root, key, prompt) == (1, 3, min(100, prompt))
         assert 0.05 < answer / text < 0.2 / 0.65
     scores = live_rows.bee(seq_len)
     assert scores.num_rows <= live_rows.BEE.num_bias_rows
     assert abs(scores.mask.area / seq_len**2 - 0.165) < 0.001  # longer rows are not other rows
     if seq_len >= 1 << 16:  # of shorter rows most pairs are near the diagonal, or of short segments
-        assert sum(term.mask.area for term in scores.terms if not is_one_row(term.row)) < 0.36 * scores.mask.area
+        assert (
+            sum(term.mask.area for term in scores.terms if not is_one_row(term.row))
+            < 0.36 * scores.mask.area
+        )
 
 
 def test_fields_of_a_bee_follow_its_segments():
@@ -133,45 +197,91 @@ def test_fields_of_a_bee_follow_its_segments():
     relation = fields["segment_rel"].view(-1, 9, 9)
     for number, (span, sample, segments) in enumerate(live_rows.instances(512)):
         for segment, tokens in enumerate(segments):
-            expected = {"span": span, "sample_ids": sample, "segment": segment, "segment_rel_offset": 81 * number}
+            expected = {
+                "span": span,
+                "sample_ids": sample,
+                "segment": segment,
+                "segment_rel_offset": 81 * number,
+            }
             expected |= {"context": segment != 8 or sample > 0, "num_segments": 9}
             for name, value in expected.items():
                 assert fields[name][at : at + tokens].eq(value).all(), (name, number, segment)
             at += tokens
     assert fields["length"] == at
     assert relation.eq(relation[0]).all()
-    # A key is one level below the root and one above its value; two values are three levels apart by way of the root.
+    # A key is one level below the root and one above its value; two values are three levels apart
+    # by way of the root.
     assert relation[0, :3, :3].tolist() == [[0, 2, 3], [9, 0, 2], [17, 9, 0]]
     assert relation[0, 2, 4] == 1 + 8 * 2 + 2
 
 
 def rated(impl, fwd_ms, fwd_bwd_ms, **more):
-    case = {"gpus": 2, "batch": 1, "heads": 4, "kv_heads": 4, "head_dim": 16, "mask": "bee", "seq_len": 4096}
+    case = {
+        "gpus": 2,
+        "batch": 1,
+        "heads": 4,
+        "kv_heads": 4,
+        "head_dim": 16,
+        "mask": "bee",
+        "seq_len": 4096,
+    }
     rates = {"fwd_tflops_per_gpu": 100 / fwd_ms, "fwd_bwd_tflops_per_gpu": 350 / fwd_bwd_ms}
-    row = {"kind": "attention", "impl": impl, "kernel": "fa4", "fwd_ms": fwd_ms, "fwd_bwd_ms": fwd_bwd_ms, **case}
+    row = {
+        "kind": "attention",
+        "impl": impl,
+        "kernel": "fa4",
+        "fwd_ms": fwd_ms,
+        "fwd_bwd_ms": fwd_bwd_ms,
+        **case,
+    }
     return row | rates | {"visible_pairs": 1000, "peak_extra_gib": 0.5} | more
 
 
 def test_a_bias_is_compared_with_the_same_pairs_without():
     bias = {"bias_rows": 512, "biased_kernel": "triton", "own_row_pairs": 250, "segment_pairs": 20}
     bias["dense_bias_gib"] = 1.0
-    rows = [rated("bmt_burst", 2.0, 8.0, **bias), rated("bmt_burst without a bias", 1.0, 4.0, peak_extra_gib=0.25)]
+    rows = [
+        rated("bmt_burst", 2.0, 8.0, **bias),
+        rated("bmt_burst without a bias", 1.0, 4.0, peak_extra_gib=0.25),
+    ]
     expected = "| 2 | 4K | 4:4 x 16 | bee | bmt_burst | fa4, triton | 25.0 | 2.0 | 50 | 50 | 50 | 0.5 | 0.25 | 1 |"
     assert bias_table(rows).splitlines()[2:] == [expected]
     assert bias_table([rows[0], rows[1] | {"seq_len": 8192}]) == ""
-    rows = [rated("kernel alone", ms, 4 * ms, kind="kernels", kernel=name) for name, ms in (("fa4", 1.0), ("x", 4.0))]
-    assert kernels_table(rows).splitlines()[3] == "| 4K | 4:4 x 16 | bee | x | 25 | 20.8 | 21.9 | 25 | 25 | 25 | fa4 |"
+    rows = [
+        rated("kernel alone", ms, 4 * ms, kind="kernels", kernel=name)
+        for name, ms in (("fa4", 1.0), ("x", 4.0))
+    ]
+    assert (
+        kernels_table(rows).splitlines()[3]
+        == "| 4K | 4:4 x 16 | bee | x | 25 | 20.8 | 21.9 | 25 | 25 | 25 | fa4 |"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_a_bias_is_measured(tmp_path):
     names = ["bmt_burst", "bmt_burst without a bias", "ulysses", "torch context_parallel"]
-    options = ["--tokens-per-gpu", "64", "--heads", "4:4", "4:2", "--masks", "bee", "--implementations", *names]
-    code, said = run_script(2, "bench/attention.py", *options, "--no-links", "--output", tmp_path / "rows.jsonl")
+    options = [
+        "--tokens-per-gpu",
+        "64",
+        "--heads",
+        "4:4",
+        "4:2",
+        "--masks",
+        "bee",
+        "--implementations",
+        *names,
+    ]
+    code, said = run_script(
+        2, "bench/attention.py", *options, "--no-links", "--output", tmp_path / "rows.jsonl"
+    )
     assert code == 0, said
     rows = read_rows([tmp_path / "rows.jsonl"])
-    measured = {(r["impl"], r["kv_heads"]): r for r in rows if r["kind"] == "attention" and "unavailable" not in r}
+    measured = {
+        (r["impl"], r["kv_heads"]): r
+        for r in rows
+        if r["kind"] == "attention" and "unavailable" not in r
+    }
     assert {impl for impl, _ in measured} == {*names[:3], "kernel alone"}
     for impl in names[:3]:
         for kv_heads in (4, 2):
@@ -185,7 +295,10 @@ def test_a_bias_is_measured(tmp_path):
                 assert 0 < row["segment_pairs"] <= row["own_row_pairs"] <= row["visible_pairs"]
     wrong = [r for r in rows if r["kind"] == "errors" and "unavailable" not in r]
     assert {r["impl"] for r in wrong if "dtable" in r} == {"bmt_burst", "ulysses"}
-    assert max(r[name] for r in wrong for name in ("out", "dq", "dk", "dv", "dtable") if name in r) < 1e-5
+    assert (
+        max(r[name] for r in wrong for name in ("out", "dq", "dk", "dv", "dtable") if name in r)
+        < 1e-5
+    )
     assert bias_table(rows).count("\n| 2 | 128 | ") == 4
     assert error_table(rows).splitlines()[0].endswith(" | dtable |")
 
@@ -193,14 +306,28 @@ def test_a_bias_is_measured(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_kernels_take_turns(tmp_path):
-    options = ["--kernels", "cpu", "reference", "triton", "--head-dims", "16", "24", "--heads", "4:4", "4:2"]
+    options = [
+        "--kernels",
+        "cpu",
+        "reference",
+        "triton",
+        "--head-dims",
+        "16",
+        "24",
+        "--heads",
+        "4:4",
+        "4:2",
+    ]
     code, said = run_script(1, "bench/kernels.py", *options, "--output", tmp_path / "rows.jsonl")
     assert code == 0, said
     rows = read_rows([tmp_path / "rows.jsonl"])
     measured = [r for r in rows if "unavailable" not in r]
     assert all(r.keys() >= KEYS for r in measured)
     assert sorted({(r["kernel"], r["head_dim"], r["kv_heads"]) for r in measured}) == [
-        (kernel, size, kv_heads) for kernel in ("cpu", "reference") for size in (16, 24) for kv_heads in (2, 4)
+        (kernel, size, kv_heads)
+        for kernel in ("cpu", "reference")
+        for size in (16, 24)
+        for kv_heads in (2, 4)
     ]
     assert all("not on a GPU" in r["unavailable"] for r in rows if r["kernel"] == "triton")
     assert kernels_table(rows).count(" | 100 | 100 | 100 | cpu |") == 4
@@ -209,7 +336,17 @@ def test_kernels_take_turns(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_training_benchmark_of_cpm_live(tmp_path):
-    options = ["--models", "cpm-bee-tiny", "cpm-ant-tiny", "--layers", "2", "--seq-len", "256", "--steps", "3"]
+    options = [
+        "--models",
+        "cpm-bee-tiny",
+        "cpm-ant-tiny",
+        "--layers",
+        "2",
+        "--seq-len",
+        "256",
+        "--steps",
+        "3",
+    ]
     results = {}
     for size in (1, 2):
         output = tmp_path / f"{size}.jsonl"
@@ -229,10 +366,14 @@ def test_training_benchmark_of_cpm_live(tmp_path):
 def test_planning(tmp_path):
     output = tmp_path / "rows.jsonl"
     command = ["bench/planning.py", "--masks", "1", "--memory-masks", "300", "--output", output]
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, timeout=600)
+    subprocess.run(
+        [sys.executable, *command], cwd=ROOT, check=True, capture_output=True, timeout=600
+    )
     rows = read_rows([output])
     assert planning_table(rows).count("\n| documents | 100 | 512 | kv | ") == 1
-    assert all(row["total_ms"] >= max(row["ms"].values()) for row in rows if row["kind"] == "planning")
+    assert all(
+        row["total_ms"] >= max(row["ms"].values()) for row in rows if row["kind"] == "planning"
+    )
     [memory] = [row for row in rows if row["kind"] == "planning memory"]
     assert memory["blocks_more"] < 10 * 300  # a mask and its plan take hundreds each
 
@@ -265,18 +406,31 @@ attention.main()
 def test_an_implementation_that_fails_does_not_end_the_others(tmp_path, failing, expected):
     """But for those that wait for a rank that failed alone."""
     (tmp_path / "driver.py").write_text(DRIVER.format(root=str(ROOT), failing=failing))
-    options = ["--tokens-per-gpu", "32", "--heads", "2:2", "--implementations", "ulysses", "bmt_burst"]
-    code, said = run_script(2, tmp_path / "driver.py", *options, "--output", tmp_path / "rows.jsonl")
+    options = [
+        "--tokens-per-gpu",
+        "32",
+        "--heads",
+        "2:2",
+        "--implementations",
+        "ulysses",
+        "bmt_burst",
+    ]
+    code, said = run_script(
+        2, tmp_path / "driver.py", *options, "--output", tmp_path / "rows.jsonl"
+    )
     assert code == expected, said
     if code:
         assert "failures by rank: [None, 'MemoryError: no memory left']" in said
         return
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert {r["unavailable"] for r in rows if r["impl"] == "ulysses"} == {"MemoryError: no memory left"}
+    assert {r["unavailable"] for r in rows if r["impl"] == "ulysses"} == {
+        "MemoryError: no memory left"
+    }
     assert {r["kind"] for r in rows if r["impl"] == "bmt_burst"} == {"attention", "errors"}
 
 
-# In place of python3: notes the commands that would run a script, and makes the files that are to be written.
+# In place of python3: notes the commands that would run a script, and makes the files that are to
+# be written.
 NOTED = """#!/usr/bin/env bash
 [ "$1" != -c ] || exec {python} "$@"
 printf '%s\\n' "$@" "" >> {lines}
@@ -298,12 +452,27 @@ def test_benchmark_of_two_hosts(tmp_path):
     python, lines = tmp_path / "python3", tmp_path / "lines"
     python.write_text(NOTED.format(python=sys.executable, lines=lines))
     python.chmod(0o755)
-    environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "VIRTUAL_ENV": sys.prefix,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
     environment["TMPDIR"] = str(tmp_path)
-    subprocess.run(["bash", "bench/bench.sh", "--two-hosts"], cwd=ROOT, check=True, env=environment, timeout=600)
-    *runs, report = (line.split("\n") for line in lines.read_text().removesuffix("\n\n").split("\n\n"))
+    subprocess.run(
+        ["bash", "bench/bench.sh", "--two-hosts"],
+        cwd=ROOT,
+        check=True,
+        env=environment,
+        timeout=600,
+    )
+    *runs, report = (
+        line.split("\n") for line in lines.read_text().removesuffix("\n\n").split("\n\n")
+    )
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    hosts = [{"NCCL_HOSTID": two_hosts(rank, 4, "printenv", "NCCL_HOSTID").stdout.strip()} for rank in range(4)]
+    hosts = [
+        {"NCCL_HOSTID": two_hosts(rank, 4, "printenv", "NCCL_HOSTID").stdout.strip()}
+        for rank in range(4)
+    ]
     for run, inner_size in zip(runs, (4, 2), strict=True):
         *before, script = run[: len(launcher) + 4]
         assert before == [*launcher, "--no-python", "bench/two_hosts.sh", "python3"]
@@ -312,7 +481,12 @@ def test_benchmark_of_two_hosts(tmp_path):
         assert said.count(f" hosts=2 inner_size={inner_size} ") == 2
     code, said = run_script(None, *report)
     assert code == 0, said
-    for ring in ("bmt_burst q", "bmt_burst kv", "bmt_burst q, double ring", "bmt_burst kv, double ring"):
+    for ring in (
+        "bmt_burst q",
+        "bmt_burst kv",
+        "bmt_burst q, double ring",
+        "bmt_burst kv, double ring",
+    ):
         assert f"| 256 | {ring} |" in said
     two = two_hosts(0, 2, "true")
     assert (two.returncode, "4 or more, not 2" in two.stderr) == (2, True)
@@ -321,21 +495,44 @@ def test_benchmark_of_two_hosts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
 def test_training_benchmark(tmp_path):
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(500)))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(f'{{"text": "document {i}"}}\n' for i in range(500))
+    )
     prepare("--input", tmp_path / "text.jsonl", "--output", tmp_path / "data")
     output = tmp_path / "rows.jsonl"
-    options = ["--seq-len", "64", "--steps", "4", "--layers", "2", "--data", tmp_path / "data/train"]
+    options = [
+        "--seq-len",
+        "64",
+        "--steps",
+        "4",
+        "--layers",
+        "2",
+        "--data",
+        tmp_path / "data/train",
+    ]
     options += ["--documents", "mask", "--window", "7", "--output", output]
-    code, said = run_script(None, "bench/training.py", "--gpus", "2", *options, "--", "--layout", "striped")
+    code, said = run_script(
+        None, "bench/training.py", "--gpus", "2", *options, "--", "--layout", "striped"
+    )
     assert code == 0, said
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["checkpointing"] for row in rows] == ["selective", "full"]
     for row in rows:
         assert (row["kind"], row["layers"], row["sp"], row["seq_len"]) == ("train", 2, 2, 64)
-        assert row.keys() >= {"model", "engine", "gpus", "tokens_per_s_per_gpu", "step_s", "versions", "commit"}
+        assert row.keys() >= {
+            "model",
+            "engine",
+            "gpus",
+            "tokens_per_s_per_gpu",
+            "step_s",
+            "versions",
+            "commit",
+        }
         assert len(row["losses"]) == 4
     assert rows[0]["losses"] == rows[1]["losses"]
-    assert training_table(rows).count("| cpm-tiny | 2 | torch | 2 | 64 | documents, window 7 | ") == 2
+    assert (
+        training_table(rows).count("| cpm-tiny | 2 | torch | 2 | 64 | documents, window 7 | ") == 2
+    )
     once = ["--gpus", "1", "--checkpointing", "full", *options]
     code, said = run_script(None, "bench/training.py", *once, "--", "--clip", "-1")
     assert (code, "clip must be positive" in said) == (1, True)

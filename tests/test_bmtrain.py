@@ -1,4 +1,6 @@
-"""The BMTrain engine, transport, layer and examples over BMTrain's own Python code, on CPUs: see fake_cuda.py."""
+"""The BMTrain engine, transport, layer and examples over BMTrain's own Python code, on CPUs: see
+fake_cuda.py.
+"""
 
 import dataclasses
 import json
@@ -21,7 +23,9 @@ from train.engine.torch import TorchEngine
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not kernels.installed("bmtrain"), reason="needs the package bmtrain"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs test_gpu_train.py runs BMTrain as it is"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="with GPUs test_gpu_train.py runs BMTrain as it is"
+    ),
 ]
 
 
@@ -35,12 +39,15 @@ def run(size: int, results, what: str, *arguments: str) -> tuple[list[dict], str
 @pytest.fixture(scope="module")
 def expected() -> dict[bool, list[float]]:
     """The torch engine's curve on one rank, with tied and untied embeddings."""
-    shape = CPMConfig(300, **SIZES, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1)
+    shape = CPMConfig(
+        300, **SIZES, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1
+    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         configs = {tied: dataclasses.replace(shape, tie_embeddings=tied) for tied in (True, False)}
         engines = {
-            tied: TorchEngine(lambda c=c: CPM(c), device=torch.device("cpu"), seed=3) for tied, c in configs.items()
+            tied: TorchEngine(lambda c=c: CPM(c), device=torch.device("cpu"), seed=3)
+            for tied, c in configs.items()
         }
         return {tied: engine_curve(engine, SequenceParallel()) for tied, engine in engines.items()}
     finally:
@@ -54,7 +61,9 @@ def found(request, tmp_path_factory) -> list[dict]:
 
 
 def test_engine_equals_the_torch_engine(found, expected):
-    """Losses and gradient norms, sequence parallel over BMTrain's communicators, in fp32; what is saved and loaded."""
+    """Losses and gradient norms, sequence parallel over BMTrain's communicators, in fp32; what is
+    saved and loaded.
+    """
     for rank in found:
         for name, tied in (("selective True", True), ("none False", False), ("full True", True)):
             assert rank[name] == pytest.approx(expected[tied], rel=1e-5), name
@@ -62,12 +71,17 @@ def test_engine_equals_the_torch_engine(found, expected):
         assert rank["loaded"]
         assert rank["summed"] == [1 + 2**-8]
         assert rank["nan"] == "the gradient norm is nan"
-        assert "does not go with BMTrain's tensor or pipeline parallelism yet: tp_size is 2" in rank["refused"]
+        assert (
+            "does not go with BMTrain's tensor or pipeline parallelism yet: tp_size is 2"
+            in rank["refused"]
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_cpm_lives_models_equal_the_golden_values(tmp_path, size):
-    """Loaded by bmtrain.load, sharded by BMTrain, each sequence over all ranks; fp32 as in test_cpm_live.py."""
+    """Loaded by bmtrain.load, sharded by BMTrain, each sequence over all ranks; fp32 as in
+    test_cpm_live.py.
+    """
     for rank in run(size, tmp_path, "live")[0]:
         assert rank.keys() == {"bee none", "ant selective", "ant full"}
         for found in rank.values():
@@ -90,9 +104,13 @@ def test_layer_equals_torchs(found):
 
 
 def test_pretraining_and_checkpoints_do_not_depend_on_the_engine(tmp_path, folder):  # noqa: F811
-    """Two ranks on BMTrain; from step 3 on again on torch, one process; from step 6 on again BMTrain, three ranks."""
+    """Two ranks on BMTrain; from step 3 on again on torch, one process; from step 6 on again
+    BMTrain, three ranks.
+    """
     train(folder, "torch-alone", steps=10)
-    expected = [pytest.approx(row, rel=1e-5) for row in curve(folder, "torch-alone", "loss", "grad_norm")]
+    expected = [
+        pytest.approx(row, rel=1e-5) for row in curve(folder, "torch-alone", "loss", "grad_norm")
+    ]
     options = {"steps": 10, "save_every": 3, "keep_last": 9, "resume": "auto"}
     said = run_pretrain(2, tmp_path, command(folder, "engines", sp_size=2, **options))
     assert "BMTrainEngine" in said

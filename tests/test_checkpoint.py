@@ -1,4 +1,6 @@
-"""Checkpoints that survive: kills at every file operation and at random moments, damage, other numbers of ranks."""
+"""Checkpoints that survive: kills at every file operation and at random moments, damage, other
+numbers of ranks.
+"""
 
 import json
 import os
@@ -28,13 +30,19 @@ def shards_of(rank: int, size: int, step: int) -> dict[str, Shard]:
     shards = {}
     for number, (key, shape) in enumerate(SHAPES.items()):
         whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32) + step * 1000
-        cuts = [0, *sorted((number * 3 + r * 4) % (len(whole) + 1) for r in range(size - 1)), len(whole)]
+        cuts = [
+            0,
+            *sorted((number * 3 + r * 4) % (len(whole) + 1) for r in range(size - 1)),
+            len(whole),
+        ]
         shards[key] = Shard(whole[cuts[rank] : cuts[rank + 1]], cuts[rank], shape)
     return shards
 
 
 def save(root, rank: int, size: int, step: int, keep_last: int = 2):
-    return checkpoint.save(root, {"step": step, "note": "x"}, shards_of(rank, size, step), keep_last, ByteTokenizer())
+    return checkpoint.save(
+        root, {"step": step, "note": "x"}, shards_of(rank, size, step), keep_last, ByteTokenizer()
+    )
 
 
 @pytest.fixture
@@ -68,7 +76,8 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path, size):
 
 
 def full_disk(*_args, **_options):
-    raise SafetensorError("I/O error: No space left on device (os error 28)")  # what safetensors says then
+    # what safetensors says then
+    raise SafetensorError("I/O error: No space left on device (os error 28)")
 
 
 def fail_on_rank_1(rank: int, root) -> str:
@@ -92,7 +101,8 @@ def test_one_ranks_failure_is_everyones(tmp_path):
 
 def read_that_fails_on_rank_1(rank: int, root) -> str:
     save(root, rank, 2, 1)
-    wanted = Shard(torch.zeros(7 + rank), 0, (7 + rank,))  # rank 1 asks for a shape that was not saved
+    # rank 1 asks for a shape that was not saved
+    wanted = Shard(torch.zeros(7 + rank), 0, (7 + rank,))
     with pytest.raises(ranks.RankError) as caught:
         ranks.together(lambda: Checkpoint(root / "step_00000001").read("weight/b", wanted))
     return str(caught.value)
@@ -134,27 +144,45 @@ DAMAGE = {
     "longer": (lambda f: (f / SHARDS).open("ab").write(b"x"), "bytes, not"),
     "a bit of a weight": (lambda f: flip(f / SHARDS, -1), f"{SHARDS} does not have the sha256"),
     "a bit of the header": (lambda f: flip(f / SHARDS, 12), f"{SHARDS} does not have the sha256"),
-    "a bit of the state": (lambda f: flip(f / "state.json", 5), "state.json does not have the sha256"),
-    "a bit of the tokenizer": (lambda f: flip(f / "tokenizer/tokenizer.spec.json", 3), "does not have the sha256"),
+    "a bit of the state": (
+        lambda f: flip(f / "state.json", 5),
+        "state.json does not have the sha256",
+    ),
+    "a bit of the tokenizer": (
+        lambda f: flip(f / "tokenizer/tokenizer.spec.json", 3),
+        "does not have the sha256",
+    ),
     "no shards": (lambda f: (f / SHARDS).unlink(), "No such file"),
     "no state": (lambda f: (f / "state.json").unlink(), "No such file"),
     "no tokenizer": (lambda f: shutil.rmtree(f / "tokenizer"), "No such file"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "No such file"),
     "half a manifest": (lambda f: os.truncate(f / "manifest.json", 40), "JSONDecodeError"),
-    "a manifest of noise": (lambda f: (f / "manifest.json").write_bytes(b"\xff\x00\xfe"), "UnicodeDecodeError"),
-    "a manifest without names": (lambda f: (f / "manifest.json").write_text('{"files": 3}'), "AttributeError"),
+    "a manifest of noise": (
+        lambda f: (f / "manifest.json").write_bytes(b"\xff\x00\xfe"),
+        "UnicodeDecodeError",
+    ),
+    "a manifest without names": (
+        lambda f: (f / "manifest.json").write_text('{"files": 3}'),
+        "AttributeError",
+    ),
     "a manifest that is a list": (lambda f: (f / "manifest.json").write_text("[]"), "TypeError"),
     "a manifest of few": (lambda f: rewritten(f, lambda files: files.pop(SHARDS)), "names only"),
     "a name that leads out": (
         lambda f: rewritten(f, lambda files: files.update({"rank_/../../x": files[SHARDS]})),
         "'rank_/../../x', which is no file in it",
     ),
-    "an absolute name": (lambda f: rewritten(f, lambda files: files.update({"/etc/passwd": {}})), "'/etc/passwd'"),
+    "an absolute name": (
+        lambda f: rewritten(f, lambda files: files.update({"/etc/passwd": {}})),
+        "'/etc/passwd'",
+    ),
     "shards elsewhere": (lambda f: moved_out(f, SHARDS), f"{SHARDS} is a link"),
     "a state elsewhere": (lambda f: moved_out(f, "state.json"), "state.json is a link"),
     "a manifest elsewhere": (lambda f: moved_out(f, "manifest.json"), "manifest.json is a link"),
     "a tokenizer elsewhere": (lambda f: moved_out(f, "tokenizer"), "tokenizer is a link"),
-    "a folder for a file": (lambda f: ((f / SHARDS).unlink(), (f / SHARDS).mkdir()), f"{SHARDS} is no file"),
+    "a folder for a file": (
+        lambda f: ((f / SHARDS).unlink(), (f / SHARDS).mkdir()),
+        f"{SHARDS} is no file",
+    ),
 }
 
 
@@ -197,7 +225,10 @@ def test_a_link_to_a_checkpoint_is_one(tmp_path, alone):
     assert checkpoint.newest(tmp_path / "other") == tmp_path / "other/step_00000001"
     for step in (2, 3):
         save(tmp_path / "other", 0, 1, step)
-    assert [path.name for path in checkpoint.listed(tmp_path / "other")] == ["step_00000003", "step_00000002"]
+    assert [path.name for path in checkpoint.listed(tmp_path / "other")] == [
+        "step_00000003",
+        "step_00000002",
+    ]
     assert checkpoint.newest(tmp_path / "run") == saved
 
 
@@ -222,7 +253,9 @@ def test_modes_follow_the_umask(tmp_path, alone, umask, mode):
     finally:
         os.umask(before)
     files = [path for path in saved.rglob("*") if path.is_file()]
-    assert {path.name: path.stat().st_mode & 0o777 for path in files} == {path.name: mode for path in files}
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == {
+        path.name: mode for path in files
+    }
     assert saved.stat().st_mode & 0o777 == mode | (mode & 0o444) >> 2
 
 
@@ -269,7 +302,9 @@ def there(tmp_path, monkeypatch):
     return seen
 
 
-def test_old_checkpoints_go_before_the_save_where_space_is_short(tmp_path, alone, small_disk, there, capsys):
+def test_old_checkpoints_go_before_the_save_where_space_is_short(
+    tmp_path, alone, small_disk, there, capsys
+):
     run = small_disk(2.5)
     there.clear()
     for step in (1, 2, 3, 4):
@@ -277,7 +312,9 @@ def test_old_checkpoints_go_before_the_save_where_space_is_short(tmp_path, alone
     assert there == [[], ["1"], ["2"], ["3"]]
     assert [path.name[-1] for path in checkpoint.listed(run)] == ["4", "3"]
     said = capsys.readouterr().err
-    assert f"{run} has no room for one more checkpoint: {run}/step_00000001 is removed before" in said
+    assert (
+        f"{run} has no room for one more checkpoint: {run}/step_00000001 is removed before" in said
+    )
 
 
 def test_nothing_goes_before_the_save_where_there_is_room(tmp_path, alone, small_disk, there):
@@ -289,8 +326,12 @@ def test_nothing_goes_before_the_save_where_there_is_room(tmp_path, alone, small
 
 
 @pytest.mark.parametrize("spoiled", ["nothing", "damaged", "skipped"])
-def test_the_last_good_checkpoint_never_goes_before_the_save(tmp_path, alone, small_disk, monkeypatch, spoiled):
-    """Neither the only one, nor the one before a newest that is damaged or was saved amid skipped steps."""
+def test_the_last_good_checkpoint_never_goes_before_the_save(
+    tmp_path, alone, small_disk, monkeypatch, spoiled
+):
+    """Neither the only one, nor the one before a newest that is damaged or was saved amid skipped
+    steps.
+    """
     run = small_disk(0)
     good = save(run, 0, 1, 1, keep_last=9)
     if spoiled != "nothing":
@@ -302,7 +343,10 @@ def test_the_last_good_checkpoint_never_goes_before_the_save(tmp_path, alone, sm
     with pytest.raises(CheckpointError, match="No space left"):
         save(run, 0, 1, 3, keep_last=1)
     assert checkpoint.newest(run) is not None
-    assert checkpoint.outlook(run).startswith(f"the last good checkpoint is {good};") or spoiled == "damaged"
+    assert (
+        checkpoint.outlook(run).startswith(f"the last good checkpoint is {good};")
+        or spoiled == "damaged"
+    )
     assert good.is_dir()
 
 
@@ -400,7 +444,11 @@ print("operations", moments, "steps", reached)
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=600
+        [sys.executable, "-c", KILLER, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     operations, steps = map(int, done.stdout.split()[1::2])

@@ -1,4 +1,6 @@
-"""Functions of ring-flash-attention, computed here, against dense attention; tokens are cut without Layouts."""
+"""Functions of ring-flash-attention, computed here, against dense attention; tokens are cut without
+Layouts.
+"""
 
 import inspect
 import itertools
@@ -10,7 +12,14 @@ import torch
 import bmt_burst.compat.ring_flash_attn as compat
 from bmt_burst import Mask, Slice, simulate
 from bmt_burst.compat.flash import _remembered
-from tests.helpers import attention_errors, dense_results, random_qkv, relative_error, run_ranks, size_of_terms
+from tests.helpers import (
+    attention_errors,
+    dense_results,
+    random_qkv,
+    relative_error,
+    run_ranks,
+    size_of_terms,
+)
 
 TAIL = (
     "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) alibi_slopes=None deterministic=False "
@@ -38,7 +47,9 @@ def own_tokens_of_each(kind, bounds, rank, size):
 
 
 def banded(bounds, low, high):
-    return Mask(bounds[-1], tuple(Slice(span, span, low, high) for span in itertools.pairwise(bounds)))
+    return Mask(
+        bounds[-1], tuple(Slice(span, span, low, high) for span in itertools.pairwise(bounds))
+    )
 
 
 def packed(tensors, form):
@@ -55,9 +66,15 @@ def unpacked_gradients(grads, form):
     return (grads[0], *grads[1].unbind(-3)) if form == "_kvpacked" else grads
 
 
-def errors(size, mask, name, form, own, *, batch=None, arguments=lambda rank: (), heads=4, **options):
-    """Relative errors of out, lse, dq, dk, dv; `own(rank)` are a rank's positions. Packed without `batch`."""
-    tensors = random_qkv(batch or 1, mask.seq_len, heads, heads if form == "_qkvpacked" else heads // 2, 8)
+def errors(
+    size, mask, name, form, own, *, batch=None, arguments=lambda rank: (), heads=4, **options
+):
+    """Relative errors of out, lse, dq, dk, dv; `own(rank)` are a rank's positions. Packed without
+    `batch`.
+    """
+    tensors = random_qkv(
+        batch or 1, mask.seq_len, heads, heads if form == "_qkvpacked" else heads // 2, 8
+    )
     function = getattr(compat, name.replace("_func", f"{form}_func"))
 
     def work(ring):
@@ -76,14 +93,19 @@ def errors(size, mask, name, form, own, *, batch=None, arguments=lambda rank: ()
     expected = dense_results(mask, tensors, 0.3)
     found = []
     for rank, of_rank in enumerate(results):
-        shards = [exact[:, :, own(rank)] if i == 1 else exact[:, own(rank)] for i, exact in enumerate(expected)]
+        shards = [
+            exact[:, :, own(rank)] if i == 1 else exact[:, own(rank)]
+            for i, exact in enumerate(expected)
+        ]
         found += attention_errors(of_rank, shards, tensors[3], 0.3).values()
     return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("form", ["", "_kvpacked", "_qkvpacked"])
-@pytest.mark.parametrize(("kind", "name"), [("ring", "ring"), ("zigzag", "zigzag_ring"), ("stripe", "stripe")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("ring", "ring"), ("zigzag", "zigzag_ring"), ("stripe", "stripe")]
+)
 def test_batches_equal_dense_attention(kind, name, form, size):
     for batch, causal in itertools.product((1, 2), (True, False) if kind == "ring" else (True,)):
         mask = Mask.causal(24) if causal else Mask.full(24)
@@ -128,12 +150,18 @@ def test_documents_in_sequence_equal_dense_attention(form, size, causal):
 
 
 def over_gloo(rank, size):
-    """As that package's own scripts call it: over the default group, with tensors that every rank has as a whole."""
+    """As that package's own scripts call it: over the default group, with tensors that every rank
+    has as a whole.
+    """
     bounds, tensors = (0, 5, 6, 16, 24), random_qkv(1, 24, 4, 2, 8)
     q, k, v, dout = (x[0].chunk(size)[rank].clone() for x in tensors)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    *made, keys = compat.llama3_flash_attn_prepare_cu_seqlens(torch.tensor(bounds), True, rank, size)
-    out = compat.llama3_flash_attn_varlen_func(*inputs, *made, heads_k_stride=1, local_k_slice=keys, causal=True)
+    *made, keys = compat.llama3_flash_attn_prepare_cu_seqlens(
+        torch.tensor(bounds), True, rank, size
+    )
+    out = compat.llama3_flash_attn_varlen_func(
+        *inputs, *made, heads_k_stride=1, local_k_slice=keys, causal=True
+    )
     out.backward(dout)
     exact = dense_results(Mask.documents(bounds), tensors, 8**-0.5)
     pairs = zip([out, *(x.grad for x in inputs)], [exact[0], *exact[2:]], strict=True)
@@ -154,7 +182,9 @@ def test_compiled_programs_may_call_them():
     def program(q, k, v):
         out = compat.ring_flash_attn_func(q + 1, k, v, causal=True)
         *made, keys = compat.llama3_flash_attn_prepare_cu_seqlens(whole, True, 0, 1)
-        return out[0] + compat.llama3_flash_attn_varlen_func(q[0], k[0], v[0], *made, 1, keys, causal=True)
+        return out[0] + compat.llama3_flash_attn_varlen_func(
+            q[0], k[0], v[0], *made, 1, keys, causal=True
+        )
 
     assert torch.compile(program, backend="eager")(q, k, v).equal(program(q, k, v))
 
@@ -219,7 +249,9 @@ def test_windows_are_those_of_flash_attn(window, causal, low, high):
 def test_prepared_cu_seqlens(cu_seqlens, causal, expected):
     for rank, (of_q, of_k, *rest) in enumerate(expected):
         whole = torch.tensor(cu_seqlens, dtype=torch.int32)
-        made_q, made_k, *others = compat.llama3_flash_attn_prepare_cu_seqlens(whole, causal, rank, 3)
+        made_q, made_k, *others = compat.llama3_flash_attn_prepare_cu_seqlens(
+            whole, causal, rank, 3
+        )
         assert (made_q.dtype, made_k.dtype) == (torch.int32, torch.int32)
         assert (tuple(made_q.tolist()), tuple(made_k.tolist()), *others) == (of_q, of_k, *rest)
 
@@ -238,9 +270,14 @@ def test_arguments_have_the_names_order_and_defaults_of_that_package():
 
 def test_options_may_be_given_by_place():
     q, k, v, _ = random_qkv(1, 8, 2, 2, 8)
-    [by_place] = simulate(1, lambda ring: compat.ring_flash_attn_func(q, k, v, 0.0, 0.5, True, (-1, -1), None, True))
+    [by_place] = simulate(
+        1, lambda ring: compat.ring_flash_attn_func(q, k, v, 0.0, 0.5, True, (-1, -1), None, True)
+    )
     [by_name] = simulate(
-        1, lambda ring: compat.ring_flash_attn_func(q, k, v, softmax_scale=0.5, causal=True, deterministic=True)
+        1,
+        lambda ring: compat.ring_flash_attn_func(
+            q, k, v, softmax_scale=0.5, causal=True, deterministic=True
+        ),
     )
     assert by_place.equal(by_name)
     with pytest.raises(TypeError, match="dropout"):
@@ -296,7 +333,10 @@ def test_any_failure_to_read_arguments_is_heard_by_all():
         said[ring.rank] = f"{error.value}"
 
     simulate(2, work)
-    assert said[0] == f"rank 1 of the group failed before a call of burst_attn_func: NotImplementedError: {said[1]}"
+    assert (
+        said[0]
+        == f"rank 1 of the group failed before a call of burst_attn_func: NotImplementedError: {said[1]}"
+    )
 
 
 def test_shapes_and_layouts_that_do_not_fit():
@@ -342,7 +382,9 @@ def test_shapes_and_layouts_that_do_not_fit():
 
 
 def prepared(cu_seqlens, causal, ring):
-    *made, keys = compat.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, ring.rank, ring.size)
+    *made, keys = compat.llama3_flash_attn_prepare_cu_seqlens(
+        cu_seqlens, causal, ring.rank, ring.size
+    )
     return *made, 1, keys
 
 

@@ -1,4 +1,6 @@
-"""Models of transformers whose attention is substituted as ring-flash-attention's adapter does, over gloo."""
+"""Models of transformers whose attention is substituted as ring-flash-attention's adapter does,
+over gloo.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ BOUNDS = torch.tensor([0, 7, 8, 16], dtype=torch.int32)
 
 
 def made():
-    """A model with a window, narrower than documents. Without flash-attn transformers refuses to ask for it."""
+    """A model with a window, narrower than documents. Without flash-attn transformers refuses to
+    ask for it.
+    """
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=64,
@@ -31,7 +35,9 @@ def made():
 
 
 def of_a_model(rank):
-    """Errors of this rank's logits and of the ranks' gradients together; documents were computed alone before."""
+    """Errors of this rank's logits and of the ranks' gradients together; documents were computed
+    alone before.
+    """
     model, documents = made(), [torch.randint(1, 64, (1, length)) for length in LENGTHS]
     whole = torch.cat([model(input_ids=document).logits for document in documents], 1)
     dlogits = torch.randn_like(whole)

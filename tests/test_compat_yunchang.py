@@ -1,4 +1,6 @@
-"""Layers of yunchang, computed here, over gloo against dense attention; tokens are cut without Layouts."""
+"""Layers of yunchang, computed here, over gloo against dense attention; tokens are cut without
+Layouts.
+"""
 
 import importlib.util
 import inspect
@@ -53,7 +55,9 @@ def cases(size):
 
 
 def error(layer, mask, extract, packed=False, **options):
-    """The largest relative error of this rank's out, dq, dk, dv; `extract` cuts tensors (B, S, ...)."""
+    """The largest relative error of this rank's out, dq, dk, dv; `extract` cuts tensors (B, S,
+    ...).
+    """
     tensors = random_qkv(2, mask.seq_len, 4, 4 if packed else 2, 8)
     local = [extract(x).detach() for x in tensors]
     inputs = [torch.stack(local[:3], 2)] if packed else local[:3]
@@ -78,14 +82,32 @@ def hybrid(rank, size):
         def extract(x, kind=kind, ring=ring, ulysses=ulysses):
             return EXTRACT_FUNC_DICT[kind](x, rank, world_size=size, rd=ring, ud=ulysses)
 
-        assert extract(torch.arange(2 * TOKENS).view(2, TOKENS)).equal(torch.stack([own, own + TOKENS]))
+        assert extract(torch.arange(2 * TOKENS).view(2, TOKENS)).equal(
+            torch.stack([own, own + TOKENS])
+        )
         causal, layer = Mask.causal(TOKENS), LongContextAttention(ring_impl_type=kind)
         found.append(error(layer, causal, extract, causal=True))
-        found.append(error(LongContextAttentionQKVPacked(ring_impl_type=kind), causal, extract, True, causal=True))
+        found.append(
+            error(
+                LongContextAttentionQKVPacked(ring_impl_type=kind),
+                causal,
+                extract,
+                True,
+                causal=True,
+            )
+        )
         if kind == "basic":
             found.append(error(layer, Mask.full(TOKENS), extract, softcap=0.7))
             banded = Mask(TOKENS, (Slice((0, TOKENS), (0, TOKENS), -2, 8),))
-            found.append(error(AsyncLongContextAttention(), banded, extract, window_size=(7, 2), deterministic=True))
+            found.append(
+                error(
+                    AsyncLongContextAttention(),
+                    banded,
+                    extract,
+                    window_size=(7, 2),
+                    deterministic=True,
+                )
+            )
     found.append(alone(rank, size))
     return found
 
@@ -112,7 +134,9 @@ def test_layers_equal_dense_attention(size):
 
 
 def of_two_sequences(rank):
-    """Ranks 0 and 1 share one, 2 and 3 another one; the other layers keep the groups that they were made with."""
+    """Ranks 0 and 1 share one, 2 and 3 another one; the other layers keep the groups that they were
+    made with.
+    """
     set_seq_parallel_pg(2, 2, rank, 4)
     before = LongContextAttention()
     set_seq_parallel_pg(1, 2, rank, 4)
@@ -122,10 +146,14 @@ def of_two_sequences(rank):
     local = [EXTRACT_FUNC_DICT["zigzag"](x, rank % 2, world_size=2, rd=2, ud=1) for x in tensors]
     out = LongContextAttention(ring_impl_type="zigzag")(*local[:3], causal=True)
     exact = dense_results(Mask.causal(8), tensors, 8**-0.5)[0]
-    found = relative_error(out, EXTRACT_FUNC_DICT["zigzag"](exact, rank % 2, world_size=2, rd=2, ud=1))
+    found = relative_error(
+        out, EXTRACT_FUNC_DICT["zigzag"](exact, rank % 2, world_size=2, rd=2, ud=1)
+    )
     tensors = random_qkv(1, 8, 2, 2, 8)
     out = before(*(x.chunk(4, 1)[rank] for x in tensors[:3]))
-    return found, relative_error(out, dense_results(Mask.full(8), tensors, 8**-0.5)[0].chunk(4, 1)[rank])
+    return found, relative_error(
+        out, dense_results(Mask.full(8), tensors, 8**-0.5)[0].chunk(4, 1)[rank]
+    )
 
 
 def test_groups_of_several_sequences():
@@ -141,7 +169,10 @@ def caught(call, *args, **options):
 
 def misuse(rank):
     q, k, v, _ = random_qkv(1, 5, 2, 2, 8)
-    said = [caught(LongContextAttention), caught(EXTRACT_FUNC_DICT["zigzag"], q, rank, 2, rd=1, ud=2)]
+    said = [
+        caught(LongContextAttention),
+        caught(EXTRACT_FUNC_DICT["zigzag"], q, rank, 2, rd=1, ud=2),
+    ]
     said += [
         caught(set_seq_parallel_pg, 2, 1, rank, 3),
         caught(set_seq_parallel_pg, 2, 2, rank, 2),
@@ -151,7 +182,10 @@ def misuse(rank):
         caught(set_seq_parallel_pg, 2, 1, rank, 2 + rank),
     ]
     set_seq_parallel_pg(1, 2, rank, 2)
-    zigzag, strip = LongContextAttention(ring_impl_type="zigzag"), LongContextAttention(ring_impl_type="strip")
+    zigzag, strip = (
+        LongContextAttention(ring_impl_type="zigzag"),
+        LongContextAttention(ring_impl_type="strip"),
+    )
     said += [
         caught(EXTRACT_FUNC_DICT["strip"], q, rank, 2, rd=1, ud=2),
         caught(EXTRACT_FUNC_DICT["basic"], q, rank, 2),
@@ -230,7 +264,13 @@ def test_arguments_have_the_names_order_and_defaults_of_that_package():
     }
     assert {layer: shown(layer.__init__) for layer in made} == made
     groups = inspect.signature(set_seq_parallel_pg).parameters.values()
-    assert [p.name for p in groups] == ["sp_ulysses_degree", "sp_ring_degree", "rank", "world_size", "use_ulysses_low"]
+    assert [p.name for p in groups] == [
+        "sp_ulysses_degree",
+        "sp_ring_degree",
+        "rank",
+        "world_size",
+        "use_ulysses_low",
+    ]
 
 
 def test_names_are_where_that_package_has_them():
@@ -262,7 +302,9 @@ def over_a_ring(kind, packed, **options):
     def work(group):
         given = {"group": group, "causal": True, "softmax_scale": 0.3}
         if kind == "basic_npu":
-            return [function(group, *tensors, causal=True, softmax_scale=0.3, head_num=4)], [own(*tensors, **given)]
+            return [function(group, *tensors, causal=True, softmax_scale=0.3, head_num=4)], [
+                own(*tensors, **given)
+            ]
         if kind == "basic_pytorch":
             return [function(*tensors, return_attn_probs=True, **given)], [own(*tensors, **given)]
         given["return_attn_probs"] = True
@@ -303,7 +345,9 @@ def test_functions_of_a_ring_refuse_kernels_on_all_ranks():
     def said(**options):
         def work(ring):
             with pytest.raises(ValueError) as error:
-                yunchang.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=ring, **options if ring.rank else {})
+                yunchang.zigzag_ring_flash_attn_func(
+                    q, k, v, causal=True, group=ring, **options if ring.rank else {}
+                )
             return str(error.value)
 
         return simulate(2, work)
@@ -324,10 +368,23 @@ def test_functions_of_a_ring_have_the_arguments_of_that_package():
         if name == "ring_npu_flash_attn_func":
             continue
         tensors = "qkv" if "_qkvpacked" in name else "q kv" if "_kvpacked" in name else "q k v"
-        last = "" if "varlen" in name else "attn_type" if "packed" in name else "attn_type attn_processor"
+        last = (
+            ""
+            if "varlen" in name
+            else "attn_type"
+            if "packed" in name
+            else "attn_type attn_processor"
+        )
         options = [option.split("=")[0] for option in OPTIONS.split()]
-        expected = [*tensors.split(), *["cu_seqlens", "max_seqlen"] * ("varlen" in name), *options, "group"]
-        assert list(inspect.signature(getattr(yunchang, name)).parameters) == expected + last.split()
+        expected = [
+            *tensors.split(),
+            *["cu_seqlens", "max_seqlen"] * ("varlen" in name),
+            *options,
+            "group",
+        ]
+        assert (
+            list(inspect.signature(getattr(yunchang, name)).parameters) == expected + last.split()
+        )
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(3, 2), (2, 3), (6, 4), (1, 5)])
@@ -336,5 +393,7 @@ def test_layouts_of_more_ranks(ulysses, ring, low):
     for kind in KINDS:
         layout = extracted(kind, 4 * ulysses * ring, ulysses, ring, low)
         for rank in range(ulysses * ring):
-            assert layout.positions(rank).equal(own_tokens(kind, layout.seq_len, ulysses, ring, rank, low))
+            assert layout.positions(rank).equal(
+                own_tokens(kind, layout.seq_len, ulysses, ring, rank, low)
+            )
     assert repr(layout) == f"<zigzag of {4 * ulysses * ring} tokens on {ulysses} x {ring} ranks>"

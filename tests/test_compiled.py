@@ -1,5 +1,5 @@
-"""What torch.compile makes of the library: functions that are compiled on GPUs are what is written, for shapes as they
-come; models of its users go on over several ranks as if they were not compiled.
+"""What torch.compile makes of the library: functions that are compiled on GPUs are what is written,
+for shapes as they come; models of its users go on over several ranks as if they were not compiled.
 """
 
 import subprocess
@@ -39,19 +39,31 @@ def test_compiled_equals_written(name, dtype):
         results = []
         for each in (compiled, function.__wrapped__):
             torch.manual_seed(factor)
-            tensors = [torch.arange(N * factor) - 1 if s is None else torch.randn(grown(s, factor)) for s in shapes]
+            tensors = [
+                torch.arange(N * factor) - 1 if s is None else torch.randn(grown(s, factor))
+                for s in shapes
+            ]
             half = {0} if name != "swiglu" else {0, 1}
             tensors = [x.to(DEVICE, dtype if i in half else x.dtype) for i, x in enumerate(tensors)]
             differentiable = name in ("apply_rope", "swiglu")
-            tensors = [x.requires_grad_(differentiable and i in half) for i, x in enumerate(tensors)]
+            tensors = [
+                x.requires_grad_(differentiable and i in half) for i, x in enumerate(tensors)
+            ]
             out = each(*tensors)
-            grads = torch.autograd.grad(out.sum(), [x for x in tensors if x.requires_grad]) if differentiable else ()
+            grads = (
+                torch.autograd.grad(out.sum(), [x for x in tensors if x.requires_grad])
+                if differentiable
+                else ()
+            )
             results.append([out.detach(), *grads])
-        if name == "surrogate_out":  # what one entry lacks by rounding another one carries: delta is what counts
+        # what one entry lacks by rounding another one carries: delta is what counts
+        if name == "surrogate_out":
             results = [[(out * tensors[0].double()).sum(-1)] for (out,) in results]
         for mine, expected in zip(*results, strict=True):
             assert mine.dtype == expected.dtype
-            assert torch.allclose(mine.float(), expected.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+            assert torch.allclose(
+                mine.float(), expected.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5
+            )
 
 
 def test_a_program_that_compiles_nothing_does_not_load_the_compiler():
@@ -98,7 +110,8 @@ QUICKLY = {"compile_threads": 1, "cpp.simdlen": 1}
 
 
 def worst_differences(rank: int) -> list[float]:
-    """Of losses and gradients, compiled and not, over batches of several sizes; every rank compiles for itself.
+    """Of losses and gradients, compiled and not, over batches of several sizes; every rank compiles
+    for itself.
 
     At last with a compiled backward.
     """
@@ -106,7 +119,10 @@ def worst_differences(rank: int) -> list[float]:
     torch.manual_seed(0)
     model = Model(sp)
     sizes = ((1, 16), (2, 24), (3, 9))
-    for options, dynamic, chosen in (({"backend": "eager"}, None, sizes), ({"options": QUICKLY}, True, sizes[1:])):
+    for options, dynamic, chosen in (
+        ({"backend": "eager"}, None, sizes),
+        ({"options": QUICKLY}, True, sizes[1:]),
+    ):
         torch._dynamo.reset()
         compiled = torch.compile(model, dynamic=dynamic, **options)
         for batch, tokens in chosen:

@@ -1,4 +1,6 @@
-"""Deliveries by copy engines: their protocol, on threads in place of streams, which copy when they like."""
+"""Deliveries by copy engines: their protocol, on threads in place of streams, which copy when they
+like.
+"""
 
 import queue
 import random
@@ -15,13 +17,22 @@ from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import LANES, Arrival, Parcel
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.simulator import SimulatedRing
-from tests.helpers import dense_attention, dense_results, random_qkv, relative_error, ring_arguments, size_of_terms
+from tests.helpers import (
+    dense_attention,
+    dense_results,
+    random_qkv,
+    relative_error,
+    ring_arguments,
+    size_of_terms,
+)
 
 _PATIENCE = 200.0  # seconds
 
 
 class ThreadStream:
-    """A stream whose work a thread does, in order and late. `work` is its queue, which may be shared."""
+    """A stream whose work a thread does, in order and late. `work` is its queue, which may be
+    shared.
+    """
 
     longest_copy = 2e-3  # seconds
 
@@ -68,7 +79,9 @@ def started_queue():
 
 
 class Inline:
-    """The queue of the stream that computes: the rank's own thread, which may have to wait for its turn in `work`."""
+    """The queue of the stream that computes: the rank's own thread, which may have to wait for its
+    turn in `work`.
+    """
 
     def __init__(self, work=None):
         self.shared = work
@@ -141,8 +154,8 @@ def engine_ring(ring, arenas, one_queue):
 @pytest.mark.parametrize(("inner", "outer"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, enough, monkeypatch):
-    """Several calls after each other, of growing and shrinking size, with all group sizes, in one pass or more; one
-    queue for all streams of a rank must do, since a GPU may have no more.
+    """Several calls after each other, of growing and shrinking size, with all group sizes, in one
+    pass or more; one queue for all streams of a rank must do, since a GPU may have no more.
     """
     monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", enough)
     size, arenas = inner * outer, {}
@@ -155,14 +168,18 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
         for end in (rings.get("process_group") or rings["double_group"][0],):
             engine_ring(end, arenas, one_queue)
         worst = 0.0
-        for (tokens, group_bytes), (q, k, v, dout), (whole_out, _, *grads) in zip(calls, tensors, exact, strict=True):
+        for (tokens, group_bytes), (q, k, v, dout), (whole_out, _, *grads) in zip(
+            calls, tensors, exact, strict=True
+        ):
             layout = Layout.zigzag(tokens, size)
             shards = [layout.shard(x, ring.rank).requires_grad_() for x in (q, k, v)]
             options = {"causal": True, "backward": backward, "group_bytes": group_bytes}
             out = burst_attn_func(*shards, 0.3, **options, **rings)
             got = [out, *torch.autograd.grad(out, shards, layout.shard(dout, ring.rank))]
             pairs, least = zip(got, (whole_out, *grads), strict=True), size_of_terms(dout, 0.3)
-            worst = max(worst, *(relative_error(a, layout.shard(b, ring.rank), least) for a, b in pairs))
+            worst = max(
+                worst, *(relative_error(a, layout.shard(b, ring.rank), least) for a, b in pairs)
+            )
         return worst
 
     assert max(simulate(size, work)) < 1e-13
@@ -170,9 +187,11 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait(count):
-    """With streams that compute late, as on a GPU: they fill each parcel, read what came, and spoil the parcel.
+    """With streams that compute late, as on a GPU: they fill each parcel, read what came, and spoil
+    the parcel.
 
-    A rank that reads late keeps its peer from the slot, also if the next one is read before, on another stream.
+    A rank that reads late keeps its peer from the slot, also if the next one is read before, on
+    another stream.
     """
     arenas = {}
 
@@ -191,13 +210,17 @@ def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait(count):
             parcel = Parcel(torch.full((64,), 255, dtype=torch.uint8), peer, 0)
             current.work.put(lambda: time.sleep(2e-3))
             current.work.put(lambda x=parcel.tensor, value=value: x.fill_(value))
-            under_way.append((engines.deliver("visit", 64, [parcel], [Arrival(peer, 0, 64)]), parcel.tensor))
+            under_way.append(
+                (engines.deliver("visit", 64, [parcel], [Arrival(peer, 0, 64)]), parcel.tensor)
+            )
             if len(under_way) == LANES["visit"]:
                 delivery, sent = under_way.pop(0)
                 delivery.wait()
                 current.work.put(lambda sent=sent: sent.fill_(254))
                 current.work.put(lambda late=value % 2: time.sleep(0.04 * late * ring.rank))
-                current.work.put(lambda v=value, d=delivery: seen.update({v - 1: d.memory.tolist()}))
+                current.work.put(
+                    lambda v=value, d=delivery: seen.update({v - 1: d.memory.tolist()})
+                )
                 delivery.release()
         for stream in streams:
             spin(stream.record().is_set)
@@ -212,12 +235,16 @@ def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait(count):
 
 
 @pytest.mark.parametrize("inner", [4, 2])
-@pytest.mark.parametrize(("method", "backward"), [("forward", "kv"), ("backward", "q"), ("backward", "kv")])
+@pytest.mark.parametrize(
+    ("method", "backward"), [("forward", "kv"), ("backward", "q"), ("backward", "kv")]
+)
 @pytest.mark.parametrize("failing_call", [1, 2, 3, 5])
 def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
     inner, method, backward, failing_call, monkeypatch
 ):
-    """As when memory runs out and the caller goes on with less; also while a pass and the one before are under way."""
+    """As when memory runs out and the caller goes on with less; also while a pass and the one
+    before are under way.
+    """
     arenas, kernel, calls = {}, kernels.load("cpu"), threading.local()
     plain = getattr(kernel, method)
 

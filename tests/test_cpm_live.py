@@ -22,8 +22,9 @@ from train.run.flops import step_flops
 BOTH = pytest.mark.parametrize("name", ["bee", "ant"])
 ALONE = [Layout.zigzag(96, 1)] * 2
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
-# fp32 rounds to 6e-8: a few hundred operations one after the other, which the golden values have made in another order.
-# Those themselves are 1.6e-6 off what fp64 gives; a residual divisor of 1 instead of 1.05 moves logits by 7e-2.
+# fp32 rounds to 6e-8: a few hundred operations one after the other, which the golden values have
+# made in another order. Those themselves are 1.6e-6 off what fp64 gives; a residual divisor of 1
+# instead of 1.05 moves logits by 7e-2.
 FP32 = 1e-5
 
 
@@ -48,7 +49,10 @@ def mean_loss(model, case: Golden, scores=None):
 
 def errors(model, case: Golden) -> dict[str, float]:
     """Of gradients that a model has, relative to the file's."""
-    return {name: relative_error(p.grad, case.tensors[f"grad.{name}"]) for name, p in model.named_parameters()}
+    return {
+        name: relative_error(p.grad, case.tensors[f"grad.{name}"])
+        for name, p in model.named_parameters()
+    }
 
 
 @BOTH
@@ -56,11 +60,15 @@ def test_scores_are_cpm_lives(name):
     """Visible pairs and, where visible, rows of the bias table; of padding nothing is visible."""
     case = golden(name)
     for row, scores in enumerate(case.scores()):
-        visible, buckets = case.tensors["mid.attention_mask"][row], case.tensors["mid.bucket"][row].long()
+        visible, buckets = (
+            case.tensors["mid.attention_mask"][row],
+            case.tensors["mid.bucket"][row].long(),
+        )
         assert scores.mask.dense().equal(visible)
         assert scores.dense()[visible].equal(buckets[visible])
         assert not visible[case.input["length"][row] :].any()
-        runs = int((case.input["context"][row].diff() != 0).sum()) + 4  # segments, spans and samples begin anew, too
+        # segments, spans and samples begin anew, too
+        runs = int((case.input["context"][row].diff() != 0).sum()) + 4
         assert len(scores.mask.slices) < runs**2 / 2
 
 
@@ -69,11 +77,15 @@ def test_one_rank_equals_cpm_live(name):
     case = golden(name)
     model = case.model()
     seen = {"embed": [], "hidden": []}
-    model.encoder.layers.register_forward_pre_hook(lambda _module, args: seen["embed"].append(args[0]))
+    model.encoder.layers.register_forward_pre_hook(
+        lambda _module, args: seen["embed"].append(args[0])
+    )
     model.encoder.register_forward_hook(lambda _module, _args, out: seen["hidden"].append(out))
     for index, block in enumerate(model.encoder.layers):
         seen[f"layer.{index}"] = outputs = []
-        block.register_forward_hook(lambda _module, _args, out, outputs=outputs: outputs.append(out))
+        block.register_forward_hook(
+            lambda _module, _args, out, outputs=outputs: outputs.append(out)
+        )
     logits = model(*case.arguments(ALONE, 0), case.scores())
     assert relative_error(logits, case.tensors["logits"]) < FP32
     for stage, [found] in seen.items():
@@ -117,7 +129,9 @@ def test_several_ranks_equal_cpm_live(name, size, layout, strategy):
 @BOTH
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_areas_of_one_row_are_computed_without_the_table(name, layout, monkeypatch):
-    """With segments of 4 tokens already counted as long, most pairs are in kernel calls without a bias."""
+    """With segments of 4 tokens already counted as long, most pairs are in kernel calls without a
+    bias.
+    """
     monkeypatch.setattr(bmt_burst.scores, "_LONG", 4)
     case = golden(name)
     assert all(any(term.row is not None for term in scores.terms) for scores in case.scores())
@@ -138,7 +152,13 @@ def test_a_gpu_equals_cpm_live(name, dtype, logits, grads):
     assert relative_error(model(*arguments, case.scores()).cpu(), case.tensors["logits"]) < logits
     loss, count = model(*arguments, case.scores(), case.input["target"].to("cuda"))
     (loss / count).backward()
-    assert max(relative_error(p.grad.cpu(), case.tensors[f"grad.{key}"]) for key, p in model.named_parameters()) < grads
+    assert (
+        max(
+            relative_error(p.grad.cpu(), case.tensors[f"grad.{key}"])
+            for key, p in model.named_parameters()
+        )
+        < grads
+    )
 
 
 @BOTH
@@ -157,13 +177,17 @@ def test_fp64_equals_cpm_lives_fp64(name):
 
 @BOTH
 @pytest.mark.parametrize(
-    ("dtype", "logits", "grads", "loss"), [(torch.float16, 5e-3, 1e-2, 1e-3), (torch.bfloat16, 3e-2, 6e-2, 1e-2)]
+    ("dtype", "logits", "grads", "loss"),
+    [(torch.float16, 5e-3, 1e-2, 1e-3), (torch.bfloat16, 3e-2, 6e-2, 1e-2)],
 )
 def test_half_precision_is_as_close_as_cpm_lives_own(name, dtype, logits, grads, loss):
     """Twice what CPM-Live itself is off in these dtypes."""
     case = golden(name)
     model = case.model(dtype)
-    assert relative_error(model(*case.arguments(ALONE, 0), case.scores()), case.tensors["logits"]) < logits
+    assert (
+        relative_error(model(*case.arguments(ALONE, 0), case.scores()), case.tensors["logits"])
+        < logits
+    )
     found = mean_loss(model, case)
     found.backward()
     assert abs(found.detach() - case.tensors["loss"]) < loss
@@ -193,22 +217,35 @@ def test_a_rotation_in_fp16_is_that_of_cpm_lives_fp16_weights():
 
 
 def test_sub_ids_that_fp16_does_not_hold_are_refused():
-    """The last one that it holds has a rotation; those beyond would be NaN. Exact rotations hold any."""
+    """The last one that it holds has a rotation; those beyond would be NaN. Exact rotations hold
+    any.
+    """
     case = golden("bee")
     tokens, subs, ext_tokens, ext_subs = case.arguments(ALONE, 0)
     for in_fp16 in (True, False):
         model = case.model(config=dataclasses.replace(case.config, fp16_rotary=in_fp16))
-        assert model(tokens, subs, ext_tokens, ext_subs.clamp(min=4094), case.scores()).isfinite().all()
+        assert (
+            model(tokens, subs, ext_tokens, ext_subs.clamp(min=4094), case.scores())
+            .isfinite()
+            .all()
+        )
     assert model(tokens, subs + 4095, ext_tokens, ext_subs + 4095, case.scores()).isfinite().all()
     model = case.model(config=dataclasses.replace(case.config, fp16_rotary=True))
     for wrong in ((subs, ext_subs.clamp(min=4095)), (subs.clamp(min=4095), ext_subs)):
-        with pytest.raises(ValueError, match="fp16_rotary holds sub-ids below 4095, got 4095: train with fp16_rotary"):
+        with pytest.raises(
+            ValueError,
+            match="fp16_rotary holds sub-ids below 4095, got 4095: train with fp16_rotary",
+        ):
             model(tokens, wrong[0], ext_tokens, wrong[1], case.scores())
 
 
 def test_released_bees_rotate_in_fp16():
     """As CPM-Live's files say with `half`."""
-    assert [PRESETS[f"cpm-bee-{size}"].fp16_rotary for size in ("tiny", "3b", "10b")] == [False, True, True]
+    assert [PRESETS[f"cpm-bee-{size}"].fp16_rotary for size in ("tiny", "3b", "10b")] == [
+        False,
+        True,
+        True,
+    ]
     assert BeeConfig.from_dict(CPM_LIVES).fp16_rotary
     assert not BeeConfig.from_dict(CPM_LIVES | {"half": False}).fp16_rotary
     assert not BeeConfig.from_dict(CPM_LIVES | {"fp16_rotary": False}).fp16_rotary
@@ -222,9 +259,14 @@ def test_rotations_need_little_memory(monkeypatch):
         monkeypatch.setattr(cpm_bee, "_TURNED_AT_ONCE", at_once)
         model, case = golden("bee").model(), golden("bee")
         with Largest(torch.float64) as largest:
-            turned = model.embedded(case.input["input"], case.input["input_sub"], model.input_embedding.weight)
+            turned = model.embedded(
+                case.input["input"], case.input["input_sub"], model.input_embedding.weight
+            )
             turned.square().sum().backward()
-        found[at_once], most[at_once] = [turned.detach(), model.input_embedding.weight.grad], largest.entries
+        found[at_once], most[at_once] = (
+            [turned.detach(), model.input_embedding.weight.grad],
+            largest.entries,
+        )
     assert all(a.equal(b) for a, b in zip(*found.values(), strict=True))
     assert most == {10**6: 2 * 96 * 32, 8: 8 * 32}
 
@@ -233,16 +275,26 @@ def test_rotations_in_fp16_and_exact_ones_part_far_out():
     subs = torch.tensor([[0, 1, 64, 256]])
     found = {}
     for in_fp16 in (False, True):
-        model = golden("bee").model(config=dataclasses.replace(golden("bee").config, fp16_rotary=in_fp16))
-        found[in_fp16] = model.embedded(torch.full((1, 4), 9), subs, model.input_embedding.weight)[0]
+        model = golden("bee").model(
+            config=dataclasses.replace(golden("bee").config, fp16_rotary=in_fp16)
+        )
+        found[in_fp16] = model.embedded(torch.full((1, 4), 9), subs, model.input_embedding.weight)[
+            0
+        ]
     away = [relative_error(a, b) for a, b in zip(found[True], found[False], strict=True)]
     assert away[0] == 0
     assert 0 < away[1] < 4e-3 < away[2] < away[3] < 1
-    word = golden("bee").model().looked_up(torch.tensor(9), golden("bee").tensors["param.input_embedding.weight"])
+    word = (
+        golden("bee")
+        .model()
+        .looked_up(torch.tensor(9), golden("bee").tensors["param.input_embedding.weight"])
+    )
     assert found[False][0].equal(word)
     exact = 16 * 64 * 10000.0 ** (-torch.arange(32, dtype=torch.float64) / 32)
     left, right = word.double().chunk(2)
-    turned = torch.cat((left * exact.cos() - right * exact.sin(), right * exact.cos() + left * exact.sin()))
+    turned = torch.cat(
+        (left * exact.cos() - right * exact.sin(), right * exact.cos() + left * exact.sin())
+    )
     assert relative_error(found[False][2], turned) < 1e-6
 
 
@@ -258,7 +310,9 @@ def reached(case: Golden, row: int) -> torch.Tensor:
 @BOTH
 @pytest.mark.parametrize("size", [1, 2])
 def test_tokens_depend_on_those_they_see_and_on_no_others(name, size):
-    """Bit for bit: not on what is to be predicted later, not on other spans or samples, not on padding."""
+    """Bit for bit: not on what is to be predicted later, not on other spans or samples, not on
+    padding.
+    """
     case = golden(name)
     layouts = case.layouts("zigzag", size)
 
@@ -278,7 +332,9 @@ def test_tokens_depend_on_those_they_see_and_on_no_others(name, size):
         ids = case.input["input"].clone()
         ids[:, token] = (ids[:, token] + 5) % 32
         inputs.append({**case.input, "input": ids})
-    plain, *moved = (unshard_rows(parts, layouts) for parts in zip(*simulate(size, work), strict=True))
+    plain, *moved = (
+        unshard_rows(parts, layouts) for parts in zip(*simulate(size, work), strict=True)
+    )
     for row in range(2):
         depends = reached(case, row)
         assert not depends.all()
@@ -288,7 +344,9 @@ def test_tokens_depend_on_those_they_see_and_on_no_others(name, size):
 
 
 @BOTH
-@pytest.mark.parametrize("saving", [Saving("selective"), Saving("full"), Saving("full", blocks=1)], ids=str)
+@pytest.mark.parametrize(
+    "saving", [Saving("selective"), Saving("full"), Saving("full", blocks=1)], ids=str
+)
 def test_what_is_recomputed_gives_equal_gradients(name, saving):
     case = golden(name)
 
@@ -325,8 +383,14 @@ def test_presets_have_their_size(preset, billions):
     parameters = dict(model.named_parameters())
     assert sum(p.numel() for p in parameters.values()) == config.num_parameters
     assert config.num_parameters / 1e9 == pytest.approx(billions, rel=6e-3)
-    looked_up = ("position_bias.relative_attention_bias", "prompt_embedding.weight", "segment_embedding.weight")
-    multiplied = [p.numel() for key, p in parameters.items() if p.dim() > 1 and key not in looked_up]
+    looked_up = (
+        "position_bias.relative_attention_bias",
+        "prompt_embedding.weight",
+        "segment_embedding.weight",
+    )
+    multiplied = [
+        p.numel() for key, p in parameters.items() if p.dim() > 1 and key not in looked_up
+    ]
     assert step_flops(config, 7, 0) == 6 * 7 * sum(multiplied)
     assert step_flops(config, 0, 10) == 120 * config.num_heads * config.dim_head
 
@@ -335,15 +399,23 @@ def test_presets_have_their_size(preset, billions):
 def test_parts_that_are_left_out_do_nothing_and_have_no_weights(name):
     """Against a whole model in which what they give is 0 and no residual is divided."""
     case = golden(name)
-    config = dataclasses.replace(case.config, mask_modules=[[True, False], [False, True]], residual_divisor=1.0)
-    assert BeeConfig.from_dict(config.to_dict()) == config if name == "bee" else AntConfig.from_dict(config.to_dict())
+    config = dataclasses.replace(
+        case.config, mask_modules=[[True, False], [False, True]], residual_divisor=1.0
+    )
+    assert (
+        BeeConfig.from_dict(config.to_dict()) == config
+        if name == "bee"
+        else AntConfig.from_dict(config.to_dict())
+    )
     whole = case.model(config=dataclasses.replace(config, mask_modules=None))
     with torch.no_grad():
         whole.encoder.layers[0].self_att.self_attention.attention_out.weight.zero_()
         whole.encoder.layers[1].ffn.ffn.w_out.weight.zero_()
     model = (CPMBee if name == "bee" else CPMAnt)(config)
     left = model.state_dict().keys()
-    assert not any(key.startswith(("encoder.layers.0.self_att", "encoder.layers.1.ffn")) for key in left)
+    assert not any(
+        key.startswith(("encoder.layers.0.self_att", "encoder.layers.1.ffn")) for key in left
+    )
     assert config.num_parameters == sum(p.numel() for p in model.parameters())
     model.load_state_dict({key: x for key, x in whole.state_dict().items() if key in left})
     arguments = *case.arguments(ALONE, 0), case.scores()
@@ -387,7 +459,10 @@ def test_cpm_lives_json_is_read():
     [
         ({"something": 1}, r"a configuration of cpm-bee has no fields \['something'\]"),
         ({"prompt_types": 4}, "has no fields"),
-        ({"model_type": "cpm-ant"}, "this is a configuration of 'cpm-ant', expected one of 'cpm-bee'"),
+        (
+            {"model_type": "cpm-ant"},
+            "this is a configuration of 'cpm-ant', expected one of 'cpm-bee'",
+        ),
         ({"dropout_p": 0.1}, "dropout_p must be 0"),
         ({"dim_model": 63}, "dim_model must be even"),
         ({"num_heads": 0}, "num_heads must be positive"),
@@ -422,9 +497,18 @@ def bee_row(tokens: int) -> dict[str, torch.Tensor]:
         ({"length": 9}, "length must be at most the 8 tokens of the row, got 9"),
         ({"span": torch.zeros(7)}, r"span must be one number .* \(8,\) on the CPU; got \(7,\)"),
         ({"context": torch.ones(8)}, "context must be bool, got torch.float32"),
-        ({"segment": torch.ones(8, dtype=torch.int32)}, "segment must be at least 0 and below 1, got 1 at 0"),
-        ({"segment_rel": torch.tensor([77], dtype=torch.int32)}, "segment_rel must be at least 0 and below 33, got 77"),
-        ({"segment_rel_offset": torch.full((8,), 3)}, "base [+] segment reaches from 3 to 3, but there are 1 pairs"),
+        (
+            {"segment": torch.ones(8, dtype=torch.int32)},
+            "segment must be at least 0 and below 1, got 1 at 0",
+        ),
+        (
+            {"segment_rel": torch.tensor([77], dtype=torch.int32)},
+            "segment_rel must be at least 0 and below 33, got 77",
+        ),
+        (
+            {"segment_rel_offset": torch.full((8,), 3)},
+            "base [+] segment reaches from 3 to 3, but there are 1 pairs",
+        ),
         ({"sample_ids": torch.full((8,), -1)}, "sample_ids must be at least 0"),
     ],
 )
@@ -436,17 +520,27 @@ def test_wrong_rows_are_refused(change, message):
 def test_a_row_of_many_short_runs_is_refused_at_once():
     hidden = torch.arange(4096) % 2 == 0
     nothing = torch.zeros(4096, dtype=torch.int32)
-    with pytest.raises(ValueError, match="there are 2048 runs of tokens to be predicted, up to 2048 in a span"):
+    with pytest.raises(
+        ValueError, match="there are 2048 runs of tokens to be predicted, up to 2048 in a span"
+    ):
         ant_scores(golden("ant").config, 4096, ~hidden, nothing, nothing)
 
 
 def test_long_rows_have_few_slices():
-    """128K tokens in 64 spans of 12 segments, every fourth predicted: what is visible takes some slices each."""
+    """128K tokens in 64 spans of 12 segments, every fourth predicted: what is visible takes some
+    slices each.
+    """
     tokens, segments = 1 << 17, 12
     at = torch.arange(tokens)
     span, segment = at // 2048, (at % 2048 // 170).clamp(max=segments - 1)
     rel = torch.full((segments, segments), 9).fill_diagonal_(0).flatten().repeat(64)
-    row = {**bee_row(tokens), "context": segment % 4 != 3, "segment": segment, "segment_rel": rel, "span": span}
+    row = {
+        **bee_row(tokens),
+        "context": segment % 4 != 3,
+        "segment": segment,
+        "segment_rel": rel,
+        "span": span,
+    }
     row |= {"num_segments": torch.full_like(at, segments), "segment_rel_offset": span * segments**2}
     scores = bee_scores(PRESETS["cpm-bee-10b"], **row)
     assert len(scores.mask.slices) == 64 * (3 + 3 * 4 // 2)
@@ -463,7 +557,9 @@ def test_samples_of_a_bee_see_themselves_and_the_main_one_sees_all():
     """Also where those beside the main one have tokens to be predicted."""
     sample = torch.tensor([0] * 6 + [1] * 4 + [2] * 2)
     context = torch.tensor([1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 1], dtype=torch.bool)
-    scores = bee_scores(golden("bee").config, **{**bee_row(12), "sample_ids": sample, "context": context})
+    scores = bee_scores(
+        golden("bee").config, **{**bee_row(12), "sample_ids": sample, "context": context}
+    )
     q, k = torch.arange(12).unsqueeze(1), torch.arange(12)
     order = context | (~context.unsqueeze(1) & (k <= q))
     expected = order & ((sample.unsqueeze(1) == 0) | (sample.unsqueeze(1) == sample))
@@ -478,7 +574,9 @@ def test_tokens_need_scores_or_a_cache(name):
 
 
 def test_extended_targets_are_in_the_loss_without_whole_logits():
-    """Loss and gradients of the golden batch equal those of its logits, of which some targets are extended."""
+    """Loss and gradients of the golden batch equal those of its logits, of which some targets are
+    extended.
+    """
     case = golden("bee")
     model = case.model()
     assert (case.input["target"] >= 120).any()

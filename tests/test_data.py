@@ -50,7 +50,9 @@ def test_text_and_json_lines_become_documents(tmp_path):
         '["body"]',
     ]
     (tmp_path / "in/b.jsonl").write_text("\n".join(rows))
-    said = prepare("--input", tmp_path / "in", "--output", tmp_path / "out", "--field", "body", "--max-bad", 1)
+    said = prepare(
+        "--input", tmp_path / "in", "--output", tmp_path / "out", "--field", "body", "--max-bad", 1
+    )
     expected = ["höhö\nzwei\nlast\n", "one", "two"]
     assert documents(tmp_path / "out/train") == [[*text.encode(), EOS] for text in expected]
     index = TokenFile(tmp_path / "out/train").index
@@ -90,7 +92,10 @@ def test_validation_documents_are_chosen_by_name(tmp_path):
         (["--input", "nowhere"], "no such input: nowhere"),
         (["--input", "setup.py"], "neither .txt nor .jsonl"),
         (["--input", "tests", "--glob", "*.nothing"], "has no file that matches"),
-        (["--input", "tests", "--glob", "*.py", "--tokenizer", "x.bin"], "tokenizer must be 'bytes'"),
+        (
+            ["--input", "tests", "--glob", "*.py", "--tokenizer", "x.bin"],
+            "tokenizer must be 'bytes'",
+        ),
         (["--input", "tests", "--glob", "*.py", "--val-fraction", "1"], "below 1"),
     ],
 )
@@ -133,16 +138,25 @@ def test_tokenizers_from_local_files(tmp_path):
     backend.save(str(tmp_path / "bpe.json"))
     (tmp_path / "lines.txt").write_text("\n".join(lines))
     SentencePieceTrainer.train(
-        input=str(tmp_path / "lines.txt"), model_prefix=str(tmp_path / "sp"), vocab_size=31, minloglevel=2
+        input=str(tmp_path / "lines.txt"),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=31,
+        minloglevel=2,
     )
-    for name, text in (("bpe.json", "the lazy fox"), ("sp.model", "the lazy fox"), ("bytes", "the lazy fox ü")):
+    for name, text in (
+        ("bpe.json", "the lazy fox"),
+        ("sp.model", "the lazy fox"),
+        ("bytes", "the lazy fox ü"),
+    ):
         tokenizer = open_tokenizer(name if name == "bytes" else str(tmp_path / name))
         tokenizer.save(tmp_path / "saved" / name)
         again = load_tokenizer(tmp_path / "saved" / name)
         ids = list(again.encode(text))
         assert ids == list(tokenizer.encode(text))
         assert max(*ids, again.eos_id) < again.vocab_size
-        assert "".join(again.decode([*ids, again.eos_id]).split("Ġ")).replace(" ", "") == text.replace(" ", "")
+        assert "".join(again.decode([*ids, again.eos_id]).split("Ġ")).replace(
+            " ", ""
+        ) == text.replace(" ", "")
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot read tokenizer"):
         open_tokenizer(str(tmp_path / "broken.json"))
@@ -192,14 +206,18 @@ def test_changed_files_are_named(name, token_folder):
     content = bytearray((token_folder / name).read_bytes())
     content[-2] ^= 1
     (token_folder / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{name} was changed: its sha256 is \w+, index.json says \w+"):
+    with pytest.raises(
+        ValueError, match=rf"{name} was changed: its sha256 is \w+, index.json says \w+"
+    ):
         TokenFile(token_folder)
     (token_folder / name).unlink()
     with pytest.raises(ValueError, match=f"has no {name}"):
         TokenFile(token_folder)
 
 
-def test_large_files_are_compared_by_samples_when_opened_and_whole_when_asked(tmp_path, monkeypatch):
+def test_large_files_are_compared_by_samples_when_opened_and_whole_when_asked(
+    tmp_path, monkeypatch
+):
     (tmp_path / "x.txt").write_text("0123456789" * 200_000)
     prepare("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
     monkeypatch.setattr("train.data.folder._CHEAP", 1000)
@@ -222,7 +240,9 @@ def test_folders_of_older_versions_open_and_say_what_is_not_checked(token_folder
     del index["sha256"]
     (token_folder / "index.json").write_text(json.dumps(index))
     assert TokenFile(token_folder).digest == digest
-    assert "older index.json without sha256, file contents are not checked" in capsys.readouterr().err
+    assert (
+        "older index.json without sha256, file contents are not checked" in capsys.readouterr().err
+    )
 
 
 def truncated(file):
@@ -245,7 +265,10 @@ def replaced(file):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (truncated, "tokens.bin (ends at byte 100|had 202 bytes when it was opened, now it has 100)"),
+        (
+            truncated,
+            "tokens.bin (ends at byte 100|had 202 bytes when it was opened, now it has 100)",
+        ),
         (rewritten, "tokens.bin was written to while it was read"),
         (replaced, "tokens.bin was replaced by another file"),
         (os.unlink, "tokens.bin was removed"),
@@ -283,7 +306,9 @@ def test_an_index_that_names_files_elsewhere_is_refused(token_folder):
             TokenFile(token_folder)
 
 
-@pytest.mark.parametrize(("seq_len", "padding"), [(100, 0), (99, 98 / 198), (512, 412 / 512), (1, 0), (16, 12 / 112)])
+@pytest.mark.parametrize(
+    ("seq_len", "padding"), [(100, 0), (99, 98 / 198), (512, 412 / 512), (1, 0), (16, 12 / 112)]
+)
 def test_the_share_of_positions_without_target_is_known(seq_len, padding, token_folder):
     data = Sequences(TokenFile(token_folder), seq_len=seq_len, seed=3)
     assert data.padding == pytest.approx(padding)
@@ -295,8 +320,15 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
     (tmp_path / "run.toml").write_text(
         'seq_len = 64\nlr = 1\nval_data = "v"\ndeterministic = true\n[rope_scaling]\nkind = "linear"\nfactor = 2\n'
     )
-    config = parse_config(["--config", str(tmp_path / "run.toml"), "--seq-len", "128", "--no-deterministic"])
-    assert (config.seq_len, config.lr, config.val_data, config.deterministic) == (128, 1.0, "v", False)
+    config = parse_config(
+        ["--config", str(tmp_path / "run.toml"), "--seq-len", "128", "--no-deterministic"]
+    )
+    assert (config.seq_len, config.lr, config.val_data, config.deterministic) == (
+        128,
+        1.0,
+        "v",
+        False,
+    )
     assert config.model_config().rope_scaling == Linear(2)
     again = parse_config(["--rope-scaling", '{"kind": "linear", "factor": 2}'])
     assert again.model_config() == config.model_config()
@@ -328,24 +360,48 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
         (["--stepz", "1"], "unrecognized arguments: --stepz 1"),
         (["--seed", "9" * 20], "--seed must be below 2^63"),
         (["--data", ""], "--data must not be empty"),
-        (["--checkpointing-blocks", "3"], "--checkpointing-blocks needs --checkpointing selective or full"),
+        (
+            ["--checkpointing-blocks", "3"],
+            "--checkpointing-blocks needs --checkpointing selective or full",
+        ),
         (["--seed", "-1"], "--seed must not be negative"),
         (["--eval-sequences", "0"], "--eval-sequences must be at least 1"),
         (["--rope-scaling", "yarn"], "argument --rope-scaling: 'yarn' is no JSON: Expecting value"),
-        (["--rope-scaling", "[1]"], "argument --rope-scaling: expected names and values in braces, got '[1]'"),
+        (
+            ["--rope-scaling", "[1]"],
+            "argument --rope-scaling: expected names and values in braces, got '[1]'",
+        ),
         (["--warmup-steps", "-1"], "--warmup-steps must not be negative, got -1"),
         (["--log-every", "0"], "--log-every must be at least 1, got 0"),
-        (["--checkpointing", "full", "--checkpointing-blocks", "-1"], "--checkpointing-blocks must not be negative"),
+        (
+            ["--checkpointing", "full", "--checkpointing-blocks", "-1"],
+            "--checkpointing-blocks must not be negative",
+        ),
         (["--offload"], "--offload needs --checkpointing selective or full"),
-        (["--sp-size", "2", "--seq-len", "1"], "--seq-len 1 is too short for 2 ranks; the smallest is 2"),
+        (
+            ["--sp-size", "2", "--seq-len", "1"],
+            "--seq-len 1 is too short for 2 ranks; the smallest is 2",
+        ),
         (["--strategy", "rings"], "argument --strategy: invalid choice: 'rings'"),
         (["--sp-size", "4", "--inner-size", "3"], "--inner-size 3 does not divide --sp-size 4"),
         (["--sp-size", "4", "--ulysses-size", "0"], "--ulysses-size must be at least 1, got 0"),
         (["--sp-size", "4", "--ulysses-size", "3"], "--ulysses-size 3 does not divide --sp-size 4"),
-        (["--ulysses-size", "1", "--inner-size", "1"], "--inner-size and --ulysses-size both say which ranks"),
-        (["--strategy", "ring", "--ulysses-size", "1"], "--ulysses-size is for --strategy usp, got --strategy ring"),
-        (["--strategy", "ulysses", "--sp-size", "4", "--inner-size", "2"], "--strategy ulysses takes all ranks as one"),
-        (["--rope-scaling", '{"kind": "linear"}'], "--rope-scaling: linear has factor: missing ['factor']"),
+        (
+            ["--ulysses-size", "1", "--inner-size", "1"],
+            "--inner-size and --ulysses-size both say which ranks",
+        ),
+        (
+            ["--strategy", "ring", "--ulysses-size", "1"],
+            "--ulysses-size is for --strategy usp, got --strategy ring",
+        ),
+        (
+            ["--strategy", "ulysses", "--sp-size", "4", "--inner-size", "2"],
+            "--strategy ulysses takes all ranks as one",
+        ),
+        (
+            ["--rope-scaling", '{"kind": "linear"}'],
+            "--rope-scaling: linear has factor: missing ['factor']",
+        ),
     ],
 )
 def test_wrong_configurations_are_refused(arguments, message, tmp_path, capsys):
@@ -362,8 +418,13 @@ def test_wrong_configurations_are_refused(arguments, message, tmp_path, capsys):
 
 
 def test_options_that_spoil_a_model_are_named():
-    config = TrainConfig(rope_theta=0.5, rope_scaling={"kind": "yarn", "factor": 4.0, "original_length": 64})
-    with pytest.raises(ValueError, match=r"--rope-theta, --rope-scaling with --model cpm-tiny: .* above 1, got 0\.5"):
+    config = TrainConfig(
+        rope_theta=0.5, rope_scaling={"kind": "yarn", "factor": 4.0, "original_length": 64}
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"--rope-theta, --rope-scaling with --model cpm-tiny: .* above 1, got 0\.5",
+    ):
         config.model_config()
 
 
@@ -378,7 +439,9 @@ def test_help_names_every_option(capsys):
     ("schedule", "middle"), [("wsd", 1.0), ("cosine", 0.01 + 0.99 * 0.5), ("linear", 1 - 0.99 / 2)]
 )
 def test_learning_rates(schedule, middle):
-    config = TrainConfig(steps=110, warmup_steps=10, decay_steps=20, lr=2.0, schedule=schedule, min_lr_ratio=0.01)
+    config = TrainConfig(
+        steps=110, warmup_steps=10, decay_steps=20, lr=2.0, schedule=schedule, min_lr_ratio=0.01
+    )
     rates = [learning_rate(step, config) / 2.0 for step in range(1, 111)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert rates[59] == pytest.approx(middle)
@@ -409,7 +472,9 @@ def test_model_from_a_file(tmp_path):
         TrainConfig(model="cpm-huge").model_config()
 
 
-@pytest.mark.parametrize(("tokens", "seq_len", "padding"), [(11, 512, 1 - 10 / 512), (1025, 512, 0), (601, 400, 0.25)])
+@pytest.mark.parametrize(
+    ("tokens", "seq_len", "padding"), [(11, 512, 1 - 10 / 512), (1025, 512, 0), (601, 400, 0.25)]
+)
 def test_padding_is_what_has_no_target(tmp_path, tokens, seq_len, padding):
     (tmp_path / "a.txt").write_text("x" * (tokens - 1))
     prepare("--input", tmp_path / "a.txt", "--output", tmp_path / "out")

@@ -25,10 +25,16 @@ def ant_row(case: Golden) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_bee_answers_with_the_golden_logits():
-    """Answers that stand anywhere in the golden row come last here: what they see, and how far, is the same."""
+    """Answers that stand anywhere in the golden row come last here: what they see, and how far, is
+    the same.
+    """
     case, (row, hidden) = golden("bee"), bee_instance()
     expected = case.tensors["logits"][0][(case.input["span"][0] == 0) & ~case.input["context"][0]]
-    decoder, found, before = BeeDecoder(case.model(), row, len(row["input"]) + len(hidden)), [], None
+    decoder, found, before = (
+        BeeDecoder(case.model(), row, len(row["input"]) + len(hidden)),
+        [],
+        None,
+    )
     for segment, token in hidden:
         if segment != before:
             assert token == START
@@ -52,7 +58,10 @@ def test_an_ant_continues_as_the_whole_forward_says():
     for token in added:
         decoder.append(token)
         found.append(decoder.logits)
-    tokens, segments = torch.cat((tokens, torch.tensor(added))), torch.cat((segments, torch.full((4,), 2)))
+    tokens, segments = (
+        torch.cat((tokens, torch.tensor(added))),
+        torch.cat((segments, torch.full((4,), 2))),
+    )
     at = torch.arange(len(tokens))
     scores = ant_scores(case.config, len(tokens), at < 25, segments, torch.zeros_like(at))
     whole = model(tokens[None], segments[None], at, scores)[0, 24:]
@@ -71,7 +80,10 @@ def test_continuing_ends_where_it_should():
     assert five[:3] == continued(begun(), 3, END, greedy)
     assert continued(begun(), 5, five[0], greedy) == []
     settings = {"temperature": 1.5, "top_k": 20, "top_p": 0.9}
-    samples = [continued(begun(), 8, END, sampler(torch.device("cpu"), seed=s, **settings)) for s in (1, 1, 2)]
+    samples = [
+        continued(begun(), 8, END, sampler(torch.device("cpu"), seed=s, **settings))
+        for s in (1, 1, 2)
+    ]
     assert samples[0] == samples[1] != samples[2]
 
 
@@ -123,7 +135,9 @@ def test_more_tokens_than_memory_are_refused(tokens):
         lambda: AntDecoder(ant.model(), *ant_row(ant), tokens),
         lambda: Cache(PRESETS["cpm-tiny"], tokens, torch.zeros(1)),
     ):
-        with pytest.raises(ValueError, match=f"no memory for the keys and values of {tokens:,} tokens"):
+        with pytest.raises(
+            ValueError, match=f"no memory for the keys and values of {tokens:,} tokens"
+        ):
             decode()
 
 
@@ -157,7 +171,11 @@ def test_an_ant_is_hugging_faces():
     """Logits of a text, and of what continues it with a cache."""
     case = golden("ant")
     config = case.config.from_dict(case.config.to_dict() | {"residual_divisor": 1.0})
-    theirs, model, (tokens, segments) = hugging_faces(case), case.model(config=config), ant_row(case)
+    theirs, model, (tokens, segments) = (
+        hugging_faces(case),
+        case.model(config=config),
+        ant_row(case),
+    )
     text = tokens[8:].unsqueeze(0)
     expected = theirs(text, use_cache=True)
     nothing = torch.zeros_like(segments)

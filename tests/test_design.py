@@ -1,4 +1,6 @@
-"""What docs/design.md says is so: its plan, its rule of order, its names. `python -m tests.test_design` prints anew."""
+"""What docs/design.md says is so: its plan, its rule of order, its names.
+`python -m tests.test_design` prints anew.
+"""
 
 import ast
 import contextlib
@@ -39,7 +41,7 @@ def test_what_docstrings_say_one_can_try_prints_something(capsys):
     tried = 0
     for path in (ROOT / "bmt_burst").rglob("*.py"):
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-        for line in re.findall(r"Try `(.+?)`\.", docstring):
+        for line in re.findall(r"Try\s`(.+?)`\.", docstring):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             exec(line, {**vars(bmt_burst), **vars(importlib.import_module(module))})
             assert capsys.readouterr().out.strip(), line
@@ -50,7 +52,13 @@ def test_what_docstrings_say_one_can_try_prints_something(capsys):
 def test_every_file_it_names_is_there():
     names = set(re.findall(r"`([\w/]+\.(?:py|sh|md))`", PAGE.read_text()))
     assert len(names) > 20
-    folders = [ROOT, *(ROOT / "bmt_burst" / folder for folder in ("", "kernels", "strategies", "strategies/ring"))]
+    folders = [
+        ROOT,
+        *(
+            ROOT / "bmt_burst" / folder
+            for folder in ("", "kernels", "strategies", "strategies/ring")
+        ),
+    ]
     for name in names:
         assert any((folder / name).is_file() for folder in folders), name
 
@@ -59,8 +67,14 @@ def test_every_name_it_uses_is_in_the_code():
     paths = [path for part in ("bmt_burst", "tests") for path in (ROOT / part).rglob("*.py")]
     code = "\n".join(path.read_text() for path in paths)
     prose = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
-    names = {name for quoted in re.findall(r"`([^`]+)`", prose) for name in re.findall(r"[A-Za-z_]\w+", quoted)}
-    files = {name for path in paths for part in path.relative_to(ROOT).parts for name in part.split(".")}
+    names = {
+        name
+        for quoted in re.findall(r"`([^`]+)`", prose)
+        for name in re.findall(r"[A-Za-z_]\w+", quoted)
+    }
+    files = {
+        name for path in paths for part in path.relative_to(ROOT).parts for name in part.split(".")
+    }
     words = set(re.findall(r"\w+", code))
     assert len(names) > 60
     assert names - files <= words
@@ -69,7 +83,9 @@ def test_every_name_it_uses_is_in_the_code():
 @pytest.mark.parametrize("returning", [False, True])
 @pytest.mark.parametrize("passes", [1, 2, 3])
 def test_an_event_waits_only_for_what_stands_before_it_in_the_list_of_all(passes, returning):
-    """There are two buffers for blocks and one for gradients: a delivery needs that the one so many before was read."""
+    """There are two buffers for blocks and one for gradients: a delivery needs that the one so many
+    before was read.
+    """
     for rounds in range(1, 4):
         for stages in itertools.product(range(4), repeat=rounds):
             events = list(program(passes, stages, returning))
@@ -91,7 +107,9 @@ def test_an_event_waits_only_for_what_stands_before_it_in_the_list_of_all(passes
                 last = event._replace(do="end")
                 added.append(at[last if last in at else event._replace(do="collect")])
                 assert at[event] < added[-1]
-            assert all(before < at[event] for before, event in zip(added, returns[1:], strict=False))
+            assert all(
+                before < at[event] for before, event in zip(added, returns[1:], strict=False)
+            )
 
 
 if __name__ == "__main__":

@@ -20,14 +20,20 @@ ON_GPUS = {"GPUs", "NCCL", "aten", "triton", "fused sums"}
 @pytest.mark.slow
 def test_doctor_finds_what_works_here():
     done = subprocess.run(
-        [sys.executable, "-m", "bmt_burst.doctor"], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "bmt_burst.doctor"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.partition("\n\n")[0].splitlines()
     marks = {line[4:16].strip(): line[:2] for line in lines}
     assert marks.keys() == {*ALWAYS, *ON_GPUS, *kernels.names(), "links", "BMTrain"}
     assert "!!" not in marks.values()
-    assert {name for name, mark in marks.items() if mark == "ok"} >= ALWAYS | (ON_GPUS if GPUS else set())
+    assert {name for name, mark in marks.items() if mark == "ok"} >= ALWAYS | (
+        ON_GPUS if GPUS else set()
+    )
     way = "by copy engines|over NCCL" if GPUS > 1 else "over gloo"
     assert re.search(rf"ok +ring +two processes ({way})", done.stdout)
 
@@ -41,7 +47,9 @@ def test_sums_of_the_doctor_are_right_on_this_device():
 def test_doctor_says_what_does_not_work(monkeypatch, capsys):
     kernel = kernels.load("cpu")
     plain = kernel.forward
-    monkeypatch.setattr(kernel, "forward", lambda *args, **options: [x * 1.1 for x in plain(*args, **options)])
+    monkeypatch.setattr(
+        kernel, "forward", lambda *args, **options: [x * 1.1 for x in plain(*args, **options)]
+    )
     monkeypatch.setattr(doctor, "checks", lambda: [("cpu", lambda: doctor._kernel("cpu"))])
     assert doctor.main() == 1
     assert "!!  cpu          RuntimeError: results are wrong by" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Documents that see only themselves, and windows: from the tokens on disk to losses, layouts, work and FLOPs."""
+"""Documents that see only themselves, and windows: from the tokens on disk to losses, layouts, work
+and FLOPs.
+"""
 
 import dataclasses
 import itertools
@@ -41,7 +43,9 @@ def without_documents(folder, **index):
     (folder / "documents.bin").unlink(missing_ok=True)
     there = json.loads((folder / "index.json").read_text()) | index
     there["sha256"].pop("documents.bin", None)
-    (folder / "index.json").write_text(json.dumps({k: v for k, v in there.items() if v is not None}))
+    (folder / "index.json").write_text(
+        json.dumps({k: v for k, v in there.items() if v is not None})
+    )
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 5, 16, 26, 39, 78, 100])
@@ -72,7 +76,9 @@ def test_every_token_but_the_first_of_a_document_is_a_target_once_and_none_cross
         assert (row.tokens[valid] != EOS).all()  # behind it another one begins
         same = row.labels[valid] == row.tokens[valid]
         assert (same | (row.labels[valid] == EOS)).all()
-    expected = [token for document, n in enumerate(LENGTHS) for token in [document] * (n - 1) + [EOS]]
+    expected = [
+        token for document, n in enumerate(LENGTHS) for token in [document] * (n - 1) + [EOS]
+    ]
     assert targets == expected
 
 
@@ -81,10 +87,25 @@ def test_labels_end_with_the_documents_of_a_mask():
     masks = [Mask.documents((0, 4, 9, 10)), Mask.documents((0, 10), window=2)]
     labels = shift_labels(tokens, mask=masks)
     assert labels.tolist() == [[1, 2, 3, -100, 5, 6, 7, 8, -100, -100], [*range(11, 20), -100]]
-    assert shift_labels(tokens, mask=masks[0])[1].tolist() == [11, 12, 13, -100, 15, 16, 17, 18, -100, -100]
+    assert shift_labels(tokens, mask=masks[0])[1].tolist() == [
+        11,
+        12,
+        13,
+        -100,
+        15,
+        16,
+        17,
+        18,
+        -100,
+        -100,
+    ]
     assert shift_labels(tokens.T, 0, mask=masks[0]).T.equal(shift_labels(tokens, mask=masks[0]))
     for arguments, error, message in (
-        ({"mask": masks[:1]}, ValueError, r"1 masks are for as many rows of \(B, S\), got \(2, 10\)"),
+        (
+            {"mask": masks[:1]},
+            ValueError,
+            r"1 masks are for as many rows of \(B, S\), got \(2, 10\)",
+        ),
         ({"mask": masks, "dim": 0}, ValueError, r"got \(2, 10\), dim 0"),
         ({"mask": Mask.causal(9)}, ValueError, "a mask of 9 tokens was given for sequences of 10"),
         ({"mask": 3}, TypeError, "mask must be a Mask, or one for each row, got int"),
@@ -100,7 +121,9 @@ def test_folders_that_do_not_say_where_documents_start_are_read_as_one_text(fold
     row = Sequences(file, 16, 0).read(0)
     assert row.documents is None
     assert (row.labels != IGNORE_INDEX).all()
-    with pytest.raises(ValueError, match=r"has no documents.bin, and no eos_id .* give --documents ignore"):
+    with pytest.raises(
+        ValueError, match=r"has no documents.bin, and no eos_id .* give --documents ignore"
+    ):
         Sequences(file, 16, 0, documents=True)
 
 
@@ -119,10 +142,12 @@ def test_wrong_starts_of_documents_are_refused(folder, starts, message, monkeypa
     np.array(starts, dtype=np.int64).tofile(folder / "documents.bin")
     with pytest.raises(ValueError, match=f"documents.bin.*{message}"):
         TokenFile(folder)
-    monkeypatch.setattr("train.data.folder._CHEAP", 0)  # as of a large file, which is checked where it is read
+    # as of a large file, which is checked where it is read
+    monkeypatch.setattr("train.data.folder._CHEAP", 0)
     with pytest.raises(ValueError, match=f"documents.bin.*{message}"):
         Sequences(TokenFile(folder), 78, 0, documents=True).read(0)
-    with pytest.raises(ValueError, match=f"documents.bin.*{message}"):  # all is checked, since all places depend on it
+    # all is checked, since all places depend on it
+    with pytest.raises(ValueError, match=f"documents.bin.*{message}"):
         Sequences(TokenFile(folder), 1, 0, documents=True, bos=EOS)
 
 
@@ -133,16 +158,25 @@ MODELS = {"full": SMALL, "windowed": dataclasses.replace(SMALL, window=6), "mixe
 @pytest.mark.parametrize("layout", ["auto", "striped"])
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_have_the_parts_of_rows_that_they_compute_with(folder, monkeypatch, layout, model):
-    """Put together again, the rows are as read; positions begin anew in each document; work is counted."""
+    """Put together again, the rows are as read; positions begin anew in each document; work is
+    counted.
+    """
     data, model = Sequences(TokenFile(folder), 26, 0, documents=True), MODELS[model]
     rows = [data.read(index) for index in range(2)]
-    read = [batches(monkeypatch, r, 3, 3, model, seq_len=26, layout=layout)._read(data, [0, 1]) for r in range(3)]
+    read = [
+        batches(monkeypatch, r, 3, 3, model, seq_len=26, layout=layout)._read(data, [0, 1])
+        for r in range(3)
+    ]
     for i, row in enumerate(rows):
         mask = Mask.documents(row.documents)
         balanced_by = mask.windowed(6) if model is MODELS["windowed"] else mask
         cut = Layout.balanced(balanced_by, 3) if layout == "auto" else Layout.striped(26, 3)
         assert all(batch.masks[i] == mask and batch.layouts[i] == cut for batch in read)
-        for name, whole in (("tokens", row.tokens), ("labels", row.labels), ("positions", mask.positions())):
+        for name, whole in (
+            ("tokens", row.tokens),
+            ("labels", row.labels),
+            ("positions", mask.positions()),
+        ):
             assert cut.unshard([getattr(batch, name)[i] for batch in read], 0).equal(whole), name
     assert {batch.documents for batch in read} == {sum(len(row.documents) - 1 for row in rows)}
     work = [0, 0, 0]
@@ -161,7 +195,9 @@ def test_windows_without_documents_have_a_balanced_layout_too(folder, monkeypatc
         cut = Layout.balanced(balanced_by, 2)
         assert (batch.masks, batch.layouts, batch.documents) == (mask, cut, 0)
         assert batch.positions.equal(cut.positions(1))
-    named = batches(monkeypatch, 1, 2, 2, MODELS["windowed"], seq_len=26, layout="zigzag")._read(data, [0])
+    named = batches(monkeypatch, 1, 2, 2, MODELS["windowed"], seq_len=26, layout="zigzag")._read(
+        data, [0]
+    )
     assert named.layouts == Layout.zigzag(26, 2)
 
 
@@ -188,18 +224,25 @@ def test_flops_count_visible_pairs_alone():
     c = WINDOWED
     full, windowed = Mask.documents((0, 5, 26)), Mask.documents((0, 5, 26), window=6)
     matrices = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    matrices = c.num_layers * (matrices + 3 * c.hidden_size * c.intermediate_size) + c.hidden_size * c.vocab_size
-    pairs = 2 * int(windowed.dense().sum()) + int(full.dense().sum())  # two layers of three have windows
+    matrices = (
+        c.num_layers * (matrices + 3 * c.hidden_size * c.intermediate_size)
+        + c.hidden_size * c.vocab_size
+    )
+    # two layers of three have windows
+    pairs = 2 * int(windowed.dense().sum()) + int(full.dense().sum())
     forward = 2 * matrices * 26 + 2 * 2 * c.num_heads * c.head_dim * pairs
     assert step_flops(c, 26, pairs) == 3 * forward
-    llama = PRESETS["7b"]  # as PaLM counts, halved for the causal mask, to the share of the diagonal
+    # as PaLM counts, halved for the causal mask, to the share of the diagonal
+    llama = PRESETS["7b"]
     pairs = llama.num_layers * 4096 * 4097 // 2
     expected = 6 * (llama.num_parameters - 65 * 4096 - 32000 * 4096) + 6 * 32 * 32 * 128 * 4096
     assert step_flops(llama, 4096, pairs) / 4096 == pytest.approx(expected, rel=1e-4)
 
 
 def token_losses(size: int, model, tokens, masks, layouts) -> torch.Tensor:
-    """The loss of each token but the last ones of documents, of a model over simulated ranks: (B, S) fp32."""
+    """The loss of each token but the last ones of documents, of a model over simulated ranks: (B,
+    S) fp32.
+    """
     labels = shift_labels(tokens, mask=masks)
 
     def of_rank(ring):
@@ -210,10 +253,14 @@ def token_losses(size: int, model, tokens, masks, layouts) -> torch.Tensor:
         ]
         mine, targets, positions = map(torch.stack, shards)
         logits = initialized(model, sp=sp)(mine, positions, mask=masks, layout=layouts)
-        return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none").detach()
+        return F.cross_entropy(
+            logits.transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none"
+        ).detach()
 
     parts = simulate(size, of_rank)
-    return torch.stack([layout.unshard([part[i] for part in parts], 0) for i, layout in enumerate(layouts)])
+    return torch.stack(
+        [layout.unshard([part[i] for part in parts], 0) for i, layout in enumerate(layouts)]
+    )
 
 
 CUTS = [(0, 3, 20, 21, 37), (0, 16, 37)]
@@ -245,13 +292,18 @@ def test_a_document_is_as_if_it_were_alone_and_no_other_one_changes_a_bit_of_it(
 def test_gradients_of_documents_and_windows_do_not_depend_on_the_ranks(saving):
     tokens = torch.randint(0, 300, (2, 37), generator=torch.Generator().manual_seed(1))
     masks = [Mask.documents(cut) for cut in CUTS]
-    labels, positions = shift_labels(tokens, mask=masks), torch.stack([mask.positions() for mask in masks])
+    labels, positions = (
+        shift_labels(tokens, mask=masks),
+        torch.stack([mask.positions() for mask in masks]),
+    )
 
     def of_rank(ring, size):
         layouts = [Layout.balanced(mask, size) for mask in masks]
 
         def mine(whole):
-            return torch.stack([layout.shard(x, ring.rank, 0) for x, layout in zip(whole, layouts, strict=True)])
+            return torch.stack(
+                [layout.shard(x, ring.rank, 0) for x, layout in zip(whole, layouts, strict=True)]
+            )
 
         sp = SequenceParallel(ring.rank, size, process_group=ring)
         model = initialized(WINDOWED, sp=sp, saving=saving)
@@ -263,7 +315,9 @@ def test_gradients_of_documents_and_windows_do_not_depend_on_the_ranks(saving):
     parts = simulate(3, lambda ring: of_rank(ring, 3))
     assert torch.allclose(sum(loss for loss, _ in parts), expected, rtol=1e-6)
     for name, grad in grads.items():
-        assert torch.allclose(sum(part[name] for _, part in parts), grad, rtol=1e-4, atol=1e-4), name
+        assert torch.allclose(sum(part[name] for _, part in parts), grad, rtol=1e-4, atol=1e-4), (
+            name
+        )
 
 
 def test_a_layer_with_a_window_is_the_dense_one():
@@ -288,13 +342,21 @@ def test_a_layer_with_a_window_is_the_dense_one():
         sp = SequenceParallel(ring.rank, 2, process_group=ring)
         mine = layer(whole, window=5, sp=sp)
         part = sp.shard(x), *rope_tables(sp.positions(21), 4)
-        with pytest.raises(ValueError, match=r"that is cut zigzag: a layer with a window needs a mask"):
+        with pytest.raises(
+            ValueError, match=r"that is cut zigzag: a layer with a window needs a mask"
+        ):
             mine(*part)
         layout = Layout.zigzag(21, 2)
-        return [mine(*part, mask=Mask.causal(21)), mine(*part, layout=layout), mine(*part, layout=[layout] * 2)]
+        return [
+            mine(*part, mask=Mask.causal(21)),
+            mine(*part, layout=layout),
+            mine(*part, layout=[layout] * 2),
+        ]
 
     for parts in zip(*simulate(2, of_rank), strict=True):
-        assert torch.allclose(Layout.zigzag(21, 2).unshard(parts, 1), expected, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(
+            Layout.zigzag(21, 2).unshard(parts, 1), expected, rtol=1e-5, atol=1e-6
+        )
     with pytest.raises(TypeError, match="mask must be a Mask, or one for each row, got str"):
         windowed(x, *tables, mask=["causal", "causal"])
 
@@ -302,7 +364,9 @@ def test_a_layer_with_a_window_is_the_dense_one():
 def test_layers_make_a_window_of_a_mask_once(monkeypatch):
     made = []
     plain = Mask.windowed
-    monkeypatch.setattr(Mask, "windowed", lambda mask, window: made.append(window) or plain(mask, window))
+    monkeypatch.setattr(
+        Mask, "windowed", lambda mask, window: made.append(window) or plain(mask, window)
+    )
     model = CPM(WINDOWED)
     masks = [Mask.documents((0, 9, 23)), Mask.documents((0, 11, 23))]
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""The torch engine against plain torch: one process, AdamW and clipping written with torch's own pieces."""
+"""The torch engine against plain torch: one process, AdamW and clipping written with torch's own
+pieces.
+"""
 
 import math
 
@@ -24,7 +26,10 @@ CPU = torch.device("cpu")
 def steps(rank: int) -> tuple[dict, list]:
     """Weights and norms after three steps on a loss that every rank has a different share of."""
     engine = TorchEngine(lambda: CPM(SMALL), device=CPU, adamw=ADAMW)
-    engine.load(lambda key, shard: whole(key).flatten()[shard.start : shard.start + len(shard.flat)], optimizer_steps=0)
+    engine.load(
+        lambda key, shard: whole(key).flatten()[shard.start : shard.start + len(shard.flat)],
+        optimizer_steps=0,
+    )
     norms = []
     for step, max_norm in enumerate((1e9, 0.01, 1.0)):
         loss, count = engine.model(*batch(step))
@@ -68,7 +73,9 @@ def test_engine_equals_torch(size):
             ("weight", parameter),
             *((k, optimizer.state[parameter][k]) for k in ("exp_avg", "exp_avg_sq")),
         ):
-            shards = sorted((state[f"{kind}/{name}"] for state, _ in results), key=lambda entry: entry[0])
+            shards = sorted(
+                (state[f"{kind}/{name}"] for state, _ in results), key=lambda entry: entry[0]
+            )
             got = torch.cat([flat for _, flat in shards])
             assert torch.allclose(got, value.detach().flatten(), rtol=1e-4, atol=1e-7), (kind, name)
 
@@ -80,12 +87,16 @@ def live_engine(rank: int, name: str) -> TorchEngine:
     engine = TorchEngine(lambda: (CPMBee if name == "bee" else CPMAnt)(case.config, sp), device=CPU)
     weights = {f"weight/{key}": x.flatten() for key, x in case.all("param").items()}
     moments = torch.zeros(10**5)
-    engine.load(lambda key, s: weights.get(key, moments)[s.start : s.start + len(s.flat)], optimizer_steps=0)
+    engine.load(
+        lambda key, s: weights.get(key, moments)[s.start : s.start + len(s.flat)], optimizer_steps=0
+    )
     return engine
 
 
 def live_errors(rank: int, name: str) -> tuple[float, dict[str, float]]:
-    """The loss of a CPM-Live model over all ranks and the errors of its gradients, against the golden values."""
+    """The loss of a CPM-Live model over all ranks and the errors of its gradients, against the
+    golden values.
+    """
     case, size, engine = golden(name), dist.get_world_size(), live_engine(rank, name)
     layouts = case.layouts("zigzag", size)
     labels = shard_rows(case.input["target"], layouts, rank)
@@ -93,7 +104,9 @@ def live_errors(rank: int, name: str) -> tuple[float, dict[str, float]]:
     total, targets = engine.sum([float(loss.detach()), float(count)])
     engine.backward(loss / targets)
     grads = {key: p.grad.full_tensor() for key, p in engine.model.named_parameters()}
-    return total / targets, {key: relative_error(grad, case.tensors[f"grad.{key}"]) for key, grad in grads.items()}
+    return total / targets, {
+        key: relative_error(grad, case.tensors[f"grad.{key}"]) for key, grad in grads.items()
+    }
 
 
 @pytest.mark.parametrize("name", ["bee", "ant"])
@@ -106,7 +119,9 @@ def test_cpm_lives_models_equal_the_golden_values(name):
 
 
 def shortened(name: str, tokens: int) -> dict[str, torch.Tensor]:
-    """The golden rows, of which what comes after some tokens is padding, which sees nothing; its targets stay."""
+    """The golden rows, of which what comes after some tokens is padding, which sees nothing; its
+    targets stay.
+    """
     fields = golden(name).input
     return fields | {"length": fields["length"].clamp(max=tokens)}
 
@@ -116,7 +131,9 @@ def shortened_norm(rank: int, name: str, tokens: int) -> float:
     case, engine, fields = golden(name), live_engine(rank, name), shortened(name, tokens)
     layouts = case.layouts("contiguous", 2)
     labels = shard_rows(fields["target"], layouts, rank)
-    loss, _ = engine.model(*case.arguments(layouts, rank, fields), case.scores(fields), labels, layouts)
+    loss, _ = engine.model(
+        *case.arguments(layouts, rank, fields), case.scores(fields), labels, layouts
+    )
     engine.backward(loss)
     return engine.step(0.1, 1.0)
 
@@ -124,9 +141,13 @@ def shortened_norm(rank: int, name: str, tokens: int) -> float:
 @pytest.mark.parametrize("name", ["bee", "ant"])
 @pytest.mark.parametrize("tokens", [0, 40])
 def test_ranks_whose_tokens_see_nothing_have_gradients(name, tokens):
-    """The second rank's tokens, or all: of projections and the bias's table they are 0, and of no parameter missing."""
+    """The second rank's tokens, or all: of projections and the bias's table they are 0, and of no
+    parameter missing.
+    """
     case, fields, model = golden(name), shortened(name, tokens), golden(name).model()
-    loss, _ = model(*case.arguments(case.layouts("zigzag", 1), 0, fields), case.scores(fields), fields["target"])
+    loss, _ = model(
+        *case.arguments(case.layouts("zigzag", 1), 0, fields), case.scores(fields), fields["target"]
+    )
     loss.backward()
     table = model.position_bias.relative_attention_bias.grad
     assert bool(table.any()) == (tokens > 0)
@@ -158,8 +179,12 @@ def test_the_gradient_norm_does_not_depend_on_how_gradients_are_cut(value):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_squares_of_gradients_of_any_dtype_and_shape_are_summed(dtype):
-    grads = [torch.randn(shape).to(dtype) for shape in ((300, 7), (1,), (0,))] + [torch.randn(9, 4).to(dtype).T]
-    assert square_sum(grads) == pytest.approx(sum(float(g.double().square().sum()) for g in grads), rel=1e-12)
+    grads = [torch.randn(shape).to(dtype) for shape in ((300, 7), (1,), (0,))] + [
+        torch.randn(9, 4).to(dtype).T
+    ]
+    assert square_sum(grads) == pytest.approx(
+        sum(float(g.double().square().sum()) for g in grads), rel=1e-12
+    )
     assert square_sum([]) == 0.0
     assert math.isinf(square_sum([*grads, torch.tensor([math.inf], dtype=dtype)]))
     assert math.isnan(square_sum([*grads, torch.tensor([math.nan], dtype=dtype)]))

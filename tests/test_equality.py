@@ -9,10 +9,17 @@ from bmt_burst import Layout, Mask, burst_attn_func, simulate
 from bmt_burst.strategies import ring as ring_strategy
 from tests.helpers import dense_results, random_qkv, relative_error, ring_results
 
-RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (8, 4), (8, 2), (4, 1)]  # ranks, ranks of a host
+# ranks, ranks of a host
+RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (8, 4), (8, 2), (4, 1)]
 LAYOUTS = ("zigzag", "striped", "contiguous")
 # tokens, batch, q heads, kv heads, head size: odd and short lengths, GQA ratios 1 to 4
-SHAPES = [(16, 2, 4, 2, 8), (37, 1, 3, 3, 24), (61, 2, 4, 1, 40), (8, 1, 2, 2, 8), (129, 1, 6, 2, 8)]
+SHAPES = [
+    (16, 2, 4, 2, 8),
+    (37, 1, 3, 3, 24),
+    (61, 2, 4, 1, 40),
+    (8, 1, 2, 2, 8),
+    (129, 1, 6, 2, 8),
+]
 CASES = [
     (*ring, layout, causal, backward, SHAPES[index % len(SHAPES)], index)
     for index, (ring, layout, causal, backward) in enumerate(
@@ -21,10 +28,13 @@ CASES = [
 ]
 CASES += [
     (*ring, layout, True, backward, shape, 7)
-    for ring, layout, backward, shape in itertools.product([(3, 3), (4, 2), (8, 8)], LAYOUTS, ("q", "kv"), SHAPES)
+    for ring, layout, backward, shape in itertools.product(
+        [(3, 3), (4, 2), (8, 8)], LAYOUTS, ("q", "kv"), SHAPES
+    )
 ]
 CASES = CASES[::3]  # tests/conformance has random ones, for every strategy
-CASES += [(8, 4, "striped", True, "q", (17, 3, 1, 1, 2), 6)]  # a message of one entry, whose strides say nothing
+# a message of one entry, whose strides say nothing
+CASES += [(8, 4, "striped", True, "q", (17, 3, 1, 1, 2), 6)]
 SCALE = 0.31
 
 
@@ -47,7 +57,8 @@ def ring_attention(size, inner, layout, causal, backward, tensors, **options):
 def test_ring_equals_dense(size, inner, layout, causal, backward, shape, seed):
     tokens, batch, heads, kv_heads, head_size = shape
     tensors = random_qkv(batch, tokens, heads, kv_heads, head_size, seed=seed)
-    # Independent of what CASES runs through fastest: kernel, delta or out on the way, blocks in a group.
+    # Independent of what CASES runs through fastest: kernel, delta or out on the way, blocks in a
+    # group.
     flash, optimize, group_bytes = (
         ("cpu", "reference")[seed // 2 % 2],
         seed % 3 > 0,
@@ -55,16 +66,22 @@ def test_ring_equals_dense(size, inner, layout, causal, backward, shape, seed):
     )
     options = {"flash": flash, "optimize_bwd_comm": optimize, "group_bytes": group_bytes}
     got = ring_attention(size, inner, layout, causal, backward, tensors, **options)
-    for name, mine, expected in zip(("out", "lse", "dq", "dk", "dv"), got, dense(causal, tensors), strict=True):
+    for name, mine, expected in zip(
+        ("out", "lse", "dq", "dk", "dv"), got, dense(causal, tensors), strict=True
+    ):
         assert mine.dtype == torch.float64
         assert relative_error(mine, expected) < 1e-10, name
 
 
 @pytest.mark.parametrize(("size", "inner"), [(2, 2), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)])
-@pytest.mark.parametrize(("layout", "optimize"), [("zigzag", True), ("zigzag", False), ("striped", True)])
+@pytest.mark.parametrize(
+    ("layout", "optimize"), [("zigzag", True), ("zigzag", False), ("striped", True)]
+)
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("blocks", [1, 7])
-def test_a_pass_for_each_kv_head_equals_dense(size, inner, layout, optimize, backward, blocks, monkeypatch):
+def test_a_pass_for_each_kv_head_equals_dense(
+    size, inner, layout, optimize, backward, blocks, monkeypatch
+):
     """In groups of so many blocks."""
     monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", 1)
     tensors = random_qkv(1, 8 * size, 6, 3, 8)
@@ -94,8 +111,13 @@ def test_only_the_gradients_that_are_wanted(wanted):
     expected = dict(zip("qkv", dense(True, list(tensors.values()))[2:], strict=True))
 
     def work(ring):
-        shards = {name: whole.shard(x, ring.rank).requires_grad_(name in wanted) for name, x in tensors.items()}
-        out = burst_attn_func(shards["q"], shards["k"], shards["v"], SCALE, causal=True, process_group=ring)
+        shards = {
+            name: whole.shard(x, ring.rank).requires_grad_(name in wanted)
+            for name, x in tensors.items()
+        }
+        out = burst_attn_func(
+            shards["q"], shards["k"], shards["v"], SCALE, causal=True, process_group=ring
+        )
         if wanted:
             out.backward(shards["d"])
         return {name: shards[name].grad for name in "qkv"}
@@ -109,12 +131,16 @@ def test_only_the_gradients_that_are_wanted(wanted):
             assert grads == [None] * 3
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 3e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 3e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)]
+)
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("flash", ["cpu", "reference"])
 @pytest.mark.parametrize("inner", [4, 2])
 def test_narrow_dtypes_keep_their_precision(dtype, bound, backward, flash, inner):
-    """Bounds: a few units in the last place of the dtype (1e-7, 4e-3, 5e-4), to which results are rounded."""
+    """Bounds: a few units in the last place of the dtype (1e-7, 4e-3, 5e-4), to which results are
+    rounded.
+    """
     tensors = random_qkv(1, 61, 4, 2, 24, dtype)
     got = ring_attention(4, inner, "zigzag", True, backward, tensors, flash=flash)
     for i, (mine, expected) in enumerate(zip(got, dense(True, tensors), strict=True)):
@@ -140,5 +166,8 @@ def test_the_future_does_not_leak(layout, backward):
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_runs_repeat_bit_for_bit(backward):
     tensors = random_qkv(2, 61, 4, 2, 8, torch.float32)
-    first, second = (ring_attention(6, 3, "zigzag", True, backward, tensors, deterministic=True) for _ in range(2))
+    first, second = (
+        ring_attention(6, 3, "zigzag", True, backward, tensors, deterministic=True)
+        for _ in range(2)
+    )
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))

@@ -1,4 +1,6 @@
-"""Exports: what transformers loads by itself computes what was trained, with the same tokens; whole or not there."""
+"""Exports: what transformers loads by itself computes what was trained, with the same tokens; whole
+or not there.
+"""
 
 import dataclasses
 import json
@@ -39,7 +41,8 @@ from train.export import main
 from train.generate import checkpoint_tokenizer, generate, load_model
 from train.generate import main as generate_main
 
-PADDED = dataclasses.replace(SMALL, rope_theta=5e5)  # a vocabulary of 300 for bytes as tokens, of which there are 257
+# a vocabulary of 300 for bytes as tokens, of which there are 257
+PADDED = dataclasses.replace(SMALL, rope_theta=5e5)
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog, don't you think?",
     "hello  world, how  are you\ttoday? 漢字 é",
@@ -54,16 +57,30 @@ def one_rank():
 
 
 def run_of(
-    root: Path, config: CPMConfig, tokenizer: Tokenizer, factor: float = 1.0, longest_row: int | None = None, **data
+    root: Path,
+    config: CPMConfig,
+    tokenizer: Tokenizer,
+    factor: float = 1.0,
+    longest_row: int | None = None,
+    **data,
 ) -> Path:
-    """A run's folder with one checkpoint of random weights that like tokens that the tokenizer does not have.
+    """A run's folder with one checkpoint of random weights that like tokens that the tokenizer does
+    not have.
 
-    `data` says how it read its data; an older run's, by default, which does not know its `longest_row` either.
+    `data` says how it read its data; an older run's, by default, which does not know its
+    `longest_row` either.
     """
     weights = {name: p.detach() * factor for name, p in initialized(config).named_parameters()}
     weights["embed_tokens.weight"][tokenizer.vocab_size :] *= 5
-    shards = {f"weight/{name}": Shard(w.flatten(), 0, tuple(w.shape)) for name, w in weights.items()}
-    state = {"step": 3, "model": config.to_dict(), "config": {"seq_len": 77, "dtype": "fp32"}, "data": data}
+    shards = {
+        f"weight/{name}": Shard(w.flatten(), 0, tuple(w.shape)) for name, w in weights.items()
+    }
+    state = {
+        "step": 3,
+        "model": config.to_dict(),
+        "config": {"seq_len": 77, "dtype": "fp32"},
+        "data": data,
+    }
     state |= {"longest_row": longest_row} if longest_row else {}
     checkpoint.save(root, state, shards, keep_last=None)
     tokenizer.save(root / "tokenizer")
@@ -130,10 +147,21 @@ def test_a_folded_model_is_a_llama_with_the_same_logits(tmp_path, change):
 
 def test_transformers_continues_a_text_as_generate_does(run, tmp_path):
     folder = exported(run, tmp_path / "out")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    ids = model.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=30, do_sample=False)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    ids = model.generate(
+        **tokenizer("def f(", return_tensors="pt"), max_new_tokens=30, do_sample=False
+    )
     path = checkpoint.find(run)
-    ours = generate(load_model(path, torch.device("cpu")), checkpoint_tokenizer(path), "def f(", 30, temperature=0)
+    ours = generate(
+        load_model(path, torch.device("cpu")),
+        checkpoint_tokenizer(path),
+        "def f(",
+        30,
+        temperature=0,
+    )
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == ours
 
 
@@ -145,15 +173,22 @@ def test_a_begin_token_stands_in_front_of_a_prompt_as_in_training(tmp_path, kind
     config = dataclasses.replace(PADDED, vocab_size=tokenizer.vocab_size, tie_embeddings=False)
     run = run_of(tmp_path / "run", config, tokenizer, documents="mask", bos=tokenizer.bos_id)
     folder = exported(run, tmp_path / "out")
-    model, theirs = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, theirs = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     given = theirs(prompt, return_tensors="pt")
     assert given.input_ids.tolist() == [[tokenizer.bos_id, *tokenizer.encode(prompt)]]
     ids = model.generate(**given, max_new_tokens=30, do_sample=False)
     path = checkpoint.find(run)
     ours = load_model(path, torch.device("cpu"))
-    expected = generate(ours, checkpoint_tokenizer(path), prompt, 30, bos=tokenizer.bos_id, temperature=0)
+    expected = generate(
+        ours, checkpoint_tokenizer(path), prompt, 30, bos=tokenizer.bos_id, temperature=0
+    )
     assert tokenizer.decode(ids[0, 1:].tolist()) == expected
-    assert generate(ours, tokenizer, prompt, 30) != generate(ours, tokenizer, prompt, 30, bos=tokenizer.bos_id)
+    assert generate(ours, tokenizer, prompt, 30) != generate(
+        ours, tokenizer, prompt, 30, bos=tokenizer.bos_id
+    )
     capsys.readouterr()
     generate_main(["--run", str(run), "--prompt", prompt, "--tokens", "30", "--temperature", "0"])
     said = capsys.readouterr()
@@ -163,7 +198,12 @@ def test_a_begin_token_stands_in_front_of_a_prompt_as_in_training(tmp_path, kind
 
 @pytest.mark.parametrize(
     ("data", "begin"),
-    [({}, 256), ({"documents": "ignore"}, 256), ({"documents": "mask"}, None), ({"documents": "mask", "bos": 7}, 7)],
+    [
+        ({}, 256),
+        ({"documents": "ignore"}, 256),
+        ({"documents": "mask"}, None),
+        ({"documents": "mask", "bos": 7}, 7),
+    ],
 )
 def test_the_begin_token_of_an_export_is_one_that_texts_began_after(tmp_path, data, begin, capsys):
     """Documents that are told apart have no token in front of them but a begin token of training."""
@@ -190,23 +230,36 @@ def test_an_exported_folder_says_what_others_need_to_know(run, tmp_path):
         assert read["bos_token_id"] == read["eos_token_id"] == 256
         assert read["dtype"] == "float32"
         assert read["rope_parameters"]["rope_theta"] == 5e5
-    assert (written["torch_dtype"], written["rope_theta"]) == ("float32", 5e5)  # as transformers 4 reads them
+    # as transformers 4 reads them
+    assert (written["torch_dtype"], written["rope_theta"]) == ("float32", 5e5)
     assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == 256
     assert not list(folder.parent.glob(".*"))
 
 
 @pytest.mark.parametrize(
     ("made_for", "longest_row", "longest", "original"),
-    [(131_072, 77, 131_072, None), (64, 77, 77, 64), (64, 4096, 4096, 64), (None, 4096, 4096, None)],
+    [
+        (131_072, 77, 131_072, None),
+        (64, 77, 77, 64),
+        (64, 4096, 4096, 64),
+        (None, 4096, 4096, None),
+    ],
 )
 def test_an_export_is_for_the_longest_sequence_that_the_model_was_made_for_or_trained_on(
     tmp_path, made_for, longest_row, longest, original
 ):
-    """Not for the last stage's alone. Where training went beyond what it was made for, the folder says both."""
+    """Not for the last stage's alone. Where training went beyond what it was made for, the folder
+    says both.
+    """
     config = dataclasses.replace(PADDED, max_position_embeddings=made_for)
-    folder = exported(run_of(tmp_path / "run", config, ByteTokenizer(), longest_row=longest_row), tmp_path / "out")
+    folder = exported(
+        run_of(tmp_path / "run", config, ByteTokenizer(), longest_row=longest_row), tmp_path / "out"
+    )
     written = json.loads((folder / "config.json").read_text())
-    assert (written["max_position_embeddings"], written.get("original_max_position_embeddings")) == (longest, original)
+    assert (
+        written["max_position_embeddings"],
+        written.get("original_max_position_embeddings"),
+    ) == (longest, original)
     assert AutoConfig.from_pretrained(folder).max_position_embeddings == longest
     assert AutoTokenizer.from_pretrained(folder).model_max_length == longest
     assert HFWeights(folder).config.max_position_embeddings == longest
@@ -218,18 +271,31 @@ def test_scalings_can_be_kept(run, tmp_path, capsys):
     assert json.loads((folder / "config.json").read_text())["model_type"] == "minicpm"
     kept, weights = HFWeights(folder), checkpoint.Checkpoint(checkpoint.find(run)).weights()
     assert kept.config.max_position_embeddings == 77
-    assert dataclasses.replace(kept.config, init_std=PADDED.init_std, max_position_embeddings=None) == PADDED
+    assert (
+        dataclasses.replace(kept.config, init_std=PADDED.init_std, max_position_embeddings=None)
+        == PADDED
+    )
     assert all(kept[name].equal(weight) for name, weight in weights.items())
 
 
-LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 7.5], "original_length": 16}
+LONGROPE = {
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.5, 2.0, 4.0, 7.5],
+    "original_length": 16,
+}
 
 
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
         ({"rope_scaling": {"kind": "longrope", **LONGROPE}}, "llama"),
-        ({"qkv_bias": True, "rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_length": 16}}, "qwen2"),
+        (
+            {
+                "qkv_bias": True,
+                "rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_length": 16},
+            },
+            "qwen2",
+        ),
         ({"qk_norm": True, "window": 9, "window_pattern": "fw"}, "qwen3"),
     ],
     ids=str,
@@ -246,7 +312,9 @@ def test_runs_of_other_families_are_written_as_theirs(tmp_path, change, kind):
 
 def test_what_no_family_has_is_refused_and_leaves_nothing(tmp_path, capsys):
     run = run_of(tmp_path / "run", dataclasses.replace(PADDED, o_bias=True), ByteTokenizer())
-    assert "no model there has ['o_bias']" in refusal(capsys, "--run", run, "--output", tmp_path / "out")
+    assert "no model there has ['o_bias']" in refusal(
+        capsys, "--run", run, "--output", tmp_path / "out"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -285,8 +353,12 @@ def test_what_is_there_is_not_written_to(run, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("folder", "file", "link"):
-        assert f"{name} exists" in refusal(capsys, "--run", tmp_path / "no run", "--output", tmp_path / name)
-    assert "no checkpoint in" in refusal(capsys, "--run", tmp_path / "no run", "--output", tmp_path / "out" / "deep")
+        assert f"{name} exists" in refusal(
+            capsys, "--run", tmp_path / "no run", "--output", tmp_path / name
+        )
+    assert "no checkpoint in" in refusal(
+        capsys, "--run", tmp_path / "no run", "--output", tmp_path / "out" / "deep"
+    )
     assert not (tmp_path / "out").exists()
     assert "Not a directory" in refusal(capsys, "--run", run, "--output", tmp_path / "file" / "out")
 
@@ -297,7 +369,9 @@ def test_a_failed_or_killed_export_leaves_nothing_at_its_output(run, tmp_path, c
 
     with monkeypatch.context() as patch:
         patch.setattr(export, "save_for_transformers", full)
-        assert "No space left on device" in refusal(capsys, "--run", run, "--output", tmp_path / "out")
+        assert "No space left on device" in refusal(
+            capsys, "--run", run, "--output", tmp_path / "out"
+        )
     assert not list(tmp_path.iterdir())
     (tmp_path / ".out.partial").mkdir()  # as a kill leaves it
     (tmp_path / ".out.partial/model-00001-of-00002.safetensors").write_text("half")
@@ -334,7 +408,10 @@ def test_two_exports_do_not_write_to_one_folder(run, tmp_path, capsys):
     [
         ([], "the following arguments are required: --run, --output"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--format", "bmtrain", "--keep-scalings", "--run", "r", "--output", "o"], "is for --format huggingface"),
+        (
+            ["--format", "bmtrain", "--keep-scalings", "--run", "r", "--output", "o"],
+            "is for --format huggingface",
+        ),
     ],
 )
 def test_wrong_options_are_refused_in_a_line(arguments, message, capsys):
@@ -359,11 +436,27 @@ def texts() -> list[str]:
 
     def character() -> str:
         return chr(
-            random.choice([random.randrange(1, 127), random.randrange(0xD7FF), random.randrange(0x10000, 0x10FFFF)])
+            random.choice(
+                [
+                    random.randrange(1, 127),
+                    random.randrange(0xD7FF),
+                    random.randrange(0x10000, 0x10FFFF),
+                ]
+            )
         )
 
     words = " ".join(SENTENCES).split()
-    corners = ["", " ", "  lead", "trail \n", "a  b", "\t\r\n x", "ﬁ Å", "\u2581x", "é漢字🙂\x00\x01\u2028"]
+    corners = [
+        "",
+        " ",
+        "  lead",
+        "trail \n",
+        "a  b",
+        "\t\r\n x",
+        "ﬁ Å",
+        "\u2581x",
+        "é漢字🙂\x00\x01\u2028",
+    ]
     return [
         *corners,
         *("".join(character() for _ in range(30)) for _ in range(50)),
@@ -378,7 +471,9 @@ def json_tokenizer(folder: Path) -> JsonTokenizer:
     special = ["<unk>", "<s>", "</s>"]
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
     backend.train_from_iterator(SENTENCES, trainer)
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     backend.enable_truncation(5)
     backend.enable_padding()
     backend.save(str(folder / "mine.json"))
@@ -394,7 +489,11 @@ def sentencepiece_tokenizer(folder: Path, kind: str, **options) -> SentencePiece
     return SentencePieceTokenizer(folder / "mine.model")
 
 
-LLAMAS = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+LLAMAS = {
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+}
 TOKENIZERS = {
     "bytes": lambda folder: ByteTokenizer(),
     "json": json_tokenizer,
@@ -402,7 +501,9 @@ TOKENIZERS = {
     "Llama's": lambda folder: sentencepiece_tokenizer(folder, "bpe", **LLAMAS),
     "BPE": lambda folder: sentencepiece_tokenizer(folder, "bpe", byte_fallback=True),
     "unigram": lambda folder: sentencepiece_tokenizer(folder, "unigram", byte_fallback=True),
-    "unigram without prefix": lambda folder: sentencepiece_tokenizer(folder, "unigram", add_dummy_prefix=False),
+    "unigram without prefix": lambda folder: sentencepiece_tokenizer(
+        folder, "unigram", add_dummy_prefix=False
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""What FA4 adds to scores, without a GPU: its functions on numbers, called as the package calls them."""
+"""What FA4 adds to scores, without a GPU: its functions on numbers, called as the package calls
+them.
+"""
 
 import ctypes
 import importlib.util
@@ -67,22 +69,36 @@ def score_functions(monkeypatch) -> ModuleType:
 
 
 def check(functions: ModuleType, bias: CallBias, call: KernelCall, name: str) -> None:
-    """Of every pair of every tile, of each of a batch, some of a query and beyond the last key at once."""
+    """Of every pair of every tile, of each of a batch, some of a query and beyond the last key at
+    once.
+    """
     batch, heads = 2, bias.table.shape[1]
     options = fa4._bias_options(bias, call, batch)
     add, numbers = options["score_mod"], [x.value for x in options["aux_scalars"]]
     assert add is getattr(functions, name)
     expected, spans, seen = bias.table[bias.rows()], call.sequences(), 0
     for sequence, (q, kv) in enumerate(spans * batch):
-        for i, j, head in itertools.product(range(length(q)), range(0, length(kv), 3), range(heads)):
+        for i, j, head in itertools.product(
+            range(length(q)), range(0, length(kv), 3), range(heads)
+        ):
             where = [sequence], [head]
-            names = {"q_idx": [i] * 3, "kv_idx": [j, j + 1, j + 2], "seqlen_info": NO_INFO, "aux_tensors": ()}
+            names = {
+                "q_idx": [i] * 3,
+                "kv_idx": [j, j + 1, j + 2],
+                "seqlen_info": NO_INFO,
+                "aux_tensors": (),
+            }
             scores = Registers((0.5, 0.25, -4.0))
             found = add(scores, *where, **names, aux_scalars=numbers)
             there = min(length(kv) - j, 3)
             added = torch.tensor(found)[:there] - torch.tensor(scores)[:there]
-            assert torch.allclose(added, expected[q[0] + i, kv[0] + j :, head][:there], atol=1e-6), (sequence, i, j)
-            assert functions.gradient_of_sum(found, scores, *where, **names, aux_scalars=numbers) == found
+            assert torch.allclose(
+                added, expected[q[0] + i, kv[0] + j :, head][:there], atol=1e-6
+            ), (sequence, i, j)
+            assert (
+                functions.gradient_of_sum(found, scores, *where, **names, aux_scalars=numbers)
+                == found
+            )
             seen += there
     assert seen == batch * heads * sum(length(q) * length(kv) for q, kv in call.tiles)
 
@@ -95,14 +111,18 @@ def functions(monkeypatch) -> ModuleType:
 
 
 def test_biases_by_distance(functions):
-    """Distances go beyond reach, and tiles are far apart; tokens that do not follow one another are found each."""
+    """Distances go beyond reach, and tiles are far apart; tokens that do not follow one another are
+    found each.
+    """
     generator = torch.Generator().manual_seed(0)
     call = KernelCall(11, 10, (((0, 4), (2, 5)), ((5, 11), (5, 9))))
     q_position, kv_position = (torch.arange(count, dtype=torch.int32) + 3 for count in (11, 10))
     q_position[5:] += 7
     distances = torch.randint(6, (7,), dtype=torch.int32, generator=generator)
     apart = tuple(int(kv_position[kv[0]] - q_position[q[0]]) for q, kv in call.tiles)
-    bias = CallBias(torch.randn(6, 3, generator=generator), q_position, kv_position, distances, apart=apart)
+    bias = CallBias(
+        torch.randn(6, 3, generator=generator), q_position, kv_position, distances, apart=apart
+    )
     check(functions, bias, call, "add_by_distance")
     gaps = replace(bias, q_position=2 * q_position, apart=None)
     check(functions, gaps, call, "add_by_segments")
@@ -110,7 +130,9 @@ def test_biases_by_distance(functions):
 
 @pytest.mark.parametrize("kind", ["causal", "tiles apart", "documents"])
 def test_biases_by_segments(functions, kind):
-    """Of some tokens of a sequence, in the order of a contiguous, zigzag or striped rank, or in none."""
+    """Of some tokens of a sequence, in the order of a contiguous, zigzag or striped rank, or in
+    none.
+    """
     call = named_calls(3)[kind]
     for seed in range(4):
         check(functions, random_bias(call, 2, seed, torch.float32), call, "add_by_segments")

@@ -1,4 +1,6 @@
-"""Checkpoints of other projects: transformers' models in each family and with each rotary scaling, there and back."""
+"""Checkpoints of other projects: transformers' models in each family and with each rotary scaling,
+there and back.
+"""
 
 import dataclasses
 import json
@@ -22,7 +24,14 @@ from bmt_burst import Layout, SequenceParallel, simulate
 from bmt_burst.sequence.mask import Mask
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
-from models.huggingface import HFWeights, config_from_hf, config_to_hf, fold_scalings, load_cpm, save_weights
+from models.huggingface import (
+    HFWeights,
+    config_from_hf,
+    config_to_hf,
+    fold_scalings,
+    load_cpm,
+    save_weights,
+)
 from models.rope import RopeScaling, Yarn
 from tests.test_model import SMALL, initialized
 from train.generate import Cache
@@ -30,9 +39,10 @@ from train.run.config import TrainConfig
 from train.run.flops import step_flops
 
 ORIGINAL = 16  # tokens that the small models were "first trained" on
-LENGTHS = (13, ORIGINAL, ORIGINAL + 1, 45)  # rising: transformers remembers the longest for dynamic scalings
-# Logits in fp32 agree to 1e-5 of the largest: sums of some hundred products are rounded in other orders, and
-# transformers has phases in fp32, which at position 45 are off by 3e-6.
+# rising: transformers remembers the longest for dynamic scalings
+LENGTHS = (13, ORIGINAL, ORIGINAL + 1, 45)
+# Logits in fp32 agree to 1e-5 of the largest: sums of some hundred products are rounded in other
+# orders, and transformers has phases in fp32, which at position 45 are off by 3e-6.
 CLOSE = 1e-5
 
 LONG = {
@@ -79,7 +89,10 @@ FAMILIES = {
     ),
 }  # fmt: skip
 PAIRS = [("llama", rope) for rope in ROPES] + [
-    (family, rope) for family in FAMILIES if family != "llama" for rope in ("none", "yarn", "longrope")
+    (family, rope)
+    for family in FAMILIES
+    if family != "llama"
+    for rope in ("none", "yarn", "longrope")
 ]
 
 
@@ -106,7 +119,9 @@ def config_of(family: str, rope: str) -> PreTrainedConfig:
 def theirs_of(family: str, rope: str) -> torch.nn.Module:
     """A transformers model with random weights, norms and biases among them."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config_of(family, rope), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        config_of(family, rope), attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -129,7 +144,11 @@ def with_length(config: CPMConfig, longest: int | None) -> CPMConfig:
 def most_positions(theirs: PreTrainedConfig) -> int:
     """Tokens of the longest sequence: as a config says, or as its rotary scaling extends them to."""
     rope = theirs.rope_parameters
-    extended = rope["original_max_position_embeddings"] * rope["factor"] if rope["rope_type"] == "llama3" else 0
+    extended = (
+        rope["original_max_position_embeddings"] * rope["factor"]
+        if rope["rope_type"] == "llama3"
+        else 0
+    )
     return max(theirs.max_position_embeddings, extended)
 
 
@@ -139,13 +158,16 @@ def test_logits_are_those_of_transformers_there_and_back(family, rope, tmp_path)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_cpm(tmp_path / "theirs").requires_grad_(False)
     save_weights(tmp_path / "ours", ours.config, ours.state_dict())
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    ).eval()
     assert type(again) is type(theirs)
     for length in LENGTHS:
         tokens = tokens_of(length)
         expected = theirs(tokens).logits
         assert error(ours(tokens, torch.arange(length)), expected) < CLOSE
-        assert error(again(tokens).logits, expected) < 1e-6  # attention_factor in the place of mscale may round once
+        # attention_factor in the place of mscale may round once
+        assert error(again(tokens).logits, expected) < 1e-6
     read = HFWeights(tmp_path / "ours")
     assert read.config == with_length(ours.config, read.config.max_position_embeddings)
     assert read.config.max_position_embeddings == most_positions(theirs.config)
@@ -154,13 +176,18 @@ def test_logits_are_those_of_transformers_there_and_back(family, rope, tmp_path)
 
 @pytest.mark.parametrize("rope", [rope for rope in ROPES if rope != "none"])
 def test_scalings_matter_where_they_should(rope, tmp_path):
-    """Beyond the original length all do; what goes by the length does nothing, or something else, below."""
+    """Beyond the original length all do; what goes by the length does nothing, or something else,
+    below.
+    """
     theirs = theirs_of("llama", rope)
     theirs.save_pretrained(tmp_path)
     scaled = load_cpm(tmp_path).requires_grad_(False)
     plain = CPM(dataclasses.replace(scaled.config, rope_scaling=None)).requires_grad_(False)
     plain.load_state_dict(scaled.state_dict())
-    changed = [error(scaled(t, p), plain(t, p)) > 1e-3 for t, p in ((tokens_of(n), torch.arange(n)) for n in LENGTHS)]
+    changed = [
+        error(scaled(t, p), plain(t, p)) > 1e-3
+        for t, p in ((tokens_of(n), torch.arange(n)) for n in LENGTHS)
+    ]
     assert changed == ([False, False, True, True] if rope == "dynamic" else [True] * 4)
 
 
@@ -170,7 +197,12 @@ def test_older_spellings_mean_the_same(rope):
     expected = config_from_hf(new)
     scaling = dict(new.pop("rope_parameters"))
     theta, kind = scaling.pop("rope_theta"), scaling.pop("rope_type")
-    old = {**new, "rope_theta": theta, "rope_scaling": {"type": kind, **scaling}, "rope_parameters": None}
+    old = {
+        **new,
+        "rope_theta": theta,
+        "rope_scaling": {"type": kind, **scaling},
+        "rope_parameters": None,
+    }
     assert config_from_hf(old) == expected
     assert config_from_hf({**old, "rope_scaling": {"rope_type": kind, **scaling}}) == expected
     if original := scaling.pop("original_max_position_embeddings", None):  # beside it, as Phi 3's
@@ -179,9 +211,16 @@ def test_older_spellings_mean_the_same(rope):
 
 
 def test_rope_scaling_goes_before_rope_parameters_as_in_transformers():
-    hf = {**config_of("llama", "yarn").to_dict(), "rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2}}
+    hf = {
+        **config_of("llama", "yarn").to_dict(),
+        "rope_theta": 77.0,
+        "rope_scaling": {"type": "linear", "factor": 2},
+    }
     config = config_from_hf(hf)
-    assert (config.rope_scaling.to_dict(), config.rope_theta) == ({"kind": "linear", "factor": 2}, 77.0)
+    assert (config.rope_scaling.to_dict(), config.rope_theta) == (
+        {"kind": "linear", "factor": 2},
+        77.0,
+    )
 
 
 MINICPM4 = dataclasses.replace(
@@ -198,7 +237,8 @@ def test_minicpm4_folds_into_a_llama_with_the_same_logits(tmp_path):
     save_weights(tmp_path / "minicpm", model.config, model.state_dict())
     hf = json.loads((tmp_path / "minicpm/config.json").read_text())
     assert (hf["model_type"], hf["max_position_embeddings"]) == ("minicpm", 64)
-    for name in ("factor", "rope_type"):  # MiniCPM4's own config.json has neither the one nor, in places, the other
+    # MiniCPM4's own config.json has neither the one nor, in places, the other
+    for name in ("factor", "rope_type"):
         del hf["rope_scaling"][name]
     del hf["rope_parameters"]
     (tmp_path / "minicpm/config.json").write_text(json.dumps(hf))
@@ -214,17 +254,27 @@ def test_minicpm4_folds_into_a_llama_with_the_same_logits(tmp_path):
 def test_what_minicpm4_says_beside_its_scalings_changes_nothing():
     """Its denominator is the number of layers; others are switched off."""
     hf = config_to_hf(SMALL)
-    said = {"use_mup": True, "mup_denominator": SMALL.num_layers, "no_rope": False, "sparse_config": None}
+    said = {
+        "use_mup": True,
+        "mup_denominator": SMALL.num_layers,
+        "no_rope": False,
+        "sparse_config": None,
+    }
     assert config_from_hf(hf | said) == config_from_hf(hf)
 
 
 def test_minicpms_longrope_has_no_attention_factor_of_its_own():
     """MiniCPM's own code would not read it; a Llama's is read."""
     own, same = (
-        dataclasses.replace(MINICPM4, rope_scaling=dataclasses.replace(MINICPM4.rope_scaling, attention_factor=factor))
+        dataclasses.replace(
+            MINICPM4,
+            rope_scaling=dataclasses.replace(MINICPM4.rope_scaling, attention_factor=factor),
+        )
         for factor in (1.3, MINICPM4.rope_scaling.attention_scale)
     )
-    with pytest.raises(ValueError, match=r"attention_factor that follows from its factor there, 1\.22474, this one"):
+    with pytest.raises(
+        ValueError, match=r"attention_factor that follows from its factor there, 1\.22474, this one"
+    ):
         config_to_hf(own)
     assert config_to_hf(same)["model_type"] == "minicpm"
     plain = dataclasses.replace(own, scale_emb=1.0, scale_depth=None, dim_model_base=None)
@@ -247,12 +297,15 @@ def test_exports_say_lengths_that_keep_the_scaling():
     assert most("dynamic", longest=77) == 16  # transformers takes the original length from there
     assert most("yarn", longest=32) == most("longrope", longest=32) == 64
     assert most("llama3", longest=500) == 500
-    assert config_to_hf(MINICPM4, longest=500)["max_position_embeddings"] == 64  # and MiniCPM the factor
+    # and MiniCPM the factor
+    assert config_to_hf(MINICPM4, longest=500)["max_position_embeddings"] == 64
 
 
 @pytest.mark.parametrize("rope", ["none", "linear", "llama3", "yarn"])
 def test_a_model_keeps_the_longest_sequence_that_it_was_made_for(rope):
-    """Trained on longer ones it says these, and beside them its own where no scaling has an original length."""
+    """Trained on longer ones it says these, and beside them its own where no scaling has an
+    original length.
+    """
     hf = config_of("llama", rope).to_dict() | {"max_position_embeddings": 4096}
     config = config_from_hf(hf)
     assert config.max_position_embeddings == config.longest_sequence == 4096
@@ -262,14 +315,20 @@ def test_a_model_keeps_the_longest_sequence_that_it_was_made_for(rope):
         assert "original_max_position_embeddings" not in written
     longer = config_to_hf(config, 8192)
     assert longer["max_position_embeddings"] == 8192
-    assert longer.get("original_max_position_embeddings") == (4096 if rope in ("none", "linear") else None)
+    assert longer.get("original_max_position_embeddings") == (
+        4096 if rope in ("none", "linear") else None
+    )
     read = AutoConfig.for_model(**longer)
     assert read.max_position_embeddings == 8192
-    assert dataclasses.replace(config_from_hf(read.to_dict()), max_position_embeddings=4096) == config
+    assert (
+        dataclasses.replace(config_from_hf(read.to_dict()), max_position_embeddings=4096) == config
+    )
 
 
 def test_a_rotary_scaling_extends_what_a_model_was_made_for():
-    config = config_from_hf(config_of("llama", "yarn").to_dict() | {"max_position_embeddings": ORIGINAL})
+    config = config_from_hf(
+        config_of("llama", "yarn").to_dict() | {"max_position_embeddings": ORIGINAL}
+    )
     assert (config.max_position_embeddings, config.longest_sequence) == (16, 64)
     assert config_to_hf(config)["max_position_embeddings"] == 64
     assert with_length(config, None).longest_sequence is None
@@ -307,7 +366,9 @@ def test_packed_documents_go_by_the_longest(rope, cuts, ranks, tmp_path):
     theirs.save_pretrained(tmp_path)
     mask, tokens = Mask.documents(cuts), tokens_of(45, rows=1)
     hidden = torch.zeros(45, 45).masked_fill(~mask.dense(), torch.finfo(torch.float32).min)
-    expected = theirs(tokens, attention_mask=hidden[None, None], position_ids=mask.positions()[None]).logits
+    expected = theirs(
+        tokens, attention_mask=hidden[None, None], position_ids=mask.positions()[None]
+    ).logits
     weights = load_cpm(tmp_path)
     layout = Layout.balanced(mask, ranks)
 
@@ -315,7 +376,9 @@ def test_packed_documents_go_by_the_longest(rope, cuts, ranks, tmp_path):
         sp = SequenceParallel(ring.rank, ring.size, layout, process_group=ring)
         model = CPM(weights.config, sp)
         model.load_state_dict(weights.state_dict())
-        return model(sp.shard(tokens), sp.shard(mask.positions(), 0), mask=mask, layout=layout).detach()
+        return model(
+            sp.shard(tokens), sp.shard(mask.positions(), 0), mask=mask, layout=layout
+        ).detach()
 
     assert error(layout.unshard(simulate(ranks, work)), expected) < CLOSE
 
@@ -365,8 +428,16 @@ def test_ranks_tell_each_other_the_longest():
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("llama", {"model_type": "mixtral", "num_local_experts": 8}, "'model_type': 'mixtral', 'num_local_experts': 8"),
-        ("llama", {"model_type": "qwen3_moe", "num_experts": 64}, "'model_type': 'qwen3_moe', 'num_experts': 64"),
+        (
+            "llama",
+            {"model_type": "mixtral", "num_local_experts": 8},
+            "'model_type': 'mixtral', 'num_local_experts': 8",
+        ),
+        (
+            "llama",
+            {"model_type": "qwen3_moe", "num_experts": 64},
+            "'model_type': 'qwen3_moe', 'num_experts': 64",
+        ),
         ("llama", {"model_type": "minicpm3"}, "'model_type': 'minicpm3'"),
         ("llama", {"model_type": "minicpm", "num_experts": 8}, "'num_experts': 8"),
         ("llama", {"model_type": "minicpm", "sparse_config": {"kernel_size": 32}}, "sparse_config"),
@@ -375,17 +446,37 @@ def test_ranks_tell_each_other_the_longest():
         ("llama", {"model_type": "minicpm", "mup_denominator": 40}, "'mup_denominator': 40"),
         ("llama", {"model_type": "minicpm", "no_rope": True}, "'no_rope': True"),
         ("llama", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping': 30.0"),
-        ("llama", {"model_type": "minicpm"}, r"lacks \['dim_model_base', 'scale_depth', 'scale_emb'\]"),
-        ("llama", {"model_type": "minicpm", "scale_depth": 1.4, "scale_emb": 12}, r"lacks \['dim_model_base'\]"),
+        (
+            "llama",
+            {"model_type": "minicpm"},
+            r"lacks \['dim_model_base', 'scale_depth', 'scale_emb'\]",
+        ),
+        (
+            "llama",
+            {"model_type": "minicpm", "scale_depth": 1.4, "scale_emb": 12},
+            r"lacks \['dim_model_base'\]",
+        ),
         ("qwen2", {"mlp_bias": True}, "mlp_bias"),
         ("mistral", {"attention_bias": True}, "attention_bias"),
         ("llama", {"attention_bias": "yes"}, "qkv_bias must be bool, got 'yes'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ("llama", {"layer_types": ["chunked_attention"] * 2}, "layer_types must be .* got .*chunked_attention"),
+        (
+            "llama",
+            {"layer_types": ["chunked_attention"] * 2},
+            "layer_types must be .* got .*chunked_attention",
+        ),
         ("llama", {"layer_types": ["sliding_attention"] * 2}, "layers of this llama have a window"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layers of this qwen2 have a window"),
-        ("qwen2, windows", {"sliding_window": None}, "sliding_window must be a positive int, got None"),
-        ("qwen2, windows", {"layer_types": None, "max_window_layers": None}, "max_window_layers must be a whole"),
+        (
+            "qwen2, windows",
+            {"sliding_window": None},
+            "sliding_window must be a positive int, got None",
+        ),
+        (
+            "qwen2, windows",
+            {"layer_types": None, "max_window_layers": None},
+            "max_window_layers must be a whole",
+        ),
         ("qwen3, biases, windows", {"layer_types": ["sliding_attention"]}, "for each of 2 layers"),
     ],
 )
@@ -397,25 +488,61 @@ def test_other_models_are_refused_by_name(family, change, message):
 @pytest.mark.parametrize(
     ("rope", "change", "message"),
     [
-        ("yarn", {"rope_type": "proportional"}, "scaled by 'proportional', which CPM does not compute"),
+        (
+            "yarn",
+            {"rope_type": "proportional"},
+            "scaled by 'proportional', which CPM does not compute",
+        ),
         ("yarn", {"rope_type": ["yarn"]}, "which CPM does not compute"),
         ("yarn", {"mrope_section": [1, 1, 2]}, "of which CPM does not know .'mrope_section'"),
         ("yarn", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("yarn", {"factor": 0.5}, "factor of yarn must be a finite number at least 1, got 0.5"),
         ("yarn", {"factor": "4"}, "factor of yarn must be a finite number at least 1, got '4'"),
-        ("yarn", {"original_max_position_embeddings": -16}, "original_max_position_embeddings must be a positive int"),
+        (
+            "yarn",
+            {"original_max_position_embeddings": -16},
+            "original_max_position_embeddings must be a positive int",
+        ),
         ("yarn", {"beta_fast": 0.5}, "beta_fast=0.5 of yarn must not be below beta_slow=1.0"),
-        ("yarn", {"attention_factor": 0}, "attention_factor of yarn must be a finite number above 0, got 0"),
+        (
+            "yarn",
+            {"attention_factor": 0},
+            "attention_factor of yarn must be a finite number above 0, got 0",
+        ),
         ("yarn", {"truncate": 1}, "truncate of yarn must be bool, got 1"),
-        ("yarn", {"mscale": "1", "mscale_all_dim": 1}, "mscale and mscale_all_dim must be finite numbers"),
-        ("yarn", {"full_attention": {"rope_type": "default"}}, "has rotary positions for .'full_attention'. apart"),
+        (
+            "yarn",
+            {"mscale": "1", "mscale_all_dim": 1},
+            "mscale and mscale_all_dim must be finite numbers",
+        ),
+        (
+            "yarn",
+            {"full_attention": {"rope_type": "default"}},
+            "has rotary positions for .'full_attention'. apart",
+        ),
         ("yarn", {"rope_theta": 1}, "yarn needs a rope_theta above 1, got 1"),
         ("dynamic", {"factor": math.inf}, "factor of dynamic must be a finite number"),
         ("llama3", {"low_freq_factor": None}, "llama3 has factor, .*: missing .'low_freq_factor'."),
-        ("llama3", {"low_freq_factor": 5}, "high_freq_factor=4.0 of llama3 must be above low_freq_factor=5"),
-        ("longrope", {"long_factor": [1.0] * 5}, "long_factor of longrope must have 4 numbers for head_dim=8, got 5"),
-        ("longrope", {"short_factor": [1.0, 0, 1, 1]}, "short_factor of longrope must be a list of positive numbers"),
-        ("longrope", {"short_factor": 1.0}, "short_factor of longrope must be a list of positive numbers, got 1.0"),
+        (
+            "llama3",
+            {"low_freq_factor": 5},
+            "high_freq_factor=4.0 of llama3 must be above low_freq_factor=5",
+        ),
+        (
+            "longrope",
+            {"long_factor": [1.0] * 5},
+            "long_factor of longrope must have 4 numbers for head_dim=8, got 5",
+        ),
+        (
+            "longrope",
+            {"short_factor": [1.0, 0, 1, 1]},
+            "short_factor of longrope must be a list of positive numbers",
+        ),
+        (
+            "longrope",
+            {"short_factor": 1.0},
+            "short_factor of longrope must be a list of positive numbers, got 1.0",
+        ),
     ],
 )
 def test_broken_scalings_are_refused_by_name(rope, change, message):
@@ -426,7 +553,10 @@ def test_broken_scalings_are_refused_by_name(rope, change, message):
 
 def test_lengths_that_a_scaling_needs_are_asked_for():
     hf = {**config_of("llama", "dynamic").to_dict(), "max_position_embeddings": None}
-    with pytest.raises(ValueError, match="scaled by dynamic: max_position_embeddings must be a positive int, got None"):
+    with pytest.raises(
+        ValueError,
+        match="scaled by dynamic: max_position_embeddings must be a positive int, got None",
+    ):
         config_from_hf(hf)
 
 
@@ -434,10 +564,19 @@ def test_lengths_that_a_scaling_needs_are_asked_for():
     ("change", "message"),
     [
         ({"qkv_bias": True, "window": 5}, "a MiniCPM with scalings has no window"),
-        ({"qk_norm": True, "o_bias": True}, r"a MiniCPM with scalings has none of \['o_bias', 'qk_norm'\] there"),
+        (
+            {"qk_norm": True, "o_bias": True},
+            r"a MiniCPM with scalings has none of \['o_bias', 'qk_norm'\] there",
+        ),
         ({"scale_emb": 1.0, "o_bias": True}, r"no model there has \['o_bias'\]"),
-        ({"scale_emb": 1.0, "qk_norm": True, "mlp_bias": True}, r"no model there has \['mlp_bias', 'qk_norm'\]"),
-        ({"scale_emb": 1.0, "mlp_bias": True, "window": 5}, r"no model there has \['mlp_bias'\] and a window of 5"),
+        (
+            {"scale_emb": 1.0, "qk_norm": True, "mlp_bias": True},
+            r"no model there has \['mlp_bias', 'qk_norm'\]",
+        ),
+        (
+            {"scale_emb": 1.0, "mlp_bias": True, "window": 5},
+            r"no model there has \['mlp_bias'\] and a window of 5",
+        ),
     ],
 )
 def test_what_no_model_there_is_like_is_not_written(change, message, tmp_path):
@@ -461,7 +600,10 @@ YARN = {"kind": "yarn", "factor": 4.0, "original_length": 32}
         ({"kind": "su"}, "kind must be one of .*, got 'su'"),
         ({"kind": "linear"}, r"linear has factor: missing \['factor'\]"),
         ({**YARN, "mscale": 1.0}, r"yarn has factor, .*unknown \['mscale'\]"),
-        ({**YARN, "original_length": 32.0}, "original_length of yarn must be a whole number at least 1, got 32.0"),
+        (
+            {**YARN, "original_length": 32.0},
+            "original_length of yarn must be a whole number at least 1, got 32.0",
+        ),
         ("yarn", "expected a RopeScaling or its names and values, got 'yarn'"),
     ],
 )
@@ -481,10 +623,14 @@ def test_heads_that_do_not_divide_the_hidden_size_are_written_as_no_llama(tmp_pa
     config = CPMConfig(131, 44, 48, 2, 6, 2, 8)
     model, tokens = initialized(config).requires_grad_(False), tokens_of(9)
     save_weights(tmp_path / "out", config, model.state_dict())
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager"
+    ).eval()
     assert error(theirs(tokens).logits, model(tokens, torch.arange(9))) < CLOSE
     assert HFWeights(tmp_path / "out").config == config
-    with pytest.raises(ValueError, match=r"no model there has \['mlp_bias'\] and 6 heads, which do not divide 44"):
+    with pytest.raises(
+        ValueError, match=r"no model there has \['mlp_bias'\] and 6 heads, which do not divide 44"
+    ):
         config_to_hf(dataclasses.replace(config, mlp_bias=True))
 
 
@@ -497,8 +643,12 @@ def test_models_survive_the_way_to_json(preset, tmp_path):
 def test_a_model_file_says_its_scaling(tmp_path):
     (tmp_path / "m.json").write_text(json.dumps({**SMALL.to_dict(), "rope_scaling": YARN}))
     assert TrainConfig(model=str(tmp_path / "m.json")).model_config().rope_scaling == Yarn(4.0, 32)
-    (tmp_path / "m.json").write_text(json.dumps({**SMALL.to_dict(), "rope_scaling": {"kind": "yarn"}}))
-    with pytest.raises(ValueError, match=r"m\.json: rope_scaling: yarn has factor, original_length"):
+    (tmp_path / "m.json").write_text(
+        json.dumps({**SMALL.to_dict(), "rope_scaling": {"kind": "yarn"}})
+    )
+    with pytest.raises(
+        ValueError, match=r"m\.json: rope_scaling: yarn has factor, original_length"
+    ):
         TrainConfig(model=str(tmp_path / "m.json")).model_config()
 
 
@@ -516,7 +666,10 @@ def test_biases_start_as_zeros_and_norms_as_ones():
 def test_biases_and_norms_count_as_parameters_and_not_as_work():
     model = CPM(EVERYTHING)
     assert sum(p.numel() for p in model.parameters()) == EVERYTHING.num_parameters
-    assert sum(p.numel() for p in model.parameters() if p.dim() == 1) == EVERYTHING.num_vector_parameters
+    assert (
+        sum(p.numel() for p in model.parameters() if p.dim() == 1)
+        == EVERYTHING.num_vector_parameters
+    )
     assert step_flops(EVERYTHING, 100, 5050) == step_flops(SMALL, 100, 5050)
 
 
@@ -535,9 +688,18 @@ def test_scalings_fold_into_biases(tmp_path):
 def test_presets_go_to_hugging_face_and_back(preset):
     config = PRESETS[preset]
     hf = json.loads(json.dumps(config_to_hf(config)))
-    kinds = {"cpm": "minicpm", "minicpm": "minicpm", "minicpm4": "minicpm", "qwen2.5": "qwen2", "qwen3": "qwen3"}
+    kinds = {
+        "cpm": "minicpm",
+        "minicpm": "minicpm",
+        "minicpm4": "minicpm",
+        "qwen2.5": "qwen2",
+        "qwen3": "qwen3",
+    }
     assert hf["model_type"] == kinds.get(preset.split("-")[0], "llama")
     again = config_from_hf(hf)
     expected = with_length(config, hf.get("max_position_embeddings"))
-    assert dataclasses.replace(again, scale_depth=config.scale_depth, init_std=config.init_std) == expected
+    assert (
+        dataclasses.replace(again, scale_depth=config.scale_depth, init_std=config.init_std)
+        == expected
+    )
     assert again.residual_scale == pytest.approx(config.residual_scale, rel=1e-15)

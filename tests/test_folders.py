@@ -1,4 +1,6 @@
-"""The folders of bmt_burst/ are its architecture: no circle of imports, and no import of a folder above."""
+"""The folders of bmt_burst/ are its architecture: no circle of imports, and no import of a folder
+above.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def imported(name: str) -> Iterator[tuple[str, bool]]:
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            base = package[: len(package) - node.level + 1] + (
+                node.module.split(".") if node.module else []
+            )
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "bmt_burst":
             base = node.module.split(".")[1:]
         else:
@@ -75,7 +79,9 @@ def test_no_folder_imports_one_above():
 
 
 def test_no_circle_of_imports():
-    early = {name: {t for t, is_early in imported(name) if is_early and t != name} for name in MODULES}
+    early = {
+        name: {t for t, is_early in imported(name) if is_early and t != name} for name in MODULES
+    }
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:

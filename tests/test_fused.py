@@ -1,4 +1,5 @@
-"""The fused kernels against their specification: on GPUs where there are some, else in Triton's interpreter.
+"""The fused kernels against their specification: on GPUs where there are some, else in Triton's
+interpreter.
 
 The interpreter accepts more than the compiler, so without GPUs they are compiled for some as well.
 """
@@ -21,7 +22,9 @@ GAPS = [[(0, 9), (11, 12), (20, 27)], [(3, 30)], [(1, 2), (29, 30)]]
 
 
 @pytest.mark.parametrize("head_size", [8, 80, 128])
-@pytest.mark.parametrize("spans", [*([[span] for span in SPANS[:count]] for count in (1, 2, 5)), GAPS])
+@pytest.mark.parametrize(
+    "spans", [*([[span] for span in SPANS[:count]] for count in (1, 2, 5)), GAPS]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_fused_sums_equal_their_specification(head_size, spans, dtype):
     torch.manual_seed(0)
@@ -36,12 +39,18 @@ def test_fused_sums_equal_their_specification(head_size, spans, dtype):
         parts.append((part_spans, out, lse))
     results = []
     for module in (fused, merge):
-        wide, lse = torch.zeros(2, 2, 30, 7, head_size, device=DEVICE), torch.zeros(2, 7, 30, device=DEVICE)
+        wide, lse = (
+            torch.zeros(2, 2, 30, 7, head_size, device=DEVICE),
+            torch.zeros(2, 7, 30, device=DEVICE),
+        )
         heads = slice(3, 6)  # results may be some heads of many
         module.merge_outputs(wide[0, :, :, heads], lse[:, heads], parts)
         grads = [(part_spans, part.nan_to_num()) for part_spans, part, _ in parts]
         module.sum_gradients(wide[1, :, :, heads], grads)
-        narrow, total = torch.zeros_like(wide[0], dtype=dtype), torch.ones(2, 30, 3, head_size, device=DEVICE)
+        narrow, total = (
+            torch.zeros_like(wide[0], dtype=dtype),
+            torch.ones(2, 30, 3, head_size, device=DEVICE),
+        )
         module.sum_gradients(narrow[:, :, heads], grads)
         module.sum_gradients(total, [([(0, 30)], total), *grads])
         results.append((wide, lse, narrow, total))
@@ -56,7 +65,8 @@ def test_sums_go_on_where_they_are(first):
     torch.manual_seed(0)
     out, lse = torch.randn(2, 40, 3, 16, device=DEVICE), torch.randn(2, 3, 40, device=DEVICE)
     parts = [
-        (x, torch.randn(2, 6, 3, 16, device=DEVICE)[:, : sum(map(length, x))]) for x in (first, [(7, 12)], [(30, 31)])
+        (x, torch.randn(2, 6, 3, 16, device=DEVICE)[:, : sum(map(length, x))])
+        for x in (first, [(7, 12)], [(30, 31)])
     ]
     lses = [torch.randn(2, 3, part.shape[1], device=DEVICE) for _, part in parts]
     results = []
@@ -75,8 +85,13 @@ def test_sums_go_on_where_they_are(first):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_query_rows_equal_their_specification(head_size, dtype):
     torch.manual_seed(0)
-    out = torch.randn(2, 5, 30, head_size, dtype=dtype, device=DEVICE).transpose(1, 2)  # (B, S, H, D) of all strides
-    dout = torch.randn(2, 30, head_size, 1, dtype=dtype, device=DEVICE).expand(2, 30, head_size, 8).transpose(2, 3)
+    # (B, S, H, D) of all strides
+    out = torch.randn(2, 5, 30, head_size, dtype=dtype, device=DEVICE).transpose(1, 2)
+    dout = (
+        torch.randn(2, 30, head_size, 1, dtype=dtype, device=DEVICE)
+        .expand(2, 30, head_size, 8)
+        .transpose(2, 3)
+    )
     lse = torch.randn(2, 8, 30, device=DEVICE)
     lse[:, :, ::3] = -torch.inf
     results = [torch.empty(2, 30, 5, 2, device=DEVICE) for _ in range(2)]
@@ -89,16 +104,21 @@ def test_fused_query_rows_equal_their_specification(head_size, dtype):
 def test_fused_kernels_compile_for_gpus(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.compile_fused"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
-    once_each_way = ["_merge_outputs", "_sum_gradients"] * 2  # for parts of one span, and of several
+    # for parts of one span, and of several
+    once_each_way = ["_merge_outputs", "_sum_gradients"] * 2
     assert done.stdout.split() == [*once_each_way, "_fill_query_rows"]
 
 
 def test_fused_merge_does_not_hide_nan():
     out, lse = torch.empty(1, 2, 1, 8, device=DEVICE), torch.empty(1, 1, 2, device=DEVICE)
     part, part_lse = torch.ones_like(out), torch.tensor([[[0.0, torch.nan]]], device=DEVICE)
-    fused.merge_outputs(out, lse, [([(0, 2)], part, torch.zeros_like(part_lse)), ([(0, 2)], part, part_lse)])
+    fused.merge_outputs(
+        out, lse, [([(0, 2)], part, torch.zeros_like(part_lse)), ([(0, 2)], part, part_lse)]
+    )
     assert out[0, 0].eq(1).all()
     assert out[0, 1].isnan().all()
     assert lse.isnan().tolist() == [[[False, True]]]

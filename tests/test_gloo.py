@@ -22,11 +22,15 @@ from tests.helpers import (
 )
 
 RANDOM_MASKS = 12
-CASES = list(itertools.product(("zigzag", "striped", "contiguous"), (True, False), ("q", "kv"), (13, 32)))
+CASES = list(
+    itertools.product(("zigzag", "striped", "contiguous"), (True, False), ("q", "kv"), (13, 32))
+)
 
 
 def worst_error(groups: dict, rank: int, size: int) -> float:
-    """The largest relative error of out, lse, dq, dk, dv over CASES and some random masks, of this rank's shard."""
+    """The largest relative error of out, lse, dq, dk, dv over CASES and some random masks, of this
+    rank's shard.
+    """
     worst = 0.0
     for layout, causal, backward, tokens in CASES:
         mask = Mask.causal(tokens) if causal else Mask.full(tokens)
@@ -59,7 +63,10 @@ def equality(rank: int) -> list[float]:
     size = dist.get_world_size()
     errors = [worst_error({}, rank, size)]
     x = torch.arange(3 * 13 * 2).view(3, 13, 2)
-    for sp in [init_sequence_parallel(size), *([init_sequence_parallel(4, inner_size=2)] if size == 4 else [])]:
+    for sp in [
+        init_sequence_parallel(size),
+        *([init_sequence_parallel(4, inner_size=2)] if size == 4 else []),
+    ]:
         assert sp.unshard(sp.shard(x), 13).equal(x)
         assert sp.unshard(sp.shard(x.transpose(0, 1), 0), 13, 0).equal(x.transpose(0, 1))
         with pytest.raises(ValueError, match="of 99 tokens along 1 it should be"):
@@ -113,8 +120,14 @@ def misuse(rank: int) -> list[str]:
     sp = init_sequence_parallel(2)
     for x, message in (
         (torch.zeros(2 + rank, 3), "rank 1's x is \\[3, 3\\]|rank 0's x is \\[2, 3\\]"),
-        (torch.zeros(2, 3, dtype=(torch.int64, torch.int32)[rank]), "ranks differ in what they join"),
-        (torch.zeros(2, 3 - rank), "rank 1's x is \\[2, 2\\], of 6 tokens along 1 it should be \\[2, 3\\]"),
+        (
+            torch.zeros(2, 3, dtype=(torch.int64, torch.int32)[rank]),
+            "ranks differ in what they join",
+        ),
+        (
+            torch.zeros(2, 3 - rank),
+            "rank 1's x is \\[2, 2\\], of 6 tokens along 1 it should be \\[2, 3\\]",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             sp.unshard(x, 6)
@@ -134,7 +147,10 @@ def test_misuse_on_one_rank_is_an_error_on_all():
     assert "one dtype" in first[2]
     assert "one dtype" in second[2]
     assert "no kernel for flash='cuda'" in first[3]
-    assert "rank 1 of the group failed before a call of burst_attn_func: ValueError: unknown layout" in first[4]
+    assert (
+        "rank 1 of the group failed before a call of burst_attn_func: ValueError: unknown layout"
+        in first[4]
+    )
     assert second[4].startswith("unknown layout 'nonsense'")
 
 

@@ -1,4 +1,6 @@
-"""What only GPUs can show: kernels, streams, memory, NCCL. Where there are fewer GPUs than ranks, these share one."""
+"""What only GPUs can show: kernels, streams, memory, NCCL. Where there are fewer GPUs than ranks,
+these share one.
+"""
 
 import dataclasses
 import itertools
@@ -40,12 +42,14 @@ from tests.helpers import (
 pytestmark = [pytest.mark.gpu, needs_ranks(1)]
 
 HALVES = ("fa4", "cudnn", "fa2", "aten", "triton")
-# Rounding of operands and results to 8 (bf16) or 11 (fp16) bits, as measured for one block: 2 to 3e-3, 3 to 4e-4.
+# Rounding of operands and results to 8 (bf16) or 11 (fp16) bits, as measured for one block: 2 to
+# 3e-3, 3 to 4e-4.
 BOUNDS = {torch.bfloat16: 3.6e-3, torch.float16: 5e-4}
 MERGED = 1.4  # the bounds where parts that have been rounded are added up and rounded again
 SPEC = Spec(scale=0.1)
 CALLS = named_calls(100)
-FEW_CALLS = ("causal", "documents", "a window", "tiles apart")  # for what other sizes and dtypes could change
+# for what other sizes and dtypes could change
+FEW_CALLS = ("causal", "documents", "a window", "tiles apart")
 
 
 def usable(name: str, q, k, spec: Spec = SPEC):
@@ -64,7 +68,8 @@ def cuda_qkv(*shape, dtype=torch.bfloat16, seed=0):
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dtype"), [(8, 8, torch.bfloat16), (8, 2, torch.bfloat16), (8, 2, torch.float16)]
+    ("heads", "kv_heads", "dtype"),
+    [(8, 8, torch.bfloat16), (8, 2, torch.bfloat16), (8, 2, torch.float16)],
 )
 def test_block_against_float64(name, head_size, causal, heads, kv_heads, dtype):
     call = KernelCall.whole(515, 515 if causal else 770, causal)
@@ -77,7 +82,16 @@ def test_block_against_float64(name, head_size, causal, heads, kv_heads, dtype):
 
 
 def check_call(
-    name, kind, heads, kv_heads, head_size, batch=2, dtype=torch.bfloat16, spec=SPEC, lse_bound=1e-5, **options
+    name,
+    kind,
+    heads,
+    kv_heads,
+    head_size,
+    batch=2,
+    dtype=torch.bfloat16,
+    spec=SPEC,
+    lse_bound=1e-5,
+    **options,
 ):
     call = named_calls(100)[kind]  # without what was made for it before
     tensors = [x.cuda() for x in call_tensors(call, batch, heads, kv_heads, head_size, dtype)]
@@ -96,13 +110,26 @@ def test_calls_against_float64(name, kind):
 @pytest.mark.parametrize("kind", [*FEW_CALLS, "a window to both sides"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(8, 2, 64), (8, 8, 256)])
 def test_calls_with_a_softcap(name, kind, heads, kv_heads, head_size):
-    """The tanh of GPUs, which FlashAttention takes, is good to 2^-11 of itself: an lse of 5 or so to 1e-4."""
+    """The tanh of GPUs, which FlashAttention takes, is good to 2^-11 of itself: an lse of 5 or so
+    to 1e-4.
+    """
     spec, bound = Spec(0.1, softcap=2.0), 1e-5 if name == "triton" else 2e-4
     for with_delta in (False, True) if kernels.load(name).takes_delta else (False,):
-        check_call(name, kind, heads, kv_heads, head_size, spec=spec, lse_bound=bound, with_delta=with_delta)
+        check_call(
+            name,
+            kind,
+            heads,
+            kv_heads,
+            head_size,
+            spec=spec,
+            lse_bound=bound,
+            with_delta=with_delta,
+        )
 
 
-@pytest.mark.parametrize("kind", [*FEW_CALLS, "a window to both sides", "causal tiles of fewer keys"])
+@pytest.mark.parametrize(
+    "kind", [*FEW_CALLS, "a window to both sides", "causal tiles of fewer keys"]
+)
 @pytest.mark.parametrize("head_size", [64, 80, 128])
 @pytest.mark.parametrize("by", ["distance", "distance, with gaps", "segments"])
 def test_calls_with_a_bias(kind, head_size, by):
@@ -111,9 +138,13 @@ def test_calls_with_a_bias(kind, head_size, by):
     tensors = [x.cuda() for x in call_tensors(call, 2, 4, 4, head_size, torch.bfloat16)]
     bias = random_bias(call, 4, sum(map(ord, kind)), torch.float32, reach=20)
     if by == "distance":
-        places = (torch.arange(count, dtype=torch.int32) for count in (call.q_tokens, call.kv_tokens))
+        places = (
+            torch.arange(count, dtype=torch.int32) for count in (call.q_tokens, call.kv_tokens)
+        )
         rows = torch.randint(12, (41,), dtype=torch.int32, generator=generator)
-        bias = CallBias(bias.table, *places, rows, apart=tuple(kv[0] - q[0] for q, kv in call.tiles))
+        bias = CallBias(
+            bias.table, *places, rows, apart=tuple(kv[0] - q[0] for q, kv in call.tiles)
+        )
     elif by == "distance, with gaps":
         bias = dataclasses.replace(bias, segments=None)
     spec = Spec(SPEC.scale, biased=True)
@@ -140,13 +171,17 @@ def test_calls_in_fp16(name, kind):
 
 
 @pytest.mark.parametrize("name", ["fa4", "triton"])
-@pytest.mark.parametrize("kind", [*FEW_CALLS, "full, fewer keys", "a window to both sides", "full tiles apart"])
+@pytest.mark.parametrize(
+    "kind", [*FEW_CALLS, "full, fewer keys", "a window to both sides", "full tiles apart"]
+)
 def test_kernels_that_take_delta_for_out(name, kind):
     check_call(name, kind, 8, 2, 64, with_delta=True)
 
 
 @pytest.mark.parametrize("name", HALVES)
-@pytest.mark.parametrize("kind", [*FEW_CALLS, "full documents", "a window to both sides", "causal tiles of fewer keys"])
+@pytest.mark.parametrize(
+    "kind", [*FEW_CALLS, "full documents", "a window to both sides", "causal tiles of fewer keys"]
+)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
 def test_deterministic_calls_are_equal_in_every_bit(name, kind, heads, kv_heads):
     spec, call = Spec(0.1, deterministic=True), named_calls(300)[kind]
@@ -174,7 +209,9 @@ def test_slices_of_tokens_are_fine(name, kind):
     grads = kernel.backward(dout, q, k, v, out, rows, None, call, SPEC)
     exact = [x.double() for x in (q, k, v, dout)]
     expected = kernels.load("reference").forward(*exact[:3], call, SPEC)
-    expected_grads = kernels.load("reference").backward(exact[3], *exact[:3], *expected, None, call, SPEC)
+    expected_grads = kernels.load("reference").backward(
+        exact[3], *exact[:3], *expected, None, call, SPEC
+    )
     for mine, other in zip((out, *grads), (expected[0], *expected_grads), strict=True):
         assert relative_error(mine, other) < MERGED * BOUNDS[torch.bfloat16]
 
@@ -217,12 +254,15 @@ def ring_call(shards, dout, **options):
 
 
 def rings(size: int) -> dict[str, dict]:
-    """Group arguments by name: copy engines as they are taken by default, NCCL, and a double ring if there are four.
+    """Group arguments by name: copy engines as they are taken by default, NCCL, and a double ring
+    if there are four.
 
     NCCL may need a GPU for each rank.
     """
     sp = init_sequence_parallel(size)
-    found = {"by copy engines": {"process_group": TorchTransport(sp.process_group, copy_engines=True)}}
+    found = {
+        "by copy engines": {"process_group": TorchTransport(sp.process_group, copy_engines=True)}
+    }
     if size <= RANKS:
         found["by NCCL"] = {"process_group": TorchTransport(sp.process_group, copy_engines=False)}
     if size == 4 <= RANKS:
@@ -250,16 +290,28 @@ def equality(rank: int, size: int) -> dict[str, float]:
     for index, (mask, layout) in enumerate(itertools.product(MASKS, (*LAYOUTS, "balanced"))):
         tokens, (heads, kv_heads) = (1024, 1031)[index % 2], ((4, 4), (8, 2))[index // 2 % 2]
         visible = MASKS[mask](tokens)
-        whole = Layout.balanced(visible, size) if layout == "balanced" else Layout.named(layout, tokens, size)
+        whole = (
+            Layout.balanced(visible, size)
+            if layout == "balanced"
+            else Layout.named(layout, tokens, size)
+        )
         tensors = cuda_qkv(2, tokens, heads, kv_heads, 64)
         *shards, dout = (whole.shard(x, rank) for x in tensors)
         shards = [x.requires_grad_() for x in shards]
         exact = dense_results(visible, tensors, 0.1)
         expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
-        two_blocks = 2 * 2 * tensors[0][:, : -(-tokens // size), : heads // kv_heads].nbytes  # q and dout of a kv head
+        # q and dout of a kv head
+        two_blocks = 2 * 2 * tensors[0][:, : -(-tokens // size), : heads // kv_heads].nbytes
         sizes = (two_blocks, 1 << 30)
-        for (ring, group), backward, group_bytes in itertools.product(groups.items(), ("q", "kv"), sizes):
-            options = {"layout": whole, "mask": visible, "backward": backward, "group_bytes": group_bytes}
+        for (ring, group), backward, group_bytes in itertools.product(
+            groups.items(), ("q", "kv"), sizes
+        ):
+            options = {
+                "layout": whole,
+                "mask": visible,
+                "backward": backward,
+                "group_bytes": group_bytes,
+            }
             got = ring_call(shards, dout, **options, **group)
             name = f"{ring} {layout} {mask} {backward} {heads}:{kv_heads} {tokens} {group_bytes}"
             errors[name] = max(relative_error(a, b) for a, b in zip(got, expected, strict=True))
@@ -275,26 +327,50 @@ def test_ring_equals_dense(size):
 
 
 def biased_equality(rank: int, size: int, tokens: int = 4096) -> dict[str, float]:
-    """The errors of a row of CPM-Bee's, many of whose pairs lie in areas with a row of the table each."""
+    """The errors of a row of CPM-Bee's, many of whose pairs lie in areas with a row of the table
+    each.
+    """
     bmt_burst.scores._LONG = tokens // 32
     few = {"position_bias_num_buckets": 32, "position_bias_max_distance": 64}
     config, errors, groups = dataclasses.replace(live_rows.BEE, **few), {}, rings(size)
     scores = live_rows.bee(tokens, config)
     assert len(scores.terms) > 3
-    for layout, heads in (("zigzag", (4, 4)), ("striped", (4, 4)), ("balanced", (4, 4)), ("balanced", (4, 2))):
-        whole = Layout.balanced(scores.mask, size) if layout == "balanced" else Layout.named(layout, tokens, size)
+    for layout, heads in (
+        ("zigzag", (4, 4)),
+        ("striped", (4, 4)),
+        ("balanced", (4, 4)),
+        ("balanced", (4, 2)),
+    ):
+        whole = (
+            Layout.balanced(scores.mask, size)
+            if layout == "balanced"
+            else Layout.named(layout, tokens, size)
+        )
         tensors = cuda_qkv(1, tokens, *heads, 64)
-        table = torch.randn(config.num_bias_rows, heads[0], generator=torch.Generator().manual_seed(1)).cuda()
+        table = torch.randn(
+            config.num_bias_rows, heads[0], generator=torch.Generator().manual_seed(1)
+        ).cuda()
         exact = dense_results(scores.mask, tensors, 0.1, scores.dense(), table)
-        expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact[:5])] + exact[5:]
+        expected = [
+            whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact[:5])
+        ] + exact[5:]
         *shards, dout = (whole.shard(x, rank) for x in tensors)
         shards, bias = [x.requires_grad_() for x in shards], table.requires_grad_()
-        ways = [{**group, "backward": backward} for group in groups.values() for backward in ("q", "kv")]
+        ways = [
+            {**group, "backward": backward} for group in groups.values() for backward in ("q", "kv")
+        ]
         for number, way in enumerate([*ways, {**groups["by copy engines"], "strategy": "ulysses"}]):
-            out, lse = burst_attn_func(*shards, 0.1, return_lse=True, layout=whole, scores=scores, bias=bias, **way)
+            out, lse = burst_attn_func(
+                *shards, 0.1, return_lse=True, layout=whole, scores=scores, bias=bias, **way
+            )
             *grads, dtable = torch.autograd.grad(out, (*shards, bias), dout)
             dist.all_reduce(dtable)
-            named = zip(("out", "lse", "dq", "dk", "dv", "dtable"), (out, lse, *grads, dtable), expected, strict=True)
+            named = zip(
+                ("out", "lse", "dq", "dk", "dv", "dtable"),
+                (out, lse, *grads, dtable),
+                expected,
+                strict=True,
+            )
             for name, *pair in named:
                 mine, other = (x.nan_to_num(neginf=0.0) for x in pair)  # lse of padding
                 errors[f"{name} {layout} {heads} {number}"] = relative_error(mine, other)
@@ -306,30 +382,52 @@ def biased_equality(rank: int, size: int, tokens: int = 4096) -> dict[str, float
 def test_ring_with_a_bias_equals_dense(size):
     for errors in run_ranks(size, biased_equality, size, backend="nccl"):
         for name, error in errors.items():
-            # The table's gradient is a sum of terms of either sign, of which each is rounded as dv is.
-            assert error < (4 if name.startswith("dtable") else 1.2 * MERGED) * BOUNDS[torch.bfloat16], (name, error)
+            # The table's gradient is a sum of terms of either sign, of which each is rounded as dv
+            # is.
+            assert (
+                error < (4 if name.startswith("dtable") else 1.2 * MERGED) * BOUNDS[torch.bfloat16]
+            ), (name, error)
 
 
 def capped_equality(rank: int, size: int, tokens: int = 1024) -> dict[str, float]:
     """The errors of attention with a softcap and with sinks, each kernel and strategy."""
     errors, group = {}, rings(size)["by copy engines"]
     mask, whole = Mask.causal(tokens), Layout.zigzag(tokens, size)
-    tensors, sinks = cuda_qkv(2, tokens, 8, 2, 64), torch.randn(8, generator=torch.Generator().manual_seed(1)).cuda()
+    tensors, sinks = (
+        cuda_qkv(2, tokens, 8, 2, 64),
+        torch.randn(8, generator=torch.Generator().manual_seed(1)).cuda(),
+    )
     shards = [whole.shard(x, rank) for x in tensors]
     for softcap in (None, 2.0):
         exact = dense_results(mask, tensors, 0.1, softcap=softcap, sinks=sinks)
-        expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact[:5])] + exact[5:]
+        expected = [
+            whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact[:5])
+        ] + exact[5:]
         kinds = ("auto", "triton") if softcap else HALVES
         spec = Spec(0.1, softcap=softcap)
         for flash, strategy in itertools.product(kinds, ("ring", "ulysses")):
             if flash != "auto" and kernels.load(flash).refuses(spec, *shards[:2]):
                 continue
             inputs = [x.detach().requires_grad_() for x in (*shards[:3], sinks)]
-            options = {"softcap": softcap, "flash": flash, "strategy": strategy, "layout": whole, "mask": mask, **group}
-            out, lse = burst_attn_func(*inputs[:3], 0.1, sinks=inputs[3], return_lse=True, **options)
+            options = {
+                "softcap": softcap,
+                "flash": flash,
+                "strategy": strategy,
+                "layout": whole,
+                "mask": mask,
+                **group,
+            }
+            out, lse = burst_attn_func(
+                *inputs[:3], 0.1, sinks=inputs[3], return_lse=True, **options
+            )
             *grads, dsinks = torch.autograd.grad(out, inputs, shards[3])
             dist.all_reduce(dsinks)
-            named = zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *grads, dsinks), expected, strict=True)
+            named = zip(
+                ("out", "lse", "dq", "dk", "dv", "dsinks"),
+                (out, lse, *grads, dsinks),
+                expected,
+                strict=True,
+            )
             for name, *pair in named:
                 errors[f"{name} {softcap} {flash} {strategy}"] = relative_error(*pair)
     return errors
@@ -341,11 +439,15 @@ def test_ring_with_a_softcap_and_sinks_equals_dense(size):
     for errors in run_ranks(size, capped_equality, size, backend="nccl"):
         for name, error in errors.items():
             # Sinks round out once more, and their gradient is a sum of terms of either sign.
-            assert error < (2 if name.startswith("dsinks") else 1.2 * MERGED) * BOUNDS[torch.bfloat16], (name, error)
+            assert (
+                error < (2 if name.startswith("dsinks") else 1.2 * MERGED) * BOUNDS[torch.bfloat16]
+            ), (name, error)
 
 
 def first_of_few(rank: int, size: int) -> dict[str, float]:
-    """The errors of a group's very first call, in which the last rank has nothing to send and nothing to receive."""
+    """The errors of a group's very first call, in which the last rank has nothing to send and
+    nothing to receive.
+    """
     sp, tokens = init_sequence_parallel(size), 400 * size
     visible = Mask.documents((0, tokens * (size - 1) // size, tokens))
     whole = Layout.contiguous(tokens, size)
@@ -355,7 +457,9 @@ def first_of_few(rank: int, size: int) -> dict[str, float]:
     got = ring_call([x.requires_grad_() for x in shards], dout, layout=whole, mask=visible, **group)
     exact = dense_results(visible, tensors, 0.1)
     expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
-    return {str(i): relative_error(a, b) for i, (a, b) in enumerate(zip(got, expected, strict=True))}
+    return {
+        str(i): relative_error(a, b) for i, (a, b) in enumerate(zip(got, expected, strict=True))
+    }
 
 
 @pytest.mark.ranks
@@ -366,10 +470,15 @@ def test_ranks_without_a_part_in_the_first_exchange_keep_nobody_waiting():
 
 
 def late_ranks(rank: int, size: int) -> None:
-    """Kernels that sleep on one rank's stream, anywhere in the ring, change no bit of several calls in a row."""
+    """Kernels that sleep on one rank's stream, anywhere in the ring, change no bit of several calls
+    in a row.
+    """
     *shards, dout = cuda_qkv(1, 2048, 4, 4, 64, seed=rank)
     shards = [x.requires_grad_() for x in shards]
-    kernel, chance = kernels.pick("auto", *shards[:2], Spec(0.1, deterministic=True)), random.Random(rank)
+    kernel, chance = (
+        kernels.pick("auto", *shards[:2], Spec(0.1, deterministic=True)),
+        random.Random(rank),
+    )
     late = None
 
     def sleeping(plain):
@@ -381,15 +490,27 @@ def late_ranks(rank: int, size: int) -> None:
         return call
 
     kernel.forward, kernel.backward = sleeping(kernel.forward), sleeping(kernel.backward)
-    for (name, group), backward, group_bytes in itertools.product(rings(size).items(), ("q", "kv"), (0, 1 << 30)):
-        options = {"causal": True, "backward": backward, "group_bytes": group_bytes, "deterministic": True, **group}
+    for (name, group), backward, group_bytes in itertools.product(
+        rings(size).items(), ("q", "kv"), (0, 1 << 30)
+    ):
+        options = {
+            "causal": True,
+            "backward": backward,
+            "group_bytes": group_bytes,
+            "deterministic": True,
+            **group,
+        }
         results = []
         for late in (None, *range(size)):  # noqa: B007 - read by `sleeping`
             for _ in range(3):  # nothing waits for the GPU between these
                 out, lse = burst_attn_func(*shards, 0.1, return_lse=True, **options)
                 results.append([out.detach(), lse, *torch.autograd.grad(out, shards, dout)])
         for got in results[1:]:
-            assert all(a.equal(b) for a, b in zip(results[0], got, strict=True)), (name, backward, group_bytes)
+            assert all(a.equal(b) for a, b in zip(results[0], got, strict=True)), (
+                name,
+                backward,
+                group_bytes,
+            )
 
 
 def repeats(rank: int, size: int) -> None:
@@ -398,7 +519,8 @@ def repeats(rank: int, size: int) -> None:
     inputs = [x.requires_grad_() for x in inputs]
     for name, group in rings(size).items():
         first, free = None, 0
-        for step in range(1000 if size <= GPUS else 200):  # processes take turns on a GPU that they share
+        # processes take turns on a GPU that they share
+        for step in range(1000 if size <= GPUS else 200):
             out = burst_attn_func(*inputs, causal=True, deterministic=True, **group)
             got = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
             first = first or [x.clone() for x in got]
@@ -425,7 +547,9 @@ def host_never_waits(rank: int, size: int) -> None:
             step()
             done.record()
             assert not done.query(), f"{name}: the host waited for the GPU"
-        waits = {e.key for e in profile.key_averages() if "Synchronize" in e.key} - {"cudaDeviceSynchronize"}
+        waits = {e.key for e in profile.key_averages() if "Synchronize" in e.key} - {
+            "cudaDeviceSynchronize"
+        }
         assert not waits, name  # the profiler itself synchronizes the device when it ends
         torch.cuda.synchronize()
 
@@ -445,9 +569,13 @@ def test_streams(work):
 
 
 def falls_out(rank: int, folder: str, how: str) -> None:
-    """Rank 1 falls out in the middle of a backward; rank 0's host then waits for its GPU, which waits for rank 1."""
+    """Rank 1 falls out in the middle of a backward; rank 0's host then waits for its GPU, which
+    waits for rank 1.
+    """
     torch.cuda.set_device(rank % GPUS)
-    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        "nccl", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
+    )
     transport.AGREEMENT_TIMEOUT = 10.0
     *inputs, dout = cuda_qkv(1, 512, 4, 4, 64)
     inputs = [x.requires_grad_() for x in inputs]
@@ -477,12 +605,15 @@ def falls_out(rank: int, folder: str, how: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("how", "reason"), [("dies", "has ended, process"), ("gives up", "gave up the backward of call 2: MemoryError")]
+    ("how", "reason"),
+    [("dies", "has ended, process"), ("gives up", "gave up the backward of call 2: MemoryError")],
 )
 def test_a_gpu_that_waits_for_a_lost_rank_ends_its_process(tmp_path, how, reason):
     code = f"from tests.test_gpu import falls_out; import sys; falls_out(int(sys.argv[1]), {str(tmp_path)!r}, {how!r})"
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
-    ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank)], **options) for rank in range(2)]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank)], **options) for rank in range(2)
+    ]
     try:
         said, _ = ranks[0].communicate(timeout=120)
     finally:

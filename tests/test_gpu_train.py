@@ -1,4 +1,6 @@
-"""Training on GPUs: engines and sequence parallel sizes agree, memory is what it should be, BMTrain's examples run."""
+"""Training on GPUs: engines and sequence parallel sizes agree, memory is what it should be,
+BMTrain's examples run.
+"""
 
 import dataclasses
 import json
@@ -18,17 +20,25 @@ from models.cpm import CPM
 from tests.helpers import GPUS, RANKS, ROOT, needs_ranks, relative_error, torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks, needs_ranks(1)]
-needs_bmtrain = pytest.mark.skipif(not kernels.installed("bmtrain"), reason="needs the package bmtrain")
+needs_bmtrain = pytest.mark.skipif(
+    not kernels.installed("bmtrain"), reason="needs the package bmtrain"
+)
 
-SHAPE = CPMConfig(320, 256, 512, 3, 4, 2, 64, scale_emb=12.0, scale_depth=1.4, dim_model_base=128, init_std=0.1)
+SHAPE = CPMConfig(
+    320, 256, 512, 3, 4, 2, 64, scale_emb=12.0, scale_depth=1.4, dim_model_base=128, init_std=0.1
+)
 GIB = 2**30
 
 
 def test_the_whole_logits_never_exist():
-    """MiniCPM-2B's head over 128K tokens: less than 2 GiB for forward and backward, both gradients included."""
+    """MiniCPM-2B's head over 128K tokens: less than 2 GiB for forward and backward, both gradients
+    included.
+    """
     tokens, vocabulary, size = 128 * 1024, 122_753, 2304
     hidden = torch.randn(1, tokens, size, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    weight = (torch.randn(vocabulary, size, device="cuda", dtype=torch.bfloat16) * 0.02).requires_grad_()
+    weight = (
+        torch.randn(vocabulary, size, device="cuda", dtype=torch.bfloat16) * 0.02
+    ).requires_grad_()
     labels = torch.randint(0, vocabulary, (1, tokens), device="cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -37,9 +47,10 @@ def test_the_whole_logits_never_exist():
     assert torch.cuda.max_memory_allocated() - before < 2 * GIB
     rows = torch.arange(0, tokens, 512, device="cuda")
     logits = (hidden[0, rows] @ weight.T).double()
-    expected = (logits.softmax(-1).scatter_add(1, labels[0, rows, None], -torch.ones_like(logits[:, :1])) / count).to(
-        torch.float64
-    ) @ weight.double()
+    expected = (
+        logits.softmax(-1).scatter_add(1, labels[0, rows, None], -torch.ones_like(logits[:, :1]))
+        / count
+    ).to(torch.float64) @ weight.double()
     assert relative_error(dhidden[0, rows], expected) < 5e-3  # two roundings to bf16
     assert dweight.isfinite().all()
 
@@ -65,10 +76,18 @@ def saved_in(saving, tokens):
 
 def test_offloading_and_recomputing_save_memory_and_change_no_bit():
     tokens = torch.randint(0, 512, (1, 16384), device="cuda")
-    names = {"selective": Saving("selective"), "offloaded": Saving("selective", Offload()), "full": Saving("full")}
-    results = {name: saved_in(saving, tokens) for name, saving in {"none": Saving(), **names}.items()}
+    names = {
+        "selective": Saving("selective"),
+        "offloaded": Saving("selective", Offload()),
+        "full": Saving("full"),
+    }
+    results = {
+        name: saved_in(saving, tokens) for name, saving in {"none": Saving(), **names}.items()
+    }
     for name in names:
-        assert all(a.equal(b) for a, b in zip(results[name][0], results["none"][0], strict=True)), name
+        assert all(a.equal(b) for a, b in zip(results[name][0], results["none"][0], strict=True)), (
+            name
+        )
         assert results[name][1][-1] < results["none"][1][-1], name
         assert results[name][1][1] == results[name][1][2], f"{name}: memory grows"
     assert results["offloaded"][1][-1] < results["selective"][1][-1]
@@ -77,7 +96,9 @@ def test_offloading_and_recomputing_save_memory_and_change_no_bit():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
-    (folder / "text.txt").write_text("".join(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(3000)))
+    (folder / "text.txt").write_text(
+        "".join(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(3000))
+    )
     (folder / "model.json").write_text(json.dumps(SHAPE.to_dict()))
     prepare = ["train/prepare_data.py", "--input", folder / "text.txt", "--output", folder / "data"]
     subprocess.run([sys.executable, *prepare], cwd=ROOT, check=True, capture_output=True)
@@ -92,11 +113,24 @@ def said_by(gpus, *command):
 
 def curve(folder, gpus, name, **options):
     """Losses and gradient norms of a run."""
-    defaults = {"model": folder / "model.json", "data": folder / "data/train", "seq_len": 1021, "batch_size": 4}
-    defaults |= {"micro_batch_size": 1, "save_every": 0, "lr": 3e-3, "steps": 50, "output": folder / name}
+    defaults = {
+        "model": folder / "model.json",
+        "data": folder / "data/train",
+        "seq_len": 1021,
+        "batch_size": 4,
+    }
+    defaults |= {
+        "micro_batch_size": 1,
+        "save_every": 0,
+        "lr": 3e-3,
+        "steps": 50,
+        "output": folder / name,
+    }
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in (defaults | options).items()]
     said_by(gpus, "train/pretrain.py", *flags)
-    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+    ]
     return [(r["loss"], r["grad_norm"]) for r in records if "loss" in r]
 
 
@@ -106,15 +140,17 @@ SIZES = [n for n in (1, 2, 4) if n <= RANKS]
 @needs_bmtrain
 @pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-6), ("bf16", 1e-2)])
 def test_engines_and_sizes_agree(folder, dtype, bound):
-    """fp32: rounding that Adam carries on; the first ten steps, in which it has not grown. bf16: all 50, at a rate at
-    which training does not amplify rounding.
+    """fp32: rounding that Adam carries on; the first ten steps, in which it has not grown. bf16:
+    all 50, at a rate at which training does not amplify rounding.
     """
     steps = 10 if dtype == "fp32" else 50
     options = {"dtype": dtype, "lr": 3e-4}
     expected = curve(folder, 1, f"{dtype}-torch-1", engine="torch", **options)[:steps]
     for engine in ("torch", "bmtrain"):
         for size in SIZES:
-            got = curve(folder, size, f"{dtype}-{engine}-{size}-sp", engine=engine, sp_size=size, **options)[:steps]
+            got = curve(
+                folder, size, f"{dtype}-{engine}-{size}-sp", engine=engine, sp_size=size, **options
+            )[:steps]
             for (loss, norm), (exact_loss, exact_norm) in zip(got, expected, strict=True):
                 assert loss == pytest.approx(exact_loss, rel=bound), (engine, size)
                 assert norm == pytest.approx(exact_norm, rel=10 * bound), (engine, size)
@@ -122,20 +158,34 @@ def test_engines_and_sizes_agree(folder, dtype, bound):
 
 @needs_bmtrain
 def test_packed_documents_agree(folder):
-    """Documents that see only themselves, and a layer with a window: both engines, on one rank and on two."""
+    """Documents that see only themselves, and a layer with a window: both engines, on one rank and
+    on two.
+    """
     lines = (json.dumps({"text": f"The number {i} and {'so on ' * (i % 97)}"}) for i in range(3000))
     (folder / "text.jsonl").write_text("\n".join(lines))
-    prepare = ["train/prepare_data.py", "--input", folder / "text.jsonl", "--output", folder / "documents"]
+    prepare = [
+        "train/prepare_data.py",
+        "--input",
+        folder / "text.jsonl",
+        "--output",
+        folder / "documents",
+    ]
     subprocess.run([sys.executable, *prepare], cwd=ROOT, check=True, capture_output=True)
     windowed = dataclasses.replace(SHAPE, window=200, window_pattern="wf")
     (folder / "windowed.json").write_text(json.dumps(windowed.to_dict()))
-    options = {"model": folder / "windowed.json", "data": folder / "documents/train", "documents": "mask"}
+    options = {
+        "model": folder / "windowed.json",
+        "data": folder / "documents/train",
+        "documents": "mask",
+    }
     options |= {"dtype": "bf16", "lr": 3e-4, "steps": 30}
     expected = curve(folder, 1, "documents-1", engine="torch", **options)
     for engine, size in (("torch", 2), ("bmtrain", 1), ("bmtrain", 2)):
         if size > RANKS:
             continue
-        got = curve(folder, size, f"documents-{engine}-{size}", engine=engine, sp_size=size, **options)
+        got = curve(
+            folder, size, f"documents-{engine}-{size}", engine=engine, sp_size=size, **options
+        )
         for (loss, norm), (exact_loss, exact_norm) in zip(got, expected, strict=True):
             assert loss == pytest.approx(exact_loss, rel=1e-2), (engine, size)
             assert norm == pytest.approx(exact_norm, rel=1e-1), (engine, size)
@@ -144,7 +194,14 @@ def test_packed_documents_agree(folder):
 @needs_ranks(2)
 @needs_bmtrain
 def test_bmtrain_resumes_on_another_number_of_ranks(folder):
-    options = {"engine": "bmtrain", "dtype": "bf16", "sp_size": 2, "schedule": "linear", "warmup_steps": 1, "lr": 3e-4}
+    options = {
+        "engine": "bmtrain",
+        "dtype": "bf16",
+        "sp_size": 2,
+        "schedule": "linear",
+        "warmup_steps": 1,
+        "lr": 3e-4,
+    }
     whole = curve(folder, 2, "whole", **options)
     curve(folder, 2, "stopped", **options, save_every=20, keep_last=9)
     for step in (40, 50):
@@ -162,7 +219,9 @@ def test_the_optimizer_may_be_offloaded(folder, dtype):
     options = {"engine": "bmtrain", "dtype": dtype, "sp_size": ranks, "steps": 20, "lr": 3e-4}
     (folder / "offload.json").write_text(json.dumps({"offload_optimizer": True}))
     on_gpu = curve(folder, ranks, f"{dtype}-on-gpu", **options)
-    in_memory = curve(folder, ranks, f"{dtype}-in-memory", **options, config=folder / "offload.json")
+    in_memory = curve(
+        folder, ranks, f"{dtype}-in-memory", **options, config=folder / "offload.json"
+    )
     for mine, expected in zip(in_memory, on_gpu, strict=True):
         assert mine == pytest.approx(expected, rel=1e-2)
 
@@ -171,7 +230,9 @@ def test_the_optimizer_may_be_offloaded(folder, dtype):
 @needs_ranks(2)
 @needs_bmtrain
 def test_five_hundred_steps_beside_zeros_collectives(folder):
-    """The ring's exchanges and BMTrain's all-gathers and reduce-scatters at once, without a hang or a bad number."""
+    """The ring's exchanges and BMTrain's all-gathers and reduce-scatters at once, without a hang or
+    a bad number.
+    """
     options = {"engine": "bmtrain", "dtype": "bf16", "sp_size": 2, "seq_len": 4093, "steps": 500}
     losses = [loss for loss, _ in curve(folder, GPUS - GPUS % 2 or 2, "soak", **options)]
     assert len(losses) == 500
@@ -182,7 +243,10 @@ def test_five_hundred_steps_beside_zeros_collectives(folder):
 @needs_bmtrain
 def test_a_few_lines_make_a_bmtrain_script_sequence_parallel():
     """One rank with a whole sequence, and two ranks with a half each."""
-    said = [said_by(gpus, f"train/examples/bmtrain_{name}.py") for gpus, name in ((1, "before"), (2, "after"))]
+    said = [
+        said_by(gpus, f"train/examples/bmtrain_{name}.py")
+        for gpus, name in ((1, "before"), (2, "after"))
+    ]
     curves = [re.findall(r"step \d+: loss ([\d.]+), gradient norm ([\d.]+)", text) for text in said]
     assert len(curves[0]) == len(curves[1]) == 20
     for before, after in zip(*curves, strict=True):

@@ -31,7 +31,10 @@ def errors(rank: int, dtype: torch.dtype) -> dict[tuple[str, str], tuple[float, 
             losses = [model(**call, use_cache=False).loss for model in (before, after)]
             for loss in losses:
                 loss.backward()
-            expected, got = (torch.cat([p.grad.float().flatten() for p in x.parameters()]) for x in (before, after))
+            expected, got = (
+                torch.cat([p.grad.float().flatten() for p in x.parameters()])
+                for x in (before, after)
+            )
             dist.all_reduce(got, dist.ReduceOp.AVG)
             found[name, which] = relative_error(losses[1], losses[0]), relative_error(got, expected)
     return found

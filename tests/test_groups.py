@@ -35,7 +35,9 @@ def test_groups_with_a_balanced_layout_attend():
     expected = burst_attn_func(q, k, v, mask=MASK)
 
     def work(ring):
-        sp = SequenceParallel(ring.rank, 3, process_group=ring).with_layout(Layout.balanced(MASK, 3))
+        sp = SequenceParallel(ring.rank, 3, process_group=ring).with_layout(
+            Layout.balanced(MASK, 3)
+        )
         return sp.unshard(burst_attn_func(*map(sp.shard, (q, k, v)), mask=MASK, **sp.groups), 21)
 
     for out in simulate(3, work):
@@ -54,8 +56,14 @@ def test_ranks_that_differ_in_their_layouts_do_not_join():
 
 def test_a_layout_is_for_its_length_and_its_ranks():
     sp = SequenceParallel(1, 2).with_layout(Layout.balanced(MASK, 2))
-    for call in (lambda: sp.positions(20), lambda: sp.shard(torch.zeros(1, 20)), lambda: sp.layout_of(20)):
-        with pytest.raises(ValueError, match="the layout is for sequences of 21 tokens, got one of 20"):
+    for call in (
+        lambda: sp.positions(20),
+        lambda: sp.shard(torch.zeros(1, 20)),
+        lambda: sp.layout_of(20),
+    ):
+        with pytest.raises(
+            ValueError, match="the layout is for sequences of 21 tokens, got one of 20"
+        ):
             call()
     with pytest.raises(ValueError, match="a layout on 3 ranks was given to 2"):
         sp.with_layout(Layout.zigzag(21, 3))

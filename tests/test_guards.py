@@ -1,4 +1,6 @@
-"""What a run does when something goes wrong in the middle: a NaN on one rank, a rank that hangs, a loss that jumps."""
+"""What a run does when something goes wrong in the middle: a NaN on one rank, a rank that hangs, a
+loss that jumps.
+"""
 
 import json
 
@@ -43,12 +45,15 @@ LOSE_PATIENCE = "watchdogs[0].timeout = 4.0"  # only then, as a machine may be s
 
 
 def faulty(folder, output, fault, when, everywhere="pass", **options):  # noqa: F811
-    """A script, and its arguments, that is pretrain.py on two ranks with a fault in rank 1's backward of some steps.
+    """A script, and its arguments, that is pretrain.py on two ranks with a fault in rank 1's
+    backward of some steps.
 
     Both ranks run `everywhere` before it.
     """
     script = folder / f"{output}.py"
-    script.write_text(PATCHED.format(root=str(ROOT), steps=when, fault=fault, everywhere=everywhere))
+    script.write_text(
+        PATCHED.format(root=str(ROOT), steps=when, fault=fault, everywhere=everywhere)
+    )
     [_, _, *flags] = command(folder, output, sp_size=2, batch_size=1, **options)
     return script, *flags
 
@@ -58,7 +63,11 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(folder):  # noqa: F811
     code, said = run_script(2, *faulty(folder, "nan", SPOIL, (3, 5, 6), steps=8))
     assert code == 0, said
     records = [json.loads(line) for line in (folder / "nan/metrics.jsonl").read_text().splitlines()]
-    assert [(r["step"], r["skipped"]) for r in records if "skipped" in r] == [(3, 1), (5, 2), (6, 3)]
+    assert [(r["step"], r["skipped"]) for r in records if "skipped" in r] == [
+        (3, 1),
+        (5, 2),
+        (6, 3),
+    ]
     assert len(curve(folder, "nan")) == 5
     assert "step 6: skipped, the gradient norm is nan; 2 in a row" in said
     saved = json.loads((folder / "nan/step_00000008/state.json").read_text())
@@ -84,7 +93,10 @@ def test_torchruns_summary_has_the_sentence_of_the_rank_that_failed(folder):  # 
     done = torchrun(2, *faulty(folder, "raise", "raise RuntimeError('no memory\\nat a.cpp')", (2,)))
     assert done.returncode != 0
     root = summary(done.stderr).split("Root Cause")[1]
-    assert "traceback : pretrain.py: rank 1: RuntimeError: no memory; the last good checkpoint is none\n" in root
+    assert (
+        "traceback : pretrain.py: rank 1: RuntimeError: no memory; the last good checkpoint is none\n"
+        in root
+    )
     assert "in backward" in done.stderr.split("Root Cause")[0]  # its traceback
 
 
@@ -92,7 +104,9 @@ def test_torchruns_summary_has_the_sentence_of_the_rank_that_failed(folder):  # 
 def test_torchruns_summary_has_what_is_wrong_with_options(folder):  # noqa: F811
     [_, script, *flags] = command(folder, "refused", sp_size=3)
     said = "--sp-size 3 does not divide the world of 2 ranks"
-    assert f"traceback : pretrain.py: rank 0: {said}\n" in summary(torchrun(2, script, *flags).stderr)
+    assert f"traceback : pretrain.py: rank 0: {said}\n" in summary(
+        torchrun(2, script, *flags).stderr
+    )
 
 
 def summary(said: str) -> str:

@@ -9,7 +9,8 @@ from bmt_burst import Mask, Slice
 from tests.helpers import attention_errors, dense_results, random_qkv, relative_error
 
 SCALE = 0.3
-MASK = Mask(6, (Slice((0, 3), (0, 1)),))  # each query sees one key or none, so dq and dk are 0 in exact arithmetic
+# each query sees one key or none, so dq and dk are 0 in exact arithmetic
+MASK = Mask(6, (Slice((0, 3), (0, 1)),))
 
 
 def results() -> tuple[list[torch.Tensor], torch.Tensor]:

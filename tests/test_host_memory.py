@@ -1,4 +1,6 @@
-"""Messages through shared memory: between threads here, which share it as processes do, and between processes."""
+"""Messages through shared memory: between threads here, which share it as processes do, and between
+processes.
+"""
 
 import mmap
 import random
@@ -57,7 +59,10 @@ def test_who_comes_late_learns_that_the_others_gave_up_and_may_go_on_with_them(m
         ranks[1].gather(b"first")
     monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 200.0)
     answers = {}
-    again = [threading.Thread(target=lambda end=end: answers.update({end.rank: end.gather(b"again")})) for end in ranks]
+    again = [
+        threading.Thread(target=lambda end=end: answers.update({end.rank: end.gather(b"again")}))
+        for end in ranks
+    ]
     for thread in again:
         thread.start()
     for thread in again:
@@ -85,7 +90,9 @@ def test_a_number_alone_does_not_make_an_older_message_new(monkeypatch):
             end.number = number
             at = (3 * end.rank + (number + 1) % 2) * _place_bytes(LONGEST)
             message = b"old"
-            head = host_memory._HEAD.pack(number + 1, len(message), host_memory._checksum(number + 1, message))
+            head = host_memory._HEAD.pack(
+                number + 1, len(message), host_memory._checksum(number + 1, message)
+            )
             memory[at : at + len(head) + len(message)] = head + message
     at = (3 * 1 + 1) * _place_bytes(LONGEST)  # where rank 1 will write its third message
     memory[at : at + 8] = (3).to_bytes(8, "little")
@@ -122,7 +129,9 @@ def longest_of_many(rank: int) -> float:
 
     ring = make_rings(None, (None, None)).inner
     for number in range(200):
-        assert ring.gather(f"{rank} {number}".encode()) == [f"{peer} {number}".encode() for peer in range(ring.size)]
+        assert ring.gather(f"{rank} {number}".encode()) == [
+            f"{peer} {number}".encode() for peer in range(ring.size)
+        ]
     assert ring.host_memory
     return ring.size
 

@@ -89,7 +89,9 @@ def test_a_softcap_against_autograd(kind, softcap):
     delta = (out * dout).sum(-1).transpose(1, 2)
     for stands in ((out, lse, None), (None, lse, delta)):
         grads = kernel.backward(dout, q, k, v, *stands, call, spec)
-        for mine, other in zip(grads, torch.autograd.grad(dense_out, inputs, dout, retain_graph=True), strict=True):
+        for mine, other in zip(
+            grads, torch.autograd.grad(dense_out, inputs, dout, retain_graph=True), strict=True
+        ):
             assert relative_error(mine, other, size_of_terms(dout, 0.3)) < EXACT
 
 
@@ -109,10 +111,20 @@ def test_no_kernel_caps_scores_with_a_bias(name):
 
 @pytest.mark.parametrize(
     ("version", "refusal"),
-    [("2.6.1", "leaves the soft cap out of gradients"), ("2.6.0.post1", "leaves"), ("2.6.2", None), ("2.8.3", None)],
+    [
+        ("2.6.1", "leaves the soft cap out of gradients"),
+        ("2.6.0.post1", "leaves"),
+        ("2.6.2", None),
+        ("2.8.3", None),
+    ],
 )
 def test_fa2_caps_scores_since_its_gradients_know_it(monkeypatch, tmp_path, version, refusal):
-    names = "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
+    names = (
+        "_flash_attn_forward",
+        "_flash_attn_backward",
+        "_flash_attn_varlen_forward",
+        "_flash_attn_varlen_backward",
+    )
     interface = types.SimpleNamespace(**dict.fromkeys(names))
     package = types.SimpleNamespace(__version__=version, flash_attn_interface=interface)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
@@ -135,7 +147,9 @@ def test_rows_of_a_bias():
         bias = random_bias(call, 2, seed)
         found, by_distance = bias.rows().tolist(), replace(bias, segments=None).rows().tolist()
         fields = "q_group", "q_base", "kv_group", "kv_segment", "pairs"
-        group, base, kv_group, segment, pairs = (getattr(bias.segments, name).tolist() for name in fields)
+        group, base, kv_group, segment, pairs = (
+            getattr(bias.segments, name).tolist() for name in fields
+        )
         fields = "q_position", "kv_position", "distances"
         position, kv_position, distances = (getattr(bias, name).tolist() for name in fields)
         for i in range(call.q_tokens):
@@ -161,7 +175,9 @@ def test_a_bias_against_autograd(kind, heads, kv_heads):
     q, k, v, dout = call_tensors(call, 2, heads, kv_heads, 8)
     bias = random_bias(call, heads, seed=sum(map(ord, kind)))
     inputs = [x.clone().requires_grad_() for x in (q, k, v, bias.table)]
-    dense_out, dense_lse = masked_attention(*inputs[:3], visible(call), 0.3, inputs[3][bias.rows()].permute(2, 0, 1))
+    dense_out, dense_lse = masked_attention(
+        *inputs[:3], visible(call), 0.3, inputs[3][bias.rows()].permute(2, 0, 1)
+    )
     out, lse = kernel.forward(q, k, v, call, spec, bias)
     assert relative_error(out, dense_out) < EXACT
     assert torch.allclose(lse, dense_lse, rtol=EXACT, atol=EXACT)
@@ -175,8 +191,13 @@ def test_a_bias_against_autograd(kind, heads, kv_heads):
 
 def test_a_bias_in_fp32():
     call = CALLS["documents"]
-    bias, tensors = random_bias(call, 4, dtype=torch.float32), call_tensors(call, 2, 4, 2, 8, torch.float32)
-    errors = kernel_errors(kernels.load("reference"), call, tensors, Spec(0.3, biased=True), bias=bias)
+    bias, tensors = (
+        random_bias(call, 4, dtype=torch.float32),
+        call_tensors(call, 2, 4, 2, 8, torch.float32),
+    )
+    errors = kernel_errors(
+        kernels.load("reference"), call, tensors, Spec(0.3, biased=True), bias=bias
+    )
     assert max(errors.values()) < 1e-5  # fp32 rounds at 6e-8; sums have up to 1,000 terms
     assert "dtable" in errors
 
@@ -202,16 +223,23 @@ def test_kernels_that_know_no_bias_refuse_it(name, monkeypatch):
         ((9, 0), 4, 128, True, "in no fixed order"),
     ],
 )
-def test_which_biases_fa4_adds(monkeypatch, capability, kv_heads, head_size, deterministic, refusal):
+def test_which_biases_fa4_adds(
+    monkeypatch, capability, kv_heads, head_size, deterministic, refusal
+):
     monkeypatch.setattr(fa4, "installed", lambda package: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode():
-        q, k = (torch.empty(1, 2, heads, head_size, dtype=torch.bfloat16, device="cuda") for heads in (4, kv_heads))
+        q, k = (
+            torch.empty(1, 2, heads, head_size, dtype=torch.bfloat16, device="cuda")
+            for heads in (4, kv_heads)
+        )
         reason = kernels.load("fa4").refuses(Spec(0.3, deterministic, biased=True), q, k)
     assert (reason is None) if refusal is None else (refusal in reason)
 
 
-@pytest.mark.parametrize(("version", "refusal"), [("new", None), ("old", "hands no numbers to functions of scores")])
+@pytest.mark.parametrize(
+    ("version", "refusal"), [("new", None), ("old", "hands no numbers to functions of scores")]
+)
 def test_fa4_adds_biases_if_its_package_hands_them_on(monkeypatch, version, refusal):
     """An older one has no such argument: there triton adds them."""
     functions = {"new": lambda q, aux_scalars=None: None, "old": lambda q, aux_tensors=None: None}
@@ -236,8 +264,16 @@ def test_fa4_adds_biases_if_its_package_hands_them_on(monkeypatch, version, refu
             "kv_segment is of one dimension, int32, in one piece; got \\(40,\\) torch.float32",
         ),
         ("pairs", torch.zeros(2, 2, dtype=torch.int32), "got \\(2, 2\\) torch.int32"),
-        ("q_position", torch.zeros(80, dtype=torch.int32)[::2], "in one piece; got .* of strides \\(2,\\)"),
-        ("kv_group", torch.zeros(40, 2, dtype=torch.int32)[:, 1], "in one piece; got .* of strides \\(2,\\)"),
+        (
+            "q_position",
+            torch.zeros(80, dtype=torch.int32)[::2],
+            "in one piece; got .* of strides \\(2,\\)",
+        ),
+        (
+            "kv_group",
+            torch.zeros(40, 2, dtype=torch.int32)[:, 1],
+            "in one piece; got .* of strides \\(2,\\)",
+        ),
         (
             "q_base",
             torch.zeros(39, dtype=torch.int32),
@@ -286,9 +322,14 @@ def test_blocks_are_what_is_visible():
             ones = torch.ones(sides, dtype=torch.int)
             assert blocks.shape is Shape.FULL or sides[0] == sides[1]
             assert blocks.count == 1 or (blocks.q_step >= sides[0] and blocks.kv_step >= sides[1])
-            seen = {Shape.FULL: ones, Shape.CAUSAL: ones.tril(), Shape.REVERSED: ones.triu()}[blocks.shape]
+            seen = {Shape.FULL: ones, Shape.CAUSAL: ones.tril(), Shape.REVERSED: ones.triu()}[
+                blocks.shape
+            ]
             for i in range(blocks.count):
-                rows, columns = shifted(blocks.q, i * blocks.q_step), shifted(blocks.kv, i * blocks.kv_step)
+                rows, columns = (
+                    shifted(blocks.q, i * blocks.q_step),
+                    shifted(blocks.kv, i * blocks.kv_step),
+                )
                 found[slice(*rows), slice(*columns)] += seen
         assert found.equal(visible(call).int()), call
 
@@ -302,7 +343,9 @@ def test_a_window_is_few_calls_of_a_plain_kernel(window):
 
 
 def test_rows_that_see_nothing_anywhere_have_no_gradient():
-    """Their lse over all keys is -inf, also where their call has other keys, which are hidden from them."""
+    """Their lse over all keys is -inf, also where their call has other keys, which are hidden from
+    them.
+    """
     call = KernelCall(6, 3, (((0, 6), (0, 3)),), right=0)
     for name in ("cpu", "reference"):
         q, k, v, dout = call_tensors(call, 1, 2, 2, 8)
@@ -320,7 +363,9 @@ def test_rows_that_see_nothing_anywhere_have_no_gradient():
 def test_views_are_fine(name, kind):
     """Slices along the tokens, as the ring cuts them: strided inputs, lse included."""
     kernel, call = kernels.load(name), CALLS[kind]
-    q, k, v, dout = (torch.nn.functional.pad(x, (0, 0, 0, 0, 3, 4)) for x in call_tensors(call, 2, 4, 2, 8))
+    q, k, v, dout = (
+        torch.nn.functional.pad(x, (0, 0, 0, 0, 3, 4)) for x in call_tensors(call, 2, 4, 2, 8)
+    )
     q, k, v, dout = (x[:, 3:-4] for x in (q, k, v, dout))
     out, lse = kernel.forward(q, k, v, call, SPEC)
     expected = kernel.forward(*(x.contiguous() for x in (q, k, v)), call, SPEC)
@@ -350,7 +395,9 @@ def test_any_strides_are_fine(name, kind):
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_delta_stands_for_out(kind):
-    errors = kernel_errors(kernels.load("reference"), CALLS[kind], call_tensors(CALLS[kind], 2, 4, 2, 8), SPEC, True)
+    errors = kernel_errors(
+        kernels.load("reference"), CALLS[kind], call_tensors(CALLS[kind], 2, 4, 2, 8), SPEC, True
+    )
     assert max(errors.values()) < EXACT
 
 
@@ -371,7 +418,14 @@ def test_shares_of_all_keys_add_up():
         for rows, columns, call in halves:
             rows, columns = slice(*rows), slice(*columns)
             seen[rows, columns] += visible(call).int()
-            sides = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows]
+            sides = (
+                dout[:, rows],
+                q[:, rows],
+                k[:, columns],
+                v[:, columns],
+                out[:, rows],
+                lse[:, :, rows],
+            )
             parts = kernels.load(name).backward(*sides, None, call, SPEC)
             for total, at, part in zip(sums, (rows, columns, columns), parts, strict=True):
                 total[:, at] += part
@@ -398,9 +452,11 @@ def test_a_query_that_is_not_finite_is_nan_and_no_other(kind, value):
 
 
 class FlashAttention:
-    """The package's functions, written out one sequence after the other, with what is asked of their arguments.
+    """The package's functions, written out one sequence after the other, with what is asked of
+    their arguments.
 
-    That of FlashAttention-2 has its quirks, and takes a window as one argument or, since 2.7, as two.
+    That of FlashAttention-2 has its quirks, and takes a window as one argument or, since 2.7, as
+    two.
     """
 
     def __init__(self, two_arguments: bool = False):
@@ -410,23 +466,50 @@ class FlashAttention:
         assert q.shape[-1] in (64, 96, 128, 192, 256)
         return *self.forward(q, k, v, softmax_scale, **options), None
 
-    def fa4_backward(self, q, k, v, out, dout, lse, softmax_scale, deterministic, dlse=None, **options):
+    def fa4_backward(
+        self, q, k, v, out, dout, lse, softmax_scale, deterministic, dlse=None, **options
+    ):
         delta = (out * dout).sum(-1).transpose(-1, -2) - (0 if dlse is None else dlse)
         assert lse.is_contiguous()
         return *self.backward(dout, q, k, v, lse, delta, softmax_scale, **options), None
 
     def fa2_forward(self, q, k, v, cu_q=None, cu_k=None, max_q=None, max_k=None, **options):
         assert options.pop("dropout_p") == 0
-        assert not any(options.pop(name, None) for name in ("alibi_slopes", "return_softmax", "block_table"))
+        assert not any(
+            options.pop(name, None) for name in ("alibi_slopes", "return_softmax", "block_table")
+        )
         options = self.fa2_options(options, max_k or k.shape[1])
         out, lse = self.forward(
-            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, **options
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            **options,
         )
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        return (out, lse, None, None) if self.two_arguments else (out, q, k, v, out, lse, None, None)
+        return (
+            (out, lse, None, None) if self.two_arguments else (out, q, k, v, out, lse, None, None)
+        )
 
     def fa2_backward(
-        self, dout, q, k, v, out, lse, dq, dk, dv, cu_q=None, cu_k=None, max_q=None, max_k=None, **options
+        self,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        cu_q=None,
+        cu_k=None,
+        max_q=None,
+        max_k=None,
+        **options,
     ):
         assert options.pop("dropout_p") == 0
         assert options.pop("alibi_slopes") is None
@@ -434,8 +517,15 @@ class FlashAttention:
         assert cu_q is None or not lse.eq(-torch.inf).any()
         options = self.fa2_options(options, max_k or k.shape[1])
         delta = (out * dout).sum(-1).transpose(-1, -2)
-        sizes = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        for into, grad in zip((dq, dk, dv), self.backward(dout, q, k, v, lse, delta, **sizes, **options), strict=True):
+        sizes = {
+            "cu_seqlens_q": cu_q,
+            "cu_seqlens_k": cu_k,
+            "max_seqlen_q": max_q,
+            "max_seqlen_k": max_k,
+        }
+        for into, grad in zip(
+            (dq, dk, dv), self.backward(dout, q, k, v, lse, delta, **sizes, **options), strict=True
+        ):
             into.copy_(grad)
 
     def fa2_options(self, options, max_k):
@@ -487,7 +577,11 @@ class FlashAttention:
         if cu_seqlens_q is None:
             for batch in range(len(q)):
                 sizes = q.shape[1], k.shape[1]
-                yield batch, batch, KernelCall(*sizes, (((0, sizes[0]), (0, sizes[1])),), window_size_left, right)
+                yield (
+                    batch,
+                    batch,
+                    KernelCall(*sizes, (((0, sizes[0]), (0, sizes[1])),), window_size_left, right),
+                )
             return
         self.packed_calls += 1
         bounds = [x.tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
@@ -510,7 +604,9 @@ def flash_attention(request, monkeypatch):
         monkeypatch.setattr(fa4, "_functions", lambda: (written.fa4_forward, written.fa4_backward))
     else:
         functions = [written.fa2_forward, written.fa2_backward] * 2
-        monkeypatch.setattr(fa2, "_package", lambda: fa2.Package(*functions, written.two_arguments, True))
+        monkeypatch.setattr(
+            fa2, "_package", lambda: fa2.Package(*functions, written.two_arguments, True)
+        )
     return kernels.load(request.param.split()[0]), written
 
 
@@ -531,7 +627,10 @@ def test_sequences_of_many_calls_for_flash_attention(flash_attention):
     for seed in range(50):
         call = random_call(chance)
         errors = kernel_errors(
-            flash_attention[0], call, call_tensors(call, chance.choice((1, 2)), 2, 1, 64, seed=seed), SPEC
+            flash_attention[0],
+            call,
+            call_tensors(call, chance.choice((1, 2)), 2, 1, 64, seed=seed),
+            SPEC,
         )
         assert max(errors.values()) < EXACT, (call, errors)
 
@@ -543,7 +642,10 @@ def test_fa4_pads_head_sizes(monkeypatch, kind, head_size):
     monkeypatch.setattr(fa4, "_functions", lambda: (written.fa4_forward, written.fa4_backward))
     for with_delta in (False, True):
         tensors = call_tensors(CALLS[kind], 2, 4, 2, head_size)
-        assert max(kernel_errors(kernels.load("fa4"), CALLS[kind], tensors, SPEC, with_delta).values()) < EXACT
+        assert (
+            max(kernel_errors(kernels.load("fa4"), CALLS[kind], tensors, SPEC, with_delta).values())
+            < EXACT
+        )
 
 
 def test_what_is_made_for_a_call_is_made_once():
@@ -591,7 +693,9 @@ def test_every_kernel_says_why_it_refuses():
 
 @pytest.fixture
 def half_installed(monkeypatch, tmp_path, request):
-    """A flash_attn package that fails in the way of the test's parameter, and a CPU that counts as its GPU."""
+    """A flash_attn package that fails in the way of the test's parameter, and a CPU that counts as
+    its GPU.
+    """
     for path, text in request.param.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
@@ -612,18 +716,43 @@ def half_installed(monkeypatch, tmp_path, request):
 PACKAGES = {"fa4": "flash-attn-4", "fa2": "flash-attn"}
 CUTE = "flash_attn/cute/__init__.py"
 HALF_INSTALLED = [
-    ("fa4", {"flash_attn/__init__.py": "", CUTE: "import cutlass_that_is_not_there"}, "ModuleNotFoundError"),
-    ("fa4", {"flash_attn/__init__.py": "", CUTE: "raise OSError('libcuda.so.1: no such file')"}, "OSError: libcuda"),
-    ("fa4", {"flash_attn/__init__.py": "", CUTE: "", "flash_attn/cute/interface.py": ""}, "AttributeError"),
-    ("fa4", {"flash_attn/__init__.py": "", CUTE: ""}, "ImportError: cannot import name 'interface'"),
+    (
+        "fa4",
+        {"flash_attn/__init__.py": "", CUTE: "import cutlass_that_is_not_there"},
+        "ModuleNotFoundError",
+    ),
+    (
+        "fa4",
+        {"flash_attn/__init__.py": "", CUTE: "raise OSError('libcuda.so.1: no such file')"},
+        "OSError: libcuda",
+    ),
+    (
+        "fa4",
+        {"flash_attn/__init__.py": "", CUTE: "", "flash_attn/cute/interface.py": ""},
+        "AttributeError",
+    ),
+    (
+        "fa4",
+        {"flash_attn/__init__.py": "", CUTE: ""},
+        "ImportError: cannot import name 'interface'",
+    ),
     ("fa4", {"flash_attn/__init__.py": "import torch; torch.made_for_another"}, "AttributeError"),
-    ("fa2", {"flash_attn_2_cuda.py": "", "flash_attn/__init__.py": "raise ImportError('undefined symbol')"}, "symbol"),
+    (
+        "fa2",
+        {
+            "flash_attn_2_cuda.py": "",
+            "flash_attn/__init__.py": "raise ImportError('undefined symbol')",
+        },
+        "symbol",
+    ),
     ("fa2", {"flash_attn_2_cuda.py": ""}, "ModuleNotFoundError: No module named 'flash_attn'"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("half_installed", "name", "reason"), [(c[1], c[0], c[2]) for c in HALF_INSTALLED], indirect=["half_installed"]
+    ("half_installed", "name", "reason"),
+    [(c[1], c[0], c[2]) for c in HALF_INSTALLED],
+    indirect=["half_installed"],
 )
 def test_auto_passes_on_from_a_package_that_is_half_installed(half_installed, name, reason, caplog):
     q, k, _, _ = random_qkv(1, 4, 2, 2, 8)
@@ -632,7 +761,9 @@ def test_auto_passes_on_from_a_package_that_is_half_installed(half_installed, na
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len([text for text in said if text.startswith(f"the package {PACKAGES[name]} is")]) == 1
     assert reason in "".join(said)
-    with pytest.raises(ValueError, match=f"{name}: the package {PACKAGES[name]} is installed but .*{reason}"):
+    with pytest.raises(
+        ValueError, match=f"{name}: the package {PACKAGES[name]} is installed but .*{reason}"
+    ):
         kernels.pick(name, q, k, SPEC)
     with pytest.raises(RuntimeError, match=f"is installed but cannot be used: .*{reason}"):
         doctor._kernel(name)

@@ -20,7 +20,11 @@ from train.run.watchdog import EXIT_CODE
 def listeners() -> list[str]:
     """The addresses and ports, in hexadecimal, on which this process listens."""
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
     return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
 
 
@@ -52,11 +56,19 @@ def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("rank 3 of the group has ended, process 12 on here; its group is of no use any more"),
-        RuntimeError("rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on with forward 2"),
+        RuntimeError(
+            "rank 3 of the group has ended, process 12 on here; its group is of no use any more"
+        ),
+        RuntimeError(
+            "rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on with forward 2"
+        ),
         TimeoutError("rank 3 of the group gave up waiting for others to make this call"),
-        TimeoutError("a call of burst_attn_func: rank 3 of the group did not make this call within 120 s"),
-        TimeoutError("a call of unshard: rank 0 or 1 or 3 of the group did not make this call within 120 s"),
+        TimeoutError(
+            "a call of burst_attn_func: rank 3 of the group did not make this call within 120 s"
+        ),
+        TimeoutError(
+            "a call of unshard: rank 0 or 1 or 3 of the group did not make this call within 120 s"
+        ),
         RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
     ],
 )
@@ -64,7 +76,9 @@ def test_a_rank_that_another_one_left_says_so_in_a_line_and_is_not_the_cause(err
     watchdog = SimpleNamespace(doing="step 7", last_words="the last good checkpoint is none")
     assert ending.explain(error, watchdog) == ranks.LOST_CONTACT
     said = capsys.readouterr().err
-    assert said.startswith("pretrain.py: rank 0 lost contact with another rank, whose own message may say why; in step")
+    assert said.startswith(
+        "pretrain.py: rank 0 lost contact with another rank, whose own message may say why; in step"
+    )
     assert said.endswith(f"{error}; the last good checkpoint is none\n")
     assert said.count("\n") == 1
 
@@ -72,11 +86,26 @@ def test_a_rank_that_another_one_left_says_so_in_a_line_and_is_not_the_cause(err
 @pytest.mark.parametrize(
     ("error", "rank", "reason", "said"),
     [
-        (ranks.RankError("rank 1: --sp-size 3 does"), "0", "pretrain.py: rank 1: --sp-size 3 does; go on so", True),
-        (ranks.RankError("rank 1: --sp-size 3 does"), "1", "pretrain.py: rank 1: --sp-size 3 does; go on so", False),
+        (
+            ranks.RankError("rank 1: --sp-size 3 does"),
+            "0",
+            "pretrain.py: rank 1: --sp-size 3 does; go on so",
+            True,
+        ),
+        (
+            ranks.RankError("rank 1: --sp-size 3 does"),
+            "1",
+            "pretrain.py: rank 1: --sp-size 3 does; go on so",
+            False,
+        ),
         (FloatingPointError("step 3: nan"), "1", "pretrain.py: step 3: nan; go on so", False),
         (OSError("disk full"), "1", "pretrain.py: rank 1: disk full; go on so", True),
-        (RuntimeError("no memory\nat a.cpp"), "1", "pretrain.py: rank 1: RuntimeError: no memory; go on so", False),
+        (
+            RuntimeError("no memory\nat a.cpp"),
+            "1",
+            "pretrain.py: rank 1: RuntimeError: no memory; go on so",
+            False,
+        ),
     ],
 )
 def test_every_rank_leaves_torchrun_the_sentence_that_one_says(
@@ -105,7 +134,9 @@ def test_the_first_reason_stays(monkeypatch, tmp_path):
 
 def test_a_rank_that_another_one_left_is_not_torchruns_root_cause(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    ending.explain(RuntimeError("Connection closed by peer"), SimpleNamespace(doing="step 7", last_words=""))
+    ending.explain(
+        RuntimeError("Connection closed by peer"), SimpleNamespace(doing="step 7", last_words="")
+    )
     lost = failure(tmp_path)
     ending.explain(ValueError("x"), SimpleNamespace(doing="step 7", last_words=""))
     assert failure(tmp_path).timestamp < lost.timestamp
@@ -143,7 +174,8 @@ def test_a_reason_that_cannot_be_written_does_not_hold_up_the_end(monkeypatch, t
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(OSError("disk full"), 2), (RuntimeError("rank 3 of a matrix"), None), (KeyError("x"), None)]
+    ("error", "code"),
+    [(OSError("disk full"), 2), (RuntimeError("rank 3 of a matrix"), None), (KeyError("x"), None)],
 )
 def test_a_rank_that_failed_by_itself_is_told_apart(error, code):
     assert ending.explain(error, SimpleNamespace(doing="step 7", last_words="")) == code

@@ -46,8 +46,15 @@ def test_balanced_layouts_give_every_rank_and_hop_equal_work(name, size):
 def test_layouts_are_equal_if_they_put_tokens_in_the_same_places():
     mask, other = Mask.documents((0, 5, 24)), Mask.documents((0, 21, 24))
     assert Layout.zigzag(8, 2) == Layout.named("zigzag", 8, 2) != Layout.striped(8, 2)
-    assert Layout.balanced(mask, 3) == Layout.balanced(Mask.documents((0, 5, 24)), 3) != Layout.balanced(other, 3)
-    assert len({Layout.zigzag(8, 2), Layout.zigzag(8, 2), Layout.zigzag(9, 2), Layout.zigzag(8, 1)}) == 3
+    assert (
+        Layout.balanced(mask, 3)
+        == Layout.balanced(Mask.documents((0, 5, 24)), 3)
+        != Layout.balanced(other, 3)
+    )
+    assert (
+        len({Layout.zigzag(8, 2), Layout.zigzag(8, 2), Layout.zigzag(9, 2), Layout.zigzag(8, 1)})
+        == 3
+    )
     assert Layout.zigzag(8, 2) != "zigzag"
 
 

@@ -1,4 +1,6 @@
-"""CPM-Live's data: text to tokens, instances on disk, rows packed with them, and what ranks have of these."""
+"""CPM-Live's data: text to tokens, instances on disk, rows packed with them, and what ranks have of
+these.
+"""
 
 import errno
 import functools
@@ -51,7 +53,9 @@ def write_vocabulary(file, *pieces, model="cpm-bee"):
 @pytest.fixture
 def golden_words(tmp_path) -> BeeTokenizer:
     """Token i of the golden batch's vocabulary as a character of its own."""
-    return BeeTokenizer(write_vocabulary(tmp_path / "words.txt", *(chr(0x4E00 + i) for i in range(11, 120))))
+    return BeeTokenizer(
+        write_vocabulary(tmp_path / "words.txt", *(chr(0x4E00 + i) for i in range(11, 120)))
+    )
 
 
 def written(*tokens) -> str:
@@ -67,14 +71,23 @@ def golden_instances() -> list[list]:
     samples += [{written(11): written(78), "<ans>": written(79)}]
     second = {written(27): written(94, 50, 5, 93, 5, 91, 5, 86), "<ans>": written(41, 39, 44)}
     tokens, subs = (golden("bee").input[name][1].tolist() for name in ("input", "input_sub"))
-    texts = [written("XY"[sub] if token == 1 else token) for token, sub in zip(tokens, subs, strict=True)]
-    return [[[main, *samples], second], [{written(27): "".join(texts[7:74]), "<ans>": "".join(texts[79:86])}]]
+    texts = [
+        written("XY"[sub] if token == 1 else token) for token, sub in zip(tokens, subs, strict=True)
+    ]
+    return [
+        [[main, *samples], second],
+        [{written(27): "".join(texts[7:74]), "<ans>": "".join(texts[79:86])}],
+    ]
 
 
 def test_rows_are_those_of_cpm_lives_packer(golden_words):
-    """Every field and target of the golden batch, from text: nested keys, sub-ids, in-context samples, padding."""
+    """Every field and target of the golden batch, from text: nested keys, sub-ids, in-context
+    samples, padding.
+    """
     expected = golden("bee").input
-    extended = list(zip(expected["ext_table_ids"].tolist(), expected["ext_table_sub"].tolist(), strict=True))
+    extended = list(
+        zip(expected["ext_table_ids"].tolist(), expected["ext_table_sub"].tolist(), strict=True)
+    )
     for i, lines in enumerate(golden_instances()):
         row = bee_row(BEE, [bee_instance(golden_words, line)[0] for line in lines], 96, EOS)
         assert row.fields.keys() == set(BEE_FIELDS) | {"input", "input_sub"}
@@ -86,7 +99,9 @@ def test_rows_are_those_of_cpm_lives_packer(golden_words):
             assert found.equal(whole), name
             assert found.dtype == whole.dtype, name
         pairs = zip(row.targets.tolist(), row.target_subs.tolist(), strict=True)
-        assert [120 + extended.index(p) if p[1] else p[0] for p in pairs] == expected["target"][i].tolist()
+        assert [120 + extended.index(p) if p[1] else p[0] for p in pairs] == expected["target"][
+            i
+        ].tolist()
         assert row.instances == len(lines)
         scores = golden("bee").scores()[i]
         assert row.scores.mask == scores.mask
@@ -95,14 +110,17 @@ def test_rows_are_those_of_cpm_lives_packer(golden_words):
 
 def test_a_tree_by_hand(golden_words):
     """Keys and texts are segments, each from <s> to </s>, texts under <ans> without that."""
-    instance, _ = bee_instance(golden_words, {written(20): written(30, 31), "<ans>": {written(21): written(32)}})
+    instance, _ = bee_instance(
+        golden_words, {written(20): written(30, 31), "<ans>": {written(21): written(32)}}
+    )
     assert instance.tokens.tolist() == [6, 8, 7, 6, 20, 7, 6, 30, 31, 7, 6, 9, 7, 6, 21, 7, 6, 32]
     assert instance.segments.tolist() == [
         [3, -1, 0, 0], [3, 0, 0, 0], [4, 1, 0, 0], [3, 0, 0, 0], [3, 3, 0, 0], [2, 4, 0, 1],
     ]  # fmt: skip
     row = bee_row(BEE, [instance], 20, EOS)
     assert row.targets.tolist() == [-100] * 16 + [32, 7] + [-100] * 2
-    assert row.fields["segment_rel"].view(6, 6)[5].tolist() == [16, 17, 18, 11, 6, 0]  # 3 up and 0, 1, 2 down; 2, 1 up
+    # 3 up and 0, 1, 2 down; 2, 1 up
+    assert row.fields["segment_rel"].view(6, 6)[5].tolist() == [16, 17, 18, 11, 6, 0]
 
 
 def dense(row, sample_rule: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +152,12 @@ def by_distance(config, size) -> torch.Tensor:
 
 def test_scores_of_a_packed_bees_row_are_the_dense_formulas(golden_words):
     lines = golden_instances()[0]
-    row = bee_row(BEE, [bee_instance(golden_words, line)[0] for line in (lines[1], lines[0], lines[1])], 130, EOS)
+    row = bee_row(
+        BEE,
+        [bee_instance(golden_words, line)[0] for line in (lines[1], lines[0], lines[1])],
+        130,
+        EOS,
+    )
     visible, together = dense(row, sample_rule=True)
     assert row.scores.mask.dense().equal(visible)
     f, at = row.fields, torch.arange(130)
@@ -154,7 +177,10 @@ def test_an_ants_row_by_hand_and_by_dense_formulas():
     assert f["input"].tolist() == [*range(8, 16), *texts[0], *range(16, 24), *texts[1], *[0] * 5]
     assert f["segment"].tolist() == [0] * 8 + [1] * 5 + [0] * 8 + [2] * 4 + [0] * 5
     assert f["span"].tolist() == [0] * 13 + [1] * 12 + [2] * 5
-    assert f["context"].tolist() == [True] * 9 + [False, True, False, False] + [True] * 10 + [False] * 7
+    assert (
+        f["context"].tolist()
+        == [True] * 9 + [False, True, False, False] + [True] * 10 + [False] * 7
+    )
     assert int(f["length"]) == 25
     expected = {8: 50, 10: 52, 11: 7, 22: 61, 23: 7}
     assert {p: t for p, t in enumerate(row.targets.tolist()) if t != -100} == expected
@@ -168,7 +194,9 @@ def test_an_ants_row_by_hand_and_by_dense_formulas():
 
 
 def test_the_golden_ants_targets_follow_from_what_is_hidden():
-    """Every hidden token is the target of the one before it, in a segment that begins with one that is not hidden."""
+    """Every hidden token is the target of the one before it, in a segment that begins with one that
+    is not hidden.
+    """
     fields = golden("ant").input
     for row in range(2):
         hidden = ~fields["context"][row] & (torch.arange(96) < fields["length"][row])
@@ -185,7 +213,8 @@ def test_what_is_hidden(tokens):
     subsets = [hide(tokens, 1, chance) for _ in range(20)]
     assert not any(s[0] for s in subsets)
     assert all(1 <= s.sum() <= max(0.16 * tokens + 1, 1) for s in subsets)
-    assert all((np.diff(s.astype(int)) == 1).sum() <= 16 for s in subsets)  # slices of a mask grow with the square
+    # slices of a mask grow with the square
+    assert all((np.diff(s.astype(int)) == 1).sum() <= 16 for s in subsets)
     assert tokens < 20 or len({s.tobytes() for s in subsets}) > 1
 
 
@@ -200,9 +229,14 @@ def test_steps_to_the_common_ancestor_are_capped():
 
 def test_answers_are_shuffled_with_their_trees(golden_words):
     """The same paths and texts, in other orders, of all levels under <ans>, and nothing else moves."""
-    answers = {written(20 + i): {written(30 + i): written(40 + i), written(50): written(60 + i)} for i in range(3)}
+    answers = {
+        written(20 + i): {written(30 + i): written(40 + i), written(50): written(60 + i)}
+        for i in range(3)
+    }
     line = [{"<ans>": answers, written(12): {written(13): written(14), written(15): written(16)}}]
-    instance, _ = bee_instance(golden_words, [*line, {written(11): written(78), "<ans>": written(79)}])
+    instance, _ = bee_instance(
+        golden_words, [*line, {written(11): written(78), "<ans>": written(79)}]
+    )
     orders, chance = set(), np.random.default_rng(0)
     for _ in range(60):
         found = shuffled(instance, chance)
@@ -224,7 +258,11 @@ def paths(instance) -> dict:
     found, first = {}, {}
     for i, (_, parent, sample, _) in enumerate(instance.segments.tolist()):
         first.setdefault(sample, i)
-        found[i] = (*(found[first[sample] + parent] if parent >= 0 else ()), sample, tuple(texts[i].tolist()))
+        found[i] = (
+            *(found[first[sample] + parent] if parent >= 0 else ()),
+            sample,
+            tuple(texts[i].tolist()),
+        )
     return {path: instance.segments[i, COLUMNS.kind] for i, path in found.items()}
 
 
@@ -233,18 +271,44 @@ def paths(instance) -> dict:
 
 @pytest.fixture
 def words(tmp_path):
-    pieces = ["a", "ab", "abc", "b", "c", "<", ">", "ans", "ring ring", "x" * 33, "x", "\t", "<mark>"]
+    pieces = [
+        "a",
+        "ab",
+        "abc",
+        "b",
+        "c",
+        "<",
+        ">",
+        "ans",
+        "ring ring",
+        "x" * 33,
+        "x",
+        "\t",
+        "<mark>",
+    ]
     return BeeTokenizer(write_vocabulary(tmp_path / "bee.txt", *pieces))
 
 
 @pytest.mark.parametrize(
     "text",
-    ["abcab\n b", "a<<ans>b", "<<<ans>>", "<mark_2>a<mark_3><mark_2>", "éèa<<é", "x" * 70, "ring ring ring", "", "\ta"],
+    [
+        "abcab\n b",
+        "a<<ans>b",
+        "<<<ans>>",
+        "<mark_2>a<mark_3><mark_2>",
+        "éèa<<é",
+        "x" * 70,
+        "ring ring ring",
+        "",
+        "\ta",
+    ],
 )
 def test_a_bees_text_comes_back(words, text):
     sub_ids = SubIds()
     pieces = words.pieces(text)
-    assert words.text([(token, sub_ids.of(token, named)) for token, named in pieces], sub_ids) == text
+    assert (
+        words.text([(token, sub_ids.of(token, named)) for token, named in pieces], sub_ids) == text
+    )
 
 
 def test_a_bees_pieces(words):
@@ -252,7 +316,8 @@ def test_a_bees_pieces(words):
     assert words.encode("abcabb").tolist() == [ids["abc"], ids["ab"], ids["b"]]
     assert words.encode("\n ").tolist() == [4, 5]
     assert words.encode("<ans>").tolist() == [9]
-    assert words.encode("<<ans>").tolist() == [ids["<"], ids["ans"], ids[">"]]  # text never spells a special token
+    # text never spells a special token
+    assert words.encode("<<ans>").tolist() == [ids["<"], ids["ans"], ids[">"]]
     assert words.encode("x" * 33).tolist() == [ids["x"]] * 33  # pieces have 32 characters at most
     assert words.pieces("éèaé") == [(1, "éè"), (ids["a"], None), (1, "é")]
     assert words.pieces("<mark_2>") == [(ids["<mark>"], "<mark_2>")]
@@ -261,7 +326,8 @@ def test_a_bees_pieces(words):
     assert sub_ids.of(4, "v") == 0
     assert words.decode([ids["a"], ids["<mark>"], ids["<"]]) == "a<mark><<"
     assert words.text([(ids["<mark>"], 5)]) == "<mark_5>"
-    assert {sub_ids.of(*piece) for piece in words.pieces("<mark><mark_1>")} == {0}  # as CPM-Live has it: one token
+    # as CPM-Live has it: one token
+    assert {sub_ids.of(*piece) for piece in words.pieces("<mark><mark_1>")} == {0}
 
 
 @pytest.mark.parametrize(
@@ -310,7 +376,8 @@ def ant_words(tmp_path, *pieces):
 def test_an_ants_text_without_words(tmp_path):
     tokenizer = AntGreedyTokenizer(ant_words(tmp_path, "a", "ab", "b", "<", ">", "s"))
     assert tokenizer.decode(tokenizer.encode("abba\n <s>")) == "abba\n <s>"
-    assert tokenizer.encode("abéb<s>").tolist() == [11, 12, 13, 15, 14]  # the unknown left out, no special token made
+    # the unknown left out, no special token made
+    assert tokenizer.encode("abéb<s>").tolist() == [11, 12, 13, 15, 14]
     assert tokenizer.decode([6, 10, 8, 7]) == "a"
 
 
@@ -319,23 +386,38 @@ def test_an_ants_text_is_cut_into_jiebas_words_first(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
     with pytest.raises(ValueError, match=r"needs the package jieba .* cpm-ant-greedy:FILE"):
         open_tokenizer(f"cpm-ant:{file}")
-    module = type("Jieba", (), {"cut": staticmethod(lambda text: list(text)), "setLogLevel": staticmethod(str)})
+    module = type(
+        "Jieba",
+        (),
+        {"cut": staticmethod(lambda text: list(text)), "setLogLevel": staticmethod(str)},
+    )
     monkeypatch.setitem(sys.modules, "jieba", module)
-    assert open_tokenizer(f"cpm-ant:{file}").encode("ab").tolist() == [10, 12]  # no piece spans two words
+    # no piece spans two words
+    assert open_tokenizer(f"cpm-ant:{file}").encode("ab").tolist() == [10, 12]
     assert open_tokenizer(f"cpm-ant-greedy:{file}").encode("ab").tolist() == [11]
 
 
 def test_vocabularies_are_made_of_characters_and_frequent_words(tmp_path):
     lines = [{"ring <<": "def def return", "<ans>": {"<mask_1>": "é"}}] * 3 + ["a < b"]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--model", "cpm-bee", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "v.txt")]
+    flags = [
+        "--model",
+        "cpm-bee",
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--output",
+        str(tmp_path / "v.txt"),
+    ]
     make_vocabulary.main([*flags, "--size", "24", "--special", "<mark>"])
     pieces = (tmp_path / "v.txt").read_text().split("\n")[:-1]
     assert pieces[:12] == [*make_vocabulary.SPECIAL["cpm-bee"], "<mark>"]
     assert pieces[12:] == ["e", "r", "d", "f", "n", "<", "return", "def", "ring"]
     tokenizer = BeeTokenizer(tmp_path / "v.txt")
     assert tokenizer.encode("return ring").tolist() == [18, 5, 20]
-    for flag, message in ((["--size", "11"], "must leave room"), (["--special", "x"], "--special takes <name>")):
+    for flag, message in (
+        (["--size", "11"], "must leave room"),
+        (["--special", "x"], "--special takes <name>"),
+    ):
         with pytest.raises(SystemExit):
             make_vocabulary.main([*flags[:4], "--output", str(tmp_path / "w.txt"), *flag])
         assert not (tmp_path / "w.txt").exists(), message
@@ -343,7 +425,9 @@ def test_vocabularies_are_made_of_characters_and_frequent_words(tmp_path):
 
 def test_vocabularies_are_written_whole_or_not_at_all(tmp_path, capsys, monkeypatch):
     """Half characters, of which no file can be made, are bad lines, as they are to prepare_data.py."""
-    file = as_jsonl(tmp_path / "in.jsonl", [{"a": "\ud800\ud800 x"}, {"\udfff": "x"}, {"a": "ab ab"}])
+    file = as_jsonl(
+        tmp_path / "in.jsonl", [{"a": "\ud800\ud800 x"}, {"\udfff": "x"}, {"a": "ab ab"}]
+    )
     flags = ["--model", "cpm-ant", "--input", str(file), "--output", str(tmp_path / "v.txt")]
     make_vocabulary.main(flags)
     assert (tmp_path / "v.txt").read_text().split("\n")[10:-1] == ["a", "b", "ab"]
@@ -358,7 +442,9 @@ def test_vocabularies_are_written_whole_or_not_at_all(tmp_path, capsys, monkeypa
 
     assert "v.txt exists and is not replaced" in fails(*flags)
     flags[-1] = str(tmp_path / "w.txt")
-    assert "not Unicode: surrogates not allowed at character 1" in fails(*flags, "--special", "<\udcff>")
+    assert "not Unicode: surrogates not allowed at character 1" in fails(
+        *flags, "--special", "<\udcff>"
+    )
 
     def full(path, text, **_):
         path.write_bytes(text.encode()[:5])
@@ -384,7 +470,9 @@ LETTERS = sorted({c for c in json.dumps(LINES) if c not in ' <"'} | {"def"})
 
 
 def as_jsonl(file, lines):
-    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    file.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return file
 
 
@@ -418,7 +506,10 @@ def test_instances_come_back_from_disk(bee_folder):
         found += [file.instance(i) for i in range(file.index["documents"])]
     expected = [bee_instance(tokenizer, line)[0] for line in LINES]
     assert len(found) == len(expected)
-    key = [[tuple(x.flatten().tolist()) for x in vars(instance).values()] for instance in (*found, *expected)]
+    key = [
+        [tuple(x.flatten().tolist()) for x in vars(instance).values()]
+        for instance in (*found, *expected)
+    ]
     assert sorted(key[: len(found)]) == sorted(key[len(found) :])
 
 
@@ -441,7 +532,11 @@ class Spelled(AntGreedyTokenizer):
 
 def ant_pieces(count, tokens):
     for _ in range(count):
-        yield Instance(np.full(tokens, 50), np.zeros(tokens, dtype=int), np.array([[tokens, -1, 0, 2]], dtype=np.int32))
+        yield Instance(
+            np.full(tokens, 50),
+            np.zeros(tokens, dtype=int),
+            np.array([[tokens, -1, 0, 2]], dtype=np.int32),
+        )
 
 
 @pytest.fixture
@@ -453,7 +548,9 @@ def peak():
 
 
 def test_a_long_text_streams_to_disk_and_its_parts_are_read_alone(tmp_path, peak, monkeypatch):
-    """6M tokens, of which 96 MiB as they come: neither writing, dividing nor reading has more than a few pieces."""
+    """6M tokens, of which 96 MiB as they come: neither writing, dividing nor reading has more than
+    a few pieces.
+    """
     writer = AntWriter(tmp_path / "whole", Spelled())
     writer.write(ant_pieces(0, 1))
     writer.write(ant_pieces(3, 0))
@@ -471,7 +568,9 @@ def test_a_long_text_streams_to_disk_and_its_parts_are_read_alone(tmp_path, peak
         assert tokens[0] == 6 and tokens[-1] == 7 and (tokens[1:-1] == 50).all()
     rows, read = AntRows(file, PRESETS["cpm-ant-tiny"], 1024, 0), []
     pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda at, size, place: read.append(size) or pread(at, size, place))
+    monkeypatch.setattr(
+        os, "pread", lambda at, size, place: read.append(size) or pread(at, size, place)
+    )
     rows.read(0)
     assert 1000 * 4 < sum(read) < 1024 * 4 + 100  # tokens and sub-ids of 2 bytes, and a segment
 
@@ -484,7 +583,9 @@ def test_a_text_of_too_many_tokens_is_refused(tmp_path):
         writer.tokens += 2**31  # which would take long to write
         yield from ant_pieces(1, 9)
 
-    with pytest.raises(ValueError, match=r"a text of 2,147,483,668 tokens: an instance has fewer than 2\^31"):
+    with pytest.raises(
+        ValueError, match=r"a text of 2,147,483,668 tokens: an instance has fewer than 2\^31"
+    ):
         writer.write(endless())
 
 
@@ -515,17 +616,32 @@ def test_lines_that_are_no_instances_are_counted_and_said(tmp_path):
     (tmp_path / "x.txt").write_text("text")
     said = prepare("--input", tmp_path / "x.txt", *arguments, "--overwrite", code=2)
     assert "CPM-Bee reads .jsonl: put a text into an object" in said
-    as_jsonl(tmp_path / "y.jsonl", [{"text": "a", "task": "other"}, {"text": "a", "task": []}, {"text": 3}])
+    as_jsonl(
+        tmp_path / "y.jsonl",
+        [{"text": "a", "task": "other"}, {"text": "a", "task": []}, {"text": 3}],
+    )
     ants = ("--tokenizer", f"cpm-ant-greedy:{vocabulary}", "--output", tmp_path / "ants")
-    assert "task must be one of mlm, lm, got 'other'" in prepare("--input", tmp_path / "y.jsonl", *ants, code=2)
+    assert "task must be one of mlm, lm, got 'other'" in prepare(
+        "--input", tmp_path / "y.jsonl", *ants, code=2
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_characters_that_an_ant_leaves_out_are_counted_and_said(tmp_path, workers):
     vocabulary = ant_words(tmp_path, *LETTERS)
-    as_jsonl(tmp_path / "x.jsonl", [{"text": "déf f(é)é"}] * 700 + [{"text": "é", "task": "none"}, {"text": "é"}])
+    as_jsonl(
+        tmp_path / "x.jsonl",
+        [{"text": "déf f(é)é"}] * 700 + [{"text": "é", "task": "none"}, {"text": "é"}],
+    )
     (tmp_path / "y.txt").write_text("def é")
-    arguments = ("--tokenizer", f"cpm-ant-greedy:{vocabulary}", "--output", tmp_path / "x", "--workers", workers)
+    arguments = (
+        "--tokenizer",
+        f"cpm-ant-greedy:{vocabulary}",
+        "--output",
+        tmp_path / "x",
+        "--workers",
+        workers,
+    )
     said = prepare("--input", tmp_path / "x.jsonl", tmp_path / "y.txt", *arguments)
     assert "\n2,102 characters that the vocabulary lacks were left out\n" in said
     assert InstanceFile(tmp_path / "x/train", "cpm-ant").index["left_out_characters"] == 2102
@@ -552,9 +668,13 @@ def test_workers_and_a_split_by_number(tmp_path):
 
 def test_folders_of_other_data_and_damaged_ones_are_refused(bee_folder, ant_folder, tmp_path):
     bee_folder = shutil.copytree(bee_folder, tmp_path / "bee")
-    with pytest.raises(ValueError, match=r"holds instances of cpm-bee, this model reads plain text"):
+    with pytest.raises(
+        ValueError, match=r"holds instances of cpm-bee, this model reads plain text"
+    ):
         TokenFile(bee_folder / "train")
-    with pytest.raises(ValueError, match="holds instances of cpm-ant, this model reads instances of cpm-bee"):
+    with pytest.raises(
+        ValueError, match="holds instances of cpm-ant, this model reads instances of cpm-bee"
+    ):
         InstanceFile(ant_folder / "train", "cpm-bee")
     segments = bee_folder / "train/segments.bin"
     data = bytearray(segments.read_bytes())
@@ -584,7 +704,9 @@ def test_packing_is_tight_complete_and_always_the_same(count):
     of = functools.partial(packed, slices=np.ones(count, dtype=int), size=100, most_slices=100)
     lengths = np.random.default_rng(1).integers(1, 101, count)
     rows = of(lengths, seed=3)
-    assert sorted(itertools.chain.from_iterable(rows[i] for i in range(len(rows)))) == list(range(count))
+    assert sorted(itertools.chain.from_iterable(rows[i] for i in range(len(rows)))) == list(
+        range(count)
+    )
     assert all(1 <= lengths[rows[i]].sum() <= 100 for i in range(len(rows)))
     again, other = of(lengths, seed=3), of(lengths, seed=4)
     assert np.array_equal(rows.items, again.items) and np.array_equal(rows.starts, again.starts)
@@ -599,18 +721,31 @@ def test_packing_keeps_to_the_slices_that_a_row_may_have():
     rows = packed(lengths, costs, 1000, 100, seed=0)
     assert sorted(rows.items) == list(range(3000))
     assert all(costs[rows[i]].sum() <= 100 for i in range(len(rows)))
-    assert costs.sum() > 0.9 * 100 * len(rows)  # of slices the first row that has enough is taken, not the best
+    # of slices the first row that has enough is taken, not the best
+    assert costs.sum() > 0.9 * 100 * len(rows)
     costs = np.where(np.arange(3000) % 1500, 1, 900)
     rows = packed(lengths, costs, 1000, 1000, seed=0)
-    assert all(lengths[rows[i]].sum() <= 1000 and costs[rows[i]].sum() <= 1000 for i in range(len(rows)))
+    assert all(
+        lengths[rows[i]].sum() <= 1000 and costs[rows[i]].sum() <= 1000 for i in range(len(rows))
+    )
     assert lengths.sum() > 0.9 * 1000 * len(rows)
 
 
 def test_rows_of_many_hidden_runs_are_packed_such_that_they_can_be_planned(tmp_path, monkeypatch):
     """An Ant's rows of masked texts; what a row would have, the models refuse."""
     vocabulary = ant_words(tmp_path, *LETTERS)
-    as_jsonl(tmp_path / "x.jsonl", [{"text": "def f(x)" * 10, "task": "mlm"}] * 60 + [{"text": "def f(x)" * 10}] * 60)
-    prepare("--input", tmp_path / "x.jsonl", "--tokenizer", f"cpm-ant-greedy:{vocabulary}", "--output", tmp_path / "x")
+    as_jsonl(
+        tmp_path / "x.jsonl",
+        [{"text": "def f(x)" * 10, "task": "mlm"}] * 60 + [{"text": "def f(x)" * 10}] * 60,
+    )
+    prepare(
+        "--input",
+        tmp_path / "x.jsonl",
+        "--tokenizer",
+        f"cpm-ant-greedy:{vocabulary}",
+        "--output",
+        tmp_path / "x",
+    )
     for module in (live_rows, live_scores):
         monkeypatch.setattr(module, "MOST_SLICES", 60)
     rows = AntRows(InstanceFile(tmp_path / "x/train", "cpm-ant"), PRESETS["cpm-ant-tiny"], 4096, 0)
@@ -623,10 +758,22 @@ def test_rows_of_many_hidden_runs_are_packed_such_that_they_can_be_planned(tmp_p
 
 
 def test_bees_with_too_many_answers_are_left_out(tmp_path, monkeypatch):
-    """Those that alone make more slices than a row may have: 723 texts make 261,726, 724 make 262,450."""
+    """Those that alone make more slices than a row may have: 723 texts make 261,726, 724 make
+    262,450.
+    """
     vocabulary = write_vocabulary(tmp_path / "bee.txt", *LETTERS)
-    as_jsonl(tmp_path / "x.jsonl", [{"<ans>": dict.fromkeys(map(str, range(n)), "x")} for n in (723, 724, 1, 1023)])
-    prepare("--input", tmp_path / "x.jsonl", "--tokenizer", f"cpm-bee:{vocabulary}", "--output", tmp_path / "x")
+    as_jsonl(
+        tmp_path / "x.jsonl",
+        [{"<ans>": dict.fromkeys(map(str, range(n)), "x")} for n in (723, 724, 1, 1023)],
+    )
+    prepare(
+        "--input",
+        tmp_path / "x.jsonl",
+        "--tokenizer",
+        f"cpm-bee:{vocabulary}",
+        "--output",
+        tmp_path / "x",
+    )
     rows = bee_rows(tmp_path / "x", 8192)
     assert rows.file.all.kinds.tolist() == [723, 724, 1, 1023]
     assert (rows.instances, rows.too_many, rows.left_out) == (2, 2, 0)
@@ -634,13 +781,24 @@ def test_bees_with_too_many_answers_are_left_out(tmp_path, monkeypatch):
     said = dealer(monkeypatch, tmp_path / "x").sight(rows)
     assert said == "2 instances, 2 with too many texts to be predicted are left out"
     as_jsonl(tmp_path / "y.jsonl", [{"<ans>": dict.fromkeys(map(str, range(800)), "x")}])
-    prepare("--input", tmp_path / "y.jsonl", "--tokenizer", f"cpm-bee:{vocabulary}", "--output", tmp_path / "y")
-    with pytest.raises(ValueError, match="fits into --seq-len 8192; 1 has too many texts to be predicted"):
+    prepare(
+        "--input",
+        tmp_path / "y.jsonl",
+        "--tokenizer",
+        f"cpm-bee:{vocabulary}",
+        "--output",
+        tmp_path / "y",
+    )
+    with pytest.raises(
+        ValueError, match="fits into --seq-len 8192; 1 has too many texts to be predicted"
+    ):
         bee_rows(tmp_path / "y", 8192)
 
 
 def bee_rows(folder, seq_len=160, seed=0) -> BeeRows:
-    return BeeRows(InstanceFile(folder / "train", "cpm-bee"), PRESETS["cpm-bee-tiny"], seq_len, seed)
+    return BeeRows(
+        InstanceFile(folder / "train", "cpm-bee"), PRESETS["cpm-bee-tiny"], seq_len, seed
+    )
 
 
 def same(a, b) -> bool:
@@ -650,7 +808,10 @@ def same(a, b) -> bool:
 
 def test_samples_do_not_depend_on_what_was_read_before(bee_folder, ant_folder):
     """An epoch has each row once; the next one has others of an Ant's tokens hidden."""
-    ants = [AntRows(InstanceFile(ant_folder / "train", "cpm-ant"), PRESETS["cpm-ant-tiny"], 64, 5) for _ in range(2)]
+    ants = [
+        AntRows(InstanceFile(ant_folder / "train", "cpm-ant"), PRESETS["cpm-ant-tiny"], 64, 5)
+        for _ in range(2)
+    ]
     for one, other in ([bee_rows(bee_folder), bee_rows(bee_folder)], ants):
         count = len(one)
         rows = [one.of_sample(i) for i in range(2 * count)]
@@ -687,7 +848,13 @@ def test_a_last_part_of_one_token_is_predicted(ant_folder):
     [
         ("cpm-bee", BeeRows, {"a": "x", "<ans>": "y"}, {"a": {"x": "y"}, "<ans>": "b"}, "tokens"),
         ("cpm-bee", BeeRows, {"a": "é è", "<ans>": "b"}, {"a": "é é", "<ans>": "b"}, "subs"),
-        ("cpm-bee", BeeRows, {"a": {"x": "y"}, "<ans>": "b"}, {"a": "x", "y": {}, "<ans>": "b"}, "segments"),
+        (
+            "cpm-bee",
+            BeeRows,
+            {"a": {"x": "y"}, "<ans>": "b"},
+            {"a": "x", "y": {}, "<ans>": "b"},
+            "segments",
+        ),
         ("cpm-ant-greedy", AntRows, {"text": "def"}, {"text": "def", "task": "mlm"}, "segments"),
     ],
 )
@@ -699,11 +866,21 @@ def test_a_run_does_not_go_on_with_other_instances(tmp_path, name, kind, before,
     for i, line in enumerate((before, after)):
         as_jsonl(tmp_path / "x.jsonl", [line] * 3)
         folder = tmp_path / str(i)
-        prepare("--input", tmp_path / "x.jsonl", "--tokenizer", f"{name}:{vocabulary}", "--output", folder)
+        prepare(
+            "--input",
+            tmp_path / "x.jsonl",
+            "--tokenizer",
+            f"{name}:{vocabulary}",
+            "--output",
+            folder,
+        )
         seen.append(kind(InstanceFile(folder / "train", model), config, 64, 0).identity)
     saved = SimpleNamespace(path="run", state={"model": config.to_dict(), "data": seen[0]})
     resume.check_same(saved, config, seen[0], new_stage=False)
-    with pytest.raises(ValueError, match=rf"run was reading other data: .*{changed}.bin \w+ -> \w+.*give --new-stage"):
+    with pytest.raises(
+        ValueError,
+        match=rf"run was reading other data: .*{changed}.bin \w+ -> \w+.*give --new-stage",
+    ):
         resume.check_same(saved, config, seen[1], new_stage=False)
     assert (changed == "tokens") == (seen[0]["digest"] != seen[1]["digest"])
 
@@ -734,9 +911,13 @@ def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder, monkeyp
 
 
 def test_a_long_row_is_cheap(golden_words):
-    """128K tokens, two spans of a long context each: seconds and a few dozen MiB, where S x S would be 16 GiB."""
+    """128K tokens, two spans of a long context each: seconds and a few dozen MiB, where S x S would
+    be 16 GiB.
+    """
     tokens = 1 << 17
-    instance, _ = bee_instance(golden_words, {written(11): written(*[12, 13] * 32000), "<ans>": written(*[14] * 1500)})
+    instance, _ = bee_instance(
+        golden_words, {written(11): written(*[12, 13] * 32000), "<ans>": written(*[14] * 1500)}
+    )
     config = PRESETS["cpm-bee-10b"]
     tracemalloc.start()
     began = time.process_time()
@@ -766,14 +947,21 @@ def dealer(monkeypatch, folder, rank=0, world=1, sp_size=1, **options):
 
 @pytest.mark.parametrize("layout", ["auto", "striped"])
 def test_ranks_have_the_parts_of_rows_that_they_compute_with(bee_folder, monkeypatch, layout):
-    """Put together again, the rows are as made; labels are right for one table of both; work is counted."""
+    """Put together again, the rows are as made; labels are right for one table of both; work is
+    counted.
+    """
     data = bee_rows(bee_folder)
-    ranks = [dealer(monkeypatch, bee_folder, r, 3, 3, layout=layout, micro_batch_size=2) for r in range(3)]
+    ranks = [
+        dealer(monkeypatch, bee_folder, r, 3, 3, layout=layout, micro_batch_size=2)
+        for r in range(3)
+    ]
     read = [batches.of_step(data, 4)[0] for batches in ranks]
     rows = [data.of_sample(4), data.of_sample(5)]
     vocabulary = data.config.vocab_size
     table = list(zip(*(x.tolist() for x in read[0].inputs[2:]), strict=True))
-    pairs = torch.cat([torch.stack((row.fields["input"], row.fields["input_sub"])) for row in rows], 1).T.tolist()
+    pairs = torch.cat(
+        [torch.stack((row.fields["input"], row.fields["input_sub"])) for row in rows], 1
+    ).T.tolist()
     assert table == sorted({(token, sub) for token, sub in pairs if sub})
     assert len(table) > 0
     for i, row in enumerate(rows):
@@ -781,16 +969,25 @@ def test_ranks_have_the_parts_of_rows_that_they_compute_with(bee_folder, monkeyp
         assert layouts[0] == layouts[1] == layouts[2]
         assert read[0].scores[i] == row.scores
         for place, name in enumerate(("input", "input_sub")):
-            assert layouts[0].unshard([b.inputs[place][i] for b in read], 0).equal(row.fields[name].long())
+            assert (
+                layouts[0]
+                .unshard([b.inputs[place][i] for b in read], 0)
+                .equal(row.fields[name].long())
+            )
         labels = layouts[0].unshard([b.labels[i] for b in read], 0).tolist()
-        for label, target, sub in zip(labels, row.targets.tolist(), row.target_subs.tolist(), strict=True):
+        for label, target, sub in zip(
+            labels, row.targets.tolist(), row.target_subs.tolist(), strict=True
+        ):
             assert label == (vocabulary + table.index((target, sub)) if sub else target)
     work = [0, 0, 0]
     for row, cut in zip(rows, read[0].layouts, strict=True):
         for rank in range(3):
             work[rank] += 4 * int(row.scores.mask.dense()[cut.positions(rank)].sum())
     assert {batch.work for batch in read} == {tuple(work)}
-    counts = {"instances": sum(r.instances for r in rows), "targets": sum(int((r.targets >= 0).sum()) for r in rows)}
+    counts = {
+        "instances": sum(r.instances for r in rows),
+        "targets": sum(int((r.targets >= 0).sum()) for r in rows),
+    }
     assert all(batch.counts == counts for batch in read)
     assert sum(int((batch.labels >= 0).sum()) for batch in read) == counts["targets"]
 
@@ -809,7 +1006,9 @@ def test_steps_read_ahead_are_those_read_in_time(bee_folder, monkeypatch):
 
 @pytest.mark.parametrize(("size", "steps"), [(2, 5), (4, 5), (8, 4)])
 def test_a_run_goes_on_with_batches_of_another_size(bee_folder, monkeypatch, size, steps):
-    """After two steps of 4: each sample is read once, all but the first step's ahead, and none beyond the last."""
+    """After two steps of 4: each sample is read once, all but the first step's ahead, and none
+    beyond the last.
+    """
     data, read = bee_rows(bee_folder), []
     of_sample = data.of_sample
     monkeypatch.setattr(data, "of_sample", lambda sample: read.append(sample) or of_sample(sample))
@@ -817,7 +1016,9 @@ def test_a_run_goes_on_with_batches_of_another_size(bee_folder, monkeypatch, siz
     for step in range(2, steps):
         first, last = 8 + (step - 2) * size, step + 1 == steps
         [batch] = batches.of_step(data, first, last)
-        assert batch.scores == tuple(of_sample(sample).scores for sample in range(first, first + size))
+        assert batch.scores == tuple(
+            of_sample(sample).scores for sample in range(first, first + size)
+        )
         assert (batches._ahead is None) == last
     batches._reader.shutdown()
     assert read == [*range(8, 8 + (steps - 2) * size)]
@@ -826,14 +1027,18 @@ def test_a_run_goes_on_with_batches_of_another_size(bee_folder, monkeypatch, siz
 @pytest.mark.parametrize("size", [1, 4])
 def test_what_tokens_see_is_planned_when_rows_are_read(bee_folder, monkeypatch, size):
     """As attention takes several rows: as one sequence."""
-    [*found] = dealer(monkeypatch, bee_folder, micro_batch_size=size).of_step(bee_rows(bee_folder), 0)
+    [*found] = dealer(monkeypatch, bee_folder, micro_batch_size=size).of_step(
+        bee_rows(bee_folder), 0
+    )
     for batch in found:
         planned = vars(batch.scores[0] if size == 1 else stacked_scores(batch.scores))
         assert len(set(batch.scores)) == size
         assert {"terms", "digest"} <= planned.keys()
 
 
-def test_evaluation_reads_rows_as_they_are_and_fills_up_with_ones_without_targets(ant_folder, monkeypatch):
+def test_evaluation_reads_rows_as_they_are_and_fills_up_with_ones_without_targets(
+    ant_folder, monkeypatch
+):
     data = AntRows(InstanceFile(ant_folder / "train", "cpm-ant"), PRESETS["cpm-ant-tiny"], 160, 0)
     batches = dealer(monkeypatch, ant_folder, micro_batch_size=4, eval_sequences=3)
     [batch] = batches.of_evaluation(data)
@@ -849,7 +1054,9 @@ def test_a_batch_without_sub_ids_has_a_placeholder(golden_words, monkeypatch, be
     assert [x.tolist() for x in batch.inputs[2:]] == [[0], [1]]
 
 
-def test_sub_ids_that_a_model_does_not_hold_are_refused_when_they_are_read(golden_words, monkeypatch, bee_folder):
+def test_sub_ids_that_a_model_does_not_hold_are_refused_when_they_are_read(
+    golden_words, monkeypatch, bee_folder
+):
     row = bee_row(BEE, [bee_instance(golden_words, {"<ans>": written(20)})[0]], 20, EOS)
     row.fields["input_sub"][3] = 4095
     batches = dealer(monkeypatch, bee_folder, seq_len=20)
@@ -868,7 +1075,9 @@ def test_kinds_are_known_by_their_fields():
         kind = values.pop("model_type")
         assert config_of(values) == config_of(values | {"model_type": kind}) == preset
         assert kind_of(preset).name == kind == name.rsplit("-", 1)[0]
-    with pytest.raises(ValueError, match=r"not clear of which kind this model is: give model_type, one of cpm-bee"):
+    with pytest.raises(
+        ValueError, match=r"not clear of which kind this model is: give model_type, one of cpm-bee"
+    ):
         config_of({"dim_model": 64})
     with pytest.raises(ValueError, match="expected names and values, got list"):
         config_of([])
@@ -882,9 +1091,15 @@ def test_kinds_are_known_by_their_fields():
             "--documents does not go with --model cpm-bee-tiny, a cpm-bee: what tokens",
         ),
         ({"window": 8}, "--window does not go with"),
-        ({"rope_theta": 1e6}, "--rope-theta does not go with --model cpm-bee-tiny, a cpm-bee: it has no rotary"),
+        (
+            {"rope_theta": 1e6},
+            "--rope-theta does not go with --model cpm-bee-tiny, a cpm-bee: it has no rotary",
+        ),
         ({"rope_scaling": {"kind": "linear", "factor": 2}}, "--rope-scaling does not go with"),
-        ({"init_from": "folder"}, "--init-from folder does not go with --model cpm-bee-tiny, a cpm-bee: give a file"),
+        (
+            {"init_from": "folder"},
+            "--init-from folder does not go with --model cpm-bee-tiny, a cpm-bee: give a file",
+        ),
     ],
 )
 def test_options_that_say_nothing_of_such_a_model_are_refused(options, message):

@@ -1,4 +1,6 @@
-"""CPM-Bee and CPM-Ant from text to a trained model that answers, as users run it, on one rank and on several."""
+"""CPM-Bee and CPM-Ant from text to a trained model that answers, as users run it, on one rank and
+on several.
+"""
 
 import json
 import re
@@ -26,8 +28,22 @@ pytestmark = pytest.mark.slow
 
 BOTH = pytest.mark.parametrize("name", ["bee", "ant"])
 STEPS = 10
-SHAPE = {"dim_model": 32, "num_heads": 2, "dim_head": 16, "dim_ff": 48, "num_layers": 2, "vocab_size": 200}
-OPTIONS = {"seq_len": 96, "batch_size": 4, "micro_batch_size": 2, "steps": STEPS, "lr": 0.02, "warmup_steps": 2}
+SHAPE = {
+    "dim_model": 32,
+    "num_heads": 2,
+    "dim_head": 16,
+    "dim_ff": 48,
+    "num_layers": 2,
+    "vocab_size": 200,
+}
+OPTIONS = {
+    "seq_len": 96,
+    "batch_size": 4,
+    "micro_batch_size": 2,
+    "steps": STEPS,
+    "lr": 0.02,
+    "warmup_steps": 2,
+}
 
 
 def functions() -> list[tuple[str, str]]:
@@ -35,34 +51,70 @@ def functions() -> list[tuple[str, str]]:
     found = []
     for name in ("bisect", "heapq", "textwrap", "stat", "shlex", "queue"):
         lines = (Path(sysconfig.get_path("stdlib")) / f"{name}.py").read_text().splitlines()
-        heads = (i for i, line in enumerate(lines) if line.lstrip().startswith("def ") and line.endswith(":"))
+        heads = (
+            i
+            for i, line in enumerate(lines)
+            if line.lstrip().startswith("def ") and line.endswith(":")
+        )
         found += [(lines[i].strip(), lines[i + 1].strip()) for i in heads]
     return [(head, body) for head, body in found if len(head) + len(body) < 60]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Instances of both models, with a vocabulary that is made of them, and small models; each in a folder."""
+    """Instances of both models, with a vocabulary that is made of them, and small models; each in a
+    folder.
+    """
     folder = tmp_path_factory.mktemp("live")
     bees = [
-        {"head": escaped(head), "<ans>": {"body": escaped(body), "<mask_0>": "of <mask_1> é", "<mask_1>": "x"}}
+        {
+            "head": escaped(head),
+            "<ans>": {"body": escaped(body), "<mask_0>": "of <mask_1> é", "<mask_1>": "x"},
+        }
         for head, body in functions()
     ]
     bees = [[bee, bees[i - 1]] if i % 4 == 0 else bee for i, bee in enumerate(bees)]
-    ants = [{"text": f"{head}\n {body}", "task": ("lm", "mlm")[i % 2]} for i, (head, body) in enumerate(functions())]
+    ants = [
+        {"text": f"{head}\n {body}", "task": ("lm", "mlm")[i % 2]}
+        for i, (head, body) in enumerate(functions())
+    ]
     for name, lines in (("bee", bees), ("ant", ants)):
         text, vocabulary = folder / f"{name}.jsonl", folder / f"{name}.txt"
         text.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        flags = ["--model", f"cpm-{name}", "--size", "200", "--input", str(text), "--output", str(vocabulary)]
+        flags = [
+            "--model",
+            f"cpm-{name}",
+            "--size",
+            "200",
+            "--input",
+            str(text),
+            "--output",
+            str(vocabulary),
+        ]
         make_vocabulary.main(flags)
         tokenizer = f"cpm-{'ant-greedy' if name == 'ant' else name}:{vocabulary}"
-        prepare("--input", text, "--tokenizer", tokenizer, "--output", folder / f"{name}-data", "--val-fraction", 0.1)
-        (folder / f"{name}.json").write_text(json.dumps(changed(PRESETS[f"cpm-{name}-tiny"], **SHAPE).to_dict()))
+        prepare(
+            "--input",
+            text,
+            "--tokenizer",
+            tokenizer,
+            "--output",
+            folder / f"{name}-data",
+            "--val-fraction",
+            0.1,
+        )
+        (folder / f"{name}.json").write_text(
+            json.dumps(changed(PRESETS[f"cpm-{name}-tiny"], **SHAPE).to_dict())
+        )
     return folder
 
 
 def options(folder, name, **more):
-    return OPTIONS | {"model": folder / f"{name}.json", "data": folder / f"{name}-data/train", **more}
+    return OPTIONS | {
+        "model": folder / f"{name}.json",
+        "data": folder / f"{name}-data/train",
+        **more,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +122,12 @@ def whole(folder) -> dict[str, list[tuple]]:
     """Losses and gradient norms of one process, of both models: what all other ways must reproduce."""
     found = {}
     for name in ("bee", "ant"):
-        evaluated = {"val_data": folder / f"{name}-data/val", "eval_every": 5, "eval_sequences": 3, "save_every": 5}
+        evaluated = {
+            "val_data": folder / f"{name}-data/val",
+            "eval_every": 5,
+            "eval_sequences": 3,
+            "save_every": 5,
+        }
         said = train(folder, name, **options(folder, name, keep_last=9, **evaluated))
         assert " sequences an epoch, " in said
         counts = r"\d+ instances?(, \d+ longer than a row (is|are) (left out|cut))?"
@@ -107,13 +164,17 @@ def test_the_run_learns_and_leaves_its_records(folder, whole, name):
     assert whole[name][-1][1] < whole[name][0][1] - 0.3
     found = records(folder, name)
     steps = [record for record in found if "loss" in record]
-    assert all(r["instances"] >= 4 and r["targets"] > r["instances"] and r["balance"] == 1 for r in steps)
+    assert all(
+        r["instances"] >= 4 and r["targets"] > r["instances"] and r["balance"] == 1 for r in steps
+    )
     assert [record["step"] for record in found if "val_loss" in record] == [5, 10]
 
 
 @BOTH
 def test_resuming_is_as_not_stopping(folder, whole, name):
-    """Bit for bit, in the middle of an epoch: rows, answers in another order and hidden tokens are as they were."""
+    """Bit for bit, in the middle of an epoch: rows, answers in another order and hidden tokens are
+    as they were.
+    """
     output = f"{name}-resumed"
     train(folder, output, **options(folder, name, save_every=5, keep_last=9))
     checkpoint._remove(folder / output / "step_00000010")
@@ -128,18 +189,34 @@ def test_resuming_is_as_not_stopping(folder, whole, name):
 
 
 @pytest.mark.skipif(not kernels.installed("bmtrain"), reason="needs the package bmtrain")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs test_gpu_train.py runs BMTrain as it is")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with GPUs test_gpu_train.py runs BMTrain as it is"
+)
 @BOTH
 def test_bmtrain_gives_the_same(folder, whole, tmp_path, name):
-    said = run_pretrain(2, tmp_path, command(folder, f"{name}-bmtrain", sp_size=2, **options(folder, name)))
+    said = run_pretrain(
+        2, tmp_path, command(folder, f"{name}-bmtrain", sp_size=2, **options(folder, name))
+    )
     assert "BMTrainEngine" in said
     expected = [pytest.approx(row, rel=1e-5) for row in whole[name]]
     assert curve(folder, f"{name}-bmtrain", "loss", "grad_norm") == expected
 
 
 def test_a_bee_fills_in_blanks(folder, whole, capsys):
-    prompt = [{"head": "def f(x):", "<ans>": {"body": "", "<mask_0>": "of <mask_1>"}}, {"head": "q<<", "<ans>": "x"}]
-    flags = ["--run", str(folder / "bee"), "--prompt", json.dumps(prompt), "--tokens", "6", "--temperature", "0"]
+    prompt = [
+        {"head": "def f(x):", "<ans>": {"body": "", "<mask_0>": "of <mask_1>"}},
+        {"head": "q<<", "<ans>": "x"},
+    ]
+    flags = [
+        "--run",
+        str(folder / "bee"),
+        "--prompt",
+        json.dumps(prompt),
+        "--tokens",
+        "6",
+        "--temperature",
+        "0",
+    ]
     generate.main(flags)
     said = capsys.readouterr().out
     answer = json.loads(said)
@@ -149,14 +226,19 @@ def test_a_bee_fills_in_blanks(folder, whole, capsys):
     assert answer[0]["<ans>"]["<mask_0>"].startswith("of <mask_1>")
     generate.main(flags)
     assert capsys.readouterr().out == said
-    for wrong, message in (("text", "is an instance as JSON"), ('{"a": "b"}', "there is nothing to be filled in")):
+    for wrong, message in (
+        ("text", "is an instance as JSON"),
+        ('{"a": "b"}', "there is nothing to be filled in"),
+    ):
         with pytest.raises(SystemExit):
             generate.main([*flags[:2], "--prompt", wrong])
         assert message in capsys.readouterr().err
 
 
 def test_an_ant_continues_a_text(folder, whole, capsys):
-    generate.main(["--run", str(folder / "ant"), "--prompt", "def f(x", "--tokens", "12", "--seed", "1"])
+    generate.main(
+        ["--run", str(folder / "ant"), "--prompt", "def f(x", "--tokens", "12", "--seed", "1"]
+    )
     said = capsys.readouterr().out
     assert said.startswith("def f(x")
     assert len(said) > len("def f(x\n")
@@ -164,20 +246,35 @@ def test_an_ant_continues_a_text(folder, whole, capsys):
 
 @BOTH
 def test_weights_go_to_cpm_lives_format_and_come_back(folder, whole, name, capsys):
-    """A file of names and tensors, which the models load as they are, and a run that starts from them."""
+    """A file of names and tensors, which the models load as they are, and a run that starts from
+    them.
+    """
     run, output = folder / name, folder / f"{name}-exported"
     with pytest.raises(SystemExit):
         export.main(["--run", str(run), "--output", str(output)])
-    assert f"a cpm-{name} has no Hugging Face format here: give --format bmtrain" in capsys.readouterr().err
-    export.main(["--run", str(run), "--output", str(output), "--format", "bmtrain", "--dtype", "fp16"])
+    assert (
+        f"a cpm-{name} has no Hugging Face format here: give --format bmtrain"
+        in capsys.readouterr().err
+    )
+    export.main(
+        ["--run", str(run), "--output", str(output), "--format", "bmtrain", "--dtype", "fp16"]
+    )
     weights = torch.load(output / "model.pt", weights_only=True)
     config = changed(PRESETS[f"cpm-{name}-tiny"], **SHAPE)
     assert json.loads((output / "model.json").read_text()) == config.to_dict()
     model = {"bee": CPMBee, "ant": CPMAnt}[name](config)
     model.load_state_dict(weights)
     assert {w.dtype for w in weights.values()} == {torch.float16}
-    more = {"init_from": output / "model.pt", "val_data": folder / f"{name}-data/val", "eval_sequences": 3}
-    train(folder, f"{name}-from", **options(folder, name, **more) | {"steps": 1, "lr": 1e-30, "warmup_steps": 0})
+    more = {
+        "init_from": output / "model.pt",
+        "val_data": folder / f"{name}-data/val",
+        "eval_sequences": 3,
+    }
+    train(
+        folder,
+        f"{name}-from",
+        **options(folder, name, **more) | {"steps": 1, "lr": 1e-30, "warmup_steps": 0},
+    )
     losses = [records(folder, output)[-1]["val_loss"] for output in (name, f"{name}-from")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # weights were rounded to fp16
 
@@ -187,11 +284,15 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
     page = (ROOT / "docs/pretraining.md").read_text().split("\n## CPM-Bee and CPM-Ant\n")[1]
     shown = re.search(r"```json\n(.*?)```", page, re.DOTALL)[1]
     sums = [{"question": f"{i} + {j}", "<ans>": str(i + j)} for i in range(9) for j in range(9)]
-    (tmp_path / "instances.jsonl").write_text(shown + "".join(json.dumps(line) + "\n" for line in sums))
+    (tmp_path / "instances.jsonl").write_text(
+        shown + "".join(json.dumps(line) + "\n" for line in sums)
+    )
     commands = re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1].replace("\\\n", " ").splitlines()
     said = []
     for line in commands:
-        there = re.sub(r"\b(instances\.jsonl|vocabulary\.txt|data/|runs/|exported )", rf"{tmp_path}/\1", line)
+        there = re.sub(
+            r"\b(instances\.jsonl|vocabulary\.txt|data/|runs/|exported )", rf"{tmp_path}/\1", line
+        )
         python, script, *arguments = shlex.split(there, comments=True)
         code, output = run_script(None, script, *arguments)
         assert (python, code) == ("python", 0), output
@@ -209,7 +310,11 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
         ("bee", {"documents": "ignore"}, "--documents does not go with --model"),
         ("ant", {"window": 9}, "--window does not go with --model"),
         ("bee", {"seq_len": 20}, "no instance that fits into --seq-len 20"),
-        ("bee", {"data": "ant-data/train"}, "holds instances of cpm-ant, this model reads instances of cpm-bee"),
+        (
+            "bee",
+            {"data": "ant-data/train"},
+            "holds instances of cpm-ant, this model reads instances of cpm-bee",
+        ),
         ("bee", {"model": "cpm-tiny"}, "holds instances of cpm-bee, this model reads plain text"),
     ],
 )

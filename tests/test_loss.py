@@ -52,15 +52,20 @@ def results(function, hidden, weight, labels, factor=0.37):
     return [total.detach(), count, *torch.autograd.grad(total * factor, (hidden, weight))]
 
 
-# A few units in the last place: plain and tiled round logits and gradients alike, but sums go another way.
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+# A few units in the last place: plain and tiled round logits and gradients alike, but sums go
+# another way.
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 8e-3)]
+)
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1), (5, 7), (16, 8), (23, 31)])
 @pytest.mark.parametrize("tile", [(3, 4), (16, 8), (1000, 1000)])
 def test_tiled_equals_plain(monkeypatch, dtype, bound, tokens, vocabulary, tile):
     monkeypatch.setattr(loss, "_TILE_TOKENS", tile[0])
     monkeypatch.setattr(loss, "_TILE_ENTRIES", tile[1])
     tensors = case(tokens, vocabulary, dtype)
-    for mine, expected in zip(results(linear_cross_entropy_sum, *tensors), results(plain, *tensors), strict=True):
+    for mine, expected in zip(
+        results(linear_cross_entropy_sum, *tensors), results(plain, *tensors), strict=True
+    ):
         assert mine.dtype == expected.dtype
         assert torch.allclose(mine.double(), expected.double(), rtol=bound, atol=bound)
 
@@ -92,12 +97,16 @@ def test_tiled_gradients_by_finite_differences(monkeypatch):
     monkeypatch.setattr(loss, "_TILE_TOKENS", 3)
     monkeypatch.setattr(loss, "_TILE_ENTRIES", 4)
     hidden, weight, labels = case(4, 10, torch.float64, size=3)
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy_sum(h, w, labels)[0], (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy_sum(h, w, labels)[0], (hidden, weight)
+    )
 
 
 def test_a_shard_without_targets_adds_nothing():
     hidden, weight, labels = case(5, 7, torch.float32)
-    total, count, dhidden, dweight = results(linear_cross_entropy_sum, hidden, weight, labels.fill_(IGNORE_INDEX))
+    total, count, dhidden, dweight = results(
+        linear_cross_entropy_sum, hidden, weight, labels.fill_(IGNORE_INDEX)
+    )
     assert (total, count) == (0, 0)
     assert not dhidden.any()
     assert not dweight.any()
@@ -128,18 +137,54 @@ def test_labels_outside_the_vocabulary_are_refused(label):
 
 
 WRONG = [
-    (lambda h, w, y: (h, w, y[:, :-1]), ValueError, r"labels must be of shape \(2, 5\), one a token, got \(2, 4\)"),
-    (lambda h, w, y: (h, w, y.T), ValueError, r"labels must be of shape \(2, 5\), one a token, got \(5, 2\)"),
-    (lambda h, w, y: (h, w, y.flatten()), ValueError, r"labels must be of shape \(2, 5\), one a token, got \(10,\)"),
+    (
+        lambda h, w, y: (h, w, y[:, :-1]),
+        ValueError,
+        r"labels must be of shape \(2, 5\), one a token, got \(2, 4\)",
+    ),
+    (
+        lambda h, w, y: (h, w, y.T),
+        ValueError,
+        r"labels must be of shape \(2, 5\), one a token, got \(5, 2\)",
+    ),
+    (
+        lambda h, w, y: (h, w, y.flatten()),
+        ValueError,
+        r"labels must be of shape \(2, 5\), one a token, got \(10,\)",
+    ),
     (lambda h, w, y: (h, w, y.int()), TypeError, "labels must be int64, got torch.int32"),
-    (lambda h, w, y: (h, w, y.to("meta")), ValueError, "labels are on meta, what they are for is on cpu"),
+    (
+        lambda h, w, y: (h, w, y.to("meta")),
+        ValueError,
+        "labels are on meta, what they are for is on cpu",
+    ),
     (lambda h, w, y: (h, w, y.tolist()), TypeError, "labels must be a torch.Tensor, got list"),
     (lambda h, w, y: (h, w.T, y), ValueError, r"got shapes \(2, 5, 12\) and \(12, 7\)"),
-    (lambda h, w, y: (h[0, 0], w, y[0, 0]), ValueError, r"hidden and weight must be \(..., tokens, E\)"),
-    (lambda h, w, y: (h.bfloat16(), w, y), TypeError, "one dtype, got torch.bfloat16 and torch.float32"),
-    (lambda h, w, y: (h, w.double(), y), TypeError, "one dtype, got torch.float32 and torch.float64"),
-    (lambda h, w, y: (h.long(), w, y), TypeError, "hidden must be fp16, bf16, fp32 or fp64, got torch.int64"),
-    (lambda h, w, y: (h, w.to("meta"), y), TypeError, "weight is on meta, where tensors have no values"),
+    (
+        lambda h, w, y: (h[0, 0], w, y[0, 0]),
+        ValueError,
+        r"hidden and weight must be \(..., tokens, E\)",
+    ),
+    (
+        lambda h, w, y: (h.bfloat16(), w, y),
+        TypeError,
+        "one dtype, got torch.bfloat16 and torch.float32",
+    ),
+    (
+        lambda h, w, y: (h, w.double(), y),
+        TypeError,
+        "one dtype, got torch.float32 and torch.float64",
+    ),
+    (
+        lambda h, w, y: (h.long(), w, y),
+        TypeError,
+        "hidden must be fp16, bf16, fp32 or fp64, got torch.int64",
+    ),
+    (
+        lambda h, w, y: (h, w.to("meta"), y),
+        TypeError,
+        "weight is on meta, where tensors have no values",
+    ),
     (lambda h, w, y: (h, w.to_sparse(), y), TypeError, "weight must be a dense tensor"),
 ]
 
@@ -172,11 +217,15 @@ def test_tokens_may_lie_in_any_number_of_dimensions(shape):
     weight = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 7, shape)
     total, count = linear_cross_entropy_sum(hidden, weight, labels)
-    expected = F.cross_entropy((hidden @ weight.T).flatten(0, -2), labels.flatten(), reduction="sum")
+    expected = F.cross_entropy(
+        (hidden @ weight.T).flatten(0, -2), labels.flatten(), reduction="sum"
+    )
     assert count == labels.numel()
     assert torch.allclose(total, expected)
     inputs = (hidden, weight)
-    for a, b in zip(torch.autograd.grad(total, inputs), torch.autograd.grad(expected, inputs), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(total, inputs), torch.autograd.grad(expected, inputs), strict=True
+    ):
         assert torch.allclose(a, b)
 
 
@@ -198,7 +247,9 @@ def test_under_autocast_gradients_are_as_good_as_a_linear_layers(dtype, factor, 
     weight = torch.randn(3000, 64, generator=generator).mul(0.5).to(given[1])
     labels = torch.randint(0, 3000, (2, 40), generator=generator)
     inputs = [x.requires_grad_() for x in (hidden, weight)]
-    exact = results(plain, *(x.detach().double().requires_grad_() for x in inputs), labels, 1 / labels.numel())[2:]
+    exact = results(
+        plain, *(x.detach().double().requires_grad_() for x in inputs), labels, 1 / labels.numel()
+    )[2:]
     errors = {}
     for function in (linear_cross_entropy_sum, plain):
         grads = under_autocast(function, *inputs, labels, dtype, factor)
@@ -211,7 +262,10 @@ def test_fp64_stays_fp64_under_autocast():
     tensors = case(5, 7, torch.float64)
     expected = results(linear_cross_entropy_sum, *tensors)
     with torch.autocast("cpu", torch.bfloat16):
-        assert all(a.equal(b) for a, b in zip(results(linear_cross_entropy_sum, *tensors), expected, strict=True))
+        assert all(
+            a.equal(b)
+            for a, b in zip(results(linear_cross_entropy_sum, *tensors), expected, strict=True)
+        )
 
 
 def test_a_backward_within_autocast_is_the_same():
@@ -236,9 +290,17 @@ def test_what_needs_no_gradient_gets_none():
 
 def test_second_derivatives_are_refused():
     """A gradient penalty would silently lose its term."""
-    hidden, weight, labels = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8), torch.arange(4)
+    hidden, weight, labels = (
+        torch.randn(4, 8, requires_grad=True),
+        torch.randn(5, 8),
+        torch.arange(4),
+    )
     total, _ = linear_cross_entropy_sum(hidden, weight, labels)
-    with pytest.raises(RuntimeError, match="linear_cross_entropy_sum is differentiable once: expected a backward"):
+    with pytest.raises(
+        RuntimeError, match="linear_cross_entropy_sum is differentiable once: expected a backward"
+    ):
         torch.autograd.grad(total, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.autograd.functional.hessian(lambda x: linear_cross_entropy_sum(x, weight, labels)[0], hidden)
+        torch.autograd.functional.hessian(
+            lambda x: linear_cross_entropy_sum(x, weight, labels)[0], hidden
+        )

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, SequenceParallel, Slice, burst_attn_func, burst_attn_varlen_func, nn, simulate
+from bmt_burst import (
+    Layout,
+    Mask,
+    SequenceParallel,
+    Slice,
+    burst_attn_func,
+    burst_attn_varlen_func,
+    nn,
+    simulate,
+)
 from tests.helpers import random_mask, random_qkv, run_ranks
 
 
@@ -65,7 +74,9 @@ def test_masks_that_have_names():
         expected = pairs(
             9,
             lambda i, j, causal=causal, window=window: (
-                document[i] == document[j] and (j <= i or not causal) and (window is None or abs(i - j) < window)
+                document[i] == document[j]
+                and (j <= i or not causal)
+                and (window is None or abs(i - j) < window)
             ),
         )
         assert Mask.documents(cuts, causal, window).dense().equal(expected), (causal, window)
@@ -109,7 +120,8 @@ def test_positions_start_anew_in_each_document():
     assert Mask.documents((0, 3, 9), window=2).positions().tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
     assert Mask.window(5, 2).positions().equal(torch.arange(5))
     assert Mask.full(4).positions().dtype == torch.int64
-    gaps = Mask(9, (Slice((2, 4), (2, 4), 0), Slice((3, 6), (5, 7))))  # the second reaches back into the first
+    # the second reaches back into the first
+    gaps = Mask(9, (Slice((2, 4), (2, 4), 0), Slice((3, 6), (5, 7))))
     assert gaps.positions().tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1]
 
 
@@ -167,7 +179,8 @@ def test_equal_masks_are_equal_and_unlike_ones_are_not():
     ]
     assert len({mask, *others}) == len({m.digest for m in (mask, *others)}) == 1 + len(others)
     assert mask != "causal"
-    assert Mask(9, (*slices, Slice((5, 5), (0, 1)), Slice((0, 1), (5, 6), 0))) == mask  # what hides all is nothing
+    # what hides all is nothing
+    assert Mask(9, (*slices, Slice((5, 5), (0, 1)), Slice((0, 1), (5, 6), 0))) == mask
 
 
 def test_a_digest_is_the_same_in_every_process():
@@ -183,7 +196,8 @@ def test_a_mask_prints_a_drawing():
     assert len(long) == 33
     assert long[-1].count("#") == 31
     assert (
-        repr(Mask.documents((0, 2, 4))) == "Mask(4, (Slice((0, 2), (0, 2), 0, None), Slice((2, 4), (2, 4), 0, None)))"
+        repr(Mask.documents((0, 2, 4)))
+        == "Mask(4, (Slice((0, 2), (0, 2), 0, None), Slice((2, 4), (2, 4), 0, None)))"
     )
     assert repr(Mask.documents(range(9))).endswith(", ...))")
 
@@ -197,7 +211,10 @@ SQUARE = Slice((0, 4), (0, 4))
         ((SQUARE, SQUARE), "slices overlap"),
         ((SQUARE, Slice((3, 6), (3, 6))), "slices overlap"),
         ((Slice((0, 8), (0, 8), 0), Slice((0, 8), (0, 8), None, 1)), "slices overlap"),
-        ((Slice((0, 8), (6, 8), 0), SQUARE, Slice((7, 8), (0, 8))), r"Slice\(\(7, 8\).*have pairs in common"),
+        (
+            (Slice((0, 8), (6, 8), 0), SQUARE, Slice((7, 8), (0, 8))),
+            r"Slice\(\(7, 8\).*have pairs in common",
+        ),
         ((Slice((0, 9), (0, 4)),), r"q=\(0, 9\) of a slice is out of range: the mask has 8 tokens"),
         ((Slice((0, 4), (-1, 4)),), r"kv=\(-1, 4\) of a slice is out of range"),
         ((Slice((4, 3), (0, 4)),), r"q=\(4, 3\) of a slice is out of range"),
@@ -210,7 +227,9 @@ def test_slices_that_cannot_be_are_refused(slices, message):
 
 def test_slices_that_only_touch_are_no_overlap():
     """Bands side by side in one rectangle; rectangles side by side."""
-    mask = Mask(8, (Slice((0, 8), (0, 8), 0, 2), Slice((0, 8), (0, 8), 2), Slice((0, 8), (0, 8), None, 0)))
+    mask = Mask(
+        8, (Slice((0, 8), (0, 8), 0, 2), Slice((0, 8), (0, 8), 2), Slice((0, 8), (0, 8), None, 0))
+    )
     assert mask.dense().all()
     assert mask.area == 64
 
@@ -235,23 +254,59 @@ def test_overlaps_are_found_whenever_there_are_some():
     ("make", "kind", "message"),
     [
         (lambda: Mask(8, (((0, 4), (0, 4)),)), TypeError, "a mask is made of Slices, got tuple"),
-        (lambda: Mask(8, (Slice(4, (0, 4)),)), TypeError, r"q of a slice must be \(start, stop\), got 4"),
-        (lambda: Mask(8, (Slice((0, 4.0), (0, 4)),)), TypeError, r"q of a slice must be a whole number, got 4\.0"),
-        (lambda: Mask(8, (Slice((0, 4), (0, 4), 0.5),)), TypeError, r"low must be a whole number, got 0\.5"),
+        (
+            lambda: Mask(8, (Slice(4, (0, 4)),)),
+            TypeError,
+            r"q of a slice must be \(start, stop\), got 4",
+        ),
+        (
+            lambda: Mask(8, (Slice((0, 4.0), (0, 4)),)),
+            TypeError,
+            r"q of a slice must be a whole number, got 4\.0",
+        ),
+        (
+            lambda: Mask(8, (Slice((0, 4), (0, 4), 0.5),)),
+            TypeError,
+            r"low must be a whole number, got 0\.5",
+        ),
         (lambda: Mask(8.0, ()), TypeError, r"seq_len must be a whole number, got 8\.0"),
         (lambda: Mask(0, ()), ValueError, "a mask needs at least one token, got 0"),
         (lambda: Mask.causal(0), ValueError, "seq_len must be at least 1, got 0"),
         (lambda: Mask.full(True), TypeError, "seq_len must be a whole number, got True"),
         (lambda: Mask.window(8, 0), ValueError, "window must be at least 1, got 0"),
         (lambda: Mask.window(8, None), TypeError, "window must be a whole number, got None"),
-        (lambda: Mask.documents((0, 8), window=-1), ValueError, "window must be at least 1, got -1"),
-        (lambda: Mask.documents((0, 8), causal=1), TypeError, "causal must be True or False, got 1"),
-        (lambda: Mask.causal(8).windowed(2.0), TypeError, r"window must be a whole number, got 2\.0"),
-        (lambda: Mask.window(8, 1 << 63), ValueError, r"window must be below 2\^63, got a number of 64 bits"),
-        (lambda: Mask.causal(1 << 70), ValueError, r"seq_len must be below 2\^63, got a number of 71 bits"),
+        (
+            lambda: Mask.documents((0, 8), window=-1),
+            ValueError,
+            "window must be at least 1, got -1",
+        ),
+        (
+            lambda: Mask.documents((0, 8), causal=1),
+            TypeError,
+            "causal must be True or False, got 1",
+        ),
+        (
+            lambda: Mask.causal(8).windowed(2.0),
+            TypeError,
+            r"window must be a whole number, got 2\.0",
+        ),
+        (
+            lambda: Mask.window(8, 1 << 63),
+            ValueError,
+            r"window must be below 2\^63, got a number of 64 bits",
+        ),
+        (
+            lambda: Mask.causal(1 << 70),
+            ValueError,
+            r"seq_len must be below 2\^63, got a number of 71 bits",
+        ),
         (lambda: Mask(8, (SQUARE._replace(low=-1 << 63),)), ValueError, r"low must be below 2\^63"),
         (lambda: Mask.stacked([]), ValueError, "there is no mask to stack"),
-        (lambda: Mask.stacked(["causal"]), TypeError, "masks of several sequences must be Masks, got str"),
+        (
+            lambda: Mask.stacked(["causal"]),
+            TypeError,
+            "masks of several sequences must be Masks, got str",
+        ),
     ],
 )
 def test_what_makes_no_mask_is_refused(make, kind, message):
@@ -263,18 +318,34 @@ CU_SEQLENS = [
     ((1, 8), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(1, 8\)"),
     ((), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(\)"),
     ((0,), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(0\)"),
-    ((0, 0, 0), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\) with at least one token, got \(0, 0, 0\)"),
+    (
+        (0, 0, 0),
+        ValueError,
+        r"cu_seqlens must be \(0, \.\.\., tokens\) with at least one token, got \(0, 0, 0\)",
+    ),
     ((0, 5, 3, 8), ValueError, "cu_seqlens must not fall, but 3 comes after 5"),
     ((0, 2.0), TypeError, r"cu_seqlens must be a whole number, got 2\.0"),
     ("0123", TypeError, "cu_seqlens must be a sequence of whole numbers, got str"),
     (b"0123", TypeError, "cu_seqlens must be a sequence of whole numbers, got bytes"),
     (8, TypeError, "cu_seqlens must be a sequence of whole numbers, got int"),
     (None, TypeError, "cu_seqlens must be a sequence of whole numbers, got NoneType"),
-    (torch.tensor([0.0, 8.0]), TypeError, "tensor of integers of one dimension, got shape .* and torch.float32"),
-    (torch.tensor([False, True]), TypeError, "tensor of integers of one dimension, got shape .* and torch.bool"),
+    (
+        torch.tensor([0.0, 8.0]),
+        TypeError,
+        "tensor of integers of one dimension, got shape .* and torch.float32",
+    ),
+    (
+        torch.tensor([False, True]),
+        TypeError,
+        "tensor of integers of one dimension, got shape .* and torch.bool",
+    ),
     (torch.tensor([[0, 8]]), TypeError, r"tensor of integers of one dimension, got shape \(1, 2\)"),
     (torch.tensor(8), TypeError, r"tensor of integers of one dimension, got shape \(\)"),
-    (torch.zeros(2, dtype=torch.int32, device="meta"), ValueError, "must be on the CPU, .* got meta"),
+    (
+        torch.zeros(2, dtype=torch.int32, device="meta"),
+        ValueError,
+        "must be on the CPU, .* got meta",
+    ),
     ((0, 1 << 70), ValueError, r"cu_seqlens must be below 2\^63, got a number of 71 bits"),
 ]
 
@@ -286,7 +357,9 @@ def test_wrong_cu_seqlens_are_refused(cu_seqlens, kind, message):
 
 
 def test_long_masks_cost_little():
-    """10,000 documents, and what a call asks of them, in a tenth of what comparing each with each would take."""
+    """10,000 documents, and what a call asks of them, in a tenth of what comparing each with each
+    would take.
+    """
     began = time.process_time()
     mask = Mask.documents(range(0, 100_001, 10))
     assert mask.area == 10_000 * 55
@@ -297,7 +370,11 @@ def test_long_masks_cost_little():
 
 def test_the_largest_numbers_have_a_digest():
     most = (1 << 63) - 1
-    masks = Mask.window(8, most), Mask.causal(most), Mask(8, (SQUARE._replace(low=1 - most, high=most),))
+    masks = (
+        Mask.window(8, most),
+        Mask.causal(most),
+        Mask(8, (SQUARE._replace(low=1 - most, high=most),)),
+    )
     assert all(mask.transposed.transposed.digest == mask.digest for mask in masks)
     assert masks[0].dense().equal(Mask.causal(8).dense())
 
@@ -311,33 +388,69 @@ def test_many_slices_of_the_same_queries_cost_little():
 
 
 def test_slices_of_many_runs_cost_little():
-    """Runs that all see keys of their own, one by one, and one another, as hidden tokens among context do."""
+    """Runs that all see keys of their own, one by one, and one another, as hidden tokens among
+    context do.
+    """
     runs = [(4 * i, 4 * i + 2) for i in range(450)]
     slices = [Slice((0, 1800), (stop, stop + 2)) for _, stop in runs]
     slices += [Slice(query, key) for i, query in enumerate(runs) for key in runs[:i]]
     began = time.process_time()
     assert Mask(1800, tuple(slices)).area == 1800 * 900 + 4 * 450 * 449 // 2
-    assert time.process_time() - began < 3  # 0.8 s; 7 s if each were compared with all that it shares queries with
+    # 0.8 s; 7 s if each were compared with all that it shares queries with
+    assert time.process_time() - began < 3
 
 
-# What calls refuse of masks and layouts: the change that rank 2 of 3 makes, or all do; each holds 4 of 12 tokens.
+# What calls refuse of masks and layouts: the change that rank 2 of 3 makes, or all do; each holds 4
+# of 12 tokens.
 WRONG_ON_ALL = [
-    ({"mask": Mask.causal(13)}, ValueError, r"the mask has 13 tokens, the ranks hold 12: \[4, 4, 4\]"),
+    (
+        {"mask": Mask.causal(13)},
+        ValueError,
+        r"the mask has 13 tokens, the ranks hold 12: \[4, 4, 4\]",
+    ),
     ({"mask": Mask.causal(12), "causal": True}, ValueError, "mask and causal exclude each other"),
     ({"mask": "causal"}, TypeError, "mask must be a Mask or one for each row, got str"),
-    ({"mask": torch.ones(12, 12, dtype=torch.bool)}, TypeError, "mask must be a Mask or one for each row, got Tensor"),
-    ({"mask": [Mask.causal(12), None]}, TypeError, "mask must be a Mask or one for each row, got NoneType"),
+    (
+        {"mask": torch.ones(12, 12, dtype=torch.bool)},
+        TypeError,
+        "mask must be a Mask or one for each row, got Tensor",
+    ),
+    (
+        {"mask": [Mask.causal(12), None]},
+        TypeError,
+        "mask must be a Mask or one for each row, got NoneType",
+    ),
     ({"mask": [[Mask.causal(12)]]}, TypeError, "mask must be a Mask or one for each row, got list"),
     ({"mask": [Mask.causal(12)] * 3}, ValueError, "mask has 3 entries for a batch of 2 rows"),
     ({"mask": []}, ValueError, "mask has 0 entries for a batch of 2 rows"),
     ({"mask": [Mask.causal(12), Mask.full(13)]}, ValueError, "equally many tokens|13"),
     ({"layout": ["zigzag"] * 3}, ValueError, "layout has 3 entries for a batch of 2 rows"),
-    ({"layout": ["zigzag", None]}, TypeError, "layout must be a Layout or one for each row, got NoneType"),
+    (
+        {"layout": ["zigzag", None]},
+        TypeError,
+        "layout must be a Layout or one for each row, got NoneType",
+    ),
     ({"layout": 3}, TypeError, "layout must be a Layout or one for each row, got int"),
-    ({"layout": ["zigzag", "striped"]}, ValueError, "rows with layouts of their own need a mask each"),
-    ({"layout": ["zigzag", "spiral"], "mask": Mask.causal(12)}, ValueError, "unknown layout 'spiral'"),
-    ({"layout": Layout.zigzag(12, 4)}, ValueError, "the layout is one for 4 ranks, the group has 3"),
-    ({"layout": Layout.zigzag(13, 3)}, ValueError, r"the ranks hold \[4, 4, 4\] tokens, but zigzag cuts 13 into"),
+    (
+        {"layout": ["zigzag", "striped"]},
+        ValueError,
+        "rows with layouts of their own need a mask each",
+    ),
+    (
+        {"layout": ["zigzag", "spiral"], "mask": Mask.causal(12)},
+        ValueError,
+        "unknown layout 'spiral'",
+    ),
+    (
+        {"layout": Layout.zigzag(12, 4)},
+        ValueError,
+        "the layout is one for 4 ranks, the group has 3",
+    ),
+    (
+        {"layout": Layout.zigzag(13, 3)},
+        ValueError,
+        r"the ranks hold \[4, 4, 4\] tokens, but zigzag cuts 13 into",
+    ),
     (
         {"layout": Layout.zigzag(13, 3), "mask": Mask.causal(12)},
         ValueError,
@@ -380,7 +493,9 @@ def test_wrong_masks_of_one_rank_are_an_error_on_every_rank(options, kind, messa
         return str(caught.value)
 
     said = simulate(3, work)
-    theirs = re.compile(f"rank 2 of the group failed before a call of .*({message})|ranks differ in ")
+    theirs = re.compile(
+        f"rank 2 of the group failed before a call of .*({message})|ranks differ in "
+    )
     assert all(theirs.search(words) for words in said[:2])
     assert re.search(f"{message}|ranks differ in ", said[2])
 
@@ -392,7 +507,11 @@ def test_wrong_masks_of_one_rank_are_an_error_on_every_rank(options, kind, messa
         ({"mask": Mask.documents((0, 5, 12))}, {"mask": Mask.documents((0, 6, 12))}, "mask"),
         ({"mask": Mask.causal(12)}, {"causal": True}, "mask"),
         ({"causal": True}, {}, "mask"),
-        ({"mask": Mask.causal(12)}, {"mask": [Mask.causal(12), Mask.full(12)]}, "batch|rows|tokens|mask"),
+        (
+            {"mask": Mask.causal(12)},
+            {"mask": [Mask.causal(12), Mask.full(12)]},
+            "batch|rows|tokens|mask",
+        ),
         ({"layout": "zigzag"}, {"layout": "striped"}, "layout"),
         (
             {"layout": Layout.balanced(Mask.documents((0, 5, 12)), 3)},
@@ -408,7 +527,9 @@ def test_wrong_masks_of_one_rank_are_an_error_on_every_rank(options, kind, messa
 )
 def test_ranks_with_unlike_masks_all_raise(mine, theirs, term):
     def work(ring):
-        with pytest.raises(ValueError, match=rf"ranks differ in ({term}): rank 0 has .*, rank 2 has"):
+        with pytest.raises(
+            ValueError, match=rf"ranks differ in ({term}): rank 0 has .*, rank 2 has"
+        ):
             attend(ring, **(theirs if ring.rank == 2 else mine))
         return attend(ring, **mine).shape
 
@@ -419,7 +540,11 @@ def test_equal_masks_may_be_said_differently():
     """A mask of its own for each row that is the same for all; numbers of numpy."""
 
     def work(ring):
-        mask = Mask.causal(np.int64(12)) if ring.rank else [Mask(12, (Slice((0, 12), (0, 12), 0),))] * 2
+        mask = (
+            Mask.causal(np.int64(12))
+            if ring.rank
+            else [Mask(12, (Slice((0, 12), (0, 12), 0),))] * 2
+        )
         return attend(ring, mask=mask, layout=["zigzag"] * 2), attend(ring, causal=True)
 
     for got, expected in simulate(3, work):
@@ -427,13 +552,16 @@ def test_equal_masks_may_be_said_differently():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"mask": "causal"}, {"mask": 3}, {"mask": ["causal"] * 2}, {}, {"layout": ["zigzag"] * 2}]
+    "wrong",
+    [{"mask": "causal"}, {"mask": 3}, {"mask": ["causal"] * 2}, {}, {"layout": ["zigzag"] * 2}],
 )
 def test_a_wrong_mask_of_a_layer_with_a_window_is_an_error_on_every_rank(wrong):
     """The layer makes a mask of it before the ranks agree on a call; the ranks stay in step."""
 
     def work(ring):
-        layer = nn.BurstAttention(16, 2, window=3, sp=SequenceParallel(ring.rank, 2, process_group=ring))
+        layer = nn.BurstAttention(
+            16, 2, window=3, sp=SequenceParallel(ring.rank, 2, process_group=ring)
+        )
         x, tables = torch.zeros(2, 6, 16), nn.rope_tables(torch.arange(6), 8)
         with pytest.raises((ValueError, TypeError, AttributeError)) as caught:
             layer(x, *tables, **(wrong if ring.rank else {"mask": Mask.causal(12)}))
@@ -450,9 +578,13 @@ def test_wrong_cu_seqlens_of_one_rank_are_an_error_on_every_rank():
         q, k, v = (x[0] for x in random_qkv(1, 4, 2, 2, 8)[:3])
         for wrong, _, message in CU_SEQLENS:
             with pytest.raises((ValueError, TypeError), match=message):
-                burst_attn_varlen_func(q, k, v, wrong if ring.rank == 2 else (0, 12), process_group=ring)
+                burst_attn_varlen_func(
+                    q, k, v, wrong if ring.rank == 2 else (0, 12), process_group=ring
+                )
         for wrong in ((0, 11), (0, 5, 13)):
-            with pytest.raises(ValueError, match=rf"the mask has {wrong[-1]} tokens, the ranks hold 12"):
+            with pytest.raises(
+                ValueError, match=rf"the mask has {wrong[-1]} tokens, the ranks hold 12"
+            ):
                 burst_attn_varlen_func(q, k, v, wrong, process_group=ring)
         return True
 
@@ -476,7 +608,10 @@ def refused(rank: int) -> list[str]:
         with pytest.raises((ValueError, TypeError)) as caught:
             burst_attn_func(q, k, v, **options)
         said.append(str(caught.value))
-    assert burst_attn_func(q, k, v, mask=Mask.documents((0, 4, 12)), layout="balanced").shape == q.shape
+    assert (
+        burst_attn_func(q, k, v, mask=Mask.documents((0, 4, 12)), layout="balanced").shape
+        == q.shape
+    )
     return said
 
 

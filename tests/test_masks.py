@@ -1,13 +1,36 @@
-"""Any mask, in any layout, equals dense attention: out, lse, dq, dk, dv in fp64 to 1e-10, through the simulator."""
+"""Any mask, in any layout, equals dense attention: out, lse, dq, dk, dv in fp64 to 1e-10, through
+the simulator.
+"""
 
 import random
 
 import pytest
 
 from bmt_burst.sequence import tiling
-from tests.helpers import attention_errors, dense_results, random_layout, random_mask, random_qkv, ring_results
+from tests.helpers import (
+    attention_errors,
+    dense_results,
+    random_layout,
+    random_mask,
+    random_qkv,
+    ring_results,
+)
 
-RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (4, 2), (6, 3), (6, 2), (8, 4), (4, 1)]
+RINGS = [
+    (1, 1),
+    (2, 2),
+    (3, 3),
+    (4, 4),
+    (5, 5),
+    (6, 6),
+    (7, 7),
+    (8, 8),
+    (4, 2),
+    (6, 3),
+    (6, 2),
+    (8, 4),
+    (4, 1),
+]
 HEADS = [(2, 2), (4, 2), (3, 1)]
 SCALE = 0.31
 CASES = 400
@@ -22,7 +45,9 @@ def test_any_mask_equals_dense(part, monkeypatch):
         size, inner = RINGS[seed % len(RINGS)]
         mask = random_mask(chance, chance.randint(size, 70))
         layout = random_layout(chance, mask, size)
-        tensors = random_qkv(chance.choice((1, 1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed)
+        tensors = random_qkv(
+            chance.choice((1, 1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed
+        )
         options = {
             "mask": mask,
             "backward": chance.choice(("q", "kv")),
@@ -30,6 +55,9 @@ def test_any_mask_equals_dense(part, monkeypatch):
             "optimize_bwd_comm": chance.random() < 0.7,
             "group_bytes": chance.choice((0, 5_000, 20_000, 1 << 30)),
         }
-        got, expected = ring_results(layout, tensors, SCALE, inner, **options), dense_results(mask, tensors, SCALE)
+        got, expected = (
+            ring_results(layout, tensors, SCALE, inner, **options),
+            dense_results(mask, tensors, SCALE),
+        )
         errors = attention_errors(got, expected, tensors[3], SCALE)
         assert max(errors.values()) < 1e-10, (seed, errors, layout, options)

@@ -1,6 +1,8 @@
-"""How much memory attention takes beside its inputs, for lengths that no CPU computes: allocations without values.
+"""How much memory attention takes beside its inputs, for lengths that no CPU computes: allocations
+without values.
 
-One rank runs alone over fake tensors; what would arrive from its peers has its size and nothing else.
+One rank runs alone over fake tensors; what would arrive from its peers has its size and nothing
+else.
 """
 
 import itertools
@@ -58,7 +60,9 @@ class Allocator(Kernel):
         return dtype
 
     def forward(self, q, k, v, call, spec):
-        return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        return torch.empty_like(q), q.new_empty(
+            q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32
+        )
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         grads = tuple(torch.empty_like(x) for x in (q, k, v))
@@ -78,7 +82,8 @@ def peak_extra_gib(monkeypatch, rank, tokens, heads, kv_heads, **options):
     for name in ("merge_outputs", "sum_gradients", "fill_query_rows"):  # fused ones need no memory
         monkeypatch.setattr(merge, name, lambda *args: None)
     monkeypatch.setattr(torch.Tensor, "data_ptr", address)
-    monkeypatch.setattr(checks, "check_tensor", lambda name, x: None)  # refuses FakeTensors, which have no values
+    # refuses FakeTensors, which have no values
+    monkeypatch.setattr(checks, "check_tensor", lambda name, x: None)
     with FakeTensorMode():
         q, dout = (torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.empty(1, tokens, kv_heads, 128, dtype=torch.bfloat16) for _ in range(2))
@@ -97,7 +102,8 @@ def peak_extra_gib(monkeypatch, rank, tokens, heads, kv_heads, **options):
         (16384, 32, {}, 2.5),
         (16384, 32, {"backward": "kv"}, 2.6),
         (16384, 32, {"group_bytes": 128 << 20}, 1.94),
-        (16384, 32, {"group_bytes": 9 << 24}, 1.94),  # the benchmark's "low memory"; the official BurstAttention: 1.94
+        # the benchmark's "low memory"; the official BurstAttention: 1.94
+        (16384, 32, {"group_bytes": 9 << 24}, 1.94),
         (16384, 8, {}, 2.1),
         (32768, 32, {}, 3.0),
         (131072, 32, {}, 7.0),

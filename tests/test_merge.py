@@ -10,7 +10,9 @@ from tests.helpers import relative_error
 
 
 def merged(parts, dtype=torch.float32):
-    total = Outputs(torch.empty(1, 1, 1, 2, dtype=dtype), torch.empty(1, 1, 1, dtype=accumulator_dtype(dtype)))
+    total = Outputs(
+        torch.empty(1, 1, 1, 2, dtype=dtype), torch.empty(1, 1, 1, dtype=accumulator_dtype(dtype))
+    )
     for value, lse in parts:
         out = torch.full((1, 1, 1, 2), value, dtype=dtype)
         total.add([(0, 1)], out, torch.full((1, 1, 1), lse, dtype=accumulator_dtype(dtype)))
@@ -33,7 +35,9 @@ def test_two_parts(difference, order, dtype, bound):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_part_that_saw_nothing_changes_nothing(order):
-    assert merged([(1.2345678, 0.7654321), (0.0, -math.inf)][::order]) == merged([(1.2345678, 0.7654321)])
+    assert merged([(1.2345678, 0.7654321), (0.0, -math.inf)][::order]) == merged(
+        [(1.2345678, 0.7654321)]
+    )
     expected = torch.tensor([1.2345678, 0.7654321])
     assert merged([(1.2345678, 0.7654321)]) == (expected[0].item(), expected[1].item())
 
@@ -69,7 +73,11 @@ def test_spans_add_up_whenever_they_are_folded(limit):
     lses = [torch.randn(2, 3, len(x), dtype=torch.float64) for x in tokens]
     outputs = Outputs(torch.empty_like(q), torch.empty(2, 3, 7, dtype=q.dtype), limit)
     gradients = Gradients(q.shape, q.dtype, q.device, limit)
-    weighted, weights, total = torch.zeros_like(q), torch.zeros(2, 7, 3, 1, dtype=torch.float64), torch.zeros_like(q)
+    weighted, weights, total = (
+        torch.zeros_like(q),
+        torch.zeros(2, 7, 3, 1, dtype=torch.float64),
+        torch.zeros_like(q),
+    )
     for spans, at, out, lse in zip(SPANS, tokens, outs, lses, strict=True):
         outputs.add(spans, out, lse)
         gradients.add(spans, out)
@@ -89,7 +97,11 @@ def test_parts_are_added_up_wide():
     for _ in range(256):
         gradients.add([(0, 1)], torch.full((1, 1, 1, 1), 1.0078125, dtype=torch.bfloat16))
     assert gradients.result().item() == 258.0  # bf16 alone would have stopped at 256
-    assert Gradients((1, 2, 3, 1), torch.float32, torch.device("cpu")).result().equal(torch.zeros(1, 2, 3, 1))
+    assert (
+        Gradients((1, 2, 3, 1), torch.float32, torch.device("cpu"))
+        .result()
+        .equal(torch.zeros(1, 2, 3, 1))
+    )
 
 
 def test_sums_may_lie_where_their_first_part_does():
@@ -100,7 +112,9 @@ def test_sums_may_lie_where_their_first_part_does():
     out, grad = first.clone(), first.clone()
     gradients = Gradients(grad.shape, grad.dtype, grad.device, into=grad, parts=[([(0, 7)], grad)])
     outputs = Outputs(out, lse.clone(), parts=[([(0, 7)], out, lse)])
-    apart = Outputs(torch.empty_like(out), torch.empty_like(lse), parts=[([(0, 7)], out.clone(), lse)])
+    apart = Outputs(
+        torch.empty_like(out), torch.empty_like(lse), parts=[([(0, 7)], out.clone(), lse)]
+    )
     for sums in (outputs, apart):
         sums.add([(2, 5)], second, second_lse)
     gradients.add([(2, 5)], second)
@@ -118,7 +132,9 @@ def test_sums_may_lie_where_their_first_part_does():
 
 
 def test_the_parts_of_a_span():
-    """Of parts that lie where they like: a view where one has it all, else their sum, 0 where none came."""
+    """Of parts that lie where they like: a view where one has it all, else their sum, 0 where none
+    came.
+    """
     spans = [[(0, 4)], [(6, 9)], [(2, 3), (4, 7), (8, 9)]]
     tokens = [[token for span in part for token in range(*span)] for part in spans]
     parts = [(part, torch.randn(2, len(at), 3, 5)) for part, at in zip(spans, tokens, strict=True)]
@@ -139,7 +155,9 @@ def test_the_parts_of_a_span():
 def test_parts_with_which_a_sum_begins_do_not_count():
     """Their memory is held elsewhere: adding them up early would free none."""
     parts = [([(0, 4)], torch.ones(1, 4, 1, 2))] * 3
-    gradients = Gradients((1, 4, 1, 2), torch.float32, torch.device("cpu"), limit=parts[0][1].nbytes, parts=parts)
+    gradients = Gradients(
+        (1, 4, 1, 2), torch.float32, torch.device("cpu"), limit=parts[0][1].nbytes, parts=parts
+    )
     gradients.add(*parts[0])
     assert gradients.total is None
     gradients.add(*parts[0])
@@ -150,7 +168,10 @@ def test_parts_with_which_a_sum_begins_do_not_count():
 
 def test_folded_parts_are_not_read_again():
     """As memory that they arrived in must be given back."""
-    gradients, part = Gradients((1, 4, 1, 2), torch.float32, torch.device("cpu"), limit=1 << 30), torch.ones(1, 4, 1, 2)
+    gradients, part = (
+        Gradients((1, 4, 1, 2), torch.float32, torch.device("cpu"), limit=1 << 30),
+        torch.ones(1, 4, 1, 2),
+    )
     gradients.add([(0, 4)], part)
     gradients.fold()
     part.fill_(torch.nan)

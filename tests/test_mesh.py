@@ -18,22 +18,30 @@ TOKENS = 37
 
 
 def error(rank: int, sp: SequenceParallel, groups: dict) -> float:
-    """Of this rank's part of causal attention over the ranks of `groups`, and of q's gradient, against one process."""
+    """Of this rank's part of causal attention over the ranks of `groups`, and of q's gradient,
+    against one process.
+    """
     tensors = [x.requires_grad_() for x in random_qkv(1, TOKENS, 4, 2, 8, seed=rank)[:3]]
     whole, _ = dense_attention(*tensors, True, 8**-0.5)
     [expected] = torch.autograd.grad(whole.sin().sum(), tensors[:1])
     shards = [sp.shard(x.detach()).requires_grad_() for x in tensors]
     out = burst_attn_func(*shards, causal=True, **groups)
     out.sin().sum().backward()
-    return max(relative_error(out, sp.shard(whole)), relative_error(shards[0].grad, sp.shard(expected)))
+    return max(
+        relative_error(out, sp.shard(whole)), relative_error(shards[0].grad, sp.shard(expected))
+    )
 
 
 def groups_of_calls(rank: int) -> list[float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
     one, double = SequenceParallel(rank % 2, 2), SequenceParallel(rank, 4)
-    with pytest.raises(ValueError, match=r"one dimension of a DeviceMesh, got one of \('inter', 'intra'\)"):
+    with pytest.raises(
+        ValueError, match=r"one dimension of a DeviceMesh, got one of \('inter', 'intra'\)"
+    ):
         burst_attn_func(*random_qkv(1, 4, 2, 2, 8)[:3], process_group=mesh)
-    with pytest.raises(ValueError, match=r"rank \d is not in the DeviceMesh it was given, \[\d, \d\]"):
+    with pytest.raises(
+        ValueError, match=r"rank \d is not in the DeviceMesh it was given, \[\d, \d\]"
+    ):
         others = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
         burst_attn_func(*random_qkv(1, 4, 2, 2, 8)[:3], process_group=others[rank < 2])
     return [
@@ -48,7 +56,9 @@ def test_dimensions_of_a_mesh_are_groups_of_a_call():
 
 
 def sequences_of_meshes(rank: int) -> list[float]:
-    """Of calls on ranks that share a sequence by a mesh; in which place, and that they are found again."""
+    """Of calls on ranks that share a sequence by a mesh; in which place, and that they are found
+    again.
+    """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     strided = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
     flat = init_device_mesh("cpu", (4,))
@@ -73,7 +83,9 @@ def sequences_of_meshes(rank: int) -> list[float]:
         assert pickle.loads(pickle.dumps(sp)) == sp == copy.deepcopy(sp)
     assert sp.double_group == (cube["intra"].get_group(), cube["inter"].get_group())
     for shape in ((1, 4), (4, 1)):  # hosts or ranks of a host, but not both: a single ring
-        sp = init_sequence_parallel(mesh=init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra")))
+        sp = init_sequence_parallel(
+            mesh=init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra"))
+        )
         assert (sp.rank, sp.size, sp.process_group.size()) == (rank, 4, 4)
         errors.append(error(0, sp, sp.groups))
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "sp"))["sp"]
@@ -87,7 +99,9 @@ def test_a_mesh_makes_a_sequence_parallel():
 
 
 def sharded_training(rank: int) -> float:
-    """The error of a gradient that FSDP2 has made over all ranks, whose sequences are shared over a mesh's "sp"."""
+    """The error of a gradient that FSDP2 has made over all ranks, whose sequences are shared over a
+    mesh's "sp".
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     sp = init_sequence_parallel(mesh=mesh["sp"])
 
@@ -95,7 +109,10 @@ def sharded_training(rank: int) -> float:
         torch.manual_seed(0)
         return nn.BurstAttention(32, 4, num_kv_heads=2, sp=sp).double()
 
-    x = [torch.randn(1, TOKENS, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    x = [
+        torch.randn(1, TOKENS, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        for i in range(2)
+    ]
     cos, sin = (table.double() for table in nn.rope_tables(torch.arange(TOKENS), 8))
     alone = layer(SequenceParallel())
     sum(alone(each, cos, sin).sin().sum() for each in x).backward()
@@ -117,7 +134,10 @@ def test_fsdp2_goes_with_the_same_mesh():
 def misuse(rank: int) -> list[str]:
     """What every rank is told, one after the other over the same world."""
     flat, pair = DeviceMesh("cpu", [0, 1, 2, 3]), DeviceMesh("cpu", [[0, 1], [2, 3]])
-    pairs = {ranks: DeviceMesh("cpu", list(ranks)) for ranks in ((0, 1), (2, 3), (1, 0), (1, 2), (2,), (3,))}
+    pairs = {
+        ranks: DeviceMesh("cpu", list(ranks))
+        for ranks in ((0, 1), (2, 3), (1, 0), (1, 2), (2,), (3,))
+    }
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     own = pairs[(0, 1) if rank < 2 else (2, 3)]
     given = [
@@ -159,7 +179,9 @@ def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
         11: "a mesh says which ranks share a sequence: no size goes with it",
     }
     for number, message in alike.items():
-        assert all(messages[number].startswith(f"ValueError: {message}") for messages in said), number
+        assert all(messages[number].startswith(f"ValueError: {message}") for messages in said), (
+            number
+        )
     for rank, messages in enumerate(said):
         reason = "rank 2 is not in the DeviceMesh it was given, [0, 1]"
         told = f"rank 2 of the group failed before init_sequence_parallel of a mesh: ValueError: {reason}"
@@ -171,5 +193,7 @@ def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
 
 
 def test_a_mesh_is_not_for_ranks_of_bmtrain():
-    with pytest.raises(ValueError, match=r"a mesh is of torch\.distributed's ranks: with BMTrain give sp_size"):
+    with pytest.raises(
+        ValueError, match=r"a mesh is of torch\.distributed's ranks: with BMTrain give sp_size"
+    ):
         _of_mesh(BMTrainTransport.__new__(BMTrainTransport), None, "zigzag")

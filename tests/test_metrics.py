@@ -46,7 +46,9 @@ GOOD = [{"step": step, "loss": 1.0 / step, "samples": step * 4} for step in rang
 def test_a_broken_line_is_dropped_and_said(tmp_path, capsys, broken, place):
     lines = [json.dumps(record).encode() for record in GOOD]
     lines.insert(place, broken)
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + (b"" if broken and place == 4 else b"\n"))
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b"\n".join(lines) + (b"" if broken and place == 4 else b"\n")
+    )
     metrics = Metrics(tmp_path, 4, 10)
     metrics.record(5, loss=0.2)
     metrics.progress(5)
@@ -54,7 +56,9 @@ def test_a_broken_line_is_dropped_and_said(tmp_path, capsys, broken, place):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [*GOOD, {"step": 5, "loss": 0.2}]
     assert (tmp_path / "metrics.jsonl.dropped").read_bytes() == broken + b"\n"
-    assert f"metrics.jsonl: line {place + 1} is no record, and is dropped" in capsys.readouterr().err
+    assert (
+        f"metrics.jsonl: line {place + 1} is no record, and is dropped" in capsys.readouterr().err
+    )
 
 
 def test_a_value_that_was_not_finite_is_no_obstacle(tmp_path):
@@ -103,7 +107,9 @@ def test_a_folder_on_a_full_disk_is_named(tmp_path):
         lock(tmp_path)
 
 
-def lines_of(metrics: Metrics, steps: range, capsys, monkeypatch, seconds: float = 2.0) -> list[str]:
+def lines_of(
+    metrics: Metrics, steps: range, capsys, monkeypatch, seconds: float = 2.0
+) -> list[str]:
     """What is printed of steps that take so many seconds each, and a minute more for the first one."""
     now = time.monotonic()
     for step in steps:
@@ -114,10 +120,13 @@ def lines_of(metrics: Metrics, steps: range, capsys, monkeypatch, seconds: float
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_log_has_a_line_for_some_steps_with_the_time_left_and_the_records_have_all(tmp_path, capsys, monkeypatch):
+def test_a_log_has_a_line_for_some_steps_with_the_time_left_and_the_records_have_all(
+    tmp_path, capsys, monkeypatch
+):
     lines = lines_of(Metrics(tmp_path, 0, 3613, log_every=6), range(1, 14), capsys, monkeypatch)
     assert lines == [
-        "step 1/3613: loss 1.0000, 100 tokens so far, 01:02 elapsed, ETA 62:12:24",  # the first step was slow
+        # the first step was slow
+        "step 1/3613: loss 1.0000, 100 tokens so far, 01:02 elapsed, ETA 62:12:24",
         "step 6/3613: loss 1.0000, 600 tokens so far, 01:12 elapsed, ETA 2:00:14",
         "step 12/3613: loss 1.0000, 1,200 tokens so far, 01:24 elapsed, ETA 2:00:02",
     ]
@@ -161,7 +170,9 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
 def test_what_cannot_be_said_of_the_end_does_not_hold_it_up(monkeypatch):
-    monkeypatch.setattr("sys.stderr", os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1))
+    monkeypatch.setattr(
+        "sys.stderr", os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1)
+    )
     tell("x")
 
 
@@ -180,4 +191,7 @@ def test_a_curve_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypa
     metrics.draw()
     assert (tmp_path / "loss.png").read_bytes() == before
     assert not list(tmp_path.glob(".*partial"))
-    assert "loss.png was not drawn: OSError: [Errno 28] No space left on device" in capsys.readouterr().out
+    assert (
+        "loss.png was not drawn: OSError: [Errno 28] No space left on device"
+        in capsys.readouterr().out
+    )

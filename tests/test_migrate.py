@@ -11,7 +11,9 @@ from tests.helpers import GPUS, ROOT, run_script, torchrun
 
 PAGE = (ROOT / "docs/migrate.md").read_text()
 SECTIONS = dict(section.split("\n", 1) for section in PAGE.split("\n## From ")[1:])
-SCRIPTS = {name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in SECTIONS.items()}
+SCRIPTS = {
+    name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in SECTIONS.items()
+}
 # Of q, k, v and dout, which are whole on every rank, what one process computes of them, in fp32.
 ALONE = """
 from tests.helpers import relative_error
@@ -43,7 +45,10 @@ FOUND = {  # what a script has computed, by what it is a script for
     ),
 }
 CHANGES = {  # that make a script for a package one for us
-    "BurstAttention": {"^from burst_attn import": "from bmt_burst import", '^flash(.*) = "cuda"': r'flash\1 = "auto"'},
+    "BurstAttention": {
+        "^from burst_attn import": "from bmt_burst import",
+        '^flash(.*) = "cuda"': r'flash\1 = "auto"',
+    },
     "ring-flash-attention": {"^from ring_flash_attn": "from bmt_burst.compat.ring_flash_attn"},
     "yunchang": {"^from yunchang": "from bmt_burst.compat.yunchang"},
 }
@@ -61,13 +66,17 @@ def test_scripts_of_other_packages_change_a_word_or_two(package):
 
 def test_the_mesh_and_the_inputs_stay_those_of_context_parallel():
     before, after = SCRIPTS["torch context_parallel"]
-    for lines in re.findall(r"^dist.*?^mesh.*?$|^q, k, v, dout.*?src=0\)$", before, re.DOTALL | re.MULTILINE):
+    for lines in re.findall(
+        r"^dist.*?^mesh.*?$|^q, k, v, dout.*?src=0\)$", before, re.DOTALL | re.MULTILINE
+    ):
         assert lines in after
     assert "bmt_burst" not in before
 
 
 def test_every_script_is_run():
-    assert {name: len(scripts) for name, scripts in SCRIPTS.items() if scripts} == dict.fromkeys(FOUND, 2)
+    assert {name: len(scripts) for name, scripts in SCRIPTS.items() if scripts} == dict.fromkeys(
+        FOUND, 2
+    )
 
 
 def script_of(package, folder, after=True):

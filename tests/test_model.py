@@ -21,7 +21,9 @@ from train.data.tokenizer import ByteTokenizer
 from train.generate import Cache, generate
 from train.generate import main as generate_main
 
-SMALL = CPMConfig(300, 32, 48, 3, 4, 2, 8, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1)
+SMALL = CPMConfig(
+    300, 32, 48, 3, 4, 2, 8, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1
+)
 
 
 def initialized(config: CPMConfig, **options) -> CPM:
@@ -84,16 +86,37 @@ MIXED = {"model_type": "ministral", "sliding_window": 5}
         ({"model_type": "gpt2"}, "model_type"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
-        ({"sliding_window": 5}, r"which layers of a minicpm have a window: \{'sliding_window': 5\}"),
-        ({"sliding_window": 5, "use_sliding_window": True}, "which layers of a minicpm have a window"),
+        (
+            {"sliding_window": 5},
+            r"which layers of a minicpm have a window: \{'sliding_window': 5\}",
+        ),
+        (
+            {"sliding_window": 5, "use_sliding_window": True},
+            "which layers of a minicpm have a window",
+        ),
         ({"model_type": "mistral"}, r"lacks \['sliding_window'\]"),
         (SLIDING | {"sliding_window": 0}, "sliding_window must be a positive int, got 0"),
-        (SLIDING | {"max_window_layers": 2}, "which layers of a mistral have a window: .*'max_window_layers': 2"),
+        (
+            SLIDING | {"max_window_layers": 2},
+            "which layers of a mistral have a window: .*'max_window_layers': 2",
+        ),
         (SLIDING | {"use_sliding_window": False}, "'use_sliding_window': False"),
-        (SLIDING | {"layer_types": ["full_attention"] * 3}, "which layers of a mistral .*'layer_types'"),
-        (MIXED | {"layer_types": ["full_attention"] * 2}, "layer_types must be .* for each of 3 layers"),
-        (MIXED | {"layer_types": ["chunked_attention"] * 3}, "layer_types must be sliding_attention or full_attention"),
-        (MIXED | {"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "a positive int, got None"),
+        (
+            SLIDING | {"layer_types": ["full_attention"] * 3},
+            "which layers of a mistral .*'layer_types'",
+        ),
+        (
+            MIXED | {"layer_types": ["full_attention"] * 2},
+            "layer_types must be .* for each of 3 layers",
+        ),
+        (
+            MIXED | {"layer_types": ["chunked_attention"] * 3},
+            "layer_types must be sliding_attention or full_attention",
+        ),
+        (
+            MIXED | {"layer_types": ["sliding_attention"] * 3, "sliding_window": None},
+            "a positive int, got None",
+        ),
     ],
 )
 def test_other_models_are_refused(change, message):
@@ -109,7 +132,11 @@ def test_other_models_are_refused(change, message):
         (SLIDING, 5, "w"),
         (MIXED, 5, "w"),
         (MIXED | {"layer_types": ["full_attention"] * 3}, None, "w"),
-        (MIXED | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, 5, "wf"),
+        (
+            MIXED | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            5,
+            "wf",
+        ),
     ],
 )
 def test_windows_come_from_hugging_face(change, window, pattern):
@@ -144,7 +171,9 @@ def test_windows_are_those_of_transformers(tmp_path, pattern, kind):
 
 
 def test_windows_do_not_go_with_scalings_to_hugging_face():
-    with pytest.raises(ValueError, match="a MiniCPM with scalings has no window there, this one has 5"):
+    with pytest.raises(
+        ValueError, match="a MiniCPM with scalings has no window there, this one has 5"
+    ):
         config_to_hf(dataclasses.replace(SMALL, window=5))
 
 
@@ -167,7 +196,11 @@ def test_missing_weights_are_named(tmp_path):
 def test_minicpm_scalings_enter_where_they_should():
     """Against the same weights with the scalings folded in: embeddings, residual branches, head."""
     model = initialized(SMALL)
-    plain = CPM(dataclasses.replace(SMALL, scale_emb=1.0, scale_depth=None, dim_model_base=None, tie_embeddings=False))
+    plain = CPM(
+        dataclasses.replace(
+            SMALL, scale_emb=1.0, scale_depth=None, dim_model_base=None, tie_embeddings=False
+        )
+    )
     weights = dict(model.state_dict())
     weights["lm_head.weight"] = weights["embed_tokens.weight"] / (32 / 16)
     weights["embed_tokens.weight"] = weights["embed_tokens.weight"] * 12.0
@@ -182,7 +215,12 @@ def test_minicpm_scalings_enter_where_they_should():
 @pytest.mark.parametrize(
     ("preset", "billions"),
     [
-        *(("minicpm-1b", 1.36), ("minicpm-2b", 2.72), ("minicpm4-0.5b", 0.434), ("minicpm4-8b", 8.19)),
+        *(
+            ("minicpm-1b", 1.36),
+            ("minicpm-2b", 2.72),
+            ("minicpm4-0.5b", 0.434),
+            ("minicpm4-8b", 8.19),
+        ),
         *(("minicpm5-1b", 1.08), ("llama3-8b", 8.03), ("llama3.1-8b", 8.03), ("llama3.2-1b", 1.24)),
         *(("llama3.2-3b", 3.21), ("qwen2.5-7b", 7.62), ("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.72)),
         *(("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("7b", 6.74), ("14b", 13.9)),
@@ -228,7 +266,9 @@ def test_impossible_shapes_are_refused(change):
 
 
 def test_sequence_parallel_model_equals_whole_model():
-    """Logits, losses and gradients of a model over 3 simulated ranks; one of them has no target at all."""
+    """Logits, losses and gradients of a model over 3 simulated ranks; one of them has no target at
+    all.
+    """
     tokens = torch.randint(0, 300, (2, 31), generator=torch.Generator().manual_seed(3))
     labels = shift_labels(tokens)
     labels[:, :25] = IGNORE_INDEX  # in a contiguous layout only the last rank has targets
@@ -247,7 +287,9 @@ def test_sequence_parallel_model_equals_whole_model():
     assert [int(t) for t in targets] == [0, 0, int(count)]
     assert torch.allclose(sum(losses), total, rtol=1e-6)
     for name, parameter in whole.named_parameters():
-        assert torch.allclose(sum(g[name] for g in grads), parameter.grad, rtol=1e-4, atol=1e-6), name
+        assert torch.allclose(sum(g[name] for g in grads), parameter.grad, rtol=1e-4, atol=1e-6), (
+            name
+        )
 
 
 @pytest.mark.parametrize(
@@ -260,7 +302,9 @@ def test_sequence_parallel_model_equals_whole_model():
     ],
 )
 def test_checkpointing_changes_what_is_saved_and_nothing_else(saving, share, recomputed):
-    """Losses and gradients bit for bit; the ring runs again in the backward only if blocks are recomputed in full."""
+    """Losses and gradients bit for bit; the ring runs again in the backward only if blocks are
+    recomputed in full.
+    """
     tokens = torch.randint(0, 300, (1, 46), generator=torch.Generator().manual_seed(3))
     labels = shift_labels(tokens)
 
@@ -277,7 +321,9 @@ def test_checkpointing_changes_what_is_saved_and_nothing_else(saving, share, rec
 
     plain = simulate(2, lambda ring: run(ring, Saving()))
     mine = simulate(2, lambda ring: run(ring, saving))
-    for (loss, grads, saved, forward, total), (same, expected, all_saved, _, all_sent) in zip(mine, plain, strict=True):
+    for (loss, grads, saved, forward, total), (same, expected, all_saved, _, all_sent) in zip(
+        mine, plain, strict=True
+    ):
         assert loss.equal(same)
         assert all(grad.equal(expected[name]) for name, grad in grads.items())
         assert total == all_sent + recomputed * forward  # agreement included
@@ -299,7 +345,10 @@ def test_rope_depends_on_distance_alone_and_stays_exact_far_out():
     x, y = torch.randn(2, 1, 1, 1, 64, dtype=torch.float64)
 
     def score(m, n):
-        turned = [apply_rope(t, *(c.double() for c in rope_tables(torch.tensor([p]), 64))) for t, p in ((x, m), (y, n))]
+        turned = [
+            apply_rope(t, *(c.double() for c in rope_tables(torch.tensor([p]), 64)))
+            for t, p in ((x, m), (y, n))
+        ]
         return float((turned[0] * turned[1]).sum())
 
     near = score(7, 3)
@@ -326,14 +375,19 @@ def test_layer_refuses_impossible_heads():
         BurstAttention(32, 4, window=4.0)
 
 
-@pytest.mark.parametrize("windows", [{}, {"window": 4}, {"window": 1}, {"window": 6, "window_pattern": "wf"}], ids=str)
+@pytest.mark.parametrize(
+    "windows", [{}, {"window": 4}, {"window": 1}, {"window": 6, "window_pattern": "wf"}], ids=str
+)
 def test_cached_generation_equals_the_whole_forward(windows):
     config = dataclasses.replace(SMALL, **windows)
     model = initialized(config)
     tokens = torch.randint(0, 300, (1, 17))
     whole = model(tokens, torch.arange(17))
     cache = Cache(config, 17, model.norm.weight)
-    pieces = [model(tokens[:, a:b], torch.arange(a, b), cache=cache) for a, b in ((0, 9), (9, 10), (10, 11), (11, 17))]
+    pieces = [
+        model(tokens[:, a:b], torch.arange(a, b), cache=cache)
+        for a, b in ((0, 9), (9, 10), (10, 11), (11, 17))
+    ]
     assert torch.allclose(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-5)
 
 
@@ -341,7 +395,9 @@ def test_a_cache_goes_with_no_mask():
     model = initialized(SMALL)
     cache = Cache(SMALL, 8, model.norm.weight)
     with pytest.raises(ValueError, match="a mask or a layout does not go with it"):
-        model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4), cache=cache, mask=Mask.causal(4))
+        model(
+            torch.zeros(1, 4, dtype=torch.int64), torch.arange(4), cache=cache, mask=Mask.causal(4)
+        )
 
 
 def test_a_cache_over_several_ranks_is_refused():
@@ -356,11 +412,17 @@ def test_a_cache_over_several_ranks_is_refused():
 
 def test_sampling_is_seeded_and_settings_are_checked():
     model, tokenizer = initialized(SMALL), ByteTokenizer()
-    texts = [generate(model, tokenizer, "ab", 12, seed=seed, top_k=40, top_p=0.9) for seed in (1, 1, 2)]
+    texts = [
+        generate(model, tokenizer, "ab", 12, seed=seed, top_k=40, top_p=0.9) for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith("ab")
-    assert generate(model, tokenizer, "ab", 5, temperature=0) == generate(model, tokenizer, "ab", 5, top_k=1)
-    assert generate(model, tokenizer, "ab", 5, temperature=1e-320) == generate(model, tokenizer, "ab", 5, temperature=0)
+    assert generate(model, tokenizer, "ab", 5, temperature=0) == generate(
+        model, tokenizer, "ab", 5, top_k=1
+    )
+    assert generate(model, tokenizer, "ab", 5, temperature=1e-320) == generate(
+        model, tokenizer, "ab", 5, temperature=0
+    )
 
 
 @pytest.mark.parametrize(

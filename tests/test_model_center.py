@@ -1,4 +1,6 @@
-"""Models of ModelCenter over BMTrain's own Python code, on CPUs: see model_center_rank.py and fake_cuda.py."""
+"""Models of ModelCenter over BMTrain's own Python code, on CPUs: see model_center_rank.py and
+fake_cuda.py.
+"""
 
 import functools
 import json
@@ -17,13 +19,18 @@ from tests.helpers import GPUS, ROOT, run_script, torchrun
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not kernels.installed("bmtrain"), reason="needs the package bmtrain"),
-    pytest.mark.skipif(not kernels.installed("model_center"), reason="needs the package model-center"),
+    pytest.mark.skipif(
+        not kernels.installed("model_center"), reason="needs the package model-center"
+    ),
 ]
-on_cpus = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs test_gpu_model_center.py runs what this does")
+on_cpus = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with GPUs test_gpu_model_center.py runs what this does"
+)
 
 
 FEW = ["lengths", "documents of rows", "context", "segments"]
-MODELS = {  # by the number of ranks: which are compared, in which calls; None: in all that are meant for it
+# by the number of ranks: which are compared, in which calls; None: in all that are meant for it
+MODELS = {
     1: {"CPM1": FEW, "CPM3": FEW},
     2: dict.fromkeys(model_center_rank.CONFIGS),
     3: {"Llama": None, "OPT": FEW, "Bert": FEW, "CPM1": FEW, "CPM3": None},
@@ -63,9 +70,11 @@ def found(tmp_path_factory) -> Callable[[int], tuple[dict[str, list], str]]:
 
 
 def check_equality(found: list[dict], loss_bound: float, bound: float) -> None:
-    """Losses, and gradients of each parameter: errors relative to their norms, of all ranks' parts together.
+    """Losses, and gradients of each parameter: errors relative to their norms, of all ranks' parts
+    together.
 
-    A gradient below 1e-3 of all gradients, as a key's bias has one that is 0 but for rounding, is measured by that.
+    A gradient below 1e-3 of all gradients, as a key's bias has one that is 0 but for rounding, is
+    measured by that.
     """
     for name, calls in found[0].items():
         assert calls.pop("keys"), name
@@ -76,7 +85,10 @@ def check_equality(found: list[dict], loss_bound: float, bound: float) -> None:
             assert result["evaluated"] == close, (name, call)
             assert result["last_row"] == 0, (name, call)
             ranks = [rank[name][call]["squares"] for rank in found]
-            sums = {key: [sum(squares) for squares in zip(*(r[key] for r in ranks), strict=True)] for key in ranks[0]}
+            sums = {
+                key: [sum(squares) for squares in zip(*(r[key] for r in ranks), strict=True)]
+                for key in ranks[0]
+            }
             least = 1e-6 * sum(exact for _, exact in sums.values())
             for key, (error, exact) in sums.items():
                 assert math.sqrt(error / max(exact, least)) < bound, (name, call, key)
@@ -85,12 +97,16 @@ def check_equality(found: list[dict], loss_bound: float, bound: float) -> None:
 @on_cpus
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_enabled_models_equal_those_of_one_rank(size, found):
-    """Every family, in fp32: rounding through two layers. Padding, documents, embeddings given; training and not.
+    """Every family, in fp32: rounding through two layers. Padding, documents, embeddings given;
+    training and not.
 
     Where there is a learned bias also contexts, spans and segments, and its table's gradient.
     """
     ranks = found(size)[0]["equality"]
-    assert sum(len(calls - {"keys"}) for calls in map(dict.keys, ranks[0].values())) == {1: 5, 2: 56, 3: 19}[size]
+    assert (
+        sum(len(calls - {"keys"}) for calls in map(dict.keys, ranks[0].values()))
+        == {1: 5, 2: 56, 3: 19}[size]
+    )
     check_equality(ranks, 1e-5, 1e-5)
 
 
@@ -165,7 +181,11 @@ def test_what_is_wrong_is_refused_on_all_ranks_and_changes_nothing(found):
         errors = rank["errors"]
         assert errors.keys() == REFUSED.keys() | REFUSED_ON_ONE.keys()
         for name, start in REFUSED_ON_ONE.items():
-            doing = "a call of burst_attn_func" if name.startswith("dropout") else "the forward of a Bert"
+            doing = (
+                "a call of burst_attn_func"
+                if name.startswith("dropout")
+                else "the forward of a Bert"
+            )
             heard = f"ValueError: rank 0 of the group failed before {doing}: {start}"
             assert errors[name].startswith(heard if number else start), name
         for name, start in REFUSED.items():
@@ -179,14 +199,22 @@ def test_what_is_wrong_is_refused_on_all_ranks_and_changes_nothing(found):
 
 @on_cpus
 def test_rotary_angles_are_those_of_modelcenter_or_exact(found):
-    """fp16 rounds the angles of 3000 positions by up to a radian, and both models alike; fp32 by 1e-4."""
+    """fp16 rounds the angles of 3000 positions by up to a radian, and both models alike; fp32 by
+    1e-4.
+    """
     for rank in found(2)[0]["rotary"]:
-        assert rank["frequencies"].startswith("ValueError: position 65999 is infinite in torch.float16")
+        assert rank["frequencies"].startswith(
+            "ValueError: position 65999 is infinite in torch.float16"
+        )
         for name in ("Llama", "GPTj"):
-            of_model = {key.removeprefix(name).strip(): x for key, x in rank.items() if key.startswith(name)}
+            of_model = {
+                key.removeprefix(name).strip(): x for key, x in rank.items() if key.startswith(name)
+            }
             assert of_model["torch.float16"] < 1e-3
             assert of_model["torch.float32"] < 1e-3
-            assert of_model["refused"].startswith("ValueError: position 65999 is infinite in torch.float16")
+            assert of_model["refused"].startswith(
+                "ValueError: position 65999 is infinite in torch.float16"
+            )
             expected = [math.cos(1), math.cos(66000)], [math.sin(1), math.sin(66000)]
             assert of_model["exact"] == [pytest.approx(x, abs=1e-6) for x in expected]
 
@@ -201,7 +229,9 @@ def test_a_model_for_one_rank_generates_as_before(found):
 
 @on_cpus
 def test_no_tensor_is_as_large_as_a_mask(found):
-    """Nor, of a model with a learned bias, larger than the scores that CPUs write out for that: of 4 heads, a block."""
+    """Nor, of a model with a learned bias, larger than the scores that CPUs write out for that: of
+    4 heads, a block.
+    """
     for rank in found(2)[0]["memory"]:
         for name, most in (("Llama", 1), ("GPT2", 1), ("CPM1", 4)):
             assert rank[f"{name} before"] >= 1000**2
@@ -211,6 +241,8 @@ def test_no_tensor_is_as_large_as_a_mask(found):
 @on_cpus
 def test_a_few_lines_make_a_script_sequence_parallel(found):
     """One rank with a whole sequence, and two ranks with a half each."""
-    before, after = (re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", found(size)[1]) for size in (1, 2))
+    before, after = (
+        re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", found(size)[1]) for size in (1, 2)
+    )
     assert len(before) == 5
     assert before == after

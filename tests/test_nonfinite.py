@@ -1,4 +1,6 @@
-"""Inputs that are not finite: NaN is where dense attention has it, whatever the blocks, and never hidden."""
+"""Inputs that are not finite: NaN is where dense attention has it, whatever the blocks, and never
+hidden.
+"""
 
 import itertools
 
@@ -15,7 +17,9 @@ BLOCKS = (1, 2, 7, 8, 16, 17, 33, 100)
 
 
 def spoilt(tokens, name, at, value, dtype):
-    """q, k, v, dout, of which the one called `name` has a value in one entry of some tokens; and their doubles."""
+    """q, k, v, dout, of which the one called `name` has a value in one entry of some tokens; and
+    their doubles.
+    """
     tensors = random_qkv(1, tokens, 4, 2, 16, dtype, seed=tokens)
     tensors["qkv".index(name)][0, at, 0, 3] = value
     return tensors, [x.double() for x in tensors[:3]]
@@ -42,7 +46,9 @@ def test_a_block_is_nan_where_dense_attention_is(flash, dtype, name, value):
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):
-    for (tokens, dtype), causal in itertools.product(((4, torch.float32), (37, torch.bfloat16)), (False, True)):
+    for (tokens, dtype), causal in itertools.product(
+        ((4, torch.float32), (37, torch.bfloat16)), (False, True)
+    ):
         for at in (0, tokens // 2):
             (q, k, v, _), doubles = spoilt(tokens, name, at, value, dtype)
             layout = Layout.zigzag(tokens, size)
@@ -52,7 +58,12 @@ def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):
                 return burst_attn_func(*mine, causal=causal, process_group=ring, flash=flash)
 
             expected, _ = dense_attention(*doubles, causal, 16**-0.5)
-            assert layout.unshard(simulate(size, work)).isnan().equal(expected.isnan()), (tokens, causal, dtype, at)
+            assert layout.unshard(simulate(size, work)).isnan().equal(expected.isnan()), (
+                tokens,
+                causal,
+                dtype,
+                at,
+            )
 
 
 @pytest.mark.parametrize("flash", ["cpu", "reference"])
@@ -66,7 +77,9 @@ def test_gradients_of_a_query_that_is_not_finite_are_nan(flash, backward, causal
 
     def work(ring):
         mine = [layout.shard(x, ring.rank).requires_grad_() for x in tensors]
-        out = burst_attn_func(*mine, causal=causal, process_group=ring, backward=backward, flash=flash)
+        out = burst_attn_func(
+            *mine, causal=causal, process_group=ring, backward=backward, flash=flash
+        )
         return torch.autograd.grad(out, mine, layout.shard(dout, ring.rank))
 
     dq, dk, dv = (layout.unshard(same) for same in zip(*simulate(size, work), strict=True))

@@ -1,4 +1,6 @@
-"""Preparing data: what is read and what is not, both parts, several processes, runs that are stopped."""
+"""Preparing data: what is read and what is not, both parts, several processes, runs that are
+stopped.
+"""
 
 import gzip
 import json
@@ -23,7 +25,10 @@ from train.data.tokenizer import load_tokenizer
 
 def texts(folder) -> list[str]:
     """The documents of a folder of byte tokens, as text."""
-    return [bytes(token for token in document if token != EOS).decode() for document in documents(folder)]
+    return [
+        bytes(token for token in document if token != EOS).decode()
+        for document in documents(folder)
+    ]
 
 
 def jsonl(*records: str) -> bytes:
@@ -32,7 +37,9 @@ def jsonl(*records: str) -> bytes:
 
 def test_the_number_of_processes_does_not_change_a_byte(byte_level, tmp_path):  # noqa: F811
     (tmp_path / "in").mkdir()
-    lines = "".join(f"line {i} of a document that is longer than a piece </s>\n" for i in range(10_000))
+    lines = "".join(
+        f"line {i} of a document that is longer than a piece </s>\n" for i in range(10_000)
+    )
     (tmp_path / "in/a.txt").write_bytes(lines.encode() + b"bad \xff\n" + lines.encode())
     (tmp_path / "in/b.jsonl").write_bytes(jsonl(*(f"text {i}" for i in range(500))) + b"bad\n")
     (tmp_path / "in/c.jsonl.gz").write_bytes(gzip.compress(jsonl("packed", "", "twice")))
@@ -43,7 +50,9 @@ def test_the_number_of_processes_does_not_change_a_byte(byte_level, tmp_path):  
         said = prepare("--input", tmp_path / "in", "--output", tmp_path / str(workers), *arguments)
         assert "2 bad lines were skipped" in said
         files = sorted(path for path in (tmp_path / str(workers)).rglob("*") if path.is_file())
-        written.append({path.relative_to(tmp_path / str(workers)): path.read_bytes() for path in files})
+        written.append(
+            {path.relative_to(tmp_path / str(workers)): path.read_bytes() for path in files}
+        )
     assert written[0] == written[1]
     tokenizer = load_tokenizer(tmp_path / "1/val")
     both = documents(tmp_path / "1/train") + documents(tmp_path / "1/val")
@@ -56,13 +65,22 @@ def test_a_process_that_cannot_work_ends_the_run_with_the_files_name(byte_level,
     """A special token of one character, which the model knows only as such, has no other spelling."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    backend = Tokenizer(models.WordLevel({"</s>": 0, "a": 1, "§": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    backend = Tokenizer(
+        models.WordLevel({"</s>": 0, "a": 1, "§": 2, "[UNK]": 3}, unk_token="[UNK]")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(["</s>", "§"])
     backend.save(str(tmp_path / "words.json"))
     (tmp_path / "x.txt").write_text("a\n§ a\n")
     for workers in (1, 2):
-        arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out", "--workers", workers)
+        arguments = (
+            "--input",
+            tmp_path / "x.txt",
+            "--output",
+            tmp_path / "out",
+            "--workers",
+            workers,
+        )
         said = prepare(*arguments, "--tokenizer", tmp_path / "words.json", code=2)
         assert f"prepare_data.py: {tmp_path}/x.txt, lines 1 to 2: " in said
         assert "only as special token §" in said
@@ -113,11 +131,19 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
     ("name", "content", "message"),
     [
         ("x.gz", gzip.compress(b"a", mtime=0), "x.gz is neither .txt nor .jsonl, .gz or not"),
-        ("x.txt.gz", b"text", "x.txt.gz is not read, like all .gz files that are not compressed by gzip"),
+        (
+            "x.txt.gz",
+            b"text",
+            "x.txt.gz is not read, like all .gz files that are not compressed by gzip",
+        ),
         ("x.txt", b"", "there is no text to read: 1 empty file, such as"),
         ("x.jsonl.gz", b"", "there is no text to read: 1 empty file, such as"),
         ("x.txt", None, "no such input: .*x.txt, a link to nothing"),
-        ("sub/x.md", b"text", "has no file that matches .* 1 file that is neither .txt nor .jsonl, such as"),
+        (
+            "sub/x.md",
+            b"text",
+            "has no file that matches .* 1 file that is neither .txt nor .jsonl, such as",
+        ),
     ],
 )
 def test_inputs_without_text_are_refused_before_any_work(name, content, message, tmp_path):
@@ -164,7 +190,10 @@ def test_both_parts_get_tokens_from_few_documents(fraction, names, tmp_path):
     train, val = (texts(tmp_path / "out" / part) for part in ("train", "val"))
     assert train and val
     for part in ("train", "val"):  # documents end with eos, whole or not
-        assert all(document[-1] == EOS and len(document) > 1 for document in documents(tmp_path / "out" / part))
+        assert all(
+            document[-1] == EOS and len(document) > 1
+            for document in documents(tmp_path / "out" / part)
+        )
     if "jsonl" in names or len(given) == 1:  # a document that was cut
         assert "".join(train) + "".join(val) == "".join(given.values())
         assert len("".join(val)) == pytest.approx(fraction * len("".join(given.values())), abs=5)
@@ -179,12 +208,21 @@ def test_two_tokens_are_too_few_for_two_parts_and_three_are_not(tmp_path):
     assert not list(tmp_path.glob("out*"))
     (tmp_path / "x.txt").write_text("ab")
     prepare(*arguments)
-    assert [documents(tmp_path / "out" / part) for part in ("train", "val")] == [[[97, EOS]], [[98, EOS]]]
+    assert [documents(tmp_path / "out" / part) for part in ("train", "val")] == [
+        [[97, EOS]],
+        [[98, EOS]],
+    ]
 
 
 def running(tmp_path, *arguments) -> subprocess.Popen:
     """A preparation that is under way: its input does not end before the test does."""
-    command = [sys.executable, ROOT / "train/prepare_data.py", "--output", tmp_path / "out", *map(str, arguments)]
+    command = [
+        sys.executable,
+        ROOT / "train/prepare_data.py",
+        "--output",
+        tmp_path / "out",
+        *map(str, arguments),
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 600
     while not any((tmp_path / "out.partial").glob("new/train/tokens.bin")):
@@ -244,7 +282,8 @@ def alive(process: int) -> bool:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_interrupted_run_leaves_one_line_and_nothing_else(workers, much, tmp_path):
     process = running(tmp_path, *much, "--workers", workers)
-    children = wait_for_children(process, 3 if workers == 2 else 0)  # two workers, and multiprocessing's own
+    # two workers, and multiprocessing's own
+    children = wait_for_children(process, 3 if workers == 2 else 0)
     time.sleep(0.5)
     for one in (process.pid, *children):  # as a terminal does: all processes get it
         os.kill(one, signal.SIGINT)
@@ -289,15 +328,27 @@ prepare_data.main()
 """
 
 
-@pytest.mark.parametrize(("code", "returned"), [(DROPPED, 130), (LATE, 0)], ids=["ignored by Python", "too late"])
+@pytest.mark.parametrize(
+    ("code", "returned"), [(DROPPED, 130), (LATE, 0)], ids=["ignored by Python", "too late"]
+)
 def test_an_interrupted_run_writes_nothing_or_all(code, returned, tmp_path):
     """Python ignores an interrupt in a callback; one that comes when all is written ends nothing."""
     (tmp_path / "x.txt").write_text("text")
-    command = [sys.executable, "-c", code, "--input", tmp_path / "x.txt", "--output", tmp_path / "out"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--input",
+        tmp_path / "x.txt",
+        "--output",
+        tmp_path / "out",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == returned, done.stderr
     assert ("interrupted, nothing was written" in done.stderr) == (returned == 130)
-    assert {path.name for path in tmp_path.iterdir()} == {"x.txt"} | ({"out"} if returned == 0 else set())
+    assert {path.name for path in tmp_path.iterdir()} == {"x.txt"} | (
+        {"out"} if returned == 0 else set()
+    )
 
 
 def test_a_process_that_is_killed_ends_the_run_with_the_files_name(much, tmp_path):
@@ -306,7 +357,9 @@ def test_a_process_that_is_killed_ends_the_run_with_the_files_name(much, tmp_pat
     said = process.communicate(timeout=600)[1]
     assert process.returncode == 2
     reason = "the process that worked on it died with exit code -9"
-    assert re.search(rf"prepare_data.py: {tmp_path}/much.txt, lines \d+ to \d+: {reason}$", said.strip())
+    assert re.search(
+        rf"prepare_data.py: {tmp_path}/much.txt, lines \d+ to \d+: {reason}$", said.strip()
+    )
     assert "Traceback" not in said
     assert {path.name for path in tmp_path.iterdir()} == {"much.txt"}
 
@@ -327,13 +380,18 @@ def test_an_output_that_is_a_link_or_holds_more_is_not_replaced(tmp_path):
     arguments = ("--input", tmp_path / "x.txt", "--overwrite", "--output")
     assert "out is a link, which is not replaced" in prepare(*arguments, tmp_path / "out", code=2)
     (tmp_path / "real/notes.md").touch()
-    assert "holds what prepare_data.py did not write" in prepare(*arguments, tmp_path / "real", code=2)
+    assert "holds what prepare_data.py did not write" in prepare(
+        *arguments, tmp_path / "real", code=2
+    )
     assert (tmp_path / "real/notes.md").exists()
 
 
 def test_a_wrong_command_line_takes_one_line():
     said = prepare("--input", "x.txt", "--output", "out", "--workers", "many", code=2)
-    assert said == "prepare_data.py: argument --workers: invalid int value: 'many'; see prepare_data.py --help\n"
+    assert (
+        said
+        == "prepare_data.py: argument --workers: invalid int value: 'many'; see prepare_data.py --help\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,8 +400,14 @@ def test_a_wrong_command_line_takes_one_line():
         (("--input", ""), "--input must not be empty; the current folder is ."),
         (("--input", "x.txt", ""), "--input must not be empty; the current folder is ."),
         (("--input", "x.txt", "--output", ""), "--output must not be empty"),
-        (("--input", "x.txt", "--max-bad", 1.5), "--max-bad must be at least 0 and at most 1, got 1.5"),
-        (("--input", "x.txt", "--eos", "</s>"), "--eos goes with a .json or .model file, got '</s>' for bytes"),
+        (
+            ("--input", "x.txt", "--max-bad", 1.5),
+            "--max-bad must be at least 0 and at most 1, got 1.5",
+        ),
+        (
+            ("--input", "x.txt", "--eos", "</s>"),
+            "--eos goes with a .json or .model file, got '</s>' for bytes",
+        ),
     ],
 )
 def test_options_that_mean_nothing_are_refused(arguments, message, tmp_path, monkeypatch):
@@ -364,23 +428,36 @@ ENCODED = {
 
 
 @pytest.mark.parametrize(
-    ("encoding", "ending"), [*((name, ".txt") for name in ENCODED), ("UTF-16", ".jsonl"), ("UTF-16", ".txt.gz")]
+    ("encoding", "ending"),
+    [*((name, ".txt") for name in ENCODED), ("UTF-16", ".jsonl"), ("UTF-16", ".txt.gz")],
 )
 def test_text_of_another_encoding_is_refused_and_the_encoding_guessed(encoding, ending, tmp_path):
-    """Zeros are valid UTF-8, so that a line of UTF-16 may be; JSON would be read in UTF-16, a byte late."""
+    """Zeros are valid UTF-8, so that a line of UTF-16 may be; JSON would be read in UTF-16, a byte
+    late.
+    """
     codec, guess = ENCODED[encoding]
     word = (
-        {"gbk": "环注意力", "cp1252": "é è à"}.get(codec, "ring") if "could be" not in encoding else "größer, répéter"
+        {"gbk": "环注意力", "cp1252": "é è à"}.get(codec, "ring")
+        if "could be" not in encoding
+        else "größer, répéter"
     )
     lines = [f"{word} number {i}" for i in range(51)]
     text = "".join(
-        f"{line if ending != '.jsonl' else json.dumps({'text': line}, ensure_ascii=False)}\n" for line in lines
+        f"{line if ending != '.jsonl' else json.dumps({'text': line}, ensure_ascii=False)}\n"
+        for line in lines
     )
     content = text.encode(codec)
-    (tmp_path / f"x{ending}").write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    (tmp_path / f"x{ending}").write_bytes(
+        gzip.compress(content) if ending.endswith("gz") else content
+    )
     said = prepare("--input", tmp_path, "--output", tmp_path / "out", code=2)
-    assert re.search(r"prepare_data\.py: 5[12] of 5[12] lines are bad, more than --max-bad 0\.01 of them\. ", said)
-    assert f"x{ending} looks like {guess}: iconv -f {guess} -t UTF-8 converts it. The first: " in said
+    assert re.search(
+        r"prepare_data\.py: 5[12] of 5[12] lines are bad, more than --max-bad 0\.01 of them\. ",
+        said,
+    )
+    assert (
+        f"x{ending} looks like {guess}: iconv -f {guess} -t UTF-8 converts it. The first: " in said
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -395,7 +472,9 @@ def test_more_bad_lines_than_allowed_write_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
     assert "2 bad lines were skipped" in prepare(*arguments, "--max-bad", 0.02)
     (tmp_path / "x.jsonl").write_bytes(jsonl("good") + b"{}\n")
-    assert "1 of 2 lines is bad, more than --max-bad 0 of" in prepare(*arguments, "--max-bad", 0, "--overwrite", code=2)
+    assert "1 of 2 lines is bad, more than --max-bad 0 of" in prepare(
+        *arguments, "--max-bad", 0, "--overwrite", code=2
+    )
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):

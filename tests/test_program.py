@@ -1,7 +1,8 @@
-"""The order of events of all ranks, as data: what a rank waits for, its peers enqueue before they wait for more.
+"""The order of events of all ranks, as data: what a rank waits for, its peers enqueue before they
+wait for more.
 
-Each rank is one queue that works in order, which is the least that a GPU grants its streams (transport/copy_engine.py),
-and stands still until what it waits for has been done by others.
+Each rank is one queue that works in order, which is the least that a GPU grants its streams
+(transport/copy_engine.py), and stands still until what it waits for has been done by others.
 """
 
 import collections
@@ -20,7 +21,20 @@ from bmt_burst.strategies.ring.program import Event, program
 from bmt_burst.transport import LANES
 from tests.helpers import problem, random_layout, random_mask
 
-RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (8, 8), (4, 2), (6, 3), (6, 2), (8, 4), (4, 1), (8, 2)]
+RINGS = [
+    (1, 1),
+    (2, 2),
+    (3, 3),
+    (4, 4),
+    (5, 5),
+    (8, 8),
+    (4, 2),
+    (6, 3),
+    (6, 2),
+    (8, 4),
+    (4, 1),
+    (8, 2),
+]
 CASES = 240
 PARTS = 6  # tests that share them
 
@@ -47,20 +61,30 @@ class Queue:
         self.steps: list[Step] = []
 
     def add(self, tour, call, change=lambda events: events):
-        """The steps of a tour, which is the ranks' call of that number; `change` may spoil the order of events."""
+        """The steps of a tour, which is the ranks' call of that number; `change` may spoil the
+        order of events.
+        """
         for event in change(tour.program):
             self.steps += self._steps(tour, call, event)
 
     def _steps(self, tour, call, event):
-        if event.do in ("own", "pack", "begin", "compute") or (event.do == "end" and event.stage < 0):
+        if event.do in ("own", "pack", "begin", "compute") or (
+            event.do == "end" and event.stage < 0
+        ):
             return [Step(event)]
         round_ = tour.rounds[event.round]
         if event.do in ("fetch", "return"):
             stage = round_.stages[event.stage]
             outgoing = stage.sends if event.do == "fetch" else stage.returns
-            return self._deliver(event, "visit" if event.do == "fetch" else "return", {out.peer for out in outgoing})
+            return self._deliver(
+                event, "visit" if event.do == "fetch" else "return", {out.peer for out in outgoing}
+            )
         if event.do == "land":
-            return [self._arrival(event, "visit", {peer for peer, _ in round_.stages[event.stage].sources})]
+            return [
+                self._arrival(
+                    event, "visit", {peer for peer, _ in round_.stages[event.stage].sources}
+                )
+            ]
         if event.do == "free":
             return [self._release(event, "visit")]
         if event.do in ("collect", "end"):
@@ -74,7 +98,11 @@ class Queue:
         number = self.begun[lane]
         ranks = [self.host[peer] for peer in sorted(peers)]
         return [
-            Step(event, self._free(lane, rank, number - LANES[lane]), (("arrived", lane, self.rank, rank, number),))
+            Step(
+                event,
+                self._free(lane, rank, number - LANES[lane]),
+                (("arrived", lane, self.rank, rank, number),),
+            )
             for rank in ranks
         ] or [Step(event)]
 
@@ -84,15 +112,21 @@ class Queue:
 
     def _arrival(self, event, lane, peers):
         number = self.released[lane] + 1
-        assert number <= self.begun[lane], f"{event} waits for a delivery that this rank has not begun"
-        return Step(event, tuple(("arrived", lane, self.host[peer], self.rank, number) for peer in peers))
+        assert number <= self.begun[lane], (
+            f"{event} waits for a delivery that this rank has not begun"
+        )
+        return Step(
+            event, tuple(("arrived", lane, self.host[peer], self.rank, number) for peer in peers)
+        )
 
     def _release(self, event, lane):
         self.released[lane] += 1
         return Step(event, (), (("freed", lane, self.rank, self.released[lane]),))
 
     def _between_hosts(self, tour, call, event):
-        """An exchange stands still until both ends of each of its messages are there, as NCCL's kernels do."""
+        """An exchange stands still until both ends of each of its messages are there, as NCCL's
+        kernels do.
+        """
         round_ = tour.rounds[event.round]
         place = self.rank % self.inner
         borrowed = (round_.root,) if round_.held_tokens else ()
@@ -119,7 +153,11 @@ def stuck(queues):
                 done.update(queue.steps[at[i]].done)
                 at[i] += 1
                 going = True
-    return {queue.rank: queue.steps[i].event for queue, i in zip(queues, at, strict=True) if i < len(queue.steps)}
+    return {
+        queue.rank: queue.steps[i].event
+        for queue, i in zip(queues, at, strict=True)
+        if i < len(queue.steps)
+    }
 
 
 def random_plans(chance, size, inner):
@@ -147,12 +185,22 @@ def queues_of(calls, inner, change=lambda events: events):
 
 
 def orders(plans):
-    """Forwards and backwards as they follow one another: of a layer each, of two layers, and with more computed."""
+    """Forwards and backwards as they follow one another: of a layer each, of two layers, and with
+    more computed.
+    """
     forwards = [[plan.forward_tour for plan in of_all] for of_all in plans]
     backwards = [[plan.backward_tour for plan in of_all] for of_all in plans]
     return [
         [forwards[0], backwards[0], forwards[0], backwards[0]],
-        [*forwards, *backwards[::-1], forwards[0], forwards[0], backwards[0], forwards[1], backwards[1]],
+        [
+            *forwards,
+            *backwards[::-1],
+            forwards[0],
+            forwards[0],
+            backwards[0],
+            forwards[1],
+            backwards[1],
+        ],
     ]
 
 
@@ -241,7 +289,9 @@ def test_hosts_that_exchange_in_unlike_orders_are_found_waiting(inner, monkeypat
 
 
 def test_gradients_that_are_not_waited_for_in_turn_are_found(monkeypatch):
-    """With one slot for gradients a rank must read those of a stage before others send theirs of the next."""
+    """With one slot for gradients a rank must read those of a stage before others send theirs of
+    the next.
+    """
     plans = causal_plans(monkeypatch, 4, 4, group_bytes=0)
     backward = [plan.backward_tour for plan in plans]
     queues = queues_of([backward], 4)
@@ -274,10 +324,14 @@ def places(events):
 
 @pytest.mark.parametrize("returning", [False, True])
 def test_every_event_has_what_it_needs_before_it(returning):
-    """For all numbers of passes, rounds and stages: each stage is fetched, lands, is computed, goes home, is freed."""
+    """For all numbers of passes, rounds and stages: each stage is fetched, lands, is computed, goes
+    home, is freed.
+    """
     for passes, stages, _ in (shape for shape in SHAPES if shape[2] == returning):
         at = places(program(passes, stages, returning))
-        every = [(h, n, s) for h in range(passes) for n, count in enumerate(stages) for s in range(count)]
+        every = [
+            (h, n, s) for h in range(passes) for n, count in enumerate(stages) for s in range(count)
+        ]
         kinds = ["fetch", "land", "compute", *["return"] * returning, "free"]
         for kind in kinds:
             assert sorted(at[kind]) == every
@@ -293,12 +347,21 @@ def test_every_event_has_what_it_needs_before_it(returning):
             assert at["cross"][key] < at["arrive"][key] < at["open"][key]
             if returning:
                 assert at["open"][key] < at["leave"][key] < at["receive"][key]
-                assert all(at["collect"][*key[:2], s] < at["leave"][key] for s in range(stages[key[1]]))
+                assert all(
+                    at["collect"][*key[:2], s] < at["leave"][key] for s in range(stages[key[1]])
+                )
         for h in range(passes):
-            mine = {(kind, key): i for kind in at for key, i in at[kind].items() if key[0] == h and kind != "own"}
+            mine = {
+                (kind, key): i
+                for kind in at
+                for key, i in at[kind].items()
+                if key[0] == h and kind != "own"
+            }
             [end] = [i for (kind, _), i in mine.items() if kind == "end"]
             assert at["pack"][h, 0, 0] < at["begin"][h, 0, 0] < end == max(mine.values())
-            home = [key for kind, key in mine if kind == "collect" or (kind == "end" and key[2] >= 0)]
+            home = [
+                key for kind, key in mine if kind == "collect" or (kind == "end" and key[2] >= 0)
+            ]
             assert sorted(home) == ([key for key in every if key[0] == h] if returning else [])
 
 
@@ -308,7 +371,11 @@ def test_no_lane_has_more_deliveries_than_it_has_slots(returning):
         begun = collections.Counter()
         for event in program(passes, stages, returning):
             begun["visit"] += {"fetch": 1, "free": -1}.get(event.do, 0)
-            begun["return"] += {"return": 1, "collect": -1, "end": -1 if event.stage >= 0 else 0}.get(event.do, 0)
+            begun["return"] += {
+                "return": 1,
+                "collect": -1,
+                "end": -1 if event.stage >= 0 else 0,
+            }.get(event.do, 0)
             if not returning:
                 begun["return"] = 0
             assert all(0 <= begun[lane] <= slots for lane, slots in LANES.items()), (passes, stages)
@@ -316,7 +383,9 @@ def test_no_lane_has_more_deliveries_than_it_has_slots(returning):
 
 
 def test_what_comes_next_is_on_its_way_before_something_is_computed():
-    """Every stage but a pass's first in a round begins to come before the one before it is computed."""
+    """Every stage but a pass's first in a round begins to come before the one before it is
+    computed.
+    """
     for passes, stages, returning in SHAPES:
         at = places(program(passes, stages, returning))
         for h, n, s in at["fetch"]:
@@ -357,9 +426,13 @@ def work_of(plan: RingPlan) -> collections.Counter[str]:
 
 @pytest.mark.parametrize("tokens", [10, 64])
 def test_each_piece_of_a_document_takes_little_work(tokens):
-    """In a striped layout each rank sees a piece of each document from each other rank, and all ranks' are planned."""
+    """In a striped layout each rank sees a piece of each document from each other rank, and all
+    ranks' are planned.
+    """
     plan = striped_plan(128, tokens, 8)
-    pieces = sum(len(t.seen(rank)) for t in (plan._tiling, plan._tiling.transposed) for rank in range(8))
+    pieces = sum(
+        len(t.seen(rank)) for t in (plan._tiling, plan._tiling.transposed) for rank in range(8)
+    )
     assert pieces > 128 * 8 * 5
     assert work_of(plan)["call"] < 15 * pieces
 
@@ -367,7 +440,9 @@ def test_each_piece_of_a_document_takes_little_work(tokens):
 @pytest.mark.parametrize("tokens", [10, 64])
 @pytest.mark.parametrize("inner", [2, 8])
 def test_twice_as_many_documents_take_twice_the_work(tokens, inner):
-    once, twice = (work_of(striped_plan(documents, tokens, inner))["line"] for documents in (128, 256))
+    once, twice = (
+        work_of(striped_plan(documents, tokens, inner))["line"] for documents in (128, 256)
+    )
     assert twice < 2.2 * once
 
 

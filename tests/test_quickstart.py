@@ -1,4 +1,6 @@
-"""The quickstart's script, with a Python that writes down what it is asked for: what it installs and how it trains."""
+"""The quickstart's script, with a Python that writes down what it is asked for: what it installs
+and how it trains.
+"""
 
 import shutil
 import subprocess
@@ -21,23 +23,35 @@ esac
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a script of a repository in which `.venv` and the machine's tools are made up; return it and its log."""
+    """Start a script of a repository in which `.venv` and the machine's tools are made up; return
+    it and its log.
+    """
     train, tools = tmp_path / "repository/train", tmp_path / "tools"
     train.mkdir(parents=True), tools.mkdir()
     for name in ("quickstart.sh", "venv.sh", "pip.sh"):
         shutil.copy(ROOT / "train" / name, train)
     shutil.copy(ROOT / "pyproject.toml", train.parent)
-    (train / "install_gpu.sh").write_text('. train/pip.sh; echo install_gpu.sh >>asked; touch "$(stamp train)"')
+    (train / "install_gpu.sh").write_text(
+        '. train/pip.sh; echo install_gpu.sh >>asked; touch "$(stamp train)"'
+    )
     (train.parent / ".venv/bin").mkdir(parents=True)
     (train.parent / ".venv/bin/activate").write_text("")
 
     def run(*arguments, gpus=0, nvcc=True, pip_fails=False):
-        programs = {"python": PYTHON, "python3": PYTHON, "nvidia-smi": f'[ {gpus} = 0 ] || echo "GPU 0: one"\n'}
+        programs = {
+            "python": PYTHON,
+            "python3": PYTHON,
+            "nvidia-smi": f'[ {gpus} = 0 ] || echo "GPU 0: one"\n',
+        }
         programs |= {"nvcc": "exit 0\n"} if nvcc else {}
         for name, code in programs.items():
             (tools / name).write_text(code)
             (tools / name).chmod(0o755)
-        environment = {"PATH": f"{tools}:/usr/bin:/bin", "GPUS": str(gpus), "PIP_FAILS": str(int(pip_fails))}
+        environment = {
+            "PATH": f"{tools}:/usr/bin:/bin",
+            "GPUS": str(gpus),
+            "PIP_FAILS": str(int(pip_fails)),
+        }
         done = subprocess.run(
             ["bash", train / "quickstart.sh", *arguments],
             env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
@@ -52,7 +66,9 @@ def installs(asked):
     return [line for line in asked if line.startswith("-m pip") or line == "install_gpu.sh"]
 
 
-@pytest.mark.parametrize(("gpus", "ranks", "dtype"), [(0, 2, "fp32"), (1, 1, "bf16"), (2, 2, "bf16"), (8, 4, "bf16")])
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "dtype"), [(0, 2, "fp32"), (1, 1, "bf16"), (2, 2, "bf16"), (8, 4, "bf16")]
+)
 def test_ranks_are_the_gpus(start, gpus, ranks, dtype):
     done, asked = start(gpus=gpus)
     assert done.returncode == 0, done.stderr
@@ -93,7 +109,9 @@ def test_a_folder_stands_for_the_index(start, tmp_path):
 def test_a_missing_network_is_explained(start, arguments):
     done, asked = start(*arguments, pip_fails=True)
     assert done.returncode == 1
-    assert ("looked only in 'file:///" if arguments else "needs a network, or a folder of wheels") in done.stderr
+    assert (
+        "looked only in 'file:///" if arguments else "needs a network, or a folder of wheels"
+    ) in done.stderr
     assert "pip download --dest FOLDER" in done.stderr
     assert not any("pretrain.py" in line for line in asked)
 

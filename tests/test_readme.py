@@ -42,7 +42,9 @@ def test_the_simulated_example_prints_rounding():
     assert isinstance(difference, torch.Tensor)
     assert 0 <= difference < 1e-5
     inputs = [names[name].requires_grad_() for name in "qkv"]
-    grads = torch.autograd.grad(names["burst_attn_func"](*inputs, mask=names["mask"]).sin().sum(), inputs)
+    grads = torch.autograd.grad(
+        names["burst_attn_func"](*inputs, mask=names["mask"]).sin().sum(), inputs
+    )
     names["layout"].unshard(names["simulate"](3, names["work"])).sin().sum().backward()
     for x, grad in zip(inputs, grads, strict=True):
         assert (x.grad - grad).abs().max() < 1e-4 * grad.abs().max()
@@ -75,7 +77,8 @@ __import__("os")._exit(0)  # torch 2.13: a gloo thread may abort an interpreter 
 
 def test_the_examples_of_the_pages_run():
     examples = [code for path in PAGES[1:] for code in blocks(path, "python")]
-    alone = [code for code in examples if not code.startswith("# torchrun")]  # test_migrate.py runs the others
+    # test_migrate.py runs the others
+    alone = [code for code in examples if not code.startswith("# torchrun")]
     assert alone
     for code in alone:
         exec(code, {})
@@ -91,7 +94,10 @@ def test_the_page_of_results_is_what_the_results_say():
     text = (DOCS / "results.md").read_text()
     assert page() == text, "python bench/report.py --readme writes it anew"
     for folder, written in ((DOCS, text), (ROOT, README.read_text())):
-        assert all((folder / plot).read_text().count("<svg") == 1 for plot in re.findall(r"!\[.*?\]\((.*?)\)", written))
+        assert all(
+            (folder / plot).read_text().count("<svg") == 1
+            for plot in re.findall(r"!\[.*?\]\((.*?)\)", written)
+        )
     with pytest.raises(ValueError, match=r"guessed-8\.jsonl begins with none of"):
         known(RESULTS / "guessed-8.jsonl")
 
@@ -103,14 +109,18 @@ def test_every_link_leads_somewhere():
             target = path.parent / name if name else path
             assert target.is_file(), f"{path.name}: {link}"
             headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor else []
-            assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], link
+            assert not anchor or anchor in [
+                heading.lower().replace(" ", "-") for heading in headings
+            ], link
 
 
 def test_every_file_they_name_is_there():
     for path in PAGES:
         text = without_code(path)
         names = set(re.findall(r"\b(?:bmt_burst|models|train|bench|tests|docs)/[\w/.-]*\w", text))
-        assert all((ROOT / name).exists() for name in names), [name for name in names if not (ROOT / name).exists()]
+        assert all((ROOT / name).exists() for name in names), [
+            name for name in names if not (ROOT / name).exists()
+        ]
     [tree] = re.findall(r"\n\n```\n(.*?)```", README.read_text(), re.DOTALL)
     for line in tree.splitlines():
         [name] = re.findall(r"^ *(\w+/)", line)
@@ -123,14 +133,20 @@ def test_every_file_they_name_is_there():
 
 def test_every_option_of_pretraining_that_they_name_is_one():
     scripts = [
-        (ROOT / f"train/{name}.py").read_text() for name in ("prepare_data", "export", "generate", "make_vocabulary")
+        (ROOT / f"train/{name}.py").read_text()
+        for name in ("prepare_data", "export", "generate", "make_vocabulary")
     ]
     ours = set(re.findall(r"\"(--[a-z-]+)\"", "".join(scripts)))
-    ours |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)} | {"--config", "--help"}
+    ours |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)} | {
+        "--config",
+        "--help",
+    }
     launchers = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--nnodes", "--nproc-per-node"}
     launchers |= {"--rdzv-backend", "--rdzv-endpoint", "--logdir", "--from"}
     named = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/pretraining.md").read_text()))
-    assert {"--resume", "--val-fraction", "--keep-scalings", "--nnodes"} <= named <= ours | launchers
+    assert (
+        {"--resume", "--val-fraction", "--keep-scalings", "--nnodes"} <= named <= ours | launchers
+    )
 
 
 def test_the_scripts_of_the_two_commands_are_there_and_take_their_options():
@@ -146,25 +162,33 @@ def test_the_scripts_of_the_two_commands_are_there_and_take_their_options():
 
 @pytest.mark.slow
 def test_the_commands_of_pretraining_run_as_they_stand(tmp_path):
-    """From a file and a folder of text to a sample and a Hugging Face folder; TensorBoard, which never ends, aside.
+    """From a file and a folder of text to a sample and a Hugging Face folder; TensorBoard, which
+    never ends, aside.
 
     In fewer steps.
     """
     lines = commands(ROOT / "docs/pretraining.md", "# Pretraining")
     assert [line.split()[:2] for line in lines] == [
-        *(["python", f"train/{name}.py"] for name in ("prepare_data", "pretrain", "generate", "export")),
+        *(
+            ["python", f"train/{name}.py"]
+            for name in ("prepare_data", "pretrain", "generate", "export")
+        ),
         ["tensorboard", "--logdir"],
     ]
     assert commands(README, "## Pretraining") == lines[:-1]
     texts = [f"Once there were {i} rings, and {i * i} hops. " * 20 for i in range(300)]
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     (tmp_path / "more_text").mkdir()
     (tmp_path / "more_text/a.txt").write_text(texts[0])
     (tmp_path / "train").symlink_to(ROOT / "train")
     said = {}
     assert " --steps 20 " in lines[1]
     for line in lines[:-1]:
-        here = line.replace("python ", f"{sys.executable} ", 1).replace(" --steps 20 ", " --steps 3 ")
+        here = line.replace("python ", f"{sys.executable} ", 1).replace(
+            " --steps 20 ", " --steps 3 "
+        )
         done = subprocess.run(
             ["bash", "-c", here],
             cwd=tmp_path, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL,

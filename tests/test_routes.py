@@ -1,4 +1,6 @@
-"""Routes by brute force: every visible pair once, both ends of a message at one place, nothing on top of another."""
+"""Routes by brute force: every visible pair once, both ends of a message at one place, nothing on
+top of another.
+"""
 
 import itertools
 import random
@@ -81,7 +83,9 @@ def rings(inner, outer):
         chance = random.Random(seed)
         mask = random_mask(chance, chance.randint(size, 6 * size + 5))
         limits = tuple(chance.choice((None, 1, chance.randint(1, 20))) for _ in range(2))
-        yield ring_of(mask, random_layout(chance, mask, size), inner, outer, limits, chance.random() < 0.5)
+        yield ring_of(
+            mask, random_layout(chance, mask, size), inner, outer, limits, chance.random() < 0.5
+        )
     for name, limit in itertools.product(("zigzag", "striped", "contiguous"), (None, 9)):
         mask = Mask.causal(7 * size + size // 2)
         yield ring_of(mask, Layout.named(name, mask.seq_len, size), inner, outer, (limit, limit))
@@ -95,7 +99,10 @@ def test_every_visible_pair_is_computed_once(inner, outer):
         count = torch.zeros(ring.tiling.mask.seq_len, ring.tiling.mask.seq_len, dtype=torch.int)
 
         def add(rank, tiles, names, positions=positions, count=count):
-            mine, keys = positions[rank], torch.tensor([positions[owner][t] for owner, t in names], dtype=torch.long)
+            mine, keys = (
+                positions[rank],
+                torch.tensor([positions[owner][t] for owner, t in names], dtype=torch.long),
+            )
             assert keys.unique().numel() == keys.numel()
             count[mine.unsqueeze(1), keys] += painted(tiles, len(mine), len(keys))
 
@@ -104,13 +111,19 @@ def test_every_visible_pair_is_computed_once(inner, outer):
             for round_ in rounds:
                 add(rank, ring.tiles(rank, round_.landings), ring.held(round_))
         for rank, number, stages in ring.stages():
-            add(rank, ring.tiles(rank, stages[rank % inner].landings), ring.landed(number, rank, stages))
+            add(
+                rank,
+                ring.tiles(rank, stages[rank % inner].landings),
+                ring.landed(number, rank, stages),
+            )
         assert count.equal(ring.tiling.mask.dense().int())
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
 def test_what_lands_is_what_its_receiver_expects(inner, outer):
-    """All of its memory, from the places that it expects it from, in one order, as transports demand."""
+    """All of its memory, from the places that it expects it from, in one order, as transports
+    demand.
+    """
     for ring in rings(inner, outer):
         for rank, number, stages in ring.stages():
             place = rank % inner
@@ -121,7 +134,9 @@ def test_what_lands_is_what_its_receiver_expects(inner, outer):
             assert None not in names
             for peer, there in enumerate(stages):
                 sent = [(out.at, length(out.span)) for out in there.sends if out.peer == place]
-                assert sent == [(at[0], length(at)) for source, at in here.sources if source == peer]
+                assert sent == [
+                    (at[0], length(at)) for source, at in here.sources if source == peer
+                ]
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
@@ -136,13 +151,27 @@ def test_gradients_come_home_to_the_tokens_they_belong_to(inner, outer):
                 for out in legs:
                     assert out.total == len(home)
                     put(home, out.at, names[slice(*out.span)])
-                expected = [(e.at[0], length(e.at)) for e in stages[place].homecoming if e.peer == peer]
+                expected = [
+                    (e.at[0], length(e.at)) for e in stages[place].homecoming if e.peer == peer
+                ]
                 assert [(out.at, length(out.span)) for out in legs] == expected
-                sent = [(out.peer, t) for out in stages[place].sends for t in range(*out.span) if out.peer == peer]
-                came = [(peer, t) for e in stages[place].homecoming for t in range(*e.span) if e.peer == peer]
+                sent = [
+                    (out.peer, t)
+                    for out in stages[place].sends
+                    for t in range(*out.span)
+                    if out.peer == peer
+                ]
+                came = [
+                    (peer, t)
+                    for e in stages[place].homecoming
+                    for t in range(*e.span)
+                    if e.peer == peer
+                ]
                 assert sorted(sent) == sorted(came)
             held = ring.held(ring.rounds[rank][number])
-            assert home == [(e.peer, held[t]) for e in stages[place].homecoming for t in range(*e.span)]
+            assert home == [
+                (e.peer, held[t]) for e in stages[place].homecoming for t in range(*e.span)
+            ]
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
@@ -166,7 +195,10 @@ def test_hosts_borrow_what_they_look_at(inner, outer):
                 for span in round_.held:
                     borrowed[slice(*span)] = True
                 assert borrowed[seen].all()
-                if all(run.step == 1 for run in layout.runs(round_.root)) and len(ring.tiling.mask.slices) == 1:
+                if (
+                    all(run.step == 1 for run in layout.runs(round_.root))
+                    and len(ring.tiling.mask.slices) == 1
+                ):
                     assert borrowed.equal(seen)
 
 
@@ -178,12 +210,18 @@ def test_stages_are_few_and_within_limits(inner, outer):
             for host in range(outer):
                 stages = [ring.rounds[rank][number].stages for rank in ring.schedule.ranks(host)]
                 hops = [stage.hops for stage in stages[0]]
-                assert all([stage.hops for stage in other] == hops for other in stages), "alike on all ranks of a host"
+                assert all([stage.hops for stage in other] == hops for other in stages), (
+                    "alike on all ranks of a host"
+                )
                 sizes = [len(part) for part in hops]
-                assert sorted(hop for part in hops for hop in part) == [hop for part in hops for hop in part]
+                assert sorted(hop for part in hops for hop in part) == [
+                    hop for part in hops for hop in part
+                ]
                 assert max(sizes, default=0) - min(sizes, default=0) <= 1
                 if sizes:
-                    assert sizes[-1 if back else 0] == min(sizes), "what nothing overlaps with is not the longest"
+                    assert sizes[-1 if back else 0] == min(sizes), (
+                        "what nothing overlaps with is not the longest"
+                    )
                 for stage in itertools.chain(*stages):
                     if len(stage.hops) > 1:
                         assert stage.tokens <= (limit or stage.tokens)
@@ -192,7 +230,11 @@ def test_stages_are_few_and_within_limits(inner, outer):
                     assert len(hops) <= 1
         for routes, rounds in zip(ring.routes, ring.rounds, strict=True):
             for stage in itertools.chain(*(round_.stages for round_ in rounds)):
-                assert stage.tokens <= routes.landing_tokens(stage.hops) <= routes.landing_tokens(range(1, inner))
+                assert (
+                    stage.tokens
+                    <= routes.landing_tokens(stage.hops)
+                    <= routes.landing_tokens(range(1, inner))
+                )
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
@@ -203,20 +245,31 @@ def test_a_rank_knows_whether_it_has_a_part_in_what_travels(inner, outer):
         exact = len(ring.tiling.mask.slices) == 1 and all(run.step == 1 for run in layout.runs(0))
         for rank, routes in enumerate(ring.routes):
             mine = ring.schedule.ranks(rank // inner)
-            seen = [dense[layout.positions(r)].any(0).index_fill(0, layout.positions(r), False).any() for r in mine]
+            seen = [
+                dense[layout.positions(r)].any(0).index_fill(0, layout.positions(r), False).any()
+                for r in mine
+            ]
             others = [layout.positions(r) for r in range(layout.size) if r not in mine]
-            lent = dense[torch.cat(others)][:, layout.positions(rank)].any() if others else torch.tensor(False)
+            lent = (
+                dense[torch.cat(others)][:, layout.positions(rank)].any()
+                if others
+                else torch.tensor(False)
+            )
             expected = bool(torch.stack([*seen, lent]).any())
             assert routes.traffic() == expected if exact else routes.traffic() >= expected
 
 
 def test_only_what_is_looked_at_travels():
-    """Rank r of 4 sees the last w - 1 tokens before its own; whole documents of a rank do not travel at all."""
+    """Rank r of 4 sees the last w - 1 tokens before its own; whole documents of a rank do not
+    travel at all.
+    """
     layout = Layout.contiguous(64, 4)
     ring = ring_of(Mask.window(64, 6), layout, 4, 1)
     for rank, [round_] in enumerate(ring.rounds):
         assert [(s.hops, s.tokens) for s in round_.stages] == [((1,), 5 if rank else 0)]
-        assert [(length(out.span), out.peer) for out in round_.stages[0].sends] == ([(5, rank + 1)] if rank < 3 else [])
+        assert [(length(out.span), out.peer) for out in round_.stages[0].sends] == (
+            [(5, rank + 1)] if rank < 3 else []
+        )
     for [round_] in ring_of(Mask.documents(range(0, 65, 8)), layout, 4, 1).rounds:
         assert round_.stages == ()
         assert round_.held_tokens == 0
@@ -224,7 +277,9 @@ def test_only_what_is_looked_at_travels():
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_packed_tensors_do_not_overlap_and_messages_are_where_the_views_are(batch):
-    packing = Packing(batch, (((3, 5), torch.bfloat16), ((7,), torch.float32), ((3, 5), torch.bfloat16)))
+    packing = Packing(
+        batch, (((3, 5), torch.bfloat16), ((7,), torch.float32), ((3, 5), torch.bfloat16))
+    )
     tokens, span = 11, (4, 9)
     memory = torch.zeros(packing.nbytes(tokens), dtype=torch.uint8)
     views = packing.views(memory, tokens)

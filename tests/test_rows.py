@@ -1,4 +1,6 @@
-"""What users do with masks: rows with masks of their own, packed documents, queries that see nothing, windows."""
+"""What users do with masks: rows with masks of their own, packed documents, queries that see
+nothing, windows.
+"""
 
 import itertools
 import random
@@ -31,12 +33,16 @@ def assert_equal(got, mask, tensors):
 
 
 def results_of_rows(masks, layouts, tensors, inner=None, **options):
-    """out, lse, dq, dk, dv of each row; a call of all rows together with masks and layouts of their own."""
+    """out, lse, dq, dk, dv of each row; a call of all rows together with masks and layouts of their
+    own.
+    """
     size = layouts[0].size
 
     def work(ring):
         shards = [
-            torch.stack([layout.shard(row, ring.rank, 0) for layout, row in zip(layouts, x, strict=True)])
+            torch.stack(
+                [layout.shard(row, ring.rank, 0) for layout, row in zip(layouts, x, strict=True)]
+            )
             for x in tensors
         ]
         *inputs, dout = shards
@@ -47,7 +53,10 @@ def results_of_rows(masks, layouts, tensors, inner=None, **options):
 
     results = simulate(size, work)
     rows = range(len(layouts))
-    whole = [[layouts[row].unshard([r[i][row] for r in results], int(i == 1)) for i in range(5)] for row in rows]
+    whole = [
+        [layouts[row].unshard([r[i][row] for r in results], int(i == 1)) for i in range(5)]
+        for row in rows
+    ]
     return [[x.unsqueeze(0) for x in row] for row in whole]
 
 
@@ -60,7 +69,10 @@ def test_rows_have_masks_and_layouts_of_their_own(seed):
     masks = [random_mask(chance, tokens) for _ in range(rows)]
     layouts = [random_layout(chance, mask, size) for mask in masks]
     tensors = random_qkv(rows, tokens, 4, 2, 8, seed=seed)
-    options = {"backward": chance.choice(("q", "kv")), "group_bytes": chance.choice((0, 5000, 1 << 30))}
+    options = {
+        "backward": chance.choice(("q", "kv")),
+        "group_bytes": chance.choice((0, 5000, 1 << 30)),
+    }
     got = results_of_rows(masks, layouts, tensors, inner, layout=layouts, **options)
     for row, (mask, mine) in enumerate(zip(masks, got, strict=True)):
         assert_equal(mine, mask, [x[row : row + 1] for x in tensors])
@@ -70,7 +82,11 @@ def test_rows_have_masks_and_layouts_of_their_own(seed):
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_rows_in_layouts_by_name(layout, kind):
     """One name for all rows, or one for each; "balanced" is each row's own."""
-    masks = [Mask.documents((0, 5, 24)), Mask.documents((0, 11, 13, 24), causal=False), Mask.window(24, 4)]
+    masks = [
+        Mask.documents((0, 5, 24)),
+        Mask.documents((0, 11, 13, 24), causal=False),
+        Mask.window(24, 4),
+    ]
     names = [layout] * 3 if isinstance(layout, str) else layout
     layouts = [
         Layout.balanced(mask, 3) if name == "balanced" else Layout.named(name, 24, 3)
@@ -99,7 +115,12 @@ def test_many_rows_fit_into_a_message():
     q, k, v = (x.expand(120, -1, -1, -1) for x in random_qkv(1, 65, 1, 1, 8)[:3])
     mixed = ["zigzag", "balanced", "contiguous"] * 40
     for layout in ("balanced", mixed):
-        outs = simulate(2, lambda ring, x=layout: burst_attn_func(q, k, v, mask=masks, layout=x, process_group=ring))
+        outs = simulate(
+            2,
+            lambda ring, x=layout: burst_attn_func(
+                q, k, v, mask=masks, layout=x, process_group=ring
+            ),
+        )
         assert outs[0].shape == (120, 65, 1, 8)
 
 
@@ -108,7 +129,10 @@ def test_rows_that_are_alike_are_a_plain_batch():
     tensors = random_qkv(2, 24, 2, 2, 8)
     mask, layout = Mask.documents((0, 7, 24)), Layout.zigzag(24, 3)
     expected = ring_results(layout, tensors, SCALE, mask=mask)
-    for options in ({"mask": [mask, Mask.documents([0, 7, 24])]}, {"mask": [mask, mask], "layout": [layout, layout]}):
+    for options in (
+        {"mask": [mask, Mask.documents([0, 7, 24])]},
+        {"mask": [mask, mask], "layout": [layout, layout]},
+    ):
         got = ring_results(layout, tensors, SCALE, **options)
         assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
 
@@ -119,7 +143,9 @@ def packed_results(whole, tensors, cu_seqlens, **options):
     def work(ring):
         q, k, v, dout = (whole.shard(x[0], ring.rank, 0) for x in tensors)
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = burst_attn_varlen_func(*inputs, cu_seqlens, SCALE, process_group=ring, return_lse=True, **options)
+        out, lse = burst_attn_varlen_func(
+            *inputs, cu_seqlens, SCALE, process_group=ring, return_lse=True, **options
+        )
         assert (out.shape, lse.shape) == (q.shape, (q.shape[1], q.shape[0]))
         assert not lse.requires_grad
         return out.detach(), lse, *torch.autograd.grad(out, inputs, dout)
@@ -162,9 +188,17 @@ def test_packed_documents_alone_and_without_lse():
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"q": torch.zeros(1, 31, 4, 8)}, ValueError, r"q must be packed, \(tokens, heads, head size\), got shape"),
+        (
+            {"q": torch.zeros(1, 31, 4, 8)},
+            ValueError,
+            r"q must be packed, \(tokens, heads, head size\), got shape",
+        ),
         ({"k": [1, 2]}, TypeError, "k must be a torch.Tensor, got list"),
-        ({"v": torch.zeros(31, 2, 9, dtype=torch.float64)}, ValueError, "k and v must have one shape"),
+        (
+            {"v": torch.zeros(31, 2, 9, dtype=torch.float64)},
+            ValueError,
+            "k and v must have one shape",
+        ),
         ({"cu_seqlens": (0, 30)}, ValueError, r"the mask has 30 tokens, the ranks hold 31: \[31\]"),
         ({"cu_seqlens": None}, TypeError, "cu_seqlens must be a sequence of whole numbers"),
         ({"window": 0}, ValueError, "window must be at least 1, got 0"),
@@ -184,7 +218,10 @@ def test_wrong_packed_documents_are_refused(change, kind, message):
 @pytest.mark.parametrize("count", [5, 7, 8, 10])
 def test_flash_attns_order_of_arguments_is_refused_by_the_first_wrong_one(count):
     """On every rank, also where one of them alone uses it."""
-    tensors, cu_seqlens = random_qkv(1, 12, 4, 2, 8)[:3], torch.tensor([0, 5, 12], dtype=torch.int32)
+    tensors, cu_seqlens = (
+        random_qkv(1, 12, 4, 2, 8)[:3],
+        torch.tensor([0, 5, 12], dtype=torch.int32),
+    )
     flash_attn = [cu_seqlens, cu_seqlens, 7, 7, 0.0, None, True][: count - 3]
     message = r"softmax_scale must be a number, got a Tensor of shape \(3,\): .* takes one cu_seqlens and no"
     with pytest.raises(TypeError, match=message):
@@ -215,14 +252,17 @@ def test_flash_attns_order_with_causal_by_name_is_refused_by_the_first_wrong_one
     simulate(2, work)
 
 
-BLIND = Mask(24, (Slice((3, 11), (0, 9), 2), Slice((20, 22), (12, 24))))  # most queries see nothing, most keys nobody
+# most queries see nothing, most keys nobody
+BLIND = Mask(24, (Slice((3, 11), (0, 9), 2), Slice((20, 22), (12, 24))))
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize(("size", "inner"), [(1, 1), (3, 3), (4, 2)])
 @pytest.mark.parametrize("flash", ["cpu", "reference"])
 def test_queries_that_see_nothing_give_nothing(backward, size, inner, flash):
-    """An out and gradients of exactly 0, an lse of -inf; keys that nobody sees have gradients of exactly 0."""
+    """An out and gradients of exactly 0, an lse of -inf; keys that nobody sees have gradients of
+    exactly 0.
+    """
     tensors = random_qkv(1, 24, 4, 2, 8)
     for mask in (BLIND, Mask(24, ())):
         blind, unseen = ~mask.dense().any(1), ~mask.dense().any(0)
@@ -240,7 +280,9 @@ def test_queries_that_see_nothing_give_nothing(backward, size, inner, flash):
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous", "balanced"])
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_documents_do_not_leak(layout, backward):
-    """Changing all of a document leaves out, lse and gradients of the others as they were, bit for bit."""
+    """Changing all of a document leaves out, lse and gradients of the others as they were, bit for
+    bit.
+    """
     mask = Mask.documents((0, 9, 22, 37))
     whole = Layout.balanced(mask, 4) if layout == "balanced" else Layout.named(layout, 37, 4)
     tensors = random_qkv(1, 37, 2, 1, 8, torch.float32)
@@ -259,12 +301,16 @@ def test_documents_do_not_leak(layout, backward):
 
 
 def messages(mask, layout, inner=None, backward="kv", group_bytes=1 << 30):
-    """Bytes of each message of each rank but those of agreements, in the forward and the backward: of both rings."""
+    """Bytes of each message of each rank but those of agreements, in the forward and the backward:
+    of both rings.
+    """
     tensors = random_qkv(1, layout.seq_len, 2, 1, 8, torch.float32)
 
     def work(ring):
         groups = ring_arguments(ring, inner or ring.size)
-        ends = [groups["process_group"]] if "process_group" in groups else list(groups["double_group"])
+        ends = (
+            [groups["process_group"]] if "process_group" in groups else list(groups["double_group"])
+        )
         q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
         inputs = [x.requires_grad_() for x in (q, k, v)]
         options = {"mask": mask, "layout": layout, "backward": backward, "group_bytes": group_bytes}
@@ -273,7 +319,13 @@ def messages(mask, layout, inner=None, backward="kv", group_bytes=1 << 30):
         torch.autograd.grad(out, inputs, dout)
         halves = [(end.traffic[:n], end.traffic[n:]) for end, n in zip(ends, counts, strict=True)]
         return [
-            [(peer, size) for end in halves for peer, size in end[half] if size != MESSAGE_BYTES + 4] for half in (0, 1)
+            [
+                (peer, size)
+                for end in halves
+                for peer, size in end[half]
+                if size != MESSAGE_BYTES + 4
+            ]
+            for half in (0, 1)
         ]
 
     return simulate(layout.size, work)
@@ -283,12 +335,19 @@ def messages(mask, layout, inner=None, backward="kv", group_bytes=1 << 30):
 @pytest.mark.parametrize("group_bytes", [0, 1 << 30])
 @pytest.mark.parametrize(
     ("inner", "there", "back"),
-    [(4, (1, 1, 1, 0), (0, 1, 1, 1)), (2, (1, 1, 1, 1), (0, 1, 1, 2))],  # rank 3 hands on what crossed hosts, and back
+    # rank 3 hands on what crossed hosts, and back
+    [(4, (1, 1, 1, 0), (0, 1, 1, 1)), (2, (1, 1, 1, 1), (0, 1, 1, 2))],
 )
-def test_of_a_window_less_than_a_window_travels_whatever_the_length(tokens, group_bytes, inner, there, back):
-    """Contiguous chunks: each rank sends the last window - 1 of its tokens to the next one, and gets gradients back."""
+def test_of_a_window_less_than_a_window_travels_whatever_the_length(
+    tokens, group_bytes, inner, there, back
+):
+    """Contiguous chunks: each rank sends the last window - 1 of its tokens to the next one, and
+    gets gradients back.
+    """
     window, token = 9, 2 * 8 * 4  # bytes of k and v of a token
-    sent = messages(Mask.window(tokens, window), Layout.contiguous(tokens, 4), inner, group_bytes=group_bytes)
+    sent = messages(
+        Mask.window(tokens, window), Layout.contiguous(tokens, 4), inner, group_bytes=group_bytes
+    )
     for (forward, backward), sends, returns in zip(sent, there, back, strict=True):
         assert sum(size for _, size in forward) == sends * (window - 1) * token
         assert sum(size for _, size in backward) == (sends + returns) * (window - 1) * token
@@ -309,13 +368,22 @@ def test_windows_that_reach_further_than_a_chunk_take_as_many_hops_as_they_need(
 @pytest.mark.parametrize("inner", [4, 2, 1])
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_what_is_whole_on_a_rank_does_not_travel(inner, backward):
-    """Not one message where no document crosses ranks; where one does, only between the ranks that share it."""
+    """Not one message where no document crosses ranks; where one does, only between the ranks that
+    share it.
+    """
     documents = Mask.documents((0, 4, 16, 20, 32, 47, 48, 64))
     for layout in (Layout.contiguous(64, 4), Layout.balanced(Mask.documents(range(0, 65, 8)), 4)):
         mask = documents if layout.name == "contiguous" else Mask.documents(range(0, 65, 8))
         assert messages(mask, layout, inner, backward) == [[[], []]] * 4
-    sent = messages(Mask.documents((0, 4, 16, 20, 40, 47, 48, 64)), Layout.contiguous(64, 4), 4, backward)
-    assert [sorted({peer for half in halves for peer, _ in half}) for halves in sent] == [[], [2], [1], []]
+    sent = messages(
+        Mask.documents((0, 4, 16, 20, 40, 47, 48, 64)), Layout.contiguous(64, 4), 4, backward
+    )
+    assert [sorted({peer for half in halves for peer, _ in half}) for halves in sent] == [
+        [],
+        [2],
+        [1],
+        [],
+    ]
 
 
 def test_balanced_layouts_of_documents_send_less_than_zigzag():
@@ -330,7 +398,9 @@ def test_balanced_layouts_of_documents_send_less_than_zigzag():
 def test_plans_of_many_masks_take_no_more_memory_than_of_some():
     """2,000 masks, no two alike: what is kept of them is of the last ones."""
 
-    masks = [Mask.documents((0, 1 + number % 63, 64), window=1 + number // 63) for number in range(2000)]
+    masks = [
+        Mask.documents((0, 1 + number % 63, 64), window=1 + number // 63) for number in range(2000)
+    ]
     assert len(set(masks)) == 2000
 
     def work(ring):
@@ -355,10 +425,15 @@ def test_a_plan_that_is_used_again_is_kept():
         q, k, v = random_qkv(1, 32, 1, 1, 4)[:3]
         plans = []
         for number in range(3 * _MOST_PLANS):
-            for mask in (Mask.causal(64), Mask.documents((0, 1 + number % 63, 64), window=2 + number // 63)):
+            for mask in (
+                Mask.causal(64),
+                Mask.documents((0, 1 + number % 63, 64), window=2 + number // 63),
+            ):
                 burst_attn_func(q, k, v, mask=mask, process_group=ring)
             [history] = ring.histories.values()
-            plans.append(next(id(p) for p in history.plans.values() if p.problem.mask == Mask.causal(64)))
+            plans.append(
+                next(id(p) for p in history.plans.values() if p.problem.mask == Mask.causal(64))
+            )
         return len(set(plans))
 
     assert simulate(2, work) == [1, 1]

@@ -6,7 +6,12 @@ import pytest
 
 from bmt_burst.strategies.ring.schedule import Schedule
 
-GRIDS = [(inner, outer) for inner in (1, 2, 3, 4, 5, 8, 16) for outer in (1, 2, 3, 4) if inner * outer <= 64]
+GRIDS = [
+    (inner, outer)
+    for inner in (1, 2, 3, 4, 5, 8, 16)
+    for outer in (1, 2, 3, 4)
+    if inner * outer <= 64
+]
 GRIDS += [(64, 1), (63, 1), (37, 1), (8, 8), (7, 9), (1, 64)]
 
 
@@ -29,14 +34,18 @@ def test_ranks_send_one_block_and_receive_one_at_a_time(inner, outer):
     """What all ranks attend to at a hop are all blocks, and so is what they open a round with."""
     schedule = Schedule(inner, outer)
     for moment in moments(schedule):
-        assert sorted(schedule.block(rank, *moment) for rank in range(schedule.size)) == list(range(schedule.size))
+        assert sorted(schedule.block(rank, *moment) for rank in range(schedule.size)) == list(
+            range(schedule.size)
+        )
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
 def test_blocks_are_at_hand_in_the_host_or_come_straight_from_their_owner(inner, outer):
-    """A round opens with the block of the same place of another host; at its hops come those that places opened with.
+    """A round opens with the block of the same place of another host; at its hops come those that
+    places opened with.
 
-    So a gradient that goes back to the rank that opened the round with the block crosses hosts once a round.
+    So a gradient that goes back to the rank that opened the round with the block crosses hosts once
+    a round.
     """
     schedule = Schedule(inner, outer)
     for rank in range(schedule.size):
@@ -52,7 +61,9 @@ def test_blocks_are_at_hand_in_the_host_or_come_straight_from_their_owner(inner,
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
 def test_hosts_lend_to_those_that_borrow_of_them(inner, outer):
-    """In round n a host has blocks of the n-th after it, and that lends its blocks to the n-th before."""
+    """In round n a host has blocks of the n-th after it, and that lends its blocks to the n-th
+    before.
+    """
     schedule = Schedule(inner, outer)
     for host, number in itertools.product(range(outer), range(outer)):
         assert schedule.host_of_round(schedule.host_of_round(host, number), -number) == host

@@ -1,4 +1,6 @@
-"""Attention with a table of biases equals dense attention with it, over any ranks; the gradient of the table, too."""
+"""Attention with a table of biases equals dense attention with it, over any ranks; the gradient of
+the table, too.
+"""
 
 import gc
 import itertools
@@ -43,7 +45,8 @@ def cuts(chance, tokens, most):
 
 
 def random_scores(chance: random.Random, mask: Mask, rows: int) -> Scores:
-    """Groups of segments; a group's segments are some rows to each other, and by distance to themselves.
+    """Groups of segments; a group's segments are some rows to each other, and by distance to
+    themselves.
 
     Now and then they recur, one among the other.
     """
@@ -106,7 +109,9 @@ def test_terms_are_each_visible_pair_once_with_its_row(part, monkeypatch):
 
 @pytest.mark.parametrize("mask", [Mask.full(24), Mask.causal(24)])
 def test_pairs_of_two_long_groups_are_one_area(mask, monkeypatch):
-    """Whatever their segments: here each token is one. Of a short group between them nothing is an area."""
+    """Whatever their segments: here each token is one. Of a short group between them nothing is an
+    area.
+    """
     monkeypatch.setattr(scores, "_LONG", 8)
     group = integers([0] * 10 + [1] * 4 + [2] * 10)
     segment = integers([*range(10), *range(4), *range(10)])
@@ -120,17 +125,24 @@ def test_pairs_of_two_long_groups_are_one_area(mask, monkeypatch):
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_scores_equal_dense(part, monkeypatch):
-    """In fp64, for one rank to many, in any mask, layout and strategy; with large areas of one row, and without."""
+    """In fp64, for one rank to many, in any mask, layout and strategy; with large areas of one row,
+    and without.
+    """
     for seed in range(part, CASES, PARTS):
         chance = random.Random(seed)
         monkeypatch.setattr(scores, "_LONG", chance.choice((1, 4, 1024)))
         monkeypatch.setattr(scores, "_MOST_TERMS", chance.choice((2, 16)))
         size, inner = RINGS[seed % len(RINGS)]
         mask = random_mask(chance, chance.randint(size, 60))
-        layout, (heads, kv_heads) = random_layout(chance, mask, size), chance.choice(((3, 3), (2, 2), (4, 2)))
+        layout, (heads, kv_heads) = (
+            random_layout(chance, mask, size),
+            chance.choice(((3, 3), (2, 2), (4, 2))),
+        )
         tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, heads, kv_heads, 8, seed=seed)
         added = random_scores(chance, mask, rows=11)
-        bias = torch.randn(11, heads, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        bias = torch.randn(
+            11, heads, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
         options = {
             "scores": added,
             "strategy": "ulysses" if inner == size and chance.random() < 0.3 else "ring",
@@ -146,7 +158,9 @@ def test_any_scores_equal_dense(part, monkeypatch):
 
 
 def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
-    """Kernels count on it; in a striped layout several blocks may be one tile, as of 0, 6, 2. `apart` is exact."""
+    """Kernels count on it; in a striped layout several blocks may be one tile, as of 0, 6, 2.
+    `apart` is exact.
+    """
     monkeypatch.setattr(scores, "_LONG", 1)
     kernel, evens = load("reference"), set()
     sizes = Sizes(1, 2, 2, 8, torch.float32, torch.float32)
@@ -157,7 +171,9 @@ def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
         reach = chance.randint(1, 60)
         added = Scores.by_distance(mask, torch.zeros(2 * reach + 1, dtype=torch.int32))
         layout = chance.choice((Layout.striped, Layout.striped, Layout.zigzag))(mask.seq_len, size)
-        problem = Problem(mask, layout, Spec(1.0), kernel, sizes, inner, size // inner, scores=added)
+        problem = Problem(
+            mask, layout, Spec(1.0), kernel, sizes, inner, size // inner, scores=added
+        )
         problem = replace(problem, backward=chance.choice(("q", "kv")), biased_kernel=kernel)
         for tour in (tour for rank in range(size) for tour in tours(problem, rank)):
             own = tour.tokens(None, torch.device("cpu"))
@@ -175,7 +191,9 @@ def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_what_biased_calls_share(backward, monkeypatch):
-    """A bound that holds for each, of which padding has no say, and for each heads what kernels keep for a table."""
+    """A bound that holds for each, of which padding has no say, and for each heads what kernels
+    keep for a table.
+    """
     kernel, found = type(load("reference")), []
 
     def watched(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
@@ -194,9 +212,12 @@ def test_what_biased_calls_share(backward, monkeypatch):
         x[:, 33:] = torch.nan
     bias = torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     options = {"flash": "reference", "backward": backward, "group_bytes": 0}
-    *_, dbias = ring_results(Layout.contiguous(40, 4), tensors, SCALE, scores=added, bias=bias, **options)
+    *_, dbias = ring_results(
+        Layout.contiguous(40, 4), tensors, SCALE, scores=added, bias=bias, **options
+    )
     assert dbias.isfinite().all()
-    # Of each of four ranks: one for its own block, and one for each of the two heads that go round alone.
+    # Of each of four ranks: one for its own block, and one for each of the two heads that go round
+    # alone.
     tables = {id(prepared): table for prepared, table in found}
     assert len(found) > len(tables) == 4 + 3 * 2, (len(found), len(tables))
     assert all(tables[id(prepared)] is table for prepared, table in found)
@@ -207,25 +228,53 @@ def tours(problem: Problem, rank: int) -> tuple[Tour, Tour]:
     return plan.forward_tour, plan.backward_tour
 
 
-def positions(cut: Cut, queries: torch.Tensor, keys: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+def positions(
+    cut: Cut, queries: torch.Tensor, keys: torch.Tensor
+) -> list[tuple[torch.Tensor, ...]]:
     """Those of each tile's queries and keys, of `Scores.tokens`."""
     sides = (queries, cut.rows), (keys, cut.columns)
-    rows, columns = (torch.cat([tokens[3, slice(*span)] for span in spans]) for tokens, spans in sides)
+    rows, columns = (
+        torch.cat([tokens[3, slice(*span)] for span in spans]) for tokens, spans in sides
+    )
     return [(rows[slice(*q)], columns[slice(*kv)]) for q, kv in cut.call.tiles]
 
 
 WRONG = [
     ({"mask": None}, TypeError, "scores need a Mask, got NoneType"),
     ({"pairs": [1]}, TypeError, "pairs must be a tensor, got list"),
-    ({"pairs": torch.zeros(5, dtype=torch.int64)}, TypeError, "pairs must be int32 of one dimension on the CPU, got"),
-    ({"group": integers([[0] * 6])}, TypeError, "group must be int32 of one dimension on the CPU, got"),
+    (
+        {"pairs": torch.zeros(5, dtype=torch.int64)},
+        TypeError,
+        "pairs must be int32 of one dimension on the CPU, got",
+    ),
+    (
+        {"group": integers([[0] * 6])},
+        TypeError,
+        "group must be int32 of one dimension on the CPU, got",
+    ),
     ({"segment": integers([0])}, ValueError, "segment has 1 numbers for a mask of 6 tokens"),
-    ({"distances": integers([1, 2])}, ValueError, "distances are 2 reach \\+ 1 rows, an odd number; got 2"),
+    (
+        {"distances": integers([1, 2])},
+        ValueError,
+        "distances are 2 reach \\+ 1 rows, an odd number; got 2",
+    ),
     ({"distances": integers([-1])}, ValueError, "rows of the table cannot be negative, got -1"),
     ({"pairs": integers([-2] * 5)}, ValueError, "rows of the table cannot be negative, got -2"),
-    ({"pairs": integers([])}, ValueError, "base \\+ segment reaches from 0 to 4, but there are 0 pairs"),
-    ({"base": integers([0, 0, 2, 2, 5, 5])}, ValueError, "base \\+ segment reaches from 0 to 5, but there are 5 pairs"),
-    ({"segment": integers([-1] * 6)}, ValueError, "base \\+ segment reaches from -1 to 3, but there are 5 pairs"),
+    (
+        {"pairs": integers([])},
+        ValueError,
+        "base \\+ segment reaches from 0 to 4, but there are 0 pairs",
+    ),
+    (
+        {"base": integers([0, 0, 2, 2, 5, 5])},
+        ValueError,
+        "base \\+ segment reaches from 0 to 5, but there are 5 pairs",
+    ),
+    (
+        {"segment": integers([-1] * 6)},
+        ValueError,
+        "base \\+ segment reaches from -1 to 3, but there are 5 pairs",
+    ),
     ({"other": -1}, ValueError, "rows of the table cannot be negative, got -1"),
     ({"other": 1.5}, TypeError, "other must be a whole number, got 1.5"),
     ({"other": 1 << 70}, ValueError, "below 2\\^31; got a number of 71 bits"),
@@ -238,7 +287,9 @@ def test_what_is_wrong_with_scores(changes, error, message):
         small_scores(**changes)
 
 
-@pytest.mark.parametrize("numbers", [[-1, -1, -1, -1, 0, 0], [(1 << 31) - 1] * 4 + [-(1 << 31)] * 2])
+@pytest.mark.parametrize(
+    "numbers", [[-1, -1, -1, -1, 0, 0], [(1 << 31) - 1] * 4 + [-(1 << 31)] * 2]
+)
 def test_sequences_are_stacked_whatever_numbers_their_groups_have(numbers):
     each = [small_scores(), small_scores(group=integers(numbers))]
     stacked = Scores.stacked(each)
@@ -251,8 +302,16 @@ def test_sequences_are_stacked_whatever_numbers_their_groups_have(numbers):
 def test_sequences_that_cannot_be_stacked():
     for given, error, message in (
         ([], ValueError, "there is no mask to stack"),
-        ([small_scores(), None], TypeError, "scores of several sequences must be Scores, got NoneType"),
-        ([small_scores(), small_scores(other=6)], ValueError, "must have the same distances and the same other row"),
+        (
+            [small_scores(), None],
+            TypeError,
+            "scores of several sequences must be Scores, got NoneType",
+        ),
+        (
+            [small_scores(), small_scores(other=6)],
+            ValueError,
+            "must have the same distances and the same other row",
+        ),
     ):
         with pytest.raises(error, match=message):
             Scores.stacked(given)
@@ -298,7 +357,9 @@ def test_buckets_of_distances():
 
 
 def test_what_kernels_know_of_tokens_is_not_kept_for_all_plans(monkeypatch):
-    """On GPUs that would be as much memory for each as 4 numbers of every token of the sequence, twice."""
+    """On GPUs that would be as much memory for each as 4 numbers of every token of the sequence,
+    twice.
+    """
     made, tokens_of = [], Scores.tokens
 
     def watched(self, positions):
@@ -319,18 +380,24 @@ def test_what_kernels_know_of_tokens_is_not_kept_for_all_plans(monkeypatch):
 
 @pytest.mark.parametrize("flash", ["cpu", "reference"])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-@pytest.mark.parametrize("mask", [Mask.full(12), Mask.causal(12), Mask(12, (Slice((0, 6), (6, 12)),))])
+@pytest.mark.parametrize(
+    "mask", [Mask.full(12), Mask.causal(12), Mask(12, (Slice((0, 6), (6, 12)),))]
+)
 def test_a_bias_that_is_not_finite_is_not_hidden(flash, strategy, mask, monkeypatch):
     """Also where all that a query sees is one area of the row."""
     monkeypatch.setattr(scores, "_LONG", 1)
     group, nothing = integers([0] * 6 + [1] * 6), integers([0] * 12)
-    added = Scores(mask, group, nothing, nothing, integers([BY_DISTANCE]), integers([0, 1, 2]), OTHER)
+    added = Scores(
+        mask, group, nothing, nothing, integers([BY_DISTANCE]), integers([0, 1, 2]), OTHER
+    )
     tensors = random_qkv(1, 12, 2, 2, 8, torch.float32)
     for value, size in itertools.product((math.inf, math.nan), (1, 2)):
         bias = torch.zeros(4, 2)
         bias[OTHER, 0] = value
         options = {"scores": added, "strategy": strategy, "flash": flash}
-        out, _, dq, *_, dbias = ring_results(Layout.zigzag(12, size), tensors, SCALE, bias=bias, **options)
+        out, _, dq, *_, dbias = ring_results(
+            Layout.zigzag(12, size), tensors, SCALE, bias=bias, **options
+        )
         expected = dense_results(mask, tensors, SCALE, added.dense(), bias)[0].isnan()
         assert expected.any()
         assert out.isnan().equal(expected)
@@ -345,7 +412,9 @@ def test_rows_of_minus_infinity_count_for_nothing(flash, monkeypatch):
     bias[5:8, 0] = -math.inf
     tensors = random_qkv(1, 6, 2, 2, 8)
     got = ring_results(Layout.zigzag(6, 2), tensors, SCALE, scores=added, bias=bias, flash=flash)
-    for mine, exact in zip(got, dense_results(added.mask, tensors, SCALE, added.dense(), bias), strict=True):
+    for mine, exact in zip(
+        got, dense_results(added.mask, tensors, SCALE, added.dense(), bias), strict=True
+    ):
         assert torch.allclose(mine, exact)
 
 
@@ -356,11 +425,15 @@ def test_who_sees_rows_of_minus_infinity_alone_has_no_lse_and_no_gradient(flash,
     monkeypatch.setattr(scores, "_LONG", long)
     group, nothing = integers([0] * 6 + [1] * 6), integers([0] * 12)
     mask = Mask(12, (Slice((0, 6), (6, 12)),))
-    added = Scores(mask, group, nothing, nothing, integers([BY_DISTANCE]), integers([0, 1, 2]), OTHER)
+    added = Scores(
+        mask, group, nothing, nothing, integers([BY_DISTANCE]), integers([0, 1, 2]), OTHER
+    )
     bias = torch.zeros(4, 2)
     bias[OTHER, 0] = -math.inf
     tensors = random_qkv(1, 12, 2, 2, 8, torch.float32)
-    _, lse, dq, dk, dv, dbias = ring_results(Layout.zigzag(12, 2), tensors, SCALE, scores=added, bias=bias, flash=flash)
+    _, lse, dq, dk, dv, dbias = ring_results(
+        Layout.zigzag(12, 2), tensors, SCALE, scores=added, bias=bias, flash=flash
+    )
     assert lse.isfinite().sum((0, 2)).tolist() == [0, 6]
     assert all(x.isnan().any(-1).sum((0, 1)).tolist() == [6, 0] for x in (dq, dk, dv))
     assert dbias[OTHER].isnan().tolist() == [True, False]
@@ -368,12 +441,17 @@ def test_who_sees_rows_of_minus_infinity_alone_has_no_lse_and_no_gradient(flash,
 
 def test_ranks_must_have_one_kernel_for_biases(monkeypatch):
     """Which they find by what is installed, whatever `flash` says."""
-    monkeypatch.setattr(call, "pick_biased", lambda kernel, q, *_: load("cpu" if q.sum() else "reference"))
+    monkeypatch.setattr(
+        call, "pick_biased", lambda kernel, q, *_: load("cpu" if q.sum() else "reference")
+    )
 
     def work(ring):
         q = torch.full((1, 3, 2, 8), float(ring.rank))
         added = Scores.by_distance(Mask.causal(6), integers([0]))
-        with pytest.raises(ValueError, match="differ in kernel of the bias: rank 0 has 'reference', rank 1 has 'cpu'"):
+        with pytest.raises(
+            ValueError,
+            match="differ in kernel of the bias: rank 0 has 'reference', rank 1 has 'cpu'",
+        ):
             burst_attn_func(q, q, q, scores=added, bias=torch.zeros(1, 2), process_group=ring)
 
     simulate(2, work)
@@ -381,9 +459,13 @@ def test_ranks_must_have_one_kernel_for_biases(monkeypatch):
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_in_bf16_areas_cost_a_table_little_of_its_precision(backward, monkeypatch):
-    """Gradients of areas are a difference of sums, of v dv and of P delta, made of what was rounded to bf16."""
+    """Gradients of areas are a difference of sums, of v dv and of P delta, made of what was rounded
+    to bf16.
+    """
     monkeypatch.setattr(scores, "_LONG", 32)
-    group, base, segment = (integers(x).repeat_interleave(64) for x in ([0, 0, 1], [0, 2, 4], [0, 1, 0]))
+    group, base, segment = (
+        integers(x).repeat_interleave(64) for x in ([0, 0, 1], [0, 2, 4], [0, 1, 0])
+    )
     pairs = integers([BY_DISTANCE, 8, 9, BY_DISTANCE, BY_DISTANCE])
     added = Scores(Mask.full(192), group, base, segment, pairs, scores.distance_rows(8, 16), 10)
     for seed in range(3):
@@ -393,7 +475,8 @@ def test_in_bf16_areas_cost_a_table_little_of_its_precision(backward, monkeypatc
         for flash in ("cpu", "reference"):  # with areas, and without
             options = {"scores": added, "backward": backward, "flash": flash}
             grad = ring_results(Layout.zigzag(192, 2), tensors, SCALE, bias=bias, **options)[-1]
-            assert relative_error(grad, exact) < 0.012  # three times bf16's 2^-8; measured: up to 0.006
+            # three times bf16's 2^-8; measured: up to 0.006
+            assert relative_error(grad, exact) < 0.012
 
 
 def test_rows_of_a_batch_may_have_scores_of_their_own(monkeypatch):
@@ -401,15 +484,21 @@ def test_rows_of_a_batch_may_have_scores_of_their_own(monkeypatch):
     tokens, layout = 12, Layout.zigzag(12, 3)
     chance = random.Random(1)
     each = [
-        replace(random_scores(chance, m, 9), distances=integers([0, 1, 2])) for m in (Mask.causal(12), Mask.full(12))
+        replace(random_scores(chance, m, 9), distances=integers([0, 1, 2]))
+        for m in (Mask.causal(12), Mask.full(12))
     ]
     tensors = random_qkv(2, tokens, 2, 2, 8)
     bias = torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rows = [[x[i : i + 1] for x in tensors] for i in range(2)]
-    expected = [dense_results(x.mask, row, SCALE, x.dense(), bias) for x, row in zip(each, rows, strict=True)]
+    expected = [
+        dense_results(x.mask, row, SCALE, x.dense(), bias)
+        for x, row in zip(each, rows, strict=True)
+    ]
     got = ring_results(layout, tensors, SCALE, bias=bias, scores=each)
     for i, mine in enumerate(got):
-        exact = sum(row[i] for row in expected) if i == 5 else torch.cat([row[i] for row in expected])
+        exact = (
+            sum(row[i] for row in expected) if i == 5 else torch.cat([row[i] for row in expected])
+        )
         assert torch.allclose(mine, exact), i
 
 
@@ -430,7 +519,9 @@ def test_gradients_of_what_needs_one(wanted, again, strategy, monkeypatch):
             inputs[i].requires_grad_()
 
         def attention(q, k, v, bias):
-            return burst_attn_func(q, k, v, SCALE, scores=added, bias=bias, strategy=strategy, process_group=ring)
+            return burst_attn_func(
+                q, k, v, SCALE, scores=added, bias=bias, strategy=strategy, process_group=ring
+            )
 
         out = checkpoint(attention, *inputs, use_reentrant=False) if again else attention(*inputs)
         return torch.autograd.grad(out, [inputs[i] for i in wanted], layout.shard(dout, ring.rank))

@@ -19,7 +19,9 @@ RANKS = 3
 
 def attention(ring, q, k, v, **options):
     q, k, v = (shard(x, ring.rank, ring.size) for x in (q, k, v))
-    return burst_attn_func(q, k, v, causal=True, **ring_arguments(ring, options.pop("inner", ring.size)), **options)
+    return burst_attn_func(
+        q, k, v, causal=True, **ring_arguments(ring, options.pop("inner", ring.size)), **options
+    )
 
 
 def inputs():
@@ -91,7 +93,9 @@ def test_a_rank_whose_result_is_not_looked_at_takes_part():
     tensors, dout = inputs()
     outs = simulate(RANKS, lambda ring: attention(ring, *tensors))
     shares = [shard(dout, rank, RANKS) for rank in range(RANKS)]
-    parts = [torch.autograd.grad(out, tensors, share) for out, share in zip(outs, shares, strict=True)]
+    parts = [
+        torch.autograd.grad(out, tensors, share) for out, share in zip(outs, shares, strict=True)
+    ]
     assert_equal([sum(grads) for grads in zip(*parts, strict=True)])
 
 
@@ -149,7 +153,9 @@ def test_reentrant_checkpointing_is_refused_by_name():
         return checkpoint(attend, *mine, use_reentrant=reentrant)
 
     outs = simulate(2, lambda ring: work(ring, True))
-    with pytest.raises(RuntimeError, match=r"does not know: call .* with use_reentrant=False inside simulate"):
+    with pytest.raises(
+        RuntimeError, match=r"does not know: call .* with use_reentrant=False inside simulate"
+    ):
         unshard(outs).sum().backward()
     unshard(simulate(2, lambda ring: work(ring, False))).sum().backward()
     once = [x.grad.clone() for x in tensors]
@@ -160,7 +166,10 @@ def test_reentrant_checkpointing_is_refused_by_name():
 
 def test_ranks_that_wait_for_one_that_is_gone_are_told():
     tensors, _ = inputs()
-    outs = simulate(RANKS, lambda ring: attention(ring, *tensors) if ring.rank else attention(ring, *tensors).detach())
+    outs = simulate(
+        RANKS,
+        lambda ring: attention(ring, *tensors) if ring.rank else attention(ring, *tensors).detach(),
+    )
     with pytest.raises(Aborted, match="rank 0 takes no part"):
         outs[1].sum().backward()
     with pytest.raises(Aborted, match="rank 0 takes no part"):
@@ -178,7 +187,10 @@ def test_ranks_that_need_nothing_of_each_other_may_differ():
 def test_second_derivatives_are_refused():
     tensors, _ = inputs()
     out = unshard(simulate(2, lambda ring: attention(ring, *tensors)))
-    with pytest.raises(RuntimeError, match="what simulate returns is differentiable once: expected a backward without"):
+    with pytest.raises(
+        RuntimeError,
+        match="what simulate returns is differentiable once: expected a backward without",
+    ):
         torch.autograd.grad(out.sin().sum(), tensors[0], create_graph=True)
     out.sum().backward()  # no rank has begun anything that it would have to break off
 
@@ -187,7 +199,10 @@ def test_hooks_of_leaves_do_not_run_more_than_once():
     tensors, dout = inputs()
     out = unshard(simulate(RANKS, lambda ring: attention(ring, *tensors)))
     hook = tensors[0].register_hook(lambda grad: 2 * grad)
-    with pytest.raises(RuntimeError, match=r"leaves without tensor hooks, .* got one of shape \(2, 23, 4, 8\) with 1"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"leaves without tensor hooks, .* got one of shape \(2, 23, 4, 8\) with 1",
+    ):
         out.backward(dout, retain_graph=True)
     hook.remove()
     seen = []
@@ -202,7 +217,9 @@ def test_the_callers_modes_hold_on_the_ranks(context):
     tensors, _ = inputs()
     with context():
         out = unshard(simulate(2, lambda ring: attention(ring, *tensors)))
-        modes = simulate(2, lambda ring: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        modes = simulate(
+            2, lambda ring: (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        )
         assert modes == [(torch.is_grad_enabled(), torch.is_inference_mode_enabled())] * 2
     assert out.requires_grad == (context is torch.enable_grad)
     assert out.is_inference() == (context is torch.inference_mode)
@@ -210,7 +227,9 @@ def test_the_callers_modes_hold_on_the_ranks(context):
 
 def test_grad_mode_may_change_within_inference_mode():
     with torch.inference_mode(), torch.enable_grad():
-        assert simulate(1, lambda ring: (torch.is_grad_enabled(), torch.is_inference_mode_enabled())) == [(True, True)]
+        assert simulate(
+            1, lambda ring: (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        ) == [(True, True)]
 
 
 def test_the_callers_autocast_holds_on_the_ranks():
@@ -268,7 +287,9 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_simulated_ranks_raise(transform):
-    with pytest.raises(RuntimeError, match=r"simulate cannot be transformed by torch\.func or vmap"):
+    with pytest.raises(
+        RuntimeError, match=r"simulate cannot be transformed by torch\.func or vmap"
+    ):
         TRANSFORMS[transform](torch.ones(1, 4, 1, 8))
 
 

@@ -11,23 +11,40 @@ import pytest
 import bmt_burst
 from tests.helpers import ROOT
 
-OFFLINE = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "NO_MKDOCS_2_WARNING": "1"}
+OFFLINE = {
+    "http_proxy": "http://127.0.0.1:9",
+    "https_proxy": "http://127.0.0.1:9",
+    "NO_MKDOCS_2_WARNING": "1",
+}
 
 
 def test_the_api_page_lists_every_public_name():
-    listed = set(re.findall(r"^::: bmt_burst\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
+    listed = set(
+        re.findall(r"^::: bmt_burst\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    )
     assert set(bmt_burst.__all__) - listed == {"IGNORE_INDEX"}, "docs/api.md"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("material"), reason="mkdocs-material is not installed")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("material"), reason="mkdocs-material is not installed"
+)
 def test_the_site_builds_without_network(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **OFFLINE}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **OFFLINE},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     pages = {path.name: path.read_text() for path in tmp_path.glob("*.html")}
     assert {"index.html", "attention.html", "design.html", "api.html"} <= pages.keys()
     assert "Attention in twenty lines" in pages["index.html"]
     assert 'id="bmt_burst.burst_attn_func"' in pages["api.html"]
-    loaded = r"<(?:script[^>]*src|link[^>]*rel=\"(?:stylesheet|preconnect)\"[^>]*href)=\"(https?:[^\"]*)"
+    loaded = (
+        r"<(?:script[^>]*src|link[^>]*rel=\"(?:stylesheet|preconnect)\"[^>]*href)=\"(https?:[^\"]*)"
+    )
     assert not [re.findall(loaded, page) for page in pages.values() if re.search(loaded, page)]

@@ -38,7 +38,9 @@ SCALE = 0.4
 
 
 def random_sinks(heads: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
-    return torch.randn(heads, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(
+        heads, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
 
 
 def check(got, expected, dout, bound, told):
@@ -53,7 +55,10 @@ def test_both_equal_dense(part):
         chance = random.Random(seed)
         size, inner = RINGS[seed // PARTS % len(RINGS)]
         mask = random_mask(chance, chance.randint(size, 60))
-        layout, (heads, kv_heads) = random_layout(chance, mask, size), chance.choice(((3, 3), (4, 2), (4, 1)))
+        layout, (heads, kv_heads) = (
+            random_layout(chance, mask, size),
+            chance.choice(((3, 3), (4, 2), (4, 1))),
+        )
         tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, heads, kv_heads, 8, seed=seed)
         softcap = chance.choice((None, 0.6, 3.0, 40.0))
         sinks = random_sinks(heads, seed) if softcap is None or chance.random() < 0.6 else None
@@ -88,20 +93,28 @@ def test_sinks_of_minus_infinity_are_none():
     mask, tensors = Mask(12, (Slice((3, 8), (0, 5)),)), random_qkv(1, 12, 2, 2, 8)
     sinks = torch.full((2,), -math.inf, dtype=torch.float64)
     *got, dsinks = ring_results(Layout.zigzag(12, 2), tensors, SCALE, mask=mask, sinks=sinks)
-    for mine, exact in zip(got, ring_results(Layout.zigzag(12, 2), tensors, SCALE, mask=mask), strict=True):
+    for mine, exact in zip(
+        got, ring_results(Layout.zigzag(12, 2), tensors, SCALE, mask=mask), strict=True
+    ):
         assert mine.equal(exact)
     assert dsinks.eq(0).all()
 
 
 @pytest.mark.parametrize("flash", ["cpu", "reference"])
-@pytest.mark.parametrize("options", [{"backward": "kv"}, {"backward": "q"}, {"strategy": "ulysses"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"backward": "kv"}, {"backward": "q"}, {"strategy": "ulysses"}], ids=str
+)
 def test_a_sink_of_infinity_takes_all_attention(flash, options):
-    """Its head has an out and gradients of exactly 0, the other head what it has with a finite sink."""
+    """Its head has an out and gradients of exactly 0, the other head what it has with a finite
+    sink.
+    """
     mask, tensors = Mask.causal(12), random_qkv(1, 12, 2, 2, 8, torch.float32)
     layout, options = Layout.zigzag(12, 2), {"mask": mask, "flash": flash, **options}
     got = ring_results(layout, tensors, SCALE, sinks=torch.tensor([math.inf, 0.5]), **options)
     finite = ring_results(layout, tensors, SCALE, sinks=torch.tensor([0.5, 0.5]), **options)
-    for name, mine, exact in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, finite, strict=True):
+    for name, mine, exact in zip(
+        ("out", "lse", "dq", "dk", "dv", "dsinks"), got, finite, strict=True
+    ):
         dim = {"lse": 1, "dsinks": 0}.get(name, 2)
         infinite, other = mine.unbind(dim)
         assert infinite.eq(math.inf if name == "lse" else 0.0).all(), name
@@ -132,10 +145,14 @@ def test_sinks_go_with_a_bias(flash, strategy):
     assert max(errors.values()) < 1e-10, errors
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 3e-6), (torch.bfloat16, 1.2e-2), (torch.float16, 1.5e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 3e-6), (torch.bfloat16, 1.2e-2), (torch.float16, 1.5e-3)]
+)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_narrow_dtypes_keep_their_precision(dtype, bound, strategy):
-    """Bounds: a few units in the last place of the dtype (1e-7, 4e-3, 5e-4); sinks round out once more."""
+    """Bounds: a few units in the last place of the dtype (1e-7, 4e-3, 5e-4); sinks round out once
+    more.
+    """
     mask, sinks = Mask.causal(61), random_sinks(4, dtype=torch.float32)
     tensors = random_qkv(1, 61, 4, 2, 24, dtype)
     options = {"mask": mask, "softcap": 2.0, "strategy": strategy}
@@ -149,7 +166,10 @@ def test_rows_of_a_batch_may_have_masks_of_their_own():
     masks, sinks = [Mask.causal(14), Mask.full(14)], random_sinks(2)
     tensors, options = random_qkv(2, 14, 2, 2, 8), {"softcap": 2.0, "sinks": sinks}
     got = ring_results(Layout.zigzag(14, 2), tensors, SCALE, mask=masks, **options)
-    rows = [dense_results(mask, [x[i : i + 1] for x in tensors], SCALE, **options) for i, mask in enumerate(masks)]
+    rows = [
+        dense_results(mask, [x[i : i + 1] for x in tensors], SCALE, **options)
+        for i, mask in enumerate(masks)
+    ]
     for i, mine in enumerate(got):
         exact = rows[0][i] + rows[1][i] if i == 5 else torch.cat([row[i] for row in rows])
         assert relative_error(mine, exact) < 1e-10
@@ -158,12 +178,20 @@ def test_rows_of_a_batch_may_have_masks_of_their_own():
 def test_packed_documents():
     cu_seqlens, layout, sinks = (0, 5, 6, 17), Layout.zigzag(17, 3), random_sinks(2)
     tensors, softcap = random_qkv(1, 17, 2, 1, 8), 1.5
-    expected = dense_results(Mask.documents(cu_seqlens), tensors, SCALE, softcap=softcap, sinks=sinks)
+    expected = dense_results(
+        Mask.documents(cu_seqlens), tensors, SCALE, softcap=softcap, sinks=sinks
+    )
 
     def work(ring):
         q, k, v, dout = (layout.shard(x, ring.rank)[0] for x in tensors)
         inputs = [x.requires_grad_() for x in (q, k, v, sinks.clone())]
-        options = {"causal": True, "softcap": softcap, "sinks": inputs[3], "process_group": ring, "return_lse": True}
+        options = {
+            "causal": True,
+            "softcap": softcap,
+            "sinks": inputs[3],
+            "process_group": ring,
+            "return_lse": True,
+        }
         out, lse = burst_attn_varlen_func(*inputs[:3], cu_seqlens, SCALE, **options)
         assert not lse.requires_grad
         return out.detach(), lse, *torch.autograd.grad(out, inputs, dout)
@@ -217,9 +245,21 @@ def test_sinks_get_the_gradient_that_autograd_has_of_them():
 
 WRONG = [
     ({"softcap": 0}, ValueError, "softcap must be positive and finite, or None for none, got 0.0"),
-    ({"softcap": -3.0}, ValueError, "softcap must be positive and finite, or None for none, got -3.0"),
-    ({"softcap": math.nan}, ValueError, "softcap must be positive and finite, or None for none, got nan"),
-    ({"softcap": math.inf}, ValueError, "softcap must be positive and finite, or None for none, got inf"),
+    (
+        {"softcap": -3.0},
+        ValueError,
+        "softcap must be positive and finite, or None for none, got -3.0",
+    ),
+    (
+        {"softcap": math.nan},
+        ValueError,
+        "softcap must be positive and finite, or None for none, got nan",
+    ),
+    (
+        {"softcap": math.inf},
+        ValueError,
+        "softcap must be positive and finite, or None for none, got inf",
+    ),
     ({"softcap": "50"}, TypeError, "softcap must be a number, got '50'"),
     ({"softcap": True}, TypeError, "softcap must be a number, got True"),
     (
@@ -227,13 +267,33 @@ WRONG = [
         ValueError,
         "softcap=1e-40, or softmax_scale=.* is zero or infinite in float32",
     ),
-    ({"softcap": 1e38, "softmax_scale": 1e-10}, ValueError, "softcap=1e\\+38, or softmax_scale=1e-10 divided by it"),
+    (
+        {"softcap": 1e38, "softmax_scale": 1e-10},
+        ValueError,
+        "softcap=1e\\+38, or softmax_scale=1e-10 divided by it",
+    ),
     ({"softcap": 2.0, "flash": "cpu"}, ValueError, "cpu: it has no soft cap of the scores"),
     ({"sinks": [0.0, 0.0]}, TypeError, "sinks must be a torch.Tensor, got list"),
-    ({"sinks": torch.zeros(3)}, ValueError, "sinks must be \\(2,\\), one for each query head, got shape \\(3,\\)"),
-    ({"sinks": torch.zeros(1, 2)}, ValueError, "sinks must be \\(2,\\), one for each query head, got shape"),
-    ({"sinks": torch.zeros(2).bfloat16()}, TypeError, "sinks must be torch.float32 for torch.float32 inputs, got"),
-    ({"sinks": torch.zeros(2, device="meta")}, ValueError, "sinks must be where q is, on cpu, got meta"),
+    (
+        {"sinks": torch.zeros(3)},
+        ValueError,
+        "sinks must be \\(2,\\), one for each query head, got shape \\(3,\\)",
+    ),
+    (
+        {"sinks": torch.zeros(1, 2)},
+        ValueError,
+        "sinks must be \\(2,\\), one for each query head, got shape",
+    ),
+    (
+        {"sinks": torch.zeros(2).bfloat16()},
+        TypeError,
+        "sinks must be torch.float32 for torch.float32 inputs, got",
+    ),
+    (
+        {"sinks": torch.zeros(2, device="meta")},
+        ValueError,
+        "sinks must be where q is, on cpu, got meta",
+    ),
 ]
 
 
@@ -242,7 +302,9 @@ def test_what_is_wrong_is_an_error_on_every_rank(wrong, error, message):
     def work(ring):
         q = torch.zeros(1, 3, 2, 8)
         expected = pytest.raises(error, match=message)
-        heard = pytest.raises(ValueError, match="rank 1 of the group failed before a call of burst_attn_func")
+        heard = pytest.raises(
+            ValueError, match="rank 1 of the group failed before a call of burst_attn_func"
+        )
         with expected if ring.rank else heard:
             burst_attn_func(q, q, q, process_group=ring, **(wrong if ring.rank else {}))
 
@@ -250,7 +312,10 @@ def test_what_is_wrong_is_an_error_on_every_rank(wrong, error, message):
 
 
 def test_a_softcap_does_not_go_with_a_bias():
-    q, scores = torch.zeros(1, 3, 2, 8), Scores.by_distance(Mask.causal(3), torch.zeros(1, dtype=torch.int32))
+    q, scores = (
+        torch.zeros(1, 3, 2, 8),
+        Scores.by_distance(Mask.causal(3), torch.zeros(1, dtype=torch.int32)),
+    )
     with pytest.raises(ValueError, match="softcap does not go with scores and a bias"):
         burst_attn_func(q, q, q, scores=scores, bias=torch.zeros(1, 2), softcap=3.0)
 
@@ -266,7 +331,9 @@ def test_ranks_that_differ_hear_of_it(of_rank_1, message):
     def work(ring):
         q = torch.zeros(1, 3, 2, 8)
         with pytest.raises(ValueError, match=message):
-            burst_attn_func(q, q, q, process_group=ring, flash="reference", **(of_rank_1 if ring.rank else {}))
+            burst_attn_func(
+                q, q, q, process_group=ring, flash="reference", **(of_rank_1 if ring.rank else {})
+            )
 
     simulate(2, work)
 
@@ -303,8 +370,13 @@ def test_a_layer_caps_scores_and_has_sinks_with_and_without_a_cache(window, opti
     cos, sin = nn.rope_tables(torch.arange(11), layer.head_dim)
     whole, q = layer(x, cos, sin), layer.project(x, cos, sin)
     mask = Mask.causal(11) if window is None else Mask.window(11, window)
-    own = {"softcap": options.get("softcap"), "sinks": None if layer.sinks is None else layer.sinks.detach()}
-    exact = dense_results(mask, [*(y.detach() for y in q), torch.zeros(2, 11, 4, 6)], 6**-0.5, **own)[0]
+    own = {
+        "softcap": options.get("softcap"),
+        "sinks": None if layer.sinks is None else layer.sinks.detach(),
+    }
+    exact = dense_results(
+        mask, [*(y.detach() for y in q), torch.zeros(2, 11, 4, 6)], 6**-0.5, **own
+    )[0]
     assert relative_error(whole, layer.o_proj(exact.flatten(2))) < 1e-10
     assert relative_error(plain(x, cos, sin), whole) > 0.01
     cache = Cache()
@@ -320,19 +392,26 @@ def test_a_layer_over_ranks_equals_the_function(size, options):
     layout, leaves = Layout.zigzag(17, size), [x.requires_grad_(), *layer.parameters()]
     positions = nn.rope_tables(torch.arange(17), layer.head_dim)
     function = burst_attn_func(
-        *layer.project(x, *positions), causal=True, softcap=options.get("softcap"), sinks=layer.sinks
+        *layer.project(x, *positions),
+        causal=True,
+        softcap=options.get("softcap"),
+        sinks=layer.sinks,
     )
     expected = layer.o_proj(function.flatten(2))
 
     def work(ring):
         mine = copy.deepcopy(layer, {id(p): p for p in layer.parameters()})
         mine.sp = SequenceParallel(ring.rank, size, process_group=ring)
-        return mine(layout.shard(x, ring.rank), *nn.rope_tables(layout.positions(ring.rank), layer.head_dim))
+        return mine(
+            layout.shard(x, ring.rank), *nn.rope_tables(layout.positions(ring.rank), layer.head_dim)
+        )
 
     got = layout.unshard(simulate(size, work))
     assert relative_error(got, expected) < 1e-10
     dout = torch.randn(expected.shape, dtype=torch.float64)
-    for mine, exact in zip(*(torch.autograd.grad(out, leaves, dout) for out in (got, expected)), strict=True):
+    for mine, exact in zip(
+        *(torch.autograd.grad(out, leaves, dout) for out in (got, expected)), strict=True
+    ):
         assert relative_error(mine, exact) < 1e-10
 
 
@@ -355,12 +434,16 @@ class Cache:
 
     def extend(self, layer, k, v):
         self.kept = (
-            (k, v) if self.kept is None else [torch.cat(pair, 1) for pair in zip(self.kept, (k, v), strict=True)]
+            (k, v)
+            if self.kept is None
+            else [torch.cat(pair, 1) for pair in zip(self.kept, (k, v), strict=True)]
         )
         return self.kept
 
 
-@pytest.mark.parametrize(("softcap", "error"), [(0.0, ValueError), (math.nan, ValueError), ("1", TypeError)])
+@pytest.mark.parametrize(
+    ("softcap", "error"), [(0.0, ValueError), (math.nan, ValueError), ("1", TypeError)]
+)
 def test_a_layer_checks_its_softcap(softcap, error):
     with pytest.raises(error, match="softcap must be"):
         nn.BurstAttention(8, 2, softcap=softcap)

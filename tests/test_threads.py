@@ -1,4 +1,6 @@
-"""Threads: one at a time in a group, which others find out at once; each may have a group of its own."""
+"""Threads: one at a time in a group, which others find out at once; each may have a group of its
+own.
+"""
 
 import contextlib
 import threading
@@ -16,12 +18,16 @@ from bmt_burst.transport import ALONE, Transport
 from bmt_burst.transport.torch_dist import TorchTransport, torch_transport
 from tests.helpers import dense_attention, random_qkv, run_ranks
 
-RULE = "a group is for one thread at a time: let threads take turns, or give each a group of its own"
+RULE = (
+    "a group is for one thread at a time: let threads take turns, or give each a group of its own"
+)
 LIMIT = 200.0  # seconds; of what must happen
 
 
 def attend(ring, tensors, **options):
-    return burst_attn_func(*(shard(x, ring.rank, ring.size) for x in tensors[:3]), 0.3, process_group=ring, **options)
+    return burst_attn_func(
+        *(shard(x, ring.rank, ring.size) for x in tensors[:3]), 0.3, process_group=ring, **options
+    )
 
 
 def in_thread(work):
@@ -57,9 +63,9 @@ def inside(ring, entered, left, monkeypatch):
 
 USES = {
     "a call": lambda ring, tensors: attend(ring, tensors),
-    "unshard": lambda ring, tensors: SequenceParallel(ring.rank, ring.size, process_group=ring).unshard(
-        shard(tensors[0], ring.rank, ring.size), tensors[0].shape[1]
-    ),
+    "unshard": lambda ring, tensors: SequenceParallel(
+        ring.rank, ring.size, process_group=ring
+    ).unshard(shard(tensors[0], ring.rank, ring.size), tensors[0].shape[1]),
 }
 
 
@@ -128,7 +134,9 @@ def test_threads_may_take_turns():
         out = in_thread(lambda: burst_attn_func(*leaves, 0.3, process_group=ring))
         grads = in_thread(lambda: torch.autograd.grad(out.sum(), leaves))
         again = burst_attn_func(*leaves, 0.3, process_group=ring)
-        return all(x.equal(y) for x, y in zip(grads, torch.autograd.grad(again.sum(), leaves), strict=True))
+        return all(
+            x.equal(y) for x, y in zip(grads, torch.autograd.grad(again.sum(), leaves), strict=True)
+        )
 
     assert simulate(2, work) == [True, True]
 
@@ -139,7 +147,11 @@ def test_a_thread_may_enter_again():
 
     def work(ring):
         leaves = [shard(x, ring.rank, 2).requires_grad_() for x in tensors[:3]]
-        out = checkpoint(lambda *qkv: burst_attn_func(*qkv, 0.3, process_group=ring), *leaves, use_reentrant=False)
+        out = checkpoint(
+            lambda *qkv: burst_attn_func(*qkv, 0.3, process_group=ring),
+            *leaves,
+            use_reentrant=False,
+        )
         return torch.autograd.grad(out.sum(), leaves)
 
     assert len(simulate(2, work)) == 2
@@ -247,7 +259,9 @@ class Silent(Transport):
 
 
 def test_a_group_is_left_also_where_its_first_thread_fails():
-    """As where ranks differ, since other threads were first on them: ranks that wait for the second one hear of it."""
+    """As where ranks differ, since other threads were first on them: ranks that wait for the second
+    one hear of it.
+    """
     ring = Silent()
     rings = Rings(ring, ALONE)
 
@@ -270,7 +284,10 @@ def test_a_refused_thread_leaves_the_ring_that_is_its_own():
     inner, outer = Silent(), Silent()
 
     def refused():
-        with pytest.raises(RuntimeError, match=RULE), one_thread(Rings(inner, outer, double=True), "a call"):
+        with (
+            pytest.raises(RuntimeError, match=RULE),
+            one_thread(Rings(inner, outer, double=True), "a call"),
+        ):
             pass
 
     with pytest.raises(RuntimeError, match=RULE), one_thread(Rings(inner, ALONE), "another call"):
@@ -300,7 +317,10 @@ def test_threads_that_find_a_group_at_once_have_one_transport(one_process, monke
 
     monkeypatch.setattr(TorchTransport, "__init__", slow)
     found = []
-    threads = [threading.Thread(target=lambda: found.append(torch_transport(dist.group.WORLD))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: found.append(torch_transport(dist.group.WORLD)))
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,6 @@
-"""Tilings by brute force: every visible pair in one tile and in one kernel call, and nothing else in any."""
+"""Tilings by brute force: every visible pair in one tile and in one kernel call, and nothing else
+in any.
+"""
 
 import itertools
 import random
@@ -39,13 +41,22 @@ def painted_calls(cuts, rows, columns):
     for cut in cuts:
         for spans, tokens in ((cut.rows, cut.call.q_tokens), (cut.columns, cut.call.kv_tokens)):
             assert sum(map(length, spans)) == tokens
-            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "what is copied rises, each token once"
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), (
+                "what is copied rises, each token once"
+            )
         for (q, kv), (next_q, next_kv) in itertools.pairwise(cut.call.tiles):
             assert q[1] <= next_q[0], "tiles of a call share no queries and rise"
             assert kv[1] <= next_kv[0], "nor keys"
-        i, j = (torch.cat([torch.arange(*span) for span in spans]) for spans in (cut.rows, cut.columns))
+        i, j = (
+            torch.cat([torch.arange(*span) for span in spans]) for spans in (cut.rows, cut.columns)
+        )
         for q, kv in cut.call.tiles:
-            ahead = torch.arange(length(kv)) - length(kv) - torch.arange(length(q)).unsqueeze(1) + length(q)
+            ahead = (
+                torch.arange(length(kv))
+                - length(kv)
+                - torch.arange(length(q)).unsqueeze(1)
+                + length(q)
+            )
             inside = torch.ones_like(ahead, dtype=torch.bool)
             if cut.call.right is not None:
                 inside &= ahead <= cut.call.right
@@ -60,7 +71,9 @@ def assert_tiles_are(tiles, pairs):
     assert painted(tiles, *pairs.shape).equal(pairs)
     assert painted_calls(kernel_calls(tiles), *pairs.shape).equal(pairs)
     assert painted_calls(kernel_calls(by_columns(tiles)), *pairs.shape).equal(pairs)
-    assert painted_calls(kernel_calls(map(flipped, by_columns(tiles))), *pairs.T.shape).equal(pairs.T)
+    assert painted_calls(kernel_calls(map(flipped, by_columns(tiles))), *pairs.T.shape).equal(
+        pairs.T
+    )
 
 
 def in_a_row(pieces):
@@ -79,7 +92,10 @@ def check(mask: Mask, layout: Layout):
         for piece in pieces:
             expected = torch.arange(piece.start, piece.stop, piece.step)
             assert positions[piece.owner][slice(*piece.span)].equal(expected)
-        names = [torch.zeros(0, dtype=torch.long), *(positions[p.owner][slice(*p.span)] for p in pieces)]
+        names = [
+            torch.zeros(0, dtype=torch.long),
+            *(positions[p.owner][slice(*p.span)] for p in pieces),
+        ]
         memory = torch.cat(names)
         assert memory.unique().numel() == memory.numel()
         others = pairs[mine].clone()
@@ -89,7 +105,9 @@ def check(mask: Mask, layout: Layout):
         assert_tiles_are(cut.tiles(rank, pieces, in_a_row(pieces)), seen)
         for owner in range(layout.size):
             if owner != rank:
-                assert cut.seen_by(owner, 1).get(rank, ()) == merged(p.span for p in pieces if p.owner == owner)
+                assert cut.seen_by(owner, 1).get(rank, ()) == merged(
+                    p.span for p in pieces if p.owner == owner
+                )
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -119,15 +137,21 @@ def test_ranks_of_a_host_see_tokens_together():
         found = cut.seen_by(owner, inner)
         assert all(found.values())
         for host in range(4 // inner):
-            rows = [layout.positions(r) for r in range(host * inner, (host + 1) * inner) if r != owner]
+            rows = [
+                layout.positions(r) for r in range(host * inner, (host + 1) * inner) if r != owner
+            ]
             rows = torch.cat([torch.zeros(0, dtype=torch.long), *rows])
             seen = pairs[rows].any(0)[layout.positions(owner)]
-            assert [i for span in found.get(host, ()) for i in range(*span)] == seen.nonzero().flatten().tolist()
+            assert [
+                i for span in found.get(host, ()) for i in range(*span)
+            ] == seen.nonzero().flatten().tolist()
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag"])
 def test_only_what_is_looked_at_comes(name):
-    """Where positions of a run are next to each other, every token that comes is looked at by some query."""
+    """Where positions of a run are next to each other, every token that comes is looked at by some
+    query.
+    """
     for seed in range(60):
         chance = random.Random(seed)
         cuts = sorted({0, 40, *(chance.randint(1, 40) for _ in range(4))})
@@ -143,11 +167,15 @@ def calls_of(mask, layout, rank):
     """Kernel calls of the own block, and of all others where they lie one after the other."""
     cut = Tiling(mask, layout)
     pieces = cut.seen(rank)
-    return kernel_calls(cut.own_tiles(rank)), kernel_calls(cut.tiles(rank, pieces, in_a_row(pieces)))
+    return kernel_calls(cut.own_tiles(rank)), kernel_calls(
+        cut.tiles(rank, pieces, in_a_row(pieces))
+    )
 
 
 def test_few_kernel_calls():
-    """Causal zigzag: what is earlier for all queries, and what only the late half sees. Documents: one."""
+    """Causal zigzag: what is earlier for all queries, and what only the late half sees. Documents:
+    one.
+    """
     own, others = calls_of(Mask.causal(1 << 18), Layout.zigzag(1 << 18, 8), 3)
     assert [cut.call.is_causal and cut.call.is_whole for cut in own] == [True]
     assert len(others) == 2
@@ -181,11 +209,16 @@ class TwoSteps(Layout):
     name = "two steps"
 
     def ranges(self, rank):
-        return [range(rank, self.seq_len - 2, 2), range(self.seq_len - 2 + rank, self.seq_len - 1 + rank)]
+        return [
+            range(rank, self.seq_len - 2, 2),
+            range(self.seq_len - 2 + rank, self.seq_len - 1 + rank),
+        ]
 
 
 def test_a_layout_with_ranges_of_two_steps_is_refused():
-    """A tile's band counts tokens: it would hide the wrong ones where those of two runs are not equally far apart."""
+    """A tile's band counts tokens: it would hide the wrong ones where those of two runs are not
+    equally far apart.
+    """
     tiling = Tiling(Mask.window(10, 4), TwoSteps(10, 2))
     pieces = tiling.seen(1)
     with pytest.raises(AssertionError, match="a run of step 1 sees one of step 2"):
@@ -193,7 +226,9 @@ def test_a_layout_with_ranges_of_two_steps_is_refused():
 
 
 def test_what_is_known_of_a_layout_is_shared_between_masks():
-    """Over hundreds of ranks it takes milliseconds, and masks that go with scores have tens of parts."""
+    """Over hundreds of ranks it takes milliseconds, and masks that go with scores have tens of
+    parts.
+    """
     first = Tiling(Mask.causal(24), Layout.zigzag(24, 3))
     for other in (first.transposed, first.of(Mask.full(24)), first.of(Mask.full(24)).transposed):
         assert other._owners is first._owners

@@ -1,4 +1,6 @@
-"""Timelines: they count each pair and each byte of a plan once, and nothing starts before what it waits for."""
+"""Timelines: they count each pair and each byte of a plan once, and nothing starts before what it
+waits for.
+"""
 
 import subprocess
 import sys
@@ -47,15 +49,28 @@ def test_ranks_compute_each_pair_once_and_wait_for_what_they_need(inner, group_b
 
 
 def test_slow_links_show():
-    call = problem(Mask.causal(4096), Layout.zigzag(4096, 4), heads=4, kv_heads=4, dtype=torch.float16)
+    call = problem(
+        Mask.causal(4096), Layout.zigzag(4096, 4), heads=4, kv_heads=4, dtype=torch.float16
+    )
     fast, slow = (RingPlan(call, 1).timelines(Rates(1e12, rate, rate))[0] for rate in (1e12, 1e8))
     assert fast.busy > 0.99
     assert slow.busy < 0.5
 
 
 def test_the_example_draws_a_double_ring(tmp_path):
-    command = [sys.executable, ROOT / "examples/timeline.py", "--ranks", "4", "--inner", "2", "--tokens", "4096"]
-    done = subprocess.run([*command, "--output", tmp_path / "t.png"], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        ROOT / "examples/timeline.py",
+        "--ranks",
+        "4",
+        "--inner",
+        "2",
+        "--tokens",
+        "4096",
+    ]
+    done = subprocess.run(
+        [*command, "--output", tmp_path / "t.png"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rank 3") == 2
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")

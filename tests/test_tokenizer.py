@@ -20,7 +20,9 @@ SPELLED = [
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory):
-    """A byte-level BPE, which gives any text back; two of its added tokens are special, two are not."""
+    """A byte-level BPE, which gives any text back; two of its added tokens are special, two are
+    not.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -47,7 +49,9 @@ def test_spelled_special_tokens_stay_text(text, byte_level, tmp_path):
 
 
 def test_special_tokens_among_a_models_pieces_of_text_are_cut(tmp_path):
-    """As T5's file has them, where </s> is the most likely piece of all; <unk> is special and may come out."""
+    """As T5's file has them, where </s> is the most likely piece of all; <unk> is special and may
+    come out.
+    """
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((c, -4.0) for c in "▁abs</>")]
     backend = Tokenizer(models.Unigram(pieces, unk_id=2))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -107,7 +111,9 @@ def test_broken_tokenizer_files_are_named(content, tmp_path):
         lambda: open_tokenizer(str(tmp_path / "x.model")),
         lambda: load_tokenizer(tmp_path),
     ):
-        with pytest.raises(ValueError, match=r"cannot read tokenizer .*x\.(json|model): .") as raised:
+        with pytest.raises(
+            ValueError, match=r"cannot read tokenizer .*x\.(json|model): ."
+        ) as raised:
             work()
         assert "\n" not in str(raised.value)
 
@@ -122,10 +128,19 @@ def test_broken_tokenizer_files_are_named(content, tmp_path):
         ('{"kind": ["JsonTokenizer"], "file": null}', "does not name a tokenizer"),
         ('{"kind": "JsonTokenizer"}', "does not name a tokenizer: KeyError: 'file'"),
         ('{"kind": "JsonTokenizer", "file": "gone.json"}', r"no tokenizer file .*/gone\.json"),
-        ('{"kind": "JsonTokenizer", "file": "link.json"}', "link.json leads out of its folder, to .*bpe.json"),
-        ('{"kind": "JsonTokenizer", "file": "loop.json"}', "loop.json leads nowhere|no tokenizer file .*loop.json"),
+        (
+            '{"kind": "JsonTokenizer", "file": "link.json"}',
+            "link.json leads out of its folder, to .*bpe.json",
+        ),
+        (
+            '{"kind": "JsonTokenizer", "file": "loop.json"}',
+            "loop.json leads nowhere|no tokenizer file .*loop.json",
+        ),
         *(
-            (json.dumps({"kind": "SentencePieceTokenizer", "file": name}), "not the name of a file in it")
+            (
+                json.dumps({"kind": "SentencePieceTokenizer", "file": name}),
+                "not the name of a file in it",
+            )
             for name in (None, 3, "", ".", "..", "../x.model", "/etc/passwd", "sub/x.model")
         ),
     ],
@@ -139,7 +154,9 @@ def test_folders_without_a_tokenizer_of_their_own_are_refused(spec, message, byt
         load_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_is_found_through_a_link_to_its_folder_but_not_through_one_out_of_it(byte_level, tmp_path):
+def test_a_tokenizer_is_found_through_a_link_to_its_folder_but_not_through_one_out_of_it(
+    byte_level, tmp_path
+):
     open_tokenizer(str(byte_level)).save(tmp_path / "real")
     (tmp_path / "link").symlink_to("real")
     assert load_tokenizer(tmp_path / "link").eos_id == 0
@@ -159,7 +176,10 @@ def test_a_tokenizer_is_found_through_a_link_to_its_folder_but_not_through_one_o
 def test_a_tokenizer_is_saved_under_a_name_that_no_other_file_has(byte_level, tmp_path):
     (tmp_path / "index.json").write_bytes(byte_level.read_bytes())
     open_tokenizer(str(tmp_path / "index.json")).save(tmp_path / "saved")
-    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"tokenizer.json", "tokenizer.spec.json"}
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {
+        "tokenizer.json",
+        "tokenizer.spec.json",
+    }
 
 
 @pytest.mark.parametrize(
@@ -227,7 +247,14 @@ def test_an_identity_is_of_vocabulary_rules_and_the_end_of_text(byte_level, tmp_
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     for change in (
         {"truncation": truncation},
-        {"post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {
+            "post_processor": {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "trim_offsets": True,
+                "use_regex": True,
+            }
+        },
         {"model": settings["model"] | {"vocab": dict(reversed(vocabulary.items()))}},
         {"model": settings["model"] | {"merges": [" ".join(pair) for pair in merges]}},
         {"model": {name: value for name, value in settings["model"].items() if value is not None}},
@@ -270,7 +297,9 @@ def test_an_identity_is_saved_and_loaded(byte_level, sentencepiece, tmp_path):
 def test_folders_of_older_versions_have_no_identity(byte_level, tmp_path):
     assert saved_identity(tmp_path) is None
     open_tokenizer(str(byte_level)).save(tmp_path)
-    (tmp_path / "tokenizer.spec.json").write_text('{"kind": "JsonTokenizer", "file": "tokenizer.json"}')
+    (tmp_path / "tokenizer.spec.json").write_text(
+        '{"kind": "JsonTokenizer", "file": "tokenizer.json"}'
+    )
     assert saved_identity(tmp_path) is None
     assert load_tokenizer(tmp_path).eos is None
     for broken in ("{", "[]", '{"identity": 5}'):

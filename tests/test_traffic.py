@@ -18,7 +18,9 @@ B, S, H, G, D = 2, 96, 4, 2, 64  # S tokens of a rank
 ITEM = 4
 
 
-def traffic(size, inner, backward, causal, optimize=True, rank=0, group_bytes=1 << 30, dtype=torch.float32):
+def traffic(
+    size, inner, backward, causal, optimize=True, rank=0, group_bytes=1 << 30, dtype=torch.float32
+):
     """[(bytes of each message) of the forward, of the backward] of `rank`."""
     tensors = random_qkv(B, S * size, H, G, D, dtype)
     layout = Layout.zigzag(S * size, size)
@@ -32,7 +34,9 @@ def traffic(size, inner, backward, causal, optimize=True, rank=0, group_bytes=1 
         out = burst_attn_func(*inputs, causal=causal, backward=backward, **options, **rings)
         forward = [tensor_messages(end) for end in ends]
         torch.autograd.grad(out, inputs, dout)
-        return forward, [tensor_messages(end)[len(f) :] for end, f in zip(ends, forward, strict=True)]
+        return forward, [
+            tensor_messages(end)[len(f) :] for end, f in zip(ends, forward, strict=True)
+        ]
 
     return simulate(size, work)[rank]
 
@@ -51,22 +55,35 @@ BLOCK = 2 * B * K
 
 
 def runs(nbytes, share=1):
-    """Messages of a zigzag shard, whose two runs land apart, in the order of positions; or of one of them."""
+    """Messages of a zigzag shard, whose two runs land apart, in the order of positions; or of one
+    of them.
+    """
     return [nbytes // 2] * (2 // share)
 
 
 @pytest.mark.parametrize(("tokens", "passes"), [(256, 2), (16384, 4), (32768, 7)])
 def test_a_pass_has_heads_enough_for_kernels_or_lets_a_whole_ring_come_at_once(tokens, passes):
-    """64 heads, blocks twice as large as group_bytes: two passes are needed, seven let three blocks come at once."""
+    """64 heads, blocks twice as large as group_bytes: two passes are needed, seven let three blocks
+    come at once.
+    """
     sizes = {"heads": 64, "kv_heads": 64, "head_size": 128, "dtype": torch.bfloat16}
-    call = problem(Mask.full(4 * tokens), Layout.zigzag(4 * tokens, 4), group_bytes=tokens * 64 * 128 * 2, **sizes)
+    call = problem(
+        Mask.full(4 * tokens),
+        Layout.zigzag(4 * tokens, 4),
+        group_bytes=tokens * 64 * 128 * 2,
+        **sizes,
+    )
     assert [len(RingPlan(call, rank).forward_tour.passes) for rank in range(4)] == [passes] * 4
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(("group_bytes", "passes"), [(0, G), (BLOCK - 1, 2), (BLOCK, 1), (1 << 30, 1)])
+@pytest.mark.parametrize(
+    ("group_bytes", "passes"), [(0, G), (BLOCK - 1, 2), (BLOCK, 1), (1 << 30, 1)]
+)
 def test_forward_sends_keys_and_values_to_every_rank(size, group_bytes, passes):
-    """In one pass round the ring, or with some of the heads each where a block is more than may come in together."""
+    """In one pass round the ring, or with some of the heads each where a block is more than may
+    come in together.
+    """
     [forward], _ = traffic(size, size, "kv", causal=False, group_bytes=group_bytes)
     assert forward == runs(K // passes) * (2 * B * (size - 1) * passes)
 
@@ -78,7 +95,9 @@ def test_what_lands_together_is_bounded(backward, share):
     heads, tokens, group_bytes = 12, 64, int(share * 2 * 16 * 12 * 8 * 4)  # of the kv side's block
 
     def work(ring):
-        q, k, v, _ = (x[:, :16].requires_grad_() for x in random_qkv(1, 16, heads, heads, 8, torch.float32))
+        q, k, v, _ = (
+            x[:, :16].requires_grad_() for x in random_qkv(1, 16, heads, heads, 8, torch.float32)
+        )
         burst_attn_func(q, k, v, process_group=ring, backward=backward, group_bytes=group_bytes)
         return ring.reserved
 
@@ -92,7 +111,9 @@ def test_what_lands_together_is_bounded(backward, share):
 def test_q_backward_sends_queries_there_and_dq_back(size, optimize):
     _, [backward] = traffic(size, size, "q", causal=False, optimize=optimize)
     there = [Q, Q, 2 * ROW] if optimize else [Q, Q, Q, ROW]
-    assert sorted(backward) == sorted([half for x in (*there, Q) for half in runs(x)] * (B * (size - 1)))
+    assert sorted(backward) == sorted(
+        [half for x in (*there, Q) for half in runs(x)] * (B * (size - 1))
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -103,7 +124,9 @@ def test_kv_backward_sends_keys_and_values_there_and_their_gradients_back(size):
 
 @pytest.mark.parametrize(("rank", "there", "back"), [(0, 2, 1), (3, 1, 2)])
 def test_causal_zigzag_moves_only_what_is_looked_at(rank, there, back):
-    """Half of the first rank's tokens are looked at by the others, all of theirs by it; the last: the reverse."""
+    """Half of the first rank's tokens are looked at by the others, all of theirs by it; the last:
+    the reverse.
+    """
     [forward], [backward] = traffic(4, 4, "kv", causal=True, rank=rank)
     assert forward == runs(K, there) * (2 * B * 3)
     assert sorted(backward) == sorted([*runs(K, there), *runs(K, back)] * (2 * B * 3))
@@ -122,7 +145,9 @@ def test_double_ring_crosses_hosts_once_a_round():
 
 @pytest.mark.parametrize(("rank", "there", "back"), [(0, 2, 1), (3, 1, 2)])
 def test_later_hosts_get_what_they_look_at(rank, there, back):
-    """Half of the first host's tokens cross to the second, and half of their gradients back; all the other way."""
+    """Half of the first host's tokens cross to the second, and half of their gradients back; all
+    the other way.
+    """
     (_, outer), (_, outer_back) = traffic(4, 2, "kv", causal=True, rank=rank)
     assert outer == [K * B // there] * 2
     assert outer_back == [K * B // there] * 2 + [K * B // back] * 2
@@ -136,8 +161,10 @@ def test_sums_cross_hosts_in_the_dtype_of_what_they_add_up():
 
 @pytest.mark.parametrize(("blocks", "calls"), [(1, 8), (3, 5), (7, 3)])
 def test_blocks_of_a_group_are_one_call(blocks, calls, monkeypatch):
-    """Rank 1 of 8, causal zigzag, sees its own block, one earlier, six later ones. What comes in together is looked at
-    in one call, or two if some is earlier: the early half of the queries sees that, the late half sees all.
+    """Rank 1 of 8, causal zigzag, sees its own block, one earlier, six later ones. What comes in
+    together is looked at
+    in one call, or two if some is earlier: the early half of the queries sees that, the late half
+    sees all.
     """
     block_bytes = 2 * S * G * D * ITEM
     kernel, shapes = kernels.load("cpu"), {}
@@ -184,9 +211,13 @@ def test_a_send_buffer_must_stay_as_it_is():
 
 
 def test_all_ranks_connect_both_rings_once_a_plan_also_those_without_a_part(monkeypatch):
-    """NCCL waits for all ranks of a group in its first operation: those that see and send nothing as well."""
+    """NCCL waits for all ranks of a group in its first operation: those that see and send nothing
+    as well.
+    """
     connected = []
-    monkeypatch.setattr(SimulatedRing, "connect", lambda ring, device: connected.append((ring.members, ring.rank)))
+    monkeypatch.setattr(
+        SimulatedRing, "connect", lambda ring, device: connected.append((ring.members, ring.rank))
+    )
     layout, mask = Layout.contiguous(16, 4), Mask.documents((0, 8, 12, 16))
 
     def work(ring):
@@ -196,7 +227,9 @@ def test_all_ranks_connect_both_rings_once_a_plan_also_those_without_a_part(monk
             burst_attn_func(q, k, v, mask=mask, layout=layout, **groups)
 
     simulate(4, work)
-    assert sorted(connected) == [((r, s), i) for r, s in ((0, 1), (0, 2), (1, 3), (2, 3)) for i in (0, 1)]
+    assert sorted(connected) == [
+        ((r, s), i) for r, s in ((0, 1), (0, 2), (1, 3), (2, 3)) for i in (0, 1)
+    ]
 
 
 def test_a_group_connects_over_nccl_once_and_only_where_it_is_needed(monkeypatch):
@@ -211,7 +244,12 @@ def test_a_group_connects_over_nccl_once_and_only_where_it_is_needed(monkeypatch
         (cuda, 2, None, 1),
     ):
         ring = object.__new__(TorchTransport)
-        ring.size, ring.copy_engines, ring.connected, ring._group = size, engines, False, lambda: group
+        ring.size, ring.copy_engines, ring.connected, ring._group = (
+            size,
+            engines,
+            False,
+            lambda: group,
+        )
         for _ in range(2):
             ring.connect(torch.device(device))
         assert summed == [((1, cuda), group)] * count

@@ -1,4 +1,6 @@
-"""The application as its users run it: pretrain.py with real processes, stopped, killed and resumed."""
+"""The application as its users run it: pretrain.py with real processes, stopped, killed and
+resumed.
+"""
 
 import itertools
 import json
@@ -32,11 +34,15 @@ TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in rang
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Tokens of short and long documents, and a small model, with windows. The last sequence has few targets."""
+    """Tokens of short and long documents, and a small model, with windows. The last sequence has
+    few targets.
+    """
     folder = tmp_path_factory.mktemp("train")
     cuts = [sum(LENGTHS[i % len(LENGTHS)] for i in range(n)) for n in range(60)]
     documents = [TEXT[a:b] for a, b in itertools.pairwise(cuts) if a < len(TEXT)]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    )
     (folder / "model.json").write_text(json.dumps(WINDOWED.to_dict()))
     prepare("--input", folder / "text.jsonl", "--output", folder / "data")
     return folder
@@ -73,7 +79,9 @@ def curve(folder: Path, output: str, *names: str) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def whole_run(folder) -> list[tuple]:
-    """Losses and gradient norms of one process, with documents and windows: what all other ways must reproduce."""
+    """Losses and gradient norms of one process, with documents and windows: what all other ways
+    must reproduce.
+    """
     said = train(folder, "whole", val_data=folder / "data/train", eval_every=6, eval_sequences=5)
     assert (
         "documents told apart by documents.bin, each after begin token 256, a window of 6 tokens in 2 of 3 layers"
@@ -94,8 +102,12 @@ def whole_run(folder) -> list[tuple]:
     ],
     ids=["sp2-contiguous", "sp4", "double-ring", "dp2xsp2", "dp2", "usp"],
 )
-def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole_run, processes, options):
-    """In fp32, which rounds at 6e-8: losses differ by some of that, gradient norms, of many small numbers, by more."""
+def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(
+    folder, whole_run, processes, options
+):
+    """In fp32, which rounds at 6e-8: losses differ by some of that, gradient norms, of many small
+    numbers, by more.
+    """
     name = f"run-{processes}-{'-'.join(f'{key}-{value}' for key, value in options.items())}"
     train(folder, name, processes=processes, **options)
     for mine, expected in zip(curve(folder, name, "loss", "grad_norm"), whole_run, strict=True):
@@ -127,7 +139,15 @@ def test_the_run_learns_and_leaves_its_records(folder, whole_run):
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if "val_loss" in r] == [6, 12]
-    names = {"lr", "tokens_per_s", "tflops_per_rank", "samples", "data_s", "forward_s", "backward_s"}
+    names = {
+        "lr",
+        "tokens_per_s",
+        "tflops_per_rank",
+        "samples",
+        "data_s",
+        "forward_s",
+        "backward_s",
+    }
     assert names <= records[0].keys()
     assert records[0]["documents"] > 4  # more than sequences
     assert records[0]["balance"] == 1.0  # of one rank
@@ -143,8 +163,13 @@ def test_resuming_is_as_not_stopping(folder, whole_run):
     said = train(folder, "resumed", resume="auto", **options)
     assert "resumed after step 5" in said
     assert curve(folder, "resumed", "loss", "grad_norm", "lr", "samples") == expected
-    dropped = [json.loads(line) for line in (folder / "resumed/metrics.jsonl.dropped").read_text().splitlines()]
-    assert [(r["step"], r["loss"]) for r in dropped if "loss" in r] == [row[:2] for row in expected[5:]]
+    dropped = [
+        json.loads(line)
+        for line in (folder / "resumed/metrics.jsonl.dropped").read_text().splitlines()
+    ]
+    assert [(r["step"], r["loss"]) for r in dropped if "loss" in r] == [
+        row[:2] for row in expected[5:]
+    ]
     (folder / "other.txt").write_text(TEXT[1:] + TEXT[:1])
     prepare("--input", folder / "other.txt", "--output", folder / "other")
     said = train(folder, "resumed", code=2, resume="auto", data=folder / "other/train", **options)
@@ -153,7 +178,9 @@ def test_resuming_is_as_not_stopping(folder, whole_run):
 
 
 def test_resuming_on_other_ranks_keeps_everything(folder, whole_run):
-    """From 2 sequence parallel ranks to 2 data parallel ones, to 4 of both, with no sample lost or repeated."""
+    """From 2 sequence parallel ranks to 2 data parallel ones, to 4 of both, with no sample lost or
+    repeated.
+    """
     train(folder, "moved", processes=2, sp_size=2, save_every=3, keep_last=9)
     for step in (6, 9, 12):
         checkpoint._remove(folder / f"moved/step_{step:08d}")
@@ -175,8 +202,13 @@ def test_an_older_checkpoint_does_not_overwrite_newer_ones(folder, whole_run):
     said = train(folder, "branch", lr=0.001, **options)
     assert "changed since the checkpoint: --lr 0.003 -> 0.001" in said
     assert [step for step, _ in curve(folder, "branch", "loss")] == [3, 4]
-    assert [path.name for path in checkpoint.listed(folder / "older")] == ["step_00000004", "step_00000002"]
-    assert "there is nothing to do: step 4 of 3 is done" in train(folder, "older", resume="auto", steps=3)
+    assert [path.name for path in checkpoint.listed(folder / "older")] == [
+        "step_00000004",
+        "step_00000002",
+    ]
+    assert "there is nothing to do: step 4 of 3 is done" in train(
+        folder, "older", resume="auto", steps=3
+    )
 
 
 def test_bf16_follows_fp32(folder, whole_run):
@@ -188,11 +220,21 @@ def test_bf16_follows_fp32(folder, whole_run):
 
 def test_a_run_that_diverges_stops_before_it_spoils_the_weights(folder):
     """bf16 overflows at once with such a rate; the checkpoint before is whole and finite."""
-    said = train(folder, "diverging", code=2, steps=20, save_every=1, lr=1e30, schedule="linear", warmup_steps=0)
+    said = train(
+        folder,
+        "diverging",
+        code=2,
+        steps=20,
+        save_every=1,
+        lr=1e30,
+        schedule="linear",
+        warmup_steps=0,
+    )
     assert "skipped, the loss is nan; 1 in a row" in said or "skipped, the gradient norm is" in said
     assert (
         "10 steps in a row were skipped: give a smaller --lr than 1e+30, and if the last good checkpoint explodes all "
-        f"the same, start before it; the last good checkpoint is {folder}/diverging/step_00000001; to go on" in said
+        f"the same, start before it; the last good checkpoint is {folder}/diverging/step_00000001; to go on"
+        in said
     )
     assert "NaN" not in (folder / "diverging/metrics.jsonl").read_text()
     assert [p.name for p in (folder / "diverging").glob("step_*")] == ["step_00000001"]
@@ -204,7 +246,10 @@ def test_a_run_that_ends_in_skipped_steps_keeps_all_it_has_and_is_no_success(fol
     saved = f"{folder}/poisoned/step_00000001; to go on from it, give --resume {folder}/poisoned/step_00000001"
     assert "5 steps in a row were skipped: " in said
     assert f"; the last good checkpoint is {saved}" in said
-    assert [path.name for path in checkpoint.listed(folder / "poisoned")] == ["step_00000006", "step_00000001"]
+    assert [path.name for path in checkpoint.listed(folder / "poisoned")] == [
+        "step_00000006",
+        "step_00000001",
+    ]
     said = train(folder, "poisoned", code=2, steps=20, max_skips=7, resume="auto", **options)
     assert "7 steps in a row were skipped: " in said
     assert f"; the last good checkpoint is {saved}" in said
@@ -227,7 +272,9 @@ def test_a_folder_has_one_run_at_a_time(folder):
     [(signal.SIGTERM, 2, 1), (signal.SIGINT, 2, 2), (signal.SIGINT, 1, 2)],
 )
 def test_a_signal_ends_the_run_in_order(folder, signum, processes, times):
-    """Once for all, though a terminal sends it to the launcher and to the ranks, and some launchers twice."""
+    """Once for all, though a terminal sends it to the launcher and to the ranks, and some launchers
+    twice.
+    """
     name = f"signal-{signum}-{processes}"
     arguments = command(folder, name, processes=processes, sp_size=processes, steps=100_000)
     run = start(arguments)
@@ -271,7 +318,10 @@ def test_a_second_interrupt_ends_the_run_now(folder, whole_run, processes):
     said += run.communicate(timeout=600)[0]
     assert run.returncode == 130, said
     assert said.count("stopping after this step") == 1
-    assert f"the last good checkpoint is {last}; to go on from it, run the same command with --resume auto" in said
+    assert (
+        f"the last good checkpoint is {last}; to go on from it, run the same command with --resume auto"
+        in said
+    )
     assert "Traceback" not in said
 
 
@@ -287,7 +337,9 @@ def read_until(run: subprocess.Popen, text: str) -> str:
 def start(arguments: list[str]) -> subprocess.Popen:
     """In a process group of its own, as a shell does."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(arguments, **options, env=os.environ | {"OMP_NUM_THREADS": "1"}, process_group=0)
+    return subprocess.Popen(
+        arguments, **options, env=os.environ | {"OMP_NUM_THREADS": "1"}, process_group=0
+    )
 
 
 def wait_for_steps(output: Path, steps: int, run: subprocess.Popen) -> None:
@@ -299,8 +351,17 @@ def wait_for_steps(output: Path, steps: int, run: subprocess.Popen) -> None:
 
 
 def test_a_killed_run_resumes_where_it_saved(folder):
-    """SIGKILL to the launcher takes the ranks with it, and to a rank the others. The curve is the same to the bit."""
-    options = {"processes": 2, "sp_size": 2, "micro_batch_size": 2, "save_every": 1, "resume": "auto", "steps": 12}
+    """SIGKILL to the launcher takes the ranks with it, and to a rank the others. The curve is the
+    same to the bit.
+    """
+    options = {
+        "processes": 2,
+        "sp_size": 2,
+        "micro_batch_size": 2,
+        "save_every": 1,
+        "resume": "auto",
+        "steps": 12,
+    }
     train(folder, "not-killed", **options)
     run = start(command(folder, "killed", **options))
     wait_for_steps(folder / "killed", 2, run)
@@ -314,12 +375,16 @@ def test_a_killed_run_resumes_where_it_saved(folder):
     said = kill_rank(run, 1)
     assert f"the last good checkpoint is {checkpoint.newest(folder / 'killed')}" in said
     train(folder, "killed", **options)
-    assert curve(folder, "killed", "loss", "grad_norm") == curve(folder, "not-killed", "loss", "grad_norm")
+    assert curve(folder, "killed", "loss", "grad_norm") == curve(
+        folder, "not-killed", "loss", "grad_norm"
+    )
 
 
-# Forks runs of one rank: one that is spared, then some that are killed within the time that it took, then the last. A
+# Forks runs of one rank: one that is spared, then some that are killed within the time that it
+# took, then the last. A
 # machine may be slower by then: as long as nothing was saved they get more time.
-# Torch is imported once and not used before a fork; no curve is drawn, which would be most of the time.
+# Torch is imported once and not used before a fork; no curve is drawn, which would be most of the
+# time.
 KILLER = """
 import os, random, signal, sys, time
 from pathlib import Path
@@ -352,12 +417,20 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(forked(killed), 0)[1]))
 
 def test_kills_at_random_moments_leave_no_trace_in_the_curve(folder):
     """While it starts, trains, saves or evaluates."""
-    options = {"save_every": 1, "resume": "auto", "steps": 24, "eval_every": 3, "val_data": folder / "data/train"}
+    options = {
+        "save_every": 1,
+        "resume": "auto",
+        "steps": 24,
+        "eval_every": 3,
+        "val_data": folder / "data/train",
+    }
     options |= {"eval_sequences": 3, "batch_size": 2}
     [_, _, *flags] = command(folder, "killed-often", **options)
     line = [sys.executable, "-c", KILLER, "6", folder / "spared", folder / "killed-often", *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed after step" in done.stdout
     for name in ("loss", "val_loss"):
@@ -372,7 +445,9 @@ def values(output: Path, name: str) -> dict[int, float]:
 
 
 def test_a_failing_rank_ends_the_run(folder):
-    """Ranks that share sequences may wait for it in memory that they share: for those see the killed run above."""
+    """Ranks that share sequences may wait for it in memory that they share: for those see the
+    killed run above.
+    """
     run = start(command(folder, "failing", processes=2, sp_size=1, steps=100_000))
     wait_for_steps(folder / "failing", 2, run)
     assert "the last good checkpoint is none" in kill_rank(run, 1)
@@ -391,7 +466,14 @@ def kill_rank(run: subprocess.Popen, rank: int) -> str:
 
 def test_ranks_die_with_torchruns_agent(folder):
     """And let go of the folder."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     arguments = command(folder, "agent", sp_size=2, steps=100_000)
     agent = start([*launcher, *arguments[1:]])
     wait_for_steps(folder / "agent", 2, agent)
@@ -406,7 +488,9 @@ def test_ranks_die_with_torchruns_agent(folder):
 def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):
     arguments = command(folder, "hanging", processes=2, sp_size=2, timeout=6)
     run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while not (started := [pid for pid in children(run.pid) if b"LOCAL_RANK=1" in environment(pid)]):
+    while not (
+        started := [pid for pid in children(run.pid) if b"LOCAL_RANK=1" in environment(pid)]
+    ):
         time.sleep(0.02)  # until it is more than the launcher's fork, which waits for it to be that
     os.kill(started[0], signal.SIGSTOP)
     said, _ = run.communicate(timeout=600)
@@ -450,13 +534,19 @@ def is_running(pid: int) -> bool:
         ({"model": "cut.json"}, "cut.json: Unterminated string"),
         ({"processes": 2, "sp_size": 3}, "--sp-size 3 does not divide the world of 2 ranks"),
         ({"seq_len": 10_000}, "% of the positions of"),
-        ({"batch_size": 3, "micro_batch_size": 2}, "--batch-size 3 is not a multiple of --micro-batch-size 2"),
+        (
+            {"batch_size": 3, "micro_batch_size": 2},
+            "--batch-size 3 is not a multiple of --micro-batch-size 2",
+        ),
         ({"model": "cpm-huge"}, "neither a preset"),
         ({"processes": 2, "sp_size": 2, "seq_len": 1}, "too short for 2 ranks; the smallest is 2"),
         ({"resume": "nowhere"}, "there is no checkpoint in nowhere"),
         ({"flash": "cuda"}, "--flash cuda: no kernel for"),
         ({"device": "cuda", "processes": 2}, "--device cuda needs a GPU for each of 2 processes"),
-        ({"device": "cpu", "engine": "bmtrain"}, "--engine bmtrain needs GPUs and the package bmtrain"),
+        (
+            {"device": "cpu", "engine": "bmtrain"},
+            "--engine bmtrain needs GPUs and the package bmtrain",
+        ),
         ({"device": "cpu", "dtype": "fp16"}, "need --engine bmtrain"),
     ],
 )
@@ -467,7 +557,10 @@ def test_wrong_runs_are_refused(folder, options, message):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     torch.save([1, 2], folder / "list.pt")
-    options = {k: folder / v if isinstance(v, str) and (folder / v).exists() else v for k, v in options.items()}
+    options = {
+        k: folder / v if isinstance(v, str) and (folder / v).exists() else v
+        for k, v in options.items()
+    }
     said = train(folder, "wrong", code=2, **options)
     assert message in said
     assert "Traceback" not in said
@@ -486,12 +579,19 @@ def test_export_and_generate_from_a_run(folder, whole_run, capsys):
 
 def test_weights_go_to_bmtrains_format_and_come_back(folder, whole_run):
     """The first loss of a run from them is the last validation loss of the run that made them."""
-    export.main(["--run", str(folder / "whole"), "--output", str(folder / "bmtrain"), "--format", "bmtrain"])
+    export.main(
+        ["--run", str(folder / "whole"), "--output", str(folder / "bmtrain"), "--format", "bmtrain"]
+    )
     source, shape = folder / "bmtrain/model.pt", folder / "bmtrain/model.json"
     options = {"val_data": folder / "data/train", "eval_sequences": 5, "steps": 1, "lr": 1e-30}
     train(folder, "from-bmtrain", model=shape, init_from=source, **options)
-    last = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()][-1]
-    first = [json.loads(line) for line in (folder / "from-bmtrain/metrics.jsonl").read_text().splitlines()][-1]
+    last = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()][
+        -1
+    ]
+    first = [
+        json.loads(line)
+        for line in (folder / "from-bmtrain/metrics.jsonl").read_text().splitlines()
+    ][-1]
     assert first["val_loss"] == pytest.approx(last["val_loss"], rel=1e-6)
     said = train(folder, "from-other", code=2, model="cpm-tiny", init_from=source)
     assert "does not hold the weights of --model cpm-tiny" in said
@@ -503,8 +603,17 @@ def test_training_goes_on_from_hugging_face_weights(folder):
     with torch.no_grad():
         model.norm.weight.mul_(0)  # a model without any opinion
     save_weights(folder / "hf", SMALL, model.state_dict())
-    options = {"val_data": folder / "data/train", "init_from": folder / "hf", "steps": 1, "lr": 1e-30}
+    options = {
+        "val_data": folder / "data/train",
+        "init_from": folder / "hf",
+        "steps": 1,
+        "lr": 1e-30,
+    }
     train(folder, "from-hf", processes=2, sp_size=2, **options)
-    records = [json.loads(line) for line in (folder / "from-hf/metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / "from-hf/metrics.jsonl").read_text().splitlines()
+    ]
     expected = torch.tensor(float(SMALL.vocab_size)).log().item()
-    assert [r.get("loss", r.get("val_loss")) for r in records] == pytest.approx([expected] * 2, rel=1e-6)
+    assert [r.get("loss", r.get("val_loss")) for r in records] == pytest.approx(
+        [expected] * 2, rel=1e-6
+    )

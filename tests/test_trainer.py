@@ -1,4 +1,6 @@
-"""One rank's training, in this process: evaluation, stages, what it says, what it leaves when it cannot go on."""
+"""One rank's training, in this process: evaluation, stages, what it says, what it leaves when it
+cannot go on.
+"""
 
 import dataclasses
 import json
@@ -35,7 +37,8 @@ from train.run.schedule import learning_rate
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 60)
-    monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)  # it takes longer than the steps
+    # it takes longer than the steps
+    monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are tiny
@@ -50,11 +53,25 @@ def settings(tmp_path):
     for name, start in (("text", 0), ("other", 500)):
         writer = TokenWriter(tmp_path / name, ByteTokenizer())
         for i in range(start, start + 30):
-            writer.write([ByteTokenizer().encode(f"def function_{i}(x):\n    return x + {i * i}\n\n")])
+            writer.write(
+                [ByteTokenizer().encode(f"def function_{i}(x):\n    return x + {i * i}\n\n")]
+            )
         writer.finish()
     (tmp_path / "model.json").write_text(json.dumps(SMALL.to_dict()))
-    options = {"model": str(tmp_path / "model.json"), "data": str(tmp_path / "text"), "seq_len": 61, "batch_size": 2}
-    options |= {"steps": 4, "lr": 3e-3, "warmup_steps": 1, "decay_steps": 1, "save_every": 2, "eval_sequences": 4}
+    options = {
+        "model": str(tmp_path / "model.json"),
+        "data": str(tmp_path / "text"),
+        "seq_len": 61,
+        "batch_size": 2,
+    }
+    options |= {
+        "steps": 4,
+        "lr": 3e-3,
+        "warmup_steps": 1,
+        "decay_steps": 1,
+        "save_every": 2,
+        "eval_sequences": 4,
+    }
     options |= {"micro_batch_size": 1, "output": str(tmp_path / "run"), "keep_last": 9}
     return options
 
@@ -101,19 +118,26 @@ def test_an_evaluation_says_that_it_runs_and_what_came_of_it(settings, tmp_path,
     for step, loss in losses.items():
         saved, began, ended = (
             said.index(f"step {step}: {text}")
-            for text in ("saved ", f"evaluating on {settings['data']}", f"validation loss {loss:.4f}, in ")
+            for text in (
+                "saved ",
+                f"evaluating on {settings['data']}",
+                f"validation loss {loss:.4f}, in ",
+            )
         )
         assert saved < began < ended
 
 
-def test_a_signal_stops_an_evaluation_at_once_and_resuming_makes_up_for_it(settings, tmp_path, monkeypatch):
+def test_a_signal_stops_an_evaluation_at_once_and_resuming_makes_up_for_it(
+    settings, tmp_path, monkeypatch
+):
     """At a step that is saved anyway, at one that is not, and at the last one."""
     options = {"val_data": settings["data"], "eval_every": 1, "steps": 4, "resume": "auto"}
     train(settings, **options, output=str(tmp_path / "whole"))
     for step in (2, 3, 4):
         stop, seen = SimpleNamespace(received=False), []
 
-        def during(stop=stop, seen=seen):  # the second evaluation of each run; one that was stopped is its first
+        # the second evaluation of each run; one that was stopped is its first
+        def during(stop=stop, seen=seen):
             seen.append(None)
             stop.received = len(seen) == 2
 
@@ -127,7 +151,9 @@ def test_a_signal_stops_an_evaluation_at_once_and_resuming_makes_up_for_it(setti
         assert records(tmp_path / "run", name) == records(tmp_path / "whole", name)
 
 
-def test_a_kill_in_the_last_evaluation_loses_neither_the_step_nor_for_ever_its_result(settings, tmp_path, monkeypatch):
+def test_a_kill_in_the_last_evaluation_loses_neither_the_step_nor_for_ever_its_result(
+    settings, tmp_path, monkeypatch
+):
     def killed():
         raise Ended
 
@@ -149,7 +175,9 @@ def test_a_run_that_is_told_to_stop_before_its_first_step_takes_none(settings, t
     assert not records(tmp_path / "run")
 
 
-def test_the_curve_is_drawn_at_each_save_and_a_failure_ends_nothing(settings, tmp_path, monkeypatch, capsys):
+def test_the_curve_is_drawn_at_each_save_and_a_failure_ends_nothing(
+    settings, tmp_path, monkeypatch, capsys
+):
     drawn = []
 
     def fails(rows, file):
@@ -163,11 +191,19 @@ def test_the_curve_is_drawn_at_each_save_and_a_failure_ends_nothing(settings, tm
 
 
 def test_a_new_stage_keeps_weights_and_optimizer_and_counts_anew(settings, tmp_path, capsys):
-    """Other text, twice the length, other rotary positions, a schedule of its own; stopped and resumed as any run."""
+    """Other text, twice the length, other rotary positions, a schedule of its own; stopped and
+    resumed as any run.
+    """
     scaling = {"kind": "dynamic", "factor": 2.0, "original_length": 61}
     train(settings)
     first = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run"))
-    stage = settings | {"data": str(tmp_path / "other"), "seq_len": 122, "rope_theta": 5e5, "steps": 3, "lr": 1e-30}
+    stage = settings | {
+        "data": str(tmp_path / "other"),
+        "seq_len": 122,
+        "rope_theta": 5e5,
+        "steps": 3,
+        "lr": 1e-30,
+    }
     stage |= {
         "rope_scaling": scaling,
         "warmup_steps": 0,
@@ -179,9 +215,16 @@ def test_a_new_stage_keeps_weights_and_optimizer_and_counts_anew(settings, tmp_p
     assert train(stage, resume=str(first.path))
     said = capsys.readouterr()
     assert f"a new stage from {first.path}" in said.out
-    assert "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 1.000e-30 at step 1" in said.err
+    assert (
+        "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 1.000e-30 at step 1"
+        in said.err
+    )
     second = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "stage"))
-    assert (second.state["step"], second.state["samples"], second.state["optimizer_steps"]) == (3, 6, 7)
+    assert (second.state["step"], second.state["samples"], second.state["optimizer_steps"]) == (
+        3,
+        6,
+        7,
+    )
     assert second.state["model"] == SMALL.to_dict() | {"rope_theta": 5e5, "rope_scaling": scaling}
     for name, weight in first.weights().items():
         assert torch.allclose(second.weights()[name], weight, atol=1e-12)
@@ -198,7 +241,9 @@ def made_for(longest: int) -> str:
     return json.dumps(SMALL.to_dict() | {"max_position_embeddings": longest})
 
 
-def test_a_run_says_if_its_sequences_are_longer_than_the_model_was_made_for(settings, tmp_path, capsys):
+def test_a_run_says_if_its_sequences_are_longer_than_the_model_was_made_for(
+    settings, tmp_path, capsys
+):
     said = "--seq-len 61 is beyond the {} tokens that the model was made for: see --rope-theta and --rope-scaling"
     scaling = {"kind": "yarn", "factor": 1.5, "original_length": 40}
     for longest, warned in ((60, True), (61, False)):
@@ -207,7 +252,10 @@ def test_a_run_says_if_its_sequences_are_longer_than_the_model_was_made_for(sett
         assert (said.format(longest) in capsys.readouterr().err) == warned
     (tmp_path / "model.json").write_text(made_for(40))
     for factor, warned in ((1.5, True), (1.6, False)):
-        options = {"output": str(tmp_path / f"run-{factor}"), "rope_scaling": scaling | {"factor": factor}}
+        options = {
+            "output": str(tmp_path / f"run-{factor}"),
+            "rope_scaling": scaling | {"factor": factor},
+        }
         train(settings, steps=2, **options)
         assert (said.format(60) in capsys.readouterr().err) == warned
 
@@ -244,10 +292,19 @@ def test_what_is_no_stage_is_refused(settings, tmp_path):
         ({"data": str(tmp_path / "other")}, f"was reading other data: .*digest .*{option}"),
         ({"seq_len": 122}, f"was reading other data: --seq-len 61 -> 122; {option}"),
         ({"rope_theta": 5e5}, f"holds another model: --rope-theta 10000.0 -> 500000.0; {option}"),
-        ({"rope_scaling": {"kind": "linear", "factor": 2}}, f"--rope-scaling None -> .*'linear'.*; {option}"),
+        (
+            {"rope_scaling": {"kind": "linear", "factor": 2}},
+            f"--rope-scaling None -> .*'linear'.*; {option}",
+        ),
         ({"model": "cpm-tiny", "new_stage": True}, "holds another model: vocab_size"),
-        ({"new_stage": True, "output": settings["output"]}, "has checkpoints: give --resume auto to go on with their"),
-        ({"new_stage": True, "resume": "auto"}, "has no checkpoint of a stage yet: give --resume CHECKPOINT"),
+        (
+            {"new_stage": True, "output": settings["output"]},
+            "has checkpoints: give --resume auto to go on with their",
+        ),
+        (
+            {"new_stage": True, "resume": "auto"},
+            "has no checkpoint of a stage yet: give --resume CHECKPOINT",
+        ),
     ):
         with pytest.raises(ranks.RankError, match=message):
             train(settings, **other | change)
@@ -257,14 +314,23 @@ def test_what_is_no_stage_is_refused(settings, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "jumps"),
-    [({}, False), ({"steps": 20}, True), ({"lr": 1e-3}, True), ({"schedule": "linear"}, True), ({"seed": 1}, False)],
+    [
+        ({}, False),
+        ({"steps": 20}, True),
+        ({"lr": 1e-3}, True),
+        ({"schedule": "linear"}, True),
+        ({"seed": 1}, False),
+    ],
 )
 def test_a_jump_of_the_learning_rate_is_said(settings, capsys, change, jumps):
     before = TrainConfig(**settings | {"schedule": "cosine", "warmup_steps": 2, "steps": 6})
     after = dataclasses.replace(before, **change)
     of_run = {"data": {}, "model": {}}
     resume.name_changes(
-        {"step": 4, "config": before.to_dict(), **of_run}, {"config": after.to_dict(), **of_run}, after, 5
+        {"step": 4, "config": before.to_dict(), **of_run},
+        {"config": after.to_dict(), **of_run},
+        after,
+        5,
     )
     rates = learning_rate(4, before), learning_rate(5, after)
     said = f"the learning rate jumps: {rates[0]:.3e} at the checkpoint's step 4, {rates[1]:.3e} at step 5"
@@ -307,7 +373,9 @@ def test_documents_are_told_apart_where_the_data_has_them_unless_the_run_goes_on
     assert "documents not told apart, resumed after step 2" in said.out
     assert "changed since" not in said.err
     assert records(tmp_path / "run") == expected
-    assert "documents" not in json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert "documents" not in json.loads(
+        (tmp_path / "run/metrics.jsonl").read_text().splitlines()[0]
+    )
     train(settings, output=str(tmp_path / "new"))
     assert "documents told apart by documents.bin" in capsys.readouterr().out
     assert records(tmp_path / "new") != expected
@@ -321,10 +389,17 @@ def test_documents_are_told_apart_or_not_as_asked_and_as_can_be(settings, tmp_pa
     del content["eos_id"], content["sha256"]["documents.bin"]
     index.write_text(json.dumps(content))
     (tmp_path / "text/documents.bin").unlink()
-    with pytest.raises(ranks.RankError, match="where documents start is not known; give --documents ignore"):
+    with pytest.raises(
+        ranks.RankError, match="where documents start is not known; give --documents ignore"
+    ):
         train(settings, documents="mask", output=str(tmp_path / "refused"))
     with pytest.raises(ranks.RankError, match=r"text has no documents\.bin"):
-        train(settings, data=str(tmp_path / "other"), val_data=settings["data"], output=str(tmp_path / "refused-too"))
+        train(
+            settings,
+            data=str(tmp_path / "other"),
+            val_data=settings["data"],
+            output=str(tmp_path / "refused-too"),
+        )
     assert train(settings)
     assert not records(tmp_path / "run", "documents")
 
@@ -345,7 +420,12 @@ def test_what_tokens_see_is_the_runs_own(settings, tmp_path, capsys):
         with pytest.raises(ranks.RankError, match=message):
             train(settings, **change, resume=path, output=str(tmp_path / "refused"))
     capsys.readouterr()
-    stage = {"resume": path, "new_stage": True, "documents": "ignore", "output": str(tmp_path / "stage")}
+    stage = {
+        "resume": path,
+        "new_stage": True,
+        "documents": "ignore",
+        "output": str(tmp_path / "stage"),
+    }
     assert train(settings, **stage)
     changed = "--window 8 -> None, --documents mask -> ignore, --bos 256 -> None, --layout balanced -> zigzag"
     assert f"changed since the checkpoint: {changed}" in capsys.readouterr().err
@@ -362,7 +442,9 @@ def test_resuming_with_documents_and_windows_is_as_not_stopping(settings, tmp_pa
     assert [records(tmp_path / "run", name) for name in names] == expected
 
 
-def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(settings, tmp_path, capsys):
+def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(
+    settings, tmp_path, capsys
+):
     """The same as by name; others than without; bit for bit as if it had not stopped."""
     options = {"val_data": str(tmp_path / "other"), "eval_every": 2}
     names = ("loss", "grad_norm", "val_loss", "documents")
@@ -385,14 +467,21 @@ def test_a_run_keeps_its_begin_token(settings, tmp_path, capsys):
     train(settings)
     path = str(checkpoint.newest(tmp_path / "run"))
     refused = {"resume": path, "output": str(tmp_path / "refused")}
-    with pytest.raises(ranks.RankError, match="was reading other data: --bos 256 -> None; give --new-stage"):
+    with pytest.raises(
+        ranks.RankError, match="was reading other data: --bos 256 -> None; give --new-stage"
+    ):
         train(settings, bos="none", **refused)
-    with pytest.raises(ranks.RankError, match=r"--bos must be auto, none or a token of .*text's tokenizer, got '<s>'"):
+    with pytest.raises(
+        ranks.RankError,
+        match=r"--bos must be auto, none or a token of .*text's tokenizer, got '<s>'",
+    ):
         train(settings, bos="<s>", **refused)
     assert train(settings, bos="none", resume=path, new_stage=True, output=str(tmp_path / "stage"))
     assert "changed since the checkpoint: --bos 256 -> None" in capsys.readouterr().err
     checkpoint._remove(tmp_path / "stage/step_00000004")
-    with pytest.raises(ranks.RankError, match="was reading other data: --bos None -> 256; give --new-stage"):
+    with pytest.raises(
+        ranks.RankError, match="was reading other data: --bos None -> 256; give --new-stage"
+    ):
         train(settings, bos="<|endoftext|>", resume="auto", output=str(tmp_path / "stage"))
     assert train(settings, resume="auto", output=str(tmp_path / "stage"))
 
@@ -416,7 +505,10 @@ def test_runs_and_folders_of_before_go_on_without(settings, tmp_path, capsys):
     without_bos(tmp_path / "text")
     train(settings, output=str(tmp_path / "new"))
     assert records(tmp_path / "new") == expected
-    assert "text was prepared without a begin token, so documents get none; --bos TOKEN" in capsys.readouterr().err
+    assert (
+        "text was prepared without a begin token, so documents get none; --bos TOKEN"
+        in capsys.readouterr().err
+    )
 
 
 def test_whole_texts_get_no_begin_token(settings, tmp_path, capsys):
@@ -434,12 +526,15 @@ def test_the_strategy_may_change_on_resume(settings, tmp_path, capsys):
     assert train(settings, **options, resume="auto", decay_steps=0)
     said = capsys.readouterr()
     assert "1 sequence parallel rank, strategy usp; 2 sequences of 61 tokens a step; " in said.out
-    assert "checkpoint: --strategy auto -> usp, --ulysses-size None -> 1, --steps 2 -> 4\n" in said.err
+    assert (
+        "checkpoint: --strategy auto -> usp, --ulysses-size None -> 1, --steps 2 -> 4\n" in said.err
+    )
     assert [f"step {step}/4: " in said.out for step in (3, 4)] == [True, True]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size", "taken"), [("ring", None, "ring"), ("auto", 1, "usp"), ("auto", None, "auto")]
+    ("strategy", "size", "taken"),
+    [("ring", None, "ring"), ("auto", 1, "usp"), ("auto", None, "auto")],
 )
 def test_the_models_attention_is_of_the_strategy(settings, strategy, size, taken):
     config = TrainConfig(**settings, strategy=strategy, ulysses_size=size)
@@ -448,26 +543,38 @@ def test_the_models_attention_is_of_the_strategy(settings, strategy, size, taken
 
 
 def test_advice_after_an_explosion_names_the_learning_rate(settings, tmp_path):
-    """Weights are finite: the checkpoint after the first step is good, and going on from it would explode again."""
+    """Weights are finite: the checkpoint after the first step is good, and going on from it would
+    explode again.
+    """
     with pytest.raises(FloatingPointError) as ended:
         train(settings, lr=1e30, warmup_steps=0, decay_steps=0, save_every=1, max_skips=2)
     assert str(ended.value).startswith("step 3: ")
-    assert "; 2 steps in a row were skipped: give a smaller --lr than 1e+30, and if the last good" in str(ended.value)
+    assert (
+        "; 2 steps in a row were skipped: give a smaller --lr than 1e+30, and if the last good"
+        in str(ended.value)
+    )
     assert [path.name for path in checkpoint.listed(tmp_path / "run")] == ["step_00000001"]
 
 
 def test_a_run_extended_after_its_decay_says_that_the_rate_jumps(settings, tmp_path, capsys):
     train(settings)
     train(settings, resume="auto", steps=8)
-    assert "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 3.000e-03" in capsys.readouterr().err
+    assert (
+        "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 3.000e-03"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_written(settings, tmp_path, monkeypatch):
+def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_written(
+    settings, tmp_path, monkeypatch
+):
     def refuses(spec, q, k):
         return "its backward adds up in no fixed order" if spec.deterministic else None
 
     monkeypatch.setattr(kernels.load("reference"), "refuses", refuses)
-    with pytest.raises(ranks.RankError, match=r"--flash reference: no kernel .* adds up in no fixed order"):
+    with pytest.raises(
+        ranks.RankError, match=r"--flash reference: no kernel .* adds up in no fixed order"
+    ):
         train(settings, flash="reference", deterministic=True)
     assert not (tmp_path / "run").exists()
 
@@ -495,7 +602,9 @@ def theirs(tmp_path) -> JsonTokenizer:
 def forget_identity(folder) -> None:
     """Makes a folder one of an older version, which did not save a tokenizer's identity."""
     spec = json.loads((folder / "tokenizer.spec.json").read_text())
-    (folder / "tokenizer.spec.json").write_text(json.dumps({"kind": spec["kind"], "file": spec["file"]}) + "\n")
+    (folder / "tokenizer.spec.json").write_text(
+        json.dumps({"kind": spec["kind"], "file": spec["file"]}) + "\n"
+    )
     index = json.loads((folder / "index.json").read_text())
     index["sha256"].pop("tokenizer.spec.json")
     (folder / "index.json").write_text(json.dumps(index))
@@ -508,11 +617,18 @@ def test_data_of_another_tokenizer_neither_validates_nor_starts_a_stage(settings
         train(settings, val_data=str(other))
     train(settings)
     first = str(checkpoint.newest(tmp_path / "run"))
-    stage = {"resume": first, "new_stage": True, "data": str(other), "output": str(tmp_path / "stage")}
+    stage = {
+        "resume": first,
+        "new_stage": True,
+        "data": str(other),
+        "output": str(tmp_path / "stage"),
+    }
     refused = f"step_00000004 is of another tokenizer than .*theirs: expected {theirs.identity[:12]}, got "
     with pytest.raises(ranks.RankError, match=refused + ByteTokenizer().identity[:12]):
         train(settings, **stage)
-    assert train(settings, **stage | {"data": str(tmp_path / "other"), "val_data": str(tmp_path / "text")})
+    assert train(
+        settings, **stage | {"data": str(tmp_path / "other"), "val_data": str(tmp_path / "text")}
+    )
 
 
 def test_a_run_does_not_go_on_with_the_same_tokens_of_another_tokenizer(settings, theirs, tmp_path):
@@ -522,12 +638,16 @@ def test_a_run_does_not_go_on_with_the_same_tokens_of_another_tokenizer(settings
     (tmp_path / "longer.json").write_text(json.dumps(longer))
     other = written_text(tmp_path / "longer", JsonTokenizer(tmp_path / "longer.json"))
     train(settings | {"data": str(written_text(tmp_path / "theirs", theirs))})
-    with pytest.raises(ranks.RankError, match=r"step_00000004 is of another tokenizer than .*longer: expected"):
+    with pytest.raises(
+        ranks.RankError, match=r"step_00000004 is of another tokenizer than .*longer: expected"
+    ):
         train(settings | {"data": str(other), "resume": "auto"})
 
 
 def test_folders_without_an_identity_are_used_with_a_warning(settings, theirs, tmp_path, capsys):
-    """Validation data, training data, and a checkpoint; sizes of vocabularies are compared as before."""
+    """Validation data, training data, and a checkpoint; sizes of vocabularies are compared as
+    before.
+    """
     warning = "does not say its tokenizer's identity: only the size of the vocabulary is checked\n"
     other = written_text(tmp_path / "theirs", theirs)
     assert train(settings, val_data=str(tmp_path / "other"))
@@ -537,12 +657,15 @@ def test_folders_without_an_identity_are_used_with_a_warning(settings, theirs, t
     assert capsys.readouterr().err.count(f"{other} {warning}") == 1
     forget_identity(tmp_path / "text")
     assert train(settings, val_data=str(tmp_path / "other"), resume="auto", steps=6)
-    assert capsys.readouterr().err.count(f"{tmp_path / 'text'} {warning}") == 2  # beside validation data, checkpoint
+    # beside validation data, checkpoint
+    assert capsys.readouterr().err.count(f"{tmp_path / 'text'} {warning}") == 2
     first = checkpoint.newest(tmp_path / "run")
     for file in (first / "tokenizer").iterdir():
         file.unlink()
     files = json.loads((first / "manifest.json").read_text())
-    files["files"] = {name: entry for name, entry in files["files"].items() if not name.startswith("tokenizer/")}
+    files["files"] = {
+        name: entry for name, entry in files["files"].items() if not name.startswith("tokenizer/")
+    }
     (first / "manifest.json").write_text(json.dumps(files))
     stage = {"resume": str(first), "new_stage": True, "output": str(tmp_path / "stage")}
     assert train(settings, **stage, data=str(tmp_path / "other"))
@@ -556,7 +679,13 @@ def test_folders_without_an_identity_are_used_with_a_warning(settings, theirs, t
 def test_validation_on_the_training_data_is_said(settings, tmp_path, capsys):
     (tmp_path / "link").symlink_to("text")
     for folder in ("text", "link"):
-        train(settings, val_data=str(tmp_path / folder), steps=2, decay_steps=0, output=str(tmp_path / f"run-{folder}"))
+        train(
+            settings,
+            val_data=str(tmp_path / folder),
+            steps=2,
+            decay_steps=0,
+            output=str(tmp_path / f"run-{folder}"),
+        )
         assert "--val-data and --data are the same folder" in capsys.readouterr().err
     train(settings, val_data=str(tmp_path / "other"), output=str(tmp_path / "two"))
     assert "are the same folder" not in capsys.readouterr().err
@@ -568,9 +697,15 @@ def started(settings, source, output, **options) -> bool:
     return train(settings, init_from=str(source), **options)
 
 
-def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(settings, theirs, tmp_path, capsys):
+def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
+    settings, theirs, tmp_path, capsys
+):
     """Whoever saved them: exported ones, and those with a tokenizer under the name that all know."""
-    mine, other, source = tmp_path / "text", written_text(tmp_path / "theirs", theirs), tmp_path / "hf"
+    mine, other, source = (
+        tmp_path / "text",
+        written_text(tmp_path / "theirs", theirs),
+        tmp_path / "hf",
+    )
     train(settings)
     exported = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run"))
     source.mkdir()
@@ -578,7 +713,10 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(settin
     assert started(settings, source, tmp_path / "1")
     digits = theirs.identity[:12], ByteTokenizer().identity[:12]
     refused = f"hf is of another tokenizer than .*theirs: expected {digits[0]}, got {digits[1]} as it was exported, .*"
-    with pytest.raises(ranks.RankError, match=f"{refused} of tokenizer.json; give data .*, or --allow-other-tokenizer"):
+    with pytest.raises(
+        ranks.RankError,
+        match=f"{refused} of tokenizer.json; give data .*, or --allow-other-tokenizer",
+    ):
         started(settings, source, tmp_path / "2", data=str(other))
     capsys.readouterr()
     allowed = {"data": str(other), "allow_other_tokenizer": True}
@@ -592,19 +730,28 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(settin
     (tmp_path / "plain/tokenizer.json").write_bytes(theirs.file.read_bytes())
     assert started(settings, tmp_path / "plain", tmp_path / "4", data=str(other))
     assert "identity" not in capsys.readouterr().err
-    with pytest.raises(ranks.RankError, match=f"plain is of another tokenizer than {mine}: expected {digits[1]}"):
+    with pytest.raises(
+        ranks.RankError, match=f"plain is of another tokenizer than {mine}: expected {digits[1]}"
+    ):
         started(settings, tmp_path / "plain", tmp_path / "5")
     forget_identity(mine)
     assert started(settings, tmp_path / "plain", tmp_path / "5")
     assert f"{mine} does not say its tokenizer's identity: only" in capsys.readouterr().err
     (tmp_path / "plain/tokenizer.json").write_text("{}")
-    with pytest.raises(ranks.RankError, match=r"got cannot read tokenizer .*plain/tokenizer.json: "):
+    with pytest.raises(
+        ranks.RankError, match=r"got cannot read tokenizer .*plain/tokenizer.json: "
+    ):
         started(settings, tmp_path / "plain", tmp_path / "6", data=str(other))
-    with pytest.raises(ValueError, match="--allow-other-tokenizer is for the weights of --init-from"):
+    with pytest.raises(
+        ValueError, match="--allow-other-tokenizer is for the weights of --init-from"
+    ):
         TrainConfig(allow_other_tokenizer=True)
 
 
-LIVE = {"bee": (BeeTokenizer, {"a": "b", "<ans>": "ab"}), "ant": (AntGreedyTokenizer, {"text": "abab"})}
+LIVE = {
+    "bee": (BeeTokenizer, {"a": "b", "<ans>": "ab"}),
+    "ant": (AntGreedyTokenizer, {"text": "abab"}),
+}
 
 
 @pytest.mark.parametrize("name", LIVE)
@@ -619,9 +766,22 @@ def test_neither_do_cpm_lives_models_mix_vocabularies(name, settings, tmp_path):
         for _ in range(30):
             instances.write([reader(tokenizer, "text").of_record(line)])
         instances.finish()
-    shape = {"dim_model": 32, "num_heads": 2, "dim_head": 16, "dim_ff": 48, "num_layers": 1, "vocab_size": 40}
-    (tmp_path / "live.json").write_text(json.dumps(changed(PRESETS[f"cpm-{name}-tiny"], **shape).to_dict()))
-    settings |= {"model": str(tmp_path / "live.json"), "data": str(tmp_path / "live-ab"), "seq_len": 96}
+    shape = {
+        "dim_model": 32,
+        "num_heads": 2,
+        "dim_head": 16,
+        "dim_ff": 48,
+        "num_layers": 1,
+        "vocab_size": 40,
+    }
+    (tmp_path / "live.json").write_text(
+        json.dumps(changed(PRESETS[f"cpm-{name}-tiny"], **shape).to_dict())
+    )
+    settings |= {
+        "model": str(tmp_path / "live.json"),
+        "data": str(tmp_path / "live-ab"),
+        "seq_len": 96,
+    }
     settings |= {"steps": 1, "warmup_steps": 0, "decay_steps": 0}
     refused = "is of another tokenizer than .*live-ab: expected"
     with pytest.raises(ranks.RankError, match=f"live-ba {refused}"):
@@ -630,6 +790,12 @@ def test_neither_do_cpm_lives_models_mix_vocabularies(name, settings, tmp_path):
     with pytest.raises(ranks.RankError, match=f"model.pt {refused}"):
         train(settings, init_from=str(tmp_path / "exported/model.pt"))
     assert train(settings, val_data=str(tmp_path / "live-ab"))
-    stage = {"resume": str(checkpoint.newest(tmp_path / "run")), "new_stage": True, "output": str(tmp_path / "stage")}
-    with pytest.raises(ranks.RankError, match=r"step_00000001 is of another tokenizer than .*live-ba: expected"):
+    stage = {
+        "resume": str(checkpoint.newest(tmp_path / "run")),
+        "new_stage": True,
+        "output": str(tmp_path / "stage"),
+    }
+    with pytest.raises(
+        ranks.RankError, match=r"step_00000001 is of another tokenizer than .*live-ba: expected"
+    ):
         train(settings, **stage, data=str(tmp_path / "live-ba"))

@@ -1,4 +1,5 @@
-"""Models of transformers over ranks: logits, losses and gradients are those of the plain model, and what is refused.
+"""Models of transformers over ranks: logits, losses and gradients are those of the plain model, and
+what is refused.
 
 Ranks are simulated, but for those of torch.distributed, which are processes.
 """
@@ -34,12 +35,31 @@ SIZES = {
     "pad_token_id": 0,
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0, 4.0, 5.0, 6.0], "rope_theta": 10000.0}
-MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
-WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 3, "max_window_layers": 1}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0, 4.0, 5.0, 6.0],
+    "rope_theta": 10000.0,
+}
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 9,
+    "num_hidden_layers": 3,
+    "max_window_layers": 1,
+}
 CONFIGS = {  # by what they are: the family, and what it has besides
     "Llama": ("Llama", {}),
-    "Llama, rotary by length": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 30}),
+    "Llama, rotary by length": (
+        "Llama",
+        {"rope_parameters": DYNAMIC, "max_position_embeddings": 30},
+    ),
     "Mistral": ("Mistral", {"sliding_window": 7, "head_dim": 16}),
     "Mistral, no window": ("Mistral", {"sliding_window": None}),
     "Qwen2": ("Qwen2", {}),
@@ -47,12 +67,20 @@ CONFIGS = {  # by what they are: the family, and what it has besides
     "Qwen3": ("Qwen3", {"head_dim": 16}),
     "Qwen3, windows between": (
         "Qwen3",
-        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
     "Phi3": ("Phi3", {"sliding_window": 11}),
     "Phi3, long": (
         "Phi3",
-        {"rope_parameters": LONG, "original_max_position_embeddings": 30, "max_position_embeddings": 60},
+        {
+            "rope_parameters": LONG,
+            "original_max_position_embeddings": 30,
+            "max_position_embeddings": 60,
+        },
     ),
     "MiniCPM3": ("MiniCPM3", {**MLA, "num_key_value_heads": 4}),
     "Gemma2": (
@@ -62,12 +90,19 @@ CONFIGS = {  # by what they are: the family, and what it has besides
             "head_dim": 8,
             "query_pre_attn_scalar": 4,
             "attn_logit_softcapping": 0.8,
-            "attn_implementation": "eager",  # before transformers 5.2x the default, sdpa, leaves the softcap out
+            # before transformers 5.2x the default, sdpa, leaves the softcap out
+            "attn_implementation": "eager",
         },
     ),
     "GptOss": (
         "GptOss",
-        {"sliding_window": 9, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
+        {
+            "sliding_window": 9,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+        },
     ),
 }
 if not hasattr(hf, "MiniCPM3Config"):  # before transformers 5.2x
@@ -98,7 +133,9 @@ def packed(*lengths: int) -> torch.Tensor:
 def calls() -> dict[str, dict]:
     """Arguments of a forward."""
     whole, row = tokens(2, 37), tokens(1, 41)
-    few = whole.masked_fill(torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) < 0.7, -100)
+    few = whole.masked_fill(
+        torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) < 0.7, -100
+    )
     padding = torch.arange(37) < torch.tensor([[37], [20]])
     rows = torch.cat((packed(20, 17), packed(5, 1, 31)))
     return {
@@ -107,7 +144,11 @@ def calls() -> dict[str, dict]:
         "shifted": {"input_ids": row, "labels": row, "shift_labels": row.roll(-1, 1)},
         "documents": {"input_ids": whole, "labels": whole, "position_ids": packed(13, 20, 4)},
         "documents of rows": {"input_ids": whole, "labels": whole, "position_ids": rows},
-        "later positions": {"input_ids": row, "labels": row, "position_ids": torch.arange(3, 44).unsqueeze(0)},
+        "later positions": {
+            "input_ids": row,
+            "labels": row,
+            "position_ids": torch.arange(3, 44).unsqueeze(0),
+        },
         "padding": {
             "input_ids": whole.where(padding, 0),
             "labels": whole.masked_fill(~padding, -100),
@@ -118,10 +159,16 @@ def calls() -> dict[str, dict]:
 
 def calls_of(name: str) -> dict[str, dict]:
     """Those that a model takes."""
-    return {kind: call for kind, call in calls().items() if name != "GptOss" or not kind.startswith("documents")}
+    return {
+        kind: call
+        for kind, call in calls().items()
+        if name != "GptOss" or not kind.startswith("documents")
+    }
 
 
-def results(model: hf.PreTrainedModel, loss: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+def results(
+    model: hf.PreTrainedModel, loss: torch.Tensor, logits: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """The loss, logits and the gradient of each parameter."""
     model.zero_grad()
     loss.backward()
@@ -134,7 +181,9 @@ def expected_results(model: hf.PreTrainedModel, call: dict) -> dict[str, torch.T
     return results(model, out.loss, out.logits)
 
 
-def over_ranks(model: hf.PreTrainedModel, call: dict, size: int, layout: str | Layout = "zigzag", **options):
+def over_ranks(
+    model: hf.PreTrainedModel, call: dict, size: int, layout: str | Layout = "zigzag", **options
+):
     """What simulated ranks find, of gradients the mean, as DDP has it."""
 
     def work(ring):
@@ -150,7 +199,12 @@ def over_ranks(model: hf.PreTrainedModel, call: dict, size: int, layout: str | L
     return results(model, losses.mean(), whole.unshard([logits for _, logits in found]))
 
 
-def check(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], call: dict, bound: float = BOUND) -> None:
+def check(
+    got: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    call: dict,
+    bound: float = BOUND,
+) -> None:
     valid = call.get("attention_mask", torch.ones(call["input_ids"].shape)).bool()
     for found in (got, expected):
         found["logits"] = found["logits"][valid]
@@ -190,25 +244,33 @@ def test_any_layout_will_do(name, layout):
 
 
 def test_documents_may_be_balanced():
-    """Those of a batch, whose layout a rank does not know before; so the order of logits is that of the documents."""
+    """Those of a batch, whose layout a rank does not know before; so the order of logits is that of
+    the documents.
+    """
     call = calls()["documents"]
     layout = Layout.balanced(Mask.documents((0, 13, 33, 37)), 3)
     assert layout != Layout.zigzag(37, 3)
     expected = expected_results(plain("Mistral"), call)
 
     def work(ring):
-        model = enabled(plain("Mistral"), SequenceParallel(ring.rank, 3, process_group=ring), balanced=True)
+        model = enabled(
+            plain("Mistral"), SequenceParallel(ring.rank, 3, process_group=ring), balanced=True
+        )
         rows = model(**calls()["documents of rows"])
         return rows.loss, model(**call).logits
 
     found = simulate(3, work)
-    assert relative_error(layout.unshard([logits for _, logits in found]), expected["logits"]) < BOUND
+    assert (
+        relative_error(layout.unshard([logits for _, logits in found]), expected["logits"]) < BOUND
+    )
     of_rows = expected_results(plain("Mistral"), calls()["documents of rows"])
     assert relative_error(found[0][0], of_rows["loss"]) < BOUND
 
 
 def test_windows_and_documents_are_seen():
-    """What equality would not show if masks were never applied to the plain model: it depends on them."""
+    """What equality would not show if masks were never applied to the plain model: it depends on
+    them.
+    """
     call = calls()["documents"]
     for name, other in (("Mistral", "sliding_window"), ("Phi3", "sliding_window")):
         model = copy.deepcopy(plain(name))
@@ -269,7 +331,11 @@ def test_compiled_models_equal_and_are_not_compiled_for_other_documents():
     graphs = []
     for name in ("whole", "documents"):
         out = compiled(**{"position_ids": torch.arange(37).unsqueeze(0)} | calls()[name])
-        check(results(model, out.loss, out.logits), expected_results(model, calls()[name]), calls()[name])
+        check(
+            results(model, out.loss, out.logits),
+            expected_results(model, calls()[name]),
+            calls()[name],
+        )
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] > 0
 
@@ -284,7 +350,8 @@ def test_without_labels_there_is_no_loss_and_tuples_stay_tuples():
     assert relative_error(logits, plain("Llama")(ids).logits) < BOUND
     loss, logits = model(ids, labels=ids, return_dict=False)
     assert relative_error(loss, plain("Llama")(ids, labels=ids).loss) < BOUND
-    assert model(ids, labels=torch.full_like(ids, -100)).loss.isnan()  # a mean of nothing, as before
+    # a mean of nothing, as before
+    assert model(ids, labels=torch.full_like(ids, -100)).loss.isnan()
 
 
 def test_copies_pickles_and_what_is_saved(tmp_path):
@@ -294,8 +361,11 @@ def test_copies_pickles_and_what_is_saved(tmp_path):
     for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert type(again) is type(ours)
         assert torch.equal(again(ids, labels=ids).logits, ours(ids, labels=ids).logits)
-    assert isinstance(ours, hf.Phi3ForCausalLM) and ours.model.config._attn_implementation == ATTENTION
-    assert other.model.config._attn_implementation != ATTENTION  # though it shared its configuration
+    assert (
+        isinstance(ours, hf.Phi3ForCausalLM) and ours.model.config._attn_implementation == ATTENTION
+    )
+    # though it shared its configuration
+    assert other.model.config._attn_implementation != ATTENTION
     ours.save_pretrained(tmp_path)
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is hf.Phi3ForCausalLM and loaded.config._attn_implementation != ATTENTION
@@ -382,8 +452,16 @@ MODELS = {  # what cannot be enabled
         TypeError,
         "a layer's attention, a LlamaAttention, has another forward than transformers' LlamaAttention, which",
     ),
-    "no attention": (no_attention, TypeError, "a layer's attention, a NoneType, has another forward than"),
-    "loss": (other_loss, ValueError, "this LlamaForCausalLM has another loss than transformers' ForCausalLMLoss"),
+    "no attention": (
+        no_attention,
+        TypeError,
+        "a layer's attention, a NoneType, has another forward than",
+    ),
+    "loss": (
+        other_loss,
+        ValueError,
+        "this LlamaForCausalLM has another loss than transformers' ForCausalLMLoss",
+    ),
     "twice": (
         lambda: enabled(plain("Llama"), SequenceParallel()),
         ValueError,
@@ -402,7 +480,9 @@ def test_models_that_cannot_be_are_refused(name):
 @pytest.mark.parametrize("kind", [hf.LlamaForCausalLM, LlamaAttention])
 def test_forwards_that_are_replaced_in_a_class_are_refused(kind, monkeypatch):
     monkeypatch.setattr(kind, "forward", lambda self, *args, **named: None)
-    with pytest.raises(TypeError, match=f"has another forward than transformers' {kind.__name__}, which"):
+    with pytest.raises(
+        TypeError, match=f"has another forward than transformers' {kind.__name__}, which"
+    ):
         enable(copy.deepcopy(plain("Llama")), SequenceParallel())
 
 
@@ -433,10 +513,22 @@ def layer_that_sees_both_sides() -> nn.Module:
 
 
 DENIED = {  # by what layers ask for: the model, and what is said of it
-    "own": (layer_with_its_own_window, "a MistralAttention has a window of 3, and its model makes masks with one of 7"),
-    "changed": (changed_window, "a Qwen3Attention has a window of 5, and its model makes masks with one of 3"),
-    "exchanged": (exchanged_layers, "a Qwen3Attention has a window of None, and its model makes masks with one of 5"),
-    "sides": (layer_that_sees_both_sides, "is_causal is False in a LlamaAttention: attention to both sides is not en"),
+    "own": (
+        layer_with_its_own_window,
+        "a MistralAttention has a window of 3, and its model makes masks with one of 7",
+    ),
+    "changed": (
+        changed_window,
+        "a Qwen3Attention has a window of 5, and its model makes masks with one of 3",
+    ),
+    "exchanged": (
+        exchanged_layers,
+        "a Qwen3Attention has a window of None, and its model makes masks with one of 5",
+    ),
+    "sides": (
+        layer_that_sees_both_sides,
+        "is_causal is False in a LlamaAttention: attention to both sides is not en",
+    ),
 }
 
 
@@ -448,10 +540,30 @@ def test_layers_that_ask_for_other_than_the_mask_are_refused(what):
 
 
 REFUSED_BY_SOME = {  # by the model, what is wrong with its configuration, and arguments
-    "documents": ("GptOss", {}, {"position_ids": packed(30, 7)}, "position_ids begin anew, but transformers does not"),
-    "routers": ("GptOss", {"output_router_logits": True}, {}, "output_router_logits: routers have a loss of whole seq"),
-    "routers asked": ("GptOss", {}, {"output_router_logits": True}, "output_router_logits: routers have a loss of who"),
-    "both sides": ("Gemma2", {"use_bidirectional_attention": True}, {}, "use_bidirectional_attention in the configur"),
+    "documents": (
+        "GptOss",
+        {},
+        {"position_ids": packed(30, 7)},
+        "position_ids begin anew, but transformers does not",
+    ),
+    "routers": (
+        "GptOss",
+        {"output_router_logits": True},
+        {},
+        "output_router_logits: routers have a loss of whole seq",
+    ),
+    "routers asked": (
+        "GptOss",
+        {},
+        {"output_router_logits": True},
+        "output_router_logits: routers have a loss of who",
+    ),
+    "both sides": (
+        "Gemma2",
+        {"use_bidirectional_attention": True},
+        {},
+        "use_bidirectional_attention in the configur",
+    ),
 }
 
 
@@ -479,35 +591,63 @@ def test_softcaps_and_sinks_are_seen(name):
 
 
 def test_options_are_checked():
-    with pytest.raises(TypeError, match="sp must be a SequenceParallel, from init_sequence_parallel, got NoneType"):
+    with pytest.raises(
+        TypeError, match="sp must be a SequenceParallel, from init_sequence_parallel, got NoneType"
+    ):
         enable(plain("Llama"), None)
     with pytest.raises(TypeError, match="balanced must be True or False, got 'yes'"):
         enable(copy.deepcopy(plain("Llama")), SequenceParallel(), balanced="yes")
     ours = enabled(plain("Llama"), SequenceParallel())
-    with pytest.raises(ValueError, match="an enabled LlamaForCausalLM does not generate, since caches are of whole"):
+    with pytest.raises(
+        ValueError, match="an enabled LlamaForCausalLM does not generate, since caches are of whole"
+    ):
         ours.generate(tokens(1, 5))
-    with pytest.raises(ValueError, match="an enabled LlamaForCausalLM keeps its attention, since others see this rank"):
+    with pytest.raises(
+        ValueError,
+        match="an enabled LlamaForCausalLM keeps its attention, since others see this rank",
+    ):
         ours.set_attn_implementation("sdpa")
-    with pytest.raises(TypeError, match="a LlamaAttention was called without what its tokens see: call the model that"):
+    with pytest.raises(
+        TypeError,
+        match="a LlamaAttention was called without what its tokens see: call the model that",
+    ):
         ours.model(tokens(1, 5))
-    with pytest.raises(TypeError, match="another LlamaForCausalLM cannot be made by the class of an enabled one: take"):
+    with pytest.raises(
+        TypeError,
+        match="another LlamaForCausalLM cannot be made by the class of an enabled one: take",
+    ):
         type(ours)(ours.config)
-    with pytest.raises(TypeError, match="a Phi3RotaryEmbedding was called by itself: call the model that was enabled"):
+    with pytest.raises(
+        TypeError,
+        match="a Phi3RotaryEmbedding was called by itself: call the model that was enabled",
+    ):
         enabled(plain("Phi3, long"), SequenceParallel()).model(tokens(1, 5))
 
 
 REFUSED = {  # by what is wrong on all ranks
     "cache": ({"use_cache": True}, "use_cache and past_key_values are of whole sequences"),
-    "past": ({"past_key_values": hf.DynamicCache()}, "use_cache and past_key_values are of whole sequences"),
-    "attentions": ({"output_attentions": True}, "output_attentions: attention over ranks never has its probabilities"),
+    "past": (
+        {"past_key_values": hf.DynamicCache()},
+        "use_cache and past_key_values are of whole sequences",
+    ),
+    "attentions": (
+        {"output_attentions": True},
+        "output_attentions: attention over ranks never has its probabilities",
+    ),
     "some logits": ({"logits_to_keep": 1}, "logits_to_keep counts tokens of whole sequences"),
-    "unknown": ({"cu_seq_lens_q": torch.tensor([0, 37])}, "cu_seq_lens_q: it is not known how to cut this over ranks"),
+    "unknown": (
+        {"cu_seq_lens_q": torch.tensor([0, 37])},
+        "cu_seq_lens_q: it is not known how to cut this over ranks",
+    ),
     "both": (
         {"inputs_embeds": torch.zeros(2, 37, 32)},
         "give either input_ids or inputs_embeds, got input_ids and",
     ),
     "neither": ({"input_ids": None}, "give either input_ids or inputs_embeds, got neither"),
-    "shape": ({"input_ids": torch.ones(37, dtype=torch.int64)}, "input_ids must be (B, S), got shape (37,)"),
+    "shape": (
+        {"input_ids": torch.ones(37, dtype=torch.int64)},
+        "input_ids must be (B, S), got shape (37,)",
+    ),
     "token": (
         {"input_ids": tokens(2, 37).index_fill(1, torch.tensor(0), 64)},
         "token 64 of input_ids is not in a voca",
@@ -516,17 +656,35 @@ REFUSED = {  # by what is wrong on all ranks
         {"input_ids": tokens(2, 37).index_fill(1, torch.tensor(36), -1)},
         "token -1 of input_ids is not in a vo",
     ),
-    "no tokens": ({"input_ids": torch.ones(2, 37)}, "input_ids must be int64 or int32, got torch.float32"),
-    "short numbers": ({"input_ids": tokens(2, 37).to(torch.int8)}, "input_ids must be int64 or int32, got torch.int8"),
-    "some items": ({"num_items_in_batch": torch.ones(2)}, "num_items_in_batch must be one number, got shape (2,)"),
+    "no tokens": (
+        {"input_ids": torch.ones(2, 37)},
+        "input_ids must be int64 or int32, got torch.float32",
+    ),
+    "short numbers": (
+        {"input_ids": tokens(2, 37).to(torch.int8)},
+        "input_ids must be int64 or int32, got torch.int8",
+    ),
+    "some items": (
+        {"num_items_in_batch": torch.ones(2)},
+        "num_items_in_batch must be one number, got shape (2,)",
+    ),
     "no number": ({"num_items_in_batch": "5"}, "num_items_in_batch must be a number, got '5'"),
-    "short": ({"input_ids": tokens(2, 1), "labels": None}, "a sequence of 1 tokens is too short for 2 ranks"),
-    "labels": ({"labels": tokens(2, 18)}, "labels must be of whole sequences, (2, 37), got shape (2, 18)"),
+    "short": (
+        {"input_ids": tokens(2, 1), "labels": None},
+        "a sequence of 1 tokens is too short for 2 ranks",
+    ),
+    "labels": (
+        {"labels": tokens(2, 18)},
+        "labels must be of whole sequences, (2, 37), got shape (2, 18)",
+    ),
     "dense mask": (
         {"attention_mask": torch.ones(2, 1, 37, 37)},
         "attention_mask must be of whole sequences, (2, 37), ",
     ),
-    "left padding": ({"attention_mask": torch.arange(37).expand(2, -1).gt(3)}, "attention_mask has padding before tok"),
+    "left padding": (
+        {"attention_mask": torch.arange(37).expand(2, -1).gt(3)},
+        "attention_mask has padding before tok",
+    ),
     "padding's labels": (
         {"attention_mask": torch.arange(37).expand(2, -1).lt(30)},
         "labels of what attention_mask",
@@ -541,10 +699,22 @@ DIFFER = {  # by what rank 0 alone is given
         {"input_ids": tokens(2, 37) % 63},
         "ranks differ in input_ids (whole, the same on every rank): rank 0 has",
     ),
-    "lengths": ({"input_ids": tokens(2, 38), "labels": tokens(2, 38)}, "ranks differ in input_ids (whole, the same on"),
-    "positions": ({"position_ids": packed(30, 7)}, "ranks differ in arguments: rank 0 has ['input_ids', 'labels', "),
-    "near items": ({"num_items_in_batch": torch.tensor(5.5)}, "ranks differ in num_items_in_batch (whole, the same on"),
-    "items": ({"num_items_in_batch": 7}, "ranks differ in num_items_in_batch (whole, the same on every rank)"),
+    "lengths": (
+        {"input_ids": tokens(2, 38), "labels": tokens(2, 38)},
+        "ranks differ in input_ids (whole, the same on",
+    ),
+    "positions": (
+        {"position_ids": packed(30, 7)},
+        "ranks differ in arguments: rank 0 has ['input_ids', 'labels', ",
+    ),
+    "near items": (
+        {"num_items_in_batch": torch.tensor(5.5)},
+        "ranks differ in num_items_in_batch (whole, the same on",
+    ),
+    "items": (
+        {"num_items_in_batch": 7},
+        "ranks differ in num_items_in_batch (whole, the same on every rank)",
+    ),
 }
 
 
@@ -564,7 +734,10 @@ def refusals(rank: int, sp: SequenceParallel) -> dict[str, str]:
     wrong[0, -1] = 64  # which is what rank 0 predicts
     found["label"] = error_of(model, {**base, "labels": wrong})
     base |= {"num_items_in_batch": torch.tensor(5.0)}
-    found |= {name: error_of(model, {**base, **(wrong if rank == 0 else {})}) for name, (wrong, _) in DIFFER.items()}
+    found |= {
+        name: error_of(model, {**base, **(wrong if rank == 0 else {})})
+        for name, (wrong, _) in DIFFER.items()
+    }
     for name, same in (("an int", 5), ("of one dimension", torch.tensor([5]))):
         found[name] = error_of(model, base | ({"num_items_in_batch": same} if rank == 0 else {}))
     found["embeddings"] = error_of(model, {"inputs_embeds": torch.zeros(2, 37, 32 if rank else 16)})
@@ -597,8 +770,12 @@ def changed_attention(sp: SequenceParallel) -> dict[str, str]:
     return found
 
 
-def trained(rank: int, sp: SequenceParallel, sharded: bool) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of this rank's reader and the gradients under DDP, where layers are checkpointed, or FSDP2."""
+def trained(
+    rank: int, sp: SequenceParallel, sharded: bool
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of this rank's reader and the gradients under DDP, where layers are checkpointed, or
+    FSDP2.
+    """
     model = enabled(plain("Qwen2, windows above"), sp).train()
     call = calls()[("whole", "documents")[rank // sp.size]]
     if sharded:
@@ -611,7 +788,10 @@ def trained(rank: int, sp: SequenceParallel, sharded: bool) -> tuple[float, dict
     model.zero_grad()
     loss = wrapped(**call).loss
     loss.backward()
-    grads = {name: p.grad.full_tensor() if sharded else p.grad.clone() for name, p in model.named_parameters()}
+    grads = {
+        name: p.grad.full_tensor() if sharded else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
     return float(loss.detach()), grads
 
 
@@ -619,7 +799,12 @@ def on_processes(rank: int) -> tuple:
     pairs, all_ranks = init_sequence_parallel(sp_size=2), init_sequence_parallel()
     found = refusals(pairs.rank, pairs) | {"attention": changed_attention(pairs)}
     dist.barrier()
-    return found, trained(rank, pairs, False), trained(rank, all_ranks, False), trained(rank, pairs, True)
+    return (
+        found,
+        trained(rank, pairs, False),
+        trained(rank, all_ranks, False),
+        trained(rank, pairs, True),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -633,7 +818,9 @@ def test_what_is_wrong_is_refused_on_all_ranks(processes):
         for name, (_, start) in (REFUSED | DIFFER).items():
             assert found[name].startswith(start), (rank, name)
         label = "label 64 is not in a vocabulary of 64"
-        failed = f"rank 0 of the group failed before the loss of a LlamaForCausalLM: ValueError: {label}"
+        failed = (
+            f"rank 0 of the group failed before the loss of a LlamaForCausalLM: ValueError: {label}"
+        )
         assert found["label"].startswith(failed if rank % 2 else label)
         dropout = "attention over ranks cannot drop probabilities, and attention_dropout is 0.1"
         heard = "rank 0 of the group failed before a call of burst_attn_func: ValueError: "
@@ -658,11 +845,16 @@ def test_attention_that_was_changed_after_enable_is_refused_on_all_ranks(process
     heard = "rank 0 of the group failed before the forward of a LlamaForCausalLM: ValueError: "
     for rank, (found, *_) in enumerate(processes):
         for name, start in starts.items():
-            assert found["attention"][name].startswith(heard + start if rank % 2 else start), (rank, name)
+            assert found["attention"][name].startswith(heard + start if rank % 2 else start), (
+                rank,
+                name,
+            )
 
 
 def test_ranks_that_share_sequences_are_one_process_to_what_averages(processes):
-    """DDP and FSDP2. Two readers of two ranks each, and one of four: the mean over ranks of the readers' gradients."""
+    """DDP and FSDP2. Two readers of two ranks each, and one of four: the mean over ranks of the
+    readers' gradients.
+    """
     model = plain("Qwen2, windows above")
     one, other = (expected_results(model, calls()[name]) for name in ("whole", "documents"))
     both = {name: (one[name] + other[name]) / 2 for name, _ in model.named_parameters()}
@@ -689,6 +881,9 @@ def test_a_few_lines_make_a_script_sequence_parallel():
     assert len(before) == 10
     assert before[-1] < 0.9 * before[0]
     assert after == pytest.approx(before, rel=1e-5)
-    sources = [(ROOT / f"train/examples/transformers_{name}.py").read_text() for name in ("before", "after")]
+    sources = [
+        (ROOT / f"train/examples/transformers_{name}.py").read_text()
+        for name in ("before", "after")
+    ]
     lines = [set(source[source.index("import ") :].splitlines()) for source in sources]
     assert len(lines[1] - lines[0]) <= 5

@@ -1,7 +1,8 @@
-"""The Triton kernel against the reference: on GPUs where there are some, else in Triton's interpreter.
+"""The Triton kernel against the reference: on GPUs where there are some, else in Triton's
+interpreter.
 
-The interpreter accepts more than the compiler, so without GPUs it is compiled for one as well. Its blocks are small
-there, so that calls of some tokens have several.
+The interpreter accepts more than the compiler, so without GPUs it is compiled for one as well. Its
+blocks are small there, so that calls of some tokens have several.
 """
 
 import os
@@ -34,7 +35,11 @@ from tests.helpers import (
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow|All-NaN):RuntimeWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:(divide by zero|invalid value|overflow|All-NaN):RuntimeWarning"
+    )
+]
 if DEVICE == "cuda":
     pytestmark.append(pytest.mark.gpu)
 KERNEL = kernels.load("triton")
@@ -46,10 +51,15 @@ else:  # of many tiles a few: the interpreter takes milliseconds for each
     CALLS = named_calls(5)
     few = {"q_tokens": 20, "kv_tokens": 13, "tiles": CALLS["many tiles"].tiles[:6]}
     CALLS |= {kind: replace(CALLS[kind], **few) for kind in ("many tiles", "many full tiles")}
-# Operands, probabilities and results are rounded to 24, 11 or 8 bits; found in the interpreter are 5e-7 and 6e-4. On
-# GPUs a product of fp32 is three of TF32, and sums are longer.
-BOUNDS = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-DTYPES = tuple(BOUNDS) if DEVICE == "cuda" else (torch.float32, torch.float16)  # the interpreter's products lack bf16
+# Operands, probabilities and results are rounded to 24, 11 or 8 bits; found in the interpreter are
+# 5e-7 and 6e-4. On GPUs a product of fp32 is three of TF32, and sums are longer.
+BOUNDS = {
+    torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5,
+    torch.float16: 1e-3,
+    torch.bfloat16: 8e-3,
+}
+# the interpreter's products lack bf16
+DTYPES = tuple(BOUNDS) if DEVICE == "cuda" else (torch.float32, torch.float16)
 
 
 def tensors_of(call, batch, heads, kv_heads, head_size, dtype=torch.float32):
@@ -78,7 +88,9 @@ def test_calls_with_a_bias(kind):
     check(CALLS[kind], tensors_of(CALLS[kind], 1, 1, 1, 8), BIASED, len(kind) % 2 == 0, bias)
 
 
-@pytest.mark.parametrize("kind", ["causal", "full, fewer keys", "documents", "a window to both sides", "tiles apart"])
+@pytest.mark.parametrize(
+    "kind", ["causal", "full, fewer keys", "documents", "a window to both sides", "tiles apart"]
+)
 def test_calls_with_a_softcap(kind):
     check(CALLS[kind], tensors_of(CALLS[kind], 1, 1, 1, 8), CAPPED, with_delta=len(kind) % 2 == 0)
 
@@ -91,7 +103,9 @@ def test_softcaps(softcap, dtype):
     check(call, tensors_of(call, 1, 3, 1, 40, dtype), replace(CAPPED, softcap=softcap))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="a product of fp32 is three of TF32 there, which make NaN of inf")
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="a product of fp32 is three of TF32 there, which make NaN of inf"
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_a_softcap_hides_infinity_and_no_nan(name, value):
@@ -99,7 +113,10 @@ def test_a_softcap_hides_infinity_and_no_nan(name, value):
     call = KernelCall.whole(33, causal=True)
     tensors = dict(zip("qkv", tensors_of(call, 1, 2, 1, 8), strict=False))
     tensors[name][0, 5, 0, 3] = value
-    results = [kernel.forward(*tensors.values(), call, CAPPED) for kernel in (KERNEL, kernels.load("reference"))]
+    results = [
+        kernel.forward(*tensors.values(), call, CAPPED)
+        for kernel in (KERNEL, kernels.load("reference"))
+    ]
     for mine, expected in zip(*results, strict=True):
         assert torch.allclose(mine, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
         assert bool(mine.isnan().any()) is (value != value)
@@ -129,16 +146,28 @@ def test_the_gradient_of_a_table_alone(kind, monkeypatch):
 def test_where_tokens_are_known_to_be_neighbours_no_others_are_looked_for(known, monkeypatch):
     call, launched, launch = CALLS["documents"], [], backend._launch
     monkeypatch.setattr(
-        backend, "_launch", lambda *args, **options: launched.append(args[0]) or launch(*args, **options)
+        backend,
+        "_launch",
+        lambda *args, **options: launched.append(args[0]) or launch(*args, **options),
     )
-    positions = (torch.arange(count, dtype=torch.int32, device=DEVICE) for count in (call.q_tokens, call.kv_tokens))
+    positions = (
+        torch.arange(count, dtype=torch.int32, device=DEVICE)
+        for count in (call.q_tokens, call.kv_tokens)
+    )
     fields = dict(zip(("q_position", "kv_position"), positions, strict=True), segments=None)
     apart = tuple(kv[0] - q[0] for q, kv in call.tiles) if known else None
-    check(call, tensors_of(call, 2, 2, 1, 8), BIASED, bias=replace(bias_of(call, 2), **fields, apart=apart))
+    check(
+        call,
+        tensors_of(call, 2, 2, 1, 8),
+        BIASED,
+        bias=replace(bias_of(call, 2), **fields, apart=apart),
+    )
     assert launched.count("backward_table") == launched.count("backward_q") * (1 if known else 2)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(4, 2, torch.float32), (3, 1, DTYPES[-1])])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dtype"), [(4, 2, torch.float32), (3, 1, DTYPES[-1])]
+)
 def test_shared_keys_and_a_bias(heads, kv_heads, dtype):
     call = CALLS["tiles apart"]
     check(call, tensors_of(call, 2, heads, kv_heads, 8, dtype), BIASED, bias=bias_of(call, heads))
@@ -146,10 +175,14 @@ def test_shared_keys_and_a_bias(heads, kv_heads, dtype):
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_calls_whose_bias_goes_by_distance(kind):
-    """Of even positions, of a contiguous rank, and of others; distances are beyond reach, too. Of one head or two."""
+    """Of even positions, of a contiguous rank, and of others; distances are beyond reach, too. Of
+    one head or two.
+    """
     call, heads = CALLS[kind], 1 + len(kind) % 2
     bias = replace(bias_of(call, heads, seed=sum(map(ord, kind))), segments=None)
-    q, kv = (torch.arange(n, dtype=torch.int32, device=DEVICE) for n in (call.q_tokens, call.kv_tokens))
+    q, kv = (
+        torch.arange(n, dtype=torch.int32, device=DEVICE) for n in (call.q_tokens, call.kv_tokens)
+    )
     for each in (bias, replace(bias, q_position=q + 11, kv_position=kv)):
         check(call, tensors_of(call, 1, heads, 1, 8), BIASED, len(kind) % 4 < 2, each)
 
@@ -169,7 +202,8 @@ def test_walks_are_each_pair_once():
                     columns = range(max(first + ahead, 0), min(first + ahead + keys, kv_count))
                     assert len(rows) * len(columns)
                     q, kv = (
-                        slice(at + span[0], at + span[-1] + 1) for at, span in ((q_start, rows), (kv_start, columns))
+                        slice(at + span[0], at + span[-1] + 1)
+                        for at, span in ((q_start, rows), (kv_start, columns))
                     )
                     found[q, kv] += 1
             assert found[visible(call)].eq(1).all()
@@ -177,7 +211,9 @@ def test_walks_are_each_pair_once():
 
 @pytest.mark.parametrize(("kind", "step"), [("full", 1), ("causal", 3)])
 def test_one_segment_goes_by_distance_alone(kind, step):
-    """Positions are even, so that diagonals of blocks are summed; then with two groups, then with two segments."""
+    """Positions are even, so that diagonals of blocks are summed; then with two groups, then with
+    two segments.
+    """
     call, places = CALLS[kind], torch.arange(CALLS[kind].q_tokens, dtype=torch.int32, device=DEVICE)
     same, halves = torch.zeros_like(places), (places >= len(places) * 3 // 7).int()
     bias = replace(bias_of(call, 1), q_position=places * step + 7, kv_position=places * step)
@@ -188,13 +224,23 @@ def test_one_segment_goes_by_distance_alone(kind, step):
         {"q_group": halves, "kv_group": halves},
         {"pairs": pairs, "q_base": 2 * halves, "kv_segment": halves},
     ):
-        check(call, tensors_of(call, 1, 1, 1, 8), BIASED, bias=replace(bias, segments=replace(segments, **changes)))
+        check(
+            call,
+            tensors_of(call, 1, 1, 1, 8),
+            BIASED,
+            bias=replace(bias, segments=replace(segments, **changes)),
+        )
 
 
 def test_tables_of_any_strides():
     call = CALLS["documents"]
     bias = bias_of(call, 2)
-    check(call, tensors_of(call, 1, 2, 2, 8), BIASED, bias=replace(bias, table=bias.table.T.contiguous().T))
+    check(
+        call,
+        tensors_of(call, 1, 2, 2, 8),
+        BIASED,
+        bias=replace(bias, table=bias.table.T.contiguous().T),
+    )
 
 
 @pytest.mark.parametrize("factor", [1e-25, 1e-6, 1e18])
@@ -205,7 +251,9 @@ def test_the_gradient_of_a_table_is_as_exact_for_gradients_of_any_size(factor):
     out, lse = KERNEL.forward(*qkv, call, BIASED, bias)
     expected = KERNEL.backward(dout, *qkv, out, lse, None, call, BIASED, bias)[3]
     grad = KERNEL.backward(dout * factor, *qkv, out, lse, None, call, BIASED, bias)[3]
-    assert float((grad.double() / factor - expected).norm() / expected.norm()) < BOUNDS[torch.float32]
+    assert (
+        float((grad.double() / factor - expected).norm() / expected.norm()) < BOUNDS[torch.float32]
+    )
     assert KERNEL.backward(dout * 0, *qkv, out, lse, None, call, BIASED, bias)[3].eq(0).all()
 
 
@@ -223,7 +271,9 @@ def test_the_gradient_of_a_table_is_as_exact_beside_other_heads_and_tokens():
 
 
 def test_the_gradient_of_a_table_needs_no_tight_bound():
-    """As where one is made for all calls of a stage; what is kept for a table is not taken for another."""
+    """As where one is made for all calls of a stage; what is kept for a table is not taken for
+    another.
+    """
     call, bias = CALLS["a window"], bias_of(CALLS["a window"], 2)
     *qkv, dout = tensors_of(call, 1, 2, 2, 8)
     grads = []
@@ -249,12 +299,18 @@ def test_the_gradient_of_a_table_does_not_hide_nan(spoilt):
 
 @pytest.mark.parametrize("entries", [None, (2,), (-1,), (2, -1)])
 def test_the_gradient_of_a_table_knows_no_queries_that_are_not_there(entries):
-    """A block's last ones are 0, and 0 times a key of -inf, of which the others see nothing, is NaN."""
-    count = 41  # of blocks of a power of two an odd number is missing: what they add does not cancel
+    """A block's last ones are 0, and 0 times a key of -inf, of which the others see nothing, is
+    NaN.
+    """
+    # of blocks of a power of two an odd number is missing: what they add does not cancel
+    count = 41
     q, k, v, dout = tensors_of(KernelCall.whole(count), 1, 1, 1, 8)
     q[..., 0], k[0, 5, 0, 0] = q[..., 0].abs() + 0.1, -torch.inf
     nothing = torch.zeros(count, dtype=torch.int32)
-    position, distances = torch.arange(count, dtype=torch.int32), torch.tensor([0, 1, 3], dtype=torch.int32)
+    position, distances = (
+        torch.arange(count, dtype=torch.int32),
+        torch.tensor([0, 1, 3], dtype=torch.int32),
+    )
     segments = None  # by distance alone
     if entries is not None:
         pairs = torch.tensor(entries, dtype=torch.int32)
@@ -363,13 +419,22 @@ def test_programs_are_each_token_once_and_the_longest_come_first(size):
 
 def test_programs_that_share_a_block_are_each_pair_once():
     chance = random.Random(0)
-    calls = [call for _ in range(600) if (call := random_call(chance)).left is None and call.right is None]
+    calls = [
+        call
+        for _ in range(600)
+        if (call := random_call(chance)).left is None and call.right is None
+    ]
     assert len(calls) > 20
     for call in calls:
         found = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.int)
-        for first, start, count, other_start, other_count in backend._blocks_on_host(call, 0, 4, 5).tolist():
+        for first, start, count, other_start, other_count in backend._blocks_on_host(
+            call, 0, 4, 5
+        ).tolist():
             assert 0 < other_count <= 5
-            found[start + first : start + min(first + 4, count), other_start : other_start + other_count] += 1
+            found[
+                start + first : start + min(first + 4, count),
+                other_start : other_start + other_count,
+            ] += 1
         assert found.equal(visible(call).int())
 
 
@@ -405,7 +470,9 @@ def test_without_a_gpu_nobody_gets_it():
 def test_it_compiles_for_gpus(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.compile_triton"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     names = "forward", "backward_kv", "backward_q"
     others = "backward_table", "backward_table", "backward_q", "delta_of"

@@ -1,4 +1,6 @@
-"""Ulysses: against dense attention in fp64 through the simulator, over gloo, by copy engines, and on GPUs."""
+"""Ulysses: against dense attention in fp64 through the simulator, over gloo, by copy engines, and
+on GPUs.
+"""
 
 import itertools
 import random
@@ -7,7 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_burst import Layout, Mask, burst_attn_func, burst_attn_varlen_func, init_sequence_parallel, kernels, simulate
+from bmt_burst import (
+    Layout,
+    Mask,
+    burst_attn_func,
+    burst_attn_varlen_func,
+    init_sequence_parallel,
+    kernels,
+    simulate,
+)
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.spec import Spec
@@ -57,7 +67,10 @@ def masks(tokens: int) -> list[Mask]:
 
 
 def layouts(mask: Mask, size: int) -> list[Layout]:
-    return [*(Layout.named(name, mask.seq_len, size) for name in LAYOUTS), Layout.balanced(mask, size)]
+    return [
+        *(Layout.named(name, mask.seq_len, size) for name in LAYOUTS),
+        Layout.balanced(mask, size),
+    ]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
@@ -72,7 +85,9 @@ def test_equals_dense(size, heads, kv_heads):
         tensors = random_qkv(1 + i % 2, tokens, heads, kv_heads, 8, seed=at)
         options = {"flash": ("cpu", "reference")[(at + i) % 2], "optimize_bwd_comm": i % 3 > 0}
         got = ring_results(layout, tensors, SCALE, size, mask=mask, strategy="ulysses", **options)
-        assert_equal(got, dense_results(mask, tensors, SCALE), tensors[3], where=(mask, layout, options))
+        assert_equal(
+            got, dense_results(mask, tensors, SCALE), tensors[3], where=(mask, layout, options)
+        )
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -82,43 +97,65 @@ def test_any_mask_equals_dense(part):
         size = chance.choice(SIZES)
         mask = random_mask(chance, chance.randint(size, 70))
         layout = random_layout(chance, mask, size)
-        tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed)
-        options = {"flash": chance.choice(("cpu", "reference")), "group_bytes": chance.choice((0, 1 << 30))}
+        tensors = random_qkv(
+            chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed
+        )
+        options = {
+            "flash": chance.choice(("cpu", "reference")),
+            "group_bytes": chance.choice((0, 1 << 30)),
+        }
         got = ring_results(layout, tensors, SCALE, size, mask=mask, strategy="ulysses", **options)
-        assert_equal(got, dense_results(mask, tensors, SCALE), tensors[3], where=(seed, mask, layout, options))
+        assert_equal(
+            got,
+            dense_results(mask, tensors, SCALE),
+            tensors[3],
+            where=(seed, mask, layout, options),
+        )
 
 
 def test_equals_the_ring():
     mask, tensors = Mask.documents((0, 5, 30, 61)), random_qkv(2, 61, 6, 2, 8)
     layout = Layout.balanced(mask, 4)
-    by_name = [ring_results(layout, tensors, SCALE, 4, mask=mask, strategy=name) for name in ("ulysses", "ring")]
+    by_name = [
+        ring_results(layout, tensors, SCALE, 4, mask=mask, strategy=name)
+        for name in ("ulysses", "ring")
+    ]
     assert_equal(*by_name, tensors[3], bound=1e-13)
 
 
 def test_rows_with_masks_of_their_own_and_packed_documents():
     tensors, own = random_qkv(2, 24, 4, 2, 8), [Mask.documents((0, 9, 24)), Mask.full(24)]
-    rows = [dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(own)]
+    rows = [
+        dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(own)
+    ]
     expected = [torch.cat(same) for same in zip(*rows, strict=True)]
     got = ring_results(Layout.zigzag(24, 3), tensors, SCALE, 3, mask=own, strategy="ulysses")
     assert_equal(got, expected, tensors[3])
 
     def packed(ring):
         q, k, v = (Layout.zigzag(24, 3).shard(x[0], ring.rank, 0) for x in tensors[:3])
-        return burst_attn_varlen_func(q, k, v, (0, 9, 24), SCALE, causal=True, process_group=ring, strategy="ulysses")
+        return burst_attn_varlen_func(
+            q, k, v, (0, 9, 24), SCALE, causal=True, process_group=ring, strategy="ulysses"
+        )
 
     out = Layout.zigzag(24, 3).unshard(simulate(3, packed), 0)
     assert relative_error(out, expected[0][0]) < 1e-13
 
 
 def test_every_query_head_is_computed_once_with_its_kv_head():
-    for (heads, kv_heads), size in itertools.product([*HEADS, (32, 8), (12, 4), (9, 3)], range(1, 14)):
+    for (heads, kv_heads), size in itertools.product(
+        [*HEADS, (32, 8), (12, 4), (9, 3)], range(1, 14)
+    ):
         ratio, found = heads // kv_heads, []
         for rank in range(size):
             mine = Heads.of(rank, size, heads, kv_heads)
             chunks = mine.chunks(ratio)
             assert len(chunks) <= 3
             for at, kv_at in chunks:
-                here, there = range(heads)[slice(*mine.q)][at], range(kv_heads)[slice(*mine.kv)][kv_at]
+                here, there = (
+                    range(heads)[slice(*mine.q)][at],
+                    range(kv_heads)[slice(*mine.kv)][kv_at],
+                )
                 assert len(here) % len(there) == 0
                 found += [(q, there[i // (len(here) // len(there))]) for i, q in enumerate(here)]
             assert -1 < mine.q[1] - mine.q[0] - heads // size < 2
@@ -127,18 +164,28 @@ def test_every_query_head_is_computed_once_with_its_kv_head():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_results_have_the_error_of_the_kernel_alone(size):
-    """In bf16, with a kv head that all ranks have query heads of: its gradients are added up in fp32 once.
+    """In bf16, with a kv head that all ranks have query heads of: its gradients are added up in
+    fp32 once.
 
-    The sum of two or four gradients that were rounded each has no larger error than one that was rounded.
+    The sum of two or four gradients that were rounded each has no larger error than one that was
+    rounded.
     """
     mask, exact = Mask.causal(96), random_qkv(1, 96, 8, 1, 16)
     tensors = [x.bfloat16() for x in exact]
     expected = dense_results(mask, tensors, SCALE)
     results = {
-        n: ring_results(Layout.zigzag(96, n), tensors, SCALE, n, mask=mask, strategy="ulysses") for n in (1, size)
+        n: ring_results(Layout.zigzag(96, n), tensors, SCALE, n, mask=mask, strategy="ulysses")
+        for n in (1, size)
     }
-    errors = {n: [relative_error(*pair) for pair in zip(got, expected, strict=True)] for n, got in results.items()}
-    assert [x.dtype for x in results[size]] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 3]
+    errors = {
+        n: [relative_error(*pair) for pair in zip(got, expected, strict=True)]
+        for n, got in results.items()
+    }
+    assert [x.dtype for x in results[size]] == [
+        torch.bfloat16,
+        torch.float32,
+        *[torch.bfloat16] * 3,
+    ]
     for name, mine, alone in zip(NAMES, errors[size], errors[1], strict=True):
         assert mine < 1.15 * alone, (name, mine, alone)
 
@@ -148,11 +195,20 @@ def test_inputs_of_any_strides_are_left_alone():
     expected = dense_results(Mask.causal(23), [*tensors[:3], torch.ones_like(tensors[3])], SCALE)
 
     def work(ring):
-        shards = [layout.shard(x, ring.rank).transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:3]]
+        shards = [
+            layout.shard(x, ring.rank).transpose(1, 2).contiguous().transpose(1, 2)
+            for x in tensors[:3]
+        ]
         before = [x.clone() for x in shards]
         shards = [x.requires_grad_() for x in shards]
         out, lse = burst_attn_func(
-            *shards, SCALE, causal=True, layout="striped", strategy="ulysses", return_lse=True, process_group=ring
+            *shards,
+            SCALE,
+            causal=True,
+            layout="striped",
+            strategy="ulysses",
+            return_lse=True,
+            process_group=ring,
         )
         grads = torch.autograd.grad(out.sum(), shards)  # the gradient of out has strides of 0
         assert all(x.equal(y) for x, y in zip(shards, before, strict=True))
@@ -180,7 +236,9 @@ def test_in_inference_mode_and_after_it():
 
 def problem(size: int, heads: int, kv_heads: int, mask: Mask) -> Problem:
     sizes = Sizes(2, heads, kv_heads, 8, torch.float64, torch.float64)
-    return Problem(mask, Layout.zigzag(mask.seq_len, size), Spec(SCALE), kernels.load("cpu"), sizes, size, 1)
+    return Problem(
+        mask, Layout.zigzag(mask.seq_len, size), Spec(SCALE), kernels.load("cpu"), sizes, size, 1
+    )
 
 
 def test_a_plan_says_who_computes_what_and_what_moves():
@@ -195,19 +253,26 @@ def test_a_plan_says_who_computes_what_and_what_moves():
 
     def work(ring):
         shards = [layout.shard(x, ring.rank).requires_grad_() for x in tensors[:3]]
-        out = burst_attn_func(*shards, causal=True, flash="cpu", strategy="ulysses", process_group=ring)
+        out = burst_attn_func(
+            *shards, causal=True, flash="cpu", strategy="ulysses", process_group=ring
+        )
         torch.autograd.grad(out, shards, layout.shard(tensors[3], ring.rank))
         return sum(nbytes for _, nbytes in ring.traffic if nbytes != MESSAGE_BYTES + 4)
 
     for plan, sent in zip(plans, simulate(4, work), strict=True):
-        assert sum(int(line.split()[0].replace(",", "")) for line in str(plan).splitlines()[5:]) == sent
+        assert (
+            sum(int(line.split()[0].replace(",", "")) for line in str(plan).splitlines()[5:])
+            == sent
+        )
 
 
 def test_a_double_ring_is_refused_on_every_rank():
     q, k, v, _ = random_qkv(1, 4, 2, 2, 8)
 
     def work(ring):
-        with pytest.raises(ValueError, match=r"strategy 'ulysses': it takes a single group .* of 2 x 2"):
+        with pytest.raises(
+            ValueError, match=r"strategy 'ulysses': it takes a single group .* of 2 x 2"
+        ):
             burst_attn_func(q, k, v, strategy="ulysses", **ring_arguments(ring, 2))
         return make_rings(ring, (None, None)).size
 
@@ -218,7 +283,9 @@ def test_ranks_with_unlike_strategies_are_told_so():
     q, k, v, _ = random_qkv(1, 4, 2, 2, 8)
 
     def work(ring):
-        with pytest.raises(ValueError, match="ranks differ in strategy: rank 0 has 'ring', rank 1 has 'ulysses'"):
+        with pytest.raises(
+            ValueError, match="ranks differ in strategy: rank 0 has 'ring', rank 1 has 'ulysses'"
+        ):
             burst_attn_func(q, k, v, strategy=("ring", "ulysses")[ring.rank], process_group=ring)
         return burst_attn_func(q, k, v, strategy="ulysses", process_group=ring).shape
 
@@ -233,7 +300,13 @@ def worst_error(rank: int, size: int, group: dict, heads, tokens: int, seed: int
         tensors = random_qkv(2, tokens, *heads, 8, seed=seed + i)
         *shards, dout = (layout.shard(x, rank) for x in tensors)
         shards = [x.requires_grad_() for x in shards]
-        options = {"mask": mask, "layout": layout, "strategy": "ulysses", "return_lse": True, **group}
+        options = {
+            "mask": mask,
+            "layout": layout,
+            "strategy": "ulysses",
+            "return_lse": True,
+            **group,
+        }
         out, lse = burst_attn_func(*shards, SCALE, **options)
         got = [out, lse, *torch.autograd.grad(out, shards, dout)]
         dense = dense_results(mask, tensors, SCALE)
@@ -243,7 +316,10 @@ def worst_error(rank: int, size: int, group: dict, heads, tokens: int, seed: int
 
 
 def over_gloo(rank: int) -> list[float]:
-    return [worst_error(rank, dist.get_world_size(), {}, heads, 31) for heads in ((7, 1), (4, 2), (2, 2))]
+    return [
+        worst_error(rank, dist.get_world_size(), {}, heads, 31)
+        for heads in ((7, 1), (4, 2), (2, 2))
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -255,7 +331,9 @@ def test_real_processes(size):
 @pytest.mark.parametrize("one_queue", [True, False])
 @pytest.mark.parametrize(("size", "heads"), [(2, (4, 2)), (3, (7, 1)), (4, (3, 1))])
 def test_by_copy_engines(size, heads, one_queue):
-    """Several calls after each other, of growing and shrinking size; one queue for all streams of a rank must do."""
+    """Several calls after each other, of growing and shrinking size; one queue for all streams of a
+    rank must do.
+    """
     arenas = {}
 
     def work(ring):
@@ -293,21 +371,34 @@ BF16 = 1.2 * 3.6e-3
 def on_gpus(rank: int, size: int) -> dict[str, float]:
     """The worst error of each case; the host waits for no GPU."""
     sp, errors, scale = init_sequence_parallel(size), {}, 0.1
-    transports = [TorchTransport(sp.process_group, copy_engines=engines) for engines in (False, True)]
+    transports = [
+        TorchTransport(sp.process_group, copy_engines=engines) for engines in (False, True)
+    ]
     for heads, tokens in itertools.product(((4, 4), (6, 2), (3, 1), (1, 1)), (1024, 1031)):
         tensors = [x.cuda() for x in random_qkv(2, tokens, *heads, 64, torch.bfloat16)]
-        for mask in (Mask.causal(tokens), Mask.full(tokens), Mask.documents((0, 100, 700, tokens), window=64)):
+        for mask in (
+            Mask.causal(tokens),
+            Mask.full(tokens),
+            Mask.documents((0, 100, 700, tokens), window=64),
+        ):
             exact = dense_results(mask, tensors, scale)
             for layout, transport in itertools.product(layouts(mask, size), transports):
                 *shards, dout = (layout.shard(x, rank) for x in tensors)
                 shards = [x.requires_grad_() for x in shards]
-                options = {"mask": mask, "layout": layout, "strategy": "ulysses", "process_group": transport}
+                options = {
+                    "mask": mask,
+                    "layout": layout,
+                    "strategy": "ulysses",
+                    "process_group": transport,
+                }
                 for _ in range(3):  # slots are taken in turn
                     out, lse = burst_attn_func(*shards, scale, return_lse=True, **options)
                     got = [out.detach(), lse, *torch.autograd.grad(out, shards, dout)]
                 own = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
                 worst = max(relative_error(a, b) for a, b in zip(got, own, strict=True))
-                errors[f"{heads} {mask!r} {layout!r} engines={transport.wants_copy_engines}"] = worst
+                errors[f"{heads} {mask!r} {layout!r} engines={transport.wants_copy_engines}"] = (
+                    worst
+                )
     for transport in transports:
         options["process_group"] = transport
         torch.cuda.synchronize()

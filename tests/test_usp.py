@@ -1,4 +1,6 @@
-"""Ulysses around the ring: against dense attention in fp64 through the simulator, over gloo and by copy engines."""
+"""Ulysses around the ring: against dense attention in fp64 through the simulator, over gloo and by
+copy engines.
+"""
 
 import random
 
@@ -26,7 +28,8 @@ from tests.helpers import (
 from tests.test_scores import random_scores
 from tests.test_ulysses import BF16, HEADS, SCALE, assert_equal, layouts, masks, worst_error
 
-GRIDS = [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2), (4, 1), (3, 3)]  # ranks, and how many of them are a host
+# ranks, and how many of them are a host
+GRIDS = [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2), (4, 1), (3, 3)]
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -40,9 +43,18 @@ def test_equals_dense(grid, backward):
         mask = masks(tokens)[(at + i) % 6]
         layout = layouts(mask, size)[i]
         tensors = random_qkv(1 + i % 2, tokens, *heads, 8, seed=at)
-        options = {"flash": ("cpu", "reference")[(at + i) % 2], "optimize_bwd_comm": i % 3 > 0, "backward": backward}
+        options = {
+            "flash": ("cpu", "reference")[(at + i) % 2],
+            "optimize_bwd_comm": i % 3 > 0,
+            "backward": backward,
+        }
         got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy="usp", **options)
-        assert_equal(got, dense_results(mask, tensors, SCALE), tensors[3], where=(mask, layout, heads, options))
+        assert_equal(
+            got,
+            dense_results(mask, tensors, SCALE),
+            tensors[3],
+            where=(mask, layout, heads, options),
+        )
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -52,19 +64,36 @@ def test_any_mask_equals_dense(part):
         size, inner = chance.choice(GRIDS)
         mask = random_mask(chance, chance.randint(size, 70))
         layout = random_layout(chance, mask, size)
-        tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed)
-        options = {"flash": chance.choice(("cpu", "reference")), "group_bytes": chance.choice((0, 1 << 30))}
+        tensors = random_qkv(
+            chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed
+        )
+        options = {
+            "flash": chance.choice(("cpu", "reference")),
+            "group_bytes": chance.choice((0, 1 << 30)),
+        }
         got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy="usp", **options)
-        assert_equal(got, dense_results(mask, tensors, SCALE), tensors[3], where=(seed, mask, layout, options))
+        assert_equal(
+            got,
+            dense_results(mask, tensors, SCALE),
+            tensors[3],
+            where=(seed, mask, layout, options),
+        )
 
 
-@pytest.mark.parametrize(("grid", "heads"), [((4, 2), (4, 4)), ((6, 3), (4, 4)), ((4, 2), (4, 2)), ((6, 3), (4, 2))])
+@pytest.mark.parametrize(
+    ("grid", "heads"), [((4, 2), (4, 4)), ((6, 3), (4, 4)), ((4, 2), (4, 2)), ((6, 3), (4, 2))]
+)
 def test_with_a_bias(grid, heads, monkeypatch):
     """Heads of a rank may be a part of a kv head's, which have terms of their own."""
     monkeypatch.setattr("bmt_burst.scores._LONG", 4)
     size, inner = grid
-    scores, tensors = random_scores(random.Random(1), Mask.window(61, 40), 9), random_qkv(1, 61, *heads, 8)
-    table = torch.randn(9, heads[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores, tensors = (
+        random_scores(random.Random(1), Mask.window(61, 40), 9),
+        random_qkv(1, 61, *heads, 8),
+    )
+    table = torch.randn(
+        9, heads[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     layout = Layout.balanced(scores.mask, size)
     got = ring_results(layout, tensors, SCALE, inner, scores=scores, bias=table, strategy="usp")
     expected = dense_results(scores.mask, tensors, SCALE, scores.dense(), table)
@@ -89,7 +118,10 @@ def test_hosts_have_the_tokens_of_their_ranks_in_rising_order(size, name):
 def test_one_host_is_ulysses():
     mask, tensors = Mask.documents((0, 5, 30, 61)), random_qkv(2, 61, 6, 2, 8)
     layout = Layout.balanced(mask, 4)
-    by_name = [ring_results(layout, tensors, SCALE, 4, mask=mask, strategy=name) for name in ("ulysses", "usp")]
+    by_name = [
+        ring_results(layout, tensors, SCALE, 4, mask=mask, strategy=name)
+        for name in ("ulysses", "usp")
+    ]
     assert all(a.equal(b) for a, b in zip(*by_name, strict=True))
 
 
@@ -107,7 +139,9 @@ def test_a_striped_layout_of_many_tokens_is_refused():
 
 def test_a_plan_says_what_its_rings_do():
     said = str(load("usp").plan(problem(Mask.causal(40), Layout.zigzag(40, 4), 2), 3))
-    assert said.startswith("rank 3 of 4: 20 tokens, 1 chunks of heads\n  rank 2 computes query heads 0 to")
+    assert said.startswith(
+        "rank 3 of 4: 20 tokens, 1 chunks of heads\n  rank 2 computes query heads 0 to"
+    )
     assert "between hosts, of chunk 0:\nrank 1, forward:" in said
 
 
@@ -116,7 +150,11 @@ def grid_over_gloo(rank: int) -> float:
     worst = 0.0
     for ulysses_size in (1, 2, 4):
         sp = init_sequence_parallel(4, ulysses_size=ulysses_size)
-        group = {"process_group": sp.process_group, "double_group": sp.double_group, "strategy": "usp"}
+        group = {
+            "process_group": sp.process_group,
+            "double_group": sp.double_group,
+            "strategy": "usp",
+        }
         worst = max(worst, *(worst_error(rank, 4, group, heads, 31) for heads in ((7, 1), (4, 2))))
     return worst
 
@@ -127,9 +165,15 @@ def test_real_processes():
 
 def test_in_rows_with_masks_of_their_own():
     tensors, own = random_qkv(2, 24, 4, 2, 8), [Mask.documents((0, 9, 24)), Mask.full(24)]
-    rows = [dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(own)]
+    rows = [
+        dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(own)
+    ]
     expected = [torch.cat(same) for same in zip(*rows, strict=True)]
-    assert_equal(ring_results(Layout.zigzag(24, 4), tensors, SCALE, 2, mask=own, strategy="usp"), expected, tensors[3])
+    assert_equal(
+        ring_results(Layout.zigzag(24, 4), tensors, SCALE, 2, mask=own, strategy="usp"),
+        expected,
+        tensors[3],
+    )
 
 
 def test_a_failing_rank_is_heard_of_everywhere():

@@ -1,4 +1,6 @@
-"""Weights to start from: which files of a folder are read, and what is said of those that cannot be."""
+"""Weights to start from: which files of a folder are read, and what is said of those that cannot
+be.
+"""
 
 import json
 import shutil
@@ -53,7 +55,9 @@ def places_of(folder: Path) -> dict[str, str]:
 
 def holds(folder: Path, weights: dict[str, Tensor]) -> bool:
     read = HFWeights(folder)
-    return read.keys() == weights.keys() and all(read[name].equal(weight) for name, weight in weights.items())
+    return read.keys() == weights.keys() and all(
+        read[name].equal(weight) for name, weight in weights.items()
+    )
 
 
 def refusal(folder: Path) -> str:
@@ -63,8 +67,12 @@ def refusal(folder: Path) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("leftover", ["model-00000-of-00009.safetensors", "zz.safetensors", "model.safetensors"])
-def test_of_a_folder_with_an_index_only_the_files_that_it_names_are_read(sharded, weights, leftover):
+@pytest.mark.parametrize(
+    "leftover", ["model-00000-of-00009.safetensors", "zz.safetensors", "model.safetensors"]
+)
+def test_of_a_folder_with_an_index_only_the_files_that_it_names_are_read(
+    sharded, weights, leftover
+):
     first = sharded / "model-00001-of-00002.safetensors"
     save_file({name: weight + 1 for name, weight in load_file(first).items()}, sharded / leftover)
     assert holds(sharded, weights)
@@ -85,13 +93,17 @@ def test_shards_may_be_links_as_in_hugging_faces_cache(sharded, weights, tmp_pat
     assert holds(sharded, weights)
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "x.bin", "", 3, None, [1]])
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "x.bin", "", 3, None, [1]]
+)
 def test_an_index_names_files_of_its_folder_only(sharded, name):
     write_index(sharded, {**places_of(sharded), "model.norm.weight": name})
     assert f"names {name!r}" in refusal(sharded)
 
 
-@pytest.mark.parametrize("content", ["[]", '{"weight_map": []}', "{}", '{"weight_map": {}}', "cut", "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["[]", '{"weight_map": []}', "{}", '{"weight_map": {}}', "cut", "[" * 100_000]
+)
 def test_a_broken_index_is_refused(sharded, content):
     (sharded / INDEX).write_text(content)
     assert INDEX in refusal(sharded)
@@ -105,7 +117,9 @@ def test_missing_damaged_and_confused_shards_are_named(sharded):
     assert one in refusal(sharded)
     (sharded / one).unlink()
     (sharded / "away").rename(sharded / one)
-    write_index(sharded, {name: one if file == two else two for name, file in places_of(sharded).items()})
+    write_index(
+        sharded, {name: one if file == two else two for name, file in places_of(sharded).items()}
+    )
     assert "does not hold" in refusal(sharded)
 
 
@@ -114,11 +128,15 @@ def test_without_an_index_files_may_not_hold_a_weight_twice(sharded, weights):
     assert holds(sharded, weights)
     shutil.copy(sharded / "model-00001-of-00002.safetensors", sharded / "old.safetensors")
     assert "both hold" in refusal(sharded)
-    save_file({f"model.{name}": weight for name, weight in weights.items()}, sharded / "model.safetensors")
+    save_file(
+        {f"model.{name}": weight for name, weight in weights.items()}, sharded / "model.safetensors"
+    )
     assert holds(sharded, weights)  # as transformers does
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"]
+)
 def test_pickled_weights_are_not_read(folder, name):
     (folder / "model.safetensors").rename(folder / name)
     said = refusal(folder)
@@ -177,7 +195,9 @@ def test_what_is_no_folder_is_refused(tmp_path, folder):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_weights_in_few_bits_are_refused(folder, dtype):
     whole = load_file(folder / "model.safetensors")
-    save_file({**whole, "model.norm.weight": torch.ones(32).to(dtype)}, folder / "model.safetensors")
+    save_file(
+        {**whole, "model.norm.weight": torch.ones(32).to(dtype)}, folder / "model.safetensors"
+    )
     assert "norm.weight has dtype" in refusal(folder)
 
 
@@ -185,7 +205,10 @@ class OnePiece:
     """An engine's state and loading, of the last norm's weight alone."""
 
     def state(self) -> dict[str, Shard]:
-        return {f"{kind}/norm.weight": Shard(torch.empty(32), 0, (32,)) for kind in ("weight", "exp_avg")}
+        return {
+            f"{kind}/norm.weight": Shard(torch.empty(32), 0, (32,))
+            for kind in ("weight", "exp_avg")
+        }
 
     def load(self, read, optimizer_steps: int) -> None:
         self.loaded = {key: read(key, shard) for key, shard in self.state().items()}
@@ -193,7 +216,9 @@ class OnePiece:
 
 def test_weights_that_are_not_finite_start_no_run(folder):
     whole = load_file(folder / "model.safetensors")
-    save_file({**whole, "model.norm.weight": torch.full((32,), torch.nan)}, folder / "model.safetensors")
+    save_file(
+        {**whole, "model.norm.weight": torch.full((32,), torch.nan)}, folder / "model.safetensors"
+    )
     with pytest.raises(ValueError, match=r"norm.weight is not finite"):
         load_weights(str(folder), OnePiece(), "small")
 
@@ -216,7 +241,9 @@ class Code:
         ({"norm.weight": torch.full((32,), torch.inf)}, "norm.weight is not finite"),
     ],
 )
-def test_files_that_hold_other_than_the_models_weights_are_refused(tmp_path, content, message, capsys):
+def test_files_that_hold_other_than_the_models_weights_are_refused(
+    tmp_path, content, message, capsys
+):
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(ValueError) as refused:
         load_weights(str(tmp_path / "w.pt"), OnePiece(), "small")

@@ -1,14 +1,15 @@
 """Writes the weights of a training run for others, with its tokenizer.
 
-    python train/export.py --run runs/cpm --output exported                     # as a Hugging Face folder
-    python train/export.py --run runs/cpm --output exported --format bmtrain    # model.pt, as bmtrain.save writes it
+    python train/export.py --run runs/cpm --output exported                     # as a Hugging Face
+    folder python train/export.py --run runs/cpm --output exported --format bmtrain    # model.pt,
+    as bmtrain.save writes it
 
-A Hugging Face folder is one of a Llama (a Mistral, Qwen2 or Qwen3, if the model has what makes it one, see
-models/hf_config.py), which transformers and what builds on it load by themselves: MiniCPM's scalings are folded into
-the weights. With --keep-scalings it is a MiniCPM's instead, for which transformers needs that
-model's own code (trust_remote_code), and with which training goes on as it was. `bmtrain.load(model,
-"exported/model.pt")` reads the other format, and pretrain.py --init-from all of them. CPM-Live's models are written in
-that one alone, under CPM-Live's names.
+A Hugging Face folder is one of a Llama (a Mistral, Qwen2 or Qwen3, if the model has what makes it
+one, see models/hf_config.py), which transformers and what builds on it load by themselves:
+MiniCPM's scalings are folded into the weights. With --keep-scalings it is a MiniCPM's instead, for
+which transformers needs that model's own code (trust_remote_code), and with which training goes on
+as it was. `bmtrain.load(model, "exported/model.pt")` reads the other format, and pretrain.py
+--init-from all of them. CPM-Live's models are written in that one alone, under CPM-Live's names.
 
 The folder is written under a hidden name beside --output and renamed at the end.
 """
@@ -27,7 +28,8 @@ from typing import Any
 
 import torch
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from models.config import CPMConfig
@@ -44,22 +46,32 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_huggingface(
-    saved: checkpoint.Checkpoint, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, keep_scalings: bool
+    saved: checkpoint.Checkpoint,
+    tokenizer: Tokenizer,
+    folder: Path,
+    dtype: torch.dtype,
+    keep_scalings: bool,
 ) -> None:
-    """Writes config.json, weights and tokenizer as transformers reads them into `folder`, which exists.
+    """Writes config.json, weights and tokenizer as transformers reads them into `folder`, which
+    exists.
 
-    The tokenizer puts a begin token in front of a text if training did, and none is named if no text began after one.
+    The tokenizer puts a begin token in front of a text if training did, and none is named if no
+    text began after one.
 
-    Raises OSError if that fails, ValueError if a weight is too large for the dtype or no model there is like this one.
+    Raises OSError if that fails, ValueError if a weight is too large for the dtype or no model
+    there is like this one.
     """
     config, weights = config_of(saved.state["model"]), saved.weights()
     if not isinstance(config, CPMConfig):
-        raise ValueError(f"a {kind_of(config).name} has no Hugging Face format here: give --format bmtrain")
+        raise ValueError(
+            f"a {kind_of(config).name} has no Hugging Face format here: give --format bmtrain"
+        )
     if not keep_scalings:
         config, weights = fold_scalings(config, weights)
     longest = max(resume.longest_row(saved.state), config.max_position_embeddings or 0)
     end, bos = tokenizer.eos_id, resume.bos_of(saved.state)
-    # Where documents are not told apart, the end of a text stands before the next. Otherwise nothing does but `bos`.
+    # Where documents are not told apart, the end of a text stands before the next. Otherwise
+    # nothing does but `bos`.
     before = end if resume.documents_of(saved.state) == "ignore" else bos
     ids = {"bos_token_id": before, "eos_token_id": end}
     save_weights(folder, config, weights, dtype, max_position_embeddings=longest, **ids)
@@ -70,8 +82,11 @@ def export_huggingface(
     save_for_transformers(tokenizer, folder, longest, bos_id=before, add_bos=bos is not None)
 
 
-def export_bmtrain(saved: checkpoint.Checkpoint, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
-    """Writes model.pt, model.json, which pretrain.py --model reads, and the tokenizer into `folder`, which exists.
+def export_bmtrain(
+    saved: checkpoint.Checkpoint, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype
+) -> None:
+    """Writes model.pt, model.json, which pretrain.py --model reads, and the tokenizer into
+    `folder`, which exists.
 
     Raises OSError if that fails, ValueError if a weight is too large for the dtype.
     """
@@ -80,16 +95,20 @@ def export_bmtrain(saved: checkpoint.Checkpoint, tokenizer: Tokenizer, folder: P
         with open(folder / "model.pt", "wb") as file:
             torch.save(weights, file)
     except RuntimeError as error:  # torch's end of a file that could not be written
-        raise OSError(f"could not write {folder / 'model.pt'}: {error.__context__ or error}") from error
+        raise OSError(
+            f"could not write {folder / 'model.pt'}: {error.__context__ or error}"
+        ) from error
     (folder / "model.json").write_text(json.dumps(saved.state["model"], indent=2) + "\n")
     tokenizer.save(folder)
 
 
 @contextmanager
 def written_aside(output: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `output`, which is not there yet, at the end; or goes away if the work fails.
+    """A folder to write into that becomes `output`, which is not there yet, at the end; or goes
+    away if the work fails.
 
-    Raises ValueError if another process is writing it. What a kill left of an earlier try is removed.
+    Raises ValueError if another process is writing it. What a kill left of an earlier try is
+    removed.
     """
     output = Path(os.path.abspath(output))
     partial = output.with_name(f".{output.name}.partial")
@@ -107,13 +126,29 @@ def written_aside(output: Path) -> Iterator[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(prog="export.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="--output of a training run, or one checkpoint in it")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--format", choices=("huggingface", "bmtrain"), default="huggingface")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of the weights (default: fp32, exact)")
+    parser = ArgumentParser(
+        prog="export.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--keep-scalings", action="store_true", help="write a MiniCPM with its scalings, not the Llama that equals it"
+        "--run",
+        type=Path,
+        required=True,
+        help="--output of a training run, or one checkpoint in it",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder to write; must not exist"
+    )
+    parser.add_argument("--format", choices=("huggingface", "bmtrain"), default="huggingface")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        default="fp32",
+        help="of the weights (default: fp32, exact)",
+    )
+    parser.add_argument(
+        "--keep-scalings",
+        action="store_true",
+        help="write a MiniCPM with its scalings, not the Llama that equals it",
     )
     args = parser.parse_args(argv)
     if args.keep_scalings and args.format == "bmtrain":
@@ -133,7 +168,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.fail(error)
     print(f"wrote {args.output} from {path}")
     if args.keep_scalings:
-        print("transformers needs MiniCPM's own code for it (trust_remote_code); without --keep-scalings, nothing")
+        print(
+            "transformers needs MiniCPM's own code for it (trust_remote_code); without --keep-scalings, nothing"
+        )
 
 
 if __name__ == "__main__":

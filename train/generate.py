@@ -1,7 +1,9 @@
-"""Continues a text with a trained model, or, with a CPM-Bee, fills in the texts under "<ans>" of an instance.
+"""Continues a text with a trained model, or, with a CPM-Bee, fills in the texts under "<ans>" of an
+instance.
 
-python train/generate.py --run runs/cpm --prompt "def main(" --tokens 300 --temperature 0.8 --top-p 0.95
-python train/generate.py --run runs/bee --prompt '{"question": "2 + 3", "<ans>": ""}' --tokens 10 --temperature 0
+python train/generate.py --run runs/cpm --prompt "def main(" --tokens 300 --temperature 0.8 --top-p
+0.95 python train/generate.py --run runs/bee --prompt '{"question": "2 + 3", "<ans>": ""}' --tokens
+10 --temperature 0
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from models.cpm import CPM
@@ -28,7 +31,9 @@ from train.generation.decoding import Cache
 from train.run.kinds import config_of, kind_of
 
 
-def load_model(path: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> CPM | LiveModel:
+def load_model(
+    path: Path, device: torch.device, dtype: torch.dtype = torch.float32
+) -> CPM | LiveModel:
     """The model of a checkpoint folder, whole, on one device."""
     saved = checkpoint.Checkpoint(path)
     config = config_of(saved.state["model"])
@@ -58,13 +63,14 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """The prompt and up to `tokens` more tokens, fewer if the model ends the text. Temperature 0 is greedy.
+    """The prompt and up to `tokens` more tokens, fewer if the model ends the text. Temperature 0 is
+    greedy.
 
-    The model reads begin token `bos` in front of the prompt. Without `bos`, it reads the end-of-text token for an empty
-    prompt.
+    The model reads begin token `bos` in front of the prompt. Without `bos`, it reads the
+    end-of-text token for an empty prompt.
 
-    Rotary scalings that go by the length go by that of the text so far, as in transformers: tokens beyond the original
-    length are rotated in another way than those before, which stay as they are.
+    Rotary scalings that go by the length go by that of the text so far, as in transformers: tokens
+    beyond the original length are rotated in another way than those before, which stay as they are.
 
     Raises ValueError for settings out of range, or if there is no memory for so many tokens.
     """
@@ -77,7 +83,9 @@ def generate(
     fresh = ids
     for _ in range(tokens):
         positions = torch.arange(len(ids) - len(fresh), len(ids), device=device)
-        logits = model(torch.tensor([fresh], device=device), positions, cache=cache)[0, -1, : tokenizer.vocab_size]
+        logits = model(torch.tensor([fresh], device=device), positions, cache=cache)[
+            0, -1, : tokenizer.vocab_size
+        ]
         token = choose(logits)
         if token == tokenizer.eos_id:
             break
@@ -86,24 +94,38 @@ def generate(
     return tokenizer.decode(ids[len(begin) :])
 
 
-# How each kind of models answers to a prompt: (model, tokenizer, prompt, tokens, settings of the sampling) to text.
+# How each kind of models answers to a prompt: (model, tokenizer, prompt, tokens, settings of the
+# sampling) to text.
 def _answer(answer: Callable) -> Callable:
     """Of CPM-Live's models, by what takes a token from logits."""
 
-    def answered(model: LiveModel, tokenizer: Tokenizer, prompt: str, tokens: int, **sampling) -> str:
+    def answered(
+        model: LiveModel, tokenizer: Tokenizer, prompt: str, tokens: int, **sampling
+    ) -> str:
         choose = sampler(model.input_embedding.weight.device, **sampling)
         return answer(model, tokenizer, prompt, tokens, choose)
 
     return answered
 
 
-ANSWERS = {"cpm": generate, "cpm-bee": _answer(cpm_live.filled), "cpm-ant": _answer(cpm_live.extended)}
+ANSWERS = {
+    "cpm": generate,
+    "cpm-bee": _answer(cpm_live.filled),
+    "cpm-ant": _answer(cpm_live.extended),
+}
 
 
 def sampler(
-    device: torch.device, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
+    device: torch.device,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
 ) -> Callable[[Tensor], int]:
-    """Return what takes a token from logits (V,) on a device, for `decoding.continued`; settings as of `generate`."""
+    """Return what takes a token from logits (V,) on a device, for `decoding.continued`; settings as
+    of `generate`.
+    """
     _check_sampling(0, temperature, top_k, top_p, seed)
     generator = torch.Generator(device).manual_seed(seed)
     return lambda logits: _sample(logits.float(), temperature, top_k, top_p, generator)
@@ -122,11 +144,14 @@ def _check_sampling(tokens: int, temperature: float, top_k: int, top_p: float, s
         raise ValueError(f"--seed must be at least 0 and below 2^63, got {seed}")
 
 
-def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
+def _sample(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> int:
     """One token from logits (V,): the top_k likeliest, of these the fewest that make up top_p."""
     if temperature == 0:
         return int(logits.argmax())
-    logits = (logits.double() - logits.max()) / temperature  # the likeliest is 0 however small the temperature
+    # the likeliest is 0 however small the temperature
+    logits = (logits.double() - logits.max()) / temperature
     probs, tokens = logits.softmax(-1).sort(descending=True)
     if top_k:
         probs = probs[:top_k]
@@ -136,7 +161,9 @@ def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, genera
 
 
 def _begin_token(path: Path, prompt: str) -> int | None:
-    """Return the begin token of a checkpoint's run. Warn if `prompt` is empty and no text began after a token there."""
+    """Return the begin token of a checkpoint's run. Warn if `prompt` is empty and no text began
+    after a token there.
+    """
     state = checkpoint.Checkpoint(path).state
     bos = resume.bos_of(state)
     if bos is None and not prompt and resume.documents_of(state) == "mask":
@@ -149,23 +176,45 @@ def _begin_token(path: Path, prompt: str) -> int | None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
-        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="generate.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--run", type=Path, required=True, help="--output of a training run, or one checkpoint in it")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        required=True,
+        help="--output of a training run, or one checkpoint in it",
+    )
     parser.add_argument(
         "--prompt",
         default="",
         help="text to continue (default: none); of a CPM-Bee an instance as JSON, see the second example",
     )
     parser.add_argument(
-        "--tokens", type=int, default=200, help="tokens to add at most, to each text that is filled in (default: 200)"
+        "--tokens",
+        type=int,
+        default=200,
+        help="tokens to add at most, to each text that is filled in (default: 200)",
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (default)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="only the likeliest that make up p (default: 0.95)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (default)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="only the likeliest that make up p (default: 0.95)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     args = parser.parse_args(argv)
-    sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+    sampling = {
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "seed": args.seed,
+    }
     try:
         _check_sampling(args.tokens, **sampling)
         path = checkpoint.find(args.run)

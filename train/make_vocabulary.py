@@ -1,11 +1,14 @@
-"""Makes a vocabulary for CPM-Bee or CPM-Ant from text: special tokens, characters, and frequent words.
+"""Makes a vocabulary for CPM-Bee or CPM-Ant from text: special tokens, characters, and frequent
+words.
 
-    python train/make_vocabulary.py --model cpm-bee --input corpus.jsonl --size 4000 --output vocabulary.txt
-    python train/prepare_data.py --tokenizer cpm-bee:vocabulary.txt --input corpus.jsonl --output data/corpus
+    python train/make_vocabulary.py --model cpm-bee --input corpus.jsonl --size 4000 --output
+    vocabulary.txt python train/prepare_data.py --tokenizer cpm-bee:vocabulary.txt --input
+    corpus.jsonl --output data/corpus
 
-Inputs are those of prepare_data.py: .txt and .jsonl files, .gz or not, and folders of them (--glob takes others). Of a
-line of a .jsonl all keys and texts count. Up to half of the vocabulary are characters, the most frequent ones; the rest
-are the words that save the most tokens. For real training take the vocabulary that came with a model's weights.
+Inputs are those of prepare_data.py: .txt and .jsonl files, .gz or not, and folders of them (--glob
+takes others). Of a line of a .jsonl all keys and texts count. Up to half of the vocabulary are
+characters, the most frequent ones; the rest are the words that save the most tokens. For real
+training take the vocabulary that came with a model's weights.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from train.base.command_line import ArgumentParser
@@ -30,23 +34,36 @@ from train.cpm_live.vocabulary import LONGEST, WRITTEN, BadRecord, bee_parts, is
 from train.data.text import BadLines, find_files, is_records, parsed, plain_text, read_pieces
 
 _COMMON = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>")
-SPECIAL = {"cpm-bee": (*_COMMON, "<root>", "<ans>", "<option>"), "cpm-ant": (*_COMMON, "<d>", "</d>")}
+SPECIAL = {
+    "cpm-bee": (*_COMMON, "<root>", "<ans>", "<option>"),
+    "cpm-ant": (*_COMMON, "<d>", "</d>"),
+}
 _WORD = re.compile(r"[^\W\d_]{2,}|\d{2,}|[^\w\s]{2,}|\s{2,}|_{2,}")
 _NOT_A_LINE = re.compile(r"[\r\n]")  # readers may take them for the end of a line
 
 
 def pieces_of(texts: Iterator[str], special: Sequence[str], size: int) -> list[str]:
-    """`size` lines of a vocabulary, or fewer if there is not enough text. Raises ValueError if `size` is too small."""
+    """`size` lines of a vocabulary, or fewer if there is not enough text. Raises ValueError if
+    `size` is too small.
+    """
     characters, words = Counter(), Counter()
     for text in texts:
         characters.update(text)
-        words.update(word for word in _WORD.findall(text) if len(word) <= LONGEST and not _NOT_A_LINE.search(word))
+        words.update(
+            word
+            for word in _WORD.findall(text)
+            if len(word) <= LONGEST and not _NOT_A_LINE.search(word)
+        )
     room = size - len(special)
     if room < 2:
-        raise ValueError(f"--size must leave room for more than the {len(special)} special tokens, got {size}")
+        raise ValueError(
+            f"--size must leave room for more than the {len(special)} special tokens, got {size}"
+        )
     known = {*WRITTEN, "\r"}
     single = _best({c: n for c, n in characters.items() if c not in known}, room // 2)
-    scores = {word: count * (len(word) - 1) for word, count in words.items() if not is_special(word)}
+    scores = {
+        word: count * (len(word) - 1) for word, count in words.items() if not is_special(word)
+    }
     return [*special, *single, *_best(scores, room - len(single))]
 
 
@@ -121,13 +138,24 @@ def make(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
-        prog="make_vocabulary.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="make_vocabulary.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", choices=tuple(SPECIAL), required=True, help="whose special tokens it begins with")
-    parser.add_argument("--input", nargs="+", required=True, help=".txt or .jsonl files, also as .gz, or folders")
+    parser.add_argument(
+        "--model", choices=tuple(SPECIAL), required=True, help="whose special tokens it begins with"
+    )
+    parser.add_argument(
+        "--input", nargs="+", required=True, help=".txt or .jsonl files, also as .gz, or folders"
+    )
     parser.add_argument("--output", required=True, help="file to write; must not exist")
     parser.add_argument("--size", type=int, default=4000, help="lines at most (default: 4000)")
-    parser.add_argument("--special", nargs="*", default=[], help="more special tokens that data names, as in '<mask>'")
+    parser.add_argument(
+        "--special",
+        nargs="*",
+        default=[],
+        help="more special tokens that data names, as in '<mask>'",
+    )
     parser.add_argument("--glob", help="as of prepare_data.py")
     parser.add_argument("--exclude", nargs="*", default=[], help="as of prepare_data.py")
     args = parser.parse_args(argv)

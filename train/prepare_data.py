@@ -1,25 +1,30 @@
 """Turns text into tokens on disk that pretraining reads.
 
-    python train/prepare_data.py --input corpus.jsonl more_text/ --output data/corpus --val-fraction 0.01
+    python train/prepare_data.py --input corpus.jsonl more_text/ --output data/corpus --val-fraction
+    0.01
 
-Inputs are .txt files (one document each), .jsonl files (one document a line, in --field), either as .gz, or folders of
-them. What a folder has besides, and files that are named twice, are counted and said. Writes OUTPUT/train and, with a
-validation share, OUTPUT/val: tokens, each document ended by the tokenizer's eos, and where each document starts, by
-which pretrain.py tells them apart (its --documents). train/data/folder.py says all that is in them.
+Inputs are .txt files (one document each), .jsonl files (one document a line, in --field), either as
+.gz, or folders of them. What a folder has besides, and files that are named twice, are counted and
+said. Writes OUTPUT/train and, with a
+validation share, OUTPUT/val: tokens, each document ended by the tokenizer's eos, and where each
+document starts, by which pretrain.py tells them apart (its --documents). train/data/folder.py says
+all that is in them.
 
-With a vocabulary of CPM-Live's (--tokenizer cpm-bee:FILE, cpm-ant:FILE) lines are instances of these models, in the
-form that train/cpm_live/instances.py says.
+With a vocabulary of CPM-Live's (--tokenizer cpm-bee:FILE, cpm-ant:FILE) lines are instances of
+these models, in the form that train/cpm_live/instances.py says.
 
-Text streams through: files may be larger than memory, a line may not; a long .txt is tokenized in pieces of some MiB
-that end with a line. --workers processes do so at once; the result is the same for any number of them. Lines that are
-not UTF-8, not JSON or lack the field, and what follows where a .gz is damaged, are skipped, counted and reported;
-index.json lists the first of them. If they are more than --max-bad of the lines, nothing is written.
+Text streams through: files may be larger than memory, a line may not; a long .txt is tokenized in
+pieces of some MiB that end with a line. --workers processes do so at once; the result is the same
+for any number of them. Lines that are not UTF-8, not JSON or lack the field, and what follows where
+a .gz is damaged, are skipped, counted and reported; index.json lists the first of them. If they are
+more than --max-bad of the lines, nothing is written.
 
-Which documents are for validation depends on their names alone. Where that would leave nothing to one of the parts, as
-with a few documents, the last of all tokens are for validation instead, and a document may be cut in two.
+Which documents are for validation depends on their names alone. Where that would leave nothing to
+one of the parts, as with a few documents, the last of all tokens are for validation instead, and a
+document may be cut in two.
 
-OUTPUT appears when it is whole. Until then the run works in OUTPUT.partial, which is locked against other runs, gone
-after Ctrl-C and errors, and replaced by the next run if this one is killed.
+OUTPUT appears when it is whole. Until then the run works in OUTPUT.partial, which is locked against
+other runs, gone after Ctrl-C and errors, and replaced by the next run if this one is killed.
 """
 
 from __future__ import annotations
@@ -38,7 +43,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from train.base.command_line import ArgumentParser
@@ -63,7 +69,9 @@ def _is_validation(name: str, fraction: float) -> bool:
 def _check_output(output: Path, overwrite: bool, files: list[Path]) -> None:
     """Refuses to replace anything but what this script wrote."""
     if output.is_symlink():
-        raise ValueError(f"{output} is a link, which is not replaced: give the folder that it leads to")
+        raise ValueError(
+            f"{output} is a link, which is not replaced: give the folder that it leads to"
+        )
     if not output.exists():
         return
     if not overwrite:
@@ -73,18 +81,26 @@ def _check_output(output: Path, overwrite: bool, files: list[Path]) -> None:
     if inside := [path for path in files if output.resolve() in path.resolve().parents]:
         raise ValueError(f"input {inside[0]} lies in {output}, which would be replaced")
     if others := sorted({path.name for path in output.iterdir()} - _PARTS):
-        raise ValueError(f"{output} holds what prepare_data.py did not write and is not replaced: {others[0]}")
+        raise ValueError(
+            f"{output} holds what prepare_data.py did not write and is not replaced: {others[0]}"
+        )
 
 
 @contextmanager
 def _partial_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that is this run's alone, and gone afterwards. Raises ValueError if another has it."""
+    """A folder beside `output` that is this run's alone, and gone afterwards. Raises ValueError if
+    another has it.
+    """
     folder = output.with_name(output.name + ".partial")
-    if folder.is_symlink() or (folder.is_dir() and any(folder.iterdir()) and not (folder / ".lock").exists()):
+    if folder.is_symlink() or (
+        folder.is_dir() and any(folder.iterdir()) and not (folder / ".lock").exists()
+    ):
         raise ValueError(f"{folder}, where this run would work, was not written by prepare_data.py")
     try:
         with lock(folder) as held:
-            if not Path(held.name).exists() or not os.path.samestat(os.fstat(held.fileno()), os.stat(held.name)):
+            if not Path(held.name).exists() or not os.path.samestat(
+                os.fstat(held.fileno()), os.stat(held.name)
+            ):
                 raise ValueError(f"{output} was finished by another run just now")
             try:
                 _empty(folder)  # of what a run that was killed has left
@@ -93,7 +109,8 @@ def _partial_folder(output: Path) -> Iterator[Path]:
                 _empty(folder)
                 os.unlink(held.name)
     finally:
-        with suppress(OSError):  # another run has the folder, or has taken it since the lock was given up
+        # another run has the folder, or has taken it since the lock was given up
+        with suppress(OSError):
             folder.rmdir()
 
 
@@ -127,7 +144,10 @@ def _documents(
 
 
 def _tokenize(
-    files: list[Path], args: argparse.Namespace, writers: dict[str, TokenWriter], interrupts: Interrupts
+    files: list[Path],
+    args: argparse.Namespace,
+    writers: dict[str, TokenWriter],
+    interrupts: Interrupts,
 ) -> BadLines:
     """Writes every document to its part; returns what could not be used."""
     bad, size = BadLines(), sum(file.stat().st_size for file in files)
@@ -144,7 +164,8 @@ def _tokenize(
 def _split(
     folder: Path, writers: dict[str, TokenWriter], tokenizer: Tokenizer, fraction: float
 ) -> dict[str, TokenWriter]:
-    """Both parts anew from the only one that has tokens: the last `fraction` of them for validation.
+    """Both parts anew from the only one that has tokens: the last `fraction` of them for
+    validation.
 
     Of instances the last ones. Raises ValueError if there are too few.
     """
@@ -153,12 +174,19 @@ def _split(
     whole = max(writers.values(), key=lambda each: each.tokens)
     least, least_for_validation = whole.fewest
     if whole.units < least + least_for_validation:
-        raise ValueError(f"{counted(whole.units, whole.unit[:-1])} cannot be divided into training and validation")
-    trained = min(max(round(whole.units * (1 - fraction)), least), whole.units - least_for_validation)
+        raise ValueError(
+            f"{counted(whole.units, whole.unit[:-1])} cannot be divided into training and validation"
+        )
+    trained = min(
+        max(round(whole.units * (1 - fraction)), least), whole.units - least_for_validation
+    )
     parts = {name: writer(folder / "split" / name, tokenizer) for name in writers}
     parts["train"].copy(whole, 0, trained)
     parts["val"].copy(whole, trained, whole.units)
-    few = counted(whole.documents, "document is too little", "documents are too few") + " to choose from"
+    few = (
+        counted(whole.documents, "document is too little", "documents are too few")
+        + " to choose from"
+    )
     print(f"{few}: the last {whole.unit} are for validation", file=sys.stderr)
     return parts
 
@@ -195,7 +223,9 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
         writers["train"].folder.parent.rename(output)
     for name, each in writers.items():
         kind = "instance" if tokenizer.instances else "document"
-        print(f"{output / name}: {counted(each.tokens, 'token')} in {counted(each.documents, kind)}")
+        print(
+            f"{output / name}: {counted(each.tokens, 'token')} in {counted(each.documents, kind)}"
+        )
     if bad.left_out:
         lacking = counted(
             bad.left_out,
@@ -210,11 +240,17 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
 
 def main() -> None:
     parser = ArgumentParser(
-        prog="prepare_data.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="prepare_data.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", nargs="+", required=True, help=".txt or .jsonl files, also as .gz, or folders")
+    parser.add_argument(
+        "--input", nargs="+", required=True, help=".txt or .jsonl files, also as .gz, or folders"
+    )
     parser.add_argument("--output", required=True, help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing output folder")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing output folder"
+    )
     parser.add_argument(
         "--tokenizer",
         default="bytes",
@@ -226,13 +262,25 @@ def main() -> None:
         metavar="TOKEN",
         help="the token of a .json or .model that ends a text (default: its own, or one of the usual names)",
     )
-    parser.add_argument("--field", default="text", help="field of .jsonl records that holds the text (default: text)")
-    parser.add_argument("--glob", help="in folders, take files whose path ends like this, as text if not .jsonl")
     parser.add_argument(
-        "--exclude", nargs="*", default=[], help="in folders, leave out folders and files of these names"
+        "--field",
+        default="text",
+        help="field of .jsonl records that holds the text (default: text)",
     )
     parser.add_argument(
-        "--val-fraction", type=float, default=0.0, help="share of documents for validation (default: 0)"
+        "--glob", help="in folders, take files whose path ends like this, as text if not .jsonl"
+    )
+    parser.add_argument(
+        "--exclude",
+        nargs="*",
+        default=[],
+        help="in folders, leave out folders and files of these names",
+    )
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.0,
+        help="share of documents for validation (default: 0)",
     )
     parser.add_argument(
         "--max-bad",
@@ -242,7 +290,9 @@ def main() -> None:
         help="share of the lines, empty ones aside, that may be bad; with more nothing is written (default: 0.01)",
     )
     parser.add_argument(
-        "--workers", type=int, help="processes that tokenize (default: one a CPU core, 1 for bytes and for little text)"
+        "--workers",
+        type=int,
+        help="processes that tokenize (default: one a CPU core, 1 for bytes and for little text)",
     )
     args = parser.parse_args()
     if args.workers is not None and args.workers < 1:

@@ -1,11 +1,11 @@
 """Pretrains a CPM, a CPM-Bee or a CPM-Ant on sequences that are cut over ranks.
 
-    python train/pretrain.py --processes 2 --sp-size 2 --data data/stdlib/train --val-data data/stdlib/val
-    torchrun --nnodes 2 --nproc-per-node 8 ... train/pretrain.py --config run.toml
+    python train/pretrain.py --processes 2 --sp-size 2 --data data/stdlib/train --val-data
+    data/stdlib/val torchrun --nnodes 2 --nproc-per-node 8 ... train/pretrain.py --config run.toml
 
-See --help for all options. Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint saved, and every rank leaves
-with code 0; --resume auto goes on from there with the same losses as if it had not stopped. Ctrl-C once more ends the
-run at once, with code 130.
+See --help for all options. Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint saved, and
+every rank leaves with code 0; --resume auto goes on from there with the same losses as if it had
+not stopped. Ctrl-C once more ends the run at once, with code 130.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # run as a script: Python put this folder first in the path, the repository belongs there
+# run as a script: Python put this folder first in the path, the repository belongs there
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from train.base.signals import die_with_parent, has_launcher
 
@@ -67,7 +68,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Progress:
-    """How far a run has come: steps, samples read, steps skipped as not finite, and how many of the last ones were."""
+    """How far a run has come: steps, samples read, steps skipped as not finite, and how many of the
+    last ones were.
+    """
 
     step: int = 0
     samples: int = 0
@@ -78,7 +81,9 @@ class Progress:
 class Trainer:
     """One rank of a run."""
 
-    def __init__(self, config: TrainConfig, device: torch.device, stop: StopSignal, watchdog: Watchdog):
+    def __init__(
+        self, config: TrainConfig, device: torch.device, stop: StopSignal, watchdog: Watchdog
+    ):
         self.config, self.device, self.stop, self.watchdog = config, device, stop, watchdog
         self.rank, self.root = dist.get_rank(), Path(config.output)
         self.longest_row = config.seq_len
@@ -86,7 +91,9 @@ class Trainer:
         ranks.together(self._check_and_open)
         ranks.together(lambda: watchdog.write_to(self.root / "stacks"))
         self.sp = ranks.together(self._make_groups)
-        self.batches = ranks.together(lambda: self.kind.batches(config, self.model_config, self.sp, device))
+        self.batches = ranks.together(
+            lambda: self.kind.batches(config, self.model_config, self.sp, device)
+        )
         watchdog.alive("choosing a checkpoint")
         path = resume.chosen(config)
         ranks.together(lambda: self._tell_documents_apart(path))
@@ -102,18 +109,23 @@ class Trainer:
     def _make_groups(self) -> SequenceParallel:
         config, world = self.config, dist.get_world_size()
         if world % config.sp_size:
-            raise ValueError(f"--sp-size {config.sp_size} does not divide the world of {counted(world, 'rank')}")
+            raise ValueError(
+                f"--sp-size {config.sp_size} does not divide the world of {counted(world, 'rank')}"
+            )
         return init_sequence_parallel(
             config.sp_size,
             layout="zigzag" if config.layout == "auto" else config.layout,
-            inner_size=1 if config.strategy == "ulysses" else config.inner_size,  # it takes one group, on any hosts
+            # it takes one group, on any hosts
+            inner_size=1 if config.strategy == "ulysses" else config.inner_size,
             ulysses_size=config.ulysses_size,
         )
 
     def _make_engine(self) -> Engine:
         config = self.config
         common = {
-            "build": lambda: self.kind.model(self.model_config, self.sp, config.saving(), **config.attention),
+            "build": lambda: self.kind.model(
+                self.model_config, self.sp, config.saving(), **config.attention
+            ),
             "dtype": DTYPES[config.dtype],
             "seed": config.seed,
             "adamw": AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay),
@@ -122,14 +134,16 @@ class Trainer:
             from train.engine.bmtrain import BMTrainEngine
 
             return BMTrainEngine(**common, offload=config.offload_optimizer)
-        from train.engine.torch import TorchEngine  # seconds, which neither the launcher needs nor a refused run
+        # seconds, which neither the launcher needs nor a refused run
+        from train.engine.torch import TorchEngine
 
         return TorchEngine(**common, device=self.device)
 
     def run(self) -> bool:
         """Trains to the last step or until told to stop; returns whether nothing is left to do.
 
-        Raises FloatingPointError on every rank if the last steps were skipped; a single one may be the loss scale's.
+        Raises FloatingPointError on every rank if the last steps were skipped; a single one may be
+        the loss scale's.
         """
         config, progress = self.config, self.progress
         self._say(self._description())
@@ -140,7 +154,9 @@ class Trainer:
             stopping = not self._evaluate()
         while progress.step < config.steps and not stopping:
             stopping = self._train_step()
-            if self._is_last() or (_due(progress.step, config.save_every) and not progress.skips_in_a_row):
+            if self._is_last() or (
+                _due(progress.step, config.save_every) and not progress.skips_in_a_row
+            ):
                 self._save()
             if self._evaluation_due() and not stopping:
                 stopping = not self._evaluate()
@@ -165,8 +181,11 @@ class Trainer:
         if not self.config.save or step == self.saved_step:
             return
         self.watchdog.alive(f"saving step {step}")
-        keep_last = None if self.progress.skips_in_a_row else self.config.keep_last  # one of these may be needed
-        path = checkpoint.save(self.root, self._state(), self.engine.state(), keep_last, self.tokenizer)
+        # one of these may be needed
+        keep_last = None if self.progress.skips_in_a_row else self.config.keep_last
+        path = checkpoint.save(
+            self.root, self._state(), self.engine.state(), keep_last, self.tokenizer
+        )
         self.saved_step = step
         self._say(f"step {step}: saved {path}")
         self._set_last_words()
@@ -174,7 +193,9 @@ class Trainer:
             self.metrics.draw()
 
     def _set_last_words(self) -> None:
-        self.watchdog.last_words = ranks.gather(checkpoint.outlook(self.root) if self.rank == 0 else "")[0]
+        self.watchdog.last_words = ranks.gather(
+            checkpoint.outlook(self.root) if self.rank == 0 else ""
+        )[0]
 
     def _train_step(self) -> bool:
         """One step; returns whether any rank was told to stop."""
@@ -192,7 +213,9 @@ class Trainer:
             with self.clock.phase("backward"):
                 self.engine.backward(loss / max(targets, 1))
             losses.append(loss.detach())
-        loss, stops = self.engine.sum([float(torch.stack(losses).double().sum()), float(self.stop.received)])
+        loss, stops = self.engine.sum(
+            [float(torch.stack(losses).double().sum()), float(self.stop.received)]
+        )
         loss /= max(targets, 1)
         progress.step += 1
         progress.samples += config.batch_size
@@ -210,10 +233,12 @@ class Trainer:
         return stops > 0
 
     def _count(self, micro_batches: Sequence[Work]) -> tuple[float, float, dict[str, float]]:
-        """Targets and visible pairs of a step, over all ranks, and what there is to record of its work.
+        """Targets and visible pairs of a step, over all ranks, and what there is to record of its
+        work.
 
-        The balance is the most work, in pairs, over the mean of all ranks: in each micro-batch a group waits for its
-        rank with the most, at the end of the step all wait for the group that had the most in this way.
+        The balance is the most work, in pairs, over the mean of all ranks: in each micro-batch a
+        group waits for its rank with the most, at the end of the step all wait for the group that
+        had the most in this way.
         """
         slowest = [0.0] * self.batches.dp_size
         names = list(micro_batches[0].counts)
@@ -241,7 +266,9 @@ class Trainer:
         except FloatingPointError as error:
             self.progress.skipped += 1
             self.progress.skips_in_a_row += 1
-            self._say(f"step {self.progress.step}: skipped, {error}; {self.progress.skips_in_a_row} in a row")
+            self._say(
+                f"step {self.progress.step}: skipped, {error}; {self.progress.skips_in_a_row} in a row"
+            )
             if self.progress.skips_in_a_row >= self.config.max_skips:
                 raise FloatingPointError(self._skipped(str(error))) from error
             return {"skipped": self.progress.skipped}
@@ -249,34 +276,47 @@ class Trainer:
         return {"loss": loss, "grad_norm": grad_norm}
 
     def _skipped(self, what: str) -> str:
-        skipped = counted(self.progress.skips_in_a_row, "step in a row was skipped", "steps in a row were skipped")
+        skipped = counted(
+            self.progress.skips_in_a_row, "step in a row was skipped", "steps in a row were skipped"
+        )
         return f"step {self.progress.step}: {what}; {skipped}: {_CALMER.format(self.config.lr)}"
 
     def _speed(self, seconds: float, pairs: float) -> dict[str, float]:
         """Tokens a second over all ranks, TFLOP/s and MFU of a rank, and peak memory."""
         config = self.config
         tokens = config.batch_size * config.seq_len
-        tflops = step_flops(self.model_config, tokens, pairs) / dist.get_world_size() / seconds / 1e12
+        tflops = (
+            step_flops(self.model_config, tokens, pairs) / dist.get_world_size() / seconds / 1e12
+        )
         values = {"tokens_per_s": tokens / seconds, "tflops_per_rank": tflops}
         if peak := peak_tflops(self.device, DTYPES[config.dtype]):
             values["mfu"] = tflops / peak
         if self.device.type == "cuda":
-            held = make_rings(self.sp.process_group, self.sp.double_group).inner.held_bytes  # torch does not count them
+            # torch does not count them
+            held = make_rings(self.sp.process_group, self.sp.double_group).inner.held_bytes
             values["peak_gib"] = (torch.cuda.max_memory_allocated() + held) / 2**30
         return values
 
     def _evaluation_due(self) -> bool:
-        return self.val_data is not None and (self._is_last() or _due(self.progress.step, self.config.eval_every))
+        return self.val_data is not None and (
+            self._is_last() or _due(self.progress.step, self.config.eval_every)
+        )
 
     def _evaluation_missing(self) -> bool:
-        """Whether the step that was reached has been saved but not been evaluated, since the run ended meanwhile."""
+        """Whether the step that was reached has been saved but not been evaluated, since the run
+        ended meanwhile.
+        """
         if not self.progress.step or not self._evaluation_due():
             return False
-        return not ranks.gather(self.metrics and self.metrics.has(self.progress.step, "val_loss"))[0]
+        return not ranks.gather(self.metrics and self.metrics.has(self.progress.step, "val_loss"))[
+            0
+        ]
 
     @torch.no_grad()
     def _evaluate(self) -> bool:
-        """Records the mean token loss over evenly spaced sequences; returns False if told to stop meanwhile."""
+        """Records the mean token loss over evenly spaced sequences; returns False if told to stop
+        meanwhile.
+        """
         began, step, batches = time.perf_counter(), self.progress.step, self.batches
         self._say(f"step {step}: evaluating on {self.config.val_data}")
         loss = targets = 0.0
@@ -290,11 +330,15 @@ class Trainer:
         loss, targets = self.engine.sum([loss, targets])
         mean = loss / targets if targets else math.nan
         self._record(val_loss=mean)
-        self._say(f"step {step}: validation loss {mean:.4f}, in {time.perf_counter() - began:.1f} s")
+        self._say(
+            f"step {step}: validation loss {mean:.4f}, in {time.perf_counter() - began:.1f} s"
+        )
         return True
 
     def _check_and_open(self) -> None:
-        """What each rank can do on its own: the model's shape, its kernel, the data; rank 0 locks the output."""
+        """What each rank can do on its own: the model's shape, its kernel, the data; rank 0 locks
+        the output.
+        """
         config = self.config
         self.model_config = config.model_config()
         self.kind = kind_of(self.model_config)
@@ -315,11 +359,15 @@ class Trainer:
         data = self.kind.open(folder, self.config, self.model_config)
         if (kinds := data.file.index["vocab_size"]) > self.model_config.vocab_size:
             known = self.model_config.vocab_size
-            raise ValueError(f"{folder} has {kinds} kinds of tokens, --model {self.config.model} knows only {known}")
+            raise ValueError(
+                f"{folder} has {kinds} kinds of tokens, --model {self.config.model} knows only {known}"
+            )
         return data
 
     def _open_validation(self, folder: str) -> Opened:
-        """Raise ValueError for data of another tokenizer than the training data's. Warn if both are one folder."""
+        """Raise ValueError for data of another tokenizer than the training data's. Warn if both are
+        one folder.
+        """
         data, trained = self._open(folder), self.train_data.file.folder
         if data.file.folder.samefile(trained) and self.rank == 0:
             same = f"--val-data and --data are the same folder, {trained}"
@@ -328,10 +376,11 @@ class Trainer:
         return data
 
     def _tell_documents_apart(self, path: Path | None) -> None:
-        """Cut rows with documents told apart or not, with begin tokens or not. `path` is the checkpoint to go on from.
+        """Cut rows with documents told apart or not, with begin tokens or not. `path` is the
+        checkpoint to go on from.
 
-        Raises ValueError if it is not known where they start, for an unknown begin token, or if most of the rows would
-        be padding.
+        Raises ValueError if it is not known where they start, for an unknown begin token, or if
+        most of the rows would be padding.
         """
         file = self.train_data.file
         told = resume.documents(self.config, path, file.documents is not None)
@@ -346,7 +395,9 @@ class Trainer:
         padding, text = self.train_data.padding, self.config.data
         said = f"{padding:.0%} of the positions of {text} ({len(self.train_data.file.tokens):,} tokens) are padding"
         if padding > _MOST_PADDING:
-            raise ValueError(f"{said} at --seq-len {self.config.seq_len}: give more text or a shorter one")
+            raise ValueError(
+                f"{said} at --seq-len {self.config.seq_len}: give more text or a shorter one"
+            )
         if padding > _MUCH_PADDING and self.rank == 0:
             print(f"{said} at --seq-len {self.config.seq_len}", file=sys.stderr)
 
@@ -364,7 +415,9 @@ class Trainer:
         q = torch.empty(1, 1, model.num_heads, model.head_dim, **like)
         k = torch.empty(1, 1, model.num_kv_heads, model.head_dim, **like)
         try:
-            kernels.pick(self.config.flash, q, k, Spec(model.head_dim**-0.5, self.config.deterministic))
+            kernels.pick(
+                self.config.flash, q, k, Spec(model.head_dim**-0.5, self.config.deterministic)
+            )
         except ValueError as error:
             raise ValueError(f"--flash {self.config.flash}: {error}") from error
 
@@ -373,7 +426,9 @@ class Trainer:
         resume.check_same(saved, self.model_config, self.train_data.identity, new_stage)
         check_folder(self.train_data.file.folder, path / checkpoint.TOKENIZER, path)
         counted = {} if new_stage else saved.state
-        progress = Progress(**{field.name: counted.get(field.name, 0) for field in dataclasses.fields(Progress)})
+        progress = Progress(
+            **{field.name: counted.get(field.name, 0) for field in dataclasses.fields(Progress)}
+        )
         self.model_config = resume.with_length(self.model_config, saved.state)
         self.longest_row = max(self.longest_row, resume.longest_row(saved.state))
         resume.name_changes(saved.state, self._identity(), self.config, progress.step + 1)
@@ -410,7 +465,10 @@ class Trainer:
         }
 
     def _description(self) -> str:
-        c, resumed = self.config, f", resumed after step {self.progress.step}" if self.progress.step else ""
+        c, resumed = (
+            self.config,
+            f", resumed after step {self.progress.step}" if self.progress.step else "",
+        )
         if resume.begins_stage(c):
             resumed = f", a new stage from {c.resume}"
         val = f"; validation: {self.batches.sight(self.val_data)}" if self.val_data else ""
@@ -441,7 +499,8 @@ def main(argv: Sequence[str]) -> int:
     config = parse_config(argv)
     if config.processes > 1 and "RANK" not in os.environ:
         return launch([__file__, *argv], config.processes, Path(config.output))
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # kernels compiled once are there next time
+    # kernels compiled once are there next time
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     watchdog = Watchdog(ranks.rank(), config.timeout)
     stop = StopSignal(ending.acknowledge, lambda: ending.end_now(watchdog))
     try:
@@ -449,7 +508,11 @@ def main(argv: Sequence[str]) -> int:
         trainer = Trainer(config, init_distributed(config), stop, watchdog)
         finished = trainer.run()
         if trainer.rank == 0 and not finished:
-            how = "to go on, run the same command with --resume auto" if config.save else "nothing was saved"
+            how = (
+                "to go on, run the same command with --resume auto"
+                if config.save
+                else "nothing was saved"
+            )
             with showing():
                 print(f"stopped after step {trainer.progress.step}; {how}")
         watchdog.alive("leaving the other ranks")

@@ -1,1 +1,3 @@
-"""Sequence parallel attention in models of other packages: a module for each, which needs that package."""
+"""Sequence parallel attention in models of other packages: a module for each, which needs that
+package.
+"""

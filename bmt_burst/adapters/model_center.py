@@ -2,37 +2,42 @@
 
     bmt.init_distributed()
     sp = bmt_burst.init_sequence_parallel(sp_size=2)
-    model = model_center.enable(Llama.from_pretrained(path), sp)  # from bmt_burst.adapters import model_center
-    logits = model(sp.shard(input_ids), length=length).logits  # of this rank's tokens
+    model = model_center.enable(Llama.from_pretrained(path), sp)  # from bmt_burst.adapters import
+    model_center logits = model(sp.shard(input_ids), length=length).logits  # of this rank's tokens
 
-Llama, GPT2, GPTj, OPT, CPM1 and CPM3, which are causal, Bert and Roberta, which are not, and subclasses that leave
-their forward as it is. Other models are refused, with the reason.
+Llama, GPT2, GPTj, OPT, CPM1 and CPM3, which are causal, Bert and Roberta, which are not, and
+subclasses that leave their forward as it is. Other models are refused, with the reason.
 
-Parameters, their names and checkpoints stay as they are, and so does the checkpointing of layers. An enabled model is
-not pickled: its weights are what bmtrain.save writes. What changes is the model's forward: it makes no mask of S x S,
-positions are those of the whole sequence, and attention goes over the ranks of `sp`. It takes what it took, and two
-arguments more:
+Parameters, their names and checkpoints stay as they are, and so does the checkpointing of layers.
+An enabled model is
+not pickled: its weights are what bmtrain.save writes. What changes is the model's forward: it makes
+no mask of S x S, positions are those of the whole sequence, and attention goes over the ranks of
+`sp`. It takes what it took, and two arguments more:
 
     input_ids, inputs_embeds, position_ids, token_type_ids, attention_mask
             (B, S_local, ...), this rank's part, as sp.shard cuts it
     context, span
             (B, S_local), the same, of CPM1 and CPM3
     length  (B,), the tokens of the whole rows, without the padding after them
-    mask    what tokens of the whole sequence see, a Mask or one for each row, in place of length and attention_mask;
-            positions begin anew in each of its documents
+    mask    what tokens of the whole sequence see, a Mask or one for each row, in place of length
+            and attention_mask; positions begin anew in each of its documents
     layout  how the sequences of this call lie on the ranks, if not as sp says; or one for each row
 
-Without length, attention_mask and mask there is no padding. What comes back is of this rank's tokens. So its loss is a
-share: the sum over its targets, which one rank has more of than another, divided by how many there are on all ranks of
-the batch, never a mean over its own. BMTrain's OptimManager averages over ranks, so that is times their number:
+Without length, attention_mask and mask there is no padding. What comes back is of this rank's
+tokens. So its loss is a
+share: the sum over its targets, which one rank has more of than another, divided by how many there
+are on all ranks of the batch, never a mean over its own. BMTrain's OptimManager averages over
+ranks, so that is times their number:
 
-    total, count = cross_entropy_sum(logits, labels)  # of bmt_burst.loss; labels = sp.shard(shift_labels(input_ids))
-    manager.backward(bmt.world_size() * total / bmt.distributed.all_reduce(count, "sum"))
+    total, count = cross_entropy_sum(logits, labels)  # of bmt_burst.loss; labels =
+    sp.shard(shift_labels(input_ids)) manager.backward(bmt.world_size() * total /
+    bmt.distributed.all_reduce(count, "sum"))
 
-CPM1 and CPM3 add learned numbers to their scores, by the distance of tokens in the sequence. So their position_ids,
-(B, S_local) or (S_local,), must count on between tokens that see each other.
+CPM1 and CPM3 add learned numbers to their scores, by the distance of tokens in the sequence. So
+their position_ids, (B, S_local) or (S_local,), must count on between tokens that see each other.
 
-Letters: B batch, S tokens of the whole sequence, S_local those of this rank, H heads, D head size, E model width.
+Letters: B batch, S tokens of the whole sequence, S_local those of this rank, H heads, D head size,
+E model width.
 """
 
 from __future__ import annotations
@@ -70,23 +75,29 @@ def enable(
 ) -> nn.Module:
     """Puts attention over the ranks of `sp` in the place of the model's own; returns the model.
 
-    exact_rotary   form the angles of rotary embeddings in fp64. By default they are formed in the model's dtype, as
-                   ModelCenter does: fp16 rounds positions from 2048 on, bf16 from 256 on, and what fp16 does not hold,
-                   positions beyond 65504, is refused
+    exact_rotary   form the angles of rotary embeddings in fp64. By default they are formed in the
+                   model's dtype, as ModelCenter does: fp16 rounds positions from 2048 on, bf16 from
+                   256 on, and what fp16 does not hold, positions beyond 65504, is refused
     flash          the block kernel, and
     deterministic  equal bits between runs, as of burst_attn_func
 
-    A model of one rank works too, and generates as before. With more ranks use_cache and past_key_values are refused,
-    and with any number in training dropout of the attention's probabilities.
+    A model of one rank works too, and generates as before. With more ranks use_cache and
+    past_key_values are refused, and with any number in training dropout of the attention's
+    probabilities.
 
-    Raises TypeError for an sp that is none, for models that are not known and those that cannot be sequence parallel;
-    ValueError for options that cannot, and if the model is enabled already. The model is then as it was.
+    Raises TypeError for an sp that is none, for models that are not known and those that cannot be
+    sequence parallel; ValueError for options that cannot, and if the model is enabled already. The
+    model is then as it was.
     """
     if not isinstance(sp, SequenceParallel):
-        raise TypeError(f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}")
+        raise TypeError(
+            f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
+        )
     family = _family(model)
     if exact_rotary and not issubclass(family, _Rotary):
-        raise ValueError(f"exact_rotary is for models with rotary embeddings, which {type(model).__name__} has not")
+        raise ValueError(
+            f"exact_rotary is for models with rotary embeddings, which {type(model).__name__} has not"
+        )
     layers = [part for part in model.modules() if isinstance(part, Attention)]
     for layer in layers:
         _check_layer(layer, family)
@@ -125,7 +136,8 @@ class _Attention(Attention):
         use_cache: bool = False,
         past_key_value: Any = None,
     ) -> Any:
-        """query and key_value (B, S_local, E) to (B, S_local, E). Without a _Sight as before, for one rank.
+        """query and key_value (B, S_local, E) to (B, S_local, E). Without a _Sight as before, for
+        one rank.
 
         position_bias  the table (R, H) of what the _Sight's scores add, if there is one
         """
@@ -135,7 +147,9 @@ class _Attention(Attention):
                     f"attention over {self._sp.size} ranks got a {type(attention_mask).__name__} as its mask: call the "
                     "model, which knows what its layers see, not its layers"
                 )
-            return super().forward(query, key_value, attention_mask, position_bias, use_cache, past_key_value)
+            return super().forward(
+                query, key_value, attention_mask, position_bias, use_cache, past_key_value
+            )
         if self.training and self.attention_dropout is not None and self.attention_dropout.p:
             error = ValueError(
                 f"attention over ranks cannot drop probabilities, and dropout_p is {self.attention_dropout.p}: build "
@@ -171,7 +185,9 @@ class _Model:
     def check(model: nn.Module) -> None:
         """Raises ValueError for a model whose options cannot be enabled."""
 
-    def forward(self, *args: Any, mask: Masks | None = None, layout: Layouts | None = None, **named: Any) -> Any:
+    def forward(
+        self, *args: Any, mask: Masks | None = None, layout: Layouts | None = None, **named: Any
+    ) -> Any:
         """The model's own forward, of this rank's tokens; see the module."""
         own, given = super().forward, {}
         if self._sp.size == 1 and _generates(_bound(own, args, named)):
@@ -190,7 +206,9 @@ class _Model:
         hidden = self._embed(given, batch)
         options = self._options | self._sp.groups | self._masking(batch, hidden.device)
         sight = _Sight(options, self._rotation(batch, hidden))
-        return self._output(given, getattr(self, self.layers)(hidden, sight, self._table(hidden.device)))
+        return self._output(
+            given, getattr(self, self.layers)(hidden, sight, self._table(hidden.device))
+        )
 
     def __reduce_ex__(self, _protocol: int) -> NoReturn:
         raise TypeError(
@@ -286,7 +304,9 @@ class _Llama(_Rotary):
 
 
 class _GPTj(_Rotary):
-    """Angles are rounded to the dtype of what is turned: the first entries of a head, in pairs of neighbours."""
+    """Angles are rounded to the dtype of what is turned: the first entries of a head, in pairs of
+    neighbours.
+    """
 
     @property
     def _turned(self) -> int:
@@ -306,7 +326,9 @@ class _GPTj(_Rotary):
     def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, rest = x.tensor_split([2 * cos.shape[-1]], dim=-1)
         # The entries of q and k change places alike, so their products stay.
-        return torch.cat((apply_rope(torch.cat((turned[..., ::2], turned[..., 1::2]), -1), cos, sin), rest), -1)
+        return torch.cat(
+            (apply_rope(torch.cat((turned[..., ::2], turned[..., 1::2]), -1), cos, sin), rest), -1
+        )
 
 
 class _Learned(_Model):
@@ -322,9 +344,14 @@ class _Learned(_Model):
     def _position_ids(self, batch: Batch) -> Tensor:
         """(S_local,), or (B, S_local) if rows differ; on the CPU."""
         whole = list(self._whole_position_ids(batch))
-        last, count = max(int(x.max()) for x in whole), self.position_embedding._parameters["weight"]._original_shape[0]
+        last, count = (
+            max(int(x.max()) for x in whole),
+            self.position_embedding._parameters["weight"]._original_shape[0],
+        )
         if last >= count:
-            raise ValueError(f"position {last} is none of the {count} that {type(self).__name__} has embeddings for")
+            raise ValueError(
+                f"position {last} is none of the {count} that {type(self).__name__} has embeddings for"
+            )
         return batch.cut(whole)
 
     def _whole_position_ids(self, batch: Batch) -> Iterator[Tensor]:
@@ -363,19 +390,25 @@ class _Bert(_Learned):
     def _check(self, given: dict[str, Any]) -> None:
         super()._check(given)
         if given["output_pooler_output"] and self._sp.size > 1:
-            raise ValueError(f"output_pooler_output is made of the first token, which one of {self._sp.size} ranks has")
+            raise ValueError(
+                f"output_pooler_output is made of the first token, which one of {self._sp.size} ranks has"
+            )
 
     def _output(self, given: dict[str, Any], hidden: Tensor) -> Any:
         pooled = self.pooler(hidden) if given["output_pooler_output"] else None
         logits = self._logits(hidden) if given["output_logits"] else None
         if not given["return_dict"]:
             return hidden, pooled, None, logits, None, None
-        return zoo.BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled, logits=logits)
+        return zoo.BaseModelOutputWithPooling(
+            last_hidden_state=hidden, pooler_output=pooled, logits=logits
+        )
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.config.cls_head:
             return self.cls_projection(hidden)
-        return self.lm_head(hidden, self.input_embedding) if self.config.tied else self.lm_head(hidden)
+        return (
+            self.lm_head(hidden, self.input_embedding) if self.config.tied else self.lm_head(hidden)
+        )
 
 
 class _Roberta(_Bert):
@@ -384,9 +417,11 @@ class _Roberta(_Bert):
 
 
 class _Biased(_Model):
-    """One that adds a learned bias of relative positions to its scores, and sees a context as a whole.
+    """One that adds a learned bias of relative positions to its scores, and sees a context as a
+    whole.
 
-    Subclasses have _rows, the table in the model's dtype, and _scores, which of its rows a sequence's pairs have.
+    Subclasses have _rows, the table in the model's dtype, and _scores, which of its rows a
+    sequence's pairs have.
     """
 
     of_tokens = ("input_ids", "inputs_embeds")
@@ -409,7 +444,9 @@ class _Biased(_Model):
 
 
 class _CPM1(_Biased):
-    """The table has a row for each distance, up to where all are alike: what the model itself looks up for it."""
+    """The table has a row for each distance, up to where all are alike: what the model itself looks
+    up for it.
+    """
 
     @property
     def _reach(self) -> int:
@@ -420,11 +457,17 @@ class _CPM1(_Biased):
 
     def _rows(self, device: torch.device) -> Tensor:
         queries = torch.arange(self._reach, -self._reach - 1, -1, device=device)
-        return self.position_bias(queries, torch.zeros(1, dtype=torch.int64, device=device)).squeeze(2).T
+        return (
+            self.position_bias(queries, torch.zeros(1, dtype=torch.int64, device=device))
+            .squeeze(2)
+            .T
+        )
 
 
 class _CPM3(_Biased):
-    """The table is the model's: rows of distances within a segment, then one for each pair of segments."""
+    """The table is the model's: rows of distances within a segment, then one for each pair of
+    segments.
+    """
 
     @staticmethod
     def check(model: nn.Module) -> None:
@@ -447,7 +490,9 @@ class _CPM3(_Biased):
                     f"token_type_ids are segments below {bias.num_segments}, token {start} of a row has {number}"
                 )
         distances = bias.num_buckets, bias.max_distance, bias.bidirectional, device
-        return _by_segment(mask, segments, bias.num_segments, bias.absolute_inner_segment, distances)
+        return _by_segment(
+            mask, segments, bias.num_segments, bias.absolute_inner_segment, distances
+        )
 
     def _rows(self, _device: torch.device) -> Tensor:
         return self.position_bias.relative_attention_bias
@@ -461,15 +506,21 @@ class _CPM3(_Biased):
         is_prompt = (places < self.config.prompt_length).expand(ids.shape)
         prompts, others = (
             embedding(ids.where(chosen, 0))
-            for embedding, chosen in ((self.prompt_embedding, is_prompt), (self.input_embedding, ~is_prompt))
+            for embedding, chosen in (
+                (self.prompt_embedding, is_prompt),
+                (self.input_embedding, ~is_prompt),
+            )
         )
         return prompts.where(is_prompt.unsqueeze(-1), others)
 
 
 def _check_distances(row: Row, mask: Mask) -> None:
-    """Raises ValueError if tokens that see each other are not as far apart by position_ids as they are."""
+    """Raises ValueError if tokens that see each other are not as far apart by position_ids as they
+    are.
+    """
     jumps = [start for (start, _), _ in row.shifts[1:]] if row.shifts else []
-    seeing = {min(s.q[0], s.kv[0]) for s in mask.slices}  # where parts begin that are more than padding
+    # where parts begin that are more than padding
+    seeing = {min(s.q[0], s.kv[0]) for s in mask.slices}
     for start, stop in mask.parts if jumps else ():
         first = bisect.bisect_right(jumps, start)
         if start in seeing and first < len(jumps) and jumps[first] < stop:
@@ -486,19 +537,39 @@ def _by_distance(mask: Mask, reach: int) -> Scores:
 
 @functools.lru_cache(maxsize=_MOST_SCORES)
 def _by_segment(
-    mask: Mask, segments: Runs, count: int, by_distance: bool, distances: tuple[int, int, bool, torch.device]
+    mask: Mask,
+    segments: Runs,
+    count: int,
+    by_distance: bool,
+    distances: tuple[int, int, bool, torch.device],
 ) -> Scores:
-    """Of `count` segments; pairs of one segment have rows by their distance, or one for each segment."""
-    segment = torch.cat([torch.full((stop - start,), number) for (start, stop), number in segments]).int()
+    """Of `count` segments; pairs of one segment have rows by their distance, or one for each
+    segment.
+    """
+    segment = torch.cat(
+        [torch.full((stop - start,), number) for (start, stop), number in segments]
+    ).int()
     pairs = distances[0] + torch.arange(count**2, dtype=torch.int32)
     if by_distance:
         pairs[:: count + 1] = BY_DISTANCE
-    return Scores(mask, torch.zeros_like(segment), segment * count, segment, pairs, _distance_rows(*distances), 0)
+    return Scores(
+        mask,
+        torch.zeros_like(segment),
+        segment * count,
+        segment,
+        pairs,
+        _distance_rows(*distances),
+        0,
+    )
 
 
 @functools.cache
-def _distance_rows(num_buckets: int, max_distance: int, bidirectional: bool, device: torch.device) -> Tensor:
-    """Of the distances from -max_distance on: (2 max_distance + 1,) int32 on the CPU, as models round on `device`."""
+def _distance_rows(
+    num_buckets: int, max_distance: int, bidirectional: bool, device: torch.device
+) -> Tensor:
+    """Of the distances from -max_distance on: (2 max_distance + 1,) int32 on the CPU, as models
+    round on `device`.
+    """
     ahead = torch.arange(-max_distance, max_distance + 1, device=device)
     bucket_of = SegmentPositionEmbedding._absolute_position_bucket
     return bucket_of(None, ahead, bidirectional, num_buckets, max_distance).int().cpu()
@@ -525,7 +596,9 @@ _REFUSED: dict[type[nn.Module], str] = {
 
 
 def _family(model: nn.Module) -> type[_Model]:
-    """What the model becomes. Raises ValueError if it is that already, TypeError if it can be nothing."""
+    """What the model becomes. Raises ValueError if it is that already, TypeError if it can be
+    nothing.
+    """
     name = type(model).__name__
     if isinstance(model, _Model):
         raise ValueError(f"this {name} is enabled already, for {model._sp.size} ranks")
@@ -535,7 +608,9 @@ def _family(model: nn.Module) -> type[_Model]:
     for base, family in _FAMILIES.items():
         if isinstance(model, base):
             if type(model).forward is not base.forward or "forward" in vars(model):
-                raise TypeError(f"this {name} has another forward than {base.__name__}, which would be lost")
+                raise TypeError(
+                    f"this {name} has another forward than {base.__name__}, which would be lost"
+                )
             return family
     known = ", ".join(base.__name__ for base in _FAMILIES)
     raise TypeError(f"expected one of ModelCenter's {known}, got a {name}{_hint(model)}")
@@ -551,12 +626,18 @@ def _hint(model: Any) -> str:
 
 def _check_layer(layer: Attention, family: type[_Model]) -> None:
     if type(layer) is not Attention or "forward" in vars(layer):
-        raise TypeError(f"a layer has another forward than Attention, which would be lost: {type(layer).__name__}")
+        raise TypeError(
+            f"a layer has another forward than Attention, which would be lost: {type(layer).__name__}"
+        )
     if layer.pos_bias_type not in family.pos_bias_types:
         expected = " or ".join(map(repr, family.pos_bias_types))
-        raise ValueError(f"pos_bias_type must be {expected} in this model, got {layer.pos_bias_type!r}")
+        raise ValueError(
+            f"pos_bias_type must be {expected} in this model, got {layer.pos_bias_type!r}"
+        )
     if layer.mask_value > _MASKED:
-        raise ValueError(f"att_mask_value={layer.mask_value} would let tokens see what is masked: {_MASKED} or less")
+        raise ValueError(
+            f"att_mask_value={layer.mask_value} would let tokens see what is masked: {_MASKED} or less"
+        )
 
 
 @functools.cache

@@ -1,34 +1,43 @@
 """Makes causal language models of transformers 5 sequence parallel, in place.
 
     sp = bmt_burst.init_sequence_parallel(sp_size=2)  # after dist.init_process_group
-    model = enable(LlamaForCausalLM.from_pretrained(path), sp)  # from bmt_burst.adapters.transformers import enable
-    model(input_ids=tokens, labels=tokens).loss.backward()  # whole sequences, the same on every rank of sp
+    model = enable(LlamaForCausalLM.from_pretrained(path), sp)  # from
+    bmt_burst.adapters.transformers import enable
+    model(input_ids=tokens, labels=tokens).loss.backward()  # whole sequences, the same on every
+                                                            rank of sp
 
-Llama, Mistral, Qwen2, Qwen3, Phi3, MiniCPM3, Gemma2 and GptOss, and subclasses that leave their forward as it is. Other
-models are refused, with the reason.
+Llama, Mistral, Qwen2, Qwen3, Phi3, MiniCPM3, Gemma2 and GptOss, and subclasses that leave their
+forward as it is. Other models are refused, with the reason.
 
 A forward takes what it took, of whole sequences, and cuts it itself:
 
     input_ids, inputs_embeds, labels, shift_labels
-            (B, S, ...); of integers ranks compare a digest, since unlike sequences would train and say nothing
+            (B, S, ...); of integers ranks compare a digest, since unlike sequences would train and
+            say nothing
     position_ids
-            (B, S) or (1, S). Where they do not go on by one a document begins, which sees nothing of those before it.
-            In GptOss they must go on, since transformers would let documents see each other there
+            (B, S) or (1, S). Where they do not go on by one a document begins, which sees nothing
+            of those before it. In GptOss they must go on, since transformers would let documents
+            see each other there
     attention_mask
-            (B, S), 0 where a row is padded, on the right only. What a model returns of padding is of no use, and its
-            labels must be -100. With it position_ids may not begin anew: transformers ignores that then
+            (B, S), 0 where a row is padded, on the right only. What a model returns of padding is
+            of no use, and its labels must be -100. With it position_ids may not begin anew:
+            transformers ignores that then
     num_items_in_batch
-            what the sum of the losses is divided by, in place of the number of targets: a number or a tensor of one
+            what the sum of the losses is divided by, in place of the number of targets: a number or
+            a tensor of one
 
-What comes back is of this rank's tokens, as sp.shard cuts them: logits and hidden states. The loss is that of the whole
-sequences, the same on every rank of sp. Its gradients are such that their mean over the ranks of sp is the gradient of
-the loss: DDP and FSDP, which average over all ranks, need nothing else, and the ranks of one sp count for them as one
-process with its own sequences would.
+What comes back is of this rank's tokens, as sp.shard cuts them: logits and hidden states. The loss
+is that of the whole sequences, the same on every rank of sp. Its gradients are such that their mean
+over the ranks of sp is the gradient of
+the loss: DDP and FSDP, which average over all ranks, need nothing else, and the ranks of one sp
+count for them as one process with its own sequences would.
 
-Parameters, their names and checkpoints stay as they are, as do gradient checkpointing and the windows that a
-configuration has. Copies and pickles of an enabled model are enabled too; save_pretrained writes a plain one.
+Parameters, their names and checkpoints stay as they are, as do gradient checkpointing and the
+windows that a configuration has. Copies and pickles of an enabled model are enabled too;
+save_pretrained writes a plain one.
 
-Letters: B batch, S tokens of the whole sequence, S_local those of this rank, H query heads, G kv heads, D head size.
+Letters: B batch, S tokens of the whole sequence, S_local those of this rank, H query heads, G kv
+heads, D head size.
 """
 
 from __future__ import annotations
@@ -44,7 +53,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..attention import burst_attn_func, refuse_call
@@ -65,10 +79,25 @@ ATTENTION = "bmt_burst"  # the name under which transformers knows this attentio
 _NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "MiniCPM3", "Gemma2", "GptOss")
 _MOST_MASKS = 256  # that are kept with a window
 _OF_TOKENS = ("input_ids", "inputs_embeds")
-_COMPARED = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "num_items_in_batch")
-_KNOWN = {*_OF_TOKENS, *_COMPARED, "logits_to_keep", "use_cache", "output_hidden_states", "return_dict"}
+_COMPARED = (
+    "input_ids",
+    "labels",
+    "shift_labels",
+    "position_ids",
+    "attention_mask",
+    "num_items_in_batch",
+)
+_KNOWN = {
+    *_OF_TOKENS,
+    *_COMPARED,
+    "logits_to_keep",
+    "use_cache",
+    "output_hidden_states",
+    "return_dict",
+}
 _OF_ONE_DOCUMENT = ("gpt_oss",)  # models whose masks do not know position_ids
-_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the longest sequence
+# rotary embeddings whose angles depend on the longest sequence
+_BY_LENGTH = ("dynamic", "longrope")
 
 
 def enable(
@@ -81,19 +110,23 @@ def enable(
 ) -> PreTrainedModel:
     """Puts attention over the ranks of `sp` in the place of the model's own; returns the model.
 
-    balanced       lay the sequences on the ranks as Layout.balanced does for the documents of each batch, not as sp
-                   says: equal work also where documents are short
+    balanced       lay the sequences on the ranks as Layout.balanced does for the documents of each
+                   batch, not as sp says: equal work also where documents are short
     flash          the block kernel, and
     deterministic  equal bits between runs, as of burst_attn_func
 
-    Enable a model before it is wrapped, by DDP or an Accelerator, as what is wrapped has another forward.
+    Enable a model before it is wrapped, by DDP or an Accelerator, as what is wrapped has another
+    forward.
 
-    Raises TypeError for an sp that is none, and for models that are not known or whose forward or attention is not
-    transformers' own, also where a package has replaced it in the class; ValueError for a loss that is not, and if the
-    model is enabled already. The model is then as it was.
+    Raises TypeError for an sp that is none, and for models that are not known or whose forward or
+    attention is not transformers' own, also where a package has replaced it in the class;
+    ValueError for a loss that is not, and if the model is enabled already. The model is then as it
+    was.
     """
     if not isinstance(sp, SequenceParallel):
-        raise TypeError(f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}")
+        raise TypeError(
+            f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
+        )
     options = {"flash": flash, "deterministic": as_bool("deterministic", deterministic)}
     balanced = as_bool("balanced", balanced)
     _check_model(model)
@@ -107,7 +140,8 @@ def enable(
 
 
 class Sight:
-    """What layers are given in place of a mask. Not a dataclass: wrappers would rebuild it to move its tensors.
+    """What layers are given in place of a mask. Not a dataclass: wrappers would rebuild it to move
+    its tensors.
 
     options  of burst_attn_func, with a mask or causal=True
     seq_len  S
@@ -124,7 +158,9 @@ class Sight:
         rest = {name: option for name, option in self.options.items() if name != "causal"}
         seen = self.options.get("mask", _causal(self.seq_len))
         return rest | {
-            "mask": _windowed(seen, window) if isinstance(seen, Mask) else [_windowed(x, window) for x in seen]
+            "mask": _windowed(seen, window)
+            if isinstance(seen, Mask)
+            else [_windowed(x, window) for x in seen]
         }
 
 
@@ -143,10 +179,11 @@ def attention(
     bmt_burst: Sight | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
-    """What layers call: query (B, H, S_local, D), key and value (B, G, S_local, D) to (B, S_local, H, D).
+    """What layers call: query (B, H, S_local, D), key and value (B, G, S_local, D) to (B, S_local,
+    H, D).
 
-    Values may have smaller heads than keys, as in MiniCPM3. `s_aux` (H,) are sinks, as in GptOss. `attention_mask` is
-    what `_window_of_masks` returns.
+    Values may have smaller heads than keys, as in MiniCPM3. `s_aux` (H,) are sinks, as in GptOss.
+    `attention_mask` is what `_window_of_masks` returns.
     """
     if bmt_burst is None:
         raise TypeError(
@@ -169,7 +206,9 @@ def _window_of_masks(*_args: Any, local_size: int | None = None, **_named: Any) 
     return local_size
 
 
-def _check_layer(module: nn.Module, dropout: float, window: int | None, window_of_model: int | None) -> None:
+def _check_layer(
+    module: nn.Module, dropout: float, window: int | None, window_of_model: int | None
+) -> None:
     """Raises ValueError for what a layer or its configuration asks for that is not computed."""
     if dropout:
         raise ValueError(
@@ -177,14 +216,18 @@ def _check_layer(module: nn.Module, dropout: float, window: int | None, window_o
             "configuration, or call the model's eval()"
         )
     if window is not None and window < 1:
-        raise ValueError(f"sliding_window, of the configuration, must be at least 1 or None, got {window}")
+        raise ValueError(
+            f"sliding_window, of the configuration, must be at least 1 or None, got {window}"
+        )
     if window != window_of_model:
         raise ValueError(
             f"a {type(module).__name__} has a window of {window}, and its model makes masks with one of "
             f"{window_of_model}: some of transformers' attentions follow the layer and some the mask; make them equal"
         )
     if not getattr(module, "is_causal", True):
-        raise ValueError(f"is_causal is False in a {type(module).__name__}: attention to both sides is not enabled")
+        raise ValueError(
+            f"is_causal is False in a {type(module).__name__}: attention to both sides is not enabled"
+        )
 
 
 AttentionInterface.register(ATTENTION, attention)
@@ -192,7 +235,9 @@ AttentionMaskInterface.register(ATTENTION, _window_of_masks)
 
 
 class _InPlace:
-    """Comes before the class of an object that is enabled. Copies, and what is read from pickles, are enabled too."""
+    """Comes before the class of an object that is enabled. Copies, and what is read from pickles,
+    are enabled too.
+    """
 
     def __reduce_ex__(self, _protocol: int) -> tuple:
         return _new, type(self).__bases__, self.__getstate__()
@@ -219,7 +264,9 @@ class _Model(_InPlace):
         def part() -> Given:
             nonlocal call
             _check_configs(self)
-            call = _Call(self._sp, self._balanced, self.config, self._vocabulary(), _bound(own, args, named))
+            call = _Call(
+                self._sp, self._balanced, self.config, self._vocabulary(), _bound(own, args, named)
+            )
             return call.given
 
         batch = agree(self._sp, f"the forward of a {type(self).__name__}", part)
@@ -230,7 +277,9 @@ class _Model(_InPlace):
         return call.part | {"bmt_burst": Sight(options, call.seq_len, call.targets)}
 
     def _vocabulary(self) -> int | None:
-        """How many tokens there are embeddings of; None if it is not torch's Embedding that looks them up."""
+        """How many tokens there are embeddings of; None if it is not torch's Embedding that looks
+        them up.
+        """
         embedding = self.get_input_embeddings()
         return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
@@ -249,10 +298,14 @@ class _Model(_InPlace):
         num_items_in_batch: Tensor | int | None = None,
         **_others: Any,
     ) -> Tensor:
-        """logits (B, S_local, V) and their targets (B, S_local), shifted, to the mean over the targets of all ranks."""
+        """logits (B, S_local, V) and their targets (B, S_local), shifted, to the mean over the
+        targets of all ranks.
+        """
         rings = make_rings(self._sp.process_group, self._sp.double_group)
         doing = f"the loss of a {type(self).__name__}"
-        total, _ = together(rings, doing, lambda: cross_entropy_sum(logits, labels.to(logits.device)))
+        total, _ = together(
+            rings, doing, lambda: cross_entropy_sum(logits, labels.to(logits.device))
+        )
         count = bmt_burst.targets if num_items_in_batch is None else num_items_in_batch
         count = count.to(total.device).reshape(()) if isinstance(count, Tensor) else count
         return _Joined.apply(total / count, self._sp)
@@ -280,14 +333,18 @@ class _Rotary(_InPlace):
 
     def forward(self, x: Tensor, position_ids: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
         if self._last is None:
-            raise TypeError(f"a {type(self).__name__} was called by itself: call the model that was enabled")
+            raise TypeError(
+                f"a {type(self).__name__} was called by itself: call the model that was enabled"
+            )
         last = self._last.to(position_ids).expand(len(position_ids), 1)
         cos, sin = super().forward(x, position_ids=torch.cat((position_ids, last), 1), **named)
         return cos[:, :-1], sin[:, :-1]
 
 
 class _Joined(torch.autograd.Function):
-    """The sum of what the ranks of sp have, on each of them. Gradients are the ranks' own, times their number."""
+    """The sum of what the ranks of sp have, on each of them. Gradients are the ranks' own, times
+    their number.
+    """
 
     @staticmethod
     def forward(ctx, share: Tensor, sp: SequenceParallel) -> Tensor:
@@ -318,7 +375,9 @@ class _Call:
     ):
         _check_arguments(arguments, config)
         self.arguments = {name: x for name, x in arguments.items() if x is not None}
-        self.size, self.seq_len = _shape({name: x for name, x in self.arguments.items() if name in _OF_TOKENS})
+        self.size, self.seq_len = _shape(
+            {name: x for name, x in self.arguments.items() if name in _OF_TOKENS}
+        )
         self._check_shapes()
         padding, places = self.arguments.get("attention_mask"), self.arguments.get("position_ids")
         documents = None if places is None else _documents(places, padding)
@@ -334,7 +393,9 @@ class _Call:
         self.part = self._part(labels)
         self.last_position = torch.tensor(self.seq_len - 1) if places is None else places.amax()
         tensors = {name: self.part[name] for name in _OF_TOKENS if name in self.part}
-        self.given = Given(tensors, mask=documents, layout=self._layouts, alike=self._alike(vocabulary))
+        self.given = Given(
+            tensors, mask=documents, layout=self._layouts, alike=self._alike(vocabulary)
+        )
 
     def _check_shapes(self) -> None:
         whole = (self.size, self.seq_len)
@@ -357,13 +418,18 @@ class _Call:
         return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
     def _part(self, targets: Tensor | None) -> dict[str, Any]:
-        own = ("attention_mask", "shift_labels", "logits_to_keep")  # what the model's own forward need not know
-        part = {name: x for name, x in self.arguments.items() if name not in own} | {"use_cache": False}
+        # what the model's own forward need not know
+        own = ("attention_mask", "shift_labels", "logits_to_keep")
+        part = {name: x for name, x in self.arguments.items() if name not in own} | {
+            "use_cache": False
+        }
         for name in _OF_TOKENS:
             if name in part:
                 part[name] = self._cut(part[name])
         tokens = next(part[name] for name in _OF_TOKENS if name in part)
-        whole = part.get("position_ids", torch.arange(self.seq_len, device=tokens.device).unsqueeze(0))
+        whole = part.get(
+            "position_ids", torch.arange(self.seq_len, device=tokens.device).unsqueeze(0)
+        )
         part["position_ids"] = self._cut(whole)
         return part if targets is None else part | {"labels": self._cut(targets)}
 
@@ -372,10 +438,14 @@ class _Call:
         if isinstance(self._layouts, Layout):
             return self._layouts.shard(x, self._rank, 1)
         rows = x.expand(self.size, *x.shape[1:])
-        return torch.stack([row.shard(y, self._rank, 0) for row, y in zip(self._layouts, rows, strict=True)])
+        return torch.stack(
+            [row.shard(y, self._rank, 0) for row, y in zip(self._layouts, rows, strict=True)]
+        )
 
     def _alike(self, vocabulary: int | None) -> dict[str, Any]:
-        """What ranks compare. Raises ValueError for tokens that are not in the vocabulary, on any rank's part."""
+        """What ranks compare. Raises ValueError for tokens that are not in the vocabulary, on any
+        rank's part.
+        """
         alike: dict[str, Any] = {"arguments": sorted(self.arguments)}
         if "inputs_embeds" in self.arguments:
             x = self.arguments["inputs_embeds"]
@@ -393,19 +463,35 @@ class _Call:
 def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> None:
     """Raises ValueError for what cannot be said of a part of a sequence."""
     if arguments.get("use_cache") or arguments.get("past_key_values") is not None:
-        raise ValueError("use_cache and past_key_values are of whole sequences, and these are cut over ranks")
+        raise ValueError(
+            "use_cache and past_key_values are of whole sequences, and these are cut over ranks"
+        )
     if arguments.pop("output_attentions", None) or config.output_attentions:
-        raise ValueError("output_attentions: attention over ranks never has its probabilities as a whole")
+        raise ValueError(
+            "output_attentions: attention over ranks never has its probabilities as a whole"
+        )
     if not getattr(config, "is_causal", True):
-        raise ValueError("is_causal is False in the configuration: attention to both sides is not enabled")
+        raise ValueError(
+            "is_causal is False in the configuration: attention to both sides is not enabled"
+        )
     if getattr(config, "use_bidirectional_attention", False):
-        raise ValueError("use_bidirectional_attention in the configuration: attention to both sides is not enabled")
-    if arguments.pop("output_router_logits", None) or getattr(config, "output_router_logits", False):
-        raise ValueError("output_router_logits: routers have a loss of whole sequences, and these are cut over ranks")
+        raise ValueError(
+            "use_bidirectional_attention in the configuration: attention to both sides is not enabled"
+        )
+    if arguments.pop("output_router_logits", None) or getattr(
+        config, "output_router_logits", False
+    ):
+        raise ValueError(
+            "output_router_logits: routers have a loss of whole sequences, and these are cut over ranks"
+        )
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
-        raise ValueError(f"logits_to_keep counts tokens of whole sequences, and these are cut over ranks: got {keep}")
-    if unknown := sorted(name for name, x in arguments.items() if x is not None and name not in _KNOWN):
+        raise ValueError(
+            f"logits_to_keep counts tokens of whole sequences, and these are cut over ranks: got {keep}"
+        )
+    if unknown := sorted(
+        name for name, x in arguments.items() if x is not None and name not in _KNOWN
+    ):
         raise ValueError(
             f"{' and '.join(unknown)}: it is not known how to cut this over ranks; documents are said by position_ids "
             "that begin anew"
@@ -415,18 +501,24 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
 def _shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
     """B and S."""
     if len(tensors) != 1:
-        raise ValueError(f"give either input_ids or inputs_embeds, got {' and '.join(tensors) or 'neither'}")
+        raise ValueError(
+            f"give either input_ids or inputs_embeds, got {' and '.join(tensors) or 'neither'}"
+        )
     [(name, x)] = tensors.items()
     check_tensor(name, x)
     if x.dim() != (2 if name == "input_ids" else 3) or 0 in x.shape:
-        raise ValueError(f"{name} must be (B, S{', E' * (name != 'input_ids')}), got shape {tuple(x.shape)}")
+        raise ValueError(
+            f"{name} must be (B, S{', E' * (name != 'input_ids')}), got shape {tuple(x.shape)}"
+        )
     if name == "input_ids" and x.dtype not in (torch.int64, torch.int32):  # what embeddings look up
         raise TypeError(f"input_ids must be int64 or int32, got {x.dtype}")
     return x.shape[0], x.shape[1]
 
 
 def _documents(places: Tensor, padding: Tensor | None) -> Mask | list[Mask] | None:
-    """What tokens see that have these position_ids, if it is not all before them: of all rows, or of each."""
+    """What tokens see that have these position_ids, if it is not all before them: of all rows, or
+    of each.
+    """
     begins = places.diff(dim=-1).ne(1)
     if padding is not None:
         if (begins & padding[:, 1:].ne(0)).any():
@@ -459,13 +551,17 @@ def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
     """Raises ValueError unless rows end with their padding, and padding has no targets."""
     valid = padding.ne(0)
     if (valid[:, 1:] & ~valid[:, :-1]).any():
-        raise ValueError("attention_mask has padding before tokens that are none: rows must be padded on the right")
+        raise ValueError(
+            "attention_mask has padding before tokens that are none: rows must be padded on the right"
+        )
     if targets is not None and (targets.to(valid.device).ne(IGNORE_INDEX) & ~valid).any():
         raise ValueError(f"labels of what attention_mask says is padding must be {IGNORE_INDEX}")
 
 
 def _number(name: str, x: Any) -> str:
-    """A number, or that of a tensor of one element, for which the host waits: 10, 10.0 and tensor(10) are the same."""
+    """A number, or that of a tensor of one element, for which the host waits: 10, 10.0 and
+    tensor(10) are the same.
+    """
     if isinstance(x, Tensor):
         check_tensor(name, x)
         if x.numel() != 1:
@@ -476,7 +572,9 @@ def _number(name: str, x: Any) -> str:
 
 
 def _digest(x: Tensor, vocabulary: int | None = None) -> str:
-    """Shape and contents, for which the host waits once. Raises ValueError for a token beyond a vocabulary."""
+    """Shape and contents, for which the host waits once. Raises ValueError for a token beyond a
+    vocabulary.
+    """
     numbers = x.flatten()
     bits = numbers.double().view(torch.int64) if x.is_floating_point() else numbers.long()
     weights = torch.arange(1, x.numel() + 1, device=x.device) * 0x2545F4914F6CDD1D  # wraps around
@@ -507,9 +605,14 @@ def _windowed(mask: Mask, window: int) -> Mask:
 def _families() -> dict[type[PreTrainedModel], type[nn.Module]]:
     """The models that are known, those of them that this transformers has, and their attention."""
     models = [
-        getattr(transformers, f"{name}ForCausalLM") for name in _NAMES if hasattr(transformers, f"{name}ForCausalLM")
+        getattr(transformers, f"{name}ForCausalLM")
+        for name in _NAMES
+        if hasattr(transformers, f"{name}ForCausalLM")
     ]
-    return {x: getattr(sys.modules[x.__module__], x.__name__.replace("ForCausalLM", "Attention")) for x in models}
+    return {
+        x: getattr(sys.modules[x.__module__], x.__name__.replace("ForCausalLM", "Attention"))
+        for x in models
+    }
 
 
 _FAMILIES = _families()
@@ -532,7 +635,9 @@ def _check_model(model: Any) -> None:
         known = ", ".join(base.__name__ for base in _FAMILIES)
         raise TypeError(f"expected one of transformers' {known}, got a {name}{_hint(model)}")
     if not _has_forward_of(base, model):
-        raise TypeError(f"this {name} has another forward than transformers' {base.__name__}, which would be lost")
+        raise TypeError(
+            f"this {name} has another forward than transformers' {base.__name__}, which would be lost"
+        )
     for layer in model.model.layers:
         attention = getattr(layer, "self_attn", None)
         if not _has_forward_of(_FAMILIES[base], attention):
@@ -541,12 +646,20 @@ def _check_model(model: Any) -> None:
                 f"{_FAMILIES[base].__name__}, which is known to ask for its attention by name"
             )
     if model.loss_function is not ForCausalLMLoss:
-        raise ValueError(f"this {name} has another loss than transformers' ForCausalLMLoss, which would be lost")
+        raise ValueError(
+            f"this {name} has another loss than transformers' ForCausalLMLoss, which would be lost"
+        )
 
 
 def _has_forward_of(base: type[nn.Module], module: Any) -> bool:
-    """Whether it is a `base` with the forward that transformers gives it, which some packages replace in the class."""
-    own = isinstance(module, base) and type(module).forward is base.forward and "forward" not in vars(module)
+    """Whether it is a `base` with the forward that transformers gives it, which some packages
+    replace in the class.
+    """
+    own = (
+        isinstance(module, base)
+        and type(module).forward is base.forward
+        and "forward" not in vars(module)
+    )
     return own and base.forward.__module__ == base.__module__
 
 
@@ -561,8 +674,8 @@ def _hint(model: Any) -> str:
 class _LayerConfig:
     """The configuration of a module inside an enabled model, which names ATTENTION.
 
-    All else is read from `config`, and written to it. That one may be the model's own, and other models can be made of
-    it, since it names an attention of transformers.
+    All else is read from `config`, and written to it. That one may be the model's own, and other
+    models can be made of it, since it names an attention of transformers.
     """
 
     _attn_implementation = ATTENTION
@@ -581,10 +694,11 @@ class _LayerConfig:
 
 
 def _give_own_configs(model: PreTrainedModel) -> None:
-    """Let the modules inside `model` name their attention, without other models that have the same configurations.
+    """Let the modules inside `model` name their attention, without other models that have the same
+    configurations.
 
-    Modules that share a configuration still do. A model need not have that of its layers, which may come from
-    elsewhere.
+    Modules that share a configuration still do. A model need not have that of its layers, which may
+    come from elsewhere.
     """
     known: dict[int, Any] = {}
     for module, config in _configs(model):
@@ -594,7 +708,9 @@ def _give_own_configs(model: PreTrainedModel) -> None:
 
 
 def _check_configs(model: PreTrainedModel) -> None:
-    """Raise ValueError if a module would ask for another attention, which sees this rank's tokens alone."""
+    """Raise ValueError if a module would ask for another attention, which sees this rank's tokens
+    alone.
+    """
     for module, config in _configs(model):
         if config._attn_implementation != (model._attention if module is model else ATTENTION):
             raise ValueError(
@@ -607,7 +723,11 @@ def _check_configs(model: PreTrainedModel) -> None:
 def _configs(model: PreTrainedModel) -> list[tuple[nn.Module, Any]]:
     """The modules that have a configuration, each with its own."""
     found = ((module, vars(module).get("config")) for module in model.modules())
-    return [(module, config) for module, config in found if isinstance(config, PreTrainedConfig | _LayerConfig)]
+    return [
+        (module, config)
+        for module, config in found
+        if isinstance(config, PreTrainedConfig | _LayerConfig)
+    ]
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""What may be given as an argument: plain tensors, and numbers of Python or numpy, which become Python's.
+"""What may be given as an argument: plain tensors, and numbers of Python or numpy, which become
+Python's.
 
 Each function takes the argument's name for its error. Numpy need not be installed.
 """
@@ -32,8 +33,14 @@ def as_int(name: str, value: Any) -> int:
 
 
 def plain(value: Any) -> Any:
-    """A whole number of numpy's as Python's, all else as it is: what ranks can tell each other before it is checked."""
-    return operator.index(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+    """A whole number of numpy's as Python's, all else as it is: what ranks can tell each other
+    before it is checked.
+    """
+    return (
+        operator.index(value)
+        if isinstance(value, Integral) and not isinstance(value, bool)
+        else value
+    )
 
 
 def as_float(name: str, value: Any) -> float:
@@ -43,22 +50,30 @@ def as_float(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must be finite, got a number of {math.floor(value).bit_length()} bits") from None
+        raise ValueError(
+            f"{name} must be finite, got a number of {math.floor(value).bit_length()} bits"
+        ) from None
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raises TypeError for anything but a dense tensor with values of its own, which a DTensor or FakeTensor lacks."""
+    """Raises TypeError for anything but a dense tensor with values of its own, which a DTensor or
+    FakeTensor lacks.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got a nested one or layout {x.layout}")
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         hint = ": give its to_local(), this rank's part" if hasattr(x, "to_local") else ""
-        raise TypeError(f"{name} must be a plain tensor, a {type(x).__name__} has no values of its own{hint}")
+        raise TypeError(
+            f"{name} must be a plain tensor, a {type(x).__name__} has no values of its own{hint}"
+        )
 
 
 def check_dim(x: Tensor, dim: Any) -> int:
-    """`dim` counted from the front. Raises TypeError for no tensor or number, ValueError if x has no such dimension."""
+    """`dim` counted from the front. Raises TypeError for no tensor or number, ValueError if x has
+    no such dimension.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a torch.Tensor, got {type(x).__name__}")
     dim = as_int("dim", dim)
@@ -75,5 +90,9 @@ def _is_numpy_bool(value: Any) -> bool:
 def _shown(value: Any) -> str:
     """A wrong value in an error; of what may be long only the type."""
     if isinstance(value, Tensor):
-        return f"a {type(value).__name__} of shape {tuple(value.shape)}" + "; give its item()" * (value.numel() == 1)
-    return repr(value) if isinstance(value, str | bool | float | int | None) else type(value).__name__
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}" + "; give its item()" * (
+            value.numel() == 1
+        )
+    return (
+        repr(value) if isinstance(value, str | bool | float | int | None) else type(value).__name__
+    )

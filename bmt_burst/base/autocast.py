@@ -1,4 +1,6 @@
-"""Autocast for operations of this library: inputs are cast as torch casts those of a linear layer or of attention."""
+"""Autocast for operations of this library: inputs are cast as torch casts those of a linear layer
+or of attention.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Return x in the dtype that autocast computes with; fp64 and what is not floating point stay as they are."""
+    """Return x in the dtype that autocast computes with; fp64 and what is not floating point stay
+    as they are.
+    """
     dtype = autocast_dtype(x)
     return x if dtype is None or x.dtype not in _CAST else x.to(dtype)

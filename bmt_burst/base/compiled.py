@@ -1,4 +1,6 @@
-"""Compilers: what torch.compile does for this library, and leaves alone; how Triton compiles a kernel once."""
+"""Compilers: what torch.compile does for this library, and leaves alone; how Triton compiles a
+kernel once.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ Result = TypeVar("Result")
 def not_compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Return `function` as one that torch.compile leaves alone.
 
-    It is for functions that ranks call together, or that do more than tensors show: a compiler would trace them again
-    for other lengths, at other times on other ranks. torch.compiler.disable does the same, but it loads the compiler,
-    which takes seconds and more than 100 MiB. Programs that compile nothing do not need that.
+    It is for functions that ranks call together, or that do more than tensors show: a compiler
+    would trace them again for other lengths, at other times on other ranks. torch.compiler.disable
+    does the same, but it loads the compiler, which takes seconds and more than 100 MiB. Programs
+    that compile nothing do not need that.
     """
     disabled = _disable_dynamo(function)  # loads the compiler when it is first called
 
@@ -28,12 +31,14 @@ def not_compiled(function: Callable[Parameters, Result]) -> Callable[Parameters,
     def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
         return (disabled if "torch._dynamo" in sys.modules else function)(*args, **named)
 
-    call._torchdynamo_disable = True  # what torch.compiler.disable marks: no caller is compiled together with it
+    # what torch.compiler.disable marks: no caller is compiled together with it
+    call._torchdynamo_disable = True
     return call
 
 
 def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` of tensors, then numbers; where the first is on a GPU compiled, and then differentiable once.
+    """`function` of tensors, then numbers; where the first is on a GPU compiled, and then
+    differentiable once.
 
     Compiled when first called, once more for sizes of 1, and with and without gradient.
     """
@@ -48,9 +53,10 @@ def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def of_one_kind(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Numbers that differ from call to call, for a Triton kernel that takes them in a tuple: each times 16.
+    """Numbers that differ from call to call, for a Triton kernel that takes them in a tuple: each
+    times 16.
 
-    Triton compiles a kernel anew, for seconds, for numbers that are 1 and for multiples of 16, in a tuple whatever
-    `do_not_specialize` says. So all are multiples; the kernel divides them.
+    Triton compiles a kernel anew, for seconds, for numbers that are 1 and for multiples of 16, in a
+    tuple whatever `do_not_specialize` says. So all are multiples; the kernel divides them.
     """
     return tuple(16 * x for x in numbers)

@@ -66,10 +66,12 @@ def agree_on_call(
     options: Callable[[], dict[str, Any]],
     packed: bool,
 ) -> AgreedCall:
-    """Check the arguments of this rank and tell the others. Raises what is wrong with them once all ranks know.
+    """Check the arguments of this rank and tell the others. Raises what is wrong with them once all
+    ranks know.
 
-    A rank cannot know alone what a call means: the same number of tokens here may be part of sequences of several
-    lengths. So the ranks ask each other every time, and remember the plan that follows from the same replies.
+    A rank cannot know alone what a call means: the same number of tokens here may be part of
+    sequences of several lengths. So the ranks ask each other every time, and remember the plan that
+    follows from the same replies.
     """
     call: _Call | None = None
     tensors = q, k, v
@@ -82,7 +84,11 @@ def agree_on_call(
         check_tensors(*tensors)
         check_bias(learned.bias, given["scores"], tensors[0])
         check_sinks(learned.sinks, tensors[0])
-        check_transforms("burst_attn_func", *tensors, *(x for x in (learned.bias, learned.sinks) if x is not None))
+        check_transforms(
+            "burst_attn_func",
+            *tensors,
+            *(x for x in (learned.bias, learned.sinks) if x is not None),
+        )
         call = _known_call(rings, tensors, learned, given)
         return call.terms
 
@@ -110,7 +116,9 @@ class AgreedCall:
         return self.call.rows
 
     def plan(self) -> Plan:
-        """Return the plan that follows; then the call counts. Raises ValueError on all ranks if they do not agree."""
+        """Return the plan that follows; then the call counts. Raises ValueError on all ranks if
+        they do not agree.
+        """
         plans = self.rings.history.plans
         plan = plans.pop(self.said, None)
         if plan is None:
@@ -126,23 +134,37 @@ class AgreedCall:
 
 
 def _make_room(plans: dict[tuple[bytes, ...], Plan]) -> None:
-    """Drop the first plans if there are many. Threads without a group do so at once, so keys are copied, atomically."""
+    """Drop the first plans if there are many. Threads without a group do so at once, so keys are
+    copied, atomically.
+    """
     for said in list(plans)[: max(len(plans) - _MOST_PLANS + 1, 0)]:
         plans.pop(said, None)
 
 
 def _known_call(rings: Rings, tensors: Tensors, learned: Learned, options: dict[str, Any]) -> _Call:
-    """The call with these arguments, checked: layers repeat them, and the host has little time for each."""
+    """The call with these arguments, checked: layers repeat them, and the host has little time for
+    each.
+    """
     q, k, _ = tensors
     values = [tuple(x) if isinstance(x, list) else x for x in options.values()]
     differentiable = any(x.requires_grad for x in (*tensors, learned))
     needs_gradient = torch.is_grad_enabled() and differentiable
-    facts = q.shape, k.shape, q.dtype, q.device, autocast_dtype(q), needs_gradient, learned.bias_rows, learned.has_sinks
+    facts = (
+        q.shape,
+        k.shape,
+        q.dtype,
+        q.device,
+        autocast_dtype(q),
+        needs_gradient,
+        learned.bias_rows,
+        learned.has_sinks,
+    )
     key = (*facts, *values, *map(type, values))  # 1 is equal to True
     known = rings.history.known
     try:
         call = known.get(key)
-    except TypeError:  # something that cannot be hashed, of which an error will say that it is wrong
+    # something that cannot be hashed, of which an error will say that it is wrong
+    except TypeError:
         return _Call(rings, tensors, learned, options, needs_gradient)
     if call is None:
         call = _Call(rings, tensors, learned, options, needs_gradient)
@@ -153,13 +175,27 @@ def _known_call(rings: Rings, tensors: Tensors, learned: Learned, options: dict[
 
 
 class _Call:
-    """A rank's arguments but for the values of tensors. Raises ValueError or TypeError if they are wrong."""
+    """A rank's arguments but for the values of tensors. Raises ValueError or TypeError if they are
+    wrong.
+    """
 
-    def __init__(self, rings: Rings, tensors: Tensors, learned: Learned, options: dict[str, Any], needs_gradient: bool):
+    def __init__(
+        self,
+        rings: Rings,
+        tensors: Tensors,
+        learned: Learned,
+        options: dict[str, Any],
+        needs_gradient: bool,
+    ):
         q, k, _ = tensors
         bias_rows = learned.bias_rows
         self.bias_rows, self.has_sinks = bias_rows, learned.has_sinks
-        self.inner, self.outer, self.shape, self.kv_heads = rings.inner.size, rings.outer.size, q.shape, k.shape[2]
+        self.inner, self.outer, self.shape, self.kv_heads = (
+            rings.inner.size,
+            rings.outer.size,
+            q.shape,
+            k.shape[2],
+        )
         self.dtype, self.autocast = q.dtype, autocast_dtype(q)
         self.device_type, self.needs_gradient = q.device.type, needs_gradient
         self.options = check_options(options)
@@ -169,7 +205,9 @@ class _Call:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         check_softcap(softcap, scale, q.dtype)
         if softcap is not None and bias_rows:
-            raise ValueError("softcap does not go with scores and a bias: no kernel caps scores that have one")
+            raise ValueError(
+                "softcap does not go with scores and a bias: no kernel caps scores that have one"
+            )
         self.spec = Spec(scale, self.options["deterministic"], softcap=softcap)
         self.kernel: Kernel = pick(self.options["flash"], q, k, self.spec)
         self.biased_kernel = pick_biased(self.kernel, q, k, self.spec) if bias_rows else None
@@ -179,16 +217,25 @@ class _Call:
         self.terms = self._terms()
 
     def _masking(self) -> tuple[Mask | None, str | Layout, Scores | None, int]:
-        """The mask, None if `causal` says it, the layout, the scores, and the batch size if rows have their own."""
+        """The mask, None if `causal` says it, the layout, the scores, and the batch size if rows
+        have their own.
+        """
         mask, layout, size = self.options["mask"], self.options["layout"], self.inner * self.outer
         causal, batch = self.options["causal"], self.shape[0]
-        masks, layouts = of_rows("mask", mask, Mask, batch), of_rows("layout", layout, (str, Layout), batch)
+        masks, layouts = (
+            of_rows("mask", mask, Mask, batch),
+            of_rows("layout", layout, (str, Layout), batch),
+        )
         scores = of_rows("scores", self.options["scores"], Scores, batch)
         if mask is not None and causal:
-            raise ValueError("mask and causal exclude each other: give Mask.documents(..., causal=True) or the like")
+            raise ValueError(
+                "mask and causal exclude each other: give Mask.documents(..., causal=True) or the like"
+            )
         if None not in scores:
             if causal or mask is not None:
-                raise ValueError("scores say what is visible: neither mask nor causal goes with them")
+                raise ValueError(
+                    "scores say what is visible: neither mask nor causal goes with them"
+                )
             masks = tuple(row.mask for row in scores)
         for x in layouts:
             if isinstance(x, Layout) and x.size != size:
@@ -197,14 +244,24 @@ class _Call:
             return masks[0], layouts[0], scores[0], 0
         if None in masks:
             if not all(isinstance(x, Layout) for x in layouts):
-                raise ValueError("rows with layouts of their own need a mask each, or Layouts which know their length")
+                raise ValueError(
+                    "rows with layouts of their own need a mask each, or Layouts which know their length"
+                )
             masks = tuple((Mask.causal if causal else Mask.full)(x.seq_len) for x in layouts)
-        return *_stacked(masks, layouts, size), None if None in scores else stacked_scores(scores), batch
+        return (
+            *_stacked(masks, layouts, size),
+            None if None in scores else stacked_scores(scores),
+            batch,
+        )
 
     def _terms(self) -> dict[str, Any]:
         """What the call means; all but "tokens" must be equal on all ranks."""
         (batch, tokens, heads, head_size), options = self.shape, self.options
-        mask = ("causal" if options["causal"] else "full") if self.mask is None else _described(self.mask)
+        mask = (
+            ("causal" if options["causal"] else "full")
+            if self.mask is None
+            else _described(self.mask)
+        )
         layout = self.layout
         if isinstance(layout, Layout):
             layout = f"{layout.term} of {layout.seq_len} tokens"
@@ -228,7 +285,10 @@ class _Call:
             "scores": self.scores and self.scores.digest,
             "rows of the bias": self.bias_rows,
             "kernel of the bias": self.biased_kernel and self.biased_kernel.name,
-            **{name: options[name] for name in ("deterministic", "strategy", "backward", "optimize_bwd_comm")},
+            **{
+                name: options[name]
+                for name in ("deterministic", "strategy", "backward", "optimize_bwd_comm")
+            },
             "group_bytes": options["group_bytes"],
         }
 
@@ -237,12 +297,16 @@ class _Call:
         tokens, options = compared(said), self.options
         mask = self.mask or (Mask.causal if options["causal"] else Mask.full)(sum(tokens))
         if mask.seq_len != sum(tokens):
-            raise ValueError(f"the mask has {mask.seq_len} tokens, the ranks hold {sum(tokens)}: {tokens}")
+            raise ValueError(
+                f"the mask has {mask.seq_len} tokens, the ranks hold {sum(tokens)}: {tokens}"
+            )
         layout = _layout(self.layout, mask, len(tokens))
         check_lengths(layout, tokens)
         batch, _, heads, head_size = self.shape
         partial = self.kernel.partial_dtype(self.dtype)
-        sizes = Sizes(1 if self.rows else batch, heads, self.kv_heads, head_size, self.dtype, partial)
+        sizes = Sizes(
+            1 if self.rows else batch, heads, self.kv_heads, head_size, self.dtype, partial
+        )
         return Problem(
             mask=mask,
             layout=layout,
@@ -260,22 +324,30 @@ class _Call:
 
 
 def of_rows(name: str, given: Any, kind: type | tuple[type, ...], batch: int) -> tuple[Any, ...]:
-    """What is given for each row of the batch: one for all, or a sequence. Raises TypeError or ValueError."""
+    """What is given for each row of the batch: one for all, or a sequence. Raises TypeError or
+    ValueError.
+    """
     if given is None or isinstance(given, kind):
         return (given,) * batch
     rows = tuple(given) if isinstance(given, list | tuple) else (given,)
     for row in rows:
         if not isinstance(row, kind) or row is given:
-            raise TypeError(f"{name} must be a {name.capitalize()} or one for each row, got {type(row).__name__}")
+            raise TypeError(
+                f"{name} must be a {name.capitalize()} or one for each row, got {type(row).__name__}"
+            )
     if len(rows) != batch:
         raise ValueError(f"{name} has {len(rows)} entries for a batch of {batch} rows")
     return rows
 
 
 @functools.lru_cache(maxsize=_MOST_PLANS)
-def _stacked(masks: tuple[Mask, ...], layouts: tuple[str | Layout, ...], size: int) -> tuple[Mask, Layout]:
+def _stacked(
+    masks: tuple[Mask, ...], layouts: tuple[str | Layout, ...], size: int
+) -> tuple[Mask, Layout]:
     """The rows of a batch as one sequence."""
-    layouts = tuple(_layout(layout, mask, size) for layout, mask in zip(layouts, masks, strict=True))
+    layouts = tuple(
+        _layout(layout, mask, size) for layout, mask in zip(layouts, masks, strict=True)
+    )
     for mask, layout in zip(masks, layouts, strict=True):
         if mask.seq_len != layout.seq_len:
             raise ValueError(f"a row's mask has {mask.seq_len} tokens, its layout {layout.seq_len}")
@@ -286,7 +358,9 @@ def _stacked(masks: tuple[Mask, ...], layouts: tuple[str | Layout, ...], size: i
 
 @functools.lru_cache(maxsize=_MOST_PLANS)
 def stacked_scores(scores: tuple[Scores, ...]) -> Scores:
-    """Those of a call whose rows have these: kept, with what follows from them, so that they can be made ahead."""
+    """Those of a call whose rows have these: kept, with what follows from them, so that they can be
+    made ahead.
+    """
     return Scores.stacked(scores)
 
 
@@ -298,7 +372,11 @@ def balanced(mask: Mask, size: int) -> Layout:
 def _layout(layout: str | Layout, mask: Mask, size: int) -> Layout:
     if isinstance(layout, Layout):
         return layout
-    return balanced(mask, size) if layout == Balanced.name else Layout.named(layout, mask.seq_len, size)
+    return (
+        balanced(mask, size)
+        if layout == Balanced.name
+        else Layout.named(layout, mask.seq_len, size)
+    )
 
 
 def _described(mask: Mask) -> str:
@@ -306,12 +384,16 @@ def _described(mask: Mask) -> str:
 
 
 def compared(said: Sequence[bytes]) -> list[int]:
-    """The tokens of each rank, once all else is known to be equal. Raises ValueError, alike on every rank."""
+    """The tokens of each rank, once all else is known to be equal. Raises ValueError, alike on
+    every rank.
+    """
     replies = read(said)
     for rank, reply in enumerate(replies):
         for term, value in replies[0].items():
             if term != "tokens" and reply[term] != value:
-                raise ValueError(f"ranks differ in {term}: rank 0 has {value!r}, rank {rank} has {reply[term]!r}")
+                raise ValueError(
+                    f"ranks differ in {term}: rank 0 has {value!r}, rank {rank} has {reply[term]!r}"
+                )
     return [reply["tokens"] for reply in replies]
 
 

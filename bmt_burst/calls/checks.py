@@ -40,7 +40,9 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
     if options["softcap"] is not None:
         checked["softcap"] = softcap = as_float("softcap", options["softcap"])
         if not 0 < softcap < math.inf:
-            raise ValueError(f"softcap must be positive and finite, or None for none, got {softcap}")
+            raise ValueError(
+                f"softcap must be positive and finite, or None for none, got {softcap}"
+            )
     return checked
 
 
@@ -52,7 +54,9 @@ def _check_choice(name: str, value: Any, choices: Collection[str]) -> None:
 
 
 def cast_inputs(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v in the dtype of autocast: a norm or a rotary embedding may have left some of them in fp32."""
+    """Return q, k and v in the dtype of autocast: a norm or a rotary embedding may have left some
+    of them in fp32.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     return autocast(q), autocast(k), autocast(v)
@@ -62,22 +66,30 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     """Tensors (T, heads, D) of packed sequences as (1, T, heads, D)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
-            raise ValueError(f"{name} must be packed, (tokens, heads, head size), got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must be packed, (tokens, heads, head size), got shape {tuple(x.shape)}"
+            )
     return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
 
 
 def check_scale(scale: float | None, dtype: torch.dtype) -> None:
-    """Kernels multiply scores of inputs of `dtype` in the accumulator's dtype, some by scale * log2(e)."""
+    """Kernels multiply scores of inputs of `dtype` in the accumulator's dtype, some by scale *
+    log2(e).
+    """
     if scale is None:
         return
     wide = torch.finfo(accumulator_dtype(dtype))
     if not wide.tiny <= scale <= wide.max * math.log(2):
         kind = "zero" if scale < wide.tiny else "infinite"
-        raise ValueError(f"softmax_scale={scale} is {kind} in {wide.dtype}, in which {dtype} scores are scaled")
+        raise ValueError(
+            f"softmax_scale={scale} is {kind} in {wide.dtype}, in which {dtype} scores are scaled"
+        )
 
 
 def check_softcap(softcap: float | None, scale: float, dtype: torch.dtype) -> None:
-    """Kernels multiply by scale / softcap, and by softcap or softcap * log2(e), in the accumulator's dtype."""
+    """Kernels multiply by scale / softcap, and by softcap or softcap * log2(e), in the
+    accumulator's dtype.
+    """
     if softcap is None:
         return
     wide = torch.finfo(accumulator_dtype(dtype))
@@ -91,7 +103,9 @@ def check_softcap(softcap: float | None, scale: float, dtype: torch.dtype) -> No
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
-            raise ValueError(f"{name} must be (batch, tokens, heads, head size), got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must be (batch, tokens, heads, head size), got shape {tuple(x.shape)}"
+            )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
         if 0 in (x.shape[0], *x.shape[2:]):
@@ -99,12 +113,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if len({q.dtype, k.dtype, v.dtype}) > 1:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if len({q.device, k.device, v.device}) > 1:
-        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+        raise ValueError(
+            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}"
+        )
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
     for dim, meaning in ((0, "batch"), (1, "tokens"), (3, "head size")):
         if q.shape[dim] != k.shape[dim]:
-            raise ValueError(f"q and k differ in {meaning}: shapes {tuple(q.shape)} and {tuple(k.shape)}")
+            raise ValueError(
+                f"q and k differ in {meaning}: shapes {tuple(q.shape)} and {tuple(k.shape)}"
+            )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"k has {k.shape[2]} heads, which does not divide q's {q.shape[2]}")
 
@@ -131,7 +149,9 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         return
     check_tensor("sinks", sinks)
     if sinks.shape != q.shape[2:3]:
-        raise ValueError(f"sinks must be ({q.shape[2]},), one for each query head, got shape {tuple(sinks.shape)}")
+        raise ValueError(
+            f"sinks must be ({q.shape[2]},), one for each query head, got shape {tuple(sinks.shape)}"
+        )
     if sinks.dtype != (wide := accumulator_dtype(q.dtype)):
         raise TypeError(f"sinks must be {wide} for {q.dtype} inputs, got {sinks.dtype}")
     if sinks.device != q.device:

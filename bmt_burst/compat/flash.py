@@ -1,6 +1,8 @@
-"""Calls that are made as flash-attn's functions are: their options, packed tensors, and lists of numbers on a GPU.
+"""Calls that are made as flash-attn's functions are: their options, packed tensors, and lists of
+numbers on a GPU.
 
-Letters: B batch, S tokens of this rank, T the same of packed documents, H query heads, G kv heads, D head size.
+Letters: B batch, S tokens of this rank, T the same of packed documents, H query heads, G kv heads,
+D head size.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from ..sequence.mask import Mask, Slice
 _MOST_MASKS = 64  # that are kept: layers repeat them
 
 Bounds = tuple[int, ...]
-# From the rings and q: where the documents of the whole sequence begin, and its length; how it lies on the ranks.
+# From the rings and q: where the documents of the whole sequence begin, and its length; how it lies
+# on the ranks.
 Placing = Callable[[Rings, Tensor], tuple[Bounds, str | Layout]]
 
 
@@ -37,8 +40,8 @@ class Options:
     dropout_p          0: there is no dropout
     softmax_scale      factor of the scores, by default 1 / sqrt(D)
     causal             whether a token sees only tokens at its own or earlier positions
-    window_size        (left, right): how many tokens before and after itself one sees as well; -1: all. A causal one
-                       sees none after itself, whatever `right` says
+    window_size        (left, right): how many tokens before and after itself one sees as well; -1:
+                       all. A causal one sees none after itself, whatever `right` says
     alibi_slopes       None: there are no biases
     deterministic      results that are equal bit for bit between runs
     return_attn_probs  return (out, lse, None) instead of out
@@ -59,17 +62,22 @@ class Options:
     def band(self) -> tuple[int | None, int | None]:
         """Query i sees key j if low <= i - j < high, as Slice has them.
 
-        Raises ValueError or TypeError for a window that is none and for what this library does not compute.
+        Raises ValueError or TypeError for a window that is none and for what this library does not
+        compute.
         """
         if as_float("dropout_p", self.dropout_p):
             raise ValueError(f"dropout is not supported: dropout_p must be 0, got {self.dropout_p}")
         if self.alibi_slopes is not None:
-            raise ValueError("alibi_slopes are not supported; see the scores and bias of bmt_burst.burst_attn_func")
+            raise ValueError(
+                "alibi_slopes are not supported; see the scores and bias of bmt_burst.burst_attn_func"
+            )
         if not isinstance(self.window_size, list | tuple) or len(self.window_size) != 2:
             raise TypeError(f"window_size must be (left, right), got {self.window_size!r}")
         left, right = (as_int("window_size", side) for side in self.window_size)
         if min(left, right) < -1:
-            raise ValueError(f"window_size must have numbers of tokens, or -1 for all, got {(left, right)}")
+            raise ValueError(
+                f"window_size must have numbers of tokens, or -1 for all, got {(left, right)}"
+            )
         low = 0 if as_bool("causal", self.causal) else None if right < 0 else -right
         return low, None if left < 0 else left + 1
 
@@ -77,7 +85,8 @@ class Options:
 def with_options(
     function: Callable[..., Any], names: Sequence[str], options: type[Options] = Options
 ) -> Callable[..., Any]:
-    """`function`, whose last parameter is `options`, as one that takes those of `names` each on its own, in that order.
+    """`function`, whose last parameter is `options`, as one that takes those of `names` each on its
+    own, in that order.
 
     What this made of a function before counts as the function.
     """
@@ -108,11 +117,13 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """What `burst_attn_func` makes of (q, k, v), (q, kv) or (qkv,).
 
-    Of a batch q (B, S, H, D), k, v (B, S, G, D), kv (B, S, 2, G, D), qkv (B, S, 3, H, D) come out (B, S, H, D) and lse
-    (B, H, S); of packed documents q (T, H, D), k, v (T, G, D), kv (T, 2, G, D), qkv (T, 3, H, D) come out (T, H, D)
-    and lse (H, T). The dtype of lse is fp32 (fp64 for fp64 inputs), and no gradient flows through it.
+    Of a batch q (B, S, H, D), k, v (B, S, G, D), kv (B, S, 2, G, D), qkv (B, S, 3, H, D) come out
+    (B, S, H, D) and lse (B, H, S); of packed documents q (T, H, D), k, v (T, G, D), kv (T, 2, G,
+    D), qkv (T, 3, H, D) come out (T, H, D) and lse (H, T). The dtype of lse is fp32 (fp64 for fp64
+    inputs), and no gradient flows through it.
 
-    Raises on every rank if arguments are wrong on any: ValueError or TypeError, or what reading them raised there.
+    Raises on every rank if arguments are wrong on any: ValueError or TypeError, or what reading
+    them raised there.
     """
     rings = make_rings(options.group, (None, None))
     try:
@@ -140,28 +151,39 @@ def attention(
 
 
 def tokens_of(q: Tensor, dims: int) -> int:
-    """How many tokens q (..., S, H, D) has. Raises ValueError if it has another number of dimensions than `dims`."""
+    """How many tokens q (..., S, H, D) has. Raises ValueError if it has another number of
+    dimensions than `dims`.
+    """
     if q.dim() != dims:
-        expected = "(batch, tokens, heads, head size)" if dims == 4 else "packed, (tokens, heads, head size)"
+        expected = (
+            "(batch, tokens, heads, head size)"
+            if dims == 4
+            else "packed, (tokens, heads, head size)"
+        )
         raise ValueError(f"q must be {expected}, got shape {tuple(q.shape)}")
     return q.shape[-3]
 
 
 def numbers(name: str, x: Any) -> Bounds:
-    """The whole numbers of a tensor of one dimension or a sequence. Raises TypeError if it has none.
+    """The whole numbers of a tensor of one dimension or a sequence. Raises TypeError if it has
+    none.
 
-    Those of a tensor on a GPU are read when it is first seen, for which the host waits, and again once it is written.
+    Those of a tensor on a GPU are read when it is first seen, for which the host waits, and again
+    once it is written.
     """
     if not isinstance(x, Tensor):
         if not isinstance(x, Sequence):
             raise TypeError(f"{name} must be a tensor of whole numbers, got {type(x).__name__}")
         return tuple(as_int(name, number) for number in x)
     if x.dim() != 1 or x.is_floating_point() or x.dtype == torch.bool:
-        raise TypeError(f"{name} must be whole numbers of one dimension, got shape {tuple(x.shape)} and {x.dtype}")
+        raise TypeError(
+            f"{name} must be whole numbers of one dimension, got shape {tuple(x.shape)} and {x.dtype}"
+        )
     return tuple(x.tolist()) if x.device.type == "cpu" or x.is_inference() else _remembered(x)
 
 
-_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of tensors: how often they had been written, and what
+# of tensors: how often they had been written, and what
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _remembered(x: Tensor) -> Bounds:
@@ -174,13 +196,21 @@ def _remembered(x: Tensor) -> Bounds:
 
 def _separate(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as views of what they are packed in."""
-    for name, x in zip({1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}[len(tensors)], tensors, strict=True):
+    for name, x in zip(
+        {1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}[len(tensors)], tensors, strict=True
+    ):
         check_tensor(name, x)
     if len(tensors) == 3:
         return tuple(tensors)
-    return unpacked("qkv", tensors[0], 3) if len(tensors) == 1 else (tensors[0], *unpacked("kv", tensors[1], 2))
+    return (
+        unpacked("qkv", tensors[0], 3)
+        if len(tensors) == 1
+        else (tensors[0], *unpacked("kv", tensors[1], 2))
+    )
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)
 def _banded(bounds: Bounds, low: int | None, high: int | None) -> Mask:
-    return Mask(bounds[-1], tuple(Slice(span, span, low, high) for span in itertools.pairwise(bounds)))
+    return Mask(
+        bounds[-1], tuple(Slice(span, span, low, high) for span in itertools.pairwise(bounds))
+    )

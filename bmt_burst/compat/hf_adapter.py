@@ -1,6 +1,8 @@
-"""Attention over ranks in all models of transformers at once, as ring-flash-attention's adapter puts it there.
+"""Attention over ranks in all models of transformers at once, as ring-flash-attention's adapter
+puts it there.
 
-It is that of bmt_burst.adapters.transformers, which cuts what a model takes and joins the losses too, model by model.
+It is that of bmt_burst.adapters.transformers, which cuts what a model takes and joins the losses
+too, model by model.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _NO_DOUBLE_GROUP = (None, None)
 
 @dataclass
 class _Now:
-    """Over which ranks models compute, once `substitute` was called, and what their tokens see, after `update`."""
+    """Over which ranks models compute, once `substitute` was called, and what their tokens see,
+    after `update`.
+    """
 
     rings: Rings | None = None
     group: Group | None = None
@@ -42,8 +46,12 @@ def substitute(group: Group | None) -> None:
 def update(bounds: Bounds, group: Group | None) -> None:
     """See update_ring_flash_attn_params; documents begin at `bounds`."""
     if _now.rings is None:
-        raise RuntimeError("call substitute_hf_flash_attn first: it says over which ranks attention goes")
-    made, given = ((rings.rank, rings.size) for rings in (_now.rings, make_rings(group, _NO_DOUBLE_GROUP)))
+        raise RuntimeError(
+            "call substitute_hf_flash_attn first: it says over which ranks attention goes"
+        )
+    made, given = (
+        (rings.rank, rings.size) for rings in (_now.rings, make_rings(group, _NO_DOUBLE_GROUP))
+    )
     if made != given:
         raise ValueError(
             f"this is rank {given[0]} of {given[1]} in process_group, but {made[0]} of {made[1]} in that of "
@@ -68,18 +76,30 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """What layers call: `attention` of what `update` told. Masks have no window here: layers do."""
     try:
-        _check(query, attention_mask, getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        _check(
+            query,
+            attention_mask,
+            getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        )
     except (ValueError, RuntimeError) as error:
         refuse_call(error, _now.group, _NO_DOUBLE_GROUP)
-    return attention(module, query, key, value, named.get("sliding_window"), **named, bmt_burst=_now.sight)
+    return attention(
+        module, query, key, value, named.get("sliding_window"), **named, bmt_burst=_now.sight
+    )
 
 
 def _check(query: Tensor, attention_mask: Tensor | None, is_causal: bool) -> None:
     if _now.sight is None:
-        raise RuntimeError("call update_ring_flash_attn_params before a model: it tells where documents begin")
+        raise RuntimeError(
+            "call update_ring_flash_attn_params before a model: it tells where documents begin"
+        )
     if attention_mask is not None:
-        raise ValueError("attention_mask has padding: pack the documents without it, as cu_seqlens tells them")
+        raise ValueError(
+            "attention_mask has padding: pack the documents without it, as cu_seqlens tells them"
+        )
     if not is_causal:
-        raise ValueError("attention to both sides is not substituted: only that of causal models is")
+        raise ValueError(
+            "attention to both sides is not substituted: only that of causal models is"
+        )
     if len(query) != 1:
         raise ValueError(f"documents must be packed in one row, (1, tokens), got {len(query)} rows")

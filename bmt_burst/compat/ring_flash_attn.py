@@ -1,10 +1,13 @@
-"""The functions of ring-flash-attention 0.1.8 (zhuzilin/ring-flash-attention), computed by this library.
+"""The functions of ring-flash-attention 0.1.8 (zhuzilin/ring-flash-attention), computed by this
+library.
 
-    from bmt_burst.compat.ring_flash_attn import zigzag_ring_flash_attn_func    # was: from ring_flash_attn import ...
+    from bmt_burst.compat.ring_flash_attn import zigzag_ring_flash_attn_func    # was: from
+    ring_flash_attn import ...
 
-They take the arguments of that package, in its order and with its defaults, and return what it returns: out, or with
-return_attn_probs (out, softmax_lse, None). `Options` in bmt_burst.compat.flash tells what each option is. Each function
-has a form for packed tensors; k and v are views of these.
+They take the arguments of that package, in its order and with its defaults, and return what it
+returns: out, or with return_attn_probs (out, softmax_lse, None). `Options` in
+bmt_burst.compat.flash tells what each option is. Each function has a form for packed tensors; k and
+v are views of these.
 
 Which tokens a rank r of W has, of a batch (B, S, ...):
 
@@ -12,15 +15,18 @@ Which tokens a rank r of W has, of a batch (B, S, ...):
     zigzag    chunks r and 2W - 1 - r of 2W; causal only
     stripe    tokens r, r + W, r + 2W, ...; causal only
 
-Of packed documents (T, ...), with the cu_seqlens of the rank's own tokens, the same on all ranks, (0, ..., T):
+Of packed documents (T, ...), with the cu_seqlens of the rank's own tokens, the same on all ranks,
+(0, ..., T):
 
     ring      chunk r of W of each document
     zigzag    chunks r and 2W - 1 - r of 2W of each document; causal only
-    llama3    chunk r of W of the sequence, with cu_seqlens as llama3_flash_attn_prepare_cu_seqlens makes them
+    llama3    chunk r of W of the sequence, with cu_seqlens as llama3_flash_attn_prepare_cu_seqlens
+              makes them
 
 max_seqlen and heads_k_stride are for the kernels of that package: nothing is computed from them.
 
-substitute_hf_flash_attn and update_ring_flash_attn_params are for models of transformers, which they import.
+substitute_hf_flash_attn and update_ring_flash_attn_params are for models of transformers, which
+they import.
 """
 
 from __future__ import annotations
@@ -68,7 +74,9 @@ __all__ = [
 ]
 
 
-_with_options = functools.partial(with_options, names=[x.name for x in fields(Options) if x.name != "softcap"])
+_with_options = functools.partial(
+    with_options, names=[x.name for x in fields(Options) if x.name != "softcap"]
+)
 
 
 @_with_options
@@ -91,7 +99,9 @@ def ring_flash_attn_qkvpacked_func(qkv, options):
 
 @_with_options
 def zigzag_ring_flash_attn_func(q, k, v, options):
-    """q (B, S, H, D), k and v (B, S, G, D) of a batch, S even; each rank has an early and a late chunk."""
+    """q (B, S, H, D), k and v (B, S, G, D) of a batch, S even; each rank has an early and a late
+    chunk.
+    """
     return attention((q, k, v), options, _batch("zigzag", options))
 
 
@@ -127,7 +137,9 @@ def stripe_flash_attn_qkvpacked_func(qkv, options):
 
 @_with_options
 def ring_flash_attn_varlen_func(q, k, v, cu_seqlens, max_seqlen, options):
-    """q (T, H, D), k and v (T, G, D) of packed documents, of each of which the ranks have contiguous chunks."""
+    """q (T, H, D), k and v (T, G, D) of packed documents, of each of which the ranks have
+    contiguous chunks.
+    """
     return attention((q, k, v), options, _documents("contiguous", cu_seqlens, options))
 
 
@@ -145,7 +157,9 @@ def ring_flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, options):
 
 @_with_options
 def zigzag_ring_flash_attn_varlen_func(q, k, v, cu_seqlens, max_seqlen, options):
-    """q (T, H, D), k and v (T, G, D) of packed documents, of each of which a rank has an early and a late chunk."""
+    """q (T, H, D), k and v (T, G, D) of packed documents, of each of which a rank has an early and
+    a late chunk.
+    """
     return attention((q, k, v), options, _documents("zigzag", cu_seqlens, options))
 
 
@@ -163,55 +177,91 @@ def zigzag_ring_flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, op
 
 @_with_options
 def llama3_flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice, options
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    heads_k_stride,
+    local_k_slice,
+    options,
 ):
-    """q (T, H, D), k and v (T, G, D) of packed documents, as they follow one another in the ranks' chunks.
+    """q (T, H, D), k and v (T, G, D) of packed documents, as they follow one another in the ranks'
+    chunks.
 
-    cu_seqlens_q, cu_seqlens_k and local_k_slice are those of llama3_flash_attn_prepare_cu_seqlens, for this rank and
-    the same `causal`. The ranks tell each other in every call which documents they have. Raises ValueError on every
-    rank if what they say does not fit together.
+    cu_seqlens_q, cu_seqlens_k and local_k_slice are those of llama3_flash_attn_prepare_cu_seqlens,
+    for this rank and the same `causal`. The ranks tell each other in every call which documents
+    they have. Raises ValueError on every rank if what they say does not fit together.
     """
-    return attention((q, k, v), options, _in_sequence(cu_seqlens_q, cu_seqlens_k, local_k_slice, options))
+    return attention(
+        (q, k, v), options, _in_sequence(cu_seqlens_q, cu_seqlens_k, local_k_slice, options)
+    )
 
 
 @_with_options
 def llama3_flash_attn_varlen_kvpacked_func(
-    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice, options
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    heads_k_stride,
+    local_k_slice,
+    options,
 ):
     """llama3_flash_attn_varlen_func of q (T, H, D) and kv (T, 2, G, D)."""
-    return attention((q, kv), options, _in_sequence(cu_seqlens_q, cu_seqlens_k, local_k_slice, options))
+    return attention(
+        (q, kv), options, _in_sequence(cu_seqlens_q, cu_seqlens_k, local_k_slice, options)
+    )
 
 
 @_with_options
 def llama3_flash_attn_varlen_qkvpacked_func(
-    qkv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice, options
+    qkv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    heads_k_stride,
+    local_k_slice,
+    options,
 ):
     """llama3_flash_attn_varlen_func of qkv (T, 3, H, D)."""
-    return attention((qkv,), options, _in_sequence(cu_seqlens_q, cu_seqlens_k, local_k_slice, options))
+    return attention(
+        (qkv,), options, _in_sequence(cu_seqlens_q, cu_seqlens_k, local_k_slice, options)
+    )
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
-    """What llama3_flash_attn_varlen_func takes on a rank, for the cu_seqlens (0, ..., tokens) of the whole sequence.
+    """What llama3_flash_attn_varlen_func takes on a rank, for the cu_seqlens (0, ..., tokens) of
+    the whole sequence.
 
-    Returns cu_seqlens_q of the rank's tokens, cu_seqlens_k of the keys that these may see, both with cu_seqlens' dtype
-    and device, the lengths of the longest document in each, and which of all keys these keys are. Raises ValueError if
-    the ranks do not divide the tokens.
+    Returns cu_seqlens_q of the rank's tokens, cu_seqlens_k of the keys that these may see, both
+    with cu_seqlens' dtype and device, the lengths of the longest document in each, and which of all
+    keys these keys are. Raises ValueError if the ranks do not divide the tokens.
     """
     whole = _rising(numbers("cu_seqlens", cu_seqlens))
-    of_q, of_k, keys = _part(whole, as_bool("causal", causal), as_int("rank", rank), as_int("world_size", world_size))
+    of_q, of_k, keys = _part(
+        whole, as_bool("causal", causal), as_int("rank", rank), as_int("world_size", world_size)
+    )
     like = {"dtype": cu_seqlens.dtype, "device": cu_seqlens.device}
     longest = (max(_lengths(bounds)) for bounds in (of_q, of_k))
     return torch.tensor(of_q, **like), torch.tensor(of_k, **like), *longest, keys
 
 
 def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -> None:
-    """Puts attention over the ranks of `process_group` in the place of transformers' flash_attention_2, in all models.
+    """Puts attention over the ranks of `process_group` in the place of transformers'
+    flash_attention_2, in all models.
 
-    Their attention is causal and of packed documents, which update_ring_flash_attn_params tells before each forward.
-    Each rank gives a model its chunk of the tokens and of their position_ids, (1, T) / ranks, and no padding. Models
-    that were made with another attn_implementation keep their own attention, of this rank's tokens alone.
+    Their attention is causal and of packed documents, which update_ring_flash_attn_params tells
+    before each forward. Each rank gives a model its chunk of the tokens and of their position_ids,
+    (1, T) / ranks, and no padding. Models that were made with another attn_implementation keep
+    their own attention, of this rank's tokens alone.
     """
     from . import hf_adapter
 
@@ -219,10 +269,12 @@ def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group | None) -> None:
-    """Tells models what their next tokens are: documents that begin at cu_seqlens (0, ..., T), of the whole sequence.
+    """Tells models what their next tokens are: documents that begin at cu_seqlens (0, ..., T), of
+    the whole sequence.
 
-    Raises ValueError if these do not rise from 0, if the ranks do not divide the tokens, or if `process_group` has
-    other ranks than substitute_hf_flash_attn was given; RuntimeError if that was not called yet.
+    Raises ValueError if these do not rise from 0, if the ranks do not divide the tokens, or if
+    `process_group` has other ranks than substitute_hf_flash_attn was given; RuntimeError if that
+    was not called yet.
     """
     from . import hf_adapter
 
@@ -246,7 +298,9 @@ def _documents(layout: str, cu_seqlens: Any, options: Options) -> Placing:
     def placing(rings: Rings, q: Tensor) -> tuple[Bounds, Layout]:
         bounds = _rising(numbers("cu_seqlens", cu_seqlens))
         if bounds[-1] != tokens_of(q, 3):
-            raise ValueError(f"cu_seqlens, those of this rank's tokens, end at {bounds[-1]}, but q has {len(q)} tokens")
+            raise ValueError(
+                f"cu_seqlens, those of this rank's tokens, end at {bounds[-1]}, but q has {len(q)} tokens"
+            )
         check_kind(layout, options.causal, _lengths(bounds))
         whole = tuple(bound * rings.size for bound in bounds)
         return whole, _of_each(layout, whole, rings.size)
@@ -254,14 +308,18 @@ def _documents(layout: str, cu_seqlens: Any, options: Options) -> Placing:
     return placing
 
 
-def _in_sequence(cu_seqlens_q: Any, cu_seqlens_k: Any, local_k_slice: slice, options: Options) -> Placing:
+def _in_sequence(
+    cu_seqlens_q: Any, cu_seqlens_k: Any, local_k_slice: slice, options: Options
+) -> Placing:
     """Documents one after the other, of which each rank knows its own."""
 
     def placing(rings: Rings, q: Tensor) -> tuple[Bounds, str]:
         tokens = tokens_of(q, 3)
         of_q, of_k = numbers("cu_seqlens_q", cu_seqlens_q), numbers("cu_seqlens_k", cu_seqlens_k)
         if len(of_q) < 2 or of_q[-1] != tokens:
-            raise ValueError(f"cu_seqlens_q must be (0, ..., {tokens}), as many tokens as q has, got {of_q}")
+            raise ValueError(
+                f"cu_seqlens_q must be (0, ..., {tokens}), as many tokens as q has, got {of_q}"
+            )
         if not isinstance(local_k_slice, slice):
             raise TypeError(f"local_k_slice must be a slice, got {type(local_k_slice).__name__}")
         first = rings.rank * tokens
@@ -281,11 +339,17 @@ def _in_sequence(cu_seqlens_q: Any, cu_seqlens_k: Any, local_k_slice: slice, opt
 
 
 def check_kind(layout: str, causal: bool, lengths: Sequence[int]) -> None:
-    """Raises ValueError for what that package does not compute either: its halves and stripes are for causal masks."""
+    """Raises ValueError for what that package does not compute either: its halves and stripes are
+    for causal masks.
+    """
     if layout != "contiguous" and not as_bool("causal", causal):
-        raise ValueError(f"{layout} attention is causal: give causal=True, or call a ring_flash_attn function")
+        raise ValueError(
+            f"{layout} attention is causal: give causal=True, or call a ring_flash_attn function"
+        )
     if layout == "zigzag" and any(length % 2 for length in lengths):
-        raise ValueError(f"a rank has two chunks of equal length of each sequence, but here are {list(lengths)} tokens")
+        raise ValueError(
+            f"a rank has two chunks of equal length of each sequence, but here are {list(lengths)} tokens"
+        )
 
 
 def _of_all_ranks(rings: Rings, mine: Sequence[int]) -> list[int]:
@@ -303,7 +367,9 @@ def _of_all_ranks(rings: Rings, mine: Sequence[int]) -> list[int]:
 
 
 def _part(whole: Bounds, causal: bool, rank: int, size: int) -> tuple[Bounds, Bounds, slice]:
-    """cu_seqlens of a rank's queries, of the keys that these may see, and which of all keys these are."""
+    """cu_seqlens of a rank's queries, of the keys that these may see, and which of all keys these
+    are.
+    """
     if size < 1 or whole[-1] % size:
         raise ValueError(f"{size} ranks do not divide the {whole[-1]} tokens of cu_seqlens")
     if not 0 <= rank < size:
@@ -325,7 +391,9 @@ def _of_each(layout: str, whole: Bounds, size: int) -> Layout:
 
 
 def _rising(bounds: Bounds) -> Bounds:
-    """cu_seqlens without documents that have no tokens. Raises ValueError if they do not rise from 0."""
+    """cu_seqlens without documents that have no tokens. Raises ValueError if they do not rise from
+    0.
+    """
     if len(bounds) < 2 or bounds[0] != 0 or list(bounds) != sorted(bounds) or bounds[-1] < 1:
         raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, got {bounds}")
     return tuple(dict.fromkeys(bounds))

@@ -1,4 +1,6 @@
-"""Torch's built-in CUDA flash attention (FlashAttention-2), through torch.ops.aten: nothing to install."""
+"""Torch's built-in CUDA flash attention (FlashAttention-2), through torch.ops.aten: nothing to
+install.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class AtenKernel(PlainKernel):
         sizes = None, None, q.shape[1], k.shape[1]
         unused = q.new_empty(2, dtype=torch.int64), q.new_empty(0)  # dropout's RNG state
         with _deterministic(spec.deterministic):
-            return _backward(dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, *unused, scale=spec.scale)
+            return _backward(
+                dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, *unused, scale=spec.scale
+            )
 
 
 @contextmanager

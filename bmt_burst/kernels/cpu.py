@@ -35,7 +35,8 @@ class CpuKernel(PlainKernel):
         suspects = ((lse == 0) | (lse == torch.inf)).flatten(0, 1).any(0).nonzero().squeeze(1)
         if not len(suspects):
             return out, lse
-        out, lse = out.clone(), lse.clone()  # a policy of activation checkpointing may hold what the op returned
+        # a policy of activation checkpointing may hold what the op returned
+        out, lse = out.clone(), lse.clone()
         for rows in suspects.split(_ROWS):
             _unhide(out, lse, rows, q, k, spec.scale, causal)
         return out, lse
@@ -46,21 +47,27 @@ class CpuKernel(PlainKernel):
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """(B, S, H, D) -> (B, H, S, D), views where the last dimension is dense: the op takes that for granted."""
+    """(B, S, H, D) -> (B, H, S, D), views where the last dimension is dense: the op takes that for
+    granted.
+    """
     return [(x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in tensors]
 
 
-def _unhide(out: Tensor, lse: Tensor, rows: Tensor, q: Tensor, k: Tensor, scale: float, causal: bool) -> None:
-    """Mends, in place, what the op hides of queries `rows` (N,), whose lse is 0 or inf in some head.
+def _unhide(
+    out: Tensor, lse: Tensor, rows: Tensor, q: Tensor, k: Tensor, scale: float, causal: bool
+) -> None:
+    """Mends, in place, what the op hides of queries `rows` (N,), whose lse is 0 or inf in some
+    head.
 
-    Where all scores are NaN or -inf the op may say out 0 and lse 0, which is what masked rows get, of which there are
-    none here; where one is inf, out 0 and lse inf. Few others have an lse of 0.
+    Where all scores are NaN or -inf the op may say out 0 and lse 0, which is what masked rows get,
+    of which there are none here; where one is inf, out 0 and lse inf. Few others have an lse of 0.
     """
     scores = grouped(q[:, rows], k.shape[2]) @ grouped(k, k.shape[2]).mT * scale
     if causal:
         scores.masked_fill_(torch.arange(k.shape[1]) > rows.unsqueeze(1), -torch.inf)
     exact = scores.logsumexp(-1).flatten(1, 2)
-    lost = ~q[:, rows].isfinite().all(-1).transpose(1, 2) | (exact == torch.inf)  # also among other ranks' keys
+    # also among other ranks' keys
+    lost = ~q[:, rows].isfinite().all(-1).transpose(1, 2) | (exact == torch.inf)
     exact.masked_fill_(lost, torch.nan)
     hidden = ~exact.isfinite()
     lse[:, :, rows] = exact.where(hidden, lse[:, :, rows])

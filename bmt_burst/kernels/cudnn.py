@@ -1,6 +1,7 @@
 """cuDNN's fused attention, through torch.ops.aten: nothing to install.
 
-Works too where torch.backends.cudnn.enabled is off, as BMTrain leaves it: the op asks cuDNN directly.
+Works too where torch.backends.cudnn.enabled is off, as BMTrain leaves it: the op asks cuDNN
+directly.
 """
 
 from __future__ import annotations
@@ -46,8 +47,11 @@ class CudnnKernel(PlainKernel):
         sizes = None, None, q.shape[1], k.shape[1]
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         lse = lse.contiguous().unsqueeze(-1)
-        unused = q.new_empty(1, dtype=torch.int64), q.new_empty(1, dtype=torch.int64)  # dropout's RNG state
-        grads = _backward(dout, q, k, v, out, lse, *unused, None, *sizes, 0.0, causal, scale=spec.scale)
+        # dropout's RNG state
+        unused = q.new_empty(1, dtype=torch.int64), q.new_empty(1, dtype=torch.int64)
+        grads = _backward(
+            dout, q, k, v, out, lse, *unused, None, *sizes, 0.0, causal, scale=spec.scale
+        )
         return tuple(grad.transpose(1, 2) for grad in grads)
 
 

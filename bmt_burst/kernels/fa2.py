@@ -23,7 +23,12 @@ class Fa2Kernel(Kernel):
         if not installed("flash_attn_2_cuda"):
             return "the package flash-attn (2.6 to 2.8) is not installed"
         reason = refuses_half(spec, q, capability=(8, 0), head_sizes=range(8, 257, 8), caps=True)
-        if reason is None and spec.softcap is not None and not self.broken() and not _package().caps_gradients:
+        if (
+            reason is None
+            and spec.softcap is not None
+            and not self.broken()
+            and not _package().caps_gradients
+        ):
             return "flash-attn before 2.6.2 leaves the soft cap out of gradients"
         return reason
 
@@ -44,18 +49,26 @@ class Fa2Kernel(Kernel):
         out, lse = _out_and_lse(results)
         out, lse = unpack(out, len(q)), unpack_rows(lse, len(q))
         if (nothing := blind(call, q.device)) is not None:  # the package says inf
-            out, lse = out.masked_fill(nothing[:, None, None], 0.0), lse.masked_fill(nothing, -torch.inf)
+            out, lse = (
+                out.masked_fill(nothing[:, None, None], 0.0),
+                lse.masked_fill(nothing, -torch.inf),
+            )
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
         assert bias is None, NO_BIAS
         package = _package()
-        options = {**package.options(call, spec), "dropout_p": 0.0, "deterministic": spec.deterministic}
+        options = {
+            **package.options(call, spec),
+            "dropout_p": 0.0,
+            "deterministic": spec.deterministic,
+        }
         if call.is_whole:
             grads = tuple(torch.empty_like(x) for x in (q, k, v))
             package.backward(dout, q, k, v, out, lse.contiguous(), *grads, **options)
             return grads
-        # An lse of inf makes all of a query's probabilities 0, whatever the package does with that of -inf.
+        # An lse of inf makes all of a query's probabilities 0, whatever the package does with that
+        # of -inf.
         lse = pack_rows(lse.masked_fill(lse == -torch.inf, torch.inf)).contiguous()
         tensors = [pack(x) for x in (dout, q, k, v, out)]
         grads = [torch.zeros_like(x) for x in tensors[1:4]]
@@ -78,7 +91,9 @@ class Package(NamedTuple):
     caps_gradients: bool
 
     def options(self, call: KernelCall, spec: Spec) -> dict[str, Any]:
-        """The band of a call, -1 for no bound, what its scores are, and what is not wanted of the package."""
+        """The band of a call, -1 for no bound, what its scores are, and what is not wanted of the
+        package.
+        """
         left, right = (-1 if x is None else x for x in band(call))
         causal = left == -1 and right == 0
         window = (-1, -1) if causal else (left, right)
@@ -92,9 +107,10 @@ class Package(NamedTuple):
 def _sizes(call: KernelCall, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Where sequences begin, and how long they are at most.
 
-    The package takes a bound of the band that is not below the longest keys for none, and none for a bound of so many:
-    wrong where there are more queries than keys. It also has a way of its own for single queries, which takes for
-    granted that each sequence has one. So it is told that both sides are as long as the longest of either, and two.
+    The package takes a bound of the band that is not below the longest keys for none, and none for
+    a bound of so many: wrong where there are more queries than keys. It also has a way of its own
+    for single queries, which takes for granted that each sequence has one. So it is told that both
+    sides are as long as the longest of either, and two.
     """
     packed = sequences(call, len(q), q.device)
     longest = max(packed.longest, 2)
@@ -111,9 +127,16 @@ def _package() -> Package:
     import flash_attn
     from flash_attn import flash_attn_interface
 
-    names = "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
+    names = (
+        "_flash_attn_forward",
+        "_flash_attn_backward",
+        "_flash_attn_varlen_forward",
+        "_flash_attn_varlen_backward",
+    )
     # Torch wraps these functions since 2.7, and then they do not say which arguments they have.
     version = tuple(int(number) for number in re.findall(r"\d+", flash_attn.__version__)[:3])
-    forward, backward, packed_forward, packed_backward = (getattr(flash_attn_interface, name) for name in names)
+    forward, backward, packed_forward, packed_backward = (
+        getattr(flash_attn_interface, name) for name in names
+    )
     functions = forward, backward, packed_forward, packed_backward
     return Package(*functions, two_arguments=version >= (2, 7), caps_gradients=version >= (2, 6, 2))

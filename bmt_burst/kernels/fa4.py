@@ -1,16 +1,19 @@
 """FlashAttention-4: the `flash-attn-4` package (CuTe DSL), for Hopper and Blackwell.
 
-Kernels are compiled when a process first uses a combination of dtype, head size, mask, packing and kind of bias
-(seconds); the package keeps them on disk if the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
+Kernels are compiled when a process first uses a combination of dtype, head size, mask, packing and
+kind of bias (seconds); the package keeps them on disk if the environment variable
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
 
-Read in the source of 4.0.0b36 for Hopper: a sequence without keys gets an out of 0 and an lse of -inf, one without
-queries a dk and dv of 0; the backward takes an lse of -inf for 0 and relies on the mask; blocks of queries and of keys
-are matched alike in both directions, also where a band leaves some of them nothing, so that the backward in a fixed
-order does not wait for what never comes. A softcap bounds scores before they are masked, and P (dP - delta) is
-multiplied by its derivative, of whole tensors and of packed ones. The tanh is the GPU's own, good to 11 bits, and a
+Read in the source of 4.0.0b36 for Hopper: a sequence without keys gets an out of 0 and an lse of
+-inf, one without queries a dk and dv of 0; the backward takes an lse of -inf for 0 and relies on
+the mask; blocks of queries and of keys are matched alike in both directions, also where a band
+leaves some of them nothing, so that the backward in a fixed order does not wait for what never
+comes. A softcap bounds scores before they are masked, and P (dP - delta) is multiplied by its
+derivative, of whole tensors and of packed ones. The tanh is the GPU's own, good to 11 bits, and a
 softcap that is new is a kernel to compile.
 
-A bias is a function of scores too, on Hopper. The gradient of its table is a kernel of our own, in Triton.
+A bias is a function of scores too, on Hopper. The gradient of its table is a kernel of our own, in
+Triton.
 """
 
 from __future__ import annotations
@@ -35,13 +38,15 @@ from .bias import CallBias, Segments
 from .packed import band, kept, pack, pack_rows, sent, sequences, unpack, unpack_rows
 from .triton import table_gradient
 
-# 4.0.0b36 computes wrong gradients for other sizes, 80 among them, and says nothing: those are padded to the next of
-# these. On Blackwell it lacks 192, and for 256 the gradient of lse, by which delta is handed over.
+# 4.0.0b36 computes wrong gradients for other sizes, 80 among them, and says nothing: those are
+# padded to the next of these. On Blackwell it lacks 192, and for 256 the gradient of lse, by which
+# delta is handed over.
 _HEAD_SIZES = (64, 96, 128)
 _HEAD_SIZES_HOPPER = (*_HEAD_SIZES, 192, 256)
 
-# The package compiles kernels for sequences of one block by themselves. Of short ones it is told that they may be this
-# long, which is allowed and costs nothing, so that lengths that differ from step to step need no kernel more.
+# The package compiles kernels for sequences of one block by themselves. Of short ones it is told
+# that they may be this long, which is allowed and costs nothing, so that lengths that differ from
+# step to step need no kernel more.
 _LONGEST_AT_LEAST = 1024
 
 
@@ -61,7 +66,12 @@ class Fa4Kernel(Kernel):
         largest = (_HEAD_SIZES_HOPPER if generation == 9 else _HEAD_SIZES)[-1]
         plain = replace(spec, biased=False)
         reason = refuses_half(plain, q, (9, 0), range(8, largest + 1, 8), caps=generation == 9)
-        if reason is None and spec.biased and not self.broken() and not all(map(_takes_scalars, _functions())):
+        if (
+            reason is None
+            and spec.biased
+            and not self.broken()
+            and not all(map(_takes_scalars, _functions()))
+        ):
             return "this version of flash-attn-4 hands no numbers to functions of scores"
         return reason
 
@@ -87,30 +97,46 @@ class Fa4Kernel(Kernel):
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
         backward, head_size = _functions()[1], q.shape[-1]
-        table = () if bias is None else (table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias),)
+        table = (
+            ()
+            if bias is None
+            else (table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias),)
+        )
         dout, q, k, v, out = _padded(dout, q, k, v, out)
         options = {**_score_options(spec), "deterministic": spec.deterministic}
         dense = _dense_options(call) if bias is None else None
         if bias is not None:
-            options |= {**_bias_options(bias, call, len(q)), "score_mod_bwd": _scores().gradient_of_sum}
+            options |= {
+                **_bias_options(bias, call, len(q)),
+                "score_mod_bwd": _scores().gradient_of_sum,
+            }
         if out is None:
-            # The kernel works with rowsum(out * dout) - dlse, where dlse is meant for the gradient of lse.
+            # The kernel works with rowsum(out * dout) - dlse, where dlse is meant for the gradient
+            # of lse.
             out = q.new_zeros(1, 1, 1, q.shape[-1]).expand_as(q)
             options["dlse"] = -delta if dense is not None else pack_rows(-delta).contiguous()
         if dense is not None:
             grads = backward(q, k, v, out, dout, lse.contiguous(), **options, **dense)[:3]
         else:
             tensors = (pack(x) for x in (q, k, v, out, dout))
-            grads = backward(*tensors, pack_rows(lse).contiguous(), **options, **_packed_options(call, q))[:3]
+            grads = backward(
+                *tensors, pack_rows(lse).contiguous(), **options, **_packed_options(call, q)
+            )[:3]
             grads = (unpack(grad, len(q)) for grad in grads)
         return *(_cut(grad, head_size) for grad in grads), *table
 
 
 def _padded(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors with head sizes padded with zeros to one that the package does right: that changes no score."""
+    """The tensors with head sizes padded with zeros to one that the package does right: that
+    changes no score.
+    """
     [head_size] = {x.shape[-1] for x in tensors if x is not None}
     missing = next(size for size in _HEAD_SIZES_HOPPER if size >= head_size) - head_size
-    return tensors if not missing else tuple(None if x is None else functional.pad(x, (0, missing)) for x in tensors)
+    return (
+        tensors
+        if not missing
+        else tuple(None if x is None else functional.pad(x, (0, missing)) for x in tensors)
+    )
 
 
 def _cut(x: Tensor, head_size: int) -> Tensor:
@@ -118,7 +144,9 @@ def _cut(x: Tensor, head_size: int) -> Tensor:
 
 
 def _score_options(spec: Spec) -> dict[str, float]:
-    return {"softmax_scale": spec.scale} | ({} if spec.softcap is None else {"softcap": spec.softcap})
+    return {"softmax_scale": spec.scale} | (
+        {} if spec.softcap is None else {"softcap": spec.softcap}
+    )
 
 
 def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | None:
@@ -129,14 +157,20 @@ def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | 
     if spec.deterministic:
         return "with biases its backward adds up in no fixed order"
     if q.shape[2] != k.shape[2]:
-        return f"with biases it has as many query heads as kv heads, not {q.shape[2]} and {k.shape[2]}"
+        return (
+            f"with biases it has as many query heads as kv heads, not {q.shape[2]} and {k.shape[2]}"
+        )
     if q.shape[-1] > _HEAD_SIZES[-1]:
         return f"with biases head sizes are {_HEAD_SIZES[-1]} at most, not {q.shape[-1]}"
-    return None if installed("triton") else "the gradient of a bias's table needs the package triton"
+    return (
+        None if installed("triton") else "the gradient of a bias's table needs the package triton"
+    )
 
 
 def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any]:
-    """What is done with scores: see `fa4_scores`. The tensors whose addresses it has are the bias's and the call's."""
+    """What is done with scores: see `fa4_scores`. The tensors whose addresses it has are the bias's
+    and the call's.
+    """
     table, distances, biases = bias.prepared.get("fa4", (None, None, None))
     if table is not bias.table or distances is not bias.distances:
         biases = torch.cat((bias.table[bias.distances], bias.table)).float().T.contiguous()
@@ -145,13 +179,27 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
     if bias.apart is not None and bias.segments is None:
         name = "distances", batch, bias.reach, bias.apart
         places = kept(call, name, device, lambda: sent(_distances(bias, call, batch), device))
-        return {"score_mod": _scores().add_by_distance, "aux_scalars": _scores().scalars(biases, width, places)}
+        return {
+            "score_mod": _scores().add_by_distance,
+            "aux_scalars": _scores().scalars(biases, width, places),
+        }
     places = kept(call, ("ends", batch), device, lambda: sent(_ends(call, batch), device))
     of = bias.segments or kept(call, ("one segment",), device, lambda: _one_segment(call, device))
     pairs = of.pairs if len(of.pairs) else bias.distances  # where no groups are equal
     numbers = biases, width, places, bias.reach, of.other, len(pairs) - 1
-    tensors = of.q_group, of.q_base, bias.q_position, of.kv_group, of.kv_segment, bias.kv_position, pairs
-    return {"score_mod": _scores().add_by_segments, "aux_scalars": _scores().scalars(*numbers, *tensors)}
+    tensors = (
+        of.q_group,
+        of.q_base,
+        bias.q_position,
+        of.kv_group,
+        of.kv_segment,
+        bias.kv_position,
+        pairs,
+    )
+    return {
+        "score_mod": _scores().add_by_segments,
+        "aux_scalars": _scores().scalars(*numbers, *tensors),
+    }
 
 
 def _distances(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
@@ -159,7 +207,9 @@ def _distances(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
     assert bias.apart is not None, "it is asked for where tiles are neighbours"
     apart = iter(bias.apart)
     first = [next(apart) if length(q) and length(kv) else 0 for q, kv in call.sequences()]
-    return torch.tensor([(x + bias.reach, 2 * bias.reach) for x in first] * batch, dtype=torch.int32)
+    return torch.tensor(
+        [(x + bias.reach, 2 * bias.reach) for x in first] * batch, dtype=torch.int32
+    )
 
 
 def _ends(call: KernelCall, batch: int) -> Tensor:
@@ -170,7 +220,10 @@ def _ends(call: KernelCall, batch: int) -> Tensor:
 
 def _one_segment(call: KernelCall, device: torch.device) -> Segments:
     """Those of a call whose pairs go by distance alone."""
-    queries, keys = (torch.zeros(count, dtype=torch.int32, device=device) for count in (call.q_tokens, call.kv_tokens))
+    queries, keys = (
+        torch.zeros(count, dtype=torch.int32, device=device)
+        for count in (call.q_tokens, call.kv_tokens)
+    )
     return Segments(queries, queries, keys, keys, torch.full_like(queries[:1], -1), 0)
 
 
@@ -178,7 +231,9 @@ def _dense_options(call: KernelCall) -> dict[str, Any] | None:
     """The options of a call of one tile of everything, None for others."""
     if call.is_whole:
         return {"causal": call.is_causal}
-    return _band_options(call) if call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),) else None
+    return (
+        _band_options(call) if call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),) else None
+    )
 
 
 def _packed_options(call: KernelCall, q: Tensor) -> dict[str, Any]:
@@ -218,6 +273,7 @@ def _functions() -> tuple[Callable, Callable]:
     """Forward and backward."""
     from flash_attn.cute import interface
 
-    # Every process says so for every kernel that it compiles, of an argument of the package's own that is not in use.
+    # Every process says so for every kernel that it compiles, of an argument of the package's own
+    # that is not in use.
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning, module="cutlass")
     return interface._flash_attn_fwd, interface._flash_attn_bwd

@@ -1,13 +1,15 @@
-"""What FlashAttention-4 does with scores that have a bias: functions in CuTe DSL, compiled into its kernels.
+"""What FlashAttention-4 does with scores that have a bias: functions in CuTe DSL, compiled into its
+kernels.
 
-A bias is a number of `biases` (H, width) fp32: those of all distances, -reach to reach, and behind them the table, so
-that width is 2 reach + 1 + R. The package passes some scores with the indices of their queries and keys in a sequence,
-and the sequence's number. Tensors come as addresses: of those that it knows it keeps indices in range by two divisions
-a score, which takes longer than all that is done here. So it is done here.
+A bias is a number of `biases` (H, width) fp32: those of all distances, -reach to reach, and behind
+them the table, so that width is 2 reach + 1 + R. The package passes some scores with the indices of
+their queries and keys in a sequence, and the sequence's number. Tensors come as addresses: of those
+that it knows it keeps indices in range by two divisions a score, which takes longer than all that
+is done here. So it is done here.
 """
 
-# No `from __future__ import annotations`: CuTe DSL reads the functions as they are. The package passes q_idx, kv_idx,
-# seqlen_info, aux_tensors and aux_scalars by these names.
+# No `from __future__ import annotations`: CuTe DSL reads the functions as they are. The package
+# passes q_idx, kv_idx, seqlen_info, aux_tensors and aux_scalars by these names.
 import hashlib
 from pathlib import Path
 
@@ -22,7 +24,8 @@ _MANY = 1 << 30  # numbers of a tensor that is an address: no bound
 def add_by_distance(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
     """Scores and what they add, where tokens follow one another in each sequence.
 
-    aux_scalars: biases; width; places (sequences, 2) int32: what to add to key's index - query's, and 2 reach.
+    aux_scalars: biases; width; places (sequences, 2) int32: what to add to key's index - query's,
+    and 2 reach.
     """
     biases, width, places = aux_scalars
     biases = _numbers(cutlass.Float32, biases, head[0] * width)
@@ -38,8 +41,9 @@ def add_by_distance(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors,
 def add_by_segments(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
     """Scores and what they add, whatever the tokens are.
 
-    aux_scalars: biases; width; places (sequences, 4) int32: first and last query, first and last key; reach; other; the
-    last of `pairs`; then the tensors of `CallBias` and its `Segments` by name, of which `pairs` is not empty.
+    aux_scalars: biases; width; places (sequences, 4) int32: first and last query, first and last
+    key; reach; other; the last of `pairs`; then the tensors of `CallBias` and its `Segments` by
+    name, of which `pairs` is not empty.
     """
     biases, width, places, reach, other, last, *numbers = aux_scalars
     biases = _numbers(cutlass.Float32, biases, head[0] * width)
@@ -67,7 +71,10 @@ def gradient_of_sum(grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_te
 
 def scalars(*numbers: int | torch.Tensor) -> tuple:
     """As aux_scalars: a tensor is its address."""
-    return tuple(cutlass.Int64(x.data_ptr()) if isinstance(x, torch.Tensor) else cutlass.Int32(x) for x in numbers)
+    return tuple(
+        cutlass.Int64(x.data_ptr()) if isinstance(x, torch.Tensor) else cutlass.Int32(x)
+        for x in numbers
+    )
 
 
 def _numbers(dtype, address, first=0):
@@ -76,7 +83,8 @@ def _numbers(dtype, address, first=0):
     return cute.make_tensor(pointer + first, cute.make_layout(_MANY))
 
 
-# The package tells what it has compiled, and keeps on disk, by a function's own source unless it is told by what.
+# The package tells what it has compiled, and keeps on disk, by a function's own source unless it is
+# told by what.
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 for _function in (add_by_distance, add_by_segments, gradient_of_sum):
     _function.__cute_hash__ = f"{_function.__name__} {_SOURCE}"

@@ -1,7 +1,9 @@
-"""A `KernelCall` as the variable-length functions of FlashAttention take it: packed tokens, cut into sequences.
+"""A `KernelCall` as the variable-length functions of FlashAttention take it: packed tokens, cut
+into sequences.
 
-The tiles are sequences, and so are the tokens between them: those have no keys, or no queries. Thus every token is in
-one. Batches follow one another. What is made here stays with the call, and the host waits for no GPU.
+The tiles are sequences, and so are the tokens between them: those have no keys, or no queries. Thus
+every token is in one. Batches follow one another. What is made here stays with the call, and the
+host waits for no GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Kept = TypeVar("Kept")
 class Sequences:
     """The sequences of a call on q (B, S, ...) and k, v (B, T, ...).
 
-    cu_seqlens_q, cu_seqlens_k  (sequences + 1,) int32: where each begins in the packed tokens; B S or B T at the end
+    cu_seqlens_q, cu_seqlens_k  (sequences + 1,) int32: where each begins in the packed tokens; B S
+                                or B T at the end
     longest                     tokens of the longest one, of either side
     """
 
@@ -44,7 +47,9 @@ def blind(call: KernelCall, device: torch.device) -> Tensor | None:
 
 
 def band(call: KernelCall) -> tuple[int | None, int | None]:
-    """The call's left and right, but None where that hides nothing, for which there are faster kernels."""
+    """The call's left and right, but None where that hides nothing, for which there are faster
+    kernels.
+    """
     left, right = call.left, call.right
     if left is not None and left >= max((length(kv) for _, kv in call.tiles), default=0) - 1:
         left = None
@@ -76,7 +81,10 @@ def unpack_rows(x: Tensor, batch: int) -> Tensor:
 def _sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
     spans = call.sequences()
     lengths = [[length(pair[side]) for pair in spans] * batch for side in (0, 1)]
-    starts = [torch.tensor([*itertools.accumulate(side, initial=0)], dtype=torch.int32) for side in lengths]
+    starts = [
+        torch.tensor([*itertools.accumulate(side, initial=0)], dtype=torch.int32)
+        for side in lengths
+    ]
     q_starts, kv_starts = (sent(x, device) for x in starts)
     return Sequences(q_starts, kv_starts, max(map(max, lengths)))
 
@@ -89,7 +97,9 @@ def _blind(call: KernelCall, device: torch.device) -> Tensor | None:
     return sent(result, device) if result.any() else None
 
 
-def kept(call: KernelCall, name: tuple[Hashable, ...], device: torch.device, make: Callable[[], Kept]) -> Kept:
+def kept(
+    call: KernelCall, name: tuple[Hashable, ...], device: torch.device, make: Callable[[], Kept]
+) -> Kept:
     """What `make` makes, once for each GPU and stream, in whose order it gets there."""
     key = *name, device, current_stream(device)
     if key not in call.prepared:

@@ -1,4 +1,6 @@
-"""The specification: attention written out, any float dtype, any device. Slow, and keeps the S x T scores."""
+"""The specification: attention written out, any float dtype, any device. Slow, and keeps the S x T
+scores.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class ReferenceKernel(Kernel):
         q, k, v = (grouped(x, k.shape[2]) for x in (q, k, v))
         scores = _scores(q, k, spec, bias).masked_fill(hidden, -torch.inf)
         lse = scores.logsumexp(-1)
-        lse.masked_fill_(lse == torch.inf, torch.nan)  # as softmax, which is NaN beside an infinite score
+        # as softmax, which is NaN beside an infinite score
+        lse.masked_fill_(lse == torch.inf, torch.nan)
         probs = (scores - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
         return _ungrouped(probs @ v), lse.flatten(1, 2)
 
@@ -62,14 +65,17 @@ def _scores(q: Tensor, k: Tensor, spec: Spec, bias: CallBias | None) -> Tensor:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if bias is None:
         return scores
-    return scores + bias.table.to(q.dtype)[bias.rows()].permute(2, 0, 1).unflatten(0, scores.shape[1:3])
+    return scores + bias.table.to(q.dtype)[bias.rows()].permute(2, 0, 1).unflatten(
+        0, scores.shape[1:3]
+    )
 
 
 def _table_gradient(dscores: Tensor, bias: CallBias) -> Tensor:
     """(R, H) of dscores (B, G, H / G, S, T), 0 where hidden."""
     by_pairs = dscores.sum(0).flatten(0, 1).flatten(1).T
     total = by_pairs.new_zeros(bias.table.shape)
-    # On GPUs this sorts, so that sums are made in the same order each time, which those of index_add are not.
+    # On GPUs this sorts, so that sums are made in the same order each time, which those of
+    # index_add are not.
     total.index_put_((bias.rows().flatten(),), by_pairs, accumulate=True)
     return total.to(bias.table.dtype)
 
@@ -78,7 +84,8 @@ def visible(call: KernelCall, device: torch.device | str | None = None) -> Tenso
     """(S, T) bool: True where the query (row) sees the key (column)."""
     result = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.bool, device=device)
     for q, kv in call.tiles:
-        a, b = (torch.arange(-length(span), 0, device=device) for span in (q, kv))  # counted back from the last
+        # counted back from the last
+        a, b = (torch.arange(-length(span), 0, device=device) for span in (q, kv))
         ahead = b - a.unsqueeze(1)
         inside = torch.ones_like(ahead, dtype=torch.bool)
         if call.left is not None:
@@ -90,7 +97,9 @@ def visible(call: KernelCall, device: torch.device | str | None = None) -> Tenso
 
 
 def grouped(x: Tensor, groups: int) -> Tensor:
-    """(B, S, H, D) -> (B, G, H / G, S, D), in the accumulator's dtype; kv heads broadcast over their query heads."""
+    """(B, S, H, D) -> (B, G, H / G, S, D), in the accumulator's dtype; kv heads broadcast over
+    their query heads.
+    """
     return x.to(accumulator_dtype(x.dtype)).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
 
 

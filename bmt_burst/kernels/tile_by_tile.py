@@ -1,16 +1,18 @@
 """Any `KernelCall` by kernels that know blocks only: full rectangles, and causal squares.
 
-A band that has one edge in a tile is cut into at most two rectangles and a causal square. A left edge, read from the
-end of both the queries and the keys, is a right edge: there the square is causal when both sides are reversed. Of a
-band with two edges as many rows are taken at a time as there is a key that all of them see: what lies left of it has
-the left edge only, the rest the right one.
+A band that has one edge in a tile is cut into at most two rectangles and a causal square. A left
+edge, read from the end of both the queries and the keys, is a right edge: there the square is
+causal when both sides are reversed. Of a band with two edges as many rows are taken at a time as
+there is a key that all of them see: what lies left of it has the left edge only, the rest the right
+one.
 
     # # # . .       # #       # . .
     . # # # .   =   . #   +   # # .
     . . # # #       . .       # # #
 
-Blocks that are alike and lie at equal distances, as those of a window do, are one call of the kernel, in which they lie
-along the batch. Memory is O(S + T): no mask is made, and partial results are added up one after the other.
+Blocks that are alike and lie at equal distances, as those of a window do, are one call of the
+kernel, in which they lie along the batch. Memory is O(S + T): no mask is made, and partial results
+are added up one after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Shape(Enum):
 
 @dataclass(frozen=True)
 class Blocks:
-    """`count` blocks of one shape: the first is q x kv, each next one is `step` tokens further on both sides."""
+    """`count` blocks of one shape: the first is q x kv, each next one is `step` tokens further on
+    both sides.
+    """
 
     shape: Shape
     q: Span
@@ -56,12 +60,24 @@ class PlainKernel(Kernel):
     """A kernel that computes blocks; `delta` is not taken."""
 
     @abstractmethod
-    def block_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, spec: Spec) -> tuple[Tensor, Tensor]:
-        """`Kernel.forward` where every query sees every key or, if `causal`, S is T and query i sees keys 0 to i."""
+    def block_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, spec: Spec
+    ) -> tuple[Tensor, Tensor]:
+        """`Kernel.forward` where every query sees every key or, if `causal`, S is T and query i
+        sees keys 0 to i.
+        """
 
     @abstractmethod
     def block_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spec: Spec
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        spec: Spec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Kernel.backward` of such a block."""
 
@@ -70,10 +86,14 @@ class PlainKernel(Kernel):
         if call.is_whole:
             return self.block_forward(q, k, v, call.is_causal, spec)
         out = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=out.dtype, device=q.device)
+        lse = torch.full(
+            (q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=out.dtype, device=q.device
+        )
         for blocks in blocks_of(call):
             queries, keys, values = _queries(q, blocks), _keys(k, blocks), _keys(v, blocks)
-            part, part_lse = self.block_forward(queries, keys, values, blocks.shape is not Shape.FULL, spec)
+            part, part_lse = self.block_forward(
+                queries, keys, values, blocks.shape is not Shape.FULL, spec
+            )
             _merge(out, lse, blocks, part, part_lse)
         return out.to(self.partial_dtype(q.dtype)), lse
 
@@ -81,17 +101,24 @@ class PlainKernel(Kernel):
         assert bias is None, NO_BIAS
         if call.is_whole:
             return self.block_backward(dout, q, k, v, out, lse, call.is_causal, spec)
-        sums = [torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device) for x in (q, k, v)]
+        sums = [
+            torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device)
+            for x in (q, k, v)
+        ]
         for blocks in blocks_of(call):
             douts, queries, outs = (_queries(x, blocks) for x in (dout, q, out))
             keys, values = _keys(k, blocks), _keys(v, blocks)
             lses = _queries(lse.transpose(1, 2), blocks).transpose(1, 2)
             tensors = douts, queries, keys, values, outs, lses
             grads = self.block_backward(*tensors, blocks.shape is not Shape.FULL, spec)
-            for total, grad, cut in zip(sums, grads, (_cut_queries, _cut_keys, _cut_keys), strict=True):
+            for total, grad, cut in zip(
+                sums, grads, (_cut_queries, _cut_keys, _cut_keys), strict=True
+            ):
                 place = cut(total, blocks)
                 place.add_(_forwards(grad, blocks, 1).unflatten(0, place.shape[:2]))
-        return tuple(total.to(self.partial_dtype(x.dtype)) for total, x in zip(sums, (q, k, v), strict=True))
+        return tuple(
+            total.to(self.partial_dtype(x.dtype)) for total, x in zip(sums, (q, k, v), strict=True)
+        )
 
 
 def blocks_of(call: KernelCall) -> tuple[Blocks, ...]:
@@ -109,7 +136,8 @@ def _of_tile(q: Span, kv: Span, left: int | None, right: int | None) -> Iterator
     if low is None or high is None:
         yield from _of_edge(q, kv, low, high)
         return
-    # Each part has as many rows as fit the band's width, so that all see the key that its last row begins at.
+    # Each part has as many rows as fit the band's width, so that all see the key that its last row
+    # begins at.
     for start in range(0, length(q), high - low + 1):
         stop = min(start + high - low + 1, length(q))
         middle = min(max(kv[0] + stop - 1 + low, kv[0]), kv[1])  # that key
@@ -119,11 +147,15 @@ def _of_tile(q: Span, kv: Span, left: int | None, right: int | None) -> Iterator
 
 
 def _of_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterator[Blocks]:
-    """The blocks of a rectangle of which b - a >= low or b - a <= high is visible, a and b counted from its corner."""
+    """The blocks of a rectangle of which b - a >= low or b - a <= high is visible, a and b counted
+    from its corner.
+    """
     if low is not None:
         for block in _of_edge((-q[1], -q[0]), (-kv[1], -kv[0]), None, length(kv) - length(q) - low):
             shape = Shape.REVERSED if block.shape is Shape.CAUSAL else block.shape
-            yield replace(block, shape=shape, q=(-block.q[1], -block.q[0]), kv=(-block.kv[1], -block.kv[0]))
+            yield replace(
+                block, shape=shape, q=(-block.q[1], -block.q[0]), kv=(-block.kv[1], -block.kv[0])
+            )
         return
     if high is None:
         high = length(kv)
@@ -153,7 +185,9 @@ def _alike(blocks: list[Blocks]) -> Iterator[Blocks]:
 
 
 def _joined(blocks: Blocks, block: Blocks) -> Blocks | None:
-    """All of them, if one more follows at the same distance and overlaps none on either side; else None."""
+    """All of them, if one more follows at the same distance and overlaps none on either side; else
+    None.
+    """
     q_step = block.q[0] - blocks.q[0] - (blocks.count - 1) * blocks.q_step
     kv_step = block.kv[0] - blocks.kv[0] - (blocks.count - 1) * blocks.kv_step
     if q_step < length(block.q) or kv_step < length(block.kv) or blocks.count == _ALIKE:
@@ -164,23 +198,32 @@ def _joined(blocks: Blocks, block: Blocks) -> Blocks | None:
 
 
 def _merge(out: Tensor, lse: Tensor, blocks: Blocks, part: Tensor, part_lse: Tensor) -> None:
-    """Merges the results of blocks, (B count, tokens, H, D) and (B count, H, tokens), into out and lse, in place."""
+    """Merges the results of blocks, (B count, tokens, H, D) and (B count, H, tokens), into out and
+    lse, in place.
+    """
     places = _cut_queries(out, blocks), _cut_queries(lse.transpose(1, 2), blocks).transpose(2, 3)
     parts = _forwards(part, blocks, 1), _forwards(part_lse, blocks, 2)
     by_row = (x.unflatten(0, place.shape[:2]) for x, place in zip(parts, places, strict=True))
-    # Of each of the batch by itself: two batches are no one dimension where the tokens between blocks are left out.
+    # Of each of the batch by itself: two batches are no one dimension where the tokens between
+    # blocks are left out.
     for out_at, lse_at, part_at, part_lse_at in zip(*places, *by_row, strict=True):
         spans = [(0, out_at.shape[1])]
-        Outputs(out_at, lse_at, parts=[(spans, out_at, lse_at.clone()), (spans, part_at, part_lse_at)]).result()
+        Outputs(
+            out_at, lse_at, parts=[(spans, out_at, lse_at.clone()), (spans, part_at, part_lse_at)]
+        ).result()
 
 
 def _queries(x: Tensor, blocks: Blocks) -> Tensor:
-    """The queries of blocks: (B, S, ...) -> (B count, tokens, ...), in the order in which they are causal."""
+    """The queries of blocks: (B, S, ...) -> (B count, tokens, ...), in the order in which they are
+    causal.
+    """
     return _forwards(_cut_queries(x, blocks).flatten(0, 1), blocks, 1)
 
 
 def _keys(x: Tensor, blocks: Blocks) -> Tensor:
-    """The keys of blocks: (B, T, ...) -> (B count, tokens, ...), in the order in which they are causal."""
+    """The keys of blocks: (B, T, ...) -> (B count, tokens, ...), in the order in which they are
+    causal.
+    """
     return _forwards(_cut_keys(x, blocks).flatten(0, 1), blocks, 1)
 
 

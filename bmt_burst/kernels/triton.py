@@ -1,10 +1,12 @@
-"""A kernel of our own, in Triton: any GPU that Triton compiles for, any tiles, fp32 too, biases or a softcap.
+"""A kernel of our own, in Triton: any GPU that Triton compiles for, any tiles, fp32 too, biases or
+a softcap.
 
-One launch does all tiles of a call: which tokens a program has is read from a list, in which those with the most to do
-come first. The backward has a program for each block of keys, which adds up dk and dv, and one for each of queries, for
-dq. So no sum is made by several programs but the gradient of a bias's table, and that one in whole numbers: results are
-equal bit for bit between runs. Where a bias goes by distance alone that gradient has a kernel of its own: its programs
-go along diagonals, on which distances are equal.
+One launch does all tiles of a call: which tokens a program has is read from a list, in which those
+with the most to do come first. The backward has a program for each block of keys, which adds up dk
+and dv, and one for each of queries, for dq. So no sum is made by several programs but the gradient
+of a bias's table, and that one in whole numbers: results are equal bit for bit between runs. Where
+a bias goes by distance alone that gradient has a kernel of its own: its programs go along
+diagonals, on which distances are equal.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _LARGEST_SUM = 2.0**61  # of whole numbers of 64 bits, with room for what roundi
 
 
 class Shape(NamedTuple):
-    """Queries and keys of a program's blocks, its warps, and how many blocks it has on their way from memory."""
+    """Queries and keys of a program's blocks, its warps, and how many blocks it has on their way
+    from memory.
+    """
 
     M: int
     N: int
@@ -37,12 +41,18 @@ class Shape(NamedTuple):
     stages: int
 
 
-# Shapes by kernel and padded head size, the fastest first: the first that a GPU has shared memory for is taken.
+# Shapes by kernel and padded head size, the fastest first: the first that a GPU has shared memory
+# for is taken.
 Shapes = dict[str, dict[int, tuple[Shape, ...]]]
 _HALF: Shapes = {
     "forward": {
         64: (Shape(128, 128, 8, 3), Shape(128, 64, 4, 3), Shape(128, 64, 4, 2)),
-        128: (Shape(128, 128, 8, 3), Shape(128, 64, 8, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)),
+        128: (
+            Shape(128, 128, 8, 3),
+            Shape(128, 64, 8, 2),
+            Shape(64, 64, 4, 2),
+            Shape(64, 32, 4, 2),
+        ),
         256: (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 4, 2), Shape(32, 32, 4, 1)),
     },
     "backward_kv": {
@@ -101,9 +111,21 @@ _SINGLE: Shapes = {
         128: (Shape(64, 32, 4, 2), Shape(32, 32, 4, 1)),
         256: (Shape(32, 16, 4, 1),),
     },
-    "backward_kv": {64: (Shape(32, 64, 4, 2),), 128: (Shape(16, 32, 4, 2),), 256: (Shape(16, 16, 4, 1),)},
-    "backward_q": {64: (Shape(64, 32, 4, 2),), 128: (Shape(32, 16, 4, 2),), 256: (Shape(16, 16, 4, 1),)},
-    "backward_table": {64: (Shape(64, 32, 4, 1),), 128: (Shape(32, 16, 4, 1),), 256: (Shape(16, 16, 4, 1),)},
+    "backward_kv": {
+        64: (Shape(32, 64, 4, 2),),
+        128: (Shape(16, 32, 4, 2),),
+        256: (Shape(16, 16, 4, 1),),
+    },
+    "backward_q": {
+        64: (Shape(64, 32, 4, 2),),
+        128: (Shape(32, 16, 4, 2),),
+        256: (Shape(16, 16, 4, 1),),
+    },
+    "backward_table": {
+        64: (Shape(64, 32, 4, 1),),
+        128: (Shape(32, 16, 4, 1),),
+        256: (Shape(16, 16, 4, 1),),
+    },
 }
 _INTERPRETED = {
     "forward": Shape(32, 16, 4, 1),
@@ -117,7 +139,9 @@ _MOST_KEYS = 2048  # of a program that computes the gradient of a table alone
 
 
 class TritonKernel(Kernel):
-    """Of tensors on the CPU it can be asked directly where Triton's interpreter is on: that is for tests."""
+    """Of tensors on the CPU it can be asked directly where Triton's interpreter is on: that is for
+    tests.
+    """
 
     name = "triton"
     takes_delta = True
@@ -187,7 +211,13 @@ def table_gradient(
 
 
 def _inputs(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor | None
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    delta: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """What the backward's kernels read, in their order: q, k, v, dout, lse and delta."""
     q, k, v, dout, lse = map(_dense, (q, k, v, dout, lse))
@@ -197,8 +227,12 @@ def _inputs(
     return q, k, v, dout, lse, _dense(delta)
 
 
-def _add_along_diagonals(inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, bias: CallBias, added: Any) -> None:
-    """Adds to the sums of a bias that goes by distance. Where it is not known what is even, programs find out."""
+def _add_along_diagonals(
+    inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, bias: CallBias, added: Any
+) -> None:
+    """Adds to the sums of a bias that goes by distance. Where it is not known what is even,
+    programs find out.
+    """
     for even in (True, False) if bias.apart is None else (True,):
         _launch("backward_table", inputs, call, spec, added, EVEN=even)
 
@@ -209,7 +243,12 @@ def _summed(added: Any, bias: CallBias) -> Tensor:
 
 
 def _launch(
-    name: str, tensors: tuple[Tensor | None, ...], call: KernelCall, spec: Spec, bias: tuple, **constants: Any
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    call: KernelCall,
+    spec: Spec,
+    bias: tuple,
+    **constants: Any,
 ) -> None:
     """One of the kernels, on tensors of which the first are q and k, with constants of its own."""
     q, k = tensors[:2]
@@ -250,13 +289,17 @@ def _launch(
     )
 
 
-def _blocks(call: KernelCall, device: torch.device, side: int, size: int, most: int | None) -> Tensor:
-    """The programs of a call: blocks of `size` tokens of its queries (side 0) or keys (side 1), the longest work first.
+def _blocks(
+    call: KernelCall, device: torch.device, side: int, size: int, most: int | None
+) -> Tensor:
+    """The programs of a call: blocks of `size` tokens of its queries (side 0) or keys (side 1), the
+    longest work first.
 
-    Several have a block, each with `most` tokens of the other side, if `most` is given and there is no band.
+    Several have a block, each with `most` tokens of the other side, if `most` is given and there is
+    no band.
 
-    (programs, 5) int32: the block's first token, counted in its sequence; where that sequence begins and how long it
-    is, on this side and on the other.
+    (programs, 5) int32: the block's first token, counted in its sequence; where that sequence
+    begins and how long it is, on this side and on the other.
     """
     name = "triton", side, size, most
     return kept(call, name, device, lambda: sent(_blocks_on_host(call, side, size, most), device))
@@ -266,9 +309,13 @@ def _blocks_on_host(call: KernelCall, side: int, size: int, most: int | None) ->
     spans: list[tuple[int, ...]] = [(*pair[side], *pair[1 - side]) for pair in call.sequences()]
     if most is not None and call.left is None and call.right is None:
         spans = [
-            (*own, start, min(start + most, stop)) for *own, first, stop in spans for start in range(first, stop, most)
+            (*own, start, min(start + most, stop))
+            for *own, first, stop in spans
+            for start in range(first, stop, most)
         ]
-    own_at, own_end, other_at, other_end = torch.tensor(spans, dtype=torch.int64).view(-1, 4).unbind(1)
+    own_at, own_end, other_at, other_end = (
+        torch.tensor(spans, dtype=torch.int64).view(-1, 4).unbind(1)
+    )
     own, other = own_end - own_at, other_end - other_at
     at, nth = _counted((own + size - 1) // size)
     first = nth * size
@@ -283,11 +330,12 @@ def _blocks_on_host(call: KernelCall, side: int, size: int, most: int | None) ->
 
 
 def _walks(call: KernelCall, device: torch.device, queries: int, keys: int) -> Tensor:
-    """The programs of a call's walks along diagonals, in blocks of so many queries and keys, the longest first.
+    """The programs of a call's walks along diagonals, in blocks of so many queries and keys, the
+    longest first.
 
-    (programs, 7) int32: the first block's first query, counted in its sequence, the number of blocks, how far the first
-    key of each block is ahead of its first query, and where queries and keys of the sequence begin and how many there
-    are.
+    (programs, 7) int32: the first block's first query, counted in its sequence, the number of
+    blocks, how far the first key of each block is ahead of its first query, and where queries and
+    keys of the sequence begin and how many there are.
     """
     name = "triton walks", queries, keys
     return kept(call, name, device, lambda: sent(_walks_on_host(call, queries, keys), device))
@@ -323,7 +371,11 @@ def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 def _mode(bias: Any) -> int:
     kinds = _biases()
-    return (kinds.BY_DISTANCE if bias.pairs is None else kinds.BY_SEGMENTS).value if bias else kinds.NONE.value
+    return (
+        (kinds.BY_DISTANCE if bias.pairs is None else kinds.BY_SEGMENTS).value
+        if bias
+        else kinds.NONE.value
+    )
 
 
 def _shape(name: str, q: Tensor, width: int, mode: int) -> Shape:
@@ -333,11 +385,15 @@ def _shape(name: str, q: Tensor, width: int, mode: int) -> Shape:
     shapes = table[name][max(width, 64)]
     most = _shared_memory(q.device)
     by_segments = table is _BY_SEGMENTS
-    return next((s for s in shapes if _bytes(name, s, width * q.itemsize, by_segments) <= most), shapes[-1])
+    return next(
+        (s for s in shapes if _bytes(name, s, width * q.itemsize, by_segments) <= most), shapes[-1]
+    )
 
 
 def _bytes(name: str, shape: Shape, row: int, by_segments: bool) -> int:
-    """The shared memory of a kernel with rows of so many bytes, as Triton 3.9 takes it on Hopper, and 2 KiB more."""
+    """The shared memory of a kernel with rows of so many bytes, as Triton 3.9 takes it on Hopper,
+    and 2 KiB more.
+    """
     own, other = (shape.N, shape.M) if name == "backward_kv" else (shape.M, shape.N)
     held = own if name == "forward" else 2 * own
     scores = (8 if name == "backward_q" else 4) * shape.M * shape.N if by_segments else 0
@@ -368,7 +424,9 @@ def _delta(out: Tensor, dout: Tensor) -> Tensor:
     size = 4096 // width
     tensors = delta, out, dout
     grid = -(-tokens // size), heads, batch
-    _kernels().delta_of[grid](*tensors, *map(_strides, tensors), tokens, D=head_size, WIDTH=width, M=size)
+    _kernels().delta_of[grid](
+        *tensors, *map(_strides, tensors), tokens, D=head_size, WIDTH=width, M=size
+    )
     return delta
 
 
@@ -390,7 +448,9 @@ def _bias_arguments(bias: CallBias) -> Any:
     found = _biases().Bias(*positions, distances, biases, len(bias.table), bias.reach + _PADDING)
     if bias.segments is None:
         return found
-    numbers = {name: _aligned(x) for name, x in vars(bias.segments).items() if isinstance(x, Tensor)}
+    numbers = {
+        name: _aligned(x) for name, x in vars(bias.segments).items() if isinstance(x, Tensor)
+    }
     return found._replace(**numbers, other=bias.segments.other)
 
 
@@ -403,12 +463,17 @@ def _padded_biases(bias: CallBias) -> tuple[Tensor, Tensor]:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x in memory that begins as all new memory does: Triton compiles anew for numbers that begin elsewhere."""
+    """x in memory that begins as all new memory does: Triton compiles anew for numbers that begin
+    elsewhere.
+    """
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def _with_sums(added: Any, bias: CallBias, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> Any:
-    """With the sums of its gradient at 0, and their units, such that none overflows, made without the host waiting.
+def _with_sums(
+    added: Any, bias: CallBias, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+) -> Any:
+    """With the sums of its gradient at 0, and their units, such that none overflows, made without
+    the host waiting.
 
     A head's unit is NaN where the bound of its sums is not finite: so is its gradient then.
     """

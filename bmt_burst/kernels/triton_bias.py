@@ -1,7 +1,8 @@
-"""What the Triton kernels of `triton_blocks.py` add to scores, and how the gradient of a bias's table adds up.
+"""What the Triton kernels of `triton_blocks.py` add to scores, and how the gradient of a bias's
+table adds up.
 
-Rows of the table are found by distance alone, or by segments: see `CallBias`. Sums are of whole numbers of 64 bits, the
-same in any order. Letters are those of `triton_blocks.py`.
+Rows of the table are found by distance alone, or by segments: see `CallBias`. Sums are of whole
+numbers of 64 bits, the same in any order. Letters are those of `triton_blocks.py`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ NONE = tl.constexpr(0)
 BY_DISTANCE = tl.constexpr(1)
 BY_SEGMENTS = tl.constexpr(2)
 
-_FEW_ROWS = tl.constexpr(48)  # of a table: to sum a block's pairs of each is faster than to add each pair
+# of a table: to sum a block's pairs of each is faster than to add each pair
+_FEW_ROWS = tl.constexpr(48)
 
 
 class Bias(NamedTuple):
     """A `CallBias` as the kernels take it; `()` where there is none.
 
     distances    (2 reach + 1,) int32: rows, from reach on alike
-    biases       (H, R + 2 reach + 1) fp32, to base 2: the table, and behind it its rows of `distances`
+    biases       (H, R + 2 reach + 1) fp32, to base 2: the table, and behind it its rows of
+                 `distances`
     sums         (H, R) int64: what the gradient adds up, 1 / unit each
     unit         (H,) fp32
     others       None where all goes by distance
@@ -65,7 +68,10 @@ class Distances(NamedTuple):
 def distances_of(bias, q_start, q_count, kv_start, kv_count):
     """Positions rise in a sequence: they are even if the last one is."""
     queries, keys = bias.q_position + q_start, bias.kv_position + kv_start
-    query, key = tl.load(queries, mask=q_count > 0, other=0), tl.load(keys, mask=kv_count > 0, other=0)
+    query, key = (
+        tl.load(queries, mask=q_count > 0, other=0),
+        tl.load(keys, mask=kv_count > 0, other=0),
+    )
     last_query = tl.load(queries + q_count - 1, mask=q_count > 0, other=0)
     last_key = tl.load(keys + kv_count - 1, mask=kv_count > 0, other=0)
     even = (last_query - query == q_count - 1) & (last_key - key == kv_count - 1)
@@ -82,13 +88,20 @@ def _positions(positions, first, count, SIZE: tl.constexpr):
 @triton.jit
 def _spread(queries, keys, TRANSPOSED: tl.constexpr):
     """Numbers of queries and of keys as a column and a row, or the other way round."""
-    return tl.expand_dims(queries, 0 if TRANSPOSED else 1), tl.expand_dims(keys, 1 if TRANSPOSED else 0)
+    return tl.expand_dims(queries, 0 if TRANSPOSED else 1), tl.expand_dims(
+        keys, 1 if TRANSPOSED else 0
+    )
 
 
 @triton.jit
-def by_distance(bias, head, places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """(M, N), or (N, M) if TRANSPOSED: what is added to the scores of queries first .. and keys at .., to base 2."""
-    # Places in the table are made positive before the pointer is added: to add less than 0 went wrong (Triton 3.6).
+def by_distance(
+    bias, head, places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """(M, N), or (N, M) if TRANSPOSED: what is added to the scores of queries first .. and keys at
+    .., to base 2.
+    """
+    # Places in the table are made positive before the pointer is added: to add less than 0 went
+    # wrong (Triton 3.6).
     biases, middle = bias.biases + head * (bias.rows + 2 * bias.reach + 1), bias.rows + bias.reach
     if places.even:
         # A block that is beyond reach may as well be nearer, as long as all of it is beyond that.
@@ -136,7 +149,9 @@ def _fields(groups, segments, positions, first, count, SIZE: tl.constexpr):
     all_segments = tl.load(segments + first + token, mask=token < count, other=segment)
     all_positions = tl.load(positions + first + token, mask=token < count, other=0)
     differ = tl.max(((all_groups != group) | (all_segments != segment)).to(tl.int32), 0)
-    return Fields(all_groups, all_segments, all_positions, group, segment, differ == 0, first, count)
+    return Fields(
+        all_groups, all_segments, all_positions, group, segment, differ == 0, first, count
+    )
 
 
 @triton.jit
@@ -156,7 +171,11 @@ def by_segments(bias, head, queries, keys, TRANSPOSED: tl.constexpr):
     q_positions, kv_positions = _spread(queries.positions, keys.positions, TRANSPOSED)
     near = bias.rows + bias.reach + _clamp(kv_positions - q_positions, bias.reach)
     if queries.alike & keys.alike:
-        row = tl.load(bias.pairs + queries.segment + keys.segment, mask=queries.group == keys.group, other=bias.other)
+        row = tl.load(
+            bias.pairs + queries.segment + keys.segment,
+            mask=queries.group == keys.group,
+            other=bias.other,
+        )
         result = tl.load(biases + tl.where(row < 0, near, row))
     else:
         rows = _pair_rows(bias, queries, keys, TRANSPOSED)
@@ -179,7 +198,9 @@ def _clamp(distance, reach):
 
 @triton.jit
 def add_by_distance(bias, head, dscores, distances):
-    """Adds dscores (M, N) to the sums of their rows, as integers: their sum is the same in any order."""
+    """Adds dscores (M, N) to the sums of their rows, as integers: their sum is the same in any
+    order.
+    """
     sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit + head)
     rows = tl.load(bias.distances + (bias.reach + _clamp(distances, bias.reach)))
     first, last = tl.min(tl.min(rows, 1), 0), tl.max(tl.max(rows, 1), 0)
@@ -193,7 +214,9 @@ def add_by_distance(bias, head, dscores, distances):
 
 @triton.jit
 def add_near(bias, head, dscores, queries, keys, M: tl.constexpr):
-    """Adds those of dscores (M, N) that go by distance, where keys are of one segment; the sums of the others (M,)."""
+    """Adds those of dscores (M, N) that go by distance, where keys are of one segment; the sums of
+    the others (M,).
+    """
     rows = _rows_with(bias, queries, keys.group, keys.segment, queries.groups == keys.group)
     near = _there(queries, M) & (rows < 0)
     if tl.max(near.to(tl.int32), 0) > 0:
@@ -208,18 +231,24 @@ def add_waiting(bias, head, waiting, queries, group, segment, M: tl.constexpr):
     some = _there(queries, M) & (waiting != 0.0)
     rows = _rows_with(bias, queries, group, segment, some & (queries.groups == group))
     unit = tl.load(bias.unit + head)
-    tl.atomic_add(bias.sums + head * bias.rows + rows, _whole(waiting, unit), mask=some, sem="relaxed")
+    tl.atomic_add(
+        bias.sums + head * bias.rows + rows, _whole(waiting, unit), mask=some, sem="relaxed"
+    )
 
 
 @triton.jit
 def _there(fields, SIZE: tl.constexpr):
-    """(SIZE,): which of a block's tokens there are. Beside keys of inf, gradients of the others' scores are NaN."""
+    """(SIZE,): which of a block's tokens there are. Beside keys of inf, gradients of the others'
+    scores are NaN.
+    """
     return tl.arange(0, SIZE) < fields.count
 
 
 @triton.jit
 def _rows_with(bias, queries, group, segment, same):
-    """The rows (M,) of queries with keys of a segment, that of other groups' where they are not of the same."""
+    """The rows (M,) of queries with keys of a segment, that of other groups' where they are not of
+    the same.
+    """
     return tl.load(bias.pairs + (queries.segments + segment), mask=same, other=bias.other)
 
 
@@ -237,8 +266,8 @@ def add_by_segments(bias, head, dscores, queries, keys, M: tl.constexpr, N: tl.c
 
 @triton.jit
 def _add_by_runs(sums, unit, bias, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """What does not go by distance, with zeros elsewhere. Queries of one run have the same row with a key: they are
-    summed before they are added.
+    """What does not go by distance, with zeros elsewhere. Queries of one run have the same row with
+    a key: they are summed before they are added.
     """
     token = tl.arange(0, M)
     start = 0
@@ -248,7 +277,9 @@ def _add_by_runs(sums, unit, bias, dscores, queries, keys, M: tl.constexpr, N: t
         others = (token >= start) & ((queries.groups != group) | (queries.segments != base))
         stop = tl.min(tl.where(others, token, queries.count), 0)
         total = tl.sum(tl.where(((token >= start) & (token < stop))[:, None], dscores, 0.0), 0)
-        row = tl.load(bias.pairs + (base + keys.segments), mask=keys.groups == group, other=bias.other)
+        row = tl.load(
+            bias.pairs + (base + keys.segments), mask=keys.groups == group, other=bias.other
+        )
         tl.atomic_add(sums + row, _whole(total, unit), mask=row >= 0, sem="relaxed")
         start = stop
 

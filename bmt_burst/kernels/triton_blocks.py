@@ -1,12 +1,13 @@
 """The Triton kernels of `triton.py`: what a program computes of a block.
 
-A program has a block of queries, or of keys, of one sequence, and goes through the blocks of the other side that it
-sees or that see it. The band splits these in three: blocks cut by its one edge, blocks that are visible whole, and
-blocks cut by its other edge or by the sequence's end. Only the outer ones are masked. Exponents are to base 2, and so
+A program has a block of queries, or of keys, of one sequence, and goes through the blocks of the
+other side that it sees or that see it. The band splits these in three: blocks cut by its one edge,
+blocks that are visible whole, and blocks cut by its other edge or by the sequence's end. Only the
+outer ones are masked. Exponents are to base 2, and so
 is what a bias adds: see `triton_bias.py`.
 
-Letters: D head size, WIDTH the power of two that it is padded to; M queries and N keys of a block; CAP the softcap of
-the scores, None for none.
+Letters: D head size, WIDTH the power of two that it is padded to; M queries and N keys of a block;
+CAP the softcap of the scores, None for none.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _INFINITY = tl.constexpr(float("inf"))
 
-# These differ from call to call: a kernel compiled anew for each kind of number would take seconds. Strides of lse and
-# delta, which do too, come `of_one_kind`.
+# These differ from call to call: a kernel compiled anew for each kind of number would take seconds.
+# Strides of lse and delta, which do too, come `of_one_kind`.
 _NUMBERS = ["left", "right"]
 _ROWS = ["lse", "delta"]  # numbers of tokens, which may begin anywhere
 
@@ -49,7 +50,9 @@ def forward(
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
-    q_block = _load(_token(q, q_strides, batch, head, q_start + first), q_strides, rows, D, WIDTH, M, True)
+    q_block = _load(
+        _token(q, q_strides, batch, head, q_start + first), q_strides, rows, D, WIDTH, M, True
+    )
     k_rows = _token(k, k_strides, batch, head // GROUP, kv_start)
     v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
     if BIAS == BY_SEGMENTS:
@@ -67,7 +70,9 @@ def forward(
             added = by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
-            k_block = _load(_ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
+            k_block = _load(
+                _ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1
+            )
             scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
             factor = scale * _LOG2_E
             if CAP is not None:
@@ -89,8 +94,12 @@ def forward(
             probs = tl.exp2(scores * factor - shift[:, None])
             decay = tl.exp2(largest - shift)
             weights = weights * decay + tl.sum(probs, 1)
-            v_block = _load(_ahead(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1)
-            sums = tl.dot(probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION)
+            v_block = _load(
+                _ahead(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1
+            )
+            sums = tl.dot(
+                probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
+            )
             largest = now
 
     # Who sees keys, all with a score of -inf, has weights of 0 and, as softmax says, an out of NaN.
@@ -109,12 +118,30 @@ def backward_kv(
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Fills dk and dv of a block of keys of one kv head. Scores are transposed, so that no product has to transpose."""
+    """Fills dk and dv of a block of keys of one kv head. Scores are transposed, so that no product
+    has to transpose.
+    """
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     first, kv_start, kv_count, q_start, q_count = _block(blocks)
     columns, more = tl.minimum(kv_count - first, N), q_count - kv_count
-    k_block = _load(_token(k, k_strides, batch, kv_head, kv_start + first), k_strides, columns, D, WIDTH, N, True)
-    v_block = _load(_token(v, v_strides, batch, kv_head, kv_start + first), v_strides, columns, D, WIDTH, N, True)
+    k_block = _load(
+        _token(k, k_strides, batch, kv_head, kv_start + first),
+        k_strides,
+        columns,
+        D,
+        WIDTH,
+        N,
+        True,
+    )
+    v_block = _load(
+        _token(v, v_strides, batch, kv_head, kv_start + first),
+        v_strides,
+        columns,
+        D,
+        WIDTH,
+        N,
+        True,
+    )
     if BIAS == BY_SEGMENTS:
         keys = kv_fields(bias, kv_start + first, columns, N)
     if BIAS == BY_DISTANCE:
@@ -134,8 +161,12 @@ def backward_kv(
                 added = by_distance(bias, head, places, edges[part], first, M, N, True)
             for at in tl.range(edges[part], edges[part + 1], M):
                 rows = q_count - at
-                q_block = _load(_ahead(q_rows, q_strides, at), q_strides, rows, D, WIDTH, M, part != 1)
-                scores = _scores(tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION), scale, CAP)
+                q_block = _load(
+                    _ahead(q_rows, q_strides, at), q_strides, rows, D, WIDTH, M, part != 1
+                )
+                scores = _scores(
+                    tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION), scale, CAP
+                )
                 if BIAS == BY_SEGMENTS:
                     queries = q_fields(bias, q_start + at, tl.minimum(rows, M), M)
                     scores += by_segments(bias, head, queries, keys, True)
@@ -146,13 +177,19 @@ def backward_kv(
                 if part != 1:
                     seen = _visible(first, at, more, right, left, rows, N, M, RIGHT, LEFT)
                     probs = tl.where(seen, probs, 0.0)
-                dout_block = _load(_ahead(dout_rows, dout_strides, at), dout_strides, rows, D, WIDTH, M, part != 1)
-                dv_sums = tl.dot(probs.to(q_block.dtype), dout_block, dv_sums, input_precision=PRECISION)
+                dout_block = _load(
+                    _ahead(dout_rows, dout_strides, at), dout_strides, rows, D, WIDTH, M, part != 1
+                )
+                dv_sums = tl.dot(
+                    probs.to(q_block.dtype), dout_block, dv_sums, input_precision=PRECISION
+                )
                 dprobs = tl.dot(v_block, tl.trans(dout_block), input_precision=PRECISION)
                 dscores = probs * (dprobs - _load_row(delta_rows, at, rows, M)[None, :])
                 if CAP is not None:
                     dscores *= _slope(scores, CAP)
-                dk_sums = tl.dot(dscores.to(q_block.dtype), q_block, dk_sums, input_precision=PRECISION)
+                dk_sums = tl.dot(
+                    dscores.to(q_block.dtype), q_block, dk_sums, input_precision=PRECISION
+                )
 
     dk_rows = _token(dk, dk_strides, batch, kv_head, kv_start + first)
     dv_rows = _token(dv, dv_strides, batch, kv_head, kv_start + first)
@@ -167,11 +204,15 @@ def backward_q(
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Fills dq, unless it is None, of a block of queries of one head, and adds to the sums of a bias by segments."""
+    """Fills dq, unless it is None, of a block of queries of one head, and adds to the sums of a
+    bias by segments.
+    """
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
-    q_block = _load(_token(q, q_strides, batch, head, q_start + first), q_strides, rows, D, WIDTH, M, True)
+    q_block = _load(
+        _token(q, q_strides, batch, head, q_start + first), q_strides, rows, D, WIDTH, M, True
+    )
     dout_rows = _token(dout, dout_strides, batch, head, q_start + first)
     dout_block = _load(dout_rows, dout_strides, rows, D, WIDTH, M, True)
     row_lse = _load_lse(_row(lse, lse_strides, batch, head, q_start + first), 0, rows, M)
@@ -192,8 +233,12 @@ def backward_q(
             added = by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
-            k_block = _load(_ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
-            scores = _scores(tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION), scale, CAP)
+            k_block = _load(
+                _ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1
+            )
+            scores = _scores(
+                tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION), scale, CAP
+            )
             if BIAS == BY_SEGMENTS:
                 keys = kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
                 scores += by_segments(bias, head, queries, keys, False)
@@ -204,18 +249,26 @@ def backward_q(
             if part != 1:
                 seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
                 probs = tl.where(seen, probs, 0.0)
-            v_block = _load(_ahead(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1)
+            v_block = _load(
+                _ahead(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1
+            )
             dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
             dscores = probs * (dprobs - row_delta[:, None])
             if CAP is not None:
                 dscores *= _slope(scores, CAP)
             if dq is not None:
-                dq_sums = tl.dot(dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION)
+                dq_sums = tl.dot(
+                    dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION
+                )
             if BIAS == BY_SEGMENTS:
                 if keys.alike:
                     if (keys.group != group) | (keys.segment != segment):
                         add_waiting(bias, head, waiting, queries, group, segment, M)
-                        waiting, group, segment = tl.zeros((M,), tl.float32), keys.group, keys.segment
+                        waiting, group, segment = (
+                            tl.zeros((M,), tl.float32),
+                            keys.group,
+                            keys.segment,
+                        )
                     waiting += add_near(bias, head, dscores, queries, keys, M)
                 else:
                     add_by_segments(bias, head, dscores, queries, keys, M, N)
@@ -236,12 +289,17 @@ def backward_table(
 ):  # fmt: skip
     """Adds to the sums of a bias that goes by distance, for blocks of one head along a diagonal.
 
-    If positions are EVEN, distances are the same in all blocks, and dscores are summed before they are added.
-    Sequences of the other kind are left alone.
+    If positions are EVEN, distances are the same in all blocks, and dscores are summed before they
+    are added. Sequences of the other kind are left alone.
     """
     head, batch, walk = tl.program_id(1), tl.program_id(2), walks + tl.program_id(0) * 7
     start, steps, ahead = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2)
-    q_start, q_count, kv_start, kv_count = tl.load(walk + 3), tl.load(walk + 4), tl.load(walk + 5), tl.load(walk + 6)
+    q_start, q_count, kv_start, kv_count = (
+        tl.load(walk + 3),
+        tl.load(walk + 4),
+        tl.load(walk + 5),
+        tl.load(walk + 6),
+    )
     more = kv_count - q_count
     q_rows = _token(q, q_strides, batch, head, q_start)
     dout_rows = _token(dout, dout_strides, batch, head, q_start)
@@ -265,11 +323,15 @@ def backward_table(
             distances = uneven(places, first, at, M, N, False)
             scores += by_distance(bias, head, places, first, at, M, N, False)
         probs = tl.exp2(scores - _load_lse(lse_rows, first, rows, M)[:, None])
-        dout_block = _load(_ahead(dout_rows, dout_strides, first), dout_strides, rows, D, WIDTH, M, True)
+        dout_block = _load(
+            _ahead(dout_rows, dout_strides, first), dout_strides, rows, D, WIDTH, M, True
+        )
         v_block = _load_between(_ahead(v_rows, v_strides, at), v_strides, -at, columns, D, WIDTH, N)
         dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
         dscores = probs * (dprobs - _load_row(delta_rows, first, rows, M)[:, None])
-        seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (tl.arange(0, N)[None, :] >= -at)
+        seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (
+            tl.arange(0, N)[None, :] >= -at
+        )
         dscores = tl.where(seen & (tl.arange(0, M)[:, None] < rows), dscores, 0.0)
         if EVEN:
             sums += dscores
@@ -288,8 +350,12 @@ def delta_of(
     """Fills delta (B, H, S) with rowsum(out * dout) of M tokens of a head."""
     first, head, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
     rows, row = tokens - first, tl.arange(0, M)
-    out_block = _load(_token(out, out_strides, batch, head, first), out_strides, rows, D, WIDTH, M, True)
-    dout_block = _load(_token(dout, dout_strides, batch, head, first), dout_strides, rows, D, WIDTH, M, True)
+    out_block = _load(
+        _token(out, out_strides, batch, head, first), out_strides, rows, D, WIDTH, M, True
+    )
+    dout_block = _load(
+        _token(dout, dout_strides, batch, head, first), dout_strides, rows, D, WIDTH, M, True
+    )
     result = tl.sum(out_block.to(tl.float32) * dout_block.to(tl.float32), 1)
     tl.store(_row(delta, delta_strides, batch, head, first) + row, result, mask=row < rows)
 
@@ -297,7 +363,11 @@ def delta_of(
 @triton.jit
 def _scores(products, scale, CAP: tl.constexpr):
     """The scores, to base 2, of products of queries and keys."""
-    return products * (scale * _LOG2_E) if CAP is None else _tanh(products * (scale / CAP)) * (CAP * _LOG2_E)
+    return (
+        products * (scale * _LOG2_E)
+        if CAP is None
+        else _tanh(products * (scale / CAP)) * (CAP * _LOG2_E)
+    )
 
 
 @triton.jit
@@ -309,15 +379,21 @@ def _slope(scores, CAP: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """To some units in the last place: near 0 by its series, since 1 - 2 / (e^2x + 1) has lost its digits there."""
+    """To some units in the last place: near 0 by its series, since 1 - 2 / (e^2x + 1) has lost its
+    digits there.
+    """
     square = x * x
-    series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    series = x + x * square * (
+        -1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))
+    )
     return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2_E)) + 1.0))
 
 
 @triton.jit
 def _block(blocks):
-    """This program's block: its first token in its sequence, and on its own and the other side start and length."""
+    """This program's block: its first token in its sequence, and on its own and the other side
+    start and length.
+    """
     at = blocks + tl.program_id(0) * 5
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
@@ -327,10 +403,11 @@ def _edges(
     first, count, more, low, high, other_count,
     SIZE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ALL_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Where, on the other side, the three parts of what tokens first .. first + count - 1 see begin, and the end.
+    """Where, on the other side, the three parts of what tokens first .. first + count - 1 see
+    begin, and the end.
 
-    Token i sees j iff i + more - low <= j <= i + more + high, each where LOW and HIGH. Parts consist of whole blocks of
-    SIZE, the last one's end aside; if ALL_MASKED, the last one has all.
+    Token i sees j iff i + more - low <= j <= i + more + high, each where LOW and HIGH. Parts
+    consist of whole blocks of SIZE, the last one's end aside; if ALL_MASKED, the last one has all.
     """
     begin, whole, end, stop = 0, 0, other_count // SIZE * SIZE, other_count
     if LOW:
@@ -350,7 +427,16 @@ def _edges(
 
 @triton.jit
 def _visible(
-    first, at, more, low, high, others, OWN: tl.constexpr, OTHER: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
+    first,
+    at,
+    more,
+    low,
+    high,
+    others,
+    OWN: tl.constexpr,
+    OTHER: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
 ):
     """(OWN, OTHER): whether tokens first .. see the other side's at .. of which there are `others`."""
     other = tl.arange(0, OTHER)[None, :]
@@ -364,7 +450,9 @@ def _visible(
 
 
 @triton.jit
-def _seeing(first, more, left, right, kv_count, M: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def _seeing(
+    first, more, left, right, kv_count, M: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):
     """(M,): whether tokens first .. see any key."""
     middle = first + more + tl.arange(0, M)
     lowest = tl.zeros((M,), tl.int32)
@@ -400,8 +488,12 @@ def _ahead(at, strides, tokens):
 
 
 @triton.jit
-def _load(at, strides, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr):
-    """(SIZE, WIDTH): the tokens from `at` on, with zeros where D ends and, if CUT, after `count` of them."""
+def _load(
+    at, strides, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr
+):
+    """(SIZE, WIDTH): the tokens from `at` on, with zeros where D ends and, if CUT, after `count` of
+    them.
+    """
     token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
     places = at + token * strides[1] + column
     if CUT and D < WIDTH:
@@ -416,8 +508,12 @@ def _load(at, strides, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.con
 
 
 @triton.jit
-def _load_between(at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """(SIZE, WIDTH): the tokens from `at` on, with zeros before those from `begin` to `end`, after them and after D."""
+def _load_between(
+    at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
+):
+    """(SIZE, WIDTH): the tokens from `at` on, with zeros before those from `begin` to `end`, after
+    them and after D.
+    """
     token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
     there = (token >= begin) & (token < end)
     return tl.load(at + token * strides[1] + column, mask=there & (column < D), other=0.0)
@@ -427,7 +523,11 @@ def _load_between(at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr,
 def _store(at, strides, x, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     """Stores the first `count` tokens of x (SIZE, WIDTH)."""
     token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
-    tl.store(at + token * strides[1] + column, x.to(at.dtype.element_ty), mask=(token < count) & (column < D))
+    tl.store(
+        at + token * strides[1] + column,
+        x.to(at.dtype.element_ty),
+        mask=(token < count) & (column < D),
+    )
 
 
 @triton.jit
@@ -439,7 +539,9 @@ def _load_row(at, first, count, SIZE: tl.constexpr):
 
 @triton.jit
 def _load_lse(at, first, count, SIZE: tl.constexpr):
-    """(SIZE,): lse to base 2, and inf where there is no token or it sees nothing, so that probabilities are 0."""
+    """(SIZE,): lse to base 2, and inf where there is no token or it sees nothing, so that
+    probabilities are 0.
+    """
     token = tl.arange(0, SIZE)
     lse = tl.load(at + first + token, mask=token < count, other=_INFINITY)
     return tl.where(lse == -_INFINITY, _INFINITY, lse * _LOG2_E)

@@ -19,9 +19,11 @@ _BLOCK = 2048  # entries that a program handles
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
-    """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`: (spans, out (B, T, H, D), lse (B, H, T)).
+    """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`: (spans, out (B, T, H, D),
+    lse (B, H, T)).
 
-    All may be of any strides. Out may be the first part's, whole; lse may not, but holds the same numbers then.
+    All may be of any strides. Out may be the first part's, whole; lse may not, but holds the same
+    numbers then.
     """
     grid, sizes, constants = _by_rows(out)
     constants["IN_PLACE"] = bool(parts) and lies_in(parts[0], out)
@@ -35,7 +37,8 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
         tuple(part.stride(0) for part in outs),
         tuple(part.stride(1) for part in outs),
         tuple(part.stride(2) for part in outs),
-        tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses),  # where memory begins, at multiples of 16 too
+        # where memory begins, at multiples of 16 too
+        tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses),
         of_one_kind(part_lse.storage_offset() for part_lse in lses),
         of_one_kind(part_lse.stride(0) for part_lse in lses),
         of_one_kind(part_lse.stride(1) for part_lse in lses),
@@ -48,7 +51,8 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
 
 
 def sum_gradients(total: Tensor, parts: list[Part]) -> None:
-    """Fills total (B, S, H, D) with the sum of `parts`: (spans, gradient (B, T, H, D)). It may be the first, whole.
+    """Fills total (B, S, H, D) with the sum of `parts`: (spans, gradient (B, T, H, D)). It may be
+    the first, whole.
 
     All may be of any strides.
     """
@@ -70,24 +74,40 @@ def sum_gradients(total: Tensor, parts: list[Part]) -> None:
 
 
 def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
-    """Fills rows (B, S, H, 2) with lse (B, H, S) and rowsum(out * dout) of out, dout (B, S, H, D) of any strides."""
+    """Fills rows (B, S, H, 2) with lse (B, H, S) and rowsum(out * dout) of out, dout (B, S, H, D)
+    of any strides.
+    """
     grid, sizes, constants = _by_rows(out)
     strides = out.stride(), dout.stride(), of_one_kind(lse.stride())
     _fill_query_rows[grid](rows, out, dout, lse, *strides, *sizes, **constants)
 
 
 def _places(parts: Sequence[tuple], total: Tensor) -> tuple[tuple, ...]:
-    """Which tokens parts have: (starts, stops) `of_one_kind` where each is of one span, else (maps,)."""
+    """Which tokens parts have: (starts, stops) `of_one_kind` where each is of one span, else
+    (maps,).
+    """
     if all(len(spans) == 1 for spans, *_ in parts):
         return tuple(of_one_kind(spans[0][end] for spans, *_ in parts) for end in (0, 1))
     device = total.device
-    return (tuple(_map(tuple(spans), total.shape[1], device, current_stream(device)) for spans, *_ in parts),)
+    return (
+        tuple(
+            _map(tuple(spans), total.shape[1], device, current_stream(device))
+            for spans, *_ in parts
+        ),
+    )
 
 
 @functools.lru_cache(maxsize=128)
-def _map(spans: tuple[Span, ...], tokens: int, device: torch.device, stream: torch.cuda.Stream | None) -> Tensor:
-    """(tokens,) int32, for work on `stream`: where tokens are in a part of rising spans, -1 where they are not."""
-    places, (starts, stops) = torch.full((tokens,), -1, dtype=torch.int32), torch.tensor(spans).unbind(1)
+def _map(
+    spans: tuple[Span, ...], tokens: int, device: torch.device, stream: torch.cuda.Stream | None
+) -> Tensor:
+    """(tokens,) int32, for work on `stream`: where tokens are in a part of rising spans, -1 where
+    they are not.
+    """
+    places, (starts, stops) = (
+        torch.full((tokens,), -1, dtype=torch.int32),
+        torch.tensor(spans).unbind(1),
+    )
     counts = stops - starts
     place = torch.arange(sum(map(length, spans)), dtype=torch.int32)
     places[place + (starts - counts.cumsum(0) + counts).repeat_interleave(counts)] = place
@@ -100,14 +120,21 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]:
-    """Programs that take some of the S * H rows of x (B, S, H, D) each: the grid, (S, H, D), rows and their width."""
+    """Programs that take some of the S * H rows of x (B, S, H, D) each: the grid, (S, H, D), rows
+    and their width.
+    """
     batch, tokens, heads, head_size = x.shape
     width = triton.next_power_of_2(head_size)
     rows = max(1, _BLOCK // width)
-    return (triton.cdiv(tokens * heads, rows), batch), (tokens, heads, head_size), {"ROWS": rows, "WIDTH": width}
+    return (
+        (triton.cdiv(tokens * heads, rows), batch),
+        (tokens, heads, head_size),
+        {"ROWS": rows, "WIDTH": width},
+    )
 
 
-# Spans and lengths differ from call to call; those in tuples, and strides of lse, come `of_one_kind`.
+# Spans and lengths differ from call to call; those in tuples, and strides of lse, come
+# `of_one_kind`.
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
 def _merge_outputs(
     out, lse, out_strides, lse_strides,
@@ -145,16 +172,20 @@ def _merge_outputs(
         counts = seen & ((part_lse != -float("inf")) | (largest == -float("inf")))
         place = batch * batch_strides[i] + at_token * token_strides[i] + head * head_strides[i]
         mask = counts[:, None] & (column < head_size)[None, :]
-        total += share[:, None] * tl.load(parts[i] + place[:, None] + column[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        total += share[:, None] * tl.load(
+            parts[i] + place[:, None] + column[None, :], mask=mask, other=0.0
+        ).to(tl.float32)
         weights += weight
 
     divisor = tl.where(weights == 0.0, 1.0, weights)  # 0: nothing seen
     total = total / divisor[:, None]
     place = batch * out_strides[0] + token * out_strides[1] + head * out_strides[2]
     mask = inside[:, None] & (column < head_size)[None, :]
-    tl.store(out + place[:, None] + column[None, :] * out_strides[3], total.to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + place[:, None] + column[None, :] * out_strides[3],
+        total.to(out.dtype.element_ty),
+        mask=mask,
+    )
     total_lse = tl.where(weights == 0.0, -float("inf"), shift + tl.log(divisor))
     tl.store(lse + _row_at(batch, head, token, lse_strides), total_lse, mask=inside)
 
@@ -179,7 +210,9 @@ def _sum_gradients(
         at_token, seen = _in_part(token, there, places, i)
         mask = inside & seen[:, None]
         at = batch * batch_strides[i] + at_token * token_strides[i] + head * head_strides[i]
-        wide += tl.load(parts[i] + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        wide += tl.load(parts[i] + at[:, None] + column[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
     at = batch * total_strides[0] + token * total_strides[1] + head * total_strides[2]
     place = total + at[:, None] + column[None, :] * total_strides[3]
     tl.store(place, wide.to(total.dtype.element_ty), mask=inside)
@@ -226,9 +259,13 @@ def _fill_query_rows(
     mask = inside[:, None] & (column < head_size)[None, :]
 
     at = batch * out_strides[0] + token * out_strides[1] + head * out_strides[2]
-    o = tl.load(out + at[:, None] + column[None, :] * out_strides[3], mask=mask, other=0.0).to(tl.float32)
+    o = tl.load(out + at[:, None] + column[None, :] * out_strides[3], mask=mask, other=0.0).to(
+        tl.float32
+    )
     at = batch * dout_strides[0] + token * dout_strides[1] + head * dout_strides[2]
-    do = tl.load(dout + at[:, None] + column[None, :] * dout_strides[3], mask=mask, other=0.0).to(tl.float32)
+    do = tl.load(dout + at[:, None] + column[None, :] * dout_strides[3], mask=mask, other=0.0).to(
+        tl.float32
+    )
     row_lse = tl.load(lse + _row_at(batch, head, token, lse_strides), mask=inside)
 
     place = rows + ((batch * tokens + token) * heads + head) * 2

@@ -1,8 +1,9 @@
 """What ranks tell each other before they begin something together, and what follows from it.
 
-A rank says a line of JSON: what it is "doing", with the terms of that, or the "failure" that keeps it from it. All hear
-the same, so all go on or all raise. Ranks number their calls, and the backward of a call is agreed on as well: what two
-ranks make of unlike calls would add up to gradients that are wrong and say nothing.
+A rank says a line of JSON: what it is "doing", with the terms of that, or the "failure" that keeps
+it from it. All hear the same, so all go on or all raise. Ranks number their calls, and the backward
+of a call is agreed on as well: what two ranks make of unlike calls would add up to gradients that
+are wrong and say nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank has heard 
 def tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tuple[bytes, ...]:
     """What every rank says, in rank order, once all have: see `read`.
 
-    If `terms` fails, the others are told, and its failure is raised here once they know. They do already where it
+    If `terms` fails, the others are told, and its failure is raised here once they know. They do
+    already where it
     comes from a call within: a backward may compute its forward again, and attention with it.
     """
     with one_thread(rings, doing):
@@ -40,7 +42,9 @@ def _tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tupl
     try:
         mine = json.dumps({"doing": doing, **terms()})
         if len(mine) > MESSAGE_BYTES:  # all of it is ASCII
-            raise ValueError(f"what is to be said of {doing} has {len(mine)} bytes, more than {MESSAGE_BYTES}")
+            raise ValueError(
+                f"what is to be said of {doing} has {len(mine)} bytes, more than {MESSAGE_BYTES}"
+            )
     except Exception as caught:
         if hasattr(caught, _KNOWN):
             raise  # who is told twice would wait for a word that nobody says
@@ -50,7 +54,8 @@ def _tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tupl
     except TimeoutError as late:
         raise _known(TimeoutError(f"{doing}: {late}")) from late
     except Exception as lost:
-        _known(lost)  # or as good as that: to tell of it would be to wait once more for who did not come
+        # or as good as that: to tell of it would be to wait once more for who did not come
+        _known(lost)
         raise
     if failure:
         raise _known(failure)
@@ -58,11 +63,17 @@ def _tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tupl
 
 
 def read(said: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The terms that the ranks said. Raises ValueError, alike on every rank, if one failed or does something else."""
+    """The terms that the ranks said. Raises ValueError, alike on every rank, if one failed or does
+    something else.
+    """
     replies = [_parse(line) for line in said]
     for rank, reply in enumerate(replies):
         if "failure" in reply:
-            raise _known(ValueError(f"rank {rank} of the group failed before {reply['doing']}: {reply['failure']}"))
+            raise _known(
+                ValueError(
+                    f"rank {rank} of the group failed before {reply['doing']}: {reply['failure']}"
+                )
+            )
     doing = [reply.pop("doing") for reply in replies]
     for rank, other in enumerate(doing):
         if other != doing[0]:
@@ -72,7 +83,8 @@ def read(said: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
-    """What `work` returns on this rank, once it has succeeded on all ranks and all are `doing` the same.
+    """What `work` returns on this rank, once it has succeeded on all ranks and all are `doing` the
+    same.
 
     Raises its failure where it failed, elsewhere ValueError.
     """
@@ -92,11 +104,12 @@ def together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
 def one_thread(rings: Rings, doing: str) -> Iterator[None]:
     """Keep other threads of this process out of the rings meanwhile. This thread may enter again.
 
-    Ranks pair what they send by its order. Two threads would each take messages that are for the other one.
+    Ranks pair what they send by its order. Two threads would each take messages that are for the
+    other one.
 
-    Raises RuntimeError at once if another thread is within. That one raises it too, at the end of what it does, unless
-    that fails anyway. The group is unusable from then on: on another rank the other thread may have been first, and
-    nobody could tell.
+    Raises RuntimeError at once if another thread is within. That one raises it too, at the end of
+    what it does, unless that fails anyway. The group is unusable from then on: on another rank the
+    other thread may have been first, and nobody could tell.
     """
     used = [ring for ring in (rings.inner, rings.outer) if ring.size > 1]
     try:
@@ -108,7 +121,8 @@ def one_thread(rings: Rings, doing: str) -> Iterator[None]:
                     ring.contested = True
             _check_uncontested(used, doing)
             yield
-    finally:  # after the release, so that one of two threads sees that the ring is contested and free
+    # after the release, so that one of two threads sees that the ring is contested and free
+    finally:
         _leave_contested(used, doing)
     _check_uncontested(used, doing)
 
@@ -120,7 +134,9 @@ def _check_uncontested(used: Sequence[Transport], doing: str) -> None:
 
 
 def _leave_contested(used: Sequence[Transport], doing: str) -> None:
-    """Make all rings unusable if one is contested. A ring that another thread is within is left by that one."""
+    """Make all rings unusable if one is contested. A ring that another thread is within is left by
+    that one.
+    """
     if not any(ring.contested for ring in used):
         return
     for ring in used:
@@ -135,7 +151,9 @@ def _leave_contested(used: Sequence[Transport], doing: str) -> None:
 
 @contextmanager
 def known_to_all() -> Iterator[None]:
-    """Mark a ValueError within as one that every rank raises, since it follows from what all of them said."""
+    """Mark a ValueError within as one that every rank raises, since it follows from what all of
+    them said.
+    """
     try:
         yield
     except ValueError as error:
@@ -145,7 +163,8 @@ def known_to_all() -> Iterator[None]:
 
 @contextmanager
 def taking_part(rings: Rings, doing: str) -> Iterator[None]:
-    """Let the other ranks know if this one fails in what all agreed on, unless it is an error that they know.
+    """Let the other ranks know if this one fails in what all agreed on, unless it is an error that
+    they know.
 
     Raises RuntimeError, with the rank and its reason, on a rank that fails because another one did.
     """
@@ -172,7 +191,10 @@ def _failed(doing: str, error: BaseException) -> str:
 
 def _reason(error: BaseException) -> str:
     """In printable ASCII, 400 characters at most."""
-    return "".join(c if c.isprintable() and c.isascii() else "?" for c in f"{type(error).__name__}: {error}"[:400])
+    return "".join(
+        c if c.isprintable() and c.isascii() else "?"
+        for c in f"{type(error).__name__}: {error}"[:400]
+    )
 
 
 def _parse(line: bytes) -> dict[str, Any]:

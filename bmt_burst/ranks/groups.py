@@ -5,13 +5,15 @@
     positions = sp.positions(seq_len)
     out = burst_attn_func(q, k, v, causal=True, **sp.groups)
 
-With documents, or a window, the work of the ranks depends on the mask, and a layout may be made for it:
+With documents, or a window, the work of the ranks depends on the mask, and a layout may be made for
+it:
 
     mask = Mask.documents(cu_seqlens)
     sp = sp.with_layout(Layout.balanced(mask, sp.size))
     out = burst_attn_func(q, k, v, mask=mask, **sp.groups)
 
-Consecutive ranks share a sequence: sequence parallel group i is ranks i * sp_size to (i + 1) * sp_size - 1. Others may
+Consecutive ranks share a sequence: sequence parallel group i is ranks i * sp_size to (i + 1) *
+sp_size - 1. Others may
 with a DeviceMesh: init_sequence_parallel(mesh=mesh["sp"]).
 """
 
@@ -36,7 +38,12 @@ from ..base.arguments import as_int, check_dim, check_tensor, plain
 from ..base.compiled import not_compiled
 from ..sequence.layout import Layout, layout_class
 from ..transport import ALONE, Transport
-from ..transport.bmtrain import BMTrainTransport, bmtrain_transport, initialized_bmtrain, new_communicator
+from ..transport.bmtrain import (
+    BMTrainTransport,
+    bmtrain_transport,
+    initialized_bmtrain,
+    new_communicator,
+)
 from ..transport.processes import host_name
 from ..transport.torch_dist import torch_transport
 from .agreement import one_thread, read, taking_part, tell, together
@@ -49,16 +56,19 @@ _ROWS_A_MESSAGE = 128  # of which a message holds the lengths, whatever they are
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """This rank's place among the ranks that share its sequence, and the layout of that sequence; by default alone.
+    """This rank's place among the ranks that share its sequence, and the layout of that sequence;
+    by default alone.
 
-    This is rank `rank` of `size`. `layout` is the name of one, for sequences of any length, or a Layout, for those of
-    its length. `groups` are the keyword arguments that burst_attn_func takes to run over these ranks;
-    init_sequence_parallel says in `made_for` how many ranks share a sequence and, in a double ring, a host.
+    This is rank `rank` of `size`. `layout` is the name of one, for sequences of any length, or a
+    Layout, for those of its length. `groups` are the keyword arguments that burst_attn_func takes
+    to run over these ranks; init_sequence_parallel says in `made_for` how many ranks share a
+    sequence and, in a double ring, a host.
 
-    A copy by copy.copy or copy.deepcopy has the same groups. What is pickled, also with a module by torch.save, is the
-    number of ranks and the layout: read in another process or on another rank, it has the groups and the rank that
-    init_sequence_parallel last made there for so many ranks. Raises RuntimeError if it has made none, and TypeError
-    when groups that it did not make are pickled.
+    A copy by copy.copy or copy.deepcopy has the same groups. What is pickled, also with a module by
+    torch.save, is the
+    number of ranks and the layout: read in another process or on another rank, it has the groups
+    and the rank that init_sequence_parallel last made there for so many ranks. Raises RuntimeError
+    if it has made none, and TypeError when groups that it did not make are pickled.
     """
 
     rank: int = 0
@@ -78,18 +88,25 @@ class SequenceParallel:
         if self.process_group is ALONE:
             return _found_again, (1, None, self.layout)
         if self.made_for is None:
-            raise TypeError("groups that init_sequence_parallel did not make cannot be found again: not pickled")
+            raise TypeError(
+                "groups that init_sequence_parallel did not make cannot be found again: not pickled"
+            )
         return _found_again, (*self.made_for, self.layout)
 
     @property
     def groups(self) -> dict[str, Any]:
         """process_group, double_group and layout, as keyword arguments of burst_attn_func."""
-        return {"process_group": self.process_group, "double_group": self.double_group, "layout": self.layout}
+        return {
+            "process_group": self.process_group,
+            "double_group": self.double_group,
+            "layout": self.layout,
+        }
 
     def with_layout(self, layout: str | Layout) -> SequenceParallel:
         """The same ranks and groups with another layout.
 
-        Raises ValueError for an unknown name or a layout of another number of ranks, TypeError for what is no layout.
+        Raises ValueError for an unknown name or a layout of another number of ranks, TypeError for
+        what is no layout.
         """
         if not isinstance(layout, Layout):
             layout_class(layout)
@@ -105,7 +122,9 @@ class SequenceParallel:
         if not isinstance(self.layout, Layout):
             return Layout.named(self.layout, seq_len, self.size)
         if self.layout.seq_len != as_int("seq_len", seq_len):
-            raise ValueError(f"the layout is for sequences of {self.layout.seq_len} tokens, got one of {seq_len}")
+            raise ValueError(
+                f"the layout is for sequences of {self.layout.seq_len} tokens, got one of {seq_len}"
+            )
         return self.layout
 
     def positions(self, seq_len: int, device: torch.device | str | None = None) -> Tensor:
@@ -113,7 +132,8 @@ class SequenceParallel:
         return self.layout_of(seq_len).positions(self.rank, device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of `x`, which is whole and the same on every rank, cut along `dim`. Differentiable; a copy.
+        """This rank's part of `x`, which is whole and the same on every rank, cut along `dim`.
+        Differentiable; a copy.
 
         Raises as `layout_of` for a number of entries that cannot be cut.
         """
@@ -122,11 +142,12 @@ class SequenceParallel:
 
     @not_compiled
     def longest(self, positions: Tensor) -> Tensor:
-        """One more than the largest position on any rank: of this rank's (S_local,) int64 (), of (B, S_local) (B,).
+        """One more than the largest position on any rank: of this rank's (S_local,) int64 (), of
+        (B, S_local) (B,).
 
-        The length that rotary scalings go by which depend on one. Every rank must call it with its part; a rank alone
-        has nothing to ask. Where positions are on a GPU, the host waits for it. Raises on every rank if one has none,
-        ValueError if they differ in B.
+        The length that rotary scalings go by which depend on one. Every rank must call it with its
+        part; a rank alone has nothing to ask. Where positions are on a GPU, the host waits for it.
+        Raises on every rank if one has none, ValueError if they differ in B.
         """
         if self.size == 1:
             return positions.amax(-1) + 1
@@ -138,16 +159,20 @@ class SequenceParallel:
             said = read(tell(rings, "a call of longest", terms))
             for rank, theirs in enumerate(said):
                 if theirs["rows"] != rows:
-                    raise ValueError(f"ranks differ in rows: this one has {rows}, rank {rank} {theirs['rows']}")
+                    raise ValueError(
+                        f"ranks differ in rows: this one has {rows}, rank {rank} {theirs['rows']}"
+                    )
             agreed.append(torch.tensor([theirs["lengths"] for theirs in said]).amax(0))
         return torch.cat(agreed).view(mine.shape).to(mine.device)
 
     @not_compiled
     def unshard(self, x: Tensor, seq_len: int, dim: int = 1) -> Tensor:
-        """The whole of what `shard` cut, on every rank, without gradient; every rank must call it with its part `x`.
+        """The whole of what `shard` cut, on every rank, without gradient; every rank must call it
+        with its part `x`.
 
-        Raises ValueError or TypeError on every rank if any rank's `x` is no tensor on a device of the group, does not
-        have its number of a sequence of `seq_len` tokens, or ranks differ in layout, dtype or anything else.
+        Raises ValueError or TypeError on every rank if any rank's `x` is no tensor on a device of
+        the group, does not have its number of a sequence of `seq_len` tokens, or ranks differ in
+        layout, dtype or anything else.
         """
         rings = make_rings(self.process_group, self.double_group)
         with one_thread(rings, "a call of unshard"):
@@ -165,14 +190,18 @@ class SequenceParallel:
         everyone = read(tell(rings, "a call of unshard", terms))
         for rank, theirs in enumerate(everyone):
             if any(theirs[name] != everyone[0][name] for name in everyone[0].keys() - {"shape"}):
-                raise ValueError(f"ranks differ in what they join: rank 0 has {everyone[0]}, rank {rank} {theirs}")
+                raise ValueError(
+                    f"ranks differ in what they join: rank 0 has {everyone[0]}, rank {rank} {theirs}"
+                )
         seq_len, dim = everyone[0]["seq_len"], everyone[0]["dim"]
         layout, shapes = self.layout_of(seq_len), [theirs["shape"] for theirs in everyone]
         for rank, shape in enumerate(shapes):
             expected = list(everyone[0]["shape"])
             expected[dim] = layout.length(rank)
             if shape != expected:
-                raise ValueError(f"rank {rank}'s x is {shape}, of {seq_len} tokens along {dim} it should be {expected}")
+                raise ValueError(
+                    f"rank {rank}'s x is {shape}, of {seq_len} tokens along {dim} it should be {expected}"
+                )
         with taking_part(rings, "a call of unshard"):
             mine = x.detach().resolve_conj().resolve_neg().contiguous()
             parts = rings.gather_tensors(mine, [torch.Size(shape) for shape in shapes])
@@ -180,7 +209,9 @@ class SequenceParallel:
 
 
 # What init_sequence_parallel made last, by what it is made for, for as long as it is in use.
-_made: weakref.WeakValueDictionary[tuple[int, int | None], SequenceParallel] = weakref.WeakValueDictionary()
+_made: weakref.WeakValueDictionary[tuple[int, int | None], SequenceParallel] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def _found_again(size: int, inner_size: int | None, layout: str | Layout) -> SequenceParallel:
@@ -211,27 +242,34 @@ def init_sequence_parallel(
 
     layout        the name of a layout, for all sequences; `with_layout` gives one of them another
     sp_size       ranks that share a sequence, by default all; must divide the world size
-    inner_size    ranks of a host, for the double ring; must divide sp_size. By default as the ranks lie on hosts: a
-                  double ring if each sequence has the same number on each of several hosts, else a single one.
-    ulysses_size  for strategy "usp", instead of inner_size: how many consecutive ranks share heads; the others of a
-                  sequence are rings. By default those of a host, as above.
-    mesh          instead of sizes: a DeviceMesh of this rank, whose ranks share a sequence and whose groups are taken.
-                  Of one dimension, as init_device_mesh("cuda", (dp, sp), mesh_dim_names=("dp", "sp"))["sp"], it is a
-                  single ring, on however many hosts. Of two, named ("inter", "intra"), it is a double ring: the first
-                  dimension counts hosts, the second the ranks of a host (or, for "usp", those that share heads);
+    inner_size    ranks of a host, for the double ring; must divide sp_size. By default as the ranks
+                  lie on hosts: a double ring if each sequence has the same number on each of
+                      several hosts, else a single one.
+    ulysses_size  for strategy "usp", instead of inner_size: how many consecutive ranks share heads;
+                  the others of a sequence are rings. By default those of a host, as above.
+    mesh          instead of sizes: a DeviceMesh of this rank, whose ranks share a sequence and
+                  whose groups are taken. Of one dimension, as init_device_mesh("cuda", (dp, sp),
+                  mesh_dim_names=("dp", "sp"))["sp"], it is a single ring, on however many hosts. Of
+                  two, named ("inter", "intra"), it is a double ring: the first dimension counts
+                  hosts, the second the ranks of a host (or, for "usp", those that share heads);
                   rank = inter * (size of intra) + intra.
 
-    Raises, on every rank, ValueError where a size does not divide, the layout is unknown, ranks differ, a mesh is given
-    with a size or has other dimensions, a rank is not in its mesh, a rank's mesh has ranks that give another one, or
-    BMTrain runs with tensor or pipeline parallelism or a mesh; TypeError for a size that is no whole number or what is
-    no mesh (where that is so; ValueError elsewhere); RuntimeError if neither BMTrain nor torch.distributed is
-    initialised.
+    Raises, on every rank, ValueError where a size does not divide, the layout is unknown, ranks
+    differ, a mesh is given with a size or has other dimensions, a rank is not in its mesh, a rank's
+    mesh has ranks that give another one, or BMTrain runs with tensor or pipeline parallelism or a
+    mesh; TypeError for a size that is no whole number or what is no mesh (where that is so;
+    ValueError elsewhere); RuntimeError if neither BMTrain nor torch.distributed is initialised.
     """
     world = _world()
-    sp_size, inner_size = world.size if sp_size is None and mesh is None else plain(sp_size), plain(inner_size)
+    sp_size, inner_size = (
+        world.size if sp_size is None and mesh is None else plain(sp_size),
+        plain(inner_size),
+    )
     ulysses_size = plain(ulysses_size)
     sizes = f"sp_size={sp_size!r}, inner_size={inner_size!r}, ulysses_size={ulysses_size!r}"
-    arguments = f"{sizes}, layout={layout!r}{', a mesh' * (mesh is not None)}".encode("ascii", "replace")[:300]
+    arguments = f"{sizes}, layout={layout!r}{', a mesh' * (mesh is not None)}".encode(
+        "ascii", "replace"
+    )[:300]
     replies = world.gather(json.dumps([arguments.decode(), host_name().decode()]).encode())
     calls, hosts = zip(*map(json.loads, replies), strict=True)
     if len(set(calls)) > 1:
@@ -244,7 +282,9 @@ def init_sequence_parallel(
     if sp_size < 1 or world.size % sp_size:
         raise ValueError(f"sp_size={sp_size} does not divide the world of {world.size} ranks")
     if inner_size is not None and ulysses_size is not None:
-        raise ValueError("inner_size and ulysses_size both say which ranks are a group: give one of them")
+        raise ValueError(
+            "inner_size and ulysses_size both say which ranks are a group: give one of them"
+        )
     name = "inner_size" if ulysses_size is None else "ulysses_size"
     asked = inner_size if ulysses_size is None else ulysses_size
     inner_size = _ranks_a_host(hosts, sp_size) if asked is None else as_int(name, asked)
@@ -261,10 +301,15 @@ def init_sequence_parallel(
     elif inner_size in (1, sp_size):
         made_for, groups = (sp_size, None), {"process_group": own_group(world, sequences)}
     else:
-        by_host = [ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)]
+        by_host = [
+            ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)
+        ]
         by_place = [ranks[i::inner_size] for ranks in sequences for i in range(inner_size)]
         double_group = own_group(world, by_host), own_group(world, by_place)
-        made_for, groups = (sp_size, inner_size), {"process_group": None, "double_group": double_group}
+        made_for, groups = (
+            (sp_size, inner_size),
+            {"process_group": None, "double_group": double_group},
+        )
     sp = SequenceParallel(rank, sp_size, layout, **groups, made_for=made_for)
     _made[made_for] = sp
     return sp
@@ -273,18 +318,25 @@ def init_sequence_parallel(
 def _of_mesh(world: Transport, mesh: dist.DeviceMesh, layout: str) -> SequenceParallel:
     """The ranks of this rank's mesh, once each rank has one that all in it agree on."""
     if isinstance(world, BMTrainTransport):
-        raise ValueError("a mesh is of torch.distributed's ranks: with BMTrain give sp_size and inner_size")
+        raise ValueError(
+            "a mesh is of torch.distributed's ranks: with BMTrain give sp_size and inner_size"
+        )
 
     def terms() -> dict[str, Any]:
         layout_class(layout)
         _check_mesh(mesh)
         ranks = repr(mesh.mesh.tolist())
-        return {"ranks": ranks[:200], "size": mesh.size(), "digest": hashlib.sha256(ranks.encode()).hexdigest()}
+        return {
+            "ranks": ranks[:200],
+            "size": mesh.size(),
+            "digest": hashlib.sha256(ranks.encode()).hexdigest(),
+        }
 
     said = tell(Rings(world, ALONE), "init_sequence_parallel of a mesh", terms)
     everyone, alike = read(said), Counter(said)
     for rank, (line, theirs) in enumerate(zip(said, everyone, strict=True)):
-        if alike[line] != theirs["size"]:  # each is in its own mesh: where as many as that has say the same, it is they
+        # each is in its own mesh: where as many as that has say the same, it is they
+        if alike[line] != theirs["size"]:
             given = f"rank {rank} gives the ranks {theirs['ranks']}, as {alike[line]} of {theirs['size']} ranks do"
             raise ValueError(f"ranks differ in their meshes: {given}")
         if theirs["size"] != everyone[0]["size"]:
@@ -295,17 +347,25 @@ def _of_mesh(world: Transport, mesh: dist.DeviceMesh, layout: str) -> SequencePa
     if mesh.size() == 1:
         return SequenceParallel(layout=layout)
     if outer == 1 or inner == 1:
-        made_for, groups = (mesh.size(), None), {"process_group": mesh.get_group(0 if inner == 1 else mesh.ndim - 1)}
+        made_for, groups = (
+            (mesh.size(), None),
+            {"process_group": mesh.get_group(0 if inner == 1 else mesh.ndim - 1)},
+        )
     else:
         made_for = mesh.size(), inner
-        groups = {"process_group": None, "double_group": (mesh.get_group("intra"), mesh.get_group("inter"))}
+        groups = {
+            "process_group": None,
+            "double_group": (mesh.get_group("intra"), mesh.get_group("inter")),
+        }
     sp = SequenceParallel(host * inner + place, mesh.size(), layout, **groups, made_for=made_for)
     _made[made_for] = sp
     return sp
 
 
 def _check_mesh(mesh: Any) -> None:
-    """Raises TypeError for no DeviceMesh, ValueError for one of other dimensions or that this rank is not in."""
+    """Raises TypeError for no DeviceMesh, ValueError for one of other dimensions or that this rank
+    is not in.
+    """
     if not isinstance(mesh, dist.DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     names = mesh.mesh_dim_names
@@ -335,10 +395,15 @@ def _world() -> Transport:
 
 
 def _ranks_a_host(hosts: Sequence[str], sp_size: int) -> int:
-    """How many consecutive ranks of each sequence share a host, if that is everywhere the same; else sp_size."""
+    """How many consecutive ranks of each sequence share a host, if that is everywhere the same;
+    else sp_size.
+    """
     sizes = set()
     for start in range(0, len(hosts), sp_size):
-        runs = [(name, len(list(ranks))) for name, ranks in itertools.groupby(hosts[start : start + sp_size])]
+        runs = [
+            (name, len(list(ranks)))
+            for name, ranks in itertools.groupby(hosts[start : start + sp_size])
+        ]
         if len({name for name, _ in runs}) < len(runs):
             return sp_size  # ranks of a host are not consecutive
         sizes |= {size for _, size in runs}

@@ -21,7 +21,8 @@ from ..transport.torch_dist import torch_transport
 
 _PROCESS = uuid.uuid4().hex  # ranks may be forks, or threads of a test
 
-# A torch.distributed ProcessGroup or DeviceMesh of one dimension, a bmtrain NCCLCommunicator or a Transport.
+# A torch.distributed ProcessGroup or DeviceMesh of one dimension, a bmtrain NCCLCommunicator or a
+# Transport.
 Group = Any
 
 
@@ -43,7 +44,9 @@ class History:
 
 @dataclass(frozen=True)
 class Rings:
-    """The rings of a rank: `inner` within a host, `outer` between hosts; without `double` the outer is of one rank."""
+    """The rings of a rank: `inner` within a host, `outer` between hosts; without `double` the outer
+    is of one rank.
+    """
 
     inner: Transport
     outer: Transport
@@ -83,29 +86,43 @@ class Rings:
         return [reply for rank, host in hosts for reply in _of_host(rank, host).split(b"\n")]
 
     def _check_grid(self) -> None:
-        """Ranks of a host must have one place among hosts, those at one place of all hosts one place in them.
+        """Ranks of a host must have one place among hosts, those at one place of all hosts one
+        place in them.
 
-        A rank that finds a fault says so over both rings, so that all that it is connected with raise too.
+        A rank that finds a fault says so over both rings, so that all that it is connected with
+        raise too.
         """
         inner, outer, fault = self.inner, self.outer, ""
         for ring, role in ((inner, "intra"), (outer, "inter")):
-            for rank, said in enumerate(ring.gather(_place(role, inner.rank, inner.size, outer.rank, outer.size))):
+            for rank, said in enumerate(
+                ring.gather(_place(role, inner.rank, inner.size, outer.rank, outer.size))
+            ):
                 place, host = (rank, outer.rank) if role == "intra" else (inner.rank, rank)
                 expected = _place(role, place, inner.size, host, outer.size)
                 if said != expected and not fault:
                     fault = f"rank {rank} of an {role} group is '{said.decode()[:200]}', not '{expected.decode()}'"
-        for ring in (inner, outer, inner, outer):  # over both equally often, in case a rank takes one for the other
+        # over both equally often, in case a rank takes one for the other
+        for ring in (inner, outer, inner, outer):
             fault = next((told.decode() for told in ring.gather(fault.encode()) if told), "")
         if fault:
-            raise ValueError(f"double_group's groups are no grid of hosts and places in them: {fault}")
-        # Groups may also connect two grids so that each rank sees one; then a host's ranks see unlike ones.
-        everyone = self._gather_over_both(f"{_PROCESS} {os.getpid()} {threading.get_ident()}".encode())
+            raise ValueError(
+                f"double_group's groups are no grid of hosts and places in them: {fault}"
+            )
+        # Groups may also connect two grids so that each rank sees one; then a host's ranks see
+        # unlike ones.
+        everyone = self._gather_over_both(
+            f"{_PROCESS} {os.getpid()} {threading.get_ident()}".encode()
+        )
         digest = hashlib.sha256(b"\n".join(everyone)).hexdigest().encode()
         if any(theirs != digest for theirs in inner.gather(digest)):
-            raise ValueError("double_group's groups are no grid: from the ranks of one host they lead to unlike ranks")
+            raise ValueError(
+                "double_group's groups are no grid: from the ranks of one host they lead to unlike ranks"
+            )
 
     def give_up(self, words: bytes) -> str:
-        """As Transport.give_up, over both rings; a rank to which one of them is lost leaves the other one too."""
+        """As Transport.give_up, over both rings; a rank to which one of them is lost leaves the
+        other one too.
+        """
         if not self.double:
             return self.inner.give_up(words)
         reason = self.inner.lost() or self.outer.lost()
@@ -124,7 +141,8 @@ class Rings:
                 ring.leave(words)
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
-        """Prepares for deliveries within the host, as Transport.reserve, and for exchanges over both rings.
+        """Prepares for deliveries within the host, as Transport.reserve, and for exchanges over
+        both rings.
 
         All ranks call it alike, whether they will have anything to send or not.
         """
@@ -139,8 +157,12 @@ class Rings:
     def gather_tensors(self, x: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """Contiguous x of all ranks in rank order; `shapes` are those of all ranks."""
         start = self.outer.rank * self.inner.size
-        here = self.inner.all_gather([x], [[shape] for shape in shapes[start : start + self.inner.size]])
-        host_shapes = [shapes[i : i + self.inner.size] for i in range(0, self.size, self.inner.size)]
+        here = self.inner.all_gather(
+            [x], [[shape] for shape in shapes[start : start + self.inner.size]]
+        )
+        host_shapes = [
+            shapes[i : i + self.inner.size] for i in range(0, self.size, self.inner.size)
+        ]
         hosts = self.outer.all_gather([tensor for [tensor] in here], host_shapes)
         return [tensor for host in hosts for tensor in host]
 
@@ -151,7 +173,9 @@ def _of_host(rank: int, said: bytes) -> bytes:
         return zlib.decompress(said)
     except zlib.error:
         words = said.decode(errors="replace")[:200]
-        raise ValueError(f"rank {rank} of the inter group takes it for its process_group: it says '{words}'") from None
+        raise ValueError(
+            f"rank {rank} of the inter group takes it for its process_group: it says '{words}'"
+        ) from None
 
 
 def _place(role: str, place: int, places: int, host: int, hosts: int) -> bytes:
@@ -161,25 +185,30 @@ def _place(role: str, place: int, places: int, host: int, hosts: int) -> bytes:
 def make_rings(process_group: Group | None, double_group: Sequence[Group | None]) -> Rings:
     """The rings that `burst_attn_func`'s arguments name.
 
-    Without a double group: one ring over `process_group`, by default all ranks of BMTrain or torch.distributed, or this
-    process alone where neither is initialised. With double_group=(intra, inter): an inner ring over intra, the ranks of
-    a host, and an outer one over inter, the ranks at one place of all hosts; process_group must then be None. A rank's
-    number in the sequence is then (its rank in inter) * (size of intra) + (its rank in intra). A group is a
-    torch.distributed ProcessGroup or DeviceMesh of one dimension, after bmtrain.init_distributed also a bmtrain
+    Without a double group: one ring over `process_group`, by default all ranks of BMTrain or
+    torch.distributed, or this process alone where neither is initialised. With double_group=(intra,
+    inter): an inner ring over intra, the ranks of a host, and an outer one over inter, the ranks at
+    one place of all hosts; process_group must then be None. A rank's number in the sequence is then
+    (its rank in inter) * (size of intra) + (its rank in intra). A group is a torch.distributed
+    ProcessGroup or DeviceMesh of one dimension, after bmtrain.init_distributed also a bmtrain
     NCCLCommunicator, or a Transport.
 
-    Raises TypeError for anything else, ValueError for a mesh of more dimensions, if this rank is in none of the groups
-    or if both kinds are given.
+    Raises TypeError for anything else, ValueError for a mesh of more dimensions, if this rank is in
+    none of the groups or if both kinds are given.
     """
     if not isinstance(double_group, Sequence) or len(double_group) != 2:
-        raise TypeError(f"double_group must be a pair (intra, inter) of groups, got {double_group!r}")
+        raise TypeError(
+            f"double_group must be a pair (intra, inter) of groups, got {double_group!r}"
+        )
     intra, inter = double_group
     if (intra is None) != (inter is None):
         raise ValueError(f"double_group needs both groups or neither, got {double_group!r}")
     if intra is None:
         return Rings(_transport(process_group), ALONE)
     if process_group is not None:
-        raise ValueError("give either process_group or double_group: the double group alone names all ranks")
+        raise ValueError(
+            "give either process_group or double_group: the double group alone names all ranks"
+        )
     return Rings(_transport(intra), _transport(inter), double=True)
 
 
@@ -208,7 +237,9 @@ def _transport(group: Group | None) -> Transport:
 def _mesh_group(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-        raise ValueError(f"a group must be one dimension of a DeviceMesh, got one of {names}: give mesh[{names[-1]!r}]")
+        raise ValueError(
+            f"a group must be one dimension of a DeviceMesh, got one of {names}: give mesh[{names[-1]!r}]"
+        )
     check_member(mesh)
     return mesh.get_group()
 
@@ -216,7 +247,9 @@ def _mesh_group(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
 def check_member(mesh: dist.DeviceMesh) -> None:
     """Raises ValueError if this rank is not in the mesh."""
     if mesh.get_coordinate() is None:
-        raise ValueError(f"rank {dist.get_rank()} is not in the DeviceMesh it was given, {mesh.mesh.tolist()}")
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the DeviceMesh it was given, {mesh.mesh.tolist()}"
+        )
 
 
 def check_device(rings: Rings, x: Tensor) -> None:
@@ -224,4 +257,6 @@ def check_device(rings: Rings, x: Tensor) -> None:
     for transport in (rings.inner, rings.outer):
         if transport.size > 1 and x.device.type not in transport.device_types:
             able = sorted(transport.device_types)
-            raise ValueError(f"inputs are on {x.device}, but the group moves tensors on {able} only")
+            raise ValueError(
+                f"inputs are on {x.device}, but the group moves tensors on {able} only"
+            )

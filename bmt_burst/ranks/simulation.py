@@ -2,9 +2,10 @@
 
     outputs = simulate(3, lambda ring: work(ring.rank, process_group=ring))
 
-Autograd walks a graph on one thread, but each rank's attention waits in its backward for that of the others. So what
-the ranks return is cut off from their graphs, and one function of all of them stands between: its backward lets every
-rank walk its own graph on a thread of its own, and adds up what they find for the leaves that they share.
+Autograd walks a graph on one thread, but each rank's attention waits in its backward for that of
+the others. So what the ranks return is cut off from their graphs, and one function of all of them
+stands between: its backward lets every rank walk its own graph on a thread of its own, and adds up
+what they find for the leaves that they share.
 """
 
 from __future__ import annotations
@@ -30,19 +31,22 @@ Result = TypeVar("Result")
 
 
 def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]:
-    """Runs `work(ring)` on `size` ranks at once; returns their results in rank order, or raises the first failure.
+    """Runs `work(ring)` on `size` ranks at once; returns their results in rank order, or raises the
+    first failure.
 
-    The caller's grad mode, inference mode and autocast hold on the ranks. Tensors in the results (also in lists,
-    tuples, dicts and dataclasses) are differentiable (once) in the leaves that they come from, of any rank: all ranks
-    take part in the backward, those whose results have no part in it with gradients of 0. Checkpointing inside `work`
-    needs use_reentrant=False, unless `work` calls backward itself.
+    The caller's grad mode, inference mode and autocast hold on the ranks. Tensors in the results
+    (also in lists, tuples, dicts and dataclasses) are differentiable (once) in the leaves that they
+    come from, of any rank: all ranks take part in the backward, those whose results have no part in
+    it with gradients of 0. Checkpointing inside `work` needs use_reentrant=False, unless `work`
+    calls backward itself.
 
-    Raises TypeError for a size that is no whole number or work that cannot be called, ValueError for a size below 1.
-    Raises RuntimeError inside the transforms of torch.func, and for results with tangents of forward mode.
-    The backward raises RuntimeError with create_graph, and for leaves with tensor hooks. A hook of any other tensor
-    that ranks share runs on each rank, with that rank's share of the gradient. Such a tensor is no input of the
-    results: torch.autograd.grad raises for it, and torch.autograd.functional takes its gradient for zero unless called
-    with strict=True.
+    Raises TypeError for a size that is no whole number or work that cannot be called, ValueError
+    for a size below 1. Raises RuntimeError inside the transforms of torch.func, and for results
+    with tangents of forward mode. The backward raises RuntimeError with create_graph, and for
+    leaves with tensor hooks. A hook of any other tensor that ranks share runs on each rank, with
+    that rank's share of the gradient. Such a tensor is no input of the
+    results: torch.autograd.grad raises for it, and torch.autograd.functional takes its gradient for
+    zero unless called with strict=True.
     """
     size = as_int("size", size)
     if size < 1:
@@ -52,11 +56,14 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
     check_transforms("simulate")
     network, threads = Network(), tuple(range(size))
     rings = [SimulatedRing(network, threads, rank) for rank in threads]
-    return _differentiable(network, _run(network, [functools.partial(work, ring) for ring in rings]))
+    return _differentiable(
+        network, _run(network, [functools.partial(work, ring) for ring in rings])
+    )
 
 
 def _run(network: Network, works: Sequence[Callable[[], Any] | None]) -> list[Any]:
-    """The results of the ranks' works, each on a thread; None of a rank without work, which the others may not await.
+    """The results of the ranks' works, each on a thread; None of a rank without work, which the
+    others may not await.
 
     Raises the first failure.
     """
@@ -88,7 +95,9 @@ def _run(network: Network, works: Sequence[Callable[[], Any] | None]) -> list[An
 def _modes_of_this_thread() -> Callable[[], AbstractContextManager]:
     """A context in which another thread has the grad mode, inference mode and autocast of this one."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    casts = {x: torch.get_autocast_dtype(x) for x in ("cpu", "cuda") if torch.is_autocast_enabled(x)}
+    casts = {
+        x: torch.get_autocast_dtype(x) for x in ("cpu", "cuda") if torch.is_autocast_enabled(x)
+    }
 
     @contextmanager
     def modes() -> Iterator[None]:
@@ -110,7 +119,9 @@ class _Graph:
     def differentiate(self, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """The leaves' gradients, given those of the outputs."""
         try:
-            return torch.autograd.grad(self.outputs, self.leaves, grads, allow_unused=True, retain_graph=True)
+            return torch.autograd.grad(
+                self.outputs, self.leaves, grads, allow_unused=True, retain_graph=True
+            )
         except RuntimeError as error:
             if "torch.utils.checkpoint is incompatible with .grad()" not in str(error):
                 raise
@@ -133,7 +144,9 @@ class _AllRanks(torch.autograd.Function):
         check_first_derivative("what simulate returns")
         _check_hooks(ctx.leaves)
         if ctx.network.failed.is_set():
-            raise RuntimeError("a backward of these simulated ranks failed before: run simulate again")
+            raise RuntimeError(
+                "a backward of these simulated ranks failed before: run simulate again"
+            )
         left = iter(grads)
         shares = [[next(left) for _ in graph.outputs] for graph in ctx.graphs]
         pairs = zip(ctx.graphs, shares, strict=True)
@@ -159,7 +172,10 @@ def _differentiable(network: Network, results: list[Any]) -> list[Any]:
     with torch.inference_mode(False), torch.enable_grad():
         joined = iter(_AllRanks.apply(network, graphs, *leaves.values()))
     ours = [{name: next(joined) for name in own} for own in outputs]
-    return [_mapped(lambda x, own=own: own.get(id(x), x), r) for own, r in zip(ours, results, strict=True)]
+    return [
+        _mapped(lambda x, own=own: own.get(id(x), x), r)
+        for own, r in zip(ours, results, strict=True)
+    ]
 
 
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -179,7 +195,8 @@ def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
 def _check_hooks(leaves: Sequence[Tensor]) -> None:
     """Raise RuntimeError if a leaf has a tensor hook.
 
-    Autograd runs such hooks wherever the leaf's gradient is found: on each rank, and for the sum over ranks again.
+    Autograd runs such hooks wherever the leaf's gradient is found: on each rank, and for the sum
+    over ranks again.
     """
     for leaf in leaves:
         if leaf._backward_hooks:
@@ -200,7 +217,8 @@ def _mapped(function: Callable[[Tensor], Tensor], result: Any) -> Any:
             return x
         changed = copy.copy(x)
         for part in dataclasses.fields(x):
-            object.__setattr__(changed, part.name, _mapped(function, getattr(x, part.name)))  # it may be frozen
+            # it may be frozen
+            object.__setattr__(changed, part.name, _mapped(function, getattr(x, part.name)))
         return changed
 
     return pytree.tree_map(one, result)

@@ -1,22 +1,27 @@
 """The balanced layout: equal tokens and nearly equal work on every rank, with few documents cut.
 
-Documents are the parts of a mask that see nothing of each other. The work of one is its visible pairs, its density that
-work for each token. Short documents are dealt first, as cards are, so that ranks have nearly as many, of like lengths:
-kernels take longer for many short documents than for a few long ones of as many pairs. Some of them are kept.
+Documents are the parts of a mask that see nothing of each other. The work of one is its visible
+pairs, its density that work for each token. Short documents are dealt first, as cards are, so that
+ranks have nearly as many, of like lengths: kernels take longer for many short documents than for a
+few long ones of as many pairs. Some of them are kept.
 
-Then ranks are filled one after the other, each with the tokens and the work that it still lacks: with the densest
-documents that fit, and for the tokens that are left with the sparsest. What then lacks is swapped in, if there are
-documents of just the right lengths, or peeled off a document: as many tokens off its start, which see little, and off
-its end, which see much, as have the work that lacks. The next rank begins with the rest of that document.
+Then ranks are filled one after the other, each with the tokens and the work that it still lacks:
+with the densest documents that fit, and for the tokens that are left with the sparsest. What then
+lacks is swapped in, if there are documents of just the right lengths, or peeled off a document: as
+many tokens off its start, which see little, and off its end, which see much, as have the work that
+lacks. The next rank begins with the rest of that document.
 
-As each rank gets just its share, what is left always has the mean density. So there are always denser and sparser
-documents to mix, and the last rank fares as the first. A rank leaves at most two documents unfinished: the one it
-peels, and, where that is so dense that it fits no rank, a sparse one. One causal document becomes the zigzag layout, a
-window or a full mask nearly the contiguous one.
+As each rank gets just its share, what is left always has the mean density. So there are always
+denser and sparser documents to mix, and the last rank fares as the first. A rank leaves at most two
+documents unfinished: the one it peels, and, where that is so dense that it fits no rank, a sparse
+one. One causal document becomes the zigzag layout, a window or a full mask nearly the contiguous
+one.
 
-Balance is lost where the work is in the middle of documents: a window to both sides not much shorter than they are.
+Balance is lost where the work is in the middle of documents: a window to both sides not much
+shorter than they are.
 
-Plain numbers and no torch, and nothing is left to chance: all ranks and all versions of Python find the same.
+Plain numbers and no torch, and nothing is left to chance: all ranks and all versions of Python find
+the same.
 """
 
 from __future__ import annotations
@@ -30,21 +35,33 @@ from itertools import accumulate
 from .mask import Mask, Slice
 from .span import Span, merged
 
-_SLACK = 0.005  # of the mean work of a rank: how far one may be from its share; the next rank makes up for it
-_BENT = 0.2  # of the work of a long document's piece: how far that may be from the document's density
-_TRIES = 8  # ways to make room for a piece of a document, of which the shortest such document is cut
+# of the mean work of a rank: how far one may be from its share; the next rank makes up for it
+_SLACK = 0.005
+# of the work of a long document's piece: how far that may be from the document's density
+_BENT = 0.2
+# ways to make room for a piece of a document, of which the shortest such document is cut
+_TRIES = 8
 _SWAPS = 64  # documents that a rank may give up for another one, before a document is cut
 _SHORT = 4  # a short document is at most such a part of a rank's tokens and of its work
-_KEPT = 8  # short documents for each rank that are not dealt; twice as many for each of so many ranks
-_FEW = 4  # the same where one document has half of the work, and every rank a piece of it to make up for lengths
+# short documents for each rank that are not dealt; twice as many for each of so many ranks
+_KEPT = 8
+# the same where one document has half of the work, and every rank a piece of it to make up for
+# lengths
+_FEW = 4
 
 
 def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
-    """The positions of each rank: `mask.seq_len` tokens cut over `size` ranks, the first ones a token longer."""
+    """The positions of each rank: `mask.seq_len` tokens cut over `size` ranks, the first ones a
+    token longer.
+    """
     documents = _documents(mask)
     area, tokens = sum(document.work for document in documents), mask.seq_len
     ranks = [
-        _Rank((tokens + rank) // size, area * (rank + 1) // size - area * rank // size, int(area * _SLACK / size))
+        _Rank(
+            (tokens + rank) // size,
+            area * (rank + 1) // size - area * rank // size,
+            int(area * _SLACK / size),
+        )
         for rank in reversed(range(size))
     ]
     pool = _Pool(_deal(documents, ranks))
@@ -61,14 +78,17 @@ def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
 def _deal(documents: list[_Document], ranks: Sequence[_Rank]) -> list[_Document]:
     """Deals short documents and returns the others.
 
-    The dense ones go first, each to the rank that lacks the most work, then the sparse ones, each to the rank that
-    lacks the most tokens. Some of all lengths are kept, to choose from where tokens or work must be just right.
+    The dense ones go first, each to the rank that lacks the most work, then the sparse ones, each
+    to the rank that lacks the most tokens. Some of all lengths are kept, to choose from where
+    tokens or work must be just right.
     """
     size = len(ranks)
     tokens, work = (sum(amount(document) for document in documents) for amount in (_tokens, _work))
     short, others = [], []
     for document in documents:
-        is_short = document.tokens * size * _SHORT <= tokens and document.work * size * _SHORT <= work
+        is_short = (
+            document.tokens * size * _SHORT <= tokens and document.work * size * _SHORT <= work
+        )
         (short if is_short else others).append(document)
     one_for_all = any(document.work * 2 >= work for document in others)
     kept = _FEW * size if one_for_all else _KEPT * (size + min(size, _KEPT))
@@ -79,12 +99,18 @@ def _deal(documents: list[_Document], ranks: Sequence[_Rank]) -> list[_Document]
     others += [short[i] for i in chosen]
     dealt = [document for i, document in enumerate(short) if i not in chosen]
     tokens, work = (sum(amount(document) for document in dealt) for amount in (_tokens, _work))
-    sparse = bisect_left(dealt, True, key=lambda document: document.work * tokens <= work * document.tokens)
-    return others + _hand_out(dealt[:sparse], ranks, _work) + _hand_out(dealt[sparse:], ranks, _tokens)
+    sparse = bisect_left(
+        dealt, True, key=lambda document: document.work * tokens <= work * document.tokens
+    )
+    return (
+        others + _hand_out(dealt[:sparse], ranks, _work) + _hand_out(dealt[sparse:], ranks, _tokens)
+    )
 
 
 def _hand_out(
-    documents: Sequence[_Document], ranks: Sequence[_Rank], amount: Callable[[_Document | _Rank], int]
+    documents: Sequence[_Document],
+    ranks: Sequence[_Rank],
+    amount: Callable[[_Document | _Rank], int],
 ) -> list[_Document]:
     """Each to the rank that lacks the most; returns those that did not fit."""
     heap = [(-amount(rank), number) for number, rank in enumerate(ranks)]
@@ -111,7 +137,8 @@ class _Document:
 
     def cut_to(self, start: int, stop: int) -> None:
         self.start, self.stop, self.tokens = start, stop, stop - start
-        self.before, self.until = self.seen(start), self.seen(stop)  # pairs before its start and its stop
+        # pairs before its start and its stop
+        self.before, self.until = self.seen(start), self.seen(stop)
         self.work = self.until - self.before
         self.density = self.work / self.tokens if self.tokens else 0.0
 
@@ -120,8 +147,13 @@ class _Document:
         return self.work + self.seen(self.start + early) - self.seen(self.stop - tokens + early)
 
     def reach(self, tokens: int) -> tuple[int, int]:
-        """The least and the most work of so many tokens off its ends, for all masks of which one end is the sparser."""
-        first, last = self.seen(self.start + tokens) - self.before, self.until - self.seen(self.stop - tokens)
+        """The least and the most work of so many tokens off its ends, for all masks of which one
+        end is the sparser.
+        """
+        first, last = (
+            self.seen(self.start + tokens) - self.before,
+            self.until - self.seen(self.stop - tokens),
+        )
         return (first, last) if first < last else (last, first)
 
     def fair(self, tokens: int) -> float:
@@ -140,12 +172,15 @@ class _Rank:
         self.tokens, self.work = tokens, work
         self.slack = slack  # of work
         self.documents: list[_Document] = []  # that it has whole, or the rest of
-        self.peeled: list[tuple[_Document, int, int]] = []  # documents, tokens off their ends, early ones among them
+        # documents, tokens off their ends, early ones among them
+        self.peeled: list[tuple[_Document, int, int]] = []
         self.pieces: list[Span] = []
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        return merged([*self.pieces, *((document.start, document.stop) for document in self.documents)])
+        return merged(
+            [*self.pieces, *((document.start, document.stop) for document in self.documents)]
+        )
 
     def take(self, document: _Document) -> None:
         self.documents.append(document)
@@ -170,7 +205,8 @@ class _Rank:
 class _Pool:
     """The documents that no rank has, the sparsest first.
 
-    tokens, work  sums over the first 0, 1, 2, ... documents, all plus what was there before the first one
+    tokens, work  sums over the first 0, 1, 2, ... documents, all plus what was there before the
+                  first one
     cut           the document that the last rank cut, which is not among them
     """
 
@@ -205,10 +241,17 @@ class _Pool:
         if tokens >= document.tokens:
             self.give_sparsest(1, rank)
         else:
-            self.peel(document, rank, tokens, _early(document, tokens, tokens * document.density, rank.slack))
+            self.peel(
+                document,
+                rank,
+                tokens,
+                _early(document, tokens, tokens * document.density, rank.slack),
+            )
 
     def peel(self, document: _Document, rank: _Rank, tokens: int, early: int) -> None:
-        """Gives a rank so many tokens off the ends of the sparsest document or of the one that was cut."""
+        """Gives a rank so many tokens off the ends of the sparsest document or of the one that was
+        cut.
+        """
         lacked = rank.work
         rank.peel(document, tokens, early)
         if document is not self.cut:
@@ -224,7 +267,9 @@ class _Pool:
 
     def lacking(self, rank: _Rank, count: int) -> tuple[int, int]:
         """The tokens and the work that a rank lacks if it gets so many of the sparsest documents."""
-        return rank.tokens + self.tokens[0] - self.tokens[count], rank.work + self.work[0] - self.work[count]
+        return rank.tokens + self.tokens[0] - self.tokens[count], rank.work + self.work[
+            0
+        ] - self.work[count]
 
     def sparsest(self, tokens: int) -> float:
         """The work of so many of the sparsest tokens, or of all that there are."""
@@ -232,7 +277,9 @@ class _Pool:
         count = bisect_right(self.tokens, stop) - 1
         work = self.work[count] - self.work[0]
         return (
-            work + (stop - self.tokens[count]) * self.documents[count].density if count < len(self.documents) else work
+            work + (stop - self.tokens[count]) * self.documents[count].density
+            if count < len(self.documents)
+            else work
         )
 
     def densest(self, tokens: int) -> float:
@@ -263,7 +310,9 @@ def _work(x: _Document | _Rank) -> int:
 
 
 def _fill(rank: _Rank, pool: _Pool) -> None:
-    """Gives a rank its tokens and its work. A document that it has but a part of is `pool.cut` then."""
+    """Gives a rank its tokens and its work. A document that it has but a part of is `pool.cut`
+    then.
+    """
     if pool.cut is None and not pool.fits(pool.documents[-1], rank):
         pool.cut = pool.pop(len(pool.documents) - 1)
     if pool.cut is not None:
@@ -309,7 +358,9 @@ def _take_dense(rank: _Rank, pool: _Pool) -> None:
 
 
 def _end_whole(rank: _Rank, pool: _Pool) -> bool:
-    """Gives a rank the sparse documents it has room for, of which it may swap one, if these are just what it lacks."""
+    """Gives a rank the sparse documents it has room for, of which it may swap one, if these are
+    just what it lacks.
+    """
     documents, room = pool.documents, pool.room(rank)
     tokens, work = pool.lacking(rank, room)
     if tokens == 0 and abs(work) <= rank.slack:
@@ -319,7 +370,9 @@ def _end_whole(rank: _Rank, pool: _Pool) -> bool:
         return False
     shortest = documents[room].tokens - tokens
     owned = itertools.chain(reversed(documents[:room]), reversed(rank.documents))
-    for old in itertools.islice((document for document in owned if document.tokens >= shortest), _SWAPS):
+    for old in itertools.islice(
+        (document for document in owned if document.tokens >= shortest), _SWAPS
+    ):
         index = bisect_left(documents, old.tokens + tokens, room, key=_tokens)
         new = documents[min(index, len(documents) - 1)]
         if new.tokens == old.tokens + tokens and abs(old.work + work - new.work) <= rank.slack:
@@ -332,13 +385,18 @@ def _end_whole(rank: _Rank, pool: _Pool) -> bool:
 
 
 def _end_cutting(rank: _Rank, pool: _Pool) -> bool:
-    """Gives a rank sparse documents and a piece of the shortest document that then has the tokens and work it lacks."""
+    """Gives a rank sparse documents and a piece of the shortest document that then has the tokens
+    and work it lacks.
+    """
     room, best = pool.room(rank), None
     for tried, given_up in enumerate(_more_and_more(room)):
         if tried > _TRIES and best is not None:
             break
         tokens, work = pool.lacking(rank, room - given_up)
-        if tokens and (index := _cuttable(pool, room - given_up, tokens, work, rank.slack)) is not None:
+        if (
+            tokens
+            and (index := _cuttable(pool, room - given_up, tokens, work, rank.slack)) is not None
+        ):
             found = pool.documents[index].tokens, room - given_up, index
             best = found if best is None else min(best, found)
     if best is None:
@@ -360,21 +418,29 @@ def _more_and_more(most: int) -> Iterator[int]:
 
 
 def _cuttable(pool: _Pool, first: int, tokens: int, work: int, slack: int) -> int | None:
-    """The first document from there on off whose ends one can peel so many tokens with so much work."""
+    """The first document from there on off whose ends one can peel so many tokens with so much
+    work.
+    """
 
     def has_as_much(document: _Document) -> bool:
         return document.tokens >= tokens and document.reach(tokens)[1] >= work - slack
 
     index = bisect_left(pool.documents, True, first, key=has_as_much)
     found = pool.documents[index : index + 1]
-    return index if any(has_as_much(d) and d.reach(tokens)[0] <= work + slack for d in found) else None
+    return (
+        index if any(has_as_much(d) and d.reach(tokens)[0] <= work + slack for d in found) else None
+    )
 
 
 def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
-    """Gives a rank a piece of a long document, about as dense as that is, and sparse documents, as many as need be."""
+    """Gives a rank a piece of a long document, about as dense as that is, and sparse documents, as
+    many as need be.
+    """
 
     def excess(count: int, work_of: Callable[[int], float]) -> float:
-        """Of work, if a rank has so many of the sparse documents and the piece is all that it lacks."""
+        """Of work, if a rank has so many of the sparse documents and the piece is all that it
+        lacks.
+        """
         tokens, work = pool.lacking(rank, count)
         return work_of(tokens) - work
 
@@ -382,12 +448,23 @@ def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
         return tokens * document.density
 
     room = pool.room(rank)
-    count = max(bisect_left(range(room + 1), True, key=lambda count: excess(count, linear) < 0) - 1, 0)
-    whole = [k for k in (count, count + 1) if k <= room and _bends(document, rank, *pool.lacking(rank, k))]
-    while not whole and count and excess(count, document.fair) < 0:  # its ends are sparser than it is
+    count = max(
+        bisect_left(range(room + 1), True, key=lambda count: excess(count, linear) < 0) - 1, 0
+    )
+    whole = [
+        k
+        for k in (count, count + 1)
+        if k <= room and _bends(document, rank, *pool.lacking(rank, k))
+    ]
+    # its ends are sparser than it is
+    while not whole and count and excess(count, document.fair) < 0:
         count -= 1
     pool.give_sparsest(min(whole, key=lambda k: abs(excess(k, linear)), default=count), rank)
-    if not whole and pool.documents and (tokens := _sparse_share(document, rank, pool.documents[0])):
+    if (
+        not whole
+        and pool.documents
+        and (tokens := _sparse_share(document, rank, pool.documents[0]))
+    ):
         pool.peel_sparsest(tokens, rank)
     _cut(document, rank, pool)
     while rank.tokens:  # of a document whose ends are sparse all was not enough
@@ -395,7 +472,9 @@ def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
 
 
 def _bends(document: _Document, rank: _Rank, tokens: int, work: int) -> bool:
-    """Whether a piece of the document can have so many tokens and so much work and leave a rest like it."""
+    """Whether a piece of the document can have so many tokens and so much work and leave a rest
+    like it.
+    """
     if not 0 < tokens < document.tokens:
         return False
     low, high = document.reach(tokens)
@@ -404,7 +483,9 @@ def _bends(document: _Document, rank: _Rank, tokens: int, work: int) -> bool:
 
 
 def _sparse_share(document: _Document, rank: _Rank, sparse: _Document) -> int:
-    """How many tokens of the sparsest document go with the piece of the long one, so that no work is in excess."""
+    """How many tokens of the sparsest document go with the piece of the long one, so that no work
+    is in excess.
+    """
     least, most = max(rank.tokens - document.tokens, 0), min(rank.tokens, sparse.tokens)
     at_none = document.fair(rank.tokens) - rank.work
     at_most = document.fair(rank.tokens - most) + most * sparse.density - rank.work
@@ -421,14 +502,17 @@ def _cut(document: _Document, rank: _Rank, pool: _Pool) -> None:
 
 
 def _early(document: _Document, tokens: int, work: float, slack: float) -> int:
-    """How many early ones are among `tokens` off its ends that have about so much work, none or all if possible."""
+    """How many early ones are among `tokens` off its ends that have about so much work, none or all
+    if possible.
+    """
     low = 0, document.until - document.seen(document.stop - tokens) - work
     high = tokens, document.seen(document.start + tokens) - document.before - work
     nearest = low if abs(low[1]) <= abs(high[1]) else high
     if abs(nearest[1]) <= slack or (low[1] > 0) == (high[1] > 0):
         return nearest[0]
     while high[0] - low[0] > 1 and abs(nearest[1]) > slack / 8:
-        share = low[1] / (low[1] - high[1])  # along the line between them, and not too near to either
+        # along the line between them, and not too near to either
+        share = low[1] / (low[1] - high[1])
         step = round((high[0] - low[0]) * min(max(share, 0.1), 0.9))
         early = min(max(low[0] + step, low[0] + 1), high[0] - 1)
         nearest = early, document.peeled(tokens, early) - work
@@ -446,11 +530,15 @@ def _documents(mask: Mask) -> list[_Document]:
     starts = [start for start, _ in parts]
     for s in mask.slices:
         slices[bisect_right(starts, s.q[0]) - 1].append(s)
-    return [_Document(*span, _seen(*span, found)) for span, found in zip(parts, slices, strict=True)]
+    return [
+        _Document(*span, _seen(*span, found)) for span, found in zip(parts, slices, strict=True)
+    ]
 
 
 def _seen(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[int], int]:
-    """The visible pairs of a part's queries before a position, as a function of it: in closed form if it is simple."""
+    """The visible pairs of a part's queries before a position, as a function of it: in closed form
+    if it is simple.
+    """
     size = stop - start
     if len(slices) == 1 and slices[0].q == slices[0].kv == (start, stop):
         low, high = slices[0].low, slices[0].high

@@ -1,7 +1,7 @@
 """Masks: which (query, key) pairs of a whole sequence are visible.
 
-A mask is data: disjoint slices, each a rectangle of positions of which a band along the diagonal is visible. Layouts
-and strategies ask it what a rank's queries see; nothing here knows of ranks.
+A mask is data: disjoint slices, each a rectangle of positions of which a band along the diagonal is
+visible. Layouts and strategies ask it what a rank's queries see; nothing here knows of ranks.
 
 Try `print(Mask.documents((0, 9, 30, 64)))`.
 """
@@ -24,11 +24,14 @@ from .span import Span, length, shifted
 
 _DRAWN = 32  # rows and columns of a drawing, at most
 _SHADES = " .:+#"
-_LARGEST = (1 << 63) - 1  # of lengths, windows and bounds, which digests hold; x and 1 - x are in reach or neither is
+# of lengths, windows and bounds, which digests hold; x and 1 - x are in reach or neither is
+_LARGEST = (1 << 63) - 1
 
 
 class Slice(NamedTuple):
-    """Query i of the positions `q` sees key j of the positions `kv` iff low <= i - j < high; None: no bound."""
+    """Query i of the positions `q` sees key j of the positions `kv` iff low <= i - j < high; None:
+    no bound.
+    """
 
     q: Span
     kv: Span
@@ -38,16 +41,19 @@ class Slice(NamedTuple):
     @property
     def area(self) -> int:
         """Visible pairs."""
-        below = length(self.q) * length(self.kv) if self.high is None else _pairs_below(self, self.high)
+        below = (
+            length(self.q) * length(self.kv) if self.high is None else _pairs_below(self, self.high)
+        )
         return below - (0 if self.low is None else min(_pairs_below(self, self.low), below))
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The visible pairs of `seq_len` tokens: those of `slices`, which share none; pairs in no slice are not visible.
+    """The visible pairs of `seq_len` tokens: those of `slices`, which share none; pairs in no slice
+    are not visible.
 
-    Raises ValueError for slices that overlap or reach out of the sequence and for numbers that 64 bits do not hold,
-    TypeError for what is no whole number.
+    Raises ValueError for slices that overlap or reach out of the sequence and for numbers that 64
+    bits do not hold, TypeError for what is no whole number.
     """
 
     seq_len: int
@@ -73,19 +79,28 @@ class Mask:
 
     @staticmethod
     def window(seq_len: int, window: int) -> Mask:
-        """Query i sees keys i - window + 1 to i: itself and window - 1 before it, as Mistral and MiniCPM count."""
-        return Mask.documents((0, _positive("seq_len", seq_len)), window=_positive("window", window))
+        """Query i sees keys i - window + 1 to i: itself and window - 1 before it, as Mistral and
+        MiniCPM count.
+        """
+        return Mask.documents(
+            (0, _positive("seq_len", seq_len)), window=_positive("window", window)
+        )
 
     @staticmethod
-    def documents(cu_seqlens: Sequence[int] | Tensor, causal: bool = True, window: int | None = None) -> Mask:
-        """Tokens see their own document only: document d is positions cu_seqlens[d] to cu_seqlens[d + 1] - 1.
+    def documents(
+        cu_seqlens: Sequence[int] | Tensor, causal: bool = True, window: int | None = None
+    ) -> Mask:
+        """Tokens see their own document only: document d is positions cu_seqlens[d] to cu_seqlens[d
+        + 1] - 1.
 
-        cu_seqlens  (0, ..., seq_len), a sequence or an integer tensor on the CPU; an equal pair is an empty document
+        cu_seqlens  (0, ..., seq_len), a sequence or an integer tensor on the CPU; an equal pair is
+                    an empty document
         causal      tokens see no later ones
-        window      tokens see only those less than so many positions away; with `causal` as `Mask.window` counts
+        window      tokens see only those less than so many positions away; with `causal` as
+                    `Mask.window` counts
 
-        Raises ValueError for cu_seqlens that do not start at 0, that fall or that end at 0, and for a window below 1;
-        TypeError for what is no whole number.
+        Raises ValueError for cu_seqlens that do not start at 0, that fall or that end at 0, and for
+        a window below 1; TypeError for what is no whole number.
         """
         bounds = _bounds(cu_seqlens)
         high = None if window is None else _positive("window", window)
@@ -104,15 +119,21 @@ class Mask:
             raise ValueError("there is no mask to stack")
         for mask in masks:
             if not isinstance(mask, Mask):
-                raise TypeError(f"masks of several sequences must be Masks, got {type(mask).__name__}")
+                raise TypeError(
+                    f"masks of several sequences must be Masks, got {type(mask).__name__}"
+                )
             slices += [_moved(s, start) for s in mask.slices]
             start += mask.seq_len
         return _mask(start, tuple(slices))
 
     def windowed(self, window: int) -> Mask:
-        """Of the visible pairs those in which the key is less than `window` positions before the query."""
+        """Of the visible pairs those in which the key is less than `window` positions before the
+        query.
+        """
         high = _positive("window", window)
-        slices = (s._replace(high=high if s.high is None else min(s.high, high)) for s in self.slices)
+        slices = (
+            s._replace(high=high if s.high is None else min(s.high, high)) for s in self.slices
+        )
         return _mask(self.seq_len, tuple(s for s in slices if s.area))
 
     @functools.cached_property
@@ -130,7 +151,8 @@ class Mask:
 
     @functools.cached_property
     def parts(self) -> tuple[Span, ...]:
-        """The sequence in as many parts as see nothing of each other: ranges that no slice reaches out of.
+        """The sequence in as many parts as see nothing of each other: ranges that no slice reaches
+        out of.
 
         Tokens in no slice are a part for each gap between the others.
         """
@@ -159,7 +181,9 @@ class Mask:
         return (torch.arange(self.seq_len) - starts.repeat_interleave(lengths)).to(device)
 
     def dense(self, device: torch.device | str | None = None) -> Tensor:
-        """(seq_len, seq_len) bool, True where query (row) sees key (column). For tests: it takes O(n^2) memory."""
+        """(seq_len, seq_len) bool, True where query (row) sees key (column). For tests: it takes
+        O(n^2) memory.
+        """
         visible = torch.zeros(self.seq_len, self.seq_len, dtype=torch.bool, device=device)
         for s in self.slices:
             i, j = (torch.arange(*span, device=device) for span in (s.q, s.kv))
@@ -173,22 +197,27 @@ class Mask:
         return visible
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mask) and (self.seq_len, self.slices) == (other.seq_len, other.slices)
+        return isinstance(other, Mask) and (self.seq_len, self.slices) == (
+            other.seq_len,
+            other.slices,
+        )
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"Slice{tuple(s)}" for s in self.slices[:3]) + ", ..." * (len(self.slices) > 3)
+        shown = ", ".join(f"Slice{tuple(s)}" for s in self.slices[:3]) + ", ..." * (
+            len(self.slices) > 3
+        )
         return f"Mask({self.seq_len}, ({shown}))"
 
     def __str__(self) -> str:
-        """What it is in a line, and a drawing: a row for some of the queries, a column for some of the keys."""
+        """What it is in a line, and a drawing: a row for some of the queries, a column for some of
+        the keys.
+        """
         share = self.area / self.seq_len**2
         parts = len(self.parts)
-        what = (
-            f"{self.seq_len:,} tokens, {parts:,} document{'s' * (parts > 1)}, {self.area:,} visible pairs ({share:.1%})"
-        )
+        what = f"{self.seq_len:,} tokens, {parts:,} document{'s' * (parts > 1)}, {self.area:,} visible pairs ({share:.1%})"
         return "\n".join([what, *self._drawing()])
 
     def _drawing(self) -> Iterator[str]:
@@ -198,13 +227,18 @@ class Mask:
             crossing = [s for s in self.slices if _meet(s.q, rows)]
             line = []
             for columns in itertools.pairwise(cuts):
-                visible = sum(_cropped(s, rows, columns).area for s in crossing if _meet(s.kv, columns))
-                line.append(_SHADES[-(-visible * (len(_SHADES) - 1) // (length(rows) * length(columns)))])
+                visible = sum(
+                    _cropped(s, rows, columns).area for s in crossing if _meet(s.kv, columns)
+                )
+                line.append(
+                    _SHADES[-(-visible * (len(_SHADES) - 1) // (length(rows) * length(columns)))]
+                )
             yield " ".join(line).rstrip()
 
 
 def prefix(seq_len: int, length: int) -> Mask:
-    """Return a causal mask in which all tokens also see the first `length` ones, as prefix language models have it.
+    """Return a causal mask in which all tokens also see the first `length` ones, as prefix language
+    models have it.
 
     Raises ValueError for a length that is not between 0 and seq_len.
     """
@@ -215,9 +249,11 @@ def prefix(seq_len: int, length: int) -> Mask:
 
 
 def sliding_with_sink(seq_len: int, window: int, sink: int) -> Mask:
-    """Return a causal window in which all tokens also see the first `sink` ones before it, as StreamingLLM has it.
+    """Return a causal window in which all tokens also see the first `sink` ones before it, as
+    StreamingLLM has it.
 
-    Source: arXiv 2309.17453. Raises ValueError for a window below 1 or a sink outside of the sequence.
+    Source: arXiv 2309.17453. Raises ValueError for a window below 1 or a sink outside of the
+    sequence.
     """
     if not 0 <= (sink := _number("sink", sink)) <= seq_len:
         raise ValueError(f"expected a sink of 0 to {seq_len} tokens, got {sink}")
@@ -225,14 +261,17 @@ def sliding_with_sink(seq_len: int, window: int, sink: int) -> Mask:
     return Mask(n, (Slice((0, n), (0, sink), low=0), Slice((0, n), (sink, n), low=0, high=high)))
 
 
-# An example of each kind of mask, by the number of tokens. examples/masks.py draws them, tests/conformance tests them.
+# An example of each kind of mask, by the number of tokens. examples/masks.py draws them,
+# tests/conformance tests them.
 EXAMPLES: dict[str, Callable[[int], Mask]] = {
     "causal": Mask.causal,
     "full": Mask.full,
     "window": lambda n: Mask.window(n, max(n // 4, 1)),
     "documents": lambda n: Mask.documents(sorted({0, n // 5, n // 2, n})),
     "full documents": lambda n: Mask.documents(sorted({0, n // 5, n // 2, n}), causal=False),
-    "windows in documents": lambda n: Mask.documents(sorted({0, n // 5, n // 2, n}), window=max(n // 8, 1)),
+    "windows in documents": lambda n: Mask.documents(
+        sorted({0, n // 5, n // 2, n}), window=max(n // 8, 1)
+    ),
     "window to both sides": lambda n: Mask.documents((0, n), causal=False, window=max(n // 8, 1)),
     "prefix": lambda n: prefix(n, n // 3),
     "window with a sink": lambda n: sliding_with_sink(n, max(n // 5, 1), n // 8),
@@ -250,7 +289,8 @@ def _mask(seq_len: int, slices: Sequence[Slice]) -> Mask:
 def _pairs_below(s: Slice, bound: int) -> int:
     """Pairs (i, j) of the rectangle with i - j < bound."""
     rows, columns = length(s.q), length(s.kv)
-    # Row a has those columns b with b > q0 - kv0 + a - bound: all while that is negative, then one less a row.
+    # Row a has those columns b with b > q0 - kv0 + a - bound: all while that is negative, then one
+    # less a row.
     hidden_first = s.q[0] - s.kv[0] - bound + 1  # columns that the first row lacks
     first = max(0, -hidden_first)  # the first row that lacks none is before this one
     partial_from, partial_to = min(first, rows), min(max(columns - hidden_first, 0), rows)
@@ -266,7 +306,12 @@ def _start(s: Slice) -> tuple[int, int]:
 
 def _cropped(s: Slice, q: Span, kv: Span) -> Slice:
     """The part of a slice in a rectangle of positions."""
-    return Slice((max(s.q[0], q[0]), min(s.q[1], q[1])), (max(s.kv[0], kv[0]), min(s.kv[1], kv[1])), s.low, s.high)
+    return Slice(
+        (max(s.q[0], q[0]), min(s.q[1], q[1])),
+        (max(s.kv[0], kv[0]), min(s.kv[1], kv[1])),
+        s.low,
+        s.high,
+    )
 
 
 def _moved(s: Slice, by: int) -> Slice:
@@ -303,14 +348,22 @@ def _positive(name: str, value: Any) -> int:
 
 def _bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
     if isinstance(cu_seqlens, Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+        if (
+            cu_seqlens.dim() != 1
+            or cu_seqlens.is_floating_point()
+            or cu_seqlens.dtype == torch.bool
+        ):
             got = f"shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype}"
             raise TypeError(f"cu_seqlens must be a tensor of integers of one dimension, got {got}")
         if cu_seqlens.device.type != "cpu":
-            raise ValueError(f"cu_seqlens must be on the CPU, where its numbers are read, got {cu_seqlens.device}")
+            raise ValueError(
+                f"cu_seqlens must be on the CPU, where its numbers are read, got {cu_seqlens.device}"
+            )
         cu_seqlens = cu_seqlens.tolist()
     if isinstance(cu_seqlens, str | bytes) or not hasattr(cu_seqlens, "__iter__"):
-        raise TypeError(f"cu_seqlens must be a sequence of whole numbers, got {type(cu_seqlens).__name__}")
+        raise TypeError(
+            f"cu_seqlens must be a sequence of whole numbers, got {type(cu_seqlens).__name__}"
+        )
     bounds = [as_int("cu_seqlens", x) for x in cu_seqlens]
     if len(bounds) < 2 or bounds[0] != 0:
         raise ValueError(f"cu_seqlens must be (0, ..., tokens), got {_shown(bounds)}")
@@ -319,7 +372,9 @@ def _bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
             raise ValueError(f"cu_seqlens must not fall, but {after} comes after {before}")
     _number("cu_seqlens", bounds[-1])
     if not bounds[-1]:
-        raise ValueError(f"cu_seqlens must be (0, ..., tokens) with at least one token, got {_shown(bounds)}")
+        raise ValueError(
+            f"cu_seqlens must be (0, ..., tokens) with at least one token, got {_shown(bounds)}"
+        )
     return list(dict.fromkeys(bounds))  # without empty documents
 
 
@@ -332,20 +387,27 @@ def _checked(s: Any, seq_len: int) -> Slice:
             raise TypeError(f"{name} of a slice must be (start, stop), got {span!r}")
         start, stop = (as_int(f"{name} of a slice", x) for x in span)
         if not 0 <= start <= stop <= seq_len:
-            raise ValueError(f"{name}=({start}, {stop}) of a slice is out of range: the mask has {seq_len} tokens")
+            raise ValueError(
+                f"{name}=({start}, {stop}) of a slice is out of range: the mask has {seq_len} tokens"
+            )
         spans.append((start, stop))
-    low, high = (None if x is None else _number(name, x) for name, x in (("low", s.low), ("high", s.high)))
+    low, high = (
+        None if x is None else _number(name, x) for name, x in (("low", s.low), ("high", s.high))
+    )
     return Slice(spans[0], spans[1], low, high)
 
 
 def _check_disjoint(slices: Sequence[Slice]) -> None:
-    """Raises ValueError if two slices, which come in the order of their queries, have a pair in common."""
+    """Raises ValueError if two slices, which come in the order of their queries, have a pair in
+    common.
+    """
     active: list[Slice] = []
     for start, beginning in itertools.groupby(slices, key=lambda s: s.q[0]):
         active = [s for s in active if s.q[1] > start]
         known = len(active)
         active += beginning
-        near: list[int] = []  # those whose keys meet the next one's: of long masks few, and to compare them takes long
+        # those whose keys meet the next one's: of long masks few, and to compare them takes long
+        near: list[int] = []
         for i in sorted(range(len(active)), key=lambda i: active[i].kv):
             near = [j for j in near if active[j].kv[1] > active[i].kv[0]]
             for j in near:
@@ -357,11 +419,15 @@ def _check_disjoint(slices: Sequence[Slice]) -> None:
 def _check_pair(a: Slice, b: Slice) -> None:
     both = Slice(b.q, b.kv, *_tighter(a, b))
     if _cropped(both, a.q, a.kv).area > 0:
-        raise ValueError(f"slices overlap: Slice{tuple(a)} and Slice{tuple(b)} have pairs in common")
+        raise ValueError(
+            f"slices overlap: Slice{tuple(a)} and Slice{tuple(b)} have pairs in common"
+        )
 
 
 def _tighter(a: Slice, b: Slice) -> tuple[int | None, int | None]:
-    lows, highs = ([x for x in pair if x is not None] for pair in ((a.low, b.low), (a.high, b.high)))
+    lows, highs = (
+        [x for x in pair if x is not None] for pair in ((a.low, b.low), (a.high, b.high))
+    )
     return max(lows, default=None), min(highs, default=None)
 
 

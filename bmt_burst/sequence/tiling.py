@@ -1,8 +1,9 @@
 """What ranks see of each other: a mask cut by a layout, in tiles.
 
-`seen` says which tokens of which ranks a rank's queries look at, `tiles` how they look at tokens that lie somewhere in
-memory, `kernel_calls` in which kernel calls tiles are computed. All is local to the ranks that are asked about. For
-the other way round, which queries look at a rank's keys, take the tiling of the transposed mask. Plain numbers.
+`seen` says which tokens of which ranks a rank's queries look at, `tiles` how they look at tokens
+that lie somewhere in memory, `kernel_calls` in which kernel calls tiles are computed. All is local
+to the ranks that are asked about. For the other way round, which queries look at a rank's keys,
+take the tiling of the transposed mask. Plain numbers.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from .span import Span, length, merged, shifted
 from .tile import KernelCall, Tile
 
 _GAP = 256  # tokens between two tiles that one kernel call may as well go over
-_NARROW = 256  # tokens of queries, or keys, that are worth being joined with others that see, or are seen by, the same
-_MOST_SPANS = 8  # that are copied together for one kernel call; more are taken with the gaps between them
+# tokens of queries, or keys, that are worth being joined with others that see, or are seen by, the
+# same
+_NARROW = 256
+# that are copied together for one kernel call; more are taken with the gaps between them
+_MOST_SPANS = 8
 
 
 class Piece(NamedTuple):
-    """Tokens `span` of the shard of `owner`; the first has position `start`, the next ones are `step` apart."""
+    """Tokens `span` of the shard of `owner`; the first has position `start`, the next ones are
+    `step` apart.
+    """
 
     start: int
     step: int
@@ -36,8 +42,9 @@ class Piece(NamedTuple):
         return self.start + self.step * length(self.span)
 
 
-# A piece as a plain tuple (start, step, owner, span). Striped layouts have very many of them, and named tuples are
-# scanned by every run of the garbage collector, while plain tuples of numbers are not.
+# A piece as a plain tuple (start, step, owner, span). Striped layouts have very many of them, and
+# named tuples are scanned by every run of the garbage collector, while plain tuples of numbers are
+# not.
 Fields = tuple[int, int, int, Span]
 
 
@@ -88,9 +95,11 @@ class Tiling:
         return other
 
     def seen(self, rank: int) -> list[Piece]:
-        """The tokens of other ranks that queries of `rank` look at, in the order of their positions.
+        """The tokens of other ranks that queries of `rank` look at, in the order of their
+        positions.
 
-        Every piece is part of one run; of runs with steps there may be tokens among them that nobody looks at.
+        Every piece is part of one run; of runs with steps there may be tokens among them that
+        nobody looks at.
         """
         return [Piece(*fields) for fields in self.seen_fields(rank)]
 
@@ -109,11 +118,15 @@ class Tiling:
         return sorted([fields for fields in found if fields[2] != rank])
 
     def shard(self, rank: int) -> list[Piece]:
-        """Return all tokens of a rank's shard, in the order of their positions: what `tiles` takes of a whole block."""
+        """Return all tokens of a rank's shard, in the order of their positions: what `tiles` takes
+        of a whole block.
+        """
         return sorted(self._runs(rank))
 
     def seen_by(self, rank: int, inner: int) -> dict[int, tuple[Span, ...]]:
-        """The tokens of `rank`'s shard that other ranks look at, by host of `inner` ranks: spans of it, rising."""
+        """The tokens of `rank`'s shard that other ranks look at, by host of `inner` ranks: spans of
+        it, rising.
+        """
         runs, order, _ = self._owners
         found: dict[int, set[Span]] = {}
         for own in self._runs(rank):
@@ -134,7 +147,8 @@ class Tiling:
         tiles: list[Tile] = []
         for s, parts in itertools.groupby(self._parts(rank), lambda part: part.slice):
             parts = list(parts)
-            if s.q == s.kv and s.low == 0 and s.high is None:  # positions rise: one triangle, whatever is between them
+            # positions rise: one triangle, whatever is between them
+            if s.q == s.kv and s.low == 0 and s.high is None:
                 span = parts[0].span[0], parts[-1].span[1]
                 tiles.append(Tile(span, span, 0 if length(span) > 1 else None))
             else:
@@ -142,16 +156,25 @@ class Tiling:
         return tiles
 
     def tiles(self, rank: int, pieces: Sequence[Fields], places: Sequence[Span]) -> list[Tile]:
-        """How queries of `rank` look at keys that lie in memory: pieces in the order of positions, at `places`."""
+        """How queries of `rank` look at keys that lie in memory: pieces in the order of positions,
+        at `places`.
+        """
         return _tiles(self._parts(rank), pieces, places)
 
     def _looks_at(self, rank: int) -> tuple[Span, ...]:
-        """Positions that queries of `rank` see, but for those that a run sees of nothing but itself."""
+        """Positions that queries of `rank` see, but for those that a run sees of nothing but
+        itself.
+        """
         found = self._reach.get(rank)
         if found is None:
             spans = []
             for positions in self.layout.shards[rank]:
-                start, stop, step, tokens = positions.start, positions.stop, positions.step, len(positions)
+                start, stop, step, tokens = (
+                    positions.start,
+                    positions.stop,
+                    positions.step,
+                    len(positions),
+                )
                 for index in self._slices.around(start, stop):
                     s = self.mask.slices[index]
                     if step == 1 and start <= s.kv[0] and s.kv[1] <= stop:
@@ -177,13 +200,17 @@ class Tiling:
     def _runs(self, rank: int) -> Iterator[Piece]:
         offset = 0
         for positions in self.layout.shards[rank]:
-            yield Piece(positions.start, positions.step, rank, (offset, offset := offset + len(positions)))
+            yield Piece(
+                positions.start, positions.step, rank, (offset, offset := offset + len(positions))
+            )
 
     @functools.cached_property
     def _owners(self) -> tuple[list[Piece], _Sorted, bool]:
         """The runs of all ranks in the order of their starts, and whether any lie side by side."""
         runs = sorted(run for rank in range(self.layout.size) for run in self._runs(rank))
-        order = _Sorted([(start, start + step * (stop - first)) for start, step, _, (first, stop) in runs])
+        order = _Sorted(
+            [(start, start + step * (stop - first)) for start, step, _, (first, stop) in runs]
+        )
         return runs, order, any(step > 1 for _, step, _, _ in runs)
 
     @functools.cached_property
@@ -203,7 +230,11 @@ def _part(s: Slice, run: Piece) -> _Part | None:
     """The queries of a run in a slice."""
     start, step, _, (offset, end) = run
     first, stop = _inside(start, step, end - offset, *s.q)
-    return _Part(s, start + step * first, step, (offset + first, offset + stop)) if first < stop else None
+    return (
+        _Part(s, start + step * first, step, (offset + first, offset + stop))
+        if first < stop
+        else None
+    )
 
 
 def _visible(s: Slice, first: int, last: int) -> Span:
@@ -220,7 +251,11 @@ def _within(run: Piece, start: int, stop: int) -> Fields | None:
     """The part of a run with positions start..stop - 1."""
     position, step, owner, (offset, end) = run
     first, last = _inside(position, step, end - offset, start, stop)
-    return (position + step * first, step, owner, (offset + first, offset + last)) if first < last else None
+    return (
+        (position + step * first, step, owner, (offset + first, offset + last))
+        if first < last
+        else None
+    )
 
 
 def _inside(position: int, step: int, tokens: int, start: int, stop: int) -> Span:
@@ -242,15 +277,22 @@ def _tiles(parts: Iterable[_Part], pieces: Sequence[Fields], places: Sequence[Sp
         nearby = order.around(start, stop) if start < stop else range(0)
         whole = range(0) if side_by_side else _seen_by_all(part, positions, nearby)
         for index in nearby:
-            tile = Tile(part.span, places[index]) if index in whole else _tile(part, pieces[index], places[index])
+            tile = (
+                Tile(part.span, places[index])
+                if index in whole
+                else _tile(part, pieces[index], places[index])
+            )
             if tile:
                 _append(tiles, tile)
     return tiles
 
 
 def _seen_by_all(part: _Part, positions: Sequence[Span], nearby: range) -> range:
-    """Those of the `nearby` pieces without steps, next to each other, that every query of the part sees whole."""
-    start, stop = _visible(part.slice, part.first + part.step * (length(part.span) - 1), part.first)  # for all of them
+    """Those of the `nearby` pieces without steps, next to each other, that every query of the part
+    sees whole.
+    """
+    # for all of them
+    start, stop = _visible(part.slice, part.first + part.step * (length(part.span) - 1), part.first)
     first, end = nearby.start, nearby.stop
     while first < end and positions[first][0] < start:
         first += 1
@@ -269,7 +311,9 @@ def _tile(part: _Part, piece: Fields, place: Span) -> Tile | None:
     left, right = _inside(position, its_step, length(place), *kv)
     if left >= right:
         return None
-    assert its_step == step, f"a run of step {step} sees one of step {its_step}: a layout's ranges have one step"
+    assert its_step == step, (
+        f"a run of step {step} sees one of step {its_step}: a layout's ranges have one step"
+    )
     ahead = first - position - step * left
     low = left - right if low is None else -((ahead - low) // step)
     high = length(q) + 1 if high is None else -((ahead - high) // step)
@@ -313,9 +357,11 @@ def _append(tiles: list[Tile], tile: Tile) -> None:
 class Cut(NamedTuple):
     """A kernel call and what it is about: queries and keys at these spans, one after the other.
 
-    row   of the `Term` that it is part of; None too where there is no bias, and where kernels cannot go by distance
-    apart of each tile, how far its first key is ahead of its first query, if queries that lie side by side in tiles are
-          neighbours in the sequence, and keys too; said where it matters, of what goes by distance
+    row   of the `Term` that it is part of; None too where there is no bias, and where kernels
+          cannot go by distance
+    apart of each tile, how far its first key is ahead of its first query, if queries that lie side
+          by side in tiles are neighbours in the sequence, and keys too; said where it matters, of
+          what goes by distance
     """
 
     rows: tuple[Span, ...]
@@ -331,7 +377,9 @@ def flipped(tile: Tile) -> Tile:
 
 
 def by_columns(tiles: Sequence[Tile]) -> list[Tile]:
-    """The same pairs, with rectangles that share no keys where they can: queries that see the same keys are joined."""
+    """The same pairs, with rectangles that share no keys where they can: queries that see the same
+    keys are joined.
+    """
     rectangles = sorted((t for t in tiles if t[2:] == (None, None)), key=lambda t: t.kv)
     if len(rectangles) < 2:
         return list(tiles)
@@ -360,14 +408,18 @@ def kernel_calls(tiles: Iterable[Tile], row: int | None = None) -> list[Cut]:
     return [
         _cut(group, *kind, row)
         for kind, entries in kinds.items()
-        for group in _disjoint(_without_narrow(entries) if kind == (None, None) else map(_alone, sorted(entries)))
+        for group in _disjoint(
+            _without_narrow(entries) if kind == (None, None) else map(_alone, sorted(entries))
+        )
     ]
 
 
 def _aligned(tile: Tile) -> Iterator[tuple[Span, Span, int | None, int | None]]:
-    """A tile, or the parts of one, as (q, kv, left, right): bands counted from the last query and the last key.
+    """A tile, or the parts of one, as (q, kv, left, right): bands counted from the last query and
+    the last key.
 
-    A causal tile in which the last queries see all keys is one that they do not, and a rectangle below it.
+    A causal tile in which the last queries see all keys is one that they do not, and a rectangle
+    below it.
     """
     (a, b), kv, low, high = tile
     rows, columns = b - a, length(kv)
@@ -376,11 +428,18 @@ def _aligned(tile: Tile) -> Iterator[tuple[Span, Span, int | None, int | None]]:
         yield (a + corner, b), kv, None, None
         return
     beyond = rows - columns
-    yield (a, b), kv, None if high is None else high - 1 - beyond, None if low is None else beyond - low
+    yield (
+        (a, b),
+        kv,
+        None if high is None else high - 1 - beyond,
+        None if low is None else beyond - low,
+    )
 
 
 def _join(kinds: dict[tuple[int | None, int | None], list[tuple[Span, Span]]]) -> None:
-    """Puts tiles that a window or a triangle does not cut among those of one that does, to be one call with them."""
+    """Puts tiles that a window or a triangle does not cut among those of one that does, to be one
+    call with them.
+    """
 
     def move(source: tuple, target: tuple, fits: Callable[[Span, Span], bool]) -> None:
         if source in kinds and target in kinds:
@@ -393,7 +452,8 @@ def _join(kinds: dict[tuple[int | None, int | None], list[tuple[Span, Span]]]) -
             move((None, 0), (left, 0), lambda q, kv, left=left: length(kv) <= left + 1)
 
 
-# A tile of which each side may be several rising spans, q and kv: it is one where these lie one after the other.
+# A tile of which each side may be several rising spans, q and kv: it is one where these lie one
+# after the other.
 _Sides = tuple[tuple[Span, ...], tuple[Span, ...]]
 
 
@@ -403,7 +463,9 @@ def _alone(entry: tuple[Span, Span]) -> _Sides:
 
 
 def _without_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
-    """Rectangles, of which narrow ones with the same keys are one, and then those with the same queries."""
+    """Rectangles, of which narrow ones with the same keys are one, and then those with the same
+    queries.
+    """
     by_keys: dict[Span, list[Span]] = {}
     found: list[_Sides] = []
     for q, kv in sorted(rectangles):
@@ -423,7 +485,9 @@ def _without_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
 
 
 def _disjoint(tiles: Iterable[_Sides]) -> list[list[_Sides]]:
-    """Groups in which both sides rise without overlap; each tile is in the first that it may follow."""
+    """Groups in which both sides rise without overlap; each tile is in the first that it may
+    follow.
+    """
     groups: list[list[_Sides]] = []
     ends: list[Span] = []  # of each group: where its queries and its keys stop
     for tile in tiles:
@@ -449,7 +513,9 @@ def _cut(tiles: Sequence[_Sides], left: int | None, right: int | None, row: int 
 
 
 def _gathered(sides: Sequence[tuple[Span, ...]]) -> tuple[tuple[Span, ...], list[Span]]:
-    """Spans that hold one side of rising tiles, and where the tiles lie when those lie one after the other."""
+    """Spans that hold one side of rising tiles, and where the tiles lie when those lie one after
+    the other.
+    """
     if any(len(side) > 1 for side in sides):  # just these
         spans = [span for side in sides for span in side]
         ends = itertools.accumulate((sum(map(length, side)) for side in sides), initial=0)

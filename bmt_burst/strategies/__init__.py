@@ -1,14 +1,15 @@
 """Strategies: who computes which tiles with what brought from where. One strategy a file or folder.
 
-ring         queries stay, keys and values come by; in the backward what is cheaper travels (BurstAttention)
+ring         queries stay, keys and values come by; in the backward what is cheaper travels
+             (BurstAttention)
 all-gather   the ring with all of a host's keys and values at once (arXiv 2407.21783)
 ulysses      every rank gets whole sequences of some heads (arXiv 2309.14509)
 usp          ulysses within hosts, the ring between them (arXiv 2405.07719)
 plain-ring   the ring without overlap, to be read before it; "auto" never takes it
 
-The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports by their contracts
-only; what they share is in `compute`. To add one: write `strategies/NAME.py` with a subclass of Strategy, list it in
-`_STRATEGIES`.
+The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports
+by their contracts only; what they share is in `compute`. To add one: write `strategies/NAME.py`
+with a subclass of Strategy, list it in `_STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ _STRATEGIES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and dtypes of q (B, S, H, D) and k, v (B, S, G, D); `partial` is the dtype of the kernel's gradients."""
+    """Sizes and dtypes of q (B, S, H, D) and k, v (B, S, G, D); `partial` is the dtype of the
+    kernel's gradients.
+    """
 
     batch: int
     heads: int
@@ -56,8 +59,10 @@ class Problem:
     inner, outer  ranks of a host, and hosts, as the rings are
     backward      "q", "kv" or "auto": what travels in a ring's backward
     send_out      where queries travel, let out itself do so instead of delta = rowsum(out * dout)
-    group_bytes   most bytes of a ring's travelling blocks that come in together, if a single one is not larger
-    scores        which row of a bias's table each pair adds to its scores, if any; the mask is theirs
+    group_bytes   most bytes of a ring's travelling blocks that come in together, if a single one is
+                  not larger
+    scores        which row of a bias's table each pair adds to its scores, if any; the mask is
+                  theirs
     biased_kernel for pairs that are in no area of one row, where there are scores
     """
 
@@ -76,10 +81,11 @@ class Problem:
 
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:
-        """The mask in parts, each with the row of the bias's table that its pairs have; None: each its own, or none.
+        """The mask in parts, each with the row of the bias's table that its pairs have; None: each
+        its own, or none.
 
-        The gradient of such a row is found for kv heads (see `compute`), so they are made use of where these are as
-        many as query heads.
+        The gradient of such a row is found for kv heads (see `compute`), so they are made use of
+        where these are as many as query heads.
         """
         if self.scores is None or self.sizes.heads != self.sizes.kv_heads:
             return (Term(None, self.mask),)
@@ -88,7 +94,9 @@ class Problem:
     @property
     def rows(self) -> tuple[int, ...]:
         """Rows of the table that parts of the mask have as a whole."""
-        return tuple(term.row for term in self.terms if term.row is not None and is_one_row(term.row))
+        return tuple(
+            term.row for term in self.terms if term.row is not None and is_one_row(term.row)
+        )
 
     @property
     def takes_delta(self) -> bool:
@@ -103,18 +111,22 @@ class Problem:
 
 
 class Plan(ABC):
-    """What one rank does in a call and its backward. Made from the problem alone, without a word with other ranks."""
+    """What one rank does in a call and its backward. Made from the problem alone, without a word
+    with other ranks.
+    """
 
     @abstractmethod
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        """Lets the transport prepare for what will land, whatever the mask; all ranks call it alike."""
+        """Lets the transport prepare for what will land, whatever the mask; all ranks call it
+        alike.
+        """
 
     @abstractmethod
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """This rank's out (B, S, H, D) in q's dtype, lse (B, H, S), fp32 (fp64 for fp64 inputs), and with the table of
-        a bias (R, H) in lse's dtype what the backward needs beside them.
+        """This rank's out (B, S, H, D) in q's dtype, lse (B, H, S), fp32 (fp64 for fp64 inputs),
+        and with the table of a bias (R, H) in lse's dtype what the backward needs beside them.
 
         Queries that see nothing yield 0 and -inf. Nothing is written to the inputs.
         """
@@ -132,7 +144,9 @@ class Plan(ABC):
         table: Tensor | None = None,
         row_lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dq, dk, dv of this rank's tokens, in the inputs' dtype, and this rank's share of the table's gradient."""
+        """dq, dk, dv of this rank's tokens, in the inputs' dtype, and this rank's share of the
+        table's gradient.
+        """
 
 
 class Strategy(ABC):
@@ -150,7 +164,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def plan(self, problem: Problem, rank: int) -> Plan:
-        """What `rank` does. Pure: it depends on nothing else, and costs a rank no more than its own part."""
+        """What `rank` does. Pure: it depends on nothing else, and costs a rank no more than its own
+        part.
+        """
 
 
 def names() -> list[str]:
@@ -167,7 +183,9 @@ def load(name: str) -> Strategy:
 
 
 def choose(name: str, problem: Problem) -> Strategy:
-    """The strategy asked for, or for "auto" the first that can. Raises ValueError with the reasons if none can."""
+    """The strategy asked for, or for "auto" the first that can. Raises ValueError with the reasons
+    if none can.
+    """
     refusals = []
     for candidate in names() if name == "auto" else [name]:
         strategy = load(candidate)

@@ -29,7 +29,9 @@ ALL = slice(None)  # all tokens, or all heads
 
 @dataclass(frozen=True)
 class Queries:
-    """The query side of a forward: q (B, S, H, D). `tokens` (4, S) are `Scores.tokens`, where there is a bias."""
+    """The query side of a forward: q (B, S, H, D). `tokens` (4, S) are `Scores.tokens`, where there
+    is a bias.
+    """
 
     q: Tensor
     tokens: Tensor | None = None
@@ -107,13 +109,19 @@ class Keys:
 
     def part(self, tokens: slice, heads: slice = ALL) -> Keys:
         """Return views of some tokens and heads."""
-        return Keys(self.k[:, tokens, heads], self.v[:, tokens, heads], _slice_tokens(self.tokens, tokens))
+        return Keys(
+            self.k[:, tokens, heads], self.v[:, tokens, heads], _slice_tokens(self.tokens, tokens)
+        )
 
     def at(self, spans: Sequence[Span]) -> Keys:
         """Return the tokens of rising spans, one after the other: a view if it is one span."""
         if len(spans) == 1:
             return self.part(slice(*spans[0]))
-        return Keys(_gather(self.k, spans, 1), _gather(self.v, spans, 1), _gather_optional(self.tokens, spans, 1))
+        return Keys(
+            _gather(self.k, spans, 1),
+            _gather(self.v, spans, 1),
+            _gather_optional(self.tokens, spans, 1),
+        )
 
 
 Side = Queries | QueryGradients | Keys
@@ -140,7 +148,8 @@ class Bias:
     pairs, distances  those of the Scores, on the device
     other             that of the Scores
     rows              the rows that whole calls have, in the order of row_lse
-    row_lse           (rows, B, H, S): for each row the logsumexp of a rank's queries over the pairs with it
+    row_lse           (rows, B, H, S): for each row the logsumexp of a rank's queries over the pairs
+                      with it
     prepared          what kernels keep for the table
     parts             parts for some heads, kept so that each is made once
     """
@@ -157,7 +166,9 @@ class Bias:
     parts: dict[tuple[int, int], Bias] = field(default_factory=dict)
 
     def of_heads(self, heads: slice) -> Bias:
-        """Return views for some heads: the same object each time, since kernels keep things for its table."""
+        """Return views for some heads: the same object each time, since kernels keep things for its
+        table.
+        """
         key = heads.start, heads.stop
         if key not in self.parts:
             table, row_lse = self.table[:, heads], self.row_lse[:, :, heads]
@@ -165,18 +176,37 @@ class Bias:
         return self.parts[key]
 
     def of_call(
-        self, query_tokens: Tensor | None, key_tokens: Tensor | None, cut: Cut, bound: Tensor | None = None
+        self,
+        query_tokens: Tensor | None,
+        key_tokens: Tensor | None,
+        cut: Cut,
+        bound: Tensor | None = None,
     ) -> CallBias:
         """Return what a kernel needs where pairs have rows of their own, or go by distance."""
         assert query_tokens is not None, "with a bias, sides have the numbers of their tokens"
         assert key_tokens is not None
         q_group, q_base, _, q_position = query_tokens
         group, _, segment, position = key_tokens
-        segments = None if cut.row == BY_DISTANCE else Segments(q_group, q_base, group, segment, self.pairs, self.other)
-        return CallBias(self.table, q_position, position, self.distances, segments, cut.apart, bound, self.prepared)
+        segments = (
+            None
+            if cut.row == BY_DISTANCE
+            else Segments(q_group, q_base, group, segment, self.pairs, self.other)
+        )
+        return CallBias(
+            self.table,
+            q_position,
+            position,
+            self.distances,
+            segments,
+            cut.apart,
+            bound,
+            self.prepared,
+        )
 
     def add_lse(self, row: int, spans: Sequence[Span], lse: Tensor) -> None:
-        """Add what the queries of rising spans see in a call whose pairs have this row: lse (B, H, T)."""
+        """Add what the queries of rising spans see in a call whose pairs have this row: lse (B, H,
+        T).
+        """
         for span, place in in_turn(spans):
             total = self.row_lse[self.rows.index(row), :, :, slice(*span)]
             torch.logaddexp(total, lse[:, :, slice(*place)], out=total)
@@ -194,11 +224,12 @@ class TableGradient:
         return TableGradient(self.bias.of_heads(heads), self.dtable[:, heads])
 
     def subtract_delta(self, queries: QueryGradients) -> None:
-        """Subtract sum P delta from the gradients of rows that whole calls have, for all queries of this rank.
+        """Subtract sum P delta from the gradients of rows that whole calls have, for all queries of
+        this rank.
 
-        The gradient of such a row is sum dS = sum P dP - sum P delta over its pairs, with P = exp(scores - lse). The
-        second term follows from the row's logsumexp. The first is in each call's gradient of v:
-        dv_j = sum_i P_ij dout_i, so v_j . dv_j = sum_i P_ij dP_ij.
+        The gradient of such a row is sum dS = sum P dP - sum P delta over its pairs, with P =
+        exp(scores - lse). The second term follows from the row's logsumexp. The first is in each
+        call's gradient of v: dv_j = sum_i P_ij dout_i, so v_j . dv_j = sum_i P_ij dP_ij.
         """
         if not self.bias.rows:
             return
@@ -218,12 +249,16 @@ class Attention:
 
     @staticmethod
     def begin(problem: Problem, q: Tensor, table: Tensor | None) -> Attention:
-        """Return the attention of a call with queries q (B, S, H, D) and the table of its bias, if any."""
+        """Return the attention of a call with queries q (B, S, H, D) and the table of its bias, if
+        any.
+        """
         if table is None:
             return Attention(problem.kernel, problem.spec)
         batch, tokens, heads, _ = q.shape
         row_lse = table.new_full((len(problem.rows), batch, heads, tokens), -torch.inf)
-        return Attention(problem.kernel, problem.spec, _make_bias(problem, q.device, table, row_lse))
+        return Attention(
+            problem.kernel, problem.spec, _make_bias(problem, q.device, table, row_lse)
+        )
 
     @property
     def row_lse(self) -> Tensor | None:
@@ -233,7 +268,9 @@ class Attention:
     @property
     def writes_new_memory(self) -> bool:
         """Whether all its kernels do."""
-        return self.kernel.writes_new_memory and (self.bias is None or self.bias.kernel.writes_new_memory)
+        return self.kernel.writes_new_memory and (
+            self.bias is None or self.bias.kernel.writes_new_memory
+        )
 
     def of_heads(self, heads: slice) -> Attention:
         return self if self.bias is None else replace(self, bias=self.bias.of_heads(heads))
@@ -264,7 +301,9 @@ class AttentionGradient:
     def begin(
         problem: Problem, queries: QueryGradients, table: Tensor | None, row_lse: Tensor | None
     ) -> AttentionGradient:
-        """Return the backward of a call with these queries; `row_lse` is what its forward made of the table."""
+        """Return the backward of a call with these queries; `row_lse` is what its forward made of
+        the table.
+        """
         if table is None:
             return AttentionGradient(problem.kernel, problem.spec)
         assert row_lse is not None, "the forward of a bias makes row_lse"
@@ -283,14 +322,25 @@ class AttentionGradient:
     def backward(
         self, queries: QueryGradients, keys: Keys, cut: Cut, bound: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv of one cut. `bound` is `dscores_bound` of at least its queries and keys, or None."""
+        """Return dq, dk and dv of one cut. `bound` is `dscores_bound` of at least its queries and
+        keys, or None.
+        """
         table, call, row = self.table, cut.call, cut.row
-        q, dout, k, v, out, delta = queries.q, queries.dout, keys.k, keys.v, queries.out, queries.delta
+        q, dout, k, v, out, delta = (
+            queries.q,
+            queries.dout,
+            keys.k,
+            keys.v,
+            queries.out,
+            queries.delta,
+        )
         lse = queries.lse
         if table and not is_one_row(row):
             bias = table.bias
             added = bias.of_call(queries.tokens, keys.tokens, cut, bound)
-            dq, dk, dv, dtable = bias.kernel.backward(dout, q, k, v, out, lse, delta, call, bias.spec, added)
+            dq, dk, dv, dtable = bias.kernel.backward(
+                dout, q, k, v, out, lse, delta, call, bias.spec, added
+            )
             table.dtable.add_(dtable)
             return dq, dk, dv
         if table and row is not None:
@@ -311,7 +361,9 @@ def _make_bias(problem: Problem, device: torch.device, table: Tensor, row_lse: T
 
 
 @functools.lru_cache(maxsize=8)
-def _lookups(scores: Scores, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[Tensor, Tensor]:
+def _lookups(
+    scores: Scores, device: torch.device, stream: torch.cuda.Stream | None
+) -> tuple[Tensor, Tensor]:
     """Return pairs and distances on a device."""
     return sent(scores.pairs, device), sent(scores.distances, device)
 
@@ -323,8 +375,12 @@ def _sum_products(x: Tensor, y: Tensor) -> Tensor:
     return (x.to(wide) * y.to(wide)).sum((0, 1, 3))
 
 
-def outputs(attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys) -> Iterator[OutputPart]:
-    """Yield the rows of each cut, and partial out (B, T, H, D) and lse (B, H, T) of those, as they are computed."""
+def outputs(
+    attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys
+) -> Iterator[OutputPart]:
+    """Yield the rows of each cut, and partial out (B, T, H, D) and lse (B, H, T) of those, as they
+    are computed.
+    """
     for cut in cuts:
         out, lse = attention.forward(queries.at(cut.rows), keys.at(cut.columns), cut)
         if attention.bias and cut.row is not None and is_one_row(cut.row):
@@ -335,7 +391,9 @@ def outputs(attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: K
 def gradients(
     attention: AttentionGradient, cuts: Sequence[Cut], queries: QueryGradients, keys: Keys
 ) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
-    """Yield rows and columns of each cut, and partial dq of those and dk, dv of these, as they are computed."""
+    """Yield rows and columns of each cut, and partial dq of those and dk, dv of these, as they are
+    computed.
+    """
     bound = _find_bound(cuts, queries, keys) if attention.table else None
     for cut in cuts:
         rows, columns = cut.rows, cut.columns
@@ -343,7 +401,9 @@ def gradients(
 
 
 def _find_bound(cuts: Sequence[Cut], queries: QueryGradients, keys: Keys) -> Tensor | None:
-    """Return `dscores_bound` of all cuts whose pairs have rows of their own, from their tokens alone."""
+    """Return `dscores_bound` of all cuts whose pairs have rows of their own, from their tokens
+    alone.
+    """
     biased = [cut for cut in cuts if not is_one_row(cut.row)]
     if queries.delta is None or not biased:
         return None

@@ -1,15 +1,16 @@
 """Ring attention as one reads it first: no overlap, no passes, no choice of what travels.
 
-Each rank keeps its queries. In `size` hops every block of keys and values visits every rank: a rank computes with the
-block that it holds and sends it to the next rank. In the backward the gradients of a block travel with it, so that
-after `size` hops they are complete and at home.
+Each rank keeps its queries. In `size` hops every block of keys and values visits every rank: a rank
+computes with the block that it holds and sends it to the next rank. In the backward the gradients
+of a block travel with it, so that after `size` hops they are complete and at home.
 
             hop 0        hop 1        hop 2
     rank 0  q0 x kv0     q0 x kv2     q0 x kv1
     rank 1  q1 x kv1     q1 x kv0     q1 x kv2
     rank 2  q2 x kv2     q2 x kv1     q2 x kv0
 
-`strategies/ring` computes the same and hides the sends behind the kernels. "auto" never takes this one.
+`strategies/ring` computes the same and hides the sends behind the kernels. "auto" never takes this
+one.
 
 Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size.
 """
@@ -87,11 +88,17 @@ class PlainRingPlan(Plan):
         attention = AttentionGradient.begin(self.problem, queries, table, row_lse)
         wide = accumulator_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
-        block = [k.contiguous(), v.contiguous(), *(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))]
+        block = [
+            k.contiguous(),
+            v.contiguous(),
+            *(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)),
+        ]
         for hop in range(self.size):
             keys, (dk, dv) = Keys(*block[:2]), block[2:]
             for rows, columns, parts in gradients(attention, self._cuts(hop), queries, keys):
-                for total, spans, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
+                for total, spans, part in zip(
+                    (dq, dk, dv), (rows, columns, columns), parts, strict=True
+                ):
                     _add(total, spans, part)
             block = self._pass_on(rings, block, hop)
         return dq.to(q.dtype), block[2].to(k.dtype), block[3].to(v.dtype), None
@@ -115,7 +122,9 @@ class PlainRingPlan(Plan):
         return kernel_calls(self._tiling.tiles(self.rank, pieces, [piece.span for piece in pieces]))
 
     def _pass_on(self, rings: Rings, block: Sequence[Tensor], hop: int) -> list[Tensor]:
-        """Send a block to the next rank, and return the one that the rank before sends: each (B, S, G, D)."""
+        """Send a block to the next rank, and return the one that the rank before sends: each (B, S,
+        G, D).
+        """
         if self.size == 1:
             return list(block)
         tokens = self.problem.layout.length(self._owner(hop + 1))

@@ -1,17 +1,21 @@
-"""Ulysses: every rank computes some heads of the tokens of all ranks (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""Ulysses: every rank computes some heads of the tokens of all ranks (DeepSpeed-Ulysses, arXiv
+2309.14509).
 
-    forward     q, k, v go to the ranks of their heads; out and lse come back to the ranks of their tokens
+    forward     q, k, v go to the ranks of their heads; out and lse come back to the ranks of their
+                tokens
     backward    q, dout, lse, delta (or out), k, v go there; dq, dk, dv come back
 
-Rank r of n computes query heads H r // n to H (r + 1) // n - 1; with fewer heads than ranks that may be none. A kv head
-goes to every rank with a query head of it, and its gradients, one from each of these, add up at home. `print(plan)`
-shows who gets what.
+Rank r of n computes query heads H r // n to H (r + 1) // n - 1; with fewer heads than ranks that
+may be none. A kv head goes to every rank with a query head of it, and its gradients, one from each
+of these, add up at home. `print(plan)` shows who gets what.
 
-"usp" is Ulysses around the ring (USP, arXiv 2405.07719): the ranks of each host share heads so, and then each has some
-heads of its host's tokens, whose attention to those of other hosts is a ring of the ranks at the same place. With one
-host that ring is a single rank, which computes the whole mask: this is "ulysses".
+"usp" is Ulysses around the ring (USP, arXiv 2405.07719): the ranks of each host share heads so, and
+then each has some heads of its host's tokens, whose attention to those of other hosts is a ring of
+the ranks at the same place. With one host that ring is a single rank, which computes the whole
+mask: this is "ulysses".
 
-Letters: B batch, S tokens of a rank, N of its host, H query heads, G kv heads, h and g those of a rank, D head size.
+Letters: B batch, S tokens of a rank, N of its host, H query heads, G kv heads, h and g those of a
+rank, D head size.
 """
 
 from __future__ import annotations
@@ -68,7 +72,9 @@ class USP(Ulysses):
 
 
 class HostLayout(Layout):
-    """How tokens lie on hosts, if they lie on ranks as in `layout`, of which `inner` are a host: in rising order."""
+    """How tokens lie on hosts, if they lie on ranks as in `layout`, of which `inner` are a host: in
+    rising order.
+    """
 
     name = "of hosts"
 
@@ -96,7 +102,11 @@ class HostLayout(Layout):
     def places(self, rank: int) -> Tensor:
         """Where the tokens of a rank lie among those of its host: (S,) int64."""
         positions = self.layout.positions(rank)
-        return positions if self.size == 1 else torch.searchsorted(self.positions(rank // self.inner), positions)
+        return (
+            positions
+            if self.size == 1
+            else torch.searchsorted(self.positions(rank // self.inner), positions)
+        )
 
 
 class Heads(NamedTuple):
@@ -113,12 +123,21 @@ class Heads(NamedTuple):
     def chunks(self, ratio: int) -> list[tuple[slice, slice]]:
         """The query heads in chunks with their kv heads, both counted from the rank's first ones.
 
-        Up to three, as kernels take no others: a part of one kv head's `ratio` query heads, all of some, a part again.
+        Up to three, as kernels take no others: a part of one kv head's `ratio` query heads, all of
+            some, a part again.
         """
         start, stop = self.q
-        ends = {start, min(-(-start // ratio) * ratio, stop), max(stop // ratio * ratio, start), stop}
+        ends = {
+            start,
+            min(-(-start // ratio) * ratio, stop),
+            max(stop // ratio * ratio, start),
+            stop,
+        }
         chunks = [((a, b), _kv_heads(a, b, ratio)) for a, b in itertools.pairwise(sorted(ends))]
-        return [(slice(a - start, b - start), slice(c - self.kv[0], d - self.kv[0])) for (a, b), (c, d) in chunks]
+        return [
+            (slice(a - start, b - start), slice(c - self.kv[0], d - self.kv[0]))
+            for (a, b), (c, d) in chunks
+        ]
 
 
 def _kv_heads(start: int, stop: int, ratio: int) -> Span:
@@ -126,7 +145,9 @@ def _kv_heads(start: int, stop: int, ratio: int) -> Span:
 
 
 class Row(NamedTuple):
-    """What a tensor (B, S, heads, *shape) of `dtype` has of a token; its heads are number `kind` of `Heads`."""
+    """What a tensor (B, S, heads, *shape) of `dtype` has of a token; its heads are number `kind` of
+    `Heads`.
+    """
 
     kind: int
     shape: tuple[int, ...]
@@ -137,7 +158,8 @@ class Row(NamedTuple):
 class Move:
     """Tensors that every rank sends to every other one: some tokens and some heads of them.
 
-    lane      "visit": from the rank of the tokens to that of the heads; "return": the other way round
+    lane      "visit": from the rank of the tokens to that of the heads; "return": the other way
+              round
     packings  how they lie in memory, by the rank of the heads
     tokens    how many there are, by the rank of the tokens
     """
@@ -158,11 +180,22 @@ class Move:
         return sum(nbytes for *_, nbytes in self._messages(leaving=True))
 
     @contextmanager
-    def moved(self, transport: Transport, own: Sequence[Sequence[Tensor]]) -> Iterator[list[Sequence[Tensor]]]:
-        """Sends tensors own[r] to each rank r; yields those from each, own[rank] among them, good in the context."""
-        parcels = [Parcel(own[to][i][row].contiguous(), to, at) for to, i, row, at, _ in self._messages(leaving=True)]
-        arrivals = [Arrival(peer, at, nbytes) for peer, _, _, at, nbytes in self._messages(leaving=False)]
-        delivery = transport.deliver(self.lane, self.nbytes, parcels, arrivals, own[self.rank][0].device)
+    def moved(
+        self, transport: Transport, own: Sequence[Sequence[Tensor]]
+    ) -> Iterator[list[Sequence[Tensor]]]:
+        """Sends tensors own[r] to each rank r; yields those from each, own[rank] among them, good
+        in the context.
+        """
+        parcels = [
+            Parcel(own[to][i][row].contiguous(), to, at)
+            for to, i, row, at, _ in self._messages(leaving=True)
+        ]
+        arrivals = [
+            Arrival(peer, at, nbytes) for peer, _, _, at, nbytes in self._messages(leaving=False)
+        ]
+        delivery = transport.deliver(
+            self.lane, self.nbytes, parcels, arrivals, own[self.rank][0].device
+        )
         try:
             delivery.wait()
             parts = list(own)
@@ -182,9 +215,13 @@ class Move:
         return [peer for peer in range(len(self.tokens)) if peer != self.rank]
 
     def _messages(self, leaving: bool) -> Iterator[tuple[int, int, int, int, int]]:
-        """(peer, tensor, batch row, byte offset, bytes) of what this rank sends or receives; no empty ones."""
+        """(peer, tensor, batch row, byte offset, bytes) of what this rank sends or receives; no
+        empty ones.
+        """
         for peer in self._others:
-            packing, tokens, start = self._place(self.rank, peer) if leaving else self._place(peer, self.rank)
+            packing, tokens, start = (
+                self._place(self.rank, peer) if leaving else self._place(peer, self.rank)
+            )
             for index, row, offset, nbytes in packing.messages(tokens, (0, tokens)):
                 if nbytes:
                     yield peer, index, row, start + offset, nbytes
@@ -192,11 +229,17 @@ class Move:
     def _place(self, source: int, target: int) -> tuple[Packing, int, int]:
         """How a rank's tensors lie at another one, of how many tokens, and from which byte on."""
         heads, tokens = (target, source) if self.lane == "visit" else (source, target)
-        return self.packings[heads], self.tokens[tokens], ((target - source) % len(self.tokens) - 1) * self._berth
+        return (
+            self.packings[heads],
+            self.tokens[tokens],
+            ((target - source) % len(self.tokens) - 1) * self._berth,
+        )
 
 
 class Chunk(NamedTuple):
-    """Some of a rank's query heads and their kv heads, counted from its first ones, and the ring that computes them."""
+    """Some of a rank's query heads and their kv heads, counted from its first ones, and the ring
+    that computes them.
+    """
 
     q: slice
     kv: slice
@@ -225,20 +268,35 @@ class UlyssesPlan(Plan):
 
     def _ring(self, at: slice, kv_at: slice) -> RingPlan:
         """The ring between hosts, of some heads."""
-        sizes = replace(self.problem.sizes, heads=at.stop - at.start, kv_heads=kv_at.stop - kv_at.start)
-        ring = replace(self.problem, layout=self.hosts, inner=self.problem.outer, outer=1, sizes=sizes)
+        sizes = replace(
+            self.problem.sizes, heads=at.stop - at.start, kv_heads=kv_at.stop - kv_at.start
+        )
+        ring = replace(
+            self.problem, layout=self.hosts, inner=self.problem.outer, outer=1, sizes=sizes
+        )
         return RingPlan(ring, self.host)
 
     def _move(self, lane: str, *rows: Row) -> Move:
-        shapes = [tuple(((length(heads[r.kind]), *r.shape), r.dtype) for r in rows) for heads in self.heads]
+        shapes = [
+            tuple(((length(heads[r.kind]), *r.shape), r.dtype) for r in rows)
+            for heads in self.heads
+        ]
         packings = [Packing(self.problem.sizes.batch, theirs) for theirs in shapes]
-        return Move(self.place, lane, rows, packings, [self.problem.layout.length(rank) for rank in self.ranks])
+        return Move(
+            self.place,
+            lane,
+            rows,
+            packings,
+            [self.problem.layout.length(rank) for rank in self.ranks],
+        )
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         there = [self.inputs] + [self.backward_inputs] * with_backward
         back = [self.results] + [self.backward_results] * with_backward
         lanes = {"visit": there, "return": back}
-        rings.reserve({lane: max(move.nbytes for move in moves) for lane, moves in lanes.items()}, device)
+        rings.reserve(
+            {lane: max(move.nbytes for move in moves) for lane, moves in lanes.items()}, device
+        )
         for chunk in self.chunks:
             chunk.ring.reserve(_between_hosts(rings), device, with_backward)
 
@@ -251,15 +309,23 @@ class UlyssesPlan(Plan):
         row_lses: list[Tensor] = []
         for at, kv_at, ring in self.chunks:
             inputs = q[:, :, at], k[:, :, kv_at], v[:, :, kv_at]
-            out, lse, row_lse = ring.forward(_between_hosts(rings), *inputs, self._own_heads(table, at))
+            out, lse, row_lse = ring.forward(
+                _between_hosts(rings), *inputs, self._own_heads(table, at)
+            )
             outs.append(out)
             lses.append(lse.transpose(1, 2))
             if row_lse is not None:
                 row_lses.append(row_lse)
         no_lse = q[:, :, :0, 0].to(accumulator_dtype(q.dtype))
-        with self._to_tokens(rings, self.results, [_joined(outs, q), _joined(lses, no_lse)]) as parts:
+        with self._to_tokens(
+            rings, self.results, [_joined(outs, q), _joined(lses, no_lse)]
+        ) as parts:
             out, lse = (torch.cat(same, 2) for same in zip(*parts, strict=True))
-        flat = None if table is None else torch.cat([table.new_empty(0), *(x.flatten() for x in row_lses)])
+        flat = (
+            None
+            if table is None
+            else torch.cat([table.new_empty(0), *(x.flatten() for x in row_lses)])
+        )
         return out, lse.transpose(1, 2).contiguous(), flat
 
     def backward(
@@ -282,12 +348,16 @@ class UlyssesPlan(Plan):
         dtable = None if table is None else torch.zeros_like(table)
         for (at, kv_at, ring), of_chunk in zip(self.chunks, self._row_lse(row_lse, q), strict=True):
             sides = queries.part(ALL, at), Keys(all_k[:, :, kv_at], all_v[:, :, kv_at])
-            *found, share = ring.differentiate(_between_hosts(rings), *sides, self._own_heads(table, at), of_chunk)
+            *found, share = ring.differentiate(
+                _between_hosts(rings), *sides, self._own_heads(table, at), of_chunk
+            )
             grads.append(tuple(x for x in found if x is not None))
             own = self._own_heads(dtable, at)
             if own is not None and share is not None:
                 own.copy_(share)
-        results = [_joined([found[i] for found in grads], x) for i, x in enumerate((q, all_k, all_v))]
+        results = [
+            _joined([found[i] for found in grads], x) for i, x in enumerate((q, all_k, all_v))
+        ]
         with self._to_tokens(rings, self.backward_results, results) as parts:
             dq, dk, dv = zip(*parts, strict=True)
             return torch.cat(dq, 2), self._sum(dk, k), self._sum(dv, v), dtable
@@ -299,7 +369,11 @@ class UlyssesPlan(Plan):
             f"rank {self.ranks[self.place]} of {layout.size}: {of_host} tokens, {len(self.chunks)} chunks of heads"
         ]
         for rank, (q, kv) in zip(self.ranks, self.heads, strict=True):
-            some = f"query heads {q[0]} to {q[1] - 1}, kv heads {kv[0]} to {kv[1] - 1}" if length(q) else "no heads"
+            some = (
+                f"query heads {q[0]} to {q[1] - 1}, kv heads {kv[0]} to {kv[1] - 1}"
+                if length(q)
+                else "no heads"
+            )
             lines.append(f"  rank {rank} computes {some}")
         moves = {
             "inputs": self.inputs,
@@ -328,9 +402,15 @@ class UlyssesPlan(Plan):
         """What the rings' forwards left for their backwards."""
         if flat is None:
             return [None] * len(self.chunks)
-        shapes = [(len(c.ring.problem.rows), len(q), c.ring.problem.sizes.heads, q.shape[1]) for c in self.chunks]
+        shapes = [
+            (len(c.ring.problem.rows), len(q), c.ring.problem.sizes.heads, q.shape[1])
+            for c in self.chunks
+        ]
         return [
-            x.view(shape) for x, shape in zip(torch.split(flat, [math.prod(s) for s in shapes]), shapes, strict=True)
+            x.view(shape)
+            for x, shape in zip(
+                torch.split(flat, [math.prod(s) for s in shapes]), shapes, strict=True
+            )
         ]
 
     def _sum(self, shares: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -347,7 +427,9 @@ class UlyssesPlan(Plan):
         return grad
 
     def _to_heads(self, rings: Rings, move: Move, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of tensors (B, S, H or G, ...) of a host's ranks the heads of this one: (B, N, h or g, ...)."""
+        """Of tensors (B, S, H or G, ...) of a host's ranks the heads of this one: (B, N, h or g,
+        ...).
+        """
         device = tensors[0].device
         own = [
             [x[:, :, slice(*heads[row.kind])] for x, row in zip(tensors, move.rows, strict=True)]
@@ -363,13 +445,17 @@ class UlyssesPlan(Plan):
     def _to_tokens(
         self, rings: Rings, move: Move, tensors: Sequence[Tensor]
     ) -> AbstractContextManager[list[Sequence[Tensor]]]:
-        """Of tensors (B, N, h or g, ...) of each rank the tokens of this one: (B, S, h or g, ...), as `Move.moved`."""
+        """Of tensors (B, N, h or g, ...) of each rank the tokens of this one: (B, S, h or g, ...),
+        as `Move.moved`.
+        """
         places = self._places(tensors[0].device)
         return move.moved(rings.inner, [[x.index_select(1, at) for x in tensors] for at in places])
 
     def _places(self, device: torch.device) -> tuple[Tensor, ...]:
         """Where the tokens of each of the host's ranks lie among all of them, (S,) int64."""
-        return _places(self.problem.layout, self.problem.inner, self.host, device, current_stream(device))
+        return _places(
+            self.problem.layout, self.problem.inner, self.host, device, current_stream(device)
+        )
 
 
 def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -386,7 +472,9 @@ def _between_hosts(rings: Rings) -> Rings:
 def _places(
     layout: Layout, inner: int, host: int, device: torch.device, stream: torch.cuda.Stream | None
 ) -> tuple[Tensor, ...]:
-    """Where the tokens of a host's ranks lie among these, (S,) int64, for work on `stream`. The host does not wait."""
+    """Where the tokens of a host's ranks lie among these, (S,) int64, for work on `stream`. The
+    host does not wait.
+    """
     hosts = HostLayout(layout, inner)
     parts = [hosts.places(rank) for rank in range(host * inner, (host + 1) * inner)]
     return tuple(torch.split(sent(torch.cat(parts), device), [len(part) for part in parts]))

@@ -2,7 +2,8 @@
 
 torch_dist    torch.distributed process groups: gloo on CPU, NCCL on GPU
 bmtrain       BMTrain's NCCL communicators
-processes     what these two share: on one host messages through memory (host_memory), deliveries by copy_engine
+processes     what these two share: on one host messages through memory (host_memory), deliveries by
+              copy_engine
 simulator     ranks as threads of one process, for tests
 Alone (here)  a ring of one rank, which never communicates
 """
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 
 Messages = list[tuple[Tensor, int]]  # tensors and the ranks that they go to or come from
-# Seconds after which a rank that takes no part is an error, unless its group's own timeout is longer. May be set before
-# the first call.
+# Seconds after which a rank that takes no part is an error, unless its group's own timeout is
+# longer. May be set before the first call.
 AGREEMENT_TIMEOUT = 120.0
 MESSAGE_BYTES = 4096  # the longest message that `gather` carries
-LANES = {"visit": 2, "return": 1}  # kinds of deliveries, and how many of a kind may land before the first is released
+# kinds of deliveries, and how many of a kind may land before the first is released
+LANES = {"visit": 2, "return": 1}
 
 
 class Ticket(Protocol):
@@ -34,12 +36,15 @@ class Ticket(Protocol):
     def wait(self) -> None:
         """Returns when the received bytes may be read and the sent ones overwritten.
 
-        On CUDA both hold for work enqueued on the current stream from now on; the host does not wait.
+        On CUDA both hold for work enqueued on the current stream from now on; the host does not
+        wait.
         """
 
 
 class Parcel(NamedTuple):
-    """A contiguous tensor for a rank, and where it lands: bytes from the start of what that rank receives into."""
+    """A contiguous tensor for a rank, and where it lands: bytes from the start of what that rank
+    receives into.
+    """
 
     tensor: Tensor
     peer: int
@@ -58,7 +63,8 @@ class Arrival(NamedTuple):
 class Delivery:
     """What an exchange of parcels brings: lands in `memory` (bytes, uint8).
 
-    recycled  whether memory will be written to again once it is released; else it lasts while it is referred to
+    recycled  whether memory will be written to again once it is released; else it lasts while it is
+              referred to
     """
 
     memory: Tensor
@@ -74,9 +80,11 @@ class Delivery:
 
 
 class Transport(ABC):
-    """The ranks of one ring, 0 to size - 1, this one being `rank`. Tensors on `device_types` can be exchanged.
+    """The ranks of one ring, 0 to size - 1, this one being `rank`. Tensors on `device_types` can be
+    exchanged.
 
-    All ranks must call its methods in the same order; messages between a pair of ranks arrive in it.
+    All ranks must call its methods in the same order; messages between a pair of ranks arrive in
+    it.
     """
 
     rank: int
@@ -99,48 +107,65 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
-        """Starts sending each tensor of `sends` to its rank and filling each of `recvs` from its rank, all at once.
+        """Starts sending each tensor of `sends` to its rank and filling each of `recvs` from its
+        rank, all at once.
 
-        Tensors are contiguous; both ends of a message have the same number of bytes. None may be touched before the
-        ticket was waited for. Returns without waiting.
+        Tensors are contiguous; both ends of a message have the same number of bytes. None may be
+        touched before the ticket was waited for. Returns without waiting.
         """
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:  # noqa: B027 - nothing to do here
-        """Prepares for deliveries of up to so many bytes a lane. All ranks call it alike, between deliveries.
+        """Prepares for deliveries of up to so many bytes a lane. All ranks call it alike, between
+        deliveries.
 
         What was prepared before stays so.
         """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 - nothing to do here
-        """Prepares for exchanges of tensors on `device` in which not all ranks have a part. All ranks call it alike."""
+        """Prepares for exchanges of tensors on `device` in which not all ranks have a part. All
+        ranks call it alike.
+        """
 
     def deliver(
-        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
+        self,
+        lane: str,
+        nbytes: int,
+        sends: Sequence[Parcel],
+        arrivals: Sequence[Arrival],
+        device: torch.device,
     ) -> Delivery:
-        """Starts an exchange whose messages land in `nbytes` of memory on `device`, and returns without waiting.
+        """Starts an exchange whose messages land in `nbytes` of memory on `device`, and returns
+        without waiting.
 
-        Parcels and arrivals of a pair of ranks are in one order. On a lane (one of LANES) deliveries are released in
-        the order they began, and no more than the lane's number are unreleased at a time.
+        Parcels and arrivals of a pair of ranks are in one order. On a lane (one of LANES)
+        deliveries are released in the order they began, and no more than the lane's number are
+        unreleased at a time.
         """
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         recvs = [(memory[a.offset : a.offset + a.nbytes], a.peer) for a in arrivals]
         ticket = self.exchange([(as_bytes(p.tensor), p.peer) for p in sends], recvs)
         return Delivery(memory, ticket)
 
-    def all_gather(self, tensors: list[Tensor], shapes: Sequence[Sequence[torch.Size]]) -> list[list[Tensor]]:
-        """The contiguous tensors of all ranks, of one dtype, in rank order; `shapes` are those of all ranks."""
+    def all_gather(
+        self, tensors: list[Tensor], shapes: Sequence[Sequence[torch.Size]]
+    ) -> list[list[Tensor]]:
+        """The contiguous tensors of all ranks, of one dtype, in rank order; `shapes` are those of
+        all ranks.
+        """
         everyone = [[tensors[0].new_empty(shape) for shape in theirs] for theirs in shapes]
         everyone[self.rank] = tensors
         others = [peer for peer in range(self.size) if peer != self.rank]
         sends = [(tensor, peer) for peer in others for tensor in tensors]
-        self.exchange(sends, [(tensor, peer) for peer in others for tensor in everyone[peer]]).wait()
+        self.exchange(
+            sends, [(tensor, peer) for peer in others for tensor in everyone[peer]]
+        ).wait()
         return everyone
 
     def gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks (at most MESSAGE_BYTES), in rank order.
 
-        The host waits for them, no GPU stream does. Raises ValueError for a longer message, TimeoutError if a rank
-        does not call.
+        The host waits for them, no GPU stream does. Raises ValueError for a longer message,
+        TimeoutError if a rank does not call.
         """
         if len(message) > MESSAGE_BYTES:
             raise ValueError(f"a message has {len(message)} bytes, more than {MESSAGE_BYTES}")
@@ -149,8 +174,9 @@ class Transport(ABC):
     def give_up(self, words: bytes) -> str:
         """Says, with `words` of text, that this rank breaks off what all ranks had begun together.
 
-        Ranks that wait for this one fail. Unless all ranks give up, the ring is of no use any more: later messages on
-        it fail too. Returns which rank was the reason and why, where that is known to be another one.
+        Ranks that wait for this one fail. Unless all ranks give up, the ring is of no use any more:
+        later messages on it fail too. Returns which rank was the reason and why, where that is
+        known to be another one.
         """
         return ""
 
@@ -159,17 +185,27 @@ class Transport(ABC):
         return ""
 
     def leave(self, words: bytes) -> None:  # noqa: B027 - as give_up
-        """As `give_up`, without waiting for whether others do too: the ring is of no use from now on."""
+        """As `give_up`, without waiting for whether others do too: the ring is of no use from now
+        on.
+        """
 
     def enqueued(self, doing: str) -> None:  # noqa: B027 - nothing to watch here
-        """Says that this rank has enqueued all of what it was `doing` with the others on its device."""
+        """Says that this rank has enqueued all of what it was `doing` with the others on its
+        device.
+        """
 
     def _gather(self, message: bytes) -> list[bytes]:
         """As `gather`; here for transports that exchange CPU tensors."""
         head = len(message).to_bytes(4, "little")
-        mine = torch.frombuffer(bytearray((head + message).ljust(MESSAGE_BYTES + len(head), b"\0")), dtype=torch.uint8)
-        replies = [bytes(reply.tolist()) for [reply] in self.all_gather([mine], [[mine.shape]] * self.size)]
-        return [reply[len(head) :][: int.from_bytes(reply[: len(head)], "little")] for reply in replies]
+        mine = torch.frombuffer(
+            bytearray((head + message).ljust(MESSAGE_BYTES + len(head), b"\0")), dtype=torch.uint8
+        )
+        replies = [
+            bytes(reply.tolist()) for [reply] in self.all_gather([mine], [[mine.shape]] * self.size)
+        ]
+        return [
+            reply[len(head) :][: int.from_bytes(reply[: len(head)], "little")] for reply in replies
+        ]
 
 
 def late(peers: Sequence[int], seconds: float) -> TimeoutError:
@@ -183,7 +219,9 @@ def ranks(peers: Sequence[int]) -> str:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor's memory as (bytes,) uint8. A view would mind the strides of dimensions of one entry."""
+    """A contiguous tensor's memory as (bytes,) uint8. A view would mind the strides of dimensions
+    of one entry.
+    """
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 

@@ -1,7 +1,8 @@
 """Transport over NCCL communicators of BMTrain, beside its own all-gathers and reduce-scatters.
 
-Exchanges run on a stream of high priority that the current stream is waited for by and waits for. The ranks of a group
-agree over the store that torch.distributed's launchers provide; no process group of torch.distributed is made.
+Exchanges run on a stream of high priority that the current stream is waited for by and waits for.
+The ranks of a group agree over the store that torch.distributed's launchers provide; no process
+group of torch.distributed is made.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from .processes import ProcessTransport
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A contiguous tensor's own bytes, as BMTrain's nccl functions want them: they would send a whole storage."""
+    """A contiguous tensor's own bytes, as BMTrain's nccl functions want them: they would send a
+    whole storage.
+    """
 
     tensor: Tensor
     dtype: torch.dtype = torch.uint8
@@ -89,8 +92,11 @@ class BMTrainTransport(ProcessTransport):
             raise late([peer], store().timeout.total_seconds()) from error
 
     def symmetric_group(self) -> str:
-        if self.group is None:  # a group without any backend, by whose store the ranks find each other's memory
-            self.group = dist.ProcessGroup(dist.PrefixStore(self.name, store()), self.rank, self.size)
+        # a group without any backend, by whose store the ranks find each other's memory
+        if self.group is None:
+            self.group = dist.ProcessGroup(
+                dist.PrefixStore(self.name, store()), self.rank, self.size
+            )
             torch._C._distributed_c10d._register_process_group(self.name, self.group)
         return self.name
 
@@ -98,7 +104,9 @@ class BMTrainTransport(ProcessTransport):
         """Connects to every rank now, which the first exchange would wait for."""
         peers = [peer for peer in range(self.size) if peer != self.rank]
         mine, theirs = (torch.zeros(self.size, dtype=torch.uint8, device="cuda") for _ in range(2))
-        self.exchange([(mine[p : p + 1], p) for p in peers], [(theirs[p : p + 1], p) for p in peers]).wait()
+        self.exchange(
+            [(mine[p : p + 1], p) for p in peers], [(theirs[p : p + 1], p) for p in peers]
+        ).wait()
         torch.cuda.synchronize()
 
     def _draw_name(self) -> str:
@@ -119,7 +127,9 @@ def bmtrain_transport(comm) -> BMTrainTransport:
 
 
 def new_communicator(name: str, rank: int, size: int):
-    """A communicator of `size` ranks, this one being `rank`, which find each other in the store by `name`."""
+    """A communicator of `size` ranks, this one being `rank`, which find each other in the store by
+    `name`.
+    """
     from bmtrain import nccl
 
     if rank == 0:
@@ -135,7 +145,9 @@ def initialized_bmtrain():
 
 @functools.cache
 def store() -> dist.Store:
-    """The store of the launcher that MASTER_ADDR and MASTER_PORT name, or one that rank 0 keeps there."""
+    """The store of the launcher that MASTER_ADDR and MASTER_PORT name, or one that rank 0 keeps
+    there.
+    """
     from bmtrain import config
 
     found, _, _ = next(dist.rendezvous("env://", config["rank"], config["world_size"]))

@@ -1,17 +1,22 @@
-"""Deliveries by the GPUs' copy engines, between the ranks of one host: bytes move while every SM computes.
+"""Deliveries by the GPUs' copy engines, between the ranks of one host: bytes move while every SM
+computes.
 
-Each rank has an arena that its peers can write to (torch's symmetric memory). For each lane it holds slots, which
-deliveries take in turn, and flags. Delivery n of a lane:
+Each rank has an arena that its peers can write to (torch's symmetric memory). For each lane it
+holds slots, which deliveries take in turn, and flags. Delivery n of a lane:
 
-    sender      waits until the receiver has read delivery n - slots (its own flag `freed`), copies each parcel to its
-                place in the receiver's slot, then writes n to the receiver's flag `arrived`; on a stream of its own
-    receiver    `wait` lets the current stream wait for `arrived` of those that it expects parcels from;
-                `release` lets it write n to everyone's flag `freed`
+    sender      waits until the receiver has read delivery n - slots (its own flag `freed`), copies
+                each parcel to its place in the receiver's slot, then writes n to the receiver's
+                flag `arrived`; on a stream of its own
+    receiver    `wait` lets the current stream wait for `arrived` of those that it expects parcels
+                from; `release` lets it write n to everyone's flag `freed`
 
-Streams wait and write, by the driver's stream memory operations; the host never does, and no kernel spins. A stream
-that waits may hold back others that share its hardware queue, so the order in which the host enqueues must do on a
-single queue: what a rank waits for, its peers enqueue before they wait for anything later. The ring's order has that
-property: deliveries begin before what they overlap with is computed, and slots are released as soon as they are read.
+Streams wait and write, by the driver's stream memory operations; the host never does, and no kernel
+spins. A stream that waits may hold back others that share its hardware queue, so the order in which
+the host enqueues must do on a
+single queue: what a rank waits for, its peers enqueue before they wait for anything later. The
+ring's order has that
+property: deliveries begin before what they overlap with is computed, and slots are released as soon
+as they are read.
 """
 
 from __future__ import annotations
@@ -28,11 +33,14 @@ from torch import Tensor
 from . import LANES, Arrival, Delivery, Parcel, as_bytes
 
 _FLAG_BYTES = 128  # flags are this far apart
-_SLOT_BYTES = 1 << 21  # slots are a multiple of this, so that growing by little does not mean a new arena
+# slots are a multiple of this, so that growing by little does not mean a new arena
+_SLOT_BYTES = 1 << 21
 
 
 class Stream(Protocol):
-    """A queue of work on this rank's device; flags are int32 tensors of one entry, here or on a peer."""
+    """A queue of work on this rank's device; flags are int32 tensors of one entry, here or on a
+    peer.
+    """
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Contiguous uint8 tensors of one size."""
@@ -58,7 +66,8 @@ class Device:
     current      the stream that computes
     synchronize  the host waits until all that was enqueued is done
     allocate     makes so many bytes that peers will be able to write to
-    connect      takes what `allocate` made and returns every rank's, in rank order; all ranks call it
+    connect      takes what `allocate` made and returns every rank's, in rank order; all ranks call
+                 it
     """
 
     stream: Callable[[], Stream]
@@ -88,7 +97,8 @@ class CopyEngines:
     def growth(self, lane_bytes: Mapping[str, int]) -> list[Callable[[], None]]:
         """Steps that make an arena with room for so many bytes in place of the present one.
 
-        All ranks take them alike, between deliveries; none takes a step before all have taken the one before, or any
+        All ranks take them alike, between deliveries; none takes a step before all have taken the
+        one before, or any
         step after one that failed on any rank: then these engines cannot be used any more.
         """
         needed = {lane: -(-lane_bytes[lane] // _SLOT_BYTES) * _SLOT_BYTES for lane in LANES}
@@ -98,7 +108,9 @@ class CopyEngines:
             self.lanes.clear()
             self.arena = None
             with torch.inference_mode(False):
-                self.arena = self.device.allocate(sum(_lane_bytes(lane, slot_bytes[lane], self.size) for lane in LANES))
+                self.arena = self.device.allocate(
+                    sum(_lane_bytes(lane, slot_bytes[lane], self.size) for lane in LANES)
+                )
                 self.arena.zero_()
             self.device.synchronize()
 
@@ -120,26 +132,39 @@ class CopyEngines:
 
         return [self.device.synchronize, allocate, connect, try_out]
 
-    def deliver(self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival]) -> Delivery:
+    def deliver(
+        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival]
+    ) -> Delivery:
         """As Transport.deliver."""
-        return self.lanes[lane].deliver(nbytes, sends, sorted({arrival.peer for arrival in arrivals}))
+        return self.lanes[lane].deliver(
+            nbytes, sends, sorted({arrival.peer for arrival in arrivals})
+        )
 
 
 class _Lane:
-    """One kind of deliveries: its slots and flags in every rank's arena, and the stream that fills the peers'.
+    """One kind of deliveries: its slots and flags in every rank's arena, and the stream that fills
+    the peers'.
 
-    `parts` are the lane's bytes in the arenas: slots, then for each rank the flags "arrived" and "freed".
+    `parts` are the lane's bytes in the arenas: slots, then for each rank the flags "arrived" and
+    "freed".
     """
 
     def __init__(self, rank: int, parts: list[Tensor], slots: int, slot_bytes: int, device: Device):
-        self.rank, self.parts, self.slots, self.slot_bytes, self.device = rank, parts, slots, slot_bytes, device
+        self.rank, self.parts, self.slots, self.slot_bytes, self.device = (
+            rank,
+            parts,
+            slots,
+            slot_bytes,
+            device,
+        )
         self.stream = device.stream()
         self.number = 0
         self.released = None  # event of the last release
         peers = range(len(parts))
         self.arrived = [self._flag(rank, 2 * peer) for peer in peers]  # here, written by peer
         self.freed = [self._flag(rank, 2 * peer + 1) for peer in peers]
-        self.arrived_there = [self._flag(peer, 2 * rank) for peer in peers]  # there, written by this rank
+        # there, written by this rank
+        self.arrived_there = [self._flag(peer, 2 * rank) for peer in peers]
         self.freed_there = [self._flag(peer, 2 * rank + 1) for peer in peers if peer != rank]
 
     def deliver(self, nbytes: int, sends: Sequence[Parcel], sources: list[int]) -> Delivery:
@@ -155,10 +180,14 @@ class _Lane:
                 self.stream.copy(self.parts[peer][at : at + source.numel()], source)
             self.stream.write([self.arrived_there[peer]], self.number)
         memory = self.parts[self.rank][start : start + nbytes]
-        return _LaneDelivery(memory, _Arrivals(self, self.number, sources, self.stream.record(), sends))
+        return _LaneDelivery(
+            memory, _Arrivals(self, self.number, sources, self.stream.record(), sends)
+        )
 
     def release(self, number: int) -> None:
-        """Says to all that delivery `number`, and so all before it, has been read by the current stream."""
+        """Says to all that delivery `number`, and so all before it, has been read by the current
+        stream.
+        """
         current = self.device.current()
         if self.released:
             current.follow(self.released)  # which another stream may have read
@@ -236,13 +265,18 @@ class CudaStream:
         if not flags:
             return
         value %= 1 << 32  # compared as a cyclic number: -1 is less than 0
-        batch = (_Operation * len(flags))(*(_Operation(operation, flag.data_ptr(), value) for flag in flags))
-        status = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(self.stream.cuda_stream), len(flags), batch, 0)
+        batch = (_Operation * len(flags))(
+            *(_Operation(operation, flag.data_ptr(), value) for flag in flags)
+        )
+        status = _driver().cuStreamBatchMemOp_v2(
+            ctypes.c_void_p(self.stream.cuda_stream), len(flags), batch, 0
+        )
         if status:
             raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {status}")
 
 
-_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 (as flags are 0: until greater or equal), ..._WRITE_VALUE_32
+# CU_STREAM_MEM_OP_WAIT_VALUE_32 (as flags are 0: until greater or equal), ..._WRITE_VALUE_32
+_WAIT, _WRITE = 1, 2
 
 
 class _Operation(ctypes.Structure):

@@ -1,11 +1,13 @@
-"""Messages between the processes of one host, through memory that they share: microseconds, where sockets take more.
+"""Messages between the processes of one host, through memory that they share: microseconds, where
+sockets take more.
 
-Every rank has two places, used in turn, that hold the number of a message, its length, a checksum of all, and itself.
-A rank overwrites a place only after everyone has written the message after it, and so has read this one. The checksum
-makes a message count only once it is all there, in whichever order a processor lets its parts be seen.
+Every rank has two places, used in turn, that hold the number of a message, its length, a checksum
+of all, and itself. A rank overwrites a place only after everyone has written the message after it,
+and so has read this one. The checksum makes a message count only once it is all there, in whichever
+order a processor lets its parts be seen.
 
-A third place holds a rank's last words, which it leaves when it breaks off what all had begun together. Who waits for a
-rank that has left some, or whose process has ended, learns of it at once.
+A third place holds a rank's last words, which it leaves when it breaks off what all had begun
+together. Who waits for a rank that has left some, or whose process has ended, learns of it at once.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _HEAD = struct.Struct("<qqq")  # number, length, checksum
 _SPINS = 200  # looks without a pause, some 0.1 ms
 _PAUSE = 5e-5
 _PLACES = 3  # of a rank: for two messages, and for its last words
-_CHECKED = 0.5  # seconds of waiting after which, again and again, the rank waited for is looked after
+# seconds of waiting after which, again and again, the rank waited for is looked after
+_CHECKED = 0.5
 _TENTATIVE, _FINAL = 1, 2  # kinds of last words: those that a rank may take back, and others
 _GIVING_UP = 5.0  # seconds in which all ranks must give up for their memory to stay in use
 
@@ -34,7 +37,8 @@ class HostMemory:
     """One rank's end. `longest` is the most bytes of a message.
 
     processes  what `process_name` says on each rank, "" where that is not known
-    patience   seconds after which a rank that does not write its message is an error, AGREEMENT_TIMEOUT if that is more
+    patience   seconds after which a rank that does not write its message is an error,
+               AGREEMENT_TIMEOUT if that is more
     """
 
     def __init__(
@@ -46,7 +50,13 @@ class HostMemory:
         processes: Sequence[str] = (),
         patience: float = 0.0,
     ):
-        self.rank, self.size, self.memory, self.processes, self.patience = rank, size, memory, processes, patience
+        self.rank, self.size, self.memory, self.processes, self.patience = (
+            rank,
+            size,
+            memory,
+            processes,
+            patience,
+        )
         self.place_bytes = _place_bytes(longest)
         self.number = 0
         self.broken = ""  # why this rank cannot go on with the others, once it is known
@@ -54,19 +64,25 @@ class HostMemory:
     def gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks, in rank order.
 
-        Raises TimeoutError if a rank does not write one, on that rank too once it does: the others did not wait for it.
-        Raises RuntimeError if a rank has ended or left last words, now and whenever it is called again.
+        Raises TimeoutError if a rank does not write one, on that rank too once it does: the others
+        did not wait for it. Raises RuntimeError if a rank has ended or left last words, now and
+        whenever it is called again.
         """
         self._fail_if_broken()
         return self._exchange(message, _TENTATIVE)
 
     def give_up(self, words: bytes) -> str:
-        """Leaves last words. If all ranks do within some seconds, they are taken back, and all may go on together.
+        """Leaves last words. If all ranks do within some seconds, they are taken back, and all may
+        go on together.
 
-        Else this memory is of no use any more. Returns which other rank is the reason, or "" if it is this one.
+        Else this memory is of no use any more. Returns which other rank is the reason, or "" if it
+        is this one.
         """
         self._write(self._last_words(self.rank), _TENTATIVE, words)
-        others, deadline = [peer for peer in range(self.size) if peer != self.rank], time.monotonic() + _GIVING_UP
+        others, deadline = (
+            [peer for peer in range(self.size) if peer != self.rank],
+            time.monotonic() + _GIVING_UP,
+        )
         while not all(self._words(peer) for peer in others):
             reason = self.lost()
             if reason or time.monotonic() > deadline:
@@ -78,14 +94,17 @@ class HostMemory:
             self._exchange(b"all words are read", _FINAL)
             self._write(self._last_words(self.rank), 0, b"")
             self._exchange(b"all words are taken back", _FINAL)
-        except (RuntimeError, TimeoutError) as error:  # another one had stopped waiting just before these words came
+        # another one had stopped waiting just before these words came
+        except (RuntimeError, TimeoutError) as error:
             self.broken = self.broken or str(error)
             self.leave(words)
         return self.broken
 
     def leave(self, words: bytes) -> None:
         """Leaves last words that are not taken back."""
-        self.broken = self.broken or f"rank {self.rank} of the group, this one, gave up {words.decode()}"
+        self.broken = (
+            self.broken or f"rank {self.rank} of the group, this one, gave up {words.decode()}"
+        )
         self._write(self._last_words(self.rank), _FINAL, words)
 
     def lost(self) -> str:
@@ -97,7 +116,11 @@ class HostMemory:
         """Why a rank takes no further part; last words count from `least` on."""
         if self._words(peer, least):
             return f"rank {peer} of the group gave up {self._words(peer, least)}"
-        return f"rank {peer} of the group has ended, process {self._process(peer)}" if self._ended(peer) else ""
+        return (
+            f"rank {peer} of the group has ended, process {self._process(peer)}"
+            if self._ended(peer)
+            else ""
+        )
 
     def _fail_if_broken(self) -> None:
         if self.broken:
@@ -108,7 +131,10 @@ class HostMemory:
         self.number += 1
         self._write(self._place(self.rank), self.number, message)
         try:
-            return [message if peer == self.rank else self._read(peer, heeding) for peer in range(self.size)]
+            return [
+                message if peer == self.rank else self._read(peer, heeding)
+                for peer in range(self.size)
+            ]
         except TimeoutError:
             self._write(self._place(self.rank), -self.number, b"")
             raise
@@ -121,7 +147,9 @@ class HostMemory:
             if number == self.number and (message := self._message(at)) is not None:
                 return message
             if number == -self.number or abs(number) > self.number:
-                raise TimeoutError(f"rank {peer} of the group gave up waiting for others to make this call")
+                raise TimeoutError(
+                    f"rank {peer} of the group gave up waiting for others to make this call"
+                )
             looks += 1
             if looks > _SPINS:
                 time.sleep(_PAUSE)
@@ -162,9 +190,15 @@ class HostMemory:
 
 
 def open_host_memory(
-    rank: int, size: int, longest: int, gather: Callable[[bytes], list[bytes]], patience: float = 0.0
+    rank: int,
+    size: int,
+    longest: int,
+    gather: Callable[[bytes], list[bytes]],
+    patience: float = 0.0,
 ) -> HostMemory | None:
-    """Memory that all ranks share, or None on all of them if there is none. `gather` is another way for messages."""
+    """Memory that all ranks share, or None on all of them if there is none. `gather` is another way
+    for messages.
+    """
     nbytes = size * _PLACES * _place_bytes(longest)
     made = _new_file(nbytes) if rank == 0 else b""
     try:
@@ -174,13 +208,16 @@ def open_host_memory(
     finally:
         if made:
             os.unlink(made)
-    # A process that cannot be seen from here is not known to have ended when it cannot be seen later.
+    # A process that cannot be seen from here is not known to have ended when it cannot be seen
+    # later.
     processes = ["" if has_ended(name.decode()) else name.decode() for name in names]
     return HostMemory(rank, size, memory, longest, processes, patience) if all(names) else None
 
 
 def process_name() -> str:
-    """This process, as `has_ended` knows it: its number, when it began, and the namespace of such numbers; or ""."""
+    """This process, as `has_ended` knows it: its number, when it began, and the namespace of such
+    numbers; or "".
+    """
     try:
         return f"{os.getpid()} {_state(os.getpid())[1]} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
@@ -188,7 +225,9 @@ def process_name() -> str:
 
 
 def has_ended(name: str) -> bool:
-    """Whether a process is known to have ended. False for one of another namespace, or without a name."""
+    """Whether a process is known to have ended. False for one of another namespace, or without a
+    name.
+    """
     number, _, rest = name.partition(" ")
     began, _, namespace = rest.partition(" ")
     if not namespace or namespace != process_name().rpartition(" ")[2]:
@@ -210,9 +249,12 @@ def _new_file(nbytes: int) -> bytes:
     """A file's path, in memory where that can be; empty if there is no place for one."""
     name = None
     try:
-        descriptor, name = tempfile.mkstemp(prefix="bmt_burst-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        descriptor, name = tempfile.mkstemp(
+            prefix="bmt_burst-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+        )
         with open(descriptor, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)  # or the first write to a full file system would be fatal
+            # or the first write to a full file system would be fatal
+            os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError:
         if name:
             os.unlink(name)

@@ -1,6 +1,8 @@
-"""How tensors (B, T, ...) that travel together lie in one piece of memory, for any number of tokens T.
+"""How tensors (B, T, ...) that travel together lie in one piece of memory, for any number of tokens
+T.
 
-One tensor after the other, each from a multiple of 256 bytes on and contiguous. A message is a batch row's share of a
+One tensor after the other, each from a multiple of 256 bytes on and contiguous. A message is a
+batch row's share of a
 range of tokens of one tensor: contiguous at both ends.
 """
 
@@ -42,10 +44,15 @@ class Packing:
 
     def empty(self, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
         """New tensors (B, tokens, ...), each in memory of its own."""
-        return tuple(torch.empty(self.batch, tokens, *shape, dtype=dtype, device=device) for shape, dtype in self.rows)
+        return tuple(
+            torch.empty(self.batch, tokens, *shape, dtype=dtype, device=device)
+            for shape, dtype in self.rows
+        )
 
     def messages(self, tokens: int, at: Span) -> Iterator[tuple[int, int, int, int]]:
-        """(tensor, batch row, byte offset, bytes) of each message of tokens at[0]..at[1] - 1 where `tokens` lie."""
+        """(tensor, batch row, byte offset, bytes) of each message of tokens at[0]..at[1] - 1 where
+        `tokens` lie.
+        """
         for index, (start, row) in enumerate(zip(self._starts(tokens), self.rows, strict=False)):
             size = _row_bytes(row)
             for batch in range(self.batch):

@@ -1,6 +1,8 @@
-"""What transports between processes have in common, whatever carries their tensors: quick messages, quick deliveries.
+"""What transports between processes have in common, whatever carries their tensors: quick messages,
+quick deliveries.
 
-Ranks of one host exchange messages through memory that they share, and their GPUs deliveries by copy engines.
+Ranks of one host exchange messages through memory that they share, and their GPUs deliveries by
+copy engines.
 """
 
 from __future__ import annotations
@@ -30,16 +32,19 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class ProcessTransport(Transport):
     """A transport between processes.
 
-    patience      seconds that ranks of one host wait for each other's messages, where AGREEMENT_TIMEOUT is less
-    copy_engines  whether deliveries between GPUs go by their copy engines: False never, True or an error, None where
-                  all ranks are on one host and can reach each other's memory; else they are exchanges
+    patience      seconds that ranks of one host wait for each other's messages, where
+                  AGREEMENT_TIMEOUT is less
+    copy_engines  whether deliveries between GPUs go by their copy engines: False never, True or an
+                  error, None where all ranks are on one host and can reach each other's memory;
+                  else they are exchanges
     """
 
     patience: float = 0.0
 
     def __init__(self, copy_engines: bool | None = None):
         self.wants_copy_engines = copy_engines
-        self.host_memory: HostMemory | bool | None = None  # shared by these ranks; False if they are on several hosts
+        # shared by these ranks; False if they are on several hosts
+        self.host_memory: HostMemory | bool | None = None
         self.copy_engines: CopyEngines | None = None
         self.watch: Watch | None = None  # over deliveries by copy engines
         self.left = False
@@ -57,13 +62,18 @@ class ProcessTransport(Transport):
         """These ranks, as torch's symmetric memory knows them. All ranks call it."""
 
     def _gather(self, message: bytes) -> list[bytes]:
-        """Others may have read the message of a rank that is interrupted while it waits for theirs: so it leaves."""
+        """Others may have read the message of a rank that is interrupted while it waits for theirs:
+        so it leaves.
+        """
         if self.left and not self.host_memory:
-            raise RuntimeError(f"rank {self.rank} of the group, this one, gave up; its group is of no use any more")
+            raise RuntimeError(
+                f"rank {self.rank} of the group, this one, gave up; its group is of no use any more"
+            )
         try:
             return self._gather_anywhere(message)
         except BaseException as error:
-            waited = isinstance(error, TimeoutError) and self.host_memory  # where ranks that were late hear of it
+            # where ranks that were late hear of it
+            waited = isinstance(error, TimeoutError) and self.host_memory
             if not waited and not self.broken:
                 self.leave(f"waiting for the others: {type(error).__name__}".encode())
             raise
@@ -103,7 +113,9 @@ class ProcessTransport(Transport):
         return self.copy_engines.arena_bytes if self.copy_engines else 0
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
-        """Raises RuntimeError on every rank if copy engines were asked for by name and a rank cannot use them."""
+        """Raises RuntimeError on every rank if copy engines were asked for by name and a rank
+        cannot use them.
+        """
         if device.type != "cuda" or self.size == 1 or self.wants_copy_engines is False:
             return
         engines = self.copy_engines or CopyEngines(self.rank, self.size, self._device())
@@ -121,12 +133,21 @@ class ProcessTransport(Transport):
         if reason:
             self.wants_copy_engines = False
         if failure:
-            logger.warning("deliveries go over NCCL, which is slower: copy engines cannot be used: %s", failure)
+            logger.warning(
+                "deliveries go over NCCL, which is slower: copy engines cannot be used: %s", failure
+            )
         else:
-            logger.info("deliveries go %s", f"over NCCL: {apart}" if apart else "by the GPUs' copy engines")
+            logger.info(
+                "deliveries go %s", f"over NCCL: {apart}" if apart else "by the GPUs' copy engines"
+            )
 
     def deliver(
-        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
+        self,
+        lane: str,
+        nbytes: int,
+        sends: Sequence[Parcel],
+        arrivals: Sequence[Arrival],
+        device: torch.device,
     ) -> Delivery:
         if self.copy_engines and device.type == "cuda":
             return self.copy_engines.deliver(lane, nbytes, sends, arrivals)
@@ -144,12 +165,18 @@ class ProcessTransport(Transport):
             from torch.distributed._symmetric_memory import rendezvous
 
             handle = rendezvous(mine, self.symmetric_group())
-            everyone = [handle.get_buffer(peer, tuple(mine.shape), torch.uint8) for peer in range(self.size)]
+            everyone = [
+                handle.get_buffer(peer, tuple(mine.shape), torch.uint8) for peer in range(self.size)
+            ]
             everyone[self.rank] = mine
             return everyone
 
         return Device(
-            CudaStream, lambda: CudaStream(torch.cuda.current_stream()), torch.cuda.synchronize, allocate, connect
+            CudaStream,
+            lambda: CudaStream(torch.cuda.current_stream()),
+            torch.cuda.synchronize,
+            allocate,
+            connect,
         )
 
     def _several_hosts(self) -> str | None:
@@ -165,7 +192,9 @@ class ProcessTransport(Transport):
         except Exception as caught:  # noqa: BLE001 - every rank must come to know, whatever it is
             failure = f"{type(caught).__name__}: {caught}"
         replies = self.gather(failure.encode("ascii", "replace")[:_REASON])
-        return next((f"rank {rank}: {reply.decode()}" for rank, reply in enumerate(replies) if reply), None)
+        return next(
+            (f"rank {rank}: {reply.decode()}" for rank, reply in enumerate(replies) if reply), None
+        )
 
 
 def host_name() -> bytes:

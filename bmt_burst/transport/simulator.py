@@ -1,13 +1,15 @@
 """Transports in one process, for tests and measurements: ranks are threads, or there is but one.
 
-`bmt_burst.simulate` runs the threads. Their ring is stricter than a real network. A receive buffer holds NaN bytes
-until the exchange is waited for, and so does what was delivered once it is released. Errors are: a send buffer that
-changed in flight, a parcel that is not contiguous or not for the place where its receiver expects one, a delivery while
+`bmt_burst.simulate` runs the threads. Their ring is stricter than a real network. A receive buffer
+holds NaN bytes until the exchange is waited for, and so does what was delivered once it is
+released. Errors are: a send buffer that changed in flight, a parcel that is not contiguous or not
+for the place where its receiver expects one, a delivery while
 too many are unreleased. It counts: `ring.traffic` lists (peer, bytes) of every message sent.
 
     ring = ImaginedRing(rank=3, size=8)
 
-is one rank alone, whose peers are imagined: it computes what it would and takes the memory it would.
+is one rank alone, whose peers are imagined: it computes what it would and takes the memory it
+would.
 """
 
 from __future__ import annotations
@@ -53,25 +55,31 @@ class Network:
         """What thread `sender` has put into a queue."""
         lane = self.lane(*key)
         for _ in range(int(_TIMEOUT / _POLL)):
-            has_ended = sender in self.ended  # looked up before the queue, which it may have filled just before
+            # looked up before the queue, which it may have filled just before
+            has_ended = sender in self.ended
             try:
                 return lane.get(timeout=_POLL)
             except queue.Empty:
                 if self.failed.is_set():
                     raise Aborted("another simulated rank failed") from None
                 if has_ended:
-                    raise Aborted(f"simulated rank {sender} takes no part: it has ended, or has no gradient") from None
+                    raise Aborted(
+                        f"simulated rank {sender} takes no part: it has ended, or has no gradient"
+                    ) from None
         raise Aborted(f"no message on {key} within {_TIMEOUT:.0f} s")
 
 
 @dataclass
 class _Inbox:
-    """What comes from a peer: messages are for exchanges in the order in which these began, whichever is waited for."""
+    """What comes from a peer: messages are for exchanges in the order in which these began,
+    whichever is waited for.
+    """
 
     take: Callable[[], Tensor]
     asked: int = 0
     taken: int = 0
-    early: dict[int, Tensor] = field(default_factory=dict)  # taken, for exchanges that have yet to be waited for
+    # taken, for exchanges that have yet to be waited for
+    early: dict[int, Tensor] = field(default_factory=dict)
 
     def ask(self) -> int:
         self.asked += 1
@@ -87,7 +95,8 @@ class _Inbox:
 @dataclass
 class _Ticket:
     ring: SimulatedRing
-    sent: list[tuple[Tensor, Tensor]]  # the caller's tensors and what they held when the exchange began
+    # the caller's tensors and what they held when the exchange began
+    sent: list[tuple[Tensor, Tensor]]
     recvs: list[tuple[Tensor, int, int]]  # tensor, peer, number of the peer's message
 
     def wait(self) -> None:
@@ -95,7 +104,9 @@ class _Ticket:
             message = self.ring.inboxes[peer].get(number)
             if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
                 sent, wanted = (f"{tuple(x.shape)} {x.dtype}" for x in (message, tensor))
-                raise AssertionError(f"rank {peer} sent {sent}, rank {self.ring.rank} waits for {wanted}")
+                raise AssertionError(
+                    f"rank {peer} sent {sent}, rank {self.ring.rank} waits for {wanted}"
+                )
             tensor.copy_(message)
         if not all(as_bytes(now).equal(as_bytes(then)) for now, then in self.sent):
             raise AssertionError("a send buffer was overwritten while its exchange was under way")
@@ -113,10 +124,14 @@ class _Delivery(Delivery):
         self.delivery.wait()
         for arrival in self.arrivals:
             place = self.ring.take(arrival.peer, "place", self.lane)
-            assert place == (arrival.offset, arrival.nbytes), f"{arrival} is not where its sender puts it, {place}"
+            assert place == (arrival.offset, arrival.nbytes), (
+                f"{arrival} is not where its sender puts it, {place}"
+            )
 
     def release(self) -> None:
-        assert self.unreleased.pop(0) is self, "deliveries of a lane are released in the order they began"
+        assert self.unreleased.pop(0) is self, (
+            "deliveries of a lane are released in the order they began"
+        )
         self.memory.fill_(0xFF)
         self.delivery.release()
 
@@ -151,7 +166,9 @@ class SimulatedRing(Transport):
             self.traffic.append((peer, copy.nbytes))
         for tensor, _ in recvs:
             as_bytes(tensor).fill_(0xFF)
-        return _Ticket(self, sent, [(tensor, peer, self.inboxes[peer].ask()) for tensor, peer in recvs])
+        return _Ticket(
+            self, sent, [(tensor, peer, self.inboxes[peer].ask()) for tensor, peer in recvs]
+        )
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         self.reserved = {lane: max(lane_bytes[lane], self.reserved[lane]) for lane in LANES}
@@ -159,19 +176,36 @@ class SimulatedRing(Transport):
             self.put(peer, self.reserved, "reserve")
         for peer in range(self.size):
             theirs = self.take(peer, "reserve")
-            assert theirs == self.reserved, f"ranks reserve unlike amounts: {self.reserved}, rank {peer} {theirs}"
+            assert theirs == self.reserved, (
+                f"ranks reserve unlike amounts: {self.reserved}, rank {peer} {theirs}"
+            )
 
     def deliver(
-        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
+        self,
+        lane: str,
+        nbytes: int,
+        sends: Sequence[Parcel],
+        arrivals: Sequence[Arrival],
+        device: torch.device,
     ) -> _Delivery:
         unreleased = self.unreleased[lane]
-        assert len(unreleased) < LANES[lane], f"{len(unreleased)} deliveries of lane {lane} are unreleased"
-        assert nbytes <= self.reserved[lane], f"{nbytes} bytes on lane {lane}, reserved are {self.reserved[lane]}"
+        assert len(unreleased) < LANES[lane], (
+            f"{len(unreleased)} deliveries of lane {lane} are unreleased"
+        )
+        assert nbytes <= self.reserved[lane], (
+            f"{nbytes} bytes on lane {lane}, reserved are {self.reserved[lane]}"
+        )
         for parcel in sends:
             assert parcel.tensor.is_contiguous(), "a parcel's bytes are taken as they lie"
             self.put(parcel.peer, (parcel.offset, parcel.tensor.nbytes), "place", lane)
         delivery = self._deliver(lane, nbytes, sends, arrivals, device)
-        guards = {"delivery": delivery, "lane": lane, "ring": self, "arrivals": arrivals, "unreleased": unreleased}
+        guards = {
+            "delivery": delivery,
+            "lane": lane,
+            "ring": self,
+            "arrivals": arrivals,
+            "unreleased": unreleased,
+        }
         unreleased.append(_Delivery(delivery.memory, delivery.ticket, recycled=True, **guards))
         return unreleased[-1]
 
@@ -190,9 +224,11 @@ class _Imagined:
 
 
 class ImaginedRing(Transport):
-    """A rank whose peers are imagined: they say what it says, and their deliveries have landed, whatever is in them.
+    """A rank whose peers are imagined: they say what it says, and their deliveries have landed,
+    whatever is in them.
 
-    As with copy engines they land in slots that this rank keeps, `held_bytes`. All ranks must own as many tokens.
+    As with copy engines they land in slots that this rank keeps, `held_bytes`. All ranks must own
+    as many tokens.
     """
 
     device_types = frozenset({"cpu", "cuda"})
@@ -206,17 +242,26 @@ class ImaginedRing(Transport):
         return sum(slot.nbytes for slots in self.slots.values() for slot in slots)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
-        raise RuntimeError("peers that are imagined exchange nothing: they take deliveries of a single ring")
+        raise RuntimeError(
+            "peers that are imagined exchange nothing: they take deliveries of a single ring"
+        )
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         for lane, count in LANES.items():
             held = self.slots[lane][0].nbytes if lane in self.slots else 0
             if lane_bytes[lane] > held:
                 shape = (lane_bytes[lane],)
-                self.slots[lane] = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(count)]
+                self.slots[lane] = [
+                    torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(count)
+                ]
 
     def deliver(
-        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival], device: torch.device
+        self,
+        lane: str,
+        nbytes: int,
+        sends: Sequence[Parcel],
+        arrivals: Sequence[Arrival],
+        device: torch.device,
     ) -> Delivery:
         slots = self.slots[lane]
         slots.append(slots.pop(0))

@@ -1,4 +1,6 @@
-"""Transport over a torch.distributed process group: gloo for CPU tensors, NCCL or copy engines for CUDA tensors."""
+"""Transport over a torch.distributed process group: gloo for CPU tensors, NCCL or copy engines for
+CUDA tensors.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class _Ticket:
 
 @dataclass
 class _GlooTicket(_Ticket):
-    """An exchange over gloo: a work for each message, in their order, and the seconds to wait for each."""
+    """An exchange over gloo: a work for each message, in their order, and the seconds to wait for
+    each.
+    """
 
     seconds: float
 
@@ -49,7 +53,9 @@ class _GlooTicket(_Ticket):
 
 @contextlib.contextmanager
 def _naming(peers: Sequence[int], seconds: float) -> Iterator[None]:
-    """Raise TimeoutError that names `peers` where torch waits for them in vain, RuntimeError where it fails before."""
+    """Raise TimeoutError that names `peers` where torch waits for them in vain, RuntimeError where
+    it fails before.
+    """
     began = time.monotonic()
     try:
         yield
@@ -60,9 +66,11 @@ def _naming(peers: Sequence[int], seconds: float) -> Iterator[None]:
 
 
 class TorchTransport(ProcessTransport):
-    """Raises ValueError if this process is not a member of `group`; `copy_engines` is a ProcessTransport's.
+    """Raises ValueError if this process is not a member of `group`; `copy_engines` is a
+    ProcessTransport's.
 
-    Does not keep the group alive: once it is destroyed and its users let go of it, its connections close.
+    Does not keep the group alive: once it is destroyed and its users let go of it, its connections
+    close.
     """
 
     def __init__(self, group: dist.ProcessGroup, copy_engines: bool | None = None):
@@ -71,12 +79,18 @@ class TorchTransport(ProcessTransport):
         self.rank = dist.get_rank(group)
         members = dist.get_process_group_ranks(group)
         if self.rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not in the process group of ranks {members}")
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the process group of ranks {members}"
+            )
         self.size = len(members)
         backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
-        self.device_types = frozenset(device for device, backend in _BACKENDS if backends.get(device) == backend)
+        self.device_types = frozenset(
+            device for device, backend in _BACKENDS if backends.get(device) == backend
+        )
         if not self.device_types:
-            raise ValueError(f"a process group needs gloo for CPU or NCCL for CUDA tensors, this one has {backends}")
+            raise ValueError(
+                f"a process group needs gloo for CPU or NCCL for CUDA tensors, this one has {backends}"
+            )
         self.patience = max(_timeout(group, device) for device in self.device_types)
         self.companion: TorchTransport | None = None
         self.connected = False  # over NCCL
@@ -110,7 +124,9 @@ class TorchTransport(ProcessTransport):
         return _GlooTicket(works, (sends, recvs), seconds)
 
     def connect(self, device: torch.device) -> None:
-        """NCCL makes its communicator in a group's first operation, for which it waits for all ranks of the group."""
+        """NCCL makes its communicator in a group's first operation, for which it waits for all
+        ranks of the group.
+        """
         if device.type == "cuda" and self.size > 1 and not (self.copy_engines or self.connected):
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
             self.connected = True
@@ -124,7 +140,8 @@ class TorchTransport(ProcessTransport):
                 self.companion.disconnect()
             return
         nothing, peer = torch.empty(1, dtype=torch.uint8), (self.rank + 1) % self.size
-        with contextlib.suppress(RuntimeError):  # gloo closes all connections of a group where one wait takes too long
+        # gloo closes all connections of a group where one wait takes too long
+        with contextlib.suppress(RuntimeError):
             work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_NOTHING)
             assert work is not None, "this rank is in its group"
             work.wait(timedelta(milliseconds=1))
@@ -137,7 +154,9 @@ class TorchTransport(ProcessTransport):
         return self.companion._gather_remotely(message)
 
     def _make_companion(self) -> TorchTransport:
-        """Over a gloo group of the same ranks, for messages between hosts. All of them make it at the same point."""
+        """Over a gloo group of the same ranks, for messages between hosts. All of them make it at
+        the same point.
+        """
         members = dist.get_process_group_ranks(self.group)
         timeout = timedelta(seconds=max(self.patience, transport.AGREEMENT_TIMEOUT))
         others = [peer for peer in range(self.size) if peer != self.rank]
@@ -148,16 +167,23 @@ class TorchTransport(ProcessTransport):
 
 
 def _timeout(group: dist.ProcessGroup, device: str) -> float:
-    """Return how many seconds a group waits for its ranks, over the backend for tensors on `device`."""
+    """Return how many seconds a group waits for its ranks, over the backend for tensors on
+    `device`.
+    """
     return group._get_backend(torch.device(device)).options._timeout.total_seconds()
 
 
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchTransport] = weakref.WeakKeyDictionary()
-_finding = threading.Lock()  # two threads that each made a transport would not see each other in a call
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchTransport] = (
+    weakref.WeakKeyDictionary()
+)
+# two threads that each made a transport would not see each other in a call
+_finding = threading.Lock()
 
 
 def torch_transport(group: dist.ProcessGroup) -> TorchTransport:
-    """Return the transport over `group`: one for all calls and threads, for as long as the group is there."""
+    """Return the transport over `group`: one for all calls and threads, for as long as the group is
+    there.
+    """
     with _finding:
         if group not in _transports:
             _transports[group] = TorchTransport(group)

@@ -1,8 +1,9 @@
 """Ends a process whose GPU waits for a rank that will never come.
 
-Streams wait for peers' flags, and nothing wakes them: no exception reaches a host that waits for such a stream. So a
-thread looks after the other ranks of the host. Once one has ended or given up, what was enqueued before has some time
-to get done without it; if it does not, the process says which rank and which call it was, and ends.
+Streams wait for peers' flags, and nothing wakes them: no exception reaches a host that waits for
+such a stream. So a thread looks after the other ranks of the host. Once one has ended or given up,
+what was enqueued before has some time to get done without it; if it does not, the process says
+which rank and which call it was, and ends.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Watch:
     def __init__(self, lost: Callable[[], str], event: Callable[[], Event]):
         self.lost, self.event = lost, event
         self.calls: deque[tuple[str, Event]] = deque(maxlen=_REMEMBERED)
-        threading.Thread(target=_run, args=(weakref.ref(self),), name="bmt_burst watch", daemon=True).start()
+        threading.Thread(
+            target=_run, args=(weakref.ref(self),), name="bmt_burst watch", daemon=True
+        ).start()
 
     def enqueued(self, doing: str) -> None:
         """Says that all of what this rank was `doing` has been enqueued on the current stream."""
@@ -58,15 +61,19 @@ class Watch:
 
 
 def _run(watch: weakref.ref[Watch]) -> None:
-    since, before = time.monotonic(), None  # when the call that is not done was first found so beside a lost rank
+    # when the call that is not done was first found so beside a lost rank
+    since, before = time.monotonic(), None
     while alive := watch():
         lost = alive.lost()
-        doing = alive.stuck() if lost else None  # events are not to be asked while others may be capturing
+        # events are not to be asked while others may be capturing
+        doing = alive.stuck() if lost else None
         del alive
         if doing != before:
             since, before = time.monotonic(), doing
         if doing and time.monotonic() - since > min(30.0, transport.AGREEMENT_TIMEOUT / 2):
-            message = f"bmt_burst: {lost}; the GPU of this process waits for it in {doing}, for ever"
+            message = (
+                f"bmt_burst: {lost}; the GPU of this process waits for it in {doing}, for ever"
+            )
             print(message, file=sys.stderr, flush=True)
             os._exit(_EXIT_CODE)
         time.sleep(_EVERY)

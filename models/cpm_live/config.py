@@ -25,9 +25,11 @@ class LiveConfig(ABC):
     position_bias_num_buckets     rows of the bias table for pairs of one segment, by distance; see
     position_bias_max_distance    bmt_burst.scores.distance_rows
     eps                           of the norms
-    mask_modules                  for each layer whether its attention, and whether its feed-forward part, is left out
-    residual_divisor              each residual sum is divided by it: a CPM-Bee's by 1.05, a CPM-Ant's by 1.0 as in its
-                                  released weights, which CPM-Live's own files do not say
+    mask_modules                  for each layer whether its attention, and whether its feed-forward
+                                  part, is left out
+    residual_divisor              each residual sum is divided by it: a CPM-Bee's by 1.05, a
+                                  CPM-Ant's by 1.0 as in its released weights, which CPM-Live's own
+                                  files do not say
 
     Raises ValueError for values of another type, out of range, or that do not fit together.
     """
@@ -49,25 +51,32 @@ class LiveConfig(ABC):
     def __post_init__(self):
         check_fields(self)
         if self.position_bias_num_buckets < 4:
-            raise ValueError(f"position_bias_num_buckets must be at least 4, got {self.position_bias_num_buckets}")
+            raise ValueError(
+                f"position_bias_num_buckets must be at least 4, got {self.position_bias_num_buckets}"
+            )
         if self.position_bias_max_distance <= self.position_bias_num_buckets // 4:
             raise ValueError(
                 f"position_bias_max_distance must be beyond the {self.position_bias_num_buckets // 4} distances that "
                 f"have a bucket each, got {self.position_bias_max_distance}"
             )
         if self.mask_modules is not None:
-            object.__setattr__(self, "mask_modules", _mask_modules(self.mask_modules, self.num_layers))
+            object.__setattr__(
+                self, "mask_modules", _mask_modules(self.mask_modules, self.num_layers)
+            )
         check_size(self.num_parameters)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The configuration in a JSON file of CPM-Live, or in `to_dict`.
 
-        Raises ValueError for one with dropout, of another model, or with fields that are wrong or not known.
+        Raises ValueError for one with dropout, of another model, or with fields that are wrong or
+        not known.
         """
         values = dict(values)
         if (found := values.pop("model_type", cls.model_type)) != cls.model_type:
-            raise ValueError(f"this is a configuration of {found!r}, expected one of {cls.model_type!r}")
+            raise ValueError(
+                f"this is a configuration of {found!r}, expected one of {cls.model_type!r}"
+            )
         if dropout := values.get("dropout_p"):
             raise ValueError(f"dropout_p must be 0: there is no dropout here, got {dropout!r}")
         known = {field.name for field in dataclasses.fields(cls)}
@@ -114,7 +123,9 @@ class LiveConfig(ABC):
     @property
     def num_parameters(self) -> int:
         norms = self.dim_model * (sum(map(sum, self.parts)) + 1)
-        return self.num_multiplied + self.num_looked_up + norms + self.num_bias_rows * self.num_heads
+        return (
+            self.num_multiplied + self.num_looked_up + norms + self.num_bias_rows * self.num_heads
+        )
 
     @property
     def head_dim(self) -> int:
@@ -135,12 +146,14 @@ class BeeConfig(LiveConfig):
     """Shape of a CPM-Bee.
 
     position_bias_num_segment_buckets  rows of the bias table for pairs of different segments
-    fp16_rotary                        the rotation by sub-ids has its frequencies, angles, sines and cosines rounded to
-                                       fp16, which holds sub-ids below 4095; else they are exact
+    fp16_rotary                        the rotation by sub-ids has its frequencies, angles, sines
+                                       and cosines rounded to fp16, which holds sub-ids below 4095;
+                                       else they are exact
 
-    CPM-Live rounds so in a model that is `half`: both released ones, cpm-bee-3b and cpm-bee-10b, were trained with it,
-    and their presets and files have it. An angle is off by 0.004 at sub-id 1, by 0.25 at 64, by 1 at 256: new training
-    is better without, and with sub-ids from 4095 on has to be.
+    CPM-Live rounds so in a model that is `half`: both released ones, cpm-bee-3b and cpm-bee-10b,
+    were trained with it, and their presets and files have it. An angle is off by 0.004 at sub-id 1,
+    by 0.25 at 64, by 1 at 256: new training is better without, and with sub-ids from 4095 on has to
+    be.
     """
 
     model_type: ClassVar[str] = "cpm-bee"
@@ -151,7 +164,9 @@ class BeeConfig(LiveConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.dim_model % 2:
-            raise ValueError(f"dim_model must be even, its halves are rotated by sub-ids; got {self.dim_model}")
+            raise ValueError(
+                f"dim_model must be even, its halves are rotated by sub-ids; got {self.dim_model}"
+            )
 
     @classmethod
     def _accepted(cls, values: dict[str, Any], known: set[str]) -> dict[str, Any]:
@@ -169,7 +184,8 @@ class AntConfig(LiveConfig):
     """Shape of a CPM-Ant.
 
     prompt_types, prompt_length  tasks with a learned prompt, and how many tokens a prompt has
-    segment_types                types of segments; pairs of different ones have a row of the bias table each
+    segment_types                types of segments; pairs of different ones have a row of the bias
+                                 table each
     """
 
     model_type: ClassVar[str] = "cpm-ant"
@@ -199,7 +215,9 @@ def _mask_modules(value: Any, num_layers: int) -> MaskModules:
     given = value if isinstance(value, list | tuple) else ()
     pairs = [tuple(pair) if isinstance(pair, list | tuple) else () for pair in given]
     if len(pairs) != num_layers or any(len(pair) != 2 or not {*pair} <= {0, 1} for pair in pairs):
-        raise ValueError(f"mask_modules must be (no attention, no feed-forward) for each of {num_layers}, got {value}")
+        raise ValueError(
+            f"mask_modules must be (no attention, no feed-forward) for each of {num_layers}, got {value}"
+        )
     return tuple((bool(attention), bool(feed_forward)) for attention, feed_forward in pairs)
 
 
@@ -212,8 +230,20 @@ _TINY: dict[str, Any] = {
     "num_layers": 4,
 }
 _TINY |= {"position_bias_num_buckets": 64, "position_bias_max_distance": 512}
-_BEE_3B: dict[str, Any] = {"dim_model": 2560, "num_heads": 32, "dim_head": 80, "dim_ff": 3072, "num_layers": 32}
-_BIG: dict[str, Any] = {"dim_model": 4096, "num_heads": 32, "dim_head": 128, "dim_ff": 10240, "num_layers": 48}
+_BEE_3B: dict[str, Any] = {
+    "dim_model": 2560,
+    "num_heads": 32,
+    "dim_head": 80,
+    "dim_ff": 3072,
+    "num_layers": 32,
+}
+_BIG: dict[str, Any] = {
+    "dim_model": 4096,
+    "num_heads": 32,
+    "dim_head": 128,
+    "dim_ff": 10240,
+    "num_layers": 48,
+}
 # fmt: off
 PRESETS: dict[str, LiveConfig] = {
     # A laptop's: bytes as tokens.

@@ -1,10 +1,12 @@
-"""The blocks of CPM-Bee and CPM-Ant: pre-norm, biases on the scores, gated GELU, no bias on anything else.
+"""The blocks of CPM-Bee and CPM-Ant: pre-norm, biases on the scores, gated GELU, no bias on
+anything else.
 
-A linear layer has weights of size 1 and divides what it gives by sqrt(entries of its input). Names of modules are those
-of CPM-Live's checkpoints. Engines shard the blocks, which take positional arguments only.
+A linear layer has weights of size 1 and divides what it gives by sqrt(entries of its input). Names
+of modules are those of CPM-Live's checkpoints. Engines shard the blocks, which take positional
+arguments only.
 
-Letters: B batch, S tokens of this rank, T tokens so far, H heads, D head size, E dim_model, F dim_ff, R rows of the
-bias table.
+Letters: B batch, S tokens of this rank, T tokens so far, H heads, D head size, E dim_model, F
+dim_ff, R rows of the bias table.
 """
 
 from __future__ import annotations
@@ -67,9 +69,13 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention over the ranks of `sp`, or to what a KVCache holds; `options` are some of burst_attn_func."""
+    """Attention over the ranks of `sp`, or to what a KVCache holds; `options` are some of
+    burst_attn_func.
+    """
 
-    def __init__(self, config: LiveConfig, sp: SequenceParallel, layer: int, options: dict[str, Any]):
+    def __init__(
+        self, config: LiveConfig, sp: SequenceParallel, layer: int, options: dict[str, Any]
+    ):
         super().__init__()
         self.sp, self.layer, self.options, self.head_size = sp, layer, options, config.dim_head
         width = config.num_heads * config.dim_head
@@ -81,7 +87,9 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x (B, S, E) to q, k, v (B, S, H, D)."""
         projections = self.project_q, self.project_k, self.project_v
-        return tuple((proj(x) / _divisor(proj)).unflatten(-1, (-1, self.head_size)) for proj in projections)
+        return tuple(
+            (proj(x) / _divisor(proj)).unflatten(-1, (-1, self.head_size)) for proj in projections
+        )
 
     def attend(
         self,
@@ -95,7 +103,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """The attention itself, with heads side by side: (B, S, H * D).
 
-        added   the table (R, H) of `scores`; without these (H, S, T), what each pair adds to its score
+        added   the table (R, H) of `scores`; without these (H, S, T), what each pair adds to its
+                score
         scores  of the whole sequences; their rows begin with q's, and so does the cache
         layout  how they lie on the ranks; by default as sp says
         cache   what holds k and v so far
@@ -104,13 +113,21 @@ class Attention(nn.Module):
         """
         if cache is not None:
             if self.sp.size > 1:
-                raise ValueError(f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: use sp=None")
+                raise ValueError(
+                    f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: use sp=None"
+                )
             k, v = cache.extend(self.layer, k, v)
         if scores is None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype)).transpose(1, 2).flatten(2)
+            return (
+                F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype))
+                .transpose(1, 2)
+                .flatten(2)
+            )
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
-        return burst_attn_func(q, k, v, scores=scores, bias=added, **self.options, **groups).flatten(2)
+        return burst_attn_func(
+            q, k, v, scores=scores, bias=added, **self.options, **groups
+        ).flatten(2)
 
 
 class SelfAttention(nn.Module):
@@ -166,7 +183,14 @@ class FeedForwardPart(nn.Module):
 class Block(nn.Module):
     """Attention, then feed-forward; either may be left out."""
 
-    def __init__(self, config: LiveConfig, sp: SequenceParallel, layer: int, saving: Saving, options: dict[str, Any]):
+    def __init__(
+        self,
+        config: LiveConfig,
+        sp: SequenceParallel,
+        layer: int,
+        saving: Saving,
+        options: dict[str, Any],
+    ):
         super().__init__()
         self.saving = saving
         attends, feeds = config.parts[layer]
@@ -186,7 +210,9 @@ class Block(nn.Module):
         return saving.run(self._whole, x, added, scores, layout, cache, keep=(added,))
 
     def _whole(self, run: Callable, x: Tensor, *seen) -> Tensor:
-        """The block, its parts but the attention called by `run`; `seen` is what the attention takes beside q, k, v."""
+        """The block, its parts but the attention called by `run`; `seen` is what the attention
+        takes beside q, k, v.
+        """
         if self.self_att is None:
             return run(self._fed, x)
         q, k, v = run(self.self_att.before, x)
@@ -201,9 +227,13 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, config: LiveConfig, sp: SequenceParallel, saving: Saving, options: dict[str, Any]):
+    def __init__(
+        self, config: LiveConfig, sp: SequenceParallel, saving: Saving, options: dict[str, Any]
+    ):
         super().__init__()
-        self.layers = Layers(Block(config, sp, i, saving.of(i), options) for i in range(config.num_layers))
+        self.layers = Layers(
+            Block(config, sp, i, saving.of(i), options) for i in range(config.num_layers)
+        )
         self.output_layernorm = Norm(config.dim_model, config.eps)
 
     def forward(self, x: Tensor, *seen) -> Tensor:
@@ -215,24 +245,32 @@ class PositionBias(nn.Module):
 
     def __init__(self, config: LiveConfig):
         super().__init__()
-        self.relative_attention_bias = nn.Parameter(torch.empty(config.num_bias_rows, config.num_heads))
+        self.relative_attention_bias = nn.Parameter(
+            torch.empty(config.num_bias_rows, config.num_heads)
+        )
 
     def table(self) -> Tensor:
         """(R, H) in fp32 (fp64 if it is fp64), in which its gradients of all layers add up."""
-        return self.relative_attention_bias.to(accumulator_dtype(self.relative_attention_bias.dtype))
+        return self.relative_attention_bias.to(
+            accumulator_dtype(self.relative_attention_bias.dtype)
+        )
 
 
 class LiveModel(nn.Module):
     """What both models have: words, a bias table, an encoder, and words again as the head.
 
-    `saving` says what blocks save for the backward; `attention` are options of burst_attn_func such as flash,
-    deterministic or strategy.
+    `saving` says what blocks save for the backward; `attention` are options of burst_attn_func such
+    as flash, deterministic or strategy.
     """
 
     layers_at = "encoder.layers"
 
     def __init__(
-        self, config: LiveConfig, sp: SequenceParallel | None = None, saving: Saving | None = None, **attention
+        self,
+        config: LiveConfig,
+        sp: SequenceParallel | None = None,
+        saving: Saving | None = None,
+        **attention,
     ):
         super().__init__()
         self.config = config
@@ -241,7 +279,9 @@ class LiveModel(nn.Module):
         self.position_bias = PositionBias(config)
 
     def looked_up(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of a table (any, E), in which they have entries of size sqrt(E): ids (...) to (..., E)."""
+        """Rows of a table (any, E), in which they have entries of size sqrt(E): ids (...) to (...,
+        E).
+        """
         return F.embedding(ids, table) / math.sqrt(self.config.dim_model)
 
     def encoded(
@@ -255,20 +295,28 @@ class LiveModel(nn.Module):
         """What the encoder makes of x (B, S, E): hidden states, after its norm.
 
         scores  of the whole rows; or, with a cache, in their place
-        rows    (S, T) int64: for each of these tokens and each that the cache has then, all visible, a row of the table
+        rows    (S, T) int64: for each of these tokens and each that the cache has then, all
+                visible, a row of the table
 
         Raises ValueError for both or neither.
         """
         if (scores is None) == (rows is None) or (rows is not None and cache is None):
-            raise ValueError("tokens need scores, or, where they continue a cache, rows of the bias table instead")
+            raise ValueError(
+                "tokens need scores, or, where they continue a cache, rows of the bias table instead"
+            )
         table = self.position_bias.table()
-        return self.encoder(x, table if rows is None else table[rows].permute(2, 0, 1), scores, layout, cache)
+        return self.encoder(
+            x, table if rows is None else table[rows].permute(2, 0, 1), scores, layout, cache
+        )
 
-    def predicted(self, hidden: Tensor, words: list[Tensor], labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits of `words` (any, E), one part after the other, or with `labels` (B, S), which count in this order, the
-        sum of token losses (fp32) and the number of targets.
+    def predicted(
+        self, hidden: Tensor, words: list[Tensor], labels: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits of `words` (any, E), one part after the other, or with `labels` (B, S), which
+        count in this order, the sum of token losses (fp32) and the number of targets.
 
-        Each word's logit is hidden . word / sqrt(E). With labels whole logits are never made, nor are the parts copied.
+        Each word's logit is hidden . word / sqrt(E). With labels whole logits are never made, nor
+        are the parts copied.
         """
         hidden = hidden / math.sqrt(self.config.dim_model)
         if labels is None:
@@ -280,4 +328,6 @@ class LiveModel(nn.Module):
         if weight.dim() == 1:
             weight.fill_(1.0)
         else:
-            weight.normal_(0.0, 0.02 if name.endswith("embedding.weight") else 1.0, generator=generator)
+            weight.normal_(
+                0.0, 0.02 if name.endswith("embedding.weight") else 1.0, generator=generator
+            )

@@ -1,4 +1,6 @@
-"""The kernels' suite itself: it passes a right kernel and finds each of many subtle errors in a wrong one."""
+"""The kernels' suite itself: it passes a right kernel and finds each of many subtle errors in a
+wrong one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from bmt_burst.sequence.span import length
 from tests.conformance import test_kernels as suite
 
 RIGHT = ReferenceKernel()
-CHECKS = [check for name, check in vars(suite).items() if name.startswith("test_") and "registry" not in name]
+CHECKS = [
+    check
+    for name, check in vars(suite).items()
+    if name.startswith("test_") and "registry" not in name
+]
 SUBJECTS = [suite.Subject("faulty", "cpu", dtype, 8) for dtype in (torch.float64, torch.float32)]
 
 
@@ -23,7 +29,10 @@ class Faulty(ReferenceKernel):
     """The reference, with an error: `after_forward` and `after_backward` change what it returns."""
 
     def __init__(
-        self, before: Callable | None = None, forward: Callable | None = None, backward: Callable | None = None
+        self,
+        before: Callable | None = None,
+        forward: Callable | None = None,
+        backward: Callable | None = None,
     ):
         self.before, self.after_forward, self.after_backward = before, forward, backward
 
@@ -36,7 +45,9 @@ class Faulty(ReferenceKernel):
         changed = self.before(call, spec) if self.before else (call, spec)
         result = super().backward(dout, q, k, v, out, lse, delta, *changed, bias)
         if self.after_backward:
-            result = self.after_backward(self, result, dout, q, k, v, out, lse, delta, call, spec, bias)
+            result = self.after_backward(
+                self, result, dout, q, k, v, out, lse, delta, call, spec, bias
+            )
         return result
 
 
@@ -81,8 +92,12 @@ def overwritten_inputs(out, lse, q):
 
 
 FAULTS = {
-    "lse is NaN where it must be -inf": Faulty(forward=lambda out, lse, q: (out, lse.nan_to_num(neginf=torch.nan))),
-    "lse is finite where it must be -inf": Faulty(forward=lambda out, lse, q: (out, lse.clamp_min(-1e30))),
+    "lse is NaN where it must be -inf": Faulty(
+        forward=lambda out, lse, q: (out, lse.nan_to_num(neginf=torch.nan))
+    ),
+    "lse is finite where it must be -inf": Faulty(
+        forward=lambda out, lse, q: (out, lse.clamp_min(-1e30))
+    ),
     "lse is in base 2": Faulty(forward=lambda out, lse, q: (out, lse / math.log(2))),
     "lse is fp32 always": Faulty(forward=lambda out, lse, q: (out, lse.float().to(lse.dtype))),
     "out is NaN where nothing is seen": Faulty(
@@ -94,7 +109,10 @@ FAULTS = {
     "an infinite lse hides a NaN": Faulty(forward=lambda out, lse, q: (out.nan_to_num(), lse)),
     "the inputs are overwritten": Faulty(forward=overwritten_inputs),
     "a window is one too wide": Faulty(
-        lambda call, spec: (replace(call, left=None if call.left is None else call.left + 1, prepared={}), spec)
+        lambda call, spec: (
+            replace(call, left=None if call.left is None else call.left + 1, prepared={}),
+            spec,
+        )
     ),
     "causal is aligned to the first key": Faulty(aligned_to_the_first_key),
     "only the first tile is computed": Faulty(
@@ -107,8 +125,12 @@ FAULTS = {
     "gradients go to the wrong kv head": Faulty(backward=repeated_heads),
     "dk lacks the scale": Faulty(backward=lambda self, r, *given: (r[0], r[1] / 0.3, *r[2:])),
     "the table's gradient has one row of the batch": Faulty(backward=one_row),
-    "a gradient is in memory of the inputs": Faulty(backward=lambda self, r, dout, q, *given: (q.copy_(r[0]), *r[1:])),
-    "results vary between runs": Faulty(backward=lambda self, r, *given: (r[0] + 1e-15 * torch.rand(()), *r[1:])),
+    "a gradient is in memory of the inputs": Faulty(
+        backward=lambda self, r, dout, q, *given: (q.copy_(r[0]), *r[1:])
+    ),
+    "results vary between runs": Faulty(
+        backward=lambda self, r, *given: (r[0] + 1e-15 * torch.rand(()), *r[1:])
+    ),
 }
 
 

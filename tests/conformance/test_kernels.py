@@ -1,7 +1,8 @@
-"""The contract of `Kernel`, for each registered kernel, on each device and in each dtype that it does not refuse.
+"""The contract of `Kernel`, for each registered kernel, on each device and in each dtype that it
+does not refuse.
 
-Everything is compared with the reference in float64. Bounds are multiples of a dtype's rounding of the terms that are
-added up, never of a result that may be zero.
+Everything is compared with the reference in float64. Bounds are multiples of a dtype's rounding of
+the terms that are added up, never of a result that may be zero.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ CALLS = named_calls(5)
 SPEC, CAPPED, BIASED = Spec(scale=0.3), Spec(scale=0.3, softcap=1.5), Spec(scale=0.3, biased=True)
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 HEADS = [(4, 4), (4, 2), (6, 1)]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+INTERPRETED = (
+    os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+)
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
@@ -52,7 +55,9 @@ class Subject(NamedTuple):
         """Whether the kernel runs in Triton's interpreter, a hundred times slower."""
         return INTERPRETED and self.kernel.runs_interpreted and self.device == "cpu"
 
-    def tensors(self, call: KernelCall, heads: int = 4, kv_heads: int = 2, batch: int = 2, seed: int = 0):
+    def tensors(
+        self, call: KernelCall, heads: int = 4, kv_heads: int = 2, batch: int = 2, seed: int = 0
+    ):
         """Return q, k, v and an output gradient."""
         made = call_tensors(call, batch, heads, kv_heads, self.head_size, self.dtype, seed)
         return [x.to(self.device) for x in made]
@@ -66,7 +71,9 @@ class Subject(NamedTuple):
 
 
 def subjects() -> Iterator:
-    """Yield what can run on this machine, and a skipped entry with the reasons for each kernel that cannot."""
+    """Yield what can run on this machine, and a skipped entry with the reasons for each kernel that
+    cannot.
+    """
     for name in kernels.names():
         reasons, able = [], 0
         for device in DEVICES:
@@ -74,14 +81,22 @@ def subjects() -> Iterator:
                 sizes = (8, 64)
                 found = [Subject(name, device, dtype, size) for size in sizes]
                 refusals = [subject.refuses(SPEC) for subject in found]
-                working = [subject for subject, reason in zip(found, refusals, strict=True) if reason is None]
+                working = [
+                    subject
+                    for subject, reason in zip(found, refusals, strict=True)
+                    if reason is None
+                ]
                 if working:
                     able += 1
                     marks = [pytest.mark.gpu] if device == "cuda" else []
-                    yield pytest.param(working[0], id=f"{name}-{device}-{str(dtype)[6:]}", marks=marks)
+                    yield pytest.param(
+                        working[0], id=f"{name}-{device}-{str(dtype)[6:]}", marks=marks
+                    )
                 reasons += [reason for reason in refusals if reason]
         if not able:
-            yield pytest.param(None, id=name, marks=pytest.mark.skip(reason=f"{name}: {reasons[0]}"))
+            yield pytest.param(
+                None, id=name, marks=pytest.mark.skip(reason=f"{name}: {reasons[0]}")
+            )
 
 
 SUBJECTS = list(subjects())
@@ -92,11 +107,19 @@ def calls_of(subject: Subject) -> dict[str, KernelCall]:
     """Return calls of every kind, fewer where they are slow."""
     if not subject.is_interpreted:
         return CALLS
-    few = ("causal, fewer keys", "documents", "a window of documents", "causal tiles of fewer keys", "tiles apart")
+    few = (
+        "causal, fewer keys",
+        "documents",
+        "a window of documents",
+        "causal tiles of fewer keys",
+        "tiles apart",
+    )
     return {name: CALLS[name] for name in (few if subject.dtype == torch.float32 else few[1:3])}
 
 
-def assert_right(subject: Subject, call: KernelCall, tensors, spec: Spec, what: object, **options) -> None:
+def assert_right(
+    subject: Subject, call: KernelCall, tensors, spec: Spec, what: object, **options
+) -> None:
     errors = kernel_errors(subject.kernel, call, tensors, spec, **options)
     assert max(errors.values()) < subject.bound, (what, errors)
 
@@ -131,7 +154,9 @@ def test_calls_longer_than_a_block(subject):
 
 @each_subject
 def test_queries_that_see_nothing_have_0_and_minus_inf(subject):
-    """Not NaN, and not finite; in the backward they are told an lse of -inf and have gradients of 0."""
+    """Not NaN, and not finite; in the backward they are told an lse of -inf and have gradients of
+    0.
+    """
     call = KernelCall(9, 7, (((0, 4), (1, 3)), ((5, 8), (3, 6))), right=0)
     q, k, v, dout = subject.tensors(call)
     out, lse = subject.kernel.forward(q, k, v, call, SPEC)
@@ -207,7 +232,9 @@ def test_any_strides(subject):
 
 @each_subject
 def test_a_call_may_be_a_share_of_all_keys(subject):
-    """The backward of half of the keys gets lse and out over all of them; the halves' gradients add up."""
+    """The backward of half of the keys gets lse and out over all of them; the halves' gradients add
+    up.
+    """
     whole = KernelCall.whole(24, causal=True)
     q, k, v, dout = subject.tensors(whole)
     exact = [x.double() for x in (q, k, v, dout)]
@@ -216,7 +243,10 @@ def test_a_call_may_be_a_share_of_all_keys(subject):
     expected = reference.backward(exact[3], *exact[:3], out, lse, None, whole, SPEC)
     wide = torch.float64 if subject.dtype == torch.float64 else torch.float32
     total = [torch.zeros_like(x) for x in exact[:3]]
-    for start, stop, call in ((0, 10, KernelCall(24, 10, (((0, 10), (0, 10)),), right=0)), (10, 24, None)):
+    for start, stop, call in (
+        (0, 10, KernelCall(24, 10, (((0, 10), (0, 10)),), right=0)),
+        (10, 24, None),
+    ):
         if call is None:
             call = KernelCall(24, 14, (((10, 24), (0, 14)),), right=0)
         keys = slice(start, stop)
@@ -243,7 +273,9 @@ def test_out_matters_only_through_delta(subject):
     other = (delta / dout.double().square().sum(-1)).unsqueeze(-1) * dout.double()
     expected = subject.kernel.backward(dout, q, k, v, out, lse, None, call, SPEC)
     for mine, theirs in zip(
-        subject.kernel.backward(dout, q, k, v, other.to(q.dtype), lse, None, call, SPEC), expected, strict=True
+        subject.kernel.backward(dout, q, k, v, other.to(q.dtype), lse, None, call, SPEC),
+        expected,
+        strict=True,
     ):
         assert _distance(mine, theirs) < 4 * subject.bound  # the other out is rounded, too
     if subject.kernel.takes_delta:
@@ -257,10 +289,13 @@ def test_large_scores_do_not_overflow(subject):
     q, k, v, _ = subject.tensors(call)
     q, k = q * 60, k * 60
     out, lse = subject.kernel.forward(q, k, v, call, SPEC)
-    exact, exact_lse = kernels.load("reference").forward(q.double(), k.double(), v.double(), call, SPEC)
+    exact, exact_lse = kernels.load("reference").forward(
+        q.double(), k.double(), v.double(), call, SPEC
+    )
     assert exact_lse.max() > 1000
     assert _distance(lse, exact_lse) < subject.bound
-    assert _distance(out, exact) < 100 * subject.bound  # scores of 1,000 are rounded at 1e-4 in fp32
+    # scores of 1,000 are rounded at 1e-4 in fp32
+    assert _distance(out, exact) < 100 * subject.bound
 
 
 @each_subject
@@ -287,7 +322,9 @@ def test_deterministic_results_are_equal_bit_for_bit(subject):
     tensors = subject.tensors(call)
     first = _results(subject, call, tensors, spec)
     for _ in range(2):
-        assert all(x.equal(y) for x, y in zip(_results(subject, call, tensors, spec), first, strict=True))
+        assert all(
+            x.equal(y) for x, y in zip(_results(subject, call, tensors, spec), first, strict=True)
+        )
 
 
 @each_subject
@@ -335,7 +372,9 @@ def _results(subject: Subject, call: KernelCall, tensors, spec: Spec = SPEC) -> 
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
-    """Return the largest difference where y is finite, relative to y's largest entry; inf where one alone is finite."""
+    """Return the largest difference where y is finite, relative to y's largest entry; inf where one
+    alone is finite.
+    """
     x, y = x.double(), y.double()
     if not x.isfinite().equal(y.isfinite()):
         return torch.inf

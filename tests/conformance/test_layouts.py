@@ -12,7 +12,8 @@ from bmt_burst.sequence.layout import LAYOUTS, Balanced
 from tests.helpers import dense_results, random_qkv
 
 NAMES = [*LAYOUTS, Balanced.name]
-SHAPES = [(1, 1), (7, 1), (2, 2), (9, 2), (3, 3), (10, 3), (31, 4), (8, 8), (37, 8), (64, 8)]  # tokens, ranks
+# tokens, ranks
+SHAPES = [(1, 1), (7, 1), (2, 2), (9, 2), (3, 3), (10, 3), (31, 4), (8, 8), (37, 8), (64, 8)]
 
 each_layout = pytest.mark.parametrize("name", NAMES)
 each_shape = pytest.mark.parametrize(("tokens", "size"), SHAPES)
@@ -20,7 +21,9 @@ each_shape = pytest.mark.parametrize(("tokens", "size"), SHAPES)
 
 def made(name: str, tokens: int, size: int) -> Layout:
     if name == Balanced.name:
-        return Layout.balanced(Mask.documents(sorted({0, tokens // 3, tokens}), window=max(tokens // 2, 1)), size)
+        return Layout.balanced(
+            Mask.documents(sorted({0, tokens // 3, tokens}), window=max(tokens // 2, 1)), size
+        )
     return Layout.named(name, tokens, size)
 
 
@@ -35,7 +38,9 @@ def test_each_position_has_one_owner(name, tokens, size):
     assert lengths == list(map(len, positions))
     assert max(lengths) - min(lengths) <= 1
     for rank in range(size):
-        assert [p for run in layout.runs(rank) for p in range(run.start, run.stop, run.step)] == positions[rank]
+        assert [
+            p for run in layout.runs(rank) for p in range(run.start, run.stop, run.step)
+        ] == positions[rank]
 
 
 @each_layout
@@ -93,7 +98,9 @@ def test_attention_in_it_equals_dense(name):
         mine = [layout.shard(x, ring.rank) for x in tensors[:3]]
         return burst_attn_func(*mine, 0.3, mask=mask, layout=layout, process_group=ring)
 
-    assert (layout.unshard(simulate(4, work)) - dense_results(mask, tensors, 0.3)[0]).abs().max() < 1e-13
+    assert (
+        layout.unshard(simulate(4, work)) - dense_results(mask, tensors, 0.3)[0]
+    ).abs().max() < 1e-13
 
 
 @each_layout

@@ -1,4 +1,6 @@
-"""The contract of masks, for each registered kind: what it says of pairs, counted one by one, and attention with it."""
+"""The contract of masks, for each registered kind: what it says of pairs, counted one by one, and
+attention with it.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,13 @@ def test_transposed_windowed_and_parts(kind, tokens):
     ahead = torch.arange(tokens).unsqueeze(1) - torch.arange(tokens)
     assert mask.windowed(5).dense().equal(dense & (ahead < 5))
     assert [p for part in mask.parts for p in range(*part)] == list(range(tokens))
-    part_of = torch.cat([torch.full((stop - start,), i) for i, (start, stop) in enumerate(mask.parts)])
+    part_of = torch.cat(
+        [torch.full((stop - start,), i) for i, (start, stop) in enumerate(mask.parts)]
+    )
     assert not dense[part_of.unsqueeze(1) != part_of].any(), "parts see nothing of each other"
-    assert mask.positions().equal(torch.cat([torch.arange(stop - start) for start, stop in mask.parts]))
+    assert mask.positions().equal(
+        torch.cat([torch.arange(stop - start) for start, stop in mask.parts])
+    )
 
 
 @each_mask
@@ -66,11 +72,17 @@ def test_equality_hash_digest_and_pickle(kind):
 def test_attention_with_it_equals_dense(kind, size):
     mask, tensors = EXAMPLES[kind](37), random_qkv(1, 37, 4, 2, 8)
     for layout in (Layout.zigzag(37, size), Layout.balanced(mask, size)):
-        got, exact = ring_results(layout, tensors, 0.3, mask=mask), dense_results(mask, tensors, 0.3)
+        got, exact = (
+            ring_results(layout, tensors, 0.3, mask=mask),
+            dense_results(mask, tensors, 0.3),
+        )
         blind = exact[1].isinf()
         assert got[1].isinf().equal(blind)
         got[1], exact[1] = (x.masked_fill(blind, 0.0) for x in (got[1], exact[1]))
-        assert all(float((x - y).norm() / y.norm().clamp_min(1.0)) < 1e-12 for x, y in zip(got, exact, strict=True))
+        assert all(
+            float((x - y).norm() / y.norm().clamp_min(1.0)) < 1e-12
+            for x, y in zip(got, exact, strict=True)
+        )
 
 
 @each_mask
@@ -81,7 +93,9 @@ def test_it_prints_and_draws(kind):
 
 
 def test_the_gallery_draws_itself(tmp_path):
-    done = subprocess.run([sys.executable, ROOT / "examples/masks.py", tmp_path], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/masks.py", tmp_path], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")
     assert all(f"{kind}: 64 tokens" in done.stdout for kind in EXAMPLES)

@@ -1,7 +1,8 @@
-"""The contract of `Strategy` and `Plan`, for each registered strategy, on simulated ranks in float64.
+"""The contract of `Strategy` and `Plan`, for each registered strategy, on simulated ranks in
+float64.
 
-Everything is compared with dense attention over the whole sequence. The simulator poisons buffers that may not be read
-yet, and refuses deliveries that `reserve` did not announce.
+Everything is compared with dense attention over the whole sequence. The simulator poisons buffers
+that may not be read yet, and refuses deliveries that `reserve` did not announce.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tests.helpers import (
 
 SCALE = 0.31
 NAMES = strategies.names()
-RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]  # ranks, and ranks of a host
+# ranks, and ranks of a host
+RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]
 HEADS = [(8, 8), (8, 2), (6, 3), (3, 1)]
 EXACT = 1e-11  # fp64 rounds at 1e-16; sums have some hundred terms
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias or dsinks", "dsinks")
@@ -34,8 +36,12 @@ RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias or dsinks", "dsinks")
 each_strategy = pytest.mark.parametrize("name", NAMES)
 
 
-def refusal(name: str, mask: Mask, layout: Layout, inner: int, heads: int, kv_heads: int, **fields: Any) -> str | None:
-    return load(name).refuses(problem(mask, layout, inner, heads=heads, kv_heads=kv_heads, **fields))
+def refusal(
+    name: str, mask: Mask, layout: Layout, inner: int, heads: int, kv_heads: int, **fields: Any
+) -> str | None:
+    return load(name).refuses(
+        problem(mask, layout, inner, heads=heads, kv_heads=kv_heads, **fields)
+    )
 
 
 def assert_equal(got, expected, what: object) -> None:
@@ -50,7 +56,9 @@ def assert_equal(got, expected, what: object) -> None:
         assert error < EXACT, (label, error, what)
 
 
-def case(seed: int, name: str) -> tuple[Mask, Layout, int, tuple[int, int], list[torch.Tensor]] | None:
+def case(
+    seed: int, name: str
+) -> tuple[Mask, Layout, int, tuple[int, int], list[torch.Tensor]] | None:
     """Return a random call, or None if the strategy refuses it."""
     chance = random.Random(seed)
     size, inner = RINGS[seed % len(RINGS)]
@@ -59,7 +67,13 @@ def case(seed: int, name: str) -> tuple[Mask, Layout, int, tuple[int, int], list
     heads = chance.choice(HEADS)
     if refusal(name, mask, layout, inner, *heads):
         return None
-    return mask, layout, inner, heads, random_qkv(chance.choice((1, 2)), mask.seq_len, *heads, 8, seed=seed)
+    return (
+        mask,
+        layout,
+        inner,
+        heads,
+        random_qkv(chance.choice((1, 2)), mask.seq_len, *heads, 8, seed=seed),
+    )
 
 
 @each_strategy
@@ -77,7 +91,9 @@ def test_equals_dense_attention(name):
                 "group_bytes": chance.choice((0, 3_000, 1 << 30)),
             }
             got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy=name, **options)
-            assert_equal(got, dense_results(mask, tensors, SCALE), (seed, mask, layout, inner, options))
+            assert_equal(
+                got, dense_results(mask, tensors, SCALE), (seed, mask, layout, inner, options)
+            )
             done += 1
     assert done >= len(RINGS), "it refuses nearly everything"
 
@@ -122,7 +138,13 @@ def test_a_learned_bias_is_added_or_refused(name):
 def test_sinks_and_a_softcap(name, softcap):
     mask, layout, tensors = Mask.causal(30), Layout.zigzag(30, 3), random_qkv(2, 30, 6, 3, 8)
     sinks = torch.linspace(-1, 2, 6, dtype=torch.float64)
-    options = {"mask": mask, "strategy": name, "softcap": softcap, "flash": "reference", "sinks": sinks}
+    options = {
+        "mask": mask,
+        "strategy": name,
+        "softcap": softcap,
+        "flash": "reference",
+        "sinks": sinks,
+    }
     got = ring_results(layout, tensors, SCALE, **options)
     assert_equal(got, dense_results(mask, tensors, SCALE, softcap=softcap, sinks=sinks), name)
 
@@ -131,7 +153,9 @@ def test_sinks_and_a_softcap(name, softcap):
 def test_rows_of_a_batch_with_masks_of_their_own(name):
     masks, tensors = [Mask.documents((0, 9, 24)), Mask.full(24)], random_qkv(2, 24, 4, 2, 8)
     got = ring_results(Layout.zigzag(24, 2), tensors, SCALE, mask=masks, strategy=name)
-    rows = [dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(masks)]
+    rows = [
+        dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(masks)
+    ]
     assert_equal(got, [torch.cat(pair) for pair in zip(*rows, strict=True)], name)
 
 
@@ -155,7 +179,9 @@ def test_deterministic_results_are_equal_bit_for_bit(name):
 
 @each_strategy
 def test_calls_of_one_group_follow_each_other(name):
-    """Plans are kept and run again; the backward of one call may come after the forward of the next."""
+    """Plans are kept and run again; the backward of one call may come after the forward of the
+    next.
+    """
     layout = Layout.zigzag(18, 3)
     inputs = [random_qkv(1, 18, 2, 2, 8, seed=seed) for seed in range(3)]
 
@@ -164,7 +190,11 @@ def test_calls_of_one_group_follow_each_other(name):
         for tensors in inputs:
             q, k, v = (layout.shard(x, ring.rank).requires_grad_() for x in tensors[:3])
             arguments = ring_arguments(ring, ring.size)
-            outs.append(burst_attn_func(q, k, v, SCALE, causal=True, layout=layout, strategy=name, **arguments))
+            outs.append(
+                burst_attn_func(
+                    q, k, v, SCALE, causal=True, layout=layout, strategy=name, **arguments
+                )
+            )
             leaves.append((q, k, v))
         given = [layout.shard(tensors[3], ring.rank) for tensors in inputs]
         return [torch.autograd.grad(outs[i], leaves[i], given[i]) for i in (1, 0, 2)]

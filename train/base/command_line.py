@@ -1,4 +1,6 @@
-"""What the commands share on their way in: errors of the command line take one line, not the usage of every option."""
+"""What the commands share on their way in: errors of the command line take one line, not the usage
+of every option.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End with `status`. A message of what went wrong is on stderr, and in torchrun's summary if that runs this."""
+        """End with `status`. A message of what went wrong is on stderr, and in torchrun's summary
+        if that runs this.
+        """
         if status and message:
             leave_reason(message.strip())
         super().exit(status, message)

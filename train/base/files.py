@@ -21,7 +21,9 @@ def writing(file: str | Path) -> Iterator[None]:
 
 @contextmanager
 def showing() -> Iterator[None]:
-    """For what goes to stdout and stderr: lost if the terminal is gone, else an OSError that names them."""
+    """For what goes to stdout and stderr: lost if the terminal is gone, else an OSError that names
+    them.
+    """
     try:
         with writing("stdout"):
             yield
@@ -32,7 +34,9 @@ def showing() -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """Prints to stderr, if that can still be written to: what is about to end anyway ends all the same."""
+    """Prints to stderr, if that can still be written to: what is about to end anyway ends all the
+    same.
+    """
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

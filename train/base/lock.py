@@ -15,10 +15,11 @@ _NAME = ".lock"
 
 
 def lock(folder: Path) -> TextIO:
-    """Takes `folder`, which is made if need be, for as long as the file returned is open: until this process ends.
+    """Takes `folder`, which is made if need be, for as long as the file returned is open: until
+    this process ends.
 
-    Raises ValueError, with the process that has it, if another one has. Where the file system knows no locks it says so
-    and goes on.
+    Raises ValueError, with the process that has it, if another one has. Where the file system knows
+    no locks it says so and goes on.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / _NAME, "a+")
@@ -28,9 +29,14 @@ def lock(folder: Path) -> TextIO:
         file.seek(0)
         owner = file.read().strip() or "another process"
         file.close()
-        raise ValueError(f"{folder} is in use by {owner}: wait for it, or give another --output") from None
+        raise ValueError(
+            f"{folder} is in use by {owner}: wait for it, or give another --output"
+        ) from None
     except OSError as error:
-        print(f"{folder} cannot be locked ({error.strerror}): let no other run write to it", file=sys.stderr)
+        print(
+            f"{folder} cannot be locked ({error.strerror}): let no other run write to it",
+            file=sys.stderr,
+        )
     with writing(file.name):
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

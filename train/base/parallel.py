@@ -20,7 +20,8 @@ class Worker:
     """A process that does one item after the other."""
 
     def __init__(self, make: Callable):
-        context = multiprocessing.get_context("spawn")  # a forked one would share locks and threads of tokenizers
+        # a forked one would share locks and threads of tokenizers
+        context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, make), daemon=True)
         self.process.start()
@@ -34,7 +35,9 @@ class Worker:
             raise self._death() from None
 
     def take(self) -> object:
-        """The result of the item that was given. Raises ValueError, which names the item, if there is none."""
+        """The result of the item that was given. Raises ValueError, which names the item, if there
+        is none.
+        """
         try:
             result, problem = self.connection.recv()
         except (EOFError, OSError):
@@ -50,14 +53,19 @@ class Worker:
 
     def _death(self) -> ValueError:
         self.process.join()
-        return ValueError(f"{self.item}: the process that worked on it died with exit code {self.process.exitcode}")
+        return ValueError(
+            f"{self.item}: the process that worked on it died with exit code {self.process.exitcode}"
+        )
 
 
-def in_order(make: Callable[[], Callable[[Item], Result]], items: Iterable[Item], workers: int) -> Iterator[Result]:
+def in_order(
+    make: Callable[[], Callable[[Item], Result]], items: Iterable[Item], workers: int
+) -> Iterator[Result]:
     """`make()(item)` for each item, done by `workers` processes, by this one if that is 1.
 
-    `make`, items and results must be such that they can be pickled. Only a few items are taken in advance. Raises
-    ValueError, with the item as text and the reason, if the work on it fails or its process dies.
+    `make`, items and results must be such that they can be pickled. Only a few items are taken in
+    advance. Raises ValueError, with the item as text and the reason, if the work on it fails or its
+    process dies.
     """
     if workers == 1:
         work = make()
@@ -80,9 +88,12 @@ def in_order(make: Callable[[], Callable[[Item], Result]], items: Iterable[Item]
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Lets Ctrl-C come after this, and never to processes that are started here: it is for this one to handle."""
+    """Lets Ctrl-C come after this, and never to processes that are started here: it is for this one
+    to handle.
+    """
     came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda signum, _: came.append(signum))  # of threads that do not block it
+    # of threads that do not block it
+    before = signal.signal(signal.SIGINT, lambda signum, _: came.append(signum))
     resource_tracker.ensure_running()  # it unblocks signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which processes inherit
     try:
@@ -119,7 +130,9 @@ def _deal(pool: list[Worker], items: Iterator) -> Iterator:
 
 
 def _serve(connection: Connection, make: Callable) -> None:
-    """The worker's side: answers each item with a result or a problem, until the other side is gone."""
+    """The worker's side: answers each item with a result or a problem, until the other side is
+    gone.
+    """
     work = None
     while True:
         try:

@@ -1,4 +1,6 @@
-"""What ends a process from outside: signals, and its parent's death. Needs no torch, so it is there before that is."""
+"""What ends a process from outside: signals, and its parent's death. Needs no torch, so it is there
+before that is.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ INTERRUPTED = 128 + signal.SIGINT  # exit code of a run that was ended at once
 NOTED = "stopping after this step; Ctrl-C once more ends the run now"
 
 _PR_SET_PDEATHSIG = 1
-_SAME = 0.5  # seconds in which an interrupt that comes again is the same: it may reach a process by several ways
+# seconds in which an interrupt that comes again is the same: it may reach a process by several ways
+_SAME = 0.5
 
 
 def has_launcher() -> bool:
@@ -32,12 +35,14 @@ class StopSignal:
     received   there was one; `noted` was called
     insisted   a SIGINT came after it; `insist` was called
 
-    Both are called in a thread of their own, at once: Python runs handlers in the main thread, which may be in a step
-    for minutes. A launcher's ranks leave SIGINT, which a terminal sends to all of them, to the launcher. What nohup
-    lets a process ignore stays ignored.
+    Both are called in a thread of their own, at once: Python runs handlers in the main thread,
+    which may be in a step for minutes. A launcher's ranks leave SIGINT, which a terminal sends to
+    all of them, to the launcher. What nohup lets a process ignore stays ignored.
     """
 
-    def __init__(self, noted: Callable[[], None] = lambda: None, insist: Callable[[], None] = lambda: None):
+    def __init__(
+        self, noted: Callable[[], None] = lambda: None, insist: Callable[[], None] = lambda: None
+    ):
         self.received = self.insisted = False
         self._noted, self._insist, self._terminals = noted, insist, terminals()
         reader, self._writer = socket.socketpair()
@@ -48,7 +53,9 @@ class StopSignal:
             signals.append(signal.SIGHUP)
         for signum in signals:
             signal.signal(signum, lambda *_: None)
-        threading.Thread(target=self._listen, args=(reader, signals), name="signals", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(reader, signals), name="signals", daemon=True
+        ).start()
 
     def _listen(self, reader: socket.socket, signals: list[int]) -> None:
         first = 0.0
@@ -67,8 +74,8 @@ class StopSignal:
 class Interrupts:
     """Lets SIGINT raise KeyboardInterrupt, as Python does, and remembers it.
 
-    Python ignores what is raised in callbacks, such as those of garbage collection: then `check` raises it again. What
-    nohup lets a process ignore stays ignored.
+    Python ignores what is raised in callbacks, such as those of garbage collection: then `check`
+    raises it again. What nohup lets a process ignore stays ignored.
     """
 
     def __init__(self):
@@ -91,7 +98,9 @@ class Interrupts:
 
 
 def die_with_parent() -> None:
-    """If its launcher or torchrun's agent is killed outright, Linux kills this rank too, from now on."""
+    """If its launcher or torchrun's agent is killed outright, Linux kills this rank too, from now
+    on.
+    """
     launcher = os.environ.get(LAUNCHER)
     if sys.platform != "linux" or not (launcher or "TORCHELASTIC_RUN_ID" in os.environ):
         return

@@ -1,13 +1,16 @@
 """Checkpoints: a folder `step_00000100` is whole or it is not there.
 
-    rank_00000.safetensors ...   each rank's flat shards of weights and AdamW state, and its RNG state
-    tokenizer/                   what makes its tokens text, so that a copy of the folder is all one needs
+    rank_00000.safetensors ...   each rank's flat shards of weights and AdamW state, and its RNG
+                                 state
+    tokenizer/                   what makes its tokens text, so that a copy of the folder is all one
+                                 needs
     state.json                   step, samples read, optimizer steps, configuration
     manifest.json                size and sha256 of every file; written last
 
-Saving writes into a hidden folder, syncs every file, and renames the folder at the end; a process killed at any moment
-leaves the checkpoints before it as they were. Shards are ranges of flattened tensors, so any number of ranks can read a
-checkpoint. Nothing is pickled, and no file of a checkpoint lies outside of it.
+Saving writes into a hidden folder, syncs every file, and renames the folder at the end; a process
+killed at any moment leaves the checkpoints before it as they were. Shards are ranges of flattened
+tensors, so any number of ranks can read a checkpoint. Nothing is pickled, and no file of a
+checkpoint lies outside of it.
 """
 
 from __future__ import annotations
@@ -52,11 +55,12 @@ def save(
     keep_last: int | None,
     tokenizer: Tokenizer | None = None,
 ) -> Path:
-    """Writes the checkpoint of state["step"] under `root` and removes all but the newest `keep_last`.
+    """Writes the checkpoint of state["step"] under `root` and removes all but the newest
+    `keep_last`.
 
-    None keeps all. Where the disk has no room for one more, they are removed before, but for the last good one. Every
-    rank calls it. Raises CheckpointError on every rank if any rank could not write, or if weights
-    or the optimizer's state are not finite on any; what was there stays.
+    None keeps all. Where the disk has no room for one more, they are removed before, but for the
+    last good one. Every rank calls it. Raises CheckpointError on every rank if any rank could not
+    write, or if weights or the optimizer's state are not finite on any; what was there stays.
     """
     final = root / f"step_{state['step']:08d}"
     partial = root / f".{final.name}.partial"
@@ -77,7 +81,8 @@ def save(
 
 
 def outlook(root: Path) -> str:
-    """What a run that ended leaves: the newest checkpoint not saved amid skipped steps, and how to go on from there.
+    """What a run that ended leaves: the newest checkpoint not saved amid skipped steps, and how to
+    go on from there.
 
     Damaged ones are named on stderr.
     """
@@ -91,7 +96,9 @@ def outlook(root: Path) -> str:
 
 
 def _readable(root: Path) -> Iterator[tuple[Path, int]]:
-    """Checkpoints, the newest first, and how many steps in a row had been skipped when they were saved."""
+    """Checkpoints, the newest first, and how many steps in a row had been skipped when they were
+    saved.
+    """
     for path in listed(root):
         try:
             yield path, Checkpoint(path).state.get("skips_in_a_row", 0)
@@ -102,8 +109,9 @@ def _readable(root: Path) -> Iterator[tuple[Path, int]]:
 def newest(root: Path, set_aside: bool = False) -> Path | None:
     """The newest whole checkpoint under `root`; None if there are none at all.
 
-    Damaged ones are named on stderr; if `set_aside` and one is whole, those after it are renamed to `step_....damaged`.
-    Raises CheckpointError if all are damaged. Every rank calls it and gets the same answer.
+    Damaged ones are named on stderr; if `set_aside` and one is whole, those after it are renamed to
+    `step_....damaged`. Raises CheckpointError if all are damaged. Every rank calls it and gets the
+    same answer.
     """
     damaged = []
     for path in listed(root):
@@ -121,13 +129,17 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
 
 
 def find(run_or_checkpoint: Path) -> Path:
-    """The checkpoint that a path names: itself, also as a copy of another name, or the newest whole one in it.
+    """The checkpoint that a path names: itself, also as a copy of another name, or the newest whole
+    one in it.
 
     Raises CheckpointError if none is.
     """
     if run_or_checkpoint.is_symlink():
         run_or_checkpoint = run_or_checkpoint.resolve()
-    if not _NAME.fullmatch(run_or_checkpoint.name) and not (run_or_checkpoint / "manifest.json").exists():
+    if (
+        not _NAME.fullmatch(run_or_checkpoint.name)
+        and not (run_or_checkpoint / "manifest.json").exists()
+    ):
         path = newest(run_or_checkpoint)
         if path is None:
             raise CheckpointError(f"there is no checkpoint in {run_or_checkpoint}")
@@ -138,7 +150,9 @@ def find(run_or_checkpoint: Path) -> Path:
 
 
 def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with the checkpoint in folder `path`, None if it is whole. Hashes every parts-th file."""
+    """What is wrong with the checkpoint in folder `path`, None if it is whole. Hashes every
+    parts-th file.
+    """
     try:
         for name, expected in sorted(_manifest(path).items())[part::parts]:
             size = (path / name).stat().st_size
@@ -152,7 +166,9 @@ def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def _manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint. Raises ValueError if it lacks some, or if they lead out of its folder."""
+    """The files of a checkpoint. Raises ValueError if it lacks some, or if they lead out of its
+    folder.
+    """
     _check_inside(path, "manifest.json")
     files = json.loads((path / "manifest.json").read_text())["files"]
     if not {"state.json", "rank_00000.safetensors"} <= files.keys():
@@ -182,10 +198,13 @@ class Checkpoint:
         try:
             names = sorted(_manifest(path))
             self.state = json.loads((path / "state.json").read_text())
-            self._files = [safe_open(path / name, "pt") for name in names if name.startswith("rank_")]
+            self._files = [
+                safe_open(path / name, "pt") for name in names if name.startswith("rank_")
+            ]
         except (*_UNREADABLE, SafetensorError) as error:
             raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
-        self._pieces: dict[str, list[tuple[int, int, Any]]] = defaultdict(list)  # key -> (start, stop, slice)
+        # key -> (start, stop, slice)
+        self._pieces: dict[str, list[tuple[int, int, Any]]] = defaultdict(list)
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in self._files:
             for key, (start, shape) in json.loads(file.metadata()["shards"]).items():
@@ -196,14 +215,19 @@ class Checkpoint:
     def read(self, key: str, shard: Shard) -> Tensor:
         """The entries that `shard` stands for, flat, from whichever ranks wrote them."""
         if self.shapes.get(key) != shard.shape:
-            raise CheckpointError(f"{self.path}: {key} has shape {self.shapes.get(key)}, the model wants {shard.shape}")
+            raise CheckpointError(
+                f"{self.path}: {key} has shape {self.shapes.get(key)}, the model wants {shard.shape}"
+            )
         return self._range(key, shard.start, shard.start + shard.flat.numel())
 
     def weights(self) -> dict[str, Tensor]:
         """All weights, whole."""
         keys = [key for key in self.shapes if key.startswith("weight/")]
         whole = {key: torch.Size(self.shapes[key]).numel() for key in keys}
-        return {k.removeprefix("weight/"): self._range(k, 0, n).view(self.shapes[k]) for k, n in whole.items()}
+        return {
+            k.removeprefix("weight/"): self._range(k, 0, n).view(self.shapes[k])
+            for k, n in whole.items()
+        }
 
     def restore_rng(self, rank: int) -> None:
         """Sets torch's RNG to what rank `rank` had, if there was such a rank."""
@@ -223,17 +247,25 @@ class Checkpoint:
 
 def listed(root: Path) -> list[Path]:
     """The checkpoint folders under `root`, the newest first."""
-    found = [(int(match[1]), path) for path in root.glob("step_*") if (match := _NAME.fullmatch(path.name))]
+    found = [
+        (int(match[1]), path)
+        for path in root.glob("step_*")
+        if (match := _NAME.fullmatch(path.name))
+    ]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def _damage_on_any_rank(path: Path) -> str | None:
     """What is wrong with a checkpoint; the ranks share the work of hashing it."""
-    return next((p for p in ranks.gather(damage(path, ranks.rank(), ranks.world_size())) if p), None)
+    return next(
+        (p for p in ranks.gather(damage(path, ranks.rank(), ranks.world_size())) if p), None
+    )
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Does `work` on rank 0 while the others wait. Raises CheckpointError on every rank if it fails."""
+    """Does `work` on rank 0 while the others wait. Raises CheckpointError on every rank if it
+    fails.
+    """
     ranks.together(lambda: work() if ranks.rank() == 0 else None, CheckpointError)
 
 
@@ -271,7 +303,10 @@ def _make_room(root: Path, keep_last: int) -> None:
     good = next((path for path, skips in _readable(root) if not skips and not damage(path)), None)
     for old in reversed(there[max(keep_last - 1, 0) :]):
         if old != good and shutil.disk_usage(root).free < wanted:
-            print(f"{root} has no room for one more checkpoint: {old} is removed before", file=sys.stderr)
+            print(
+                f"{root} has no room for one more checkpoint: {old} is removed before",
+                file=sys.stderr,
+            )
             _remove(old)
 
 
@@ -282,7 +317,8 @@ def _size(path: Path) -> int:
 
 def _check_finite(shards: dict[str, Shard]) -> None:
     for key, shard in shards.items():
-        if shard.flat.numel() and not torch.stack(shard.flat.aminmax()).isfinite().all():  # makes no copy
+        # makes no copy
+        if shard.flat.numel() and not torch.stack(shard.flat.aminmax()).isfinite().all():
             raise ValueError(f"{key} is not finite, which a smaller --lr may prevent")
 
 
@@ -291,8 +327,11 @@ def _write_shards(file: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, 
     tensors = {key: shard.flat.cpu() for key, shard in shards.items()}
     places = {key: (shard.start, shard.shape) for key, shard in shards.items()}
     file.touch()
-    mode = file.stat().st_mode  # as the umask wants it; save_file leaves the file to its owner alone
-    save_file({**tensors, _RNG: torch.get_rng_state()}, file, metadata={"shards": json.dumps(places)})
+    # as the umask wants it; save_file leaves the file to its owner alone
+    mode = file.stat().st_mode
+    save_file(
+        {**tensors, _RNG: torch.get_rng_state()}, file, metadata={"shards": json.dumps(places)}
+    )
     file.chmod(mode)
     _sync(file)
     return file.name, _entry(file)
@@ -308,7 +347,9 @@ def _write_tokenizer(partial: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     return {file.relative_to(partial).as_posix(): _entry(file) for file in written}
 
 
-def _finish(partial: Path, final: Path, state: dict[str, Any], files: dict[str, Any], keep_last: int | None) -> None:
+def _finish(
+    partial: Path, final: Path, state: dict[str, Any], files: dict[str, Any], keep_last: int | None
+) -> None:
     files["state.json"] = _write_json(partial / "state.json", state)
     _write_json(partial / "manifest.json", {"format": 1, "step": state["step"], "files": files})
     _sync(partial)

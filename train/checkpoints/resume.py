@@ -1,9 +1,10 @@
 """Which checkpoint a run goes on from, whether it may, and what changes by it.
 
-A run goes on as if it had not stopped. A new stage (--new-stage) takes weights and optimizer only, as MiniCPM's longer
-contexts do (arXiv 2404.06395, 2506.07900): data, sequence length, rotary positions and what tokens see (documents,
-windows) may be others, and steps, samples and schedule are counted anew in a folder of its own. Once that has a
-checkpoint, --resume auto goes on with the stage.
+A run goes on as if it had not stopped. A new stage (--new-stage) takes weights and optimizer only,
+as MiniCPM's longer contexts do (arXiv 2404.06395, 2506.07900): data, sequence length, rotary
+positions and what tokens see (documents, windows) may be others, and steps, samples and schedule
+are counted anew in a folder of its own. Once that has a checkpoint, --resume auto goes on with the
+stage.
 """
 
 from __future__ import annotations
@@ -25,14 +26,32 @@ from train.run.kinds import config_of
 from train.run.schedule import learning_rate
 
 _TECHNICAL = {
-    *("resume", "output", "processes", "save_every", "keep_last", "eval_every", "eval_sequences", "max_skips"),
-    *("checkpointing", "checkpointing_blocks", "offload", "offload_optimizer", "timeout", "save", "new_stage"),
+    *(
+        "resume",
+        "output",
+        "processes",
+        "save_every",
+        "keep_last",
+        "eval_every",
+        "eval_sequences",
+        "max_skips",
+    ),
+    *(
+        "checkpointing",
+        "checkpointing_blocks",
+        "offload",
+        "offload_optimizer",
+        "timeout",
+        "save",
+        "new_stage",
+    ),
     "allow_other_tokenizer",
     "log_every",
 }  # settings that do not matter for the result
 
 _NOTES = {"max_position_embeddings"}  # of a model, what nothing is computed by
-_STAGES_OWN = {"rope_theta", "rope_scaling", "window", "window_pattern"}  # of a model, what a stage may change
+# of a model, what a stage may change
+_STAGES_OWN = {"rope_theta", "rope_scaling", "window", "window_pattern"}
 _STAGE = "give --new-stage to start another stage from its weights and optimizer"
 _JUMP = 0.01  # relative change of a learning rate that is said
 
@@ -40,17 +59,22 @@ _JUMP = 0.01  # relative change of a learning rate that is said
 def chosen(config: TrainConfig) -> Path | None:
     """The checkpoint that the configuration asks for; None: the start. Every rank calls it.
 
-    Raises RankError if the output has checkpoints that the run would not go on from, or none of those there is whole.
+    Raises RankError if the output has checkpoints that the run would not go on from, or none of
+    those there is whole.
     """
     root = Path(config.output)
     if config.resume == "never":
         if checkpoint.listed(root):
-            raise ranks.RankError(f"{root} has checkpoints: give --resume auto to go on, or another --output")
+            raise ranks.RankError(
+                f"{root} has checkpoints: give --resume auto to go on, or another --output"
+            )
         return None
     auto = config.resume == "auto"
     path = checkpoint.newest(root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
     if config.new_stage and path is None:
-        raise ranks.RankError(f"{root} has no checkpoint of a stage yet: give --resume CHECKPOINT to start one")
+        raise ranks.RankError(
+            f"{root} has no checkpoint of a stage yet: give --resume CHECKPOINT to start one"
+        )
     if path is None:
         return None
     if begins_stage(config) and checkpoint.listed(root):
@@ -61,7 +85,9 @@ def chosen(config: TrainConfig) -> Path | None:
     if not newest.samefile(path):
         newest = checkpoint.newest(root, set_aside=True)  # that one may be damaged
     if not newest.samefile(path):
-        raise ranks.RankError(f"{root} has checkpoints that {path} does not lead to: give another --output")
+        raise ranks.RankError(
+            f"{root} has checkpoints that {path} does not lead to: give another --output"
+        )
     return path
 
 
@@ -71,21 +97,29 @@ def begins_stage(config: TrainConfig) -> bool:
 
 
 def documents(config: TrainConfig, path: Path | None, known: bool) -> bool:
-    """Whether documents are told apart: as configured, else as before the checkpoint `path`, else where `known`."""
+    """Whether documents are told apart: as configured, else as before the checkpoint `path`, else
+    where `known`.
+    """
     if config.documents == "auto" and path is not None and not begins_stage(config):
         return documents_of(checkpoint.Checkpoint(path).state) == "mask"
     return known if config.documents == "auto" else config.documents == "mask"
 
 
 def documents_of(state: dict) -> str:
-    """Return what a checkpoint's run did: "mask" or "ignore". Older ones do not say: there was one way then."""
+    """Return what a checkpoint's run did: "mask" or "ignore". Older ones do not say: there was one
+    way then.
+    """
     return state["data"].get("documents", "ignore")
 
 
-def bos(config: TrainConfig, path: Path | None, told: bool, file: TokenFile, tokenizer: Tokenizer) -> int | None:
-    """Return the begin token of documents: as configured, else as before the checkpoint `path`, else that of `file`.
+def bos(
+    config: TrainConfig, path: Path | None, told: bool, file: TokenFile, tokenizer: Tokenizer
+) -> int | None:
+    """Return the begin token of documents: as configured, else as before the checkpoint `path`,
+    else that of `file`.
 
-    None if they get none, as where they are not `told` apart. Raises ValueError for a token that the tokenizer lacks.
+    None if they get none, as where they are not `told` apart. Raises ValueError for a token that
+    the tokenizer lacks.
     """
     if config.bos == "none" or (config.bos == "auto" and not told) or file.instances:
         return None
@@ -98,7 +132,9 @@ def bos(config: TrainConfig, path: Path | None, told: bool, file: TokenFile, tok
         return file.bos_id
     found = tokenizer.id_of(config.bos)
     if found is None:
-        raise ValueError(f"--bos must be auto, none or a token of {file.folder}'s tokenizer, got {config.bos!r}")
+        raise ValueError(
+            f"--bos must be auto, none or a token of {file.folder}'s tokenizer, got {config.bos!r}"
+        )
     return found
 
 
@@ -108,23 +144,31 @@ def bos_of(state: dict) -> int | None:
 
 
 def longest_row(state: dict) -> int:
-    """Return the tokens of the longest row of all stages of a checkpoint's run. Older ones know only the last stage."""
+    """Return the tokens of the longest row of all stages of a checkpoint's run. Older ones know
+    only the last stage.
+    """
     return state.get("longest_row", state["config"]["seq_len"])
 
 
 def with_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveConfig:
-    """Return the model with the length that a checkpoint's weights were made for, if its state says that."""
+    """Return the model with the length that a checkpoint's weights were made for, if its state says
+    that.
+    """
     made_for = state["model"].get("max_position_embeddings")
     return dataclasses.replace(model, max_position_embeddings=made_for) if made_for else model
 
 
-def check_same(saved: checkpoint.Checkpoint, model: CPMConfig | LiveConfig, data: dict, new_stage: bool) -> None:
-    """Raises ValueError if the checkpoint is of another model or was reading other data than a run may go on with.
+def check_same(
+    saved: checkpoint.Checkpoint, model: CPMConfig | LiveConfig, data: dict, new_stage: bool
+) -> None:
+    """Raises ValueError if the checkpoint is of another model or was reading other data than a run
+    may go on with.
 
     A new stage may have other rotary positions, other windows and any data.
     """
     try:
-        before = config_of(saved.state["model"])  # fields that it does not know are as they were then
+        # fields that it does not know are as they were then
+        before = config_of(saved.state["model"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{saved.path} holds a model that is not known here: {error}") from error
     changed = _differences(before.to_dict(), model.to_dict())
@@ -133,7 +177,10 @@ def check_same(saved: checkpoint.Checkpoint, model: CPMConfig | LiveConfig, data
             raise ValueError(f"{saved.path} holds another model: {_listed(changed)}")
         if not new_stage:
             raise ValueError(f"{saved.path} holds another model: {_listed(changed)}; {_STAGE}")
-    reading = saved.state["data"] | {"documents": documents_of(saved.state), "bos": bos_of(saved.state)}
+    reading = saved.state["data"] | {
+        "documents": documents_of(saved.state),
+        "bos": bos_of(saved.state),
+    }
     changed = _differences(reading, data)
     if changed and not new_stage:
         raise ValueError(f"{saved.path} was reading other data: {_listed(changed)}; {_STAGE}")
@@ -141,26 +188,33 @@ def check_same(saved: checkpoint.Checkpoint, model: CPMConfig | LiveConfig, data
 
 def _differences(before: dict, now: dict) -> dict[str, tuple]:
     """What was there before and is different now: name to both values."""
-    return {name: (value, now.get(name)) for name, value in before.items() if now.get(name) != value}
+    return {
+        name: (value, now.get(name)) for name, value in before.items() if now.get(name) != value
+    }
 
 
 def _listed(differences: dict[str, tuple]) -> str:
     """Say what changed from what to what, settings by their options."""
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
-    named = ((flag(name) if name in settings else name, change) for name, change in differences.items())
+    named = (
+        (flag(name) if name in settings else name, change) for name, change in differences.items()
+    )
     return ", ".join(f"{name} {before} -> {now}" for name, (before, now) in named)
 
 
 def name_changes(state: dict, now: dict, config: TrainConfig, next_step: int) -> None:
-    """Says which settings that matter for the result differ between the run that is resumed after `state` and this one.
+    """Says which settings that matter for the result differ between the run that is resumed after
+    `state` and this one.
 
-    `now` has the same of this run. Also says whether the learning rate of `next_step` is another than that run's would
-    have been.
+    `now` has the same of this run. Also says whether the learning rate of `next_step` is another
+    than that run's would have been.
     """
     if ranks.rank():
         return
     before, now = _settings(state), _settings(now)
-    changed = {k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v}
+    changed = {
+        k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v
+    }
     if changed:
         print("changed since the checkpoint:", _listed(changed), file=sys.stderr)
     if next_step <= config.steps:
@@ -174,7 +228,12 @@ def _settings(state: dict) -> dict:
     if layout == "auto":
         layout = "balanced" if window or documents != "ignore" else "zigzag"
     by_default = {"strategy": "auto"}  # which older checkpoints do not have
-    meant = {"documents": documents, "bos": bos_of(state), "layout": layout, "window": config.get("window")}
+    meant = {
+        "documents": documents,
+        "bos": bos_of(state),
+        "layout": layout,
+        "window": config.get("window"),
+    }
     return by_default | config | meant
 
 

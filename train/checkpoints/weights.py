@@ -15,10 +15,12 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_weights(source: str, engine: Engine, model: str) -> None:
-    """Gives the engine, whose model is called `model`, the weights in `source`, and an optimizer that has yet to step.
+    """Gives the engine, whose model is called `model`, the weights in `source`, and an optimizer
+    that has yet to step.
 
-    `source` is a folder in Hugging Face's format, or a file .pt as bmtrain.save writes it. Raises ValueError if it is
-    neither, holds another model's weights, or some that are not finite; OSError if it may not be read.
+    `source` is a folder in Hugging Face's format, or a file .pt as bmtrain.save writes it. Raises
+    ValueError if it is neither, holds another model's weights, or some that are not finite; OSError
+    if it may not be read.
     """
     weights = _read_file(source, engine, model) if source.endswith(".pt") else HFWeights(source)
 
@@ -38,17 +40,26 @@ def _read_file(source: str, engine: Engine, model: str) -> Mapping[str, Tensor]:
     try:
         weights = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{source} is no file of weights: only names and tensors are unpickled") from error
-    except (RuntimeError, EOFError, LookupError, AttributeError, TypeError) as error:  # bytes that are no such archive
+        raise ValueError(
+            f"{source} is no file of weights: only names and tensors are unpickled"
+        ) from error
+    # bytes that are no such archive
+    except (RuntimeError, EOFError, LookupError, AttributeError, TypeError) as error:
         raise ValueError(f"{source} is no file of weights: {str(error).splitlines()[0]}") from error
     if not isinstance(weights, dict) or not all(_is_weight(*item) for item in weights.items()):
         raise ValueError(f"{source} does not hold names and tensors of floating-point numbers")
     shards = engine.state().items()
-    expected = {key.removeprefix("weight/"): shard.shape for key, shard in shards if key.startswith("weight/")}
+    expected = {
+        key.removeprefix("weight/"): shard.shape
+        for key, shard in shards
+        if key.startswith("weight/")
+    }
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
     if found != expected:
         wrong = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
-        raise ValueError(f"{source} does not hold the weights of --model {model}: {wrong[:5]} differ")
+        raise ValueError(
+            f"{source} does not hold the weights of --model {model}: {wrong[:5]} differ"
+        )
     return weights
 
 

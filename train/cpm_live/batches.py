@@ -1,4 +1,6 @@
-"""Which rows a rank reads of CPM-Live's data, and its part of each. They are read ahead, in a thread of their own."""
+"""Which rows a rank reads of CPM-Live's data, and its part of each. They are read ahead, in a
+thread of their own.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class LiveMicroBatch:
     scores     of the whole rows, and how they lie on the ranks
     instances  how many there are in all B rows
     targets    how many there are on all ranks that share the rows
-    work       of each of these: visible pairs of its queries, over all layers with an attention, of one head
+    work       of each of these: visible pairs of its queries, over all layers with an attention, of
+               one head
     """
 
     inputs: tuple[Tensor, ...]
@@ -55,17 +58,22 @@ class LiveMicroBatch:
         return model(*self.inputs, self.scores, self.labels, self.layouts)
 
     def to(self, device: torch.device) -> LiveMicroBatch:
-        return replace(self, inputs=tuple(x.to(device) for x in self.inputs), labels=self.labels.to(device))
+        return replace(
+            self, inputs=tuple(x.to(device) for x in self.inputs), labels=self.labels.to(device)
+        )
 
 
 class LiveBatches(Dealer):
-    """Micro-batches of this rank: whole rows of its data parallel group, cut over its sequence parallel ranks.
+    """Micro-batches of this rank: whole rows of its data parallel group, cut over its sequence
+    parallel ranks.
 
-    By default each row is cut so that the ranks' work is equal. A step's micro-batches are made while the step before
-    is computed.
+    By default each row is cut so that the ranks' work is equal. A step's micro-batches are made
+    while the step before is computed.
     """
 
-    def __init__(self, config: TrainConfig, model: LiveConfig, sp: SequenceParallel, device: torch.device):
+    def __init__(
+        self, config: TrainConfig, model: LiveConfig, sp: SequenceParallel, device: torch.device
+    ):
         super().__init__(config, sp, device)
         sp.layout_of(config.seq_len)  # refuses what is too short
         self._model = model
@@ -74,7 +82,11 @@ class LiveBatches(Dealer):
 
     def of_step(self, data: PackedRows, first: int, last: bool = False) -> list[LiveMicroBatch]:
         ahead, self._ahead = self._ahead, None
-        made = ahead[1] if ahead and ahead[0] == first else self._reader.submit(super().of_step, data, first)
+        made = (
+            ahead[1]
+            if ahead and ahead[0] == first
+            else self._reader.submit(super().of_step, data, first)
+        )
         found = made.result()
         following = first + self.config.batch_size
         if not last:
@@ -96,7 +108,9 @@ class LiveBatches(Dealer):
         return self._made([data.of_sample(sample) for sample in samples])
 
     def _read(self, data: PackedRows, indices: Sequence[int | None]) -> LiveMicroBatch:
-        return self._made([_blank(data.read(0)) if i is None else data.read(i) for i in indices]).to(self.device)
+        return self._made(
+            [_blank(data.read(0)) if i is None else data.read(i) for i in indices]
+        ).to(self.device)
 
     def _made(self, rows: Sequence[Row]) -> LiveMicroBatch:
         layouts = [self._layout(row) for row in rows]
@@ -117,47 +131,73 @@ class LiveBatches(Dealer):
         return self.sp.layout_of(row.scores.seq_len)
 
     @abstractmethod
-    def _inputs(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """What the model's forward takes before `scores`, and the labels of each row, whole: (S,) int64."""
+    def _inputs(
+        self, rows: Sequence[Row], layouts: Sequence[Layout]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """What the model's forward takes before `scores`, and the labels of each row, whole: (S,)
+        int64.
+        """
 
     def _work(self, row: Row, layout: Layout) -> tuple[int, ...]:
         return self._work_of(keys_seen(row.scores.mask) * self._model.num_attentions, layout)
 
 
 class BeeBatches(LiveBatches):
-    """The extended table is that of all rows of a micro-batch, so losses depend on how many these are."""
+    """The extended table is that of all rows of a micro-batch, so losses depend on how many these
+    are.
+    """
 
-    def _inputs(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        mine = (self._mine([row.fields[name].long() for row in rows], layouts) for name in ("input", "input_sub"))
+    def _inputs(
+        self, rows: Sequence[Row], layouts: Sequence[Layout]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        mine = (
+            self._mine([row.fields[name].long() for row in rows], layouts)
+            for name in ("input", "input_sub")
+        )
         extended = extended_table(rows)
         check_subs(self._model, extended[1])
-        return (*mine, *extended), [row_labels(row, extended, self._model.vocab_size) for row in rows]
+        return (*mine, *extended), [
+            row_labels(row, extended, self._model.vocab_size) for row in rows
+        ]
 
 
 class AntBatches(LiveBatches):
-    def _inputs(self, rows: Sequence[Row], layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        mine = (self._mine([row.fields[name].long() for row in rows], layouts) for name in ("input", "segment"))
+    def _inputs(
+        self, rows: Sequence[Row], layouts: Sequence[Layout]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        mine = (
+            self._mine([row.fields[name].long() for row in rows], layouts)
+            for name in ("input", "segment")
+        )
         positions = torch.stack([layout.positions(self.sp.rank) for layout in layouts])
         return (*mine, positions), [row.targets for row in rows]
 
 
 def extended_table(rows: Sequence[Row]) -> Extended:
-    """The tokens with a sub-id above 0 that occur in rows, rising; 0 with sub-id 1 if there are none."""
-    tokens, subs = (torch.cat([row.fields[name] for row in rows]).long() for name in ("input", "input_sub"))
+    """The tokens with a sub-id above 0 that occur in rows, rising; 0 with sub-id 1 if there are
+    none.
+    """
+    tokens, subs = (
+        torch.cat([row.fields[name] for row in rows]).long() for name in ("input", "input_sub")
+    )
     pairs = (tokens * MOST_SUBS + subs)[subs > 0].unique()
     pairs = pairs if len(pairs) else torch.tensor([1])
     return pairs // MOST_SUBS, pairs % MOST_SUBS
 
 
 def row_labels(row: Row, extended: Extended, vocab_size: int) -> Tensor:
-    """(S,) int64: targets, those with a sub-id above 0 by their place in the table after the vocabulary."""
+    """(S,) int64: targets, those with a sub-id above 0 by their place in the table after the
+    vocabulary.
+    """
     table = extended[0] * MOST_SUBS + extended[1]
     places = torch.searchsorted(table, row.targets * MOST_SUBS + row.target_subs)
     return torch.where(row.target_subs > 0, vocab_size + places, row.targets)
 
 
 def _blank(row: Row) -> Row:
-    """The same without targets, and without sub-ids, which would make the extended table longer for the others."""
+    """The same without targets, and without sub-ids, which would make the extended table longer for
+    the others.
+    """
     return replace(
         row,
         targets=torch.full_like(row.targets, IGNORE_INDEX),

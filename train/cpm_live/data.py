@@ -25,8 +25,14 @@ class InstanceFile(TokenFile):
 
     @property
     def hashes(self) -> dict[str, str]:
-        """The sha256 of all of tokens, sub-ids, segments and tasks, by file, as far as the index has it."""
-        return {name: found for name, found in self.index.get("sha256", {}).items() if name.endswith(".bin")}
+        """The sha256 of all of tokens, sub-ids, segments and tasks, by file, as far as the index
+        has it.
+        """
+        return {
+            name: found
+            for name, found in self.index.get("sha256", {}).items()
+            if name.endswith(".bin")
+        }
 
     def instance(self, number: int, part: slice = slice(None)) -> Instance:
         """As that of InstanceFiles; raises ValueError for unknown tokens, too."""

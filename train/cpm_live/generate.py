@@ -24,19 +24,25 @@ Choose = Callable[[Tensor], int]
 
 
 def filled(model: CPMBee, tokenizer: BeeTokenizer, prompt: str, tokens: int, choose: Choose) -> str:
-    """The instance in `prompt`, JSON as a line of data, in which each text under "<ans>" goes on by up to `tokens`
-    tokens, one after the other as they stand there: `{"question": "2 + 3", "<ans>": ""}`.
+    """The instance in `prompt`, JSON as a line of data, in which each text under "<ans>" goes on by
+    up to `tokens` tokens, one after the other as they stand there:
+    `{"question": "2 + 3", "<ans>": ""}`.
 
-    `choose` takes one from logits (V,). Raises ValueError for what is no instance, or has no text under "<ans>".
+    `choose` takes one from logits (V,). Raises ValueError for what is no instance, or has no text
+    under "<ans>".
     """
     try:
         record = json.loads(prompt)
     except (ValueError, RecursionError) as error:
-        raise BadRecord(f"the prompt of a CPM-Bee is an instance as JSON; this is none: {error}") from error
+        raise BadRecord(
+            f"the prompt of a CPM-Bee is an instance as JSON; this is none: {error}"
+        ) from error
     instance, sub_ids = bee_instance(tokenizer, record)
     [blanks] = np.nonzero(instance.segments[:, COLUMNS.kind])
     if not len(blanks):
-        raise BadRecord(f'there is nothing to be filled in: give a text under {ANSWER}, as in {{"{ANSWER}": ""}}')
+        raise BadRecord(
+            f'there is nothing to be filled in: give a text under {ANSWER}, as in {{"{ANSWER}": ""}}'
+        )
     row = bee_row(model.config, [instance], len(instance), tokenizer.eos_id)
     decoder = BeeDecoder(model, _context(row), len(instance) + tokens * len(blanks))
     allowed = _allowed(decoder, tokenizer, sub_ids)
@@ -46,7 +52,12 @@ def filled(model: CPMBee, tokenizer: BeeTokenizer, prompt: str, tokens: int, cho
         decoder.begin(segment, first)
         for place in begun:
             decoder.append(place)
-        found = continued(decoder, tokens, tokenizer.eos_id, lambda logits: choose(logits.where(allowed, -torch.inf)))
+        found = continued(
+            decoder,
+            tokens,
+            tokenizer.eos_id,
+            lambda logits: choose(logits.where(allowed, -torch.inf)),
+        )
         answers.append(tokenizer.text(map(decoder.token, [*begun, *found]), sub_ids))
     return json.dumps(_with_answers(record, iter(answers)), ensure_ascii=False)
 
@@ -54,7 +65,11 @@ def filled(model: CPMBee, tokenizer: BeeTokenizer, prompt: str, tokens: int, cho
 def _context(row: Row) -> dict[str, Tensor]:
     """What BeeDecoder takes: tokens that are given, and the extended table."""
     given = row.fields["context"]
-    fields = {name: x[given] for name, x in row.fields.items() if x.shape == given.shape and name != "span"}
+    fields = {
+        name: x[given]
+        for name, x in row.fields.items()
+        if x.shape == given.shape and name != "span"
+    }
     ext_tokens, ext_subs = extended_table([row])
     return fields | {
         "segment_rel": row.fields["segment_rel"],
@@ -71,7 +86,9 @@ def _places(decoder: BeeDecoder, instance: Instance, segment: int) -> Iterator[i
 
 
 def _allowed(decoder: BeeDecoder, tokenizer: BeeTokenizer, sub_ids: SubIds) -> Tensor:
-    """(V,) bool: tokens of the tokenizer, and those told apart that the instance has, but for what frames texts."""
+    """(V,) bool: tokens of the tokenizer, and those told apart that the instance has, but for what
+    frames texts.
+    """
     places = len(decoder.logits)
     words = decoder.model.config.vocab_size
     allowed = torch.zeros(places, dtype=torch.bool)
@@ -88,22 +105,32 @@ def _with_answers(record: Any, answers: Iterator[str]) -> Any:
     main = found[0] if isinstance(found, list) else found
 
     def replaced(value: Any) -> Any:
-        return {k: replaced(v) for k, v in value.items()} if isinstance(value, dict) else next(answers)
+        return (
+            {k: replaced(v) for k, v in value.items()} if isinstance(value, dict) else next(answers)
+        )
 
     main[ANSWER] = replaced(main[ANSWER])
     return found
 
 
-def extended(model: CPMAnt, tokenizer: AntTokenizer, prompt: str, tokens: int, choose: Choose) -> str:
-    """The text `prompt`, and up to `tokens` more tokens, each of which `choose` takes from logits (V,)."""
+def extended(
+    model: CPMAnt, tokenizer: AntTokenizer, prompt: str, tokens: int, choose: Choose
+) -> str:
+    """The text `prompt`, and up to `tokens` more tokens, each of which `choose` takes from logits
+    (V,).
+    """
     config, task = model.config, TASKS["lm"]
     text = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
-    row = torch.tensor([config.prompt_length * task + i for i in range(config.prompt_length)] + text)
+    row = torch.tensor(
+        [config.prompt_length * task + i for i in range(config.prompt_length)] + text
+    )
     segments = torch.tensor([0] * config.prompt_length + [task] * len(text))
     decoder = AntDecoder(model, row, segments, len(row) + tokens)
     known = torch.zeros(config.vocab_size, dtype=torch.bool)
     texts = [i for i in range(tokenizer.vocab_size) if tokenizer.vocabulary.is_text(i)]
     known[[*texts, tokenizer.eos_id]] = True
     known = known.to(decoder.logits.device)
-    found = continued(decoder, tokens, tokenizer.eos_id, lambda logits: choose(logits.where(known, -torch.inf)))
+    found = continued(
+        decoder, tokens, tokenizer.eos_id, lambda logits: choose(logits.where(known, -torch.inf))
+    )
     return prompt + tokenizer.decode(found)

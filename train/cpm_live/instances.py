@@ -1,19 +1,22 @@
 """Instances: what one line of data is to CPM-Live's models, in tokens and segments.
 
-CPM-Bee: a line is an object, or a list of objects: the instance, and after it in-context samples. An object holds texts
-and further objects; the texts under its key "<ans>" are to be predicted, in in-context samples they are given:
+CPM-Bee: a line is an object, or a list of objects: the instance, and after it in-context samples.
+An object holds texts and further objects; the texts under its key "<ans>" are to be predicted, in
+in-context samples they are given:
 
     {"document": "The ring has three ranks.", "<ans>": {"summary": "Three ranks."}}
-    [{"question": "2 + 3", "<ans>": "5"}, {"question": "1 + 1", "<ans>": "2"}, {"question": "4 + 4", "<ans>": "8"}]
+    [{"question": "2 + 3", "<ans>": "5"}, {"question": "1 + 1", "<ans>": "2"}, {"question": "4 + 4",
+    "<ans>": "8"}]
 
-Texts may name special tokens of the vocabulary, `<mask_0>`; a plain `<` is written `<<`. Each key and each text is a
-segment; they form a tree below a root.
+Texts may name special tokens of the vocabulary, `<mask_0>`; a plain `<` is written `<<`. Each key
+and each text is a segment; they form a tree below a root.
 
 CPM-Ant: a line is an object with a text, and optionally with a task, "lm" (the default) or "mlm":
 
     {"text": "The ring has three ranks.", "task": "mlm"}
 
-A text is one segment, from `<s>` to `</s>`. Which part of it is hidden is drawn anew whenever it is trained on.
+A text is one segment, from `<s>` to `</s>`. Which part of it is hidden is drawn anew whenever it is
+trained on.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ COLUMNS = Field(*range(4))
 
 @dataclass(frozen=True)
 class Instance:
-    """tokens (T,) and their sub-ids subs (T,), int64; segments (N, 4) int32, see Field, one after the other."""
+    """tokens (T,) and their sub-ids subs (T,), int64; segments (N, 4) int32, see Field, one after
+    the other.
+    """
 
     tokens: np.ndarray
     subs: np.ndarray
@@ -80,15 +85,21 @@ class BeeReader(Reader):
     def of_record(self, record: Any) -> Instance:
         instance, _ = bee_instance(self.tokenizer, record)
         if not instance.segments[:, COLUMNS.kind].any():
-            raise BadRecord(f"there is no text under the key {ANSWER}, so nothing is to be predicted")
+            raise BadRecord(
+                f"there is no text under the key {ANSWER}, so nothing is to be predicted"
+            )
         return instance
 
     def of_text(self, text: str) -> Instance:
-        raise ValueError('CPM-Bee reads .jsonl: put a text into an object, such as {"<ans>": "..."}')
+        raise ValueError(
+            'CPM-Bee reads .jsonl: put a text into an object, such as {"<ans>": "..."}'
+        )
 
 
 class AntReader(Reader):
-    """The pieces of a .txt are one instance, which begins and ends where they are written: see stored.py."""
+    """The pieces of a .txt are one instance, which begins and ends where they are written: see
+    stored.py.
+    """
 
     tokenizer: AntTokenizer
 
@@ -106,7 +117,9 @@ class AntReader(Reader):
 
     def _instance(self, text: str, task: int) -> Instance:
         tokens = self.tokenizer.encode(checked(text))
-        return Instance(tokens, np.zeros_like(tokens), np.array([[len(tokens), -1, 0, task]], dtype=np.int32))
+        return Instance(
+            tokens, np.zeros_like(tokens), np.array([[len(tokens), -1, 0, task]], dtype=np.int32)
+        )
 
 
 READERS: dict[str, type[Reader]] = {"cpm-bee": BeeReader, "cpm-ant": AntReader}
@@ -118,7 +131,8 @@ def reader(tokenizer: Tokenizer, json_field: str) -> Reader | None:
 
 
 def bee_instance(tokenizer: BeeTokenizer, record: Any) -> tuple[Instance, SubIds]:
-    """The instance in a line, also one without any text to be predicted, and the texts of its sub-ids.
+    """The instance in a line, also one without any text to be predicted, and the texts of its
+    sub-ids.
 
     Raises BadRecord if it holds none.
     """
@@ -132,12 +146,18 @@ def bee_instance(tokenizer: BeeTokenizer, record: Any) -> tuple[Instance, SubIds
             raise BadRecord(f"{len(tree)} keys and texts, at most {MOST_SEGMENTS} are allowed")
         for node in tree:
             pieces = [(tokenizer.root_id, None)] if node.parent < 0 else tokenizer.pieces(node.text)
-            pieces = [(tokenizer.bos_id, None), *pieces, *[(tokenizer.eos_id, None)] * (not node.answer)]
+            pieces = [
+                (tokenizer.bos_id, None),
+                *pieces,
+                *[(tokenizer.eos_id, None)] * (not node.answer),
+            ]
             tokens += [token for token, _ in pieces]
             subs += [sub_ids.of(*piece) for piece in pieces]
             segments.append((len(pieces), node.parent, sample, node.answer and sample == 0))
     if max(subs) >= MOST_SUBS:
-        raise BadRecord(f"{max(subs) + 1} different tokens of one kind are to be told apart, at most {MOST_SUBS}")
+        raise BadRecord(
+            f"{max(subs) + 1} different tokens of one kind are to be told apart, at most {MOST_SUBS}"
+        )
     return Instance(np.array(tokens), np.array(subs), np.array(segments, dtype=np.int32)), sub_ids
 
 
@@ -163,7 +183,9 @@ def _tree(values: Any) -> Iterator[_Node]:
             yield _Node(checked(value), parent, answer)
             count += 1
         else:
-            raise BadRecord(f"the value of {key!r} must be a text or an object, got {type(value).__name__}")
+            raise BadRecord(
+                f"the value of {key!r} must be a text or an object, got {type(value).__name__}"
+            )
 
 
 def checked(text: str) -> str:
@@ -176,7 +198,9 @@ def checked(text: str) -> str:
 
 
 def shuffled(instance: Instance, chance: np.random.Generator) -> Instance:
-    """A Bee's instance with the items of each object under `<ans>` in another order; sub-ids stay as they are."""
+    """A Bee's instance with the items of each object under `<ans>` in another order; sub-ids stay
+    as they are.
+    """
     tree = instance.segments[instance.segments[:, COLUMNS.sample] == 0]
     parents = tree[:, COLUMNS.parent].tolist()
     order = _order(parents, _answer(parents, tree[:, COLUMNS.kind]), chance)

@@ -1,6 +1,8 @@
-"""Which instances share a row: best fit, among the rows that are open, of instances in random order.
+"""Which instances share a row: best fit, among the rows that are open, of instances in random
+order.
 
-A row has room for so many tokens, and for so many slices of its mask, which planning takes time for.
+A row has room for so many tokens, and for so many slices of its mask, which planning takes time
+for.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ _OPEN = 64  # rows that may still be filled
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of some items each: row r has items[starts[r] : starts[r + 1]], in this order. Both int64."""
+    """Rows of some items each: row r has items[starts[r] : starts[r + 1]], in this order. Both
+    int64.
+    """
 
     starts: np.ndarray
     items: np.ndarray
@@ -27,13 +31,19 @@ class Packed:
         return self.items[self.starts[row] : self.starts[row + 1]].tolist()
 
 
-def packed(lengths: np.ndarray, slices: np.ndarray, size: int, most_slices: int, seed: int) -> Packed:
-    """Items of such lengths and slices (N,), up to `size` and `most_slices`, in rows of these: alike for one seed."""
+def packed(
+    lengths: np.ndarray, slices: np.ndarray, size: int, most_slices: int, seed: int
+) -> Packed:
+    """Items of such lengths and slices (N,), up to `size` and `most_slices`, in rows of these:
+    alike for one seed.
+    """
     rows: list[list[int]] = []
     left: list[int] = []  # of each row's slices
     spare: list[tuple[int, int]] = []  # room of open rows, rising, and which they are
     order = np.random.default_rng((seed, 0)).permutation(len(lengths))
-    for item, length, cost in zip(order.tolist(), lengths[order].tolist(), slices[order].tolist(), strict=True):
+    for item, length, cost in zip(
+        order.tolist(), lengths[order].tolist(), slices[order].tolist(), strict=True
+    ):
         fitting = range(bisect.bisect_left(spare, (length, -1)), len(spare))
         at = next((at for at in fitting if left[spare[at][1]] >= cost), len(spare))
         if at < len(spare):
@@ -43,7 +53,10 @@ def packed(lengths: np.ndarray, slices: np.ndarray, size: int, most_slices: int,
             rows.append([])
             left.append(most_slices)
             if len(spare) == _OPEN:
-                spare.remove(min(spare, key=lambda at: min(at[0] / size, left[at[1]] / most_slices)))  # the fullest
+                # the fullest
+                spare.remove(
+                    min(spare, key=lambda at: min(at[0] / size, left[at[1]] / most_slices))
+                )
         rows[row].append(item)
         left[row] -= cost
         if room > length:

@@ -1,8 +1,9 @@
-"""Rows: instances packed into a fixed number of tokens, with what CPM-Live's models take of each token.
+"""Rows: instances packed into a fixed number of tokens, with what CPM-Live's models take of each
+token.
 
-Sample n of a run is a row and a state of a random generator, so a run that goes on has the same samples. The rows are
-packed once; each epoch has them in another order, and of a Bee the answers of an instance in another order, of an Ant
-another part hidden.
+Sample n of a run is a row and a state of a random generator, so a run that goes on has the same
+samples. The rows are packed once; each epoch has them in another order, and of a Bee the answers of
+an instance in another order, of an Ant another part hidden.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from train.data.folder import permutation
 
 _DEEPEST = 8  # steps to a common ancestor that are told apart, at most
 _HIDDEN_SHARE = 0.15  # of a text whose hidden tokens are a random subset (BERT, arXiv 1810.04805)
-_HIDDEN_LENGTH, _MOST_RUNS = 3, 16  # of the runs in which they lie: short ones (SpanBERT, arXiv 1907.10529), not many
+# of the runs in which they lie: short ones (SpanBERT, arXiv 1907.10529), not many
+_HIDDEN_LENGTH, _MOST_RUNS = 3, 16
 _SMALL_TREE = 64  # segments
 _ORDER, _TRAINING, _EVALUATION = 0, 1, 2  # what a random generator is for
 
@@ -39,7 +41,8 @@ _ORDER, _TRAINING, _EVALUATION = 0, 1, 2  # what a random generator is for
 class Row:
     """A whole row on the CPU, S tokens of it.
 
-    fields     (S,) of each token, by the models' names; `length` and, of a Bee, `segment_rel` are the row's
+    fields     (S,) of each token, by the models' names; `length` and, of a Bee, `segment_rel` are
+               the row's
     scores     what tokens see, and their rows of the bias table
     targets    (S,) int64, IGNORE_INDEX where there is none; target_subs (S,) their sub-ids
     instances  how many it has
@@ -57,7 +60,8 @@ class PackedRows(ABC):
 
     instances      how many are read
     left_out, cut  those that are longer than a row: not read, or read in parts
-    too_many       those with so many texts to be predicted that planning would take minutes: not read
+    too_many       those with so many texts to be predicted that planning would take minutes: not
+                   read
     """
 
     instances: int
@@ -70,8 +74,13 @@ class PackedRows(ABC):
         if not len(lengths):
             are_many = (f"{has} too many texts to be predicted" for has in ("has", "have"))
             many = f"; {counted(self.too_many, *are_many)}" if self.too_many else ""
-            raise ValueError(f"{file.folder} has no instance that fits into --seq-len {seq_len}{many}")
-        self._tokens, self._rows = int(lengths.sum()), packed(lengths, slices, seq_len, MOST_SLICES, seed)
+            raise ValueError(
+                f"{file.folder} has no instance that fits into --seq-len {seq_len}{many}"
+            )
+        self._tokens, self._rows = (
+            int(lengths.sum()),
+            packed(lengths, slices, seq_len, MOST_SLICES, seed),
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -84,7 +93,11 @@ class PackedRows(ABC):
     @property
     def identity(self) -> dict[str, Any]:
         """What must not change for a sample number to mean the same sample."""
-        numbers = {"tokens": len(self.file.tokens), "digest": self.file.digest, "seq_len": self.seq_len}
+        numbers = {
+            "tokens": len(self.file.tokens),
+            "digest": self.file.digest,
+            "seq_len": self.seq_len,
+        }
         return numbers | self.file.hashes | {"seed": self.seed, "documents": "instances"}
 
     def order(self, sample: int) -> int:
@@ -93,15 +106,21 @@ class PackedRows(ABC):
 
     def of_sample(self, sample: int) -> Row:
         """The n-th of a run."""
-        return self._row(self.order(sample), np.random.default_rng((self.seed, _TRAINING, sample)), training=True)
+        return self._row(
+            self.order(sample), np.random.default_rng((self.seed, _TRAINING, sample)), training=True
+        )
 
     def read(self, index: int) -> Row:
         """Row `index`, always alike."""
-        return self._row(index, np.random.default_rng((self.seed, _EVALUATION, index)), training=False)
+        return self._row(
+            index, np.random.default_rng((self.seed, _EVALUATION, index)), training=False
+        )
 
     @abstractmethod
     def _items(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, and slices of the mask, of what is packed, both (N,): instances that fit, or their parts."""
+        """Tokens, and slices of the mask, of what is packed, both (N,): instances that fit, or
+        their parts.
+        """
 
     @abstractmethod
     def _row(self, index: int, chance: np.random.Generator, training: bool) -> Row:
@@ -115,7 +134,8 @@ class BeeRows(PackedRows):
 
     def _items(self) -> tuple[np.ndarray, np.ndarray]:
         cap(self.config)
-        lengths, slices = self.file.all.lengths, slices_of(self.file.all.kinds)  # a key parts each text from others
+        # a key parts each text from others
+        lengths, slices = self.file.all.lengths, slices_of(self.file.all.kinds)
         fits, few = lengths <= self.seq_len, slices <= MOST_SLICES
         [self._fitting] = np.nonzero(fits & few)
         self.instances = len(self._fitting)
@@ -139,15 +159,29 @@ def bee_row(config: BeeConfig, instances: Sequence[Instance], seq_len: int, eos_
         part["segment_rel_offset"] = starts[part["sample_ids"]]
         blocks, filled = blocks + mine, int(starts[-1])
     fields = {name: _padded(name, [part[name] for part in parts], seq_len) for name in parts[0]}
-    fields |= {"segment_rel": torch.from_numpy(np.concatenate(blocks)), **_spans(instances, seq_len)}
+    fields |= {
+        "segment_rel": torch.from_numpy(np.concatenate(blocks)),
+        **_spans(instances, seq_len),
+    }
     targets, target_subs = (fields.pop(name).long() for name in ("targets", "target_subs"))
-    names = ("length", "context", "sample_ids", "num_segments", "segment", "segment_rel_offset", "segment_rel", "span")
+    names = (
+        "length",
+        "context",
+        "sample_ids",
+        "num_segments",
+        "segment",
+        "segment_rel_offset",
+        "segment_rel",
+        "span",
+    )
     scores = bee_scores(config, *(fields[name] for name in names))
     return Row(fields, scores, targets, target_subs, len(instances))
 
 
 def _bee_fields(instance: Instance, eos_id: int) -> dict[str, Any]:
-    """Of each token of an instance what does not depend on the row, and the parents in each of its "trees"."""
+    """Of each token of an instance what does not depend on the row, and the parents in each of its
+    "trees".
+    """
     counts, sample = instance.segments[:, COLUMNS.tokens], instance.segments[:, COLUMNS.sample]
     sizes = np.bincount(sample)
     numbers = np.concatenate([np.arange(size) for size in sizes])
@@ -178,14 +212,18 @@ def cap(config: BeeConfig) -> int:
     """
     buckets = config.position_bias_num_segment_buckets
     if buckets < 4:
-        raise ValueError(f"position_bias_num_segment_buckets must be at least 4 to train on trees, got {buckets}")
+        raise ValueError(
+            f"position_bias_num_segment_buckets must be at least 4 to train on trees, got {buckets}"
+        )
     return min(_DEEPEST, math.isqrt(buckets))
 
 
 def relation(parents: np.ndarray, most: int) -> np.ndarray:
-    """How segments of a tree are related: (N, N) int32 [query, key], 0 of a segment with itself, else 1 + u most + w.
+    """How segments of a tree are related: (N, N) int32 [query, key], 0 of a segment with itself,
+    else 1 + u most + w.
 
-    u and w are the steps from the query and from the key to their lowest common ancestor, `most` - 1 at most.
+    u and w are the steps from the query and from the key to their lowest common ancestor, `most` -
+    1 at most.
     """
     if len(parents) > _SMALL_TREE:
         return _relation(parents, most)
@@ -211,7 +249,8 @@ def _relation(parents: np.ndarray, most: int) -> np.ndarray:
 
 
 class AntRows(PackedRows):
-    """Texts after a prompt of their task; those that are longer than a row come in parts, with a prompt each.
+    """Texts after a prompt of their task; those that are longer than a row come in parts, with a
+    prompt each.
 
     A last part of one token, which alone would predict nothing, begins with the token before, too.
     """
@@ -228,7 +267,9 @@ class AntRows(PackedRows):
         parts = -(-lengths // room)
         self.cut = int((parts > 1).sum())
         self._instance = np.repeat(np.arange(len(lengths)), parts)
-        self._start = (np.arange(len(self._instance)) - np.repeat(np.cumsum(parts) - parts, parts)) * room
+        self._start = (
+            np.arange(len(self._instance)) - np.repeat(np.cumsum(parts) - parts, parts)
+        ) * room
         self._start = np.minimum(self._start, lengths[self._instance] - 2)
         tokens = np.minimum(lengths[self._instance] - self._start, room)
         self.instances = len(lengths)
@@ -248,14 +289,17 @@ class AntRows(PackedRows):
 
 def hidden_runs(tokens: ArrayLike, task: ArrayLike) -> np.ndarray:
     """In how many runs `hide` hides some of such numbers of tokens, at most."""
-    short = np.clip(np.rint(_HIDDEN_SHARE * np.asarray(tokens) / _HIDDEN_LENGTH), 1, _MOST_RUNS).astype(np.int64)
+    short = np.clip(
+        np.rint(_HIDDEN_SHARE * np.asarray(tokens) / _HIDDEN_LENGTH), 1, _MOST_RUNS
+    ).astype(np.int64)
     return np.where(np.equal(task, TASKS["mlm"]), short, 1)
 
 
 def hide(tokens: int, task: int, chance: np.random.Generator) -> np.ndarray:
     """Which of some tokens, two or more, are hidden, (tokens,) bool: never the first.
 
-    By the task a tail of random length, or a share of all in short runs, one in each of as many equal parts.
+    By the task a tail of random length, or a share of all in short runs, one in each of as many
+    equal parts.
     """
     hidden = np.zeros(tokens, dtype=bool)
     if task == TASKS["lm"]:
@@ -270,12 +314,16 @@ def hide(tokens: int, task: int, chance: np.random.Generator) -> np.ndarray:
 
 
 def ant_row(
-    config: AntConfig, texts: Sequence[np.ndarray], tasks: Sequence[int], hidden: Sequence[np.ndarray], seq_len: int
+    config: AntConfig,
+    texts: Sequence[np.ndarray],
+    tasks: Sequence[int],
+    hidden: Sequence[np.ndarray],
+    seq_len: int,
 ) -> Row:
     """Texts one after the other, each a span of a prompt and a segment, then padding.
 
-    As CPM-Live has it: only the first columns of a row are looked up among the prompts, those of a second span among
-    the words; padding has a span of its own.
+    As CPM-Live has it: only the first columns of a row are looked up among the prompts, those of a
+    second span among the words; padding has a span of its own.
     """
     parts, spans = [], []
     for text, task, hides in zip(texts, tasks, hidden, strict=True):
@@ -291,17 +339,25 @@ def ant_row(
     fields = {name: _padded(name, [part[name] for part in parts], seq_len) for name in parts[0]}
     fields |= _spans(spans, seq_len, padding=len(spans))
     targets = fields.pop("targets").long()
-    scores = ant_scores(config, *(fields[name] for name in ("length", "context", "segment", "span")))
+    scores = ant_scores(
+        config, *(fields[name] for name in ("length", "context", "segment", "span"))
+    )
     return Row(fields, scores, targets, torch.zeros_like(targets), len(texts))
 
 
 def check_ant(config: AntConfig) -> None:
-    """Raises ValueError for a model without the tasks that there are, or whose prompts are no words."""
+    """Raises ValueError for a model without the tasks that there are, or whose prompts are no
+    words.
+    """
     most = max(TASKS.values())
     if min(config.prompt_types, config.segment_types) <= most:
-        raise ValueError(f"tasks are numbered up to {most}, the model has too few prompt_types or segment_types")
+        raise ValueError(
+            f"tasks are numbered up to {most}, the model has too few prompt_types or segment_types"
+        )
     if (most + 1) * config.prompt_length > config.vocab_size:
-        raise ValueError(f"prompts of {config.prompt_length} tokens are also looked up as words, of which are too few")
+        raise ValueError(
+            f"prompts of {config.prompt_length} tokens are also looked up as words, of which are too few"
+        )
 
 
 def _padded(name: str, parts: Sequence[np.ndarray], seq_len: int) -> Tensor:

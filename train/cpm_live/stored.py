@@ -1,7 +1,9 @@
-"""Instances in a folder: written once, from start to end, and read one by one. No torch: data is prepared without it.
+"""Instances in a folder: written once, from start to end, and read one by one. No torch: data is
+prepared without it.
 
-tokens.bin, documents.bin, tokenizer.*, index.json   as train/data/folder.py has them; a document is an instance. The
-                                                     index says of which kind of models, in "instances"
+tokens.bin, documents.bin, tokenizer.*, index.json   as train/data/folder.py has them; a document is
+                                                     an instance. The index says of which kind of
+                                                     models, in "instances"
 subs.bin                                             uint16, the sub-id of each token
 segments.bin                                         (N, 4) int32, see instances.Field
 segment_starts.bin                                   int64, where each instance's segments begin
@@ -93,7 +95,9 @@ class AntWriter(InstanceWriter):
         segments = piece.segments.astype(np.int64)
         segments[0, COLUMNS.tokens] = tokens = self.tokens - start
         if tokens > np.iinfo(_SEGMENTS).max:
-            raise ValueError(f"a text of {tokens:,} tokens: an instance has fewer than 2^31; cut it into several")
+            raise ValueError(
+                f"a text of {tokens:,} tokens: an instance has fewer than 2^31; cut it into several"
+            )
         self._end(segments)
 
 
@@ -109,12 +113,22 @@ class InstanceFiles:
     """The numbers in a folder of instances, without its index."""
 
     def __init__(self, folder: Path, dtype: np.dtype):
-        files = {"tokens": dtype, "documents": _STARTS, "subs": _SUBS, "segments": _SEGMENTS, "segment_starts": _STARTS}
-        opened = {name: StoredNumbers(inside(folder, f"{name}.bin"), of) for name, of in files.items()}
+        files = {
+            "tokens": dtype,
+            "documents": _STARTS,
+            "subs": _SUBS,
+            "segments": _SEGMENTS,
+            "segment_starts": _STARTS,
+        }
+        opened = {
+            name: StoredNumbers(inside(folder, f"{name}.bin"), of) for name, of in files.items()
+        }
         self._folder, self._tokens = folder, opened["tokens"]
         self._subs, self._segments = opened["subs"], opened["segments"]
         self.starts = np.append(opened["documents"][:], len(self._tokens))
-        self._segment_starts = np.append(opened["segment_starts"][:], len(self._segments) // len(COLUMNS))
+        self._segment_starts = np.append(
+            opened["segment_starts"][:], len(self._segments) // len(COLUMNS)
+        )
         counts = [len(self._segment_starts), len(self.starts)], [len(self._subs), len(self._tokens)]
         if any(a != b for a, b in counts) or (np.diff(self._segment_starts) <= 0).any():
             raise ValueError(f"{folder} holds files of instances that do not go together: {counts}")
@@ -126,21 +140,35 @@ class InstanceFiles:
 
     @cached_property
     def kinds(self) -> np.ndarray:
-        """The sum of each instance's kinds of segments: how many a Bee is to predict, an Ant's type."""
+        """The sum of each instance's kinds of segments: how many a Bee is to predict, an Ant's
+        type.
+        """
         width = len(COLUMNS)
         bounds = range(0, len(self._segments), _COPIED * width)
-        kinds = [self._segments[at : at + _COPIED * width][COLUMNS.kind :: width].copy() for at in bounds]
+        kinds = [
+            self._segments[at : at + _COPIED * width][COLUMNS.kind :: width].copy() for at in bounds
+        ]
         return np.add.reduceat(np.concatenate(kinds), self._segment_starts[:-1], dtype=np.int64)
 
     def instance(self, number: int, part: slice = slice(None)) -> Instance:
-        """With `part` of its tokens and sub-ids. Raises ValueError if its segments are not those of its tokens."""
+        """With `part` of its tokens and sub-ids. Raises ValueError if its segments are not those of
+        its tokens.
+        """
         start, stop = map(int, self.starts[number : number + 2])
         first, last = map(int, self._segment_starts[number : number + 2])
         width = len(COLUMNS)
         segments = self._segments[width * first : width * last].reshape(-1, width)
         lengths, parents = segments[:, COLUMNS.tokens], segments[:, COLUMNS.parent]
-        if (lengths <= 0).any() or lengths.sum() != stop - start or (parents >= np.arange(len(segments))).any():
-            raise ValueError(f"{self._folder}: the segments of instance {number} are not those of its tokens")
+        if (
+            (lengths <= 0).any()
+            or lengths.sum() != stop - start
+            or (parents >= np.arange(len(segments))).any()
+        ):
+            raise ValueError(
+                f"{self._folder}: the segments of instance {number} are not those of its tokens"
+            )
         within, to, _ = part.indices(stop - start)
-        tokens, subs = (numbers[start + within : start + to] for numbers in (self._tokens, self._subs))
+        tokens, subs = (
+            numbers[start + within : start + to] for numbers in (self._tokens, self._subs)
+        )
         return Instance(tokens.astype(np.int64), subs.astype(np.int64), segments)

@@ -1,11 +1,12 @@
 """CPM-Bee's and CPM-Ant's tokenizers, over a vocabulary file.
 
-A Bee's text may name special tokens, `<name>`; a plain `<` is written `<<`. `<name_3>` is `<name>` with a sub-id, and
-so is each run of characters that the vocabulary lacks, of `<unk>`: sub-ids tell different ones of an instance apart.
+A Bee's text may name special tokens, `<name>`; a plain `<` is written `<<`. `<name_3>` is `<name>`
+with a sub-id, and so is each run of characters that the vocabulary lacks, of `<unk>`: sub-ids tell
+different ones of an instance apart.
 
-An Ant's text is cut into jieba's words first, which needs the package jieba; what the vocabulary lacks is left out
-and counted. AntGreedyTokenizer does without words, for vocabularies that were made so, such as those of
-make_vocabulary.py.
+An Ant's text is cut into jieba's words first, which needs the package jieba; what the vocabulary
+lacks is left out and counted. AntGreedyTokenizer does without words, for vocabularies that were
+made so, such as those of make_vocabulary.py.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ Piece = tuple[int, str | None]  # an id, and of a token that is told apart by a 
 
 
 class LiveTokenizer(Tokenizer):
-    """What both have. Raises ValueError for a file that lacks the special tokens `<pad>`, `<unk>`, `<s>` or `</s>`."""
+    """What both have. Raises ValueError for a file that lacks the special tokens `<pad>`, `<unk>`,
+    `<s>` or `</s>`.
+    """
 
     def __init__(self, file: Path):
         self.file, self.vocabulary = file, Vocabulary(file)
         self.vocab_size = len(self.vocabulary)
         names = ("<pad>", "<unk>", "<s>", "</s>")
-        self.pad_id, self.unk_id, self.bos_id, self.eos_id = (self.vocabulary.id(name) for name in names)
+        self.pad_id, self.unk_id, self.bos_id, self.eos_id = (
+            self.vocabulary.id(name) for name in names
+        )
 
     def id_of(self, token: str) -> int | None:
         return self.vocabulary.id(token) if token in self.vocabulary else None
@@ -38,7 +43,9 @@ class LiveTokenizer(Tokenizer):
 
 
 class SubIds:
-    """Sub-ids of an instance: of each base token 0, 1, 2, ... for its different texts in order of appearance."""
+    """Sub-ids of an instance: of each base token 0, 1, 2, ... for its different texts in order of
+    appearance.
+    """
 
     def __init__(self):
         self._numbers: dict[int, dict[str, int]] = {}
@@ -51,7 +58,9 @@ class SubIds:
 
     def text(self, token: int, sub: int) -> str | None:
         """What has this sub-id of a token; None if nothing has."""
-        return next((text for text, number in self._numbers.get(token, {}).items() if number == sub), None)
+        return next(
+            (text for text, number in self._numbers.get(token, {}).items() if number == sub), None
+        )
 
 
 class BeeTokenizer(LiveTokenizer):
@@ -95,7 +104,9 @@ class BeeTokenizer(LiveTokenizer):
             return self.vocabulary.id(name), None
         base = f"<{name[1:-1].partition('_')[0]}>"
         if "_" not in name or base not in self.vocabulary:
-            raise BadRecord(f"{name} is no special token of {self.vocabulary.file}; a plain < is written <<")
+            raise BadRecord(
+                f"{name} is no special token of {self.vocabulary.file}; a plain < is written <<"
+            )
         return self.vocabulary.id(base), name
 
     def _plain(self, text: str) -> list[Piece]:
@@ -118,7 +129,9 @@ class AntTokenizer(LiveTokenizer):
         return np.array([token for _, token in found if token is not None], dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self.vocabulary.spelled(int(i)) for i in ids if self.vocabulary.is_text(int(i)))
+        return "".join(
+            self.vocabulary.spelled(int(i)) for i in ids if self.vocabulary.is_text(int(i))
+        )
 
     def _cutter(self):
         try:

@@ -1,7 +1,8 @@
 """Vocabularies of CPM-Live's models, and text as pieces of them.
 
-A file is UTF-8, a piece a line, its id the number of the line from 0; `</n>` stands for a newline, `</_>` for a space.
-Pieces like `<name>` are special: no text becomes them, a Bee's only where it names them so.
+A file is UTF-8, a piece a line, its id the number of the line from 0; `</n>` stands for a newline,
+`</_>` for a space. Pieces like `<name>` are special: no text becomes them, a Bee's only where it
+names them so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class BadRecord(ValueError):
 
 
 class Vocabulary:
-    """A vocabulary file. Raises ValueError if it is not UTF-8, or has empty lines or the same line twice."""
+    """A vocabulary file. Raises ValueError if it is not UTF-8, or has empty lines or the same line
+    twice.
+    """
 
     def __init__(self, file: Path):
         self.file = file
@@ -29,9 +32,13 @@ class Vocabulary:
         self._ids = {piece: i for i, piece in enumerate(self.pieces)}
         for i, piece in enumerate(self.pieces):
             if not piece or self._ids[piece] != i:
-                raise ValueError(f"{file}: line {i + 1} is {piece!r}, expected a piece of text that no other line has")
+                raise ValueError(
+                    f"{file}: line {i + 1} is {piece!r}, expected a piece of text that no other line has"
+                )
         read = {written: character for character, written in WRITTEN.items()}
-        self._text = {read.get(p, p): i for p, i in self._ids.items() if p in read or not is_special(p)}
+        self._text = {
+            read.get(p, p): i for p, i in self._ids.items() if p in read or not is_special(p)
+        }
         self._longest: dict[str, int] = {}
         for piece in self._text:
             self._longest[piece[0]] = min(max(self._longest.get(piece[0], 0), len(piece)), LONGEST)
@@ -57,7 +64,9 @@ class Vocabulary:
         return self._spelled[i]
 
     def matched(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """The longest piece from the left on, and its id, again and again; what is unknown together, with None."""
+        """The longest piece from the left on, and its id, again and again; what is unknown
+        together, with None.
+        """
         at = unknown = 0
         while at < len(text):
             for length in range(self._longest.get(text[at], 0), 0, -1):
@@ -80,7 +89,8 @@ def is_special(piece: str) -> bool:
 
 
 def bee_parts(text: str) -> Iterator[tuple[str, bool]]:
-    """A Bee's text in parts, each with whether it is a special token: plain text, `<<` read as `<`, or `<name>`.
+    """A Bee's text in parts, each with whether it is a special token: plain text, `<<` read as `<`,
+    or `<name>`.
 
     Raises BadRecord for a `<` that is neither doubled nor begins a special token.
     """
@@ -90,11 +100,15 @@ def bee_parts(text: str) -> Iterator[tuple[str, bool]]:
         if match[1] is None:
             if part == "<":
                 shown = text[match.start() : match.start() + 20]
-                raise BadRecord(f"{shown!r} begins with < but is no special token <name>; a plain < is written <<")
+                raise BadRecord(
+                    f"{shown!r} begins with < but is no special token <name>; a plain < is written <<"
+                )
             plain += "<" if part == "<<" else part
             continue
         if not match[1].strip():
-            raise BadRecord(f"{part!r} is no special token: it has no name; a plain < is written <<")
+            raise BadRecord(
+                f"{part!r} is no special token: it has no name; a plain < is written <<"
+            )
         if plain:
             yield plain, False
         plain = ""

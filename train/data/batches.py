@@ -29,7 +29,8 @@ class Work(Protocol):
     """What a rank computes with at once, of any kind of models: B sequences, S tokens of each.
 
     labels  (B, S) int64, IGNORE_INDEX where there is no target
-    work    of each rank that shares the sequences: visible pairs of its queries, over all layers, of one head
+    work    of each rank that shares the sequences: visible pairs of its queries, over all layers,
+            of one head
     counts  what is said of the sequences in a step's record
     """
 
@@ -53,7 +54,9 @@ class Data(Protocol):
 
 
 class Dealer(ABC):
-    """Deals whole sequences to data parallel groups. Raises ValueError for sizes that do not fit the ranks."""
+    """Deals whole sequences to data parallel groups. Raises ValueError for sizes that do not fit
+    the ranks.
+    """
 
     def __init__(self, config: TrainConfig, sp: SequenceParallel, device: torch.device):
         self.config, self.sp, self.device = config, sp, device
@@ -61,16 +64,23 @@ class Dealer(ABC):
         self.micro_batch_size = _micro_batch_size(config, self.dp_size)
 
     def of_step(self, data: Data, first: int, last: bool = False) -> list[Work]:
-        """The micro-batches of a step whose first sample in the run is `first`; `last`: there is none to be read ahead.
+        """The micro-batches of a step whose first sample in the run is `first`; `last`: there is
+        none to be read ahead.
 
-        The samples of a step are dealt to the groups in one order that does not depend on how many groups there are.
+        The samples of a step are dealt to the groups in one order that does not depend on how many
+        groups there are.
         """
         size, share = self.micro_batch_size, self.config.batch_size // self.dp_size
         first += self.dp_rank * share
-        return [self._of_samples(data, range(start, start + size)) for start in range(first, first + share, size)]
+        return [
+            self._of_samples(data, range(start, start + size))
+            for start in range(first, first + share, size)
+        ]
 
     def of_evaluation(self, data: Data) -> Iterator[Work]:
-        """Micro-batches of evenly spaced sequences; equally many on every rank, since all must take part."""
+        """Micro-batches of evenly spaced sequences; equally many on every rank, since all must take
+        part.
+        """
         size = self.micro_batch_size
         count = min(self.config.eval_sequences, len(data))
         chosen: list[int | None] = [i * len(data) // count for i in range(count)]
@@ -83,7 +93,9 @@ class Dealer(ABC):
 
     def _mine(self, wholes: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor:
         """This rank's part of each of some whole rows (S,): (B, S_local)."""
-        return torch.stack([at.shard(x, self.sp.rank, 0) for x, at in zip(wholes, layouts, strict=True)])
+        return torch.stack(
+            [at.shard(x, self.sp.rank, 0) for x, at in zip(wholes, layouts, strict=True)]
+        )
 
     def _work_of(self, seen: Tensor, layout: Layout) -> tuple[int, ...]:
         """Of each rank that shares a row, what its queries see, of `seen` (S,) by all."""
@@ -107,8 +119,10 @@ class MicroBatch:
     positions  for rotary embedding: (S,) int64, or, counted anew in each document, (B, S)
     masks      what tokens see: None for all before them, or a mask for all rows or for each
     layouts    how rows lie on the ranks: None as sp says, or a layout for all rows or for each
-    documents  how many there are in all B sequences, those cut at an end included; 0 if they are not told apart
-    work       of each rank that shares the sequences: visible pairs of its queries, over all layers, of one head
+    documents  how many there are in all B sequences, those cut at an end included; 0 if they are
+               not told apart
+    work       of each rank that shares the sequences: visible pairs of its queries, over all
+               layers, of one head
     """
 
     tokens: Tensor
@@ -137,20 +151,30 @@ class _Cut:
 
 
 class Batches(Dealer):
-    """Micro-batches of this rank: whole sequences of its data parallel group, cut over its sequence parallel ranks.
+    """Micro-batches of this rank: whole sequences of its data parallel group, cut over its sequence
+    parallel ranks.
 
-    The layout is the configured one; by default zigzag, where documents are told apart or layers have windows that
-    which balances the work, of full layers if there are any. Raises ValueError for sizes that do not fit the ranks.
+    The layout is the configured one; by default zigzag, where documents are told apart or layers
+    have windows that which balances the work, of full layers if there are any. Raises ValueError
+    for sizes that do not fit the ranks.
     """
 
-    def __init__(self, config: TrainConfig, model: CPMConfig, sp: SequenceParallel, device: torch.device):
+    def __init__(
+        self, config: TrainConfig, model: CPMConfig, sp: SequenceParallel, device: torch.device
+    ):
         super().__init__(config, sp, device)
         self._model, self._windows = model, Counter(model.windows)
-        self._whole = self._cut(Mask.causal(config.seq_len), config.layout == "auto" and model.window is not None)
+        self._whole = self._cut(
+            Mask.causal(config.seq_len), config.layout == "auto" and model.window is not None
+        )
 
     def sight(self, data: Sequences) -> str:
         model = self._model
-        seen = f"documents told apart by {data.file.documents.how}" if data.documents else "documents not told apart"
+        seen = (
+            f"documents told apart by {data.file.documents.how}"
+            if data.documents
+            else "documents not told apart"
+        )
         seen += f", each after begin token {data.bos}" if data.bos is not None else ""
         if model.window is None:
             return seen
@@ -174,7 +198,9 @@ class Batches(Dealer):
         )
 
     def _of_documents(self, rows: Sequence[Row]) -> MicroBatch:
-        cuts = [self._cut(Mask.documents(row.documents), self.config.layout == "auto") for row in rows]
+        cuts = [
+            self._cut(Mask.documents(row.documents), self.config.layout == "auto") for row in rows
+        ]
         positions = self._mine([cut.mask.positions() for cut in cuts], [cut.layout for cut in cuts])
         return MicroBatch(
             *self._parts(rows, cuts),
@@ -188,20 +214,27 @@ class Batches(Dealer):
     def _parts(self, rows: Sequence[Row], cuts: Sequence[_Cut]) -> tuple[Tensor, Tensor]:
         """This rank's tokens and labels of each row."""
         layouts = [cut.layout for cut in cuts]
-        tokens, labels = (self._mine(x, layouts) for x in ([r.tokens for r in rows], [r.labels for r in rows]))
+        tokens, labels = (
+            self._mine(x, layouts) for x in ([r.tokens for r in rows], [r.labels for r in rows])
+        )
         return tokens.to(self.device), labels.to(self.device)
 
     def _cut(self, mask: Mask, balanced: bool) -> _Cut:
-        in_layers = {window: mask if window is None else mask.windowed(window) for window in self._windows}
+        in_layers = {
+            window: mask if window is None else mask.windowed(window) for window in self._windows
+        }
         layout = self.sp.layout_of(mask.seq_len)
         if balanced and self.sp.size > 1:
-            layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)  # full ones before others
+            # full ones before others
+            layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)
         work = sum(count * keys_seen(in_layers[window]) for window, count in self._windows.items())
         return _Cut(mask, layout, self._work_of(work, layout))
 
 
 def _micro_batch_size(config: TrainConfig, dp_size: int) -> int:
-    """As configured, or the largest default that divides a data parallel group's share of the batch."""
+    """As configured, or the largest default that divides a data parallel group's share of the
+    batch.
+    """
     share, rest = divmod(config.batch_size, dp_size)
     size = config.micro_batch_size
     if rest:

@@ -1,7 +1,7 @@
 """The text of a data folder with a begin token in front of each document.
 
-Rows are cut from this text (pretrain.py --bos). So a begin token is a token of its row, and the rest of a document that
-is cut at a row's end gets none.
+Rows are cut from this text (pretrain.py --bos). So a begin token is a token of its row, and the
+rest of a document that is cut at a row's end gets none.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ _SCANNED = 1 << 20  # tokens at once
 
 
 class BegunText(Documents):
-    """Tokens and documents of a folder, with token `bos` in front of each document that does not start with it.
+    """Tokens and documents of a folder, with token `bos` in front of each document that does not
+    start with it.
 
     Places count the added tokens. A slice has the dtype of the folder's tokens.
 
-    Making one reads all of documents.bin. It reads all tokens too, unless the index says that either no document starts
-    with `bos` or each does. Raises ValueError if documents do not start at rising places.
+    Making one reads all of documents.bin. It reads all tokens too, unless the index says that
+    either no document starts with `bos` or each does. Raises ValueError if documents do not start
+    at rising places.
     """
 
     def __init__(self, file: TokenFile, bos: int):
         assert file.documents is not None
         self.how = file.documents.how
         self._tokens, self._documents, self._bos = file.tokens, file.documents, bos
-        self._added = _documents_without(file, bos)  # places in the file; the n-th is n tokens later in this text
+        # places in the file; the n-th is n tokens later in this text
+        self._added = _documents_without(file, bos)
 
     def __len__(self) -> int:
         return len(self._tokens) + len(self._added)
@@ -49,23 +52,32 @@ class BegunText(Documents):
         first, last = self._added_before(start), self._added_before(stop)
         added, place, end = self._added[first:last], start - first, stop - last
         own = self._documents.between(place, end) if place < end else added[:0]
-        own = own[~np.isin(own, self._added[max(first - 1, 0) : last])]  # start with the token in the file
+        # start with the token in the file
+        own = own[~np.isin(own, self._added[max(first - 1, 0) : last])]
         starts = np.sort(np.concatenate([added, own]))
         return starts + first + np.searchsorted(added, starts)
 
     def _added_before(self, place: int) -> int:
         """Count the added tokens before a place."""
-        return bisect.bisect_left(range(len(self._added)), place, key=lambda i: int(self._added[i : i + 1][0]) + i)
+        return bisect.bisect_left(
+            range(len(self._added)), place, key=lambda i: int(self._added[i : i + 1][0]) + i
+        )
 
 
 def _documents_without(file: TokenFile, bos: int) -> StoredNumbers | np.ndarray:
-    """Return where those documents start in the file that do not start with token `bos`: rising, int64."""
+    """Return where those documents start in the file that do not start with token `bos`: rising,
+    int64.
+    """
     documents, index = file.documents, file.index
     stored = None
     if isinstance(documents, StoredDocuments):
         documents.check()
         stored = documents.starts
-    if stored is not None and file.bos_id == bos and index.get("begun_documents") in (0, len(stored)):
+    if (
+        stored is not None
+        and file.bos_id == bos
+        and index.get("begun_documents") in (0, len(stored))
+    ):
         return stored if index["begun_documents"] == 0 else np.empty(0, np.int64)
     without = []
     for place in range(0, len(file.tokens), _SCANNED):

@@ -24,8 +24,8 @@ class Documents(ABC):
 
 
 class StoredDocuments(Documents):
-    """By documents.bin. Raises ValueError if that does not lead from 0 to below `tokens`, or does not rise where it is
-    read.
+    """By documents.bin. Raises ValueError if that does not lead from 0 to below `tokens`, or does
+    not rise where it is read.
 
     starts  where each document starts, as the file has it
     """
@@ -51,11 +51,17 @@ class StoredDocuments(Documents):
 
     def _index(self, token: int) -> int:
         """How many documents start before a token."""
-        return bisect.bisect_left(range(len(self.starts)), token, key=lambda i: int(self.starts[i : i + 1][0]))
+        return bisect.bisect_left(
+            range(len(self.starts)), token, key=lambda i: int(self.starts[i : i + 1][0])
+        )
 
     def _check(self, starts: np.ndarray, lowest: int, end: int) -> np.ndarray:
-        if len(starts) and (starts[0] < lowest or starts[-1] >= end or (np.diff(starts) <= 0).any()):
-            raise ValueError(f"{self._file}: documents must start at rising places in the {self._tokens} tokens")
+        if len(starts) and (
+            starts[0] < lowest or starts[-1] >= end or (np.diff(starts) <= 0).any()
+        ):
+            raise ValueError(
+                f"{self._file}: documents must start at rising places in the {self._tokens} tokens"
+            )
         return starts
 
 

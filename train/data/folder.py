@@ -5,14 +5,16 @@ A folder of tokens (written by prepare_data.py):
     tokens.bin      all documents one after the other, each ended by eos; uint16 or uint32
     documents.bin   where each document starts: int64, rising from 0; older folders may lack it
     tokenizer.*     the tokenizer, with its identity (train/run/same_tokenizer.py)
-    index.json      counts, dtype, where the text came from, the sha256 of every other file; written last
+    index.json      counts, dtype, where the text came from, the sha256 of every other file; written
+                    last
 
 Files are compared with the index when they are opened: all bytes of files up to 256 MiB, else the
-size and samples of the tokens (`sha256sum` compares the rest). The folder may be a link, its files may not lead out.
+size and samples of the tokens (`sha256sum` compares the rest). The folder may be a link, its files
+may not lead out.
 
-Training reads sequences of one length from them, in which documents are told apart (--documents mask) or not (ignore).
-Told apart, a sequence is cut where documents start; one that starts within a document starts with the rest of it.
-They may get a begin token each (--bos, see begin.py).
+Training reads sequences of one length from them, in which documents are told apart (--documents
+mask) or not (ignore). Told apart, a sequence is cut where documents start; one that starts within a
+document starts with the rest of it. They may get a begin token each (--bos, see begin.py).
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ _CHEAP = 1 << 28  # bytes of a file that are hashed whenever it is opened
 
 
 class TokenFile:
-    """A folder of tokens. Raises ValueError if it is not whole, not what its index says, or leads out of itself.
+    """A folder of tokens. Raises ValueError if it is not whole, not what its index says, or leads
+    out of itself.
 
-    instances  the kind of models whose instances it holds, None if it holds documents; it must be one of these
+    instances  the kind of models whose instances it holds, None if it holds documents; it must be
+               one of these
     """
 
     instances: str | None = None
@@ -52,8 +56,12 @@ class TokenFile:
         self.folder = Path(folder)
         self.index = self._read_index()
         if (found := self.index.get("instances")) != self.instances:
-            held, wanted = (f"instances of {x}" if x else "plain text" for x in (found, self.instances))
-            raise ValueError(f"{self.folder} holds {held}, this model reads {wanted}: see prepare_data.py --tokenizer")
+            held, wanted = (
+                f"instances of {x}" if x else "plain text" for x in (found, self.instances)
+            )
+            raise ValueError(
+                f"{self.folder} holds {held}, this model reads {wanted}: see prepare_data.py --tokenizer"
+            )
         dtype = np.dtype(self.index["dtype"])
         self._check_size("tokens.bin", self.index["tokens"] * dtype.itemsize)
         if not self.index["tokens"]:
@@ -65,11 +73,16 @@ class TokenFile:
         if "sha256" in self.index:
             self.verify(_CHEAP)
         elif ranks.rank() == 0:
-            print(f"{self.folder}: an older index.json without sha256, file contents are not checked", file=sys.stderr)
+            print(
+                f"{self.folder}: an older index.json without sha256, file contents are not checked",
+                file=sys.stderr,
+            )
         self.documents = self._open_documents(documents)
 
     def _open_documents(self, file: Path) -> Documents | None:
-        """Where documents start; None if that is not known. All of documents.bin is checked if it is not large."""
+        """Where documents start; None if that is not known. All of documents.bin is checked if it
+        is not large.
+        """
         if file.exists():
             stored = StoredDocuments(file, len(self.tokens))
             if file.stat().st_size <= _CHEAP:
@@ -85,11 +98,14 @@ class TokenFile:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of some of the tokens, from all over the file: tells other text of the same length."""
+        """The sha256 of some of the tokens, from all over the file: tells other text of the same
+        length.
+        """
         return sample_digest(self.tokens)
 
     def verify(self, up_to: float = float("inf")) -> None:
-        """Compares all bytes of the files of `up_to` bytes with the index, and samples of the tokens in any case.
+        """Compares all bytes of the files of `up_to` bytes with the index, and samples of the
+        tokens in any case.
 
         Raises ValueError, with the file's name, if they differ.
         """
@@ -101,14 +117,20 @@ class TokenFile:
                 with open(file, "rb") as opened:
                     found = hashlib.file_digest(opened, "sha256").hexdigest()
                 if found != expected:
-                    raise ValueError(f"{file} was changed: its sha256 is {found}, index.json says {expected}")
+                    raise ValueError(
+                        f"{file} was changed: its sha256 is {found}, index.json says {expected}"
+                    )
         if self.index.get("digest") != self.digest:
-            raise ValueError(f"{self.folder / 'tokens.bin'} was changed: it has other tokens than index.json says")
+            raise ValueError(
+                f"{self.folder / 'tokens.bin'} was changed: it has other tokens than index.json says"
+            )
 
     def _read_index(self) -> dict:
         file = inside(self.folder, "index.json")
         if not file.is_file():
-            raise ValueError(f"{self.folder} has no index.json: not a folder that prepare_data.py finished")
+            raise ValueError(
+                f"{self.folder} has no index.json: not a folder that prepare_data.py finished"
+            )
         try:
             index = json.loads(file.read_text())
         except (ValueError, RecursionError) as error:
@@ -120,8 +142,12 @@ class TokenFile:
             raise ValueError(f"{file} names dtype {index['dtype']!r}, not uint16 or uint32")
         if not isinstance(index.get("sha256", {}), dict):
             raise ValueError(f"{file} names no files in sha256, but {index['sha256']!r}")
-        if (bos := index.get("bos_id")) is not None and not (type(bos) is int and 0 <= bos < index["vocab_size"]):
-            raise ValueError(f"{file} names bos_id {bos!r}, expected one of {index['vocab_size']} tokens")
+        if (bos := index.get("bos_id")) is not None and not (
+            type(bos) is int and 0 <= bos < index["vocab_size"]
+        ):
+            raise ValueError(
+                f"{file} names bos_id {bos!r}, expected one of {index['vocab_size']} tokens"
+            )
         return index
 
     def _check_size(self, name: str, expected: int) -> None:
@@ -129,7 +155,9 @@ class TokenFile:
         if not file.is_file():
             raise ValueError(f"{self.folder} has no {name}")
         if file.stat().st_size != expected:
-            raise ValueError(f"{file} has {counted(file.stat().st_size, 'byte')}, its index says {expected:,}")
+            raise ValueError(
+                f"{file} has {counted(file.stat().st_size, 'byte')}, its index says {expected:,}"
+            )
 
 
 @dataclass(frozen=True)
@@ -138,8 +166,8 @@ class Row:
 
     tokens     (seq_len,) int64
     labels     (seq_len,) int64, the next tokens; IGNORE_INDEX where there is no target
-    documents  (0, ..., seq_len): where each document starts, and the end, as Mask.documents takes it; None if they are
-               not told apart
+    documents  (0, ..., seq_len): where each document starts, and the end, as Mask.documents takes
+               it; None if they are not told apart
     """
 
     tokens: Tensor
@@ -149,17 +177,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The tokens as sequences of `seq_len` inputs and their next tokens, each token a target once an epoch.
+    """The tokens as sequences of `seq_len` inputs and their next tokens, each token a target once
+    an epoch.
 
-    Sequence i covers tokens i * seq_len onwards; the last may be short and is filled up with positions that have no
-    target. `order` says which sequence is the n-th sample of the run: a new permutation every epoch.
+    Sequence i covers tokens i * seq_len onwards; the last may be short and is filled up with
+    positions that have no target. `order` says which sequence is the n-th sample of the run: a new
+    permutation every epoch.
 
-    With `documents` they are told apart: what fills up the last sequence is a document of its own, and the last token
-    of a document has no target, since the next token begins another one. With `bos`, this token stands in front of each
-    document that does not start with it, and counts as one of the tokens.
+    With `documents` they are told apart: what fills up the last sequence is a document of its own,
+    and the last token of a document has no target, since the next token begins another one. With
+    `bos`, this token stands in front of each document that does not start with it, and counts as
+    one of the tokens.
 
-    Raises ValueError for fewer than two tokens, with `documents` if it is not known where they start, and for `bos`
-    without `documents` or outside of the vocabulary.
+    Raises ValueError for fewer than two tokens, with `documents` if it is not known where they
+    start, and for `bos` without `documents` or outside of the vocabulary.
     """
 
     file: TokenFile
@@ -170,7 +201,9 @@ class Sequences:
 
     def __post_init__(self):
         if self.bos is not None and not self.documents:
-            raise ValueError("--bos needs documents that are kept apart: give --documents mask, or --bos none")
+            raise ValueError(
+                "--bos needs documents that are kept apart: give --documents mask, or --bos none"
+            )
         if self.bos is not None and self.bos >= (known := self.file.index["vocab_size"]):
             raise ValueError(
                 f"{self.file.folder} has {known} kinds of tokens, expected begin token {self.bos} among them"
@@ -193,21 +226,34 @@ class Sequences:
 
     @property
     def padding(self) -> float:
-        """The share of an epoch's positions that are filled up: large where there is less text than `seq_len`."""
+        """The share of an epoch's positions that are filled up: large where there is less text than
+        `seq_len`.
+        """
         return 1 - (len(self.text) - 1) / (len(self) * self.seq_len)
 
     @property
     def identity(self) -> dict[str, Any]:
         """What must not change for the sample count to mean the same samples."""
-        order = {"seq_len": self.seq_len, "seed": self.seed, "documents": "mask" if self.documents else "ignore"}
-        return {"tokens": len(self.file.tokens), "digest": self.file.digest, **order, "bos": self.bos}
+        order = {
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+            "documents": "mask" if self.documents else "ignore",
+        }
+        return {
+            "tokens": len(self.file.tokens),
+            "digest": self.file.digest,
+            **order,
+            "bos": self.bos,
+        }
 
     def order(self, sample: int) -> int:
         epoch, place = divmod(sample, len(self))
         return int(permutation(self.seed, epoch, len(self))[place])
 
     def read(self, index: int | None) -> Row:
-        """Sequence `index`; None stands for one without any target. Raises ValueError for unknown tokens."""
+        """Sequence `index`; None stands for one without any target. Raises ValueError for unknown
+        tokens.
+        """
         tokens = torch.zeros(self.seq_len, dtype=torch.int64)
         labels = torch.full((self.seq_len,), IGNORE_INDEX)
         bounds = [0]

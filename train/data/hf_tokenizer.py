@@ -1,8 +1,9 @@
-"""A tokenizer under the names that transformers looks for: tokenizer.json and tokenizer_config.json.
+"""A tokenizer under the names that transformers looks for: tokenizer.json and
+tokenizer_config.json.
 
-Ids are those of the tokenizer that a model was trained with. A begin token is put in front of a text if one was then,
-and nothing else around it. The one difference is transformers' habit: where a text spells a special token it becomes
-that token.
+Ids are those of the tokenizer that a model was trained with. A begin token is put in front of a
+text if one was then, and nothing else around it. The one difference is transformers' habit: where a
+text spells a special token it becomes that token.
 """
 
 from __future__ import annotations
@@ -14,18 +15,31 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
-from train.data.tokenizer import BYTES_END_OF_TEXT, ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from train.data.tokenizer import (
+    BYTES_END_OF_TEXT,
+    ByteTokenizer,
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
 
 _SPACE = "\u2581"  # SentencePiece's sign for a space
 
 
 def save_for_transformers(
-    tokenizer: Tokenizer, folder: Path, longest: int, *, bos_id: int | None = None, add_bos: bool = False
+    tokenizer: Tokenizer,
+    folder: Path,
+    longest: int,
+    *,
+    bos_id: int | None = None,
+    add_bos: bool = False,
 ) -> None:
-    """Writes `tokenizer` into an existing folder, for transformers' AutoTokenizer and for train.data.tokenizer alike.
+    """Writes `tokenizer` into an existing folder, for transformers' AutoTokenizer and for
+    train.data.tokenizer alike.
 
-    `longest` is the number of tokens that a text should not exceed. `bos_id` is the begin token that transformers
-    knows, None for none. With `add_bos` it puts that token in front of every text.
+    `longest` is the number of tokens that a text should not exceed. `bos_id` is the begin token
+    that transformers knows, None for none. With `add_bos` it puts that token in front of every
+    text.
 
     Raises ValueError for kinds of SentencePiece models that transformers knows nothing like.
     """
@@ -53,7 +67,9 @@ def save_for_transformers(
 def _put_in_front(begin: str, backend: Backend) -> None:
     """Make `backend` put token `begin` in front of every text."""
     template = {"single": [begin, "$A"], "pair": [begin, "$A", begin, "$B:1"]}
-    rules = processors.TemplateProcessing(**template, special_tokens=[(begin, backend.token_to_id(begin))])
+    rules = processors.TemplateProcessing(
+        **template, special_tokens=[(begin, backend.token_to_id(begin))]
+    )
     before = backend.post_processor
     backend.post_processor = processors.Sequence([before, rules]) if before else rules
 
@@ -72,7 +88,9 @@ def _backend(tokenizer: Tokenizer) -> Backend:
 
 def _of_bytes(tokenizer: ByteTokenizer) -> Backend:
     """No character is in the vocabulary, so each falls back to its bytes."""
-    backend = Backend(models.BPE(vocab={f"<0x{i:02X}>": i for i in range(256)}, merges=[], byte_fallback=True))
+    backend = Backend(
+        models.BPE(vocab={f"<0x{i:02X}>": i for i in range(256)}, merges=[], byte_fallback=True)
+    )
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken(BYTES_END_OF_TEXT, special=True, normalized=False)])
     assert backend.token_to_id(BYTES_END_OF_TEXT) == tokenizer.eos_id
@@ -93,14 +111,23 @@ def _of_sentencepiece(file: Path) -> Backend:
     elif trainer.model_type == trainer.BPE:
         backend = Backend(_bpe(proto))
     else:
-        raise ValueError(f"{file} is neither a BPE nor a unigram model, which is what transformers knows")
-    steps = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+        raise ValueError(
+            f"{file} is neither a BPE nor a unigram model, which is what transformers knows"
+        )
+    steps = (
+        [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+    )
     if spec.remove_extra_whitespaces:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [
+            normalizers.Replace(Regex(r"\A +| +\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
     steps += [normalizers.Prepend(_SPACE)] if spec.add_dummy_prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     after = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*after, *([decoders.Strip(" ", 1, 0)] if spec.add_dummy_prefix else [])])
+    backend.decoder = decoders.Sequence(
+        [*after, *([decoders.Strip(" ", 1, 0)] if spec.add_dummy_prefix else [])]
+    )
     for piece in proto.pieces:
         if piece.type in (piece.UNKNOWN, piece.CONTROL):
             backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
@@ -110,7 +137,9 @@ def _of_sentencepiece(file: Path) -> Backend:
 
 
 def _unigram(proto) -> models.Unigram:
-    """Pieces that no text should become, such as those of bytes, are made unlikely: tokenizers has no other way."""
+    """Pieces that no text should become, such as those of bytes, are made unlikely: tokenizers has
+    no other way.
+    """
     normal = [piece.score for piece in proto.pieces if piece.type == piece.NORMAL]
     unlikely = 20 * min(normal, default=-1.0)
     scores = [(p.piece, p.score if p.type == p.NORMAL else unlikely) for p in proto.pieces]
@@ -122,7 +151,12 @@ def _bpe(proto) -> models.BPE:
     """Two pieces merge to one in the order of its score, the higher first."""
     vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
     merges = [
-        (-piece.score, vocab[piece.piece[:cut]], vocab[piece.piece[cut:]], (piece.piece[:cut], piece.piece[cut:]))
+        (
+            -piece.score,
+            vocab[piece.piece[:cut]],
+            vocab[piece.piece[cut:]],
+            (piece.piece[:cut], piece.piece[cut:]),
+        )
         for piece in proto.pieces
         if piece.type == piece.NORMAL
         for cut in range(1, len(piece.piece))

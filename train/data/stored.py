@@ -1,4 +1,6 @@
-"""Tokens in a folder: written once, from start to end, and read in slices. data.py says what is in the folder."""
+"""Tokens in a folder: written once, from start to end, and read in slices. data.py says what is in
+the folder.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class TokenWriter:
         return self.tokens
 
     def write(self, document: Iterable[np.ndarray]) -> None:
-        """Appends a document that comes as ids in pieces, and eos. A document without ids leaves no trace."""
+        """Appends a document that comes as ids in pieces, and eos. A document without ids leaves no
+        trace.
+        """
         start = self.tokens
         for ids in document:
             if len(ids) and self.tokens == start:
@@ -72,7 +76,9 @@ class TokenWriter:
             self._note_documents(np.array([start]))
 
     def copy(self, other: TokenWriter, start: int, end: int) -> None:
-        """Appends tokens `start` to `end` of another writer that is closed; a document that is cut gets an eos."""
+        """Appends tokens `start` to `end` of another writer that is closed; a document that is cut
+        gets an eos.
+        """
         tokens = StoredNumbers(other.folder / "tokens.bin", self.tokenizer.dtype)
         documents = np.fromfile(other.folder / "documents.bin", dtype=np.int64)
         documents = np.concatenate([[start], documents[(documents > start) & (documents < end)]])
@@ -86,8 +92,13 @@ class TokenWriter:
             self._append([self.tokenizer.eos_id])
 
     def close(self) -> dict[str, str]:
-        """Ends the files of tokens; returns the sha256 of each. The folder is not whole until `finish`."""
-        return {"tokens.bin": self._token_file.close(), "documents.bin": self._document_file.close()}
+        """Ends the files of tokens; returns the sha256 of each. The folder is not whole until
+        `finish`.
+        """
+        return {
+            "tokens.bin": self._token_file.close(),
+            "documents.bin": self._document_file.close(),
+        }
 
     def finish(self, **notes: object) -> None:
         """Ends the folder. `notes` go to the index: where the text came from and the like."""
@@ -102,7 +113,9 @@ class TokenWriter:
             "vocab_size": self.tokenizer.vocab_size,
             "eos_id": self.tokenizer.eos_id,
             "sha256": hashes,
-            "digest": sample_digest(StoredNumbers(self.folder / "tokens.bin", self.tokenizer.dtype)),
+            "digest": sample_digest(
+                StoredNumbers(self.folder / "tokens.bin", self.tokenizer.dtype)
+            ),
             **self._begin_notes(),
             **notes,
         }
@@ -112,8 +125,14 @@ class TokenWriter:
             os.fsync(file.fileno())
 
     def _begin_notes(self) -> dict[str, int]:
-        """Return the begin token and how many documents start with it; nothing for instances, which have their own."""
-        return {} if self.tokenizer.instances else {"bos_id": self.tokenizer.bos_id, "begun_documents": self.begun}
+        """Return the begin token and how many documents start with it; nothing for instances, which
+        have their own.
+        """
+        return (
+            {}
+            if self.tokenizer.instances
+            else {"bos_id": self.tokenizer.bos_id, "begun_documents": self.begun}
+        )
 
     def _append(self, ids) -> None:
         self._token_file.write(np.asarray(ids, dtype=self.tokenizer.dtype).tobytes())
@@ -127,8 +146,8 @@ class TokenWriter:
 class StoredNumbers:
     """The tokens or other numbers of a file, read when a slice is asked for.
 
-    Read rather than mapped: a map of a file that is cut short under it ends the process with SIGBUS. Raises ValueError
-    if the file is no longer the one that was opened.
+    Read rather than mapped: a map of a file that is cut short under it ends the process with
+    SIGBUS. Raises ValueError if the file is no longer the one that was opened.
     """
 
     def __init__(self, file: Path, dtype: np.dtype):
@@ -147,14 +166,19 @@ class StoredNumbers:
         position, end = (place * self._dtype.itemsize for place in (start, max(start, stop)))
         read = bytearray()
         try:
-            while position < end and (more := os.pread(self._descriptor, end - position, position)):  # 2 GiB at most
+            # 2 GiB at most
+            while position < end and (more := os.pread(self._descriptor, end - position, position)):
                 read += more
                 position += len(more)
         except OSError as error:
-            raise ValueError(f"{self._file} cannot be read at byte {position}: {error.strerror}") from error
+            raise ValueError(
+                f"{self._file} cannot be read at byte {position}: {error.strerror}"
+            ) from error
         self._check_unchanged()
         if position < end:
-            raise ValueError(f"{self._file} ends at byte {position}, tokens up to byte {end} were to be read")
+            raise ValueError(
+                f"{self._file} ends at byte {position}, tokens up to byte {end} were to be read"
+            )
         return np.frombuffer(read, dtype=self._dtype)
 
     def _check_unchanged(self) -> None:
@@ -167,7 +191,9 @@ class StoredNumbers:
             raise ValueError(f"{self._file} was replaced by another file while it was read")
         if before.st_size != now.st_size:
             had = counted(before.st_size, "byte")
-            raise ValueError(f"{self._file} had {had} when it was opened, now it has {now.st_size:,}")
+            raise ValueError(
+                f"{self._file} had {had} when it was opened, now it has {now.st_size:,}"
+            )
         if before.st_mtime_ns != now.st_mtime_ns:
             raise ValueError(f"{self._file} was written to while it was read")
 

@@ -30,7 +30,9 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-_ZEROS = 0.2  # share of zeros among the bytes at even or at odd places, more than which only UTF-16 and UTF-32 have
+# share of zeros among the bytes at even or at odd places, more than which only UTF-16 and UTF-32
+# have
+_ZEROS = 0.2
 _NOT_ASCII = re.compile(rb"[\x80-\xff]+")
 
 
@@ -63,7 +65,11 @@ class BadLines:
         if not self.count or self.count / self.among <= most:
             return
         guess = guess_encoding(self.file)
-        encoded = f"{self.file} looks like {guess}: iconv -f {guess} -t UTF-8 converts it. " if guess else ""
+        encoded = (
+            f"{self.file} looks like {guess}: iconv -f {guess} -t UTF-8 converts it. "
+            if guess
+            else ""
+        )
         bad = f"{self.count:,} of {counted(self.among, 'line')} {'is' if self.count == 1 else 'are'} bad"
         raise ValueError(
             f"{bad}, more than --max-bad {most:g} of them. {encoded}The first: {'; '.join(self.first[:3])}"
@@ -95,7 +101,9 @@ class Unread:
 
     def lines(self) -> list[str]:
         counts = sorted(self._count.items())
-        return [f"{counted(count, *reason)}, such as {self._first[reason]}" for reason, count in counts]
+        return [
+            f"{counted(count, *reason)}, such as {self._first[reason]}" for reason, count in counts
+        ]
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a piece: of each document its name and ids, or of each instance its name and itself.
+    """The tokens of a piece: of each document its name and ids, or of each instance its name and
+    itself.
 
     A .txt file is one document in all of its pieces.
     """
@@ -128,14 +137,17 @@ class Encoder:
     """Turns pieces into tokens."""
 
     def __init__(self, tokenizer: str, json_field: str, eos: str | None = None):
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads have nothing to share in a single text
+        # threads have nothing to share in a single text
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.tokenizer, self.json_field = open_tokenizer(tokenizer, eos), json_field
         instances = reader(self.tokenizer, json_field)
         self._of_record = instances.of_record if instances else self._document_of_record
         self._of_text = instances.of_text if instances else self._document
 
     def __call__(self, piece: Piece) -> Encoded:
-        bad = BadLines(among=sum(1 for line in piece.lines if line.strip()) + (piece.damage is not None))
+        bad = BadLines(
+            among=sum(1 for line in piece.lines if line.strip()) + (piece.damage is not None)
+        )
         before = self.tokenizer.left_out
         if is_records(piece.path):
             documents = list(self._records(piece, bad))
@@ -169,13 +181,16 @@ class Encoder:
         return np.asarray(self.tokenizer.encode(text), self.tokenizer.dtype)
 
 
-def find_files(inputs: list[str], pattern: str | None, exclude: list[str]) -> tuple[list[Path], Unread]:
-    """The files that `inputs` name, folders searched for names that end in `pattern` (default: .txt and .jsonl, .gz or
-    not, in either case), and what is there but not read.
+def find_files(
+    inputs: list[str], pattern: str | None, exclude: list[str]
+) -> tuple[list[Path], Unread]:
+    """The files that `inputs` name, folders searched for names that end in `pattern` (default: .txt
+    and .jsonl, .gz or not, in either case), and what is there but not read.
 
-    Files are sorted within a folder and come once each, however often they are named. Links to files are followed,
-    links to folders only where they are an input themselves. Raises ValueError for an input that does not exist, cannot
-    be opened, is of an unknown kind or is "", and for a folder without any match.
+    Files are sorted within a folder and come once each, however often they are named. Links to
+    files are followed, links to folders only where they are an input themselves. Raises ValueError
+    for an input that does not exist, cannot be opened, is of an unknown kind or is "", and for a
+    folder without any match.
     """
     if "" in inputs:
         raise ValueError("--input must not be empty; the current folder is .")
@@ -188,7 +203,9 @@ def find_files(inputs: list[str], pattern: str | None, exclude: list[str]) -> tu
                 unread.add(reason, other)
             if not found:
                 reasons = "; ".join(unread.lines()) or "it is empty"
-                raise ValueError(f"folder {path} has no file that matches {pattern or '*.txt or *.jsonl'}: {reasons}")
+                raise ValueError(
+                    f"folder {path} has no file that matches {pattern or '*.txt or *.jsonl'}: {reasons}"
+                )
         else:
             _check_named(path)
             found = [path]
@@ -226,7 +243,9 @@ def read_pieces(path: Path) -> Iterator[Piece]:
 
 
 def _take_lines(text: io.BufferedReader, path: Path) -> tuple[list[bytes], str | None]:
-    """The next lines, as many as make a piece, and why there are no more if that is because of damage."""
+    """The next lines, as many as make a piece, and why there are no more if that is because of
+    damage.
+    """
     lines: list[bytes] = []
     length = 0
     try:
@@ -262,7 +281,9 @@ def _kind(path: Path) -> str:
 def _check_named(path: Path) -> None:
     """Raises ValueError if a file that is an input by its own name cannot be read."""
     if not path.exists():
-        raise ValueError(f"no such input: {path}" + (", a link to nothing" if path.is_symlink() else ""))
+        raise ValueError(
+            f"no such input: {path}" + (", a link to nothing" if path.is_symlink() else "")
+        )
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file")
     if _kind(path) not in (".txt", ".jsonl"):
@@ -273,8 +294,12 @@ def _check_named(path: Path) -> None:
         raise ValueError(f"{path} is not read, like all {problem[1]}")
 
 
-def _search(folder: Path, pattern: str | None, exclude: list[str]) -> tuple[list[Path], list[tuple[Path, Reason]]]:
-    """The files of a folder and of those in it that are to be read, sorted, and the others with the reason."""
+def _search(
+    folder: Path, pattern: str | None, exclude: list[str]
+) -> tuple[list[Path], list[tuple[Path, Reason]]]:
+    """The files of a folder and of those in it that are to be read, sorted, and the others with the
+    reason.
+    """
     found: list[Path] = []
     others: list[tuple[Path, Reason]] = []
 
@@ -287,7 +312,15 @@ def _search(folder: Path, pattern: str | None, exclude: list[str]) -> tuple[list
         others += [(here / name, _FOLDER_LINK) for name in folders if (here / name).is_symlink()]
         for path in (here / name for name in names if name not in exclude):
             if pattern and not path.absolute().match(pattern):
-                others.append((path, (f"file that does not match {pattern}", f"files that do not match {pattern}")))
+                others.append(
+                    (
+                        path,
+                        (
+                            f"file that does not match {pattern}",
+                            f"files that do not match {pattern}",
+                        ),
+                    )
+                )
             elif not pattern and _kind(path) not in (".txt", ".jsonl"):
                 others.append((path, _OTHER_KIND))
             elif problem := _problem(path):
@@ -343,7 +376,8 @@ def decoded(line: bytes) -> str:
 
 
 def guess_encoding(path: Path) -> str | None:
-    """Guess the encoding of a file by its first bytes: a name that iconv knows, None for UTF-8 and if it is not clear.
+    """Guess the encoding of a file by its first bytes: a name that iconv knows, None for UTF-8 and
+    if it is not clear.
 
     Raises OSError if the file can no longer be read.
     """
@@ -363,13 +397,17 @@ def guess_encoding(path: Path) -> str | None:
 
 
 def _many_zeros(text: bytes) -> tuple[bool, bool]:
-    """Whether bytes at even and at odd places are zero as often as in UTF-16, with whose zeros UTF-8 may be valid."""
+    """Whether bytes at even and at odd places are zero as often as in UTF-16, with whose zeros
+    UTF-8 may be valid.
+    """
     even, odd = text[::2], text[1::2]
     return even.count(0) > _ZEROS * len(even), odd.count(0) > _ZEROS * len(odd)
 
 
 def _has_pairs(text: bytes) -> bool:
-    """Whether most bytes above ASCII have another beside them, as in Chinese; letters with accents stand alone."""
+    """Whether most bytes above ASCII have another beside them, as in Chinese; letters with accents
+    stand alone.
+    """
     runs = [len(run) for run in _NOT_ASCII.findall(text)]
     return sum(length for length in runs if length > 1) > sum(runs) / 2
 

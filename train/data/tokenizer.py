@@ -1,9 +1,10 @@
-"""Tokenizers: bytes, built in; or a `tokenizers` (.json) or SentencePiece (.model) model from a local file; or a
-vocabulary of CPM-Live's models (train/cpm_live/tokenizers.py).
+"""Tokenizers: bytes, built in; or a `tokenizers` (.json) or SentencePiece (.model) model from a
+local file; or a vocabulary of CPM-Live's models (train/cpm_live/tokenizers.py).
 
-`save` puts a tokenizer into a folder from which `load` brings it back, so that tokens, checkpoints and generated text
-always go with the tokenizer that made them. The folder also says the tokenizer's identity, by which
-train/run/same_tokenizer.py tells whether data, checkpoints and weights go together.
+`save` puts a tokenizer into a folder from which `load` brings it back, so that tokens, checkpoints
+and generated text always go with the tokenizer that made them. The folder also says the tokenizer's
+identity, by which train/run/same_tokenizer.py tells whether data, checkpoints and weights go
+together.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 class Tokenizer(ABC):
     """Text to ids and back. `eos_id` ends a document; ids are below `vocab_size`.
 
-    bos_id      the begin token, which pretraining puts in front of a document; `eos_id` if there is none
+    bos_id      the begin token, which pretraining puts in front of a document; `eos_id` if there is
+                none
     eos        the token that was named as the end of a text, None if the tokenizer's own is taken
     instances  the kind of models whose instances its data folders hold, instead of documents
     left_out   characters that `encode` has had no ids for so far
@@ -64,7 +66,9 @@ class Tokenizer(ABC):
 
     @cached_property
     def identity(self) -> str:
-        """The sha256 of vocabulary, rules and end-of-text token: equal for tokenizers that give the same ids."""
+        """The sha256 of vocabulary, rules and end-of-text token: equal for tokenizers that give the
+        same ids.
+        """
         said = json.dumps([type(self).__name__, self.eos_id, self._rules()], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()
 
@@ -74,12 +78,19 @@ class Tokenizer(ABC):
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def save(self, folder: Path) -> None:
-        """Writes what `load_tokenizer` reads; a file is called tokenizer.json or tokenizer.model there."""
+        """Writes what `load_tokenizer` reads; a file is called tokenizer.json or tokenizer.model
+        there.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         name = f"tokenizer{self.file.suffix}" if self.file else None
         if self.file and self.file.resolve() != (folder / name).resolve():
             shutil.copyfile(self.file, inside(folder, name))
-        spec = {"kind": type(self).__name__, "file": name, "eos": self.eos, "identity": self.identity}
+        spec = {
+            "kind": type(self).__name__,
+            "file": name,
+            "eos": self.eos,
+            "identity": self.identity,
+        }
         inside(folder, _SPEC).write_text(json.dumps(spec) + "\n")
 
 
@@ -105,10 +116,11 @@ class ByteTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """A `tokenizers` file (tokenizer.json).
 
-    `eos` names the end-of-text token, by default one of the usual ones. Raises ValueError if the file does not have it.
+    `eos` names the end-of-text token, by default one of the usual ones. Raises ValueError if the
+    file does not have it.
 
-    Special tokens never come out of text, not even where it spells them. Added tokens that are not special do: they
-    decode to what was there.
+    Special tokens never come out of text, not even where it spells them. Added tokens that are not
+    special do: they decode to what was there.
     """
 
     def __init__(self, file: Path, eos: str | None = None):
@@ -121,7 +133,9 @@ class JsonTokenizer(Tokenizer):
         self._backend.encode_special_tokens = True  # as text, that is
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
         self.eos_id = self._end_of_text(_END_OF_TEXT if eos is None else (eos,))
-        special = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        special = {
+            i for i, token in self._backend.get_added_tokens_decoder().items() if token.special
+        }
         self.bos_id = self._begin_id(special)
         self._not_text = np.array(sorted((special - {self._unknown_id()}) | {self.eos_id}))
 
@@ -137,34 +151,45 @@ class JsonTokenizer(Tokenizer):
         """Return the id of the first of `names` that is a token."""
         known = [self._backend.token_to_id(name) for name in names]
         if all(i is None for i in known):
-            raise ValueError(f"it has no end-of-text token {' or '.join(map(repr, names))}; name its own with --eos")
+            raise ValueError(
+                f"it has no end-of-text token {' or '.join(map(repr, names))}; name its own with --eos"
+            )
         return next(i for i in known if i is not None)
 
     def id_of(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
     def _begin_id(self, special: set[int]) -> int:
-        """Return a special token of a usual name, else the one that the file puts in front of texts, else `eos_id`."""
+        """Return a special token of a usual name, else the one that the file puts in front of
+        texts, else `eos_id`.
+        """
         for name in _BEGIN_OF_TEXT:
             if (found := self._backend.token_to_id(name)) in special:
                 return found
         rules = json.loads(self.file.read_text()).get("post_processor") or {}
         for rule in rules.get("processors", [rules]):
-            if rule.get("type") == "TemplateProcessing" and "SpecialToken" in next(iter(rule["single"]), {}):
+            if rule.get("type") == "TemplateProcessing" and "SpecialToken" in next(
+                iter(rule["single"]), {}
+            ):
                 return rule["special_tokens"][rule["single"][0]["SpecialToken"]["id"]]["ids"][0]
         return self.eos_id
 
     def _rules(self) -> Any:
-        """Leave out what `encode` does not use, and what other versions of the package spell otherwise."""
+        """Leave out what `encode` does not use, and what other versions of the package spell
+        otherwise.
+        """
         said = json.loads(self._backend.to_str())
         for name in ("version", "truncation", "padding", "post_processor"):
             said.pop(name)
         if merges := said["model"].get("merges"):
-            said["model"]["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+            said["model"]["merges"] = [
+                merge.split(" ") if isinstance(merge, str) else merge for merge in merges
+            ]
         return _without_defaults(said)
 
     def _encode_apart(self, text: str) -> np.ndarray:
-        """For models that have special tokens among their pieces of text: cuts what spells one in two.
+        """For models that have special tokens among their pieces of text: cuts what spells one in
+        two.
 
         Raises ValueError if that is a single character.
         """
@@ -173,7 +198,9 @@ class JsonTokenizer(Tokenizer):
         for i in found:
             start, end = encoding.offsets[i]
             if end - start < 2:
-                raise ValueError(f"{self.file} encodes {text[start:end]!r} only as special token {encoding.tokens[i]}")
+                raise ValueError(
+                    f"{self.file} encodes {text[start:end]!r} only as special token {encoding.tokens[i]}"
+                )
         cuts = sorted({encoding.offsets[i][0] + 1 for i in found})
         parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
         return np.concatenate([self.encode(part) for part in parts])
@@ -188,11 +215,12 @@ class JsonTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model.
 
-    `eos` names the end-of-text token, by default the model's end-of-sentence token. Raises ValueError if the model was
-    trained without one, or if `eos` is no control symbol, which text could become.
+    `eos` names the end-of-text token, by default the model's end-of-sentence token. Raises
+    ValueError if the model was trained without one, or if `eos` is no control symbol, which text
+    could become.
 
-    Control symbols never come out of text, not even where it spells them. User-defined symbols do: to SentencePiece
-    they are pieces of text.
+    Control symbols never come out of text, not even where it spells them. User-defined symbols do:
+    to SentencePiece they are pieces of text.
     """
 
     def __init__(self, file: Path, eos: str | None = None):
@@ -203,9 +231,13 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self._backend.vocab_size()
         self.eos_id = self._backend.eos_id() if eos is None else self._backend.piece_to_id(eos)
         if self.eos_id < 0:
-            raise ValueError("it was trained without an end-of-sentence token; name a control symbol with --eos")
+            raise ValueError(
+                "it was trained without an end-of-sentence token; name a control symbol with --eos"
+            )
         if eos is not None and not self._backend.is_control(self.eos_id):
-            raise ValueError(f"the end-of-text token must be one of its control symbols, got {eos!r}")
+            raise ValueError(
+                f"the end-of-text token must be one of its control symbols, got {eos!r}"
+            )
         begin = self._backend.bos_id()  # below 0 if there is none
         self.bos_id = self.eos_id if begin < 0 else begin
 
@@ -228,22 +260,25 @@ _BY_SUFFIX = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
 
 def _with_vocabulary() -> dict[str, type[Tokenizer]]:
     """Tokenizers that are named as PREFIX:FILE."""
-    from train.cpm_live.tokenizers import AntGreedyTokenizer, AntTokenizer, BeeTokenizer  # which need this module
+    # which need this module
+    from train.cpm_live.tokenizers import AntGreedyTokenizer, AntTokenizer, BeeTokenizer
 
     return {"cpm-bee": BeeTokenizer, "cpm-ant": AntTokenizer, "cpm-ant-greedy": AntGreedyTokenizer}
 
 
 def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
-    """The tokenizer that `name` means: "bytes", a .json or .model file, or "cpm-bee:FILE", "cpm-ant:FILE" or
-    "cpm-ant-greedy:FILE" for a vocabulary.
+    """The tokenizer that `name` means: "bytes", a .json or .model file, or "cpm-bee:FILE",
+    "cpm-ant:FILE" or "cpm-ant-greedy:FILE" for a vocabulary.
 
-    `eos` names the end-of-text token of a .json or .model file. Raises ValueError if the tokenizer cannot be read or
-    has another end of a text.
+    `eos` names the end-of-text token of a .json or .model file. Raises ValueError if the tokenizer
+    cannot be read or has another end of a text.
     """
     prefix, _, vocabulary = name.partition(":")
     listed = vocabulary and prefix in (kinds := _with_vocabulary())
     if eos is not None and (listed or name == "bytes"):
-        raise ValueError(f"--eos goes with a .json or .model file, got {eos!r} for {name}, which ends texts in its way")
+        raise ValueError(
+            f"--eos goes with a .json or .model file, got {eos!r} for {name}, which ends texts in its way"
+        )
     if name == "bytes":
         return ByteTokenizer()
     if listed:
@@ -258,16 +293,23 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that was saved into `folder`. Raises ValueError if it is not there, broken or outside of it."""
+    """The tokenizer that was saved into `folder`. Raises ValueError if it is not there, broken or
+    outside of it.
+    """
     spec_file = inside(folder, _SPEC)
     if not spec_file.is_file():
         raise ValueError(f"{folder} has no tokenizer ({_SPEC})")
-    kinds = {kind.__name__: kind for kind in (ByteTokenizer, *_BY_SUFFIX.values(), *_with_vocabulary().values())}
+    kinds = {
+        kind.__name__: kind
+        for kind in (ByteTokenizer, *_BY_SUFFIX.values(), *_with_vocabulary().values())
+    }
     try:
         spec = json.loads(spec_file.read_text())
         kind, name, eos = kinds[spec["kind"]], spec["file"], spec.get("eos")
     except _NO_SPEC as error:
-        raise ValueError(f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}"
+        ) from error
     if kind is ByteTokenizer:
         return kind()
     return _read(kind, inside(folder, name), eos)
@@ -276,7 +318,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def saved_identity(folder: Path) -> str | None:
     """Return the identity of the tokenizer that was saved into `folder`.
 
-    None if there is none, or if it was saved before tokenizers had one. Raises ValueError if what is there is broken.
+    None if there is none, or if it was saved before tokenizers had one. Raises ValueError if what
+    is there is broken.
     """
     spec_file = folder / _SPEC
     if not spec_file.is_file():
@@ -284,9 +327,13 @@ def saved_identity(folder: Path) -> str | None:
     try:
         identity = json.loads(spec_file.read_text()).get("identity")
     except (*_NO_SPEC, AttributeError) as error:
-        raise ValueError(f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(identity, str | None):
-        raise ValueError(f"{spec_file} does not name a tokenizer: expected text as its identity, got {identity!r}")
+        raise ValueError(
+            f"{spec_file} does not name a tokenizer: expected text as its identity, got {identity!r}"
+        )
     return identity
 
 
@@ -300,9 +347,13 @@ def _read(kind: type[Tokenizer], path: Path, eos: str | None = None) -> Tokenize
 
 
 def _without_defaults(value: Any) -> Any:
-    """Return a JSON value without the fields that are null or false: versions of a package differ in naming those."""
+    """Return a JSON value without the fields that are null or false: versions of a package differ
+    in naming those.
+    """
     if isinstance(value, dict):
         return {
-            name: _without_defaults(inner) for name, inner in value.items() if inner is not None and inner is not False
+            name: _without_defaults(inner)
+            for name, inner in value.items()
+            if inner is not None and inner is not False
         }
     return [_without_defaults(inner) for inner in value] if isinstance(value, list) else value

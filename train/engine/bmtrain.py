@@ -1,11 +1,14 @@
-"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, AdamW on each rank's pieces, on GPU or offloaded.
+"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, AdamW on each rank's pieces, on GPU or
+offloaded.
 
-Parameters become DistributedParameters and blocks a TransformerBlockList: `bmtrain.save(engine.model, file)` writes
-the model under its own names, and after `bmtrain.load(engine.model, file)` the engine takes over with `adopt_weights`.
-Blocks are not checkpointed by BMTrain, which would send the ring's blocks once more in the backward: what is computed
-again is the model's business.
+Parameters become DistributedParameters and blocks a TransformerBlockList:
+`bmtrain.save(engine.model, file)` writes the model under its own names, and after
+`bmtrain.load(engine.model, file)` the engine takes over with `adopt_weights`. Blocks are not
+checkpointed by BMTrain, which would send the ring's blocks once more in the backward: what is
+computed again is the model's business.
 
-Gradients are reduced in the weights' dtype; their sum over micro-batches, masters and AdamW are fp32.
+Gradients are reduced in the weights' dtype; their sum over micro-batches, masters and AdamW are
+fp32.
 """
 
 from __future__ import annotations
@@ -53,12 +56,14 @@ class BMTrainEngine(MasterEngine):
             self.model = build()
         empty = {"dtype": dtype, "device": self.device}  # until the masters' start is stored below
         self._parameters = distribute(self.model, lambda _, p: torch.empty(p.shape, **empty))
-        # Each block keeps its parameters in one storage; a parameter's own data is then this rank's piece of it.
+        # Each block keeps its parameters in one storage; a parameter's own data is then this rank's
+        # piece of it.
         layers = self.model.get_submodule(self.model.layers_at)
         self._blocks = [bmtrain.Block(block, use_checkpoint=False) for block in layers]
         self.model.set_submodule(self.model.layers_at, bmtrain.TransformerBlockList(self._blocks))
         self._optimizer = ShardedAdamW(
-            {name: self._piece(p, offload) for name, p in self._parameters.items()}, adamw or AdamW()
+            {name: self._piece(p, offload) for name, p in self._parameters.items()},
+            adamw or AdamW(),
         )
         self._grads: dict[str, Tensor] = {}  # sums over the micro-batches since the last step
         self._start_masters(seed)
@@ -66,12 +71,16 @@ class BMTrainEngine(MasterEngine):
 
     def _piece(self, p: nn.Parameter, offload: bool) -> Piece:
         master = p.data.detach().to("cpu" if offload else self.device, torch.float32)
-        return Piece(master, (p._start_partition or 0) if master.numel() else 0, tuple(p._original_shape))
+        return Piece(
+            master, (p._start_partition or 0) if master.numel() else 0, tuple(p._original_shape)
+        )
 
     def backward(self, loss: Tensor) -> None:
-        self._collect_gradients()  # of the micro-batch before; BMTrain would add to them in the weights' dtype
+        # of the micro-batch before; BMTrain would add to them in the weights' dtype
+        self._collect_gradients()
         (loss * self.loss_scale).backward()
-        torch.cuda.current_stream().wait_stream(self._bmtrain.config["load_stream"])  # where gradients are reduced
+        # where gradients are reduced
+        torch.cuda.current_stream().wait_stream(self._bmtrain.config["load_stream"])
 
     def step(self, lr: float, max_norm: float) -> float:
         self._collect_gradients()
@@ -85,7 +94,9 @@ class BMTrainEngine(MasterEngine):
             if not self._scales_loss:
                 raise
             self.loss_scale, self.steps_at_scale = self.loss_scale / 2, 0
-            raise FloatingPointError(f"{error}; the loss scale is now {self.loss_scale:g}") from error
+            raise FloatingPointError(
+                f"{error}; the loss scale is now {self.loss_scale:g}"
+            ) from error
         finally:
             self.clear_gradients()
         self._store_weights()
@@ -120,7 +131,9 @@ class BMTrainEngine(MasterEngine):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Those that BMTrain holds; its stream may write to their memory once what reads them is over."""
+        """Those that BMTrain holds; its stream may write to their memory once what reads them is
+        over.
+        """
         self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
         for block in self._blocks:
             for storage in block._storage_params.values():
@@ -134,5 +147,7 @@ class BMTrainEngine(MasterEngine):
 
     def sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self._bmtrain.nccl.allReduce(total.storage(), total.storage(), "sum", self._bmtrain.config["comm"])
+        self._bmtrain.nccl.allReduce(
+            total.storage(), total.storage(), "sum", self._bmtrain.config["comm"]
+        )
         return total.tolist()

@@ -1,4 +1,6 @@
-"""What engines have in common: fp32 masters of this rank's pieces of a model, their start, and AdamW over them."""
+"""What engines have in common: fp32 masters of this rank's pieces of a model, their start, and
+AdamW over them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from . import Engine, Shard
 
 @dataclass(frozen=True)
 class AdamW:
-    """Settings of decoupled Adam (arXiv 1711.05101). Matrices decay, vectors (norm weights, biases) do not."""
+    """Settings of decoupled Adam (arXiv 1711.05101). Matrices decay, vectors (norm weights, biases)
+    do not.
+    """
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -24,7 +28,9 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's piece of a weight of `shape`: entries start, start + 1, ... of the flattened whole, in fp32."""
+    """This rank's piece of a weight of `shape`: entries start, start + 1, ... of the flattened
+    whole, in fp32.
+    """
 
     master: Tensor
     start: int
@@ -37,11 +43,20 @@ _CHUNK = 1 << 18  # entries whose squares a CPU sums in one go
 def square_sum(tensors: Iterable[Tensor]) -> float:
     """The sum of all entries' squares, in fp64, of tensors of any dtype on one device.
 
-    GPUs square and sum in fp64 as they read. CPUs convert first and add entry after entry: in chunks, the copies stay
-    small and the sum exact to 1e-12.
+    GPUs square and sum in fp64 as they read. CPUs convert first and add entry after entry: in
+    chunks, the copies stay small and the sum exact to 1e-12.
     """
-    parts = [part for x in tensors for part in (x.reshape(-1).split(_CHUNK) if x.is_cpu else [x]) if part.numel()]
-    return float(torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square().sum()) if parts else 0.0
+    parts = [
+        part
+        for x in tensors
+        for part in (x.reshape(-1).split(_CHUNK) if x.is_cpu else [x])
+        if part.numel()
+    ]
+    return (
+        float(torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square().sum())
+        if parts
+        else 0.0
+    )
 
 
 class ShardedAdamW:
@@ -49,12 +64,23 @@ class ShardedAdamW:
 
     def __init__(self, pieces: Mapping[str, Piece], settings: AdamW):
         self.pieces = dict(pieces)
-        self._masters = {name: nn.Parameter(piece.master) for name, piece in pieces.items() if piece.master.numel()}
+        self._masters = {
+            name: nn.Parameter(piece.master)
+            for name, piece in pieces.items()
+            if piece.master.numel()
+        }
         decay = [p for name, p in self._masters.items() if len(pieces[name].shape) > 1]
         no_decay = [p for name, p in self._masters.items() if len(pieces[name].shape) <= 1]
-        groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+        groups = [
+            {"params": decay, "weight_decay": settings.weight_decay},
+            {"params": no_decay, "weight_decay": 0.0},
+        ]
         groups = [group for group in groups if group["params"]]
-        self._adamw = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True) if groups else None
+        self._adamw = (
+            torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+            if groups
+            else None
+        )
         for p in self._masters.values():
             state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             self._adamw.state[p] = {"step": torch.zeros((), device=p.device), **state}
@@ -68,10 +94,11 @@ class ShardedAdamW:
         sum_over_ranks: Callable[[list[float]], list[float]],
         loss_scale: float = 1.0,
     ) -> float:
-        """One step with this rank's pieces of the gradients, which are those of the loss times `loss_scale`.
+        """One step with this rank's pieces of the gradients, which are those of the loss times
+        `loss_scale`.
 
-        Returns the global norm of the loss's gradients before they are clipped to `max_norm`; raises FloatingPointError
-        on every rank, with nothing changed, if that is not finite.
+        Returns the global norm of the loss's gradients before they are clipped to `max_norm`;
+        raises FloatingPointError on every rank, with nothing changed, if that is not finite.
         """
         grads = [grads[name] for name in self._masters]
         [square] = sum_over_ranks([square_sum(grads)])
@@ -120,7 +147,9 @@ class MasterEngine(Engine):
         """Fills the masters with the starting weights."""
         for name, piece in self._optimizer.pieces.items():
             whole = _starting_weight(self.model, name, piece.shape, seed, self.device)
-            piece.master.view(-1).copy_(whole.flatten()[piece.start : piece.start + piece.master.numel()])
+            piece.master.view(-1).copy_(
+                whole.flatten()[piece.start : piece.start + piece.master.numel()]
+            )
 
     def state(self) -> dict[str, Shard]:
         return self._optimizer.state()
@@ -133,7 +162,9 @@ class MasterEngine(Engine):
         self._optimizer.load(read, optimizer_steps)
 
 
-def _starting_weight(model: nn.Module, name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
+def _starting_weight(
+    model: nn.Module, name: str, shape: tuple[int, ...], seed: int, device: torch.device
+) -> Tensor:
     """The whole parameter `name` of a model at the start of training, fp32; it depends on no rank."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)

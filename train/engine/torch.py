@@ -18,7 +18,8 @@ class TorchEngine(MasterEngine):
     """Shards `build()` over all ranks of torch.distributed, block by block.
 
     build   makes the model; called on the meta device
-    dtype   of weights and activations in forward and backward; masters, gradients and AdamW are fp32
+    dtype   of weights and activations in forward and backward; masters, gradients and AdamW are
+            fp32
     seed    of the starting weights, which do not depend on the number of ranks
     """
 
@@ -36,21 +37,28 @@ class TorchEngine(MasterEngine):
             self.model = build()
         self._shard_model(dtype)
         self._sharded = dict(self.model.named_parameters())
-        self._optimizer = ShardedAdamW({name: self._piece(p) for name, p in self._sharded.items()}, adamw or AdamW())
+        self._optimizer = ShardedAdamW(
+            {name: self._piece(p) for name, p in self._sharded.items()}, adamw or AdamW()
+        )
         self._start_masters(seed)
 
     def _shard_model(self, dtype: torch.dtype) -> None:
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         # Inputs keep their dtype: RoPE tables are fp32 in every precision.
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         for module in [*self.model.get_submodule(self.model.layers_at), self.model]:
             fully_shard(module, mesh=mesh, mp_policy=policy)
-            module.set_gradient_divide_factor(1.0)  # gradients are sums over ranks; the loss carries the scale
+            # gradients are sums over ranks; the loss carries the scale
+            module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
         self.model.to_empty(device=self.device)
 
     def _piece(self, p: DTensor) -> Piece:
-        """This rank's rows of a parameter, in the model's memory. FSDP2 cuts rows as torch.chunk does."""
+        """This rank's rows of a parameter, in the model's memory. FSDP2 cuts rows as torch.chunk
+        does.
+        """
         rows = -(-p.shape[0] // self.world_size)
         start = min(self.rank * rows, p.shape[0]) * (p.numel() // p.shape[0])
         return Piece(p.to_local().detach(), start, tuple(p.shape))

@@ -1,4 +1,5 @@
-"""The training loop of bmtrain_before.py, sequence parallel: all ranks have a part of the same sequences.
+"""The training loop of bmtrain_before.py, sequence parallel: all ranks have a part of the same
+sequences.
 
 NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 train/examples/bmtrain_after.py
 

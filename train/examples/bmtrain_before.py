@@ -1,4 +1,5 @@
-"""A plain BMTrain training loop: every rank has sequences of its own. bmtrain_after.py is the same, sequence parallel.
+"""A plain BMTrain training loop: every rank has sequences of its own. bmtrain_after.py is the same,
+sequence parallel.
 
 torchrun --nproc-per-node 2 train/examples/bmtrain_before.py
 """

@@ -1,4 +1,5 @@
-"""The training of model_center_before.py, sequence parallel: all ranks have a part of the same sequences.
+"""The training of model_center_before.py, sequence parallel: all ranks have a part of the same
+sequences.
 
 NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 train/examples/model_center_after.py
 
@@ -26,7 +27,9 @@ def sequences(step, reader):
 def main():
     bmt.init_distributed(seed=0)
     sp = init_sequence_parallel()
-    config = LlamaConfig(VOCABULARY, dim_model=256, num_heads=4, dim_head=64, dim_ff=512, num_layers=2, half=True)
+    config = LlamaConfig(
+        VOCABULARY, dim_model=256, num_heads=4, dim_head=64, dim_ff=512, num_layers=2, half=True
+    )
     model = Llama(config)
     bmt.init_parameters(model)
     model_center.enable(model, sp)

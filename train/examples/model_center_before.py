@@ -1,4 +1,5 @@
-"""Trains a Llama of ModelCenter: every rank has sequences of its own. model_center_after.py is sequence parallel.
+"""Trains a Llama of ModelCenter: every rank has sequences of its own. model_center_after.py is
+sequence parallel.
 
 torchrun --nproc-per-node 2 train/examples/model_center_before.py
 """
@@ -22,7 +23,9 @@ def sequences(step, reader):
 
 def main():
     bmt.init_distributed(seed=0)
-    config = LlamaConfig(VOCABULARY, dim_model=256, num_heads=4, dim_head=64, dim_ff=512, num_layers=2, half=True)
+    config = LlamaConfig(
+        VOCABULARY, dim_model=256, num_heads=4, dim_head=64, dim_ff=512, num_layers=2, half=True
+    )
     model = Llama(config)
     bmt.init_parameters(model)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)

@@ -1,4 +1,5 @@
-"""Fine-tunes a Llama of transformers: every rank has sequences of its own. transformers_after.py is sequence parallel.
+"""Fine-tunes a Llama of transformers: every rank has sequences of its own. transformers_after.py is
+sequence parallel.
 
 torchrun --nproc-per-node 2 train/examples/transformers_before.py
 """
@@ -14,7 +15,9 @@ VOCABULARY, LENGTH, STEPS = 256, 509, 10
 
 
 def sequences(step, reader, device):
-    """The tokens that the `reader`-th reader of data has in a step: each is 3 more than the one before."""
+    """The tokens that the `reader`-th reader of data has in a step: each is 3 more than the one
+    before.
+    """
     generator = torch.Generator().manual_seed(1000 * step + reader)
     first = torch.randint(0, VOCABULARY, (2, 1), generator=generator)
     return ((first + 3 * torch.arange(LENGTH)) % VOCABULARY).to(device)
@@ -29,7 +32,11 @@ def small_llama():
 
 
 def main():
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

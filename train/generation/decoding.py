@@ -1,11 +1,13 @@
-"""What generation keeps between tokens: keys and values, and for CPM-Live's models what the next token sees.
+"""What generation keeps between tokens: keys and values, and for CPM-Live's models what the next
+token sees.
 
     decoder = BeeDecoder(model, row, limit)       # or AntDecoder
     decoder.begin(segment, start)                 # a Bee's answers are segments of their own
     tokens = continued(decoder, 100, end, choose)
 
-What is given is computed once, as in training. After that each token takes time and memory in proportion to those
-before it, for each of which its scores have one row of the bias table. On one rank, one row at a time.
+What is given is computed once, as in training. After that each token takes time and memory in
+proportion to those before it, for each of which its scores have one row of the bias table. On one
+rank, one row at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Cache:
         try:
             self._k, self._v = like.new_empty(shape), like.new_empty(shape)
         except RuntimeError as error:
-            raise ValueError(f"no memory for the keys and values of {counted(limit, 'token')}") from error
+            raise ValueError(
+                f"no memory for the keys and values of {counted(limit, 'token')}"
+            ) from error
         self._filled = [0] * config.num_layers
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,8 +60,12 @@ class Decoder(Protocol):
         """Adds the token with this place in `logits` to the row."""
 
 
-def continued(decoder: Decoder, tokens: int, end: int, choose: Callable[[Tensor], int]) -> list[int]:
-    """Up to `tokens` more tokens, which `choose` takes from logits (V,); fewer if that takes `end`; without that."""
+def continued(
+    decoder: Decoder, tokens: int, end: int, choose: Callable[[Tensor], int]
+) -> list[int]:
+    """Up to `tokens` more tokens, which `choose` takes from logits (V,); fewer if that takes `end`;
+    without that.
+    """
     found: list[int] = []
     for _ in range(tokens):
         token = choose(decoder.logits)
@@ -69,7 +77,9 @@ def continued(decoder: Decoder, tokens: int, end: int, choose: Callable[[Tensor]
 
 
 class _Row:
-    """The tokens of a row so far, as the bias table's rows follow from them, and the cache of their keys and values."""
+    """The tokens of a row so far, as the bias table's rows follow from them, and the cache of their
+    keys and values.
+    """
 
     def __init__(self, model: LiveModel, scores: Scores, limit: int):
         weight = model.encoder.output_layernorm.weight
@@ -77,13 +87,18 @@ class _Row:
             raise ValueError(f"limit={limit} is less than the {scores.seq_len} tokens of the row")
         self.model, self.count, self.limit = model, scores.seq_len, limit
         self.cache = Cache(model.config, limit, weight)
-        self._pairs, self._distances = scores.pairs.to(weight.device), scores.distances.to(weight.device)
+        self._pairs, self._distances = (
+            scores.pairs.to(weight.device),
+            scores.distances.to(weight.device),
+        )
         self._other = scores.other
         self._tokens = torch.zeros(4, limit, dtype=torch.int32, device=weight.device)
         self._tokens[:, : self.count] = scores.tokens(torch.arange(self.count)).to(weight.device)
 
     def add(self, group: int, base: int, segment: int) -> Tensor:
-        """One more token, which sees all so far and itself: (1, T) int64, its rows of the bias table."""
+        """One more token, which sees all so far and itself: (1, T) int64, its rows of the bias
+        table.
+        """
         if self.count == self.limit:
             raise ValueError(f"the row is full: it has {counted(self.limit, 'token')}")
         new = torch.tensor([group, base, segment, self.count], dtype=torch.int32)
@@ -98,21 +113,30 @@ class _Row:
 class BeeDecoder:
     """A CPM-Bee and a row that it continues with answers.
 
-    row    the fields of one instance, without padding, by the names and meanings of bee_scores' arguments, (S,), but
-           for `length` and `span`, which follow; input and input_sub, tokens and sub-ids, (S,), and the extended table,
-           ext_table_ids and ext_table_sub, (N,). The tree of the main sample says of all segments how they are related,
-           also of those that have no tokens yet. All on the CPU
+    row    the fields of one instance, without padding, by the names and meanings of bee_scores'
+           arguments, (S,), but for `length` and `span`, which follow; input and input_sub, tokens
+           and sub-ids, (S,), and the extended table, ext_table_ids and ext_table_sub, (N,). The
+           tree of the main sample says of all segments how they are related, also of those that
+           have no tokens yet. All on the CPU
     limit  tokens that the row may have in the end, S among them
 
-    A row's answers come last, one after the other, wherever their segments are in the tree: by distance there are only
-    pairs of one segment. A token of `logits` beyond the vocabulary is one of the extended table. Raises ValueError for
-    a wrong row, for one that is full, for a limit beyond memory, and for an answer that was not begun.
+    A row's answers come last, one after the other, wherever their segments are in the tree: by
+    distance there are only pairs of one segment. A token of `logits` beyond the vocabulary is one
+    of the extended table. Raises ValueError for a wrong row, for one that is full, for a limit
+    beyond memory, and for an answer that was not begun.
     """
 
     @torch.inference_mode()
     def __init__(self, model: CPMBee, row: Mapping[str, Tensor], limit: int):
         self.model = model
-        names = ("context", "sample_ids", "num_segments", "segment", "segment_rel_offset", "segment_rel")
+        names = (
+            "context",
+            "sample_ids",
+            "num_segments",
+            "segment",
+            "segment_rel_offset",
+            "segment_rel",
+        )
         tokens = len(row["input"])
         span = torch.zeros(tokens, dtype=torch.int32)
         scores = bee_scores(model.config, tokens, *(row[name] for name in names), span)
@@ -120,7 +144,10 @@ class BeeDecoder:
         if not main.any():
             raise ValueError("the row has no token of the main sample, which answers are part of")
         at = int(main.int().argmax())
-        self._segments, self._offset = int(row["num_segments"][at]), int(row["segment_rel_offset"][at])
+        self._segments, self._offset = (
+            int(row["num_segments"][at]),
+            int(row["segment_rel_offset"][at]),
+        )
         self._group, self._segment = int(scores.group[at]), -1
         self._row = _Row(model, scores, limit)
         self._device = model.input_embedding.weight.device
@@ -140,7 +167,9 @@ class BeeDecoder:
     def append(self, token: int) -> None:
         if self._segment < 0:
             raise ValueError("an answer must begin before it goes on")
-        rows = self._row.add(self._group, self._offset + self._segment * self._segments, self._segment)
+        rows = self._row.add(
+            self._group, self._offset + self._segment * self._segments, self._segment
+        )
         new = (torch.tensor([[x]], device=self._device) for x in self.token(token))
         self.logits = self.model(*new, *self._table, cache=self._row.cache, rows=rows)[0, -1]
 
@@ -152,10 +181,14 @@ class BeeDecoder:
         return ids[place - words], subs[place - words]
 
     def place(self, token: int, sub: int) -> int:
-        """The place in `logits` of a token with a sub-id; of the extended table, if that is above 0."""
+        """The place in `logits` of a token with a sub-id; of the extended table, if that is above
+        0.
+        """
         if not sub:
             return token
-        return self.model.config.vocab_size + list(zip(*self._extended, strict=True)).index((token, sub))
+        return self.model.config.vocab_size + list(zip(*self._extended, strict=True)).index(
+            (token, sub)
+        )
 
 
 class AntDecoder:
@@ -165,7 +198,8 @@ class AntDecoder:
     segments  (S,): the types of their segments; what is added is of the last one's
     limit     tokens that the row may have in the end, S among them
 
-    Both on the CPU. Raises ValueError for types that are none, for a row that is full, and for a limit beyond memory.
+    Both on the CPU. Raises ValueError for types that are none, for a row that is full, and for a
+    limit beyond memory.
     """
 
     @torch.inference_mode()

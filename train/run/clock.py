@@ -11,7 +11,9 @@ import torch
 
 
 class Clock:
-    """Seconds by phase. On GPUs a phase lasts as the device sees it, by events, and nothing waits until `read`."""
+    """Seconds by phase. On GPUs a phase lasts as the device sees it, by events, and nothing waits
+    until `read`.
+    """
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -27,7 +29,9 @@ class Clock:
         """The phases since the last call."""
         if self._cuda:
             torch.cuda.synchronize()
-        seconds = {name: sum(self._seconds(*pair) for pair in pairs) for name, pairs in self._marks.items()}
+        seconds = {
+            name: sum(self._seconds(*pair) for pair in pairs) for name, pairs in self._marks.items()
+        }
         self._marks.clear()
         return seconds
 

@@ -1,4 +1,6 @@
-"""The configuration of a pretraining run: one dataclass that is also the command line and the config file."""
+"""The configuration of a pretraining run: one dataclass that is also the command line and the
+config file.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from train.run.schedule import SCHEDULES
 
 
 def option(default: Any, group: str, help: str, **extra) -> Any:
-    """A field with its place and text in --help. `extra`: choices, kind (where the default is None)."""
+    """A field with its place and text in --help. `extra`: choices, kind (where the default is
+    None).
+    """
     return field(default=default, metadata={"group": group, "help": help, **extra})
 
 
@@ -47,7 +51,9 @@ class TrainConfig:
         kind=str,
     )  # fmt: skip
     allow_other_tokenizer: bool = option(
-        False, MODEL, "with --init-from: start although the weights were trained with another tokenizer than the data's"
+        False,
+        MODEL,
+        "with --init-from: start although the weights were trained with another tokenizer than the data's",
     )
     rope_theta: float | None = option(
         None, MODEL, "base of the rotary positions, instead of the model's: a larger one for longer sequences",
@@ -86,7 +92,9 @@ class TrainConfig:
         "to 8, as divide those of a data parallel group", kind=int,
     )  # fmt: skip
 
-    processes: int = option(1, PARALLEL, "processes to start on this machine; leave at 1 under torchrun")
+    processes: int = option(
+        1, PARALLEL, "processes to start on this machine; leave at 1 under torchrun"
+    )
     sp_size: int = option(1, PARALLEL, "ranks that share a sequence; the others are data parallel")
     strategy: str = option(
         "auto", PARALLEL, "how the ranks of a sequence share attention. ring: keys and values pass all ranks; all-"
@@ -94,7 +102,9 @@ class TrainConfig:
         "of --ulysses-size ranks, a ring between them; auto: usp if --ulysses-size is given, else ring",
         choices=("auto", *strategies.names()),
     )  # fmt: skip
-    inner_size: int | None = option(None, PARALLEL, "ranks of a host, for the double ring", kind=int)
+    inner_size: int | None = option(
+        None, PARALLEL, "ranks of a host, for the double ring", kind=int
+    )
     ulysses_size: int | None = option(
         None, PARALLEL, "consecutive ranks that share heads, for usp; not with --inner-size. By default those of a "
         "host", kind=int,
@@ -112,17 +122,24 @@ class TrainConfig:
         choices=("auto", "cpu", "cuda"),
     )  # fmt: skip
     flash: str = option("auto", PARALLEL, "the attention kernel, see bmt_burst.burst_attn_func")
-    deterministic: bool = option(False, PARALLEL, "kernels that give equal bits in every run (CPU kernels always do)")
+    deterministic: bool = option(
+        False, PARALLEL, "kernels that give equal bits in every run (CPU kernels always do)"
+    )
 
     checkpointing: str = option(
         "none", PARALLEL, "what is computed again in the backward instead of saved; selective: all but the attention",
         choices=CHECKPOINTING,
     )  # fmt: skip
     checkpointing_blocks: int | None = option(
-        None, PARALLEL, "of how many blocks, the first ones; the others save all. By default of all", kind=int
+        None,
+        PARALLEL,
+        "of how many blocks, the first ones; the others save all. By default of all",
+        kind=int,
     )
     offload: bool = option(
-        False, PARALLEL, "keep what is saved in host memory; needs checkpointing, and a GPU to matter"
+        False,
+        PARALLEL,
+        "keep what is saved in host memory; needs checkpointing, and a GPU to matter",
     )
     offload_optimizer: bool = option(
         False, PARALLEL, "keep masters and AdamW's state in host memory; engine bmtrain only"
@@ -130,16 +147,26 @@ class TrainConfig:
 
     steps: int = option(1000, OPTIMIZER, "optimizer steps of the whole run")
     lr: float = option(1e-3, OPTIMIZER, "peak learning rate")
-    schedule: str = option("wsd", OPTIMIZER, "learning rate after warm-up", choices=tuple(SCHEDULES))
-    warmup_steps: int | None = option(None, OPTIMIZER, "steps of linear warm-up; by default 5% of steps", kind=int)
-    decay_steps: int | None = option(None, OPTIMIZER, "last steps, in which wsd decays; by default 20%", kind=int)
-    min_lr_ratio: float = option(0.05, OPTIMIZER, "learning rate at the end, as a share of the peak")
+    schedule: str = option(
+        "wsd", OPTIMIZER, "learning rate after warm-up", choices=tuple(SCHEDULES)
+    )
+    warmup_steps: int | None = option(
+        None, OPTIMIZER, "steps of linear warm-up; by default 5% of steps", kind=int
+    )
+    decay_steps: int | None = option(
+        None, OPTIMIZER, "last steps, in which wsd decays; by default 20%", kind=int
+    )
+    min_lr_ratio: float = option(
+        0.05, OPTIMIZER, "learning rate at the end, as a share of the peak"
+    )
     weight_decay: float = option(0.1, OPTIMIZER, "decoupled weight decay of matrices")
     beta1: float = option(0.9, OPTIMIZER, "AdamW's beta 1")
     beta2: float = option(0.95, OPTIMIZER, "AdamW's beta 2")
     clip: float = option(1.0, OPTIMIZER, "largest global gradient norm")
     max_skips: int = option(
-        10, OPTIMIZER, "so many steps in a row skipped, since loss or gradients are not finite, end the run"
+        10,
+        OPTIMIZER,
+        "so many steps in a row skipped, since loss or gradients are not finite, end the run",
     )
 
     output: str = option("runs/cpm", RUN, "folder for checkpoints, logs and curves")
@@ -153,22 +180,50 @@ class TrainConfig:
     )  # fmt: skip
     seed: int = option(0, RUN, "of starting weights and data order")
     save: bool = option(True, RUN, "write checkpoints; without, a run leaves its curves only")
-    save_every: int = option(200, RUN, "steps between checkpoints; the last step is always saved; 0: only the last")
+    save_every: int = option(
+        200, RUN, "steps between checkpoints; the last step is always saved; 0: only the last"
+    )
     keep_last: int = option(2, RUN, "checkpoints to keep")
     log_every: int = option(
         10, RUN, "steps between the lines of a log; the first and the last step have one too. A terminal has a bar "
         "instead, which shows every step, and metrics.jsonl always has every step",
     )  # fmt: skip
-    eval_every: int = option(100, RUN, "steps between evaluations on --val-data; 0: only after the last")
+    eval_every: int = option(
+        100, RUN, "steps between evaluations on --val-data; 0: only after the last"
+    )
     eval_sequences: int = option(32, RUN, "sequences in one evaluation")
-    timeout: float = option(1800.0, RUN, "seconds without a sign of life after which a rank shows its stacks and ends")
+    timeout: float = option(
+        1800.0, RUN, "seconds without a sign of life after which a rank shows its stacks and ends"
+    )
 
     def __post_init__(self):
-        positive = ("window", "seq_len", "batch_size", "micro_batch_size", "processes", "sp_size", "steps", "keep_last")
-        for name in (*positive, "inner_size", "ulysses_size", "eval_sequences", "max_skips", "log_every"):
+        positive = (
+            "window",
+            "seq_len",
+            "batch_size",
+            "micro_batch_size",
+            "processes",
+            "sp_size",
+            "steps",
+            "keep_last",
+        )
+        for name in (
+            *positive,
+            "inner_size",
+            "ulysses_size",
+            "eval_sequences",
+            "max_skips",
+            "log_every",
+        ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
-        countable = ("warmup_steps", "decay_steps", "checkpointing_blocks", "save_every", "eval_every")
+        countable = (
+            "warmup_steps",
+            "decay_steps",
+            "checkpointing_blocks",
+            "save_every",
+            "eval_every",
+        )
         for name in (*countable, "weight_decay", "seed"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ValueError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
@@ -177,28 +232,44 @@ class TrainConfig:
                 raise ValueError(f"{flag(name)} must not be empty")
             if isinstance(value, int) and abs(value) > _LARGEST:
                 raise ValueError(f"{flag(name)} must be below 2^63, got {value}")
-            if isinstance(value, float) and not math.isfinite(value) and (name, value) != ("clip", math.inf):
+            if (
+                isinstance(value, float)
+                and not math.isfinite(value)
+                and (name, value) != ("clip", math.inf)
+            ):
                 raise ValueError(f"{flag(name)} must be finite, got {value}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} must be at least 0 and below 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{flag(name)} must be at least 0 and below 1, got {getattr(self, name)}"
+                )
         if self.timeout > _LONGEST_TIMEOUT:
-            raise ValueError(f"--timeout must be at most {_LONGEST_TIMEOUT:.0e} seconds, got {self.timeout}")
+            raise ValueError(
+                f"--timeout must be at most {_LONGEST_TIMEOUT:.0e} seconds, got {self.timeout}"
+            )
         for name in ("lr", "clip", "timeout", "rope_theta"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{flag(name)} must be positive, got {getattr(self, name)}")
         if self.allow_other_tokenizer and not self.init_from:
-            raise ValueError("--allow-other-tokenizer is for the weights of --init-from, which is not given")
+            raise ValueError(
+                "--allow-other-tokenizer is for the weights of --init-from, which is not given"
+            )
         if self.new_stage and self.resume == "never":
-            raise ValueError("--new-stage needs the checkpoint that it starts from: give --resume CHECKPOINT")
+            raise ValueError(
+                "--new-stage needs the checkpoint that it starts from: give --resume CHECKPOINT"
+            )
         if self.documents == "ignore" and self.bos not in ("auto", "none"):
-            raise ValueError(f"--bos {self.bos} does not go with --documents ignore: rows are one text then")
+            raise ValueError(
+                f"--bos {self.bos} does not go with --documents ignore: rows are one text then"
+            )
         self._check_saving()
         self._check_groups()
         if self.rope_scaling is not None:
             self._check_rope_scaling()
         if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"--min-lr-ratio must be at least 0 and at most 1, got {self.min_lr_ratio}")
+            raise ValueError(
+                f"--min-lr-ratio must be at least 0 and at most 1, got {self.min_lr_ratio}"
+            )
         if self.min_lr_ratio == 0 and self.schedule == "wsd":
             raise ValueError(
                 "--min-lr-ratio must be above 0 for --schedule wsd, which decays exponentially; others may end at 0"
@@ -206,7 +277,9 @@ class TrainConfig:
         for f in dataclasses.fields(self):
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
-                raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, got {getattr(self, f.name)!r}")
+                raise ValueError(
+                    f"{flag(f.name)} must be one of {', '.join(choices)}, got {getattr(self, f.name)!r}"
+                )
         if self.warmup + self.decay > self.steps and self.schedule == "wsd":
             raise ValueError(
                 f"--warmup-steps {self.warmup} and --decay-steps {self.decay} are longer than the run, --steps "
@@ -221,14 +294,22 @@ class TrainConfig:
 
     def _check_groups(self) -> None:
         if self.inner_size is not None and self.ulysses_size is not None:
-            raise ValueError("--inner-size and --ulysses-size both say which ranks are a group: give one of them")
+            raise ValueError(
+                "--inner-size and --ulysses-size both say which ranks are a group: give one of them"
+            )
         if self.ulysses_size is not None and self.strategy not in ("auto", "usp"):
-            raise ValueError(f"--ulysses-size is for --strategy usp, got --strategy {self.strategy}")
+            raise ValueError(
+                f"--ulysses-size is for --strategy usp, got --strategy {self.strategy}"
+            )
         if self.inner_size not in (None, 1, self.sp_size) and self.strategy == "ulysses":
-            raise ValueError("--strategy ulysses takes all ranks as one group: leave --inner-size out, or take usp")
+            raise ValueError(
+                "--strategy ulysses takes all ranks as one group: leave --inner-size out, or take usp"
+            )
         if self.seq_len < self.sp_size:
             ranks = counted(self.sp_size, "rank")
-            raise ValueError(f"--seq-len {self.seq_len} is too short for {ranks}; the smallest is {self.sp_size}")
+            raise ValueError(
+                f"--seq-len {self.seq_len} is too short for {ranks}; the smallest is {self.sp_size}"
+            )
         for name in ("inner_size", "ulysses_size"):
             size = getattr(self, name)
             if size is not None and self.sp_size % size:
@@ -242,12 +323,16 @@ class TrainConfig:
 
     def saving(self) -> Saving:
         """What blocks save for the backward."""
-        return Saving(self.checkpointing, Offload() if self.offload else None, self.checkpointing_blocks)
+        return Saving(
+            self.checkpointing, Offload() if self.offload else None, self.checkpointing_blocks
+        )
 
     @property
     def attention(self) -> dict[str, Any]:
         """Return the options of burst_attn_func that every attention of the model is called with."""
-        strategy = "usp" if self.strategy == "auto" and self.ulysses_size is not None else self.strategy
+        strategy = (
+            "usp" if self.strategy == "auto" and self.ulysses_size is not None else self.strategy
+        )
         return {"flash": self.flash, "deterministic": self.deterministic, "strategy": strategy}
 
     @property
@@ -259,10 +344,16 @@ class TrainConfig:
         return self.steps // 5 if self.decay_steps is None else self.decay_steps
 
     def model_config(self) -> ModelConfig:
-        """The model's shape. Raises ValueError if there is none, or for options that do not go with such a model."""
+        """The model's shape. Raises ValueError if there is none, or for options that do not go with
+        such a model.
+        """
         named = self._named_model()
         kind_of(named).check(self)
-        instead = {"rope_theta": self.rope_theta, "rope_scaling": self.rope_scaling, "window": self.window}
+        instead = {
+            "rope_theta": self.rope_theta,
+            "rope_scaling": self.rope_scaling,
+            "window": self.window,
+        }
         given = {name: value for name, value in instead.items() if value is not None}
         try:
             return dataclasses.replace(named, **given)
@@ -278,10 +369,13 @@ class TrainConfig:
             return PRESETS[self.model]
         path = Path(self.model)
         if path.suffix != ".json" or not path.is_file():
-            raise ValueError(f"--model {self.model} is neither a preset ({', '.join(PRESETS)}) nor a JSON file")
+            raise ValueError(
+                f"--model {self.model} is neither a preset ({', '.join(PRESETS)}) nor a JSON file"
+            )
         try:
             return config_of(json.loads(path.read_text()))
-        except (TypeError, ValueError) as error:  # fields that are missing, unknown or wrong; text that is no JSON
+        # fields that are missing, unknown or wrong; text that is no JSON
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def _check_folder_of_weights(self) -> None:
@@ -297,7 +391,9 @@ class TrainConfig:
 
 
 def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
-    """The configuration of the command line `argv`: defaults, then --config FILE, then the options given."""
+    """The configuration of the command line `argv`: defaults, then --config FILE, then the options
+    given.
+    """
     parser = _parser()
     given = vars(parser.parse_args(argv))
     file = given.pop("config", None)
@@ -317,9 +413,13 @@ def _parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="TOML or JSON file with any of the options below, as in seq_len = 512"
+        "--config",
+        metavar="FILE",
+        help="TOML or JSON file with any of the options below, as in seq_len = 512",
     )
-    groups = {name: parser.add_argument_group(name) for name in (MODEL, DATA, PARALLEL, OPTIMIZER, RUN)}
+    groups = {
+        name: parser.add_argument_group(name) for name in (MODEL, DATA, PARALLEL, OPTIMIZER, RUN)
+    }
     for f in dataclasses.fields(TrainConfig):
         kind = f.metadata.get("kind", type(f.default))
         shown = "" if f.default is None else f" (default: {f.default})"
@@ -327,8 +427,15 @@ def _parser() -> ArgumentParser:
         if kind is bool:
             extra["action"] = argparse.BooleanOptionalAction
         else:
-            extra |= {"type": _json_object if kind is dict else kind, "choices": f.metadata.get("choices")}
-            extra |= {} if extra["choices"] else {"metavar": "JSON" if kind is dict else kind.__name__.upper()}
+            extra |= {
+                "type": _json_object if kind is dict else kind,
+                "choices": f.metadata.get("choices"),
+            }
+            extra |= (
+                {}
+                if extra["choices"]
+                else {"metavar": "JSON" if kind is dict else kind.__name__.upper()}
+            )
         groups[f.metadata["group"]].add_argument("--" + f.name.replace("_", "-"), **extra)
     return parser
 
@@ -356,7 +463,9 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
     for name, value in values.items():
         if name not in fields:
-            raise ValueError(f"{path}: unknown option {name!r}; expected some of {', '.join(fields)}")
+            raise ValueError(
+                f"{path}: unknown option {name!r}; expected some of {', '.join(fields)}"
+            )
         kind = fields[name].metadata.get("kind", type(fields[name].default))
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             values[name] = float(value)

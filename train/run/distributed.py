@@ -17,15 +17,19 @@ from train.run.config import TrainConfig
 def init_distributed(config: TrainConfig) -> torch.device:
     """Joins the ranks that the environment names, or stays alone; returns the device.
 
-    Raises ValueError for a device or an engine that cannot be had, or does not go with other settings.
+    Raises ValueError for a device or an engine that cannot be had, or does not go with other
+    settings.
     """
     device = _device(config.device)
-    transport.AGREEMENT_TIMEOUT = config.timeout + 120  # the watchdog is to be the first to notice a rank that hangs
+    # the watchdog is to be the first to notice a rank that hangs
+    transport.AGREEMENT_TIMEOUT = config.timeout + 120
     engine = config.engine
     if engine == "auto":
         engine = "bmtrain" if device.type == "cuda" and kernels.installed("bmtrain") else "torch"
     if engine == "bmtrain" and not (device.type == "cuda" and kernels.installed("bmtrain")):
-        raise ValueError("--engine bmtrain needs GPUs and the package bmtrain: see train/install_gpu.sh")
+        raise ValueError(
+            "--engine bmtrain needs GPUs and the package bmtrain: see train/install_gpu.sh"
+        )
     if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
         raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain, on GPUs")
     # Beside BMTrain torch.distributed is there for messages between hosts only.
@@ -35,7 +39,8 @@ def init_distributed(config: TrainConfig) -> torch.device:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if engine == "bmtrain":
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # NCCL's way to run several communicators at once
+        # NCCL's way to run several communicators at once
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         if "RANK" not in os.environ:  # or two runs on one machine would meet at BMTrain's own port
             os.environ["MASTER_PORT"] = str(free_port())
         import bmtrain
@@ -51,11 +56,15 @@ def free_port() -> int:
 
 
 def _device(wanted: str) -> torch.device:
-    """This process's device. Raises ValueError if GPUs are wanted and there are fewer than processes here."""
+    """This process's device. Raises ValueError if GPUs are wanted and there are fewer than
+    processes here.
+    """
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if wanted == "cuda" and gpus < here:
         processes = counted(here, "process", "processes")
-        raise ValueError(f"--device cuda needs a GPU for each of {processes}, this machine has {gpus}")
+        raise ValueError(
+            f"--device cuda needs a GPU for each of {processes}, this machine has {gpus}"
+        )
     if wanted == "cpu" or gpus < here:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

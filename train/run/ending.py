@@ -28,14 +28,16 @@ def end_now(watchdog: Watchdog) -> NoReturn:
 
 
 def explain(error: Exception, watchdog: Watchdog) -> int | None:
-    """Says why the run ends and what it leaves; returns the exit code, None for an error that only a traceback tells.
+    """Says why the run ends and what it leaves; returns the exit code, None for an error that only
+    a traceback tells.
 
     What is the same on every rank is said by one, but torchrun's summary has it of all.
     """
     rank, code, said, speaks = ranks.rank(), None, "", True
     if isinstance(error, (ranks.RankError, FloatingPointError)):
         code, said, speaks = 2, f"pretrain.py: {error}", rank == 0
-    elif ranks.lost_contact(error):  # before OSError, which TimeoutError is: the other rank is the cause
+    # before OSError, which TimeoutError is: the other rank is the cause
+    elif ranks.lost_contact(error):
         lost = f"rank {rank} lost contact with another rank, whose own message may say why"
         code, said = ranks.LOST_CONTACT, f"pretrain.py: {lost}; in {watchdog.doing}: {error}"
     elif isinstance(error, (ValueError, OSError)):
@@ -54,7 +56,8 @@ def _joined(*sentences: str) -> str:
 def leave(code: int) -> NoReturn:
     """Ends the process at once: interpreter shutdown may wait for collectives that never end.
 
-    torch 2.13 has a reason of its own: a gloo thread that drops a tensor meanwhile aborts the process.
+    torch 2.13 has a reason of its own: a gloo thread that drops a tensor meanwhile aborts the
+    process.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the disk may be full, or the terminal gone

@@ -1,4 +1,6 @@
-"""Floating-point operations of a training step, and what a device could do: for model FLOP utilization (MFU)."""
+"""Floating-point operations of a training step, and what a device could do: for model FLOP
+utilization (MFU).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from bmt_burst.sequence.span import length
 from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
 
-# Dense 16-bit TFLOP/s by the vendors' datasheets: for the first entry whose words are all in the device's name.
+# Dense 16-bit TFLOP/s by the vendors' datasheets: for the first entry whose words are all in the
+# device's name.
 _PEAK_TFLOPS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -30,11 +33,12 @@ _PEAK_TFLOPS = {
 def step_flops(model: CPMConfig | LiveConfig, tokens: int, pairs: int) -> float:
     """Operations of forward and backward over `tokens`, without what is computed a second time.
 
-    6 for each token and entry of a matrix that it is multiplied with (2 forward, 4 backward), nothing for norms, biases
-    and whatever else is elementwise, and for attention 12 * heads * head_dim for each of the `pairs` of a query and a
-    key that it sees, which are counted in every layer with an attention: two products of 2 * head_dim operations in the
-    forward and four in the backward (PaLM, arXiv 2204.02311, appendix B, counts all pairs). Under a causal mask a layer
-    has seq_len * (seq_len + 1) / 2 pairs for each sequence; documents and windows leave fewer.
+    6 for each token and entry of a matrix that it is multiplied with (2 forward, 4 backward),
+    nothing for norms, biases and whatever else is elementwise, and for attention 12 * heads *
+    head_dim for each of the `pairs` of a query and a key that it sees, which are counted in every
+    layer with an attention: two products of 2 * head_dim operations in the forward and four in the
+    backward (PaLM, arXiv 2204.02311, appendix B, counts all pairs). Under a causal mask a layer has
+    seq_len * (seq_len + 1) / 2 pairs for each sequence; documents and windows leave fewer.
     """
     return 6.0 * model.num_multiplied * tokens + 12.0 * model.num_heads * model.head_dim * pairs
 
@@ -42,16 +46,22 @@ def step_flops(model: CPMConfig | LiveConfig, tokens: int, pairs: int) -> float:
 def keys_seen(mask: Mask) -> Tensor:
     """How many keys each query sees: (seq_len,) int64; their sum is `mask.area`."""
     steps = torch.zeros(mask.seq_len + 1, dtype=torch.int64)
-    whole = torch.tensor([(*s.q, length(s.kv)) for s in mask.slices if s.low is None and s.high is None])
+    whole = torch.tensor(
+        [(*s.q, length(s.kv)) for s in mask.slices if s.low is None and s.high is None]
+    )
     if len(whole):
         steps.index_add_(0, whole[:, 0], whole[:, 2]).index_add_(0, whole[:, 1], -whole[:, 2])
     seen = steps.cumsum(0)[:-1]
-    bounds = [(*s.q, *s.kv, s.low, s.high) for s in mask.slices if s.low is not None or s.high is not None]
+    bounds = [
+        (*s.q, *s.kv, s.low, s.high) for s in mask.slices if s.low is not None or s.high is not None
+    ]
     if not bounds:
         return seen
     # A missing bound is one that no distance reaches.
     far = mask.seq_len
-    rows = torch.tensor([(*b[:4], -far if b[4] is None else b[4], far if b[5] is None else b[5]) for b in bounds])
+    rows = torch.tensor(
+        [(*b[:4], -far if b[4] is None else b[4], far if b[5] is None else b[5]) for b in bounds]
+    )
     lengths = rows[:, 1] - rows[:, 0]
     first, _, start, stop, low, high = rows.repeat_interleave(lengths, 0).unbind(1)
     before = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -65,4 +75,6 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
-    return next((peak for name, peak in _PEAK_TFLOPS.items() if words.issuperset(name.split())), None)
+    return next(
+        (peak for name, peak in _PEAK_TFLOPS.items() if words.issuperset(name.split())), None
+    )

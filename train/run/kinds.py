@@ -1,4 +1,6 @@
-"""The kinds of models that are trained here, and what a run needs to know of each. A new kind is an entry of KINDS."""
+"""The kinds of models that are trained here, and what a run needs to know of each. A new kind is an
+entry of KINDS.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Kind:
 
     name           as their "model_type" says
     config, model  classes
-    read           from values, as a JSON file has them, to a configuration; raises ValueError or TypeError
+    read           from values, as a JSON file has them, to a configuration; raises ValueError or
+                   TypeError
     own            fields by which a JSON file without a model_type is known to be one's
     open           a data folder: (folder, run's configuration, model's) to what Dealer reads
     batches        the class of what deals that to ranks
@@ -56,14 +59,22 @@ class Kind:
         """Raises ValueError for options that do not go with such a model."""
         for name, reason in self.refused.items():
             if getattr(config, name) not in (None, "auto"):
-                raise ValueError(f"{flag(name)} does not go with --model {config.model}, a {self.name}: {reason}")
+                raise ValueError(
+                    f"{flag(name)} does not go with --model {config.model}, a {self.name}: {reason}"
+                )
 
 
 def _open_text(folder: str, config: TrainConfig, _model: CPMConfig) -> Sequences:
     return Sequences(TokenFile(folder), config.seq_len, config.seed)
 
 
-def _live(config: type, model: type[nn.Module], rows: type[PackedRows], batches: type[Dealer], own: set[str]) -> Kind:
+def _live(
+    config: type,
+    model: type[nn.Module],
+    rows: type[PackedRows],
+    batches: type[Dealer],
+    own: set[str],
+) -> Kind:
     name = config.model_type
 
     def open_instances(folder: str, config: TrainConfig, model: LiveConfig) -> PackedRows:
@@ -75,13 +86,25 @@ def _live(config: type, model: type[nn.Module], rows: type[PackedRows], batches:
         **dict.fromkeys(("rope_theta", "rope_scaling"), "it has no rotary positions"),
         "window": "its layers have no windows",
     }
-    return Kind(name, config, model, config.from_dict, frozenset(own), open_instances, batches, refused)
+    return Kind(
+        name, config, model, config.from_dict, frozenset(own), open_instances, batches, refused
+    )
 
 
 KINDS = (
-    Kind("cpm", CPMConfig, CPM, lambda values: CPMConfig(**values), frozenset({"hidden_size"}), _open_text, Batches),
+    Kind(
+        "cpm",
+        CPMConfig,
+        CPM,
+        lambda values: CPMConfig(**values),
+        frozenset({"hidden_size"}),
+        _open_text,
+        Batches,
+    ),
     _live(BeeConfig, CPMBee, BeeRows, BeeBatches, {"position_bias_num_segment_buckets"}),
-    _live(AntConfig, CPMAnt, AntRows, AntBatches, {"prompt_types", "prompt_length", "segment_types"}),
+    _live(
+        AntConfig, CPMAnt, AntRows, AntBatches, {"prompt_types", "prompt_length", "segment_types"}
+    ),
 )
 PRESETS: dict[str, ModelConfig] = dense.PRESETS | live.PRESETS
 
@@ -91,20 +114,29 @@ def kind_of(config: ModelConfig) -> Kind:
 
 
 def config_of(values: Any) -> ModelConfig:
-    """The configuration that a JSON file holds, or `to_dict` gave: of CPMConfig, or of CPM-Live with or without its
-    model_type. Raises ValueError or TypeError if it is none, ValueError if it is not clear of which kind.
+    """The configuration that a JSON file holds, or `to_dict` gave: of CPMConfig, or of CPM-Live
+    with or without its model_type. Raises ValueError or TypeError if it is none, ValueError if it
+    is not clear of which kind.
     """
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values, got {type(values).__name__}")
     if "dim_model" not in values:
         return KINDS[0].read(values)
-    fitting = [k for k in KINDS if values.get("model_type") == k.name] or [k for k in KINDS if k.own & values.keys()]
+    fitting = [k for k in KINDS if values.get("model_type") == k.name] or [
+        k for k in KINDS if k.own & values.keys()
+    ]
     if len(fitting) != 1:
         names = ", ".join(kind.name for kind in KINDS[1:])
-        raise ValueError(f"it is not clear of which kind this model is: give model_type, one of {names}")
+        raise ValueError(
+            f"it is not clear of which kind this model is: give model_type, one of {names}"
+        )
     return fitting[0].read(values)
 
 
 def tell_documents_apart(data: Opened, told: bool, bos: int | None) -> Opened:
-    """Return sequences of text with documents `told` apart or not, and begin token `bos`; instances as they are."""
-    return dataclasses.replace(data, documents=told, bos=bos) if isinstance(data, Sequences) else data
+    """Return sequences of text with documents `told` apart or not, and begin token `bos`; instances
+    as they are.
+    """
+    return (
+        dataclasses.replace(data, documents=told, bos=bos) if isinstance(data, Sequences) else data
+    )

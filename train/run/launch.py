@@ -1,8 +1,8 @@
 """Starts the ranks of a run on this machine.
 
-What torchrun does, without its restarts, and with signals turned into an orderly end: after the first the ranks are
-given the time they need to save, after a second Ctrl-C they are killed. If a rank fails, the others are stopped. If the
-launcher dies, so do the ranks (on Linux).
+What torchrun does, without its restarts, and with signals turned into an orderly end: after the
+first the ranks are given the time they need to save, after a second Ctrl-C they are killed. If a
+rank fails, the others are stopped. If the launcher dies, so do the ranks (on Linux).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _EXPLAINED = 2  # exit code of a rank that has said what is wrong
 def launch(argv: Sequence[str], processes: int, root: Path) -> int:
     """Runs `python argv...`, whose checkpoints go to `root`, as ranks 0 to processes - 1.
 
-    Returns 0, also after a signal; the code of the rank that failed first; or 130 after a second Ctrl-C.
+    Returns 0, also after a signal; the code of the rank that failed first; or 130 after a second
+    Ctrl-C.
     """
     stop = StopSignal(noted=lambda: tell(NOTED))
     store = _local_store()
@@ -52,7 +53,8 @@ def launch(argv: Sequence[str], processes: int, root: Path) -> int:
         _note_ended(started, ended)
     if not any(ended.values()):
         return 0
-    if told and any(-code in (signal.SIGTERM, signal.SIGHUP) for code in ended.values()):  # it could not catch it yet
+    # it could not catch it yet
+    if told and any(-code in (signal.SIGTERM, signal.SIGHUP) for code in ended.values()):
         tell("stopped before training began")
         _kill(started)
         return 0
@@ -63,7 +65,13 @@ def _local_store() -> dist.TCPStore:
     """Where the ranks meet; nobody outside of this machine can reach it."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _start(argv: Sequence[str], rank: int, processes: int, port: int) -> subprocess.Popen:
@@ -83,15 +91,20 @@ def _note_ended(started: list[subprocess.Popen], ended: dict[int, int]) -> None:
 
 
 def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: Path) -> int:
-    """Stops what still runs after a failure; says which rank failed first and how to go on; returns its code."""
-    deadline = time.monotonic() + _GRACE  # ranks that fail for the same reason may still say so, and leave their stacks
+    """Stops what still runs after a failure; says which rank failed first and how to go on; returns
+    its code.
+    """
+    # ranks that fail for the same reason may still say so, and leave their stacks
+    deadline = time.monotonic() + _GRACE
     while time.monotonic() < deadline and len(ended) < len(started):
         time.sleep(_TICK)
         _note_ended(started, ended)
     _kill(started)
     failed = {number: code for number, code in ended.items() if code}
     cause = _cause(failed)
-    others = [f"rank {number} with {_named(code)}" for number, code in failed.items() if number != cause]
+    others = [
+        f"rank {number} with {_named(code)}" for number, code in failed.items() if number != cause
+    ]
     then = f", then {', '.join(others)}" if others else ""
     tell(f"rank {cause} ended with {_named(failed[cause])}{then}; the run is over")
     if failed[cause] != _EXPLAINED:
@@ -100,7 +113,9 @@ def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: P
 
 
 def _cause(failed: dict[int, int]) -> int:
-    """The rank whose failure was that of the others: killed before they failed; or it knew why; or the first."""
+    """The rank whose failure was that of the others: killed before they failed; or it knew why; or
+    the first.
+    """
     first = next(iter(failed))
     if failed[first] < 0:
         return first
@@ -136,5 +151,6 @@ def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         LAUNCHER: str(os.getpid()),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's: rank 0 joins it like the others
+        # the store is this process's: rank 0 joins it like the others
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

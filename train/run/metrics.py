@@ -1,10 +1,12 @@
-"""What a run shows and leaves behind: a progress bar, JSON lines, TensorBoard events and a loss curve.
+"""What a run shows and leaves behind: a progress bar, JSON lines, TensorBoard events and a loss
+curve.
 
 Only rank 0 has a Metrics; its folder gets
 
-    metrics.jsonl   a record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or {"step", "val_loss"};
-                    what a run that went on from before has replaced is in metrics.jsonl.dropped. "tokens" are all of
-                    the run so far. "balance" is how much longer attention takes than if all ranks had the same visible
+    metrics.jsonl   a record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or
+                    {"step", "val_loss"}; what a run that went on from before has replaced is in
+                    metrics.jsonl.dropped. "tokens" are all of the run so far. "balance" is how much
+                    longer attention takes than if all ranks had the same visible
                     pairs: 1 is best
     tensorboard/    the same
     loss.png        the curves, drawn at each save and at the end
@@ -48,10 +50,11 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 class Metrics:
-    """Records of a run of `steps` that goes on after step `start`; later ones, of a lost end, are put aside.
+    """Records of a run of `steps` that goes on after step `start`; later ones, of a lost end, are
+    put aside.
 
-    Outside of a terminal every `log_every`-th step gets a line, and so do the first, the last and those with a jump of
-    the loss. A terminal has a bar instead.
+    Outside of a terminal every `log_every`-th step gets a line, and so do the first, the last and
+    those with a jump of the loss. A terminal has a bar instead.
     """
 
     def __init__(self, folder: Path, start: int, steps: int, log_every: int = 10):
@@ -65,14 +68,23 @@ class Metrics:
         self._drawn = -1  # records
         self._began = time.monotonic()
         self._first: tuple[int, float] | None = None  # the first step shown, and when
-        self._bar = tqdm(total=steps, initial=start, unit="step", desc="training", dynamic_ncols=True, disable=None)
+        self._bar = tqdm(
+            total=steps,
+            initial=start,
+            unit="step",
+            desc="training",
+            dynamic_ncols=True,
+            disable=None,
+        )
 
     def record(self, step: int, **values: float) -> None:
         """Writes one record; non-integers with full precision."""
         record = {"step": step, **values}
         self.records.append(record)
         with writing(self._file.name):
-            self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n")
+            self._file.write(
+                json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n"
+            )
             self._file.flush()
         with writing(self.folder / "tensorboard"):
             for name, value in values.items():
@@ -83,7 +95,9 @@ class Metrics:
         return any(record["step"] == step and name in record for record in reversed(self.records))
 
     def progress(self, step: int) -> None:
-        """Shows the last record, which is that of `step`, and says so if its loss is far above those before."""
+        """Shows the last record, which is that of `step`, and says so if its loss is far above
+        those before.
+        """
         record, now = self.records[-1], time.monotonic()
         self._first = self._first or (step, now)
         usual = self._usual_loss()
@@ -102,15 +116,25 @@ class Metrics:
                 print(f"step {step}/{self.steps}: {line}, {self._times(step, now)}", flush=True)
 
     def _times(self, step: int, now: float) -> str:
-        """Say how long the run has been at it, and how long it will be: as long as steps took since the first one."""
+        """Say how long the run has been at it, and how long it will be: as long as steps took since
+        the first one.
+        """
         first, since = self._first
         seconds = (now - since) / (step - first) if step > first else now - self._began
-        elapsed, left = (tqdm.format_interval(x) for x in (now - self._began, seconds * (self.steps - step)))
+        elapsed, left = (
+            tqdm.format_interval(x) for x in (now - self._began, seconds * (self.steps - step))
+        )
         return f"{elapsed} elapsed, ETA {left}"
 
     def _usual_loss(self) -> float | None:
-        """Mean plus six standard deviations of the losses before the last record; None while there are few."""
-        losses = [r["loss"] for r in self.records[-_WINDOW - 1 : -1] if math.isfinite(r.get("loss", math.nan))]
+        """Mean plus six standard deviations of the losses before the last record; None while there
+        are few.
+        """
+        losses = [
+            r["loss"]
+            for r in self.records[-_WINDOW - 1 : -1]
+            if math.isfinite(r.get("loss", math.nan))
+        ]
         if len(losses) < _WINDOW // 2:
             return None
         return statistics.fmean(losses) + 6 * statistics.pstdev(losses)
@@ -122,7 +146,9 @@ class Metrics:
             sys.stdout.flush()
 
     def draw(self) -> None:
-        """Draws loss.png, if there is more than when it was drawn. A failure is said, and no reason to end a run."""
+        """Draws loss.png, if there is more than when it was drawn. A failure is said, and no reason
+        to end a run.
+        """
         if self._drawn == len(self.records):
             return
         try:
@@ -153,7 +179,10 @@ def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
         points = [(r["step"], r[name]) for r in records if name in r]
         if points:
             axes.plot(
-                *zip(*points, strict=True), label=label, marker="o" if name == "val_loss" else None, linewidth=1.2
+                *zip(*points, strict=True),
+                label=label,
+                marker="o" if name == "val_loss" else None,
+                linewidth=1.2,
             )
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
@@ -170,7 +199,9 @@ def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
 
 
 def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """The records up to `step`; the file is left with just these. The others go to FILE.dropped, as do broken lines."""
+    """The records up to `step`; the file is left with just these. The others go to FILE.dropped, as
+    do broken lines.
+    """
     records, kept, dropped = [], [], []
     for number, line in enumerate(file.read_bytes().splitlines() if file.is_file() else []):
         record = _parse(line)
@@ -193,19 +224,24 @@ def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A record: a step and numbers, null for one that was not finite. None if the line is none, whatever it is."""
+    """A record: a step and numbers, null for one that was not finite. None if the line is none,
+    whatever it is.
+    """
     try:
         record = json.loads(line)
         values = {name: math.nan if value is None else value for name, value in record.items()}
         for value in values.values():
-            math.isfinite(value)  # raises TypeError for what is no number, OverflowError for what no float can be
+            # raises TypeError for what is no number, OverflowError for what no float can be
+            math.isfinite(value)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return values if type(values.get("step")) is int else None
 
 
 def _tell_shortly(arguments: threading.ExceptHookArgs) -> None:
-    """For threads that die of a write, as TensorBoard's: the next record has the error too, and names the place."""
+    """For threads that die of a write, as TensorBoard's: the next record has the error too, and
+    names the place.
+    """
     if isinstance(arguments.exc_value, OSError):
         tell(f"{arguments.thread.name}: {arguments.exc_value}")
     else:

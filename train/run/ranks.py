@@ -43,8 +43,9 @@ def gather(value: Any) -> list[Any]:
 def together(work: Callable[[], Result], raising: type[Exception] | None = None) -> Result:
     """Does `work` on every rank and returns this rank's result.
 
-    If it fails on any rank for a reason that lies in files or settings, raises `raising` (default: RankError) on every
-    rank, with the reason and the rank. `work` itself must not need the other ranks to fail with it.
+    If it fails on any rank for a reason that lies in files or settings, raises `raising` (default:
+    RankError) on every rank, with the reason and the rank. `work` itself must not need the other
+    ranks to fail with it.
     """
     result, problem = None, None
     try:

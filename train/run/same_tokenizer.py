@@ -1,7 +1,8 @@
-"""Checks that data, checkpoints and weights go with one tokenizer, by the identity that is saved with each.
+"""Checks that data, checkpoints and weights go with one tokenizer, by the identity that is saved
+with each.
 
-Folders from before tokenizers had an identity are not refused: a warning says so, and only the sizes of their
-vocabularies are compared with the model's.
+Folders from before tokenizers had an identity are not refused: a warning says so, and only the
+sizes of their vocabularies are compared with the model's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _SHOWN = 12  # digits of an identity
 
 
 def check_folder(data: Path, other: Path, name: Path) -> None:
-    """Raise ValueError unless `other`, a folder that is called `name`, has the same tokenizer as the folder `data`."""
+    """Raise ValueError unless `other`, a folder that is called `name`, has the same tokenizer as
+    the folder `data`.
+    """
     expected, found = saved_identity(data), saved_identity(other)
     if expected is None or found is None:
         _warn_of_missing(data if expected is None else name)
@@ -28,24 +31,31 @@ def check_folder(data: Path, other: Path, name: Path) -> None:
 
 
 def check_weights(data: Path, tokenizer: Tokenizer, weights: Path, allowed: bool) -> None:
-    """Raise ValueError if the weights, a Hugging Face folder or a .pt, are of another tokenizer than the folder `data`.
+    """Raise ValueError if the weights, a Hugging Face folder or a .pt, are of another tokenizer
+    than the folder `data`.
 
-    `tokenizer` is that of the data. Each tokenizer beside the weights is compared with it: the one that export.py
-    saved, and those in files of the usual names. If it is none of them and `allowed`, a warning says so instead.
+    `tokenizer` is that of the data. Each tokenizer beside the weights is compared with it: the one
+    that export.py saved, and those in files of the usual names. If it is none of them and
+    `allowed`, a warning says so instead.
     """
     expected = saved_identity(data)
-    identities, said = _tokenizers_in(weights.parent if weights.suffix == ".pt" else weights, tokenizer.eos)
+    identities, said = _tokenizers_in(
+        weights.parent if weights.suffix == ".pt" else weights, tokenizer.eos
+    )
     if expected is None or not said:
         _warn_of_missing(data if expected is None else weights)
     elif expected not in identities:
         problem = f"{weights} is of another tokenizer than {data}: expected {expected[:_SHOWN]}, got {', '.join(said)}"
         if not allowed:
-            raise ValueError(f"{problem}; give data that was made with its tokenizer, or --allow-other-tokenizer")
+            raise ValueError(
+                f"{problem}; give data that was made with its tokenizer, or --allow-other-tokenizer"
+            )
         _warn(problem)
 
 
 def _tokenizers_in(folder: Path, eos: str | None) -> tuple[set[str], list[str]]:
-    """Return the identities of the tokenizers in a folder, and what to say of each, also of those that are broken.
+    """Return the identities of the tokenizers in a folder, and what to say of each, also of those
+    that are broken.
 
     `eos` ends a text in those that others saved.
     """
@@ -65,7 +75,9 @@ def _tokenizers_in(folder: Path, eos: str | None) -> tuple[set[str], list[str]]:
 
 
 def _warn_of_missing(folder: Path) -> None:
-    _warn(f"{folder} does not say its tokenizer's identity: only the size of the vocabulary is checked")
+    _warn(
+        f"{folder} does not say its tokenizer's identity: only the size of the vocabulary is checked"
+    )
 
 
 def _warn(text: str) -> None:

@@ -10,13 +10,17 @@ if TYPE_CHECKING:
 
 
 def _wsd(step: int, config: TrainConfig) -> float:
-    """Warm-up, stable, exponential decay over the last `decay` steps (MiniCPM, arXiv 2404.06395, section 4)."""
+    """Warm-up, stable, exponential decay over the last `decay` steps (MiniCPM, arXiv 2404.06395,
+    section 4).
+    """
     decayed = step - (config.steps - config.decay)
     return config.min_lr_ratio ** (decayed / config.decay) if decayed > 0 else 1.0
 
 
 def _cosine(step: int, config: TrainConfig) -> float:
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * _progress(step, config)))
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (
+        1 + math.cos(math.pi * _progress(step, config))
+    )
 
 
 def _linear(step: int, config: TrainConfig) -> float:

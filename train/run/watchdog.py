@@ -1,8 +1,9 @@
 """Ends a run that hangs, with every rank's stacks.
 
-A rank that waits for another, or for a GPU that never finishes, waits for ever. So each rank must show signs of life;
-after `timeout` seconds without, its threads' stacks go to stderr, and to a file once it has one, and the process leaves
-with code 3. A hang holds up all ranks, so all of them leave theirs.
+A rank that waits for another, or for a GPU that never finishes, waits for ever. So each rank must
+show signs of life; after `timeout` seconds without, its threads' stacks go to stderr, and to a file
+once it has one, and the process leaves with code 3. A hang holds up all ranks, so all of them leave
+theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from train.run.error_file import leave_reason
 
 EXIT_CODE = 3
 _TICK = 1.0  # seconds between looks, at most
-_GRACE = 30.0  # seconds after which faulthandler's own thread acts, which needs no lock of the interpreter
+# seconds after which faulthandler's own thread acts, which needs no lock of the interpreter
+_GRACE = 30.0
 
 
 class Watchdog:
@@ -38,7 +40,9 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def write_to(self, folder: Path) -> None:
-        """Lets stacks go to `folder`/rank_NNNNN.txt too, which may hold those of a run that this one goes on from."""
+        """Lets stacks go to `folder`/rank_NNNNN.txt too, which may hold those of a run that this
+        one goes on from.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(folder / f"rank_{self.rank:05d}.txt", "a")
         self.alive(self.doing)
@@ -46,7 +50,9 @@ class Watchdog:
     def alive(self, doing: str) -> None:
         """A sign of life; `doing` says what comes now."""
         self.doing, self._since = doing, time.monotonic()
-        faulthandler.dump_traceback_later(self.timeout + _GRACE, exit=True, file=self._file or sys.stderr)
+        faulthandler.dump_traceback_later(
+            self.timeout + _GRACE, exit=True, file=self._file or sys.stderr
+        )
 
     def close(self) -> None:
         """Ends the watch; the file goes if nothing was written."""

@@ -1,10 +1,11 @@
-"""The modules of yunchang 0.6.4 (feifeibear/long-context-attention, also known as USP), computed by this library.
+"""The modules of yunchang 0.6.4 (feifeibear/long-context-attention, also known as USP), computed by
+this library.
 
-    from bmt_burst.compat.yunchang import EXTRACT_FUNC_DICT, LongContextAttention, set_seq_parallel_pg
-    from bmt_burst.compat.yunchang.kernels import AttnType
+    from bmt_burst.compat.yunchang import EXTRACT_FUNC_DICT, LongContextAttention,
+    set_seq_parallel_pg from bmt_burst.compat.yunchang.kernels import AttnType
 
-The names are where that package has them: `comm`, `globals`, `hybrid`, `kernels`, `ring` and `ulysses` are modules here
-too. The functions of `ring` are at the top as well.
+The names are where that package has them: `comm`, `globals`, `hybrid`, `kernels`, `ring` and
+`ulysses` are modules here too. The functions of `ring` are at the top as well.
 """
 
 from .comm import EXTRACT_FUNC_DICT, basic_extract_local, stripe_extract_local, zigzag_extract_local

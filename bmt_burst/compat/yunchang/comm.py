@@ -1,15 +1,16 @@
 """Which tokens a rank has, and functions that cut them out of a whole sequence.
 
-Of ranks that are a Ulysses group of degree U times a ring of degree R, number s of the U * R has, of a sequence that it
-shares with the others:
+Of ranks that are a Ulysses group of degree U times a ring of degree R, number s of the U * R has,
+of a sequence that it shares with the others:
 
     basic     chunk s of U * R
     strip     part u of U of tokens r, r + R, r + 2R, ..., where r, u = s // U, s % U
-    zigzag    part u of U of what chunks r and 2R - 1 - r of 2R have, one after the other, where r is its rank in the
-              ring and u that in the Ulysses group
+    zigzag    part u of U of what chunks r and 2R - 1 - r of 2R have, one after the other, where r
+              is its rank in the ring and u that in the Ulysses group
 
-yunchang's own layers have `basic` and `strip` as these functions do only if consecutive ranks are a Ulysses group
-(use_ulysses_low); else a causal mask is there one of other positions than the functions give. Here it is not.
+yunchang's own layers have `basic` and `strip` as these functions do only if consecutive ranks are a
+Ulysses group (use_ulysses_low); else a causal mask is there one of other positions than the
+functions give. Here it is not.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Extracted(Layout):
             return [range(self.seq_len)[of_ring::ring][part * tokens : (part + 1) * tokens]]
         of_ring, part = divmod(rank, self.ulysses) if self.ulysses_low else divmod(rank, ring)[::-1]
         chunk = self.seq_len // (2 * ring)
-        early, late = (range(at * chunk, (at + 1) * chunk) for at in (of_ring, 2 * ring - 1 - of_ring))
+        early, late = (
+            range(at * chunk, (at + 1) * chunk) for at in (of_ring, 2 * ring - 1 - of_ring)
+        )
         start, stop = part * tokens, (part + 1) * tokens
         return [early[start:stop], late[max(start - chunk, 0) : max(stop - chunk, 0)]]
 
@@ -63,15 +66,20 @@ def extracted(kind: str, seq_len: int, ulysses: int, ring: int, ulysses_low: boo
     return Extracted(kind, seq_len, ulysses, ring, ulysses_low)
 
 
-def basic_extract_local(value: Tensor, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Chunk `rank` of `world_size` of value (B, S, ...), without gradient. Other arguments do not matter."""
+def basic_extract_local(
+    value: Tensor, rank: int, world_size: int, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Chunk `rank` of `world_size` of value (B, S, ...), without gradient. Other arguments do not
+    matter.
+    """
     return _extract("basic", value, rank, 1, as_int("world_size", world_size)).detach()
 
 
 def stripe_extract_local(
     value: Tensor, rank: int, world_size: int, rd: int, ud: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The part of value (B, S, ...) of `rank` among ranks that are a ring of `rd` times Ulysses of `ud`. A copy.
+    """The part of value (B, S, ...) of `rank` among ranks that are a ring of `rd` times Ulysses of
+    `ud`. A copy.
 
     Raises ValueError if PROCESS_GROUP has other degrees, or world_size is not their product.
     """
@@ -80,9 +88,17 @@ def stripe_extract_local(
 
 
 def zigzag_extract_local(
-    value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1, *args: Any, **kwargs: Any
+    value: Tensor,
+    rank: int,
+    world_size: int,
+    rd: int,
+    ud: int,
+    dim: int = 1,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
-    """The part of value (B, S, ...) of this rank, as PROCESS_GROUP has it, whatever `rank` is; cut along `dim`. A copy.
+    """The part of value (B, S, ...) of this rank, as PROCESS_GROUP has it, whatever `rank` is; cut
+    along `dim`. A copy.
 
     Raises ValueError if PROCESS_GROUP has other degrees, or world_size is not their product.
     """
@@ -102,12 +118,16 @@ EXTRACT_FUNC_DICT = {
 
 def _extract(kind: str, value: Tensor, rank: int, ulysses: int, ring: int, dim: int = 1) -> Tensor:
     dim = check_dim(value, dim)
-    return extracted(kind, value.shape[dim], ulysses, ring, PROCESS_GROUP.ULYSSES_LOW).shard(value, rank, dim)
+    return extracted(kind, value.shape[dim], ulysses, ring, PROCESS_GROUP.ULYSSES_LOW).shard(
+        value, rank, dim
+    )
 
 
 def _check_degrees(world_size: int, rd: int, ud: int) -> None:
     if PROCESS_GROUP.SEQUENCE_PG is None:
-        raise RuntimeError("call set_seq_parallel_pg first: it makes the groups that the cut depends on")
+        raise RuntimeError(
+            "call set_seq_parallel_pg first: it makes the groups that the cut depends on"
+        )
     made = dist.get_world_size(PROCESS_GROUP.RING_PG), dist.get_world_size(PROCESS_GROUP.ULYSSES_PG)
     if (rd, ud) != made or world_size != rd * ud:
         raise ValueError(

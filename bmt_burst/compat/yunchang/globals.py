@@ -15,7 +15,8 @@ from ...ranks.rings import Rings
 from ...transport import ALONE
 from ...transport.torch_dist import torch_transport
 
-# Whether packages are installed. Kernels do not depend on it here: they are chosen as flash="auto" chooses them.
+# Whether packages are installed. Kernels do not depend on it here: they are chosen as flash="auto"
+# chooses them.
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 HAS_FLASH_ATTN_HOPPER = find_spec("flash_attn_interface") is not None
 HAS_FLASHINFER = find_spec("flashinfer") is not None
@@ -45,19 +46,26 @@ PROCESS_GROUP = ProcessGroups()
 
 
 def set_seq_parallel_pg(
-    sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True
+    sp_ulysses_degree: int,
+    sp_ring_degree: int,
+    rank: int,
+    world_size: int,
+    use_ulysses_low: bool = True,
 ) -> None:
-    """Makes the groups in PROCESS_GROUP; every rank must call it, with one meaning, after init_process_group.
+    """Makes the groups in PROCESS_GROUP; every rank must call it, with one meaning, after
+    init_process_group.
 
-    Consecutive ranks, sp_ulysses_degree * sp_ring_degree of them, share a sequence. Of these consecutive ones are a
-    Ulysses group, or a ring without use_ulysses_low.
+    Consecutive ranks, sp_ulysses_degree * sp_ring_degree of them, share a sequence. Of these
+    consecutive ones are a Ulysses group, or a ring without use_ulysses_low.
 
-    Raises, on every rank, ValueError where the degrees do not divide the world, rank and world_size are not
-    torch.distributed's, or ranks differ; TypeError for what is no whole number (where that is so; ValueError
-    elsewhere); RuntimeError before init_process_group.
+    Raises, on every rank, ValueError where the degrees do not divide the world, rank and world_size
+    are not torch.distributed's, or ranks differ; TypeError for what is no whole number (where that
+    is so; ValueError elsewhere); RuntimeError before init_process_group.
     """
     if not dist.is_initialized():
-        raise RuntimeError("set_seq_parallel_pg needs torch.distributed.init_process_group to have been called")
+        raise RuntimeError(
+            "set_seq_parallel_pg needs torch.distributed.init_process_group to have been called"
+        )
     world = torch_transport(dist.group.WORLD)
 
     def terms() -> dict[str, Any]:
@@ -72,8 +80,12 @@ def set_seq_parallel_pg(
     first, *others = read(tell(Rings(world, ALONE), "set_seq_parallel_pg", terms))
     for other, given in enumerate(others, 1):
         if given != first:
-            raise ValueError(f"ranks differ in set_seq_parallel_pg: rank 0 has {first}, rank {other} has {given}")
-    ulysses, ring, low = (first[name] for name in ("sp_ulysses_degree", "sp_ring_degree", "use_ulysses_low"))
+            raise ValueError(
+                f"ranks differ in set_seq_parallel_pg: rank 0 has {first}, rank {other} has {given}"
+            )
+    ulysses, ring, low = (
+        first[name] for name in ("sp_ulysses_degree", "sp_ring_degree", "use_ulysses_low")
+    )
     size = ulysses * ring
     sequences = [range(start, start + size) for start in range(0, world_size, size)]
     inner = ulysses if low else ring
@@ -90,4 +102,6 @@ def _check_world(ulysses: int, ring: int, rank: int, world_size: int) -> None:
             f"rank {rank} of {world_size} was given, torch.distributed has {dist.get_rank()} of {dist.get_world_size()}"
         )
     if min(ulysses, ring) < 1 or world_size % (ulysses * ring):
-        raise ValueError(f"degrees of {ulysses} x {ring} ranks do not divide the world of {world_size}")
+        raise ValueError(
+            f"degrees of {ulysses} x {ring} ranks do not divide the world of {world_size}"
+        )

@@ -7,7 +7,9 @@ from typing import Any
 
 
 class AttnType(Enum):
-    """Kernels of yunchang. All that compute exact attention mean flash="auto" here: the fastest kernel there is."""
+    """Kernels of yunchang. All that compute exact attention mean flash="auto" here: the fastest
+    kernel there is.
+    """
 
     AITER = "aiter"
     FA = "fa"
@@ -33,7 +35,9 @@ class AttnType(Enum):
 
 
 def check_exact(attn_type: AttnType) -> None:
-    """Raises TypeError for what is no AttnType, ValueError for one that computes something else than attention."""
+    """Raises TypeError for what is no AttnType, ValueError for one that computes something else
+    than attention.
+    """
     if not isinstance(attn_type, AttnType):
         raise TypeError(f"attn_type must be an AttnType, got {attn_type!r}")
     if "sage" in attn_type.value:
@@ -43,4 +47,6 @@ def check_exact(attn_type: AttnType) -> None:
 def check_no_processor(attn_processor: Any) -> None:
     """Raises ValueError for an attn_processor, which would compute attention in its own way."""
     if attn_processor is not None:
-        raise ValueError(f"an attn_processor is not supported: got a {type(attn_processor).__name__}")
+        raise ValueError(
+            f"an attn_processor is not supported: got a {type(attn_processor).__name__}"
+        )

@@ -1,4 +1,6 @@
-"""The options of layers and of functions beside tensors, in yunchang's order: softcap comes after window_size."""
+"""The options of layers and of functions beside tensors, in yunchang's order: softcap comes after
+window_size.
+"""
 
 OF_LAYERS = (
     "dropout_p",

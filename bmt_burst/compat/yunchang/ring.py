@@ -1,7 +1,8 @@
-"""The functions of a ring alone: bmt_burst.compat.ring_flash_attn's, with the options that they have in yunchang.
+"""The functions of a ring alone: bmt_burst.compat.ring_flash_attn's, with the options that they
+have in yunchang.
 
-These are softcap, after window_size, and for batches attn_type, an exact one: see AttnType. `group` are the ranks of
-the ring, by default all, with the tokens on them as ring_flash_attn has them.
+These are softcap, after window_size, and for batches attn_type, an exact one: see AttnType. `group`
+are the ranks of the ring, by default all, with the tokens on them as ring_flash_attn has them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class KernelOptions(Options):
 
 _of_documents = functools.partial(with_options, names=OF_FUNCTIONS)
 _packed = functools.partial(with_options, names=(*OF_FUNCTIONS, "attn_type"), options=KernelOptions)
-_separate = functools.partial(with_options, names=(*OF_FUNCTIONS, "attn_type", "attn_processor"), options=KernelOptions)
+_separate = functools.partial(
+    with_options, names=(*OF_FUNCTIONS, "attn_type", "attn_processor"), options=KernelOptions
+)
 
 ring_flash_attn_func = _separate(alone.ring_flash_attn_func)
 ring_flash_attn_kvpacked_func = _packed(alone.ring_flash_attn_kvpacked_func)
@@ -74,8 +77,12 @@ ring_flash_attn_varlen_func = _of_documents(alone.ring_flash_attn_varlen_func)
 ring_flash_attn_varlen_kvpacked_func = _of_documents(alone.ring_flash_attn_varlen_kvpacked_func)
 ring_flash_attn_varlen_qkvpacked_func = _of_documents(alone.ring_flash_attn_varlen_qkvpacked_func)
 zigzag_ring_flash_attn_varlen_func = _of_documents(alone.zigzag_ring_flash_attn_varlen_func)
-zigzag_ring_flash_attn_varlen_kvpacked_func = _of_documents(alone.zigzag_ring_flash_attn_varlen_kvpacked_func)
-zigzag_ring_flash_attn_varlen_qkvpacked_func = _of_documents(alone.zigzag_ring_flash_attn_varlen_qkvpacked_func)
+zigzag_ring_flash_attn_varlen_kvpacked_func = _of_documents(
+    alone.zigzag_ring_flash_attn_varlen_kvpacked_func
+)
+zigzag_ring_flash_attn_varlen_qkvpacked_func = _of_documents(
+    alone.zigzag_ring_flash_attn_varlen_qkvpacked_func
+)
 
 ring_flashinfer_attn_func = ring_flash_attn_func
 ring_flashinfer_attn_kvpacked_func = ring_flash_attn_kvpacked_func
@@ -85,7 +92,9 @@ ring_flashinfer_attn_qkvpacked_func = ring_flash_attn_qkvpacked_func
 @_separate
 def ring_pytorch_attn_func(q, k, v, options):
     """ring_flash_attn_func, but out comes alone also with return_attn_probs, as there."""
-    return inspect.unwrap(alone.ring_flash_attn_func)(q, k, v, replace(options, return_attn_probs=False))
+    return inspect.unwrap(alone.ring_flash_attn_func)(
+        q, k, v, replace(options, return_attn_probs=False)
+    )
 
 
 def ring_npu_flash_attn_func(
@@ -100,8 +109,12 @@ def ring_npu_flash_attn_func(
     attn_type: AttnType = AttnType.NPU,
     attn_processor: Any = None,
 ) -> Tensor:
-    """ring_flash_attn_func, and out alone. `head_num` is not looked at, as there; input_layout must be "BSND"."""
+    """ring_flash_attn_func, and out alone. `head_num` is not looked at, as there; input_layout must
+    be "BSND".
+    """
     if input_layout != "BSND":
-        raise ValueError(f"input_layout must be 'BSND', batch, tokens, heads, head size, got {input_layout!r}")
+        raise ValueError(
+            f"input_layout must be 'BSND', batch, tokens, heads, head size, got {input_layout!r}"
+        )
     options = {"attn_type": attn_type, "attn_processor": attn_processor, "group": group}
     return ring_flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal, **options)

@@ -15,7 +15,8 @@ from .options import OF_LAYERS
 
 
 class UlyssesAttention(nn.Module):
-    """Attention of ranks that have contiguous chunks of the sequence; heads need not divide by the ranks.
+    """Attention of ranks that have contiguous chunks of the sequence; heads need not divide by the
+    ranks.
 
     sequence_process_group  the ranks that share the sequence, by default all
     scatter_idx, gather_idx where heads and tokens are: 2 and 1
@@ -38,7 +39,9 @@ class UlyssesAttention(nn.Module):
 
     @functools.partial(with_options, names=OF_LAYERS)
     def forward(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        """out (B, S, H, D) of query (B, S, H, D), key and value (B, S, G, D); also with return_attn_probs, as there."""
+        """out (B, S, H, D) of query (B, S, H, D), key and value (B, S, G, D); also with
+        return_attn_probs, as there.
+        """
         options = replace(options, return_attn_probs=False, group=self.spg)
         return attention((query, key, value), options, _contiguous, strategy="ulysses")
 
@@ -46,7 +49,9 @@ class UlyssesAttention(nn.Module):
 def check_dims(scatter_idx: int, gather_idx: int, known: tuple[int, int]) -> None:
     """Raises ValueError for tensors that have heads and tokens elsewhere."""
     if (scatter_idx, gather_idx) != known:
-        raise ValueError(f"scatter_idx and gather_idx must be {known}, got {(scatter_idx, gather_idx)}")
+        raise ValueError(
+            f"scatter_idx and gather_idx must be {known}, got {(scatter_idx, gather_idx)}"
+        )
 
 
 def _contiguous(rings: Rings, q: Tensor) -> tuple[Bounds, str]:

@@ -1,8 +1,10 @@
-"""The executor: what each event of a rank's program does with tensors. The order of events is not decided here.
+"""The executor: what each event of a rank's program does with tensors. The order of events is not
+decided here.
 
 `routes` says which tokens go where, a transport moves bytes, a kernel computes, `merge` adds up.
 
-Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. All that travels is (B, S, heads, ...).
+Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. All that travels is
+(B, S, heads, ...).
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ import torch
 from torch import Tensor
 
 from ...kernels.packed import current_stream, sent
-from ...merging.merge import Gradients, OutputPart, Outputs, Part, empty_lse, is_whole, sum_parts, tokens_at
+from ...merging.merge import (
+    Gradients,
+    OutputPart,
+    Outputs,
+    Part,
+    empty_lse,
+    is_whole,
+    sum_parts,
+    tokens_at,
+)
 from ...ranks.rings import Rings
 from ...scores import Scores, is_one_row
 from ...sequence.span import Span, length, shifted
@@ -40,15 +51,17 @@ from .payload import KeysValues, Payload, QueriesTravel
 from .program import Event
 from .routes import Landing, Outgoing, Round, Stage
 
-# Partial results are read once more each time they are folded, and stay in memory until they are: so many groups' bytes
-# of them wait. In the backward memory is short and kernels take longer.
+# Partial results are read once more each time they are folded, and stay in memory until they are:
+# so many groups' bytes of them wait. In the backward memory is short and kernels take longer.
 _OUTPUTS_WAITING = 4
 _GRADIENTS_WAITING = 1.25
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A way round the ring: the heads that go together, slices of q's and k's, and how they lie in memory."""
+    """A way round the ring: the heads that go together, slices of q's and k's, and how they lie in
+    memory.
+    """
 
     q: slice
     kv: slice
@@ -61,7 +74,8 @@ class Tour:
     """All that a rank does in a call or its backward, but for the tensors.
 
     own     kernel calls of the own block
-    cuts    kernel calls of the tiles of each stage and of each root, by (round, stage) and (round, -1)
+    cuts    kernel calls of the tiles of each stage and of each root, by (round, stage) and (round,
+            -1)
     """
 
     problem: Problem
@@ -72,7 +86,8 @@ class Tour:
     rounds: Sequence[Round]
     cuts: Mapping[tuple[int, int], Sequence[Cut]]
     program: Sequence[Event]
-    manifests: dict[Event, Manifest] = field(default_factory=dict)  # of fetches and returns, once they were made
+    # of fetches and returns, once they were made
+    manifests: dict[Event, Manifest] = field(default_factory=dict)
 
     def manifest(self, event: Event) -> Manifest:
         """The messages of a fetch or a return."""
@@ -88,7 +103,8 @@ class Tour:
         return found
 
     def tokens(self, key: tuple[int, int] | None, device: torch.device) -> Tensor | None:
-        """`Scores.tokens` of what lands in a stage or is there of a root, by the key of its calls; None: of the own.
+        """`Scores.tokens` of what lands in a stage or is there of a root, by the key of its calls;
+        None: of the own.
 
         None where there are no scores, or no calls.
         """
@@ -98,7 +114,9 @@ class Tour:
 
     def __str__(self) -> str:
         """The program, with what moves and what is computed."""
-        lines = [f"{type(self.payload).__name__} travel in {len(self.passes)} passes; pass, round, stage:"]
+        lines = [
+            f"{type(self.payload).__name__} travel in {len(self.passes)} passes; pass, round, stage:"
+        ]
         for event in self.program:
             lines.append(f"  {event}{self._detail(event)}")
         return "\n".join(lines)
@@ -120,7 +138,8 @@ class Tour:
 class Manifest(NamedTuple):
     """The messages of a delivery: `nbytes` land in all, at `arrivals`.
 
-    departures  (tokens, peer, messages) of each part that leaves; a message is (tensor, batch row, byte offset there)
+    departures  (tokens, peer, messages) of each part that leaves; a message is (tensor, batch row,
+                byte offset there)
     """
 
     nbytes: int
@@ -131,12 +150,20 @@ class Manifest(NamedTuple):
 def _manifest(
     packing: Packing, tokens: int, sources: Sequence[tuple[int, Span]], sends: Sequence[Outgoing]
 ) -> Manifest:
-    """Of `tokens` that land, parts of them from each of `sources` (place, part), and of what is sent."""
-    arrivals = [Arrival(peer, at, size) for peer, part in sources for _, _, at, size in packing.messages(tokens, part)]
+    """Of `tokens` that land, parts of them from each of `sources` (place, part), and of what is
+    sent.
+    """
+    arrivals = [
+        Arrival(peer, at, size)
+        for peer, part in sources
+        for _, _, at, size in packing.messages(tokens, part)
+    ]
     departures = []
     for peer, span, at, total in sends:
         messages = packing.messages(total, (at, at + length(span)))
-        departures.append((span, peer, [(index, row, offset) for index, row, offset, _ in messages]))
+        departures.append(
+            (span, peer, [(index, row, offset) for index, row, offset, _ in messages])
+        )
     return Manifest(packing.nbytes(tokens), arrivals, departures)
 
 
@@ -145,7 +172,9 @@ def _all_tokens(
     tour: Tour, scores: Scores, device: torch.device, stream: torch.cuda.Stream | None
 ) -> dict[tuple[int, int] | None, Tensor]:
     """Return what `Tour.tokens` returns for each key, for work on `stream`, in one piece of memory."""
-    positions: dict[tuple[int, int] | None, Tensor] = {None: tour.problem.layout.positions(tour.rank)}
+    positions: dict[tuple[int, int] | None, Tensor] = {
+        None: tour.problem.layout.positions(tour.rank)
+    }
     positions |= {key: _positions(tour, *key) for key, cuts in tour.cuts.items() if cuts}
     tokens = sent(scores.tokens(torch.cat([*positions.values()])), device)
     parts = torch.split(tokens, [len(x) for x in positions.values()], 1)
@@ -170,7 +199,9 @@ def landing_positions(landings: Sequence[Landing], tokens: int) -> Tensor:
 
 def _describe(cuts: Sequence[Cut]) -> str:
     """Kernel calls in a few words."""
-    calls = [f"{cut.call.q_tokens} x {cut.call.kv_tokens} in {len(cut.call.tiles)} tiles" for cut in cuts]
+    calls = [
+        f"{cut.call.q_tokens} x {cut.call.kv_tokens} in {len(cut.call.tiles)} tiles" for cut in cuts
+    ]
     return f"{len(cuts)} kernel calls: {', '.join(calls)}" if cuts else "nothing"
 
 
@@ -179,7 +210,8 @@ class Execution(ABC):
 
     leaving  the side of the own block that others look at
 
-    What is under way stands in lists: a crossing between hosts, fetched deliveries, the one that landed.
+    What is under way stands in lists: a crossing between hosts, fetched deliveries, the one that
+    landed.
     """
 
     def __init__(self, tour: Tour, rings: Rings, leaving: Side, device: torch.device):
@@ -242,7 +274,9 @@ class Execution(ABC):
     def _end(self, event: Event) -> None: ...
 
     def _let_go(self) -> None:
-        """Release what a run that was broken off left: the next call must find the transport in order."""
+        """Release what a run that was broken off left: the next call must find the transport in
+        order.
+        """
         for delivery in self.landed:
             delivery.release()
         for delivery in self.fetched:
@@ -271,7 +305,11 @@ class Execution(ABC):
     def _cross(self, event: Event) -> None:
         round_ = self._round(event)
         there = self._leaving_part(event, round_.lent)
-        here = self._pass(event).packing.empty(round_.held_tokens, self.device) if round_.held_tokens else ()
+        here = (
+            self._pass(event).packing.empty(round_.held_tokens, self.device)
+            if round_.held_tokens
+            else ()
+        )
         ticket = self._exchange(there, round_.lent_to, here, round_.root // self.rings.inner.size)
         self.crossing.append((ticket, here))
 
@@ -303,12 +341,16 @@ class Execution(ABC):
         key = event.number, event.round
         return self.roots[key] if self._round(event).stages else self.roots.pop(key)
 
-    def _exchange(self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int) -> Ticket:
+    def _exchange(
+        self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int
+    ) -> Ticket:
         """Start an exchange between hosts."""
         return self.rings.outer.exchange([(x, to) for x in sends], [(x, source) for x in recvs])
 
     def _deliver(self, lane: str, manifest: Manifest, parcels: Sequence[Parcel]) -> Delivery:
-        return self.rings.inner.deliver(lane, manifest.nbytes, parcels, manifest.arrivals, self.device)
+        return self.rings.inner.deliver(
+            lane, manifest.nbytes, parcels, manifest.arrivals, self.device
+        )
 
 
 class Forward(Execution):
@@ -324,7 +366,13 @@ class Forward(Execution):
     merged: Outputs
 
     def __init__(
-        self, tour: Tour, payload: KeysValues, rings: Rings, queries: Queries, keys: Keys, table: Tensor | None
+        self,
+        tour: Tour,
+        payload: KeysValues,
+        rings: Rings,
+        queries: Queries,
+        keys: Keys,
+        table: Tensor | None,
     ):
         device = queries.q.device
         tokens = tour.tokens(None, device)
@@ -344,7 +392,8 @@ class Forward(Execution):
         self.parts = list(outputs(self.attention, self.tour.own, self.queries, self.keys))
         if (
             is_whole(self.parts, q.shape[1])
-            and not is_one_row(self.tour.own[0].row)  # else out does not know of the bias, only the merged one does
+            # else out does not know of the bias, only the merged one does
+            and not is_one_row(self.tour.own[0].row)
             and self.parts[0][1].dtype == q.dtype
             and (self.attention.writes_new_memory or not self.tour.passes)
         ):
@@ -386,7 +435,8 @@ class Forward(Execution):
 
 
 class Backward(Execution):
-    """The backward: gradients of the side that stays add up here, those of the other go home and add up there.
+    """The backward: gradients of the side that stays add up here, those of the other go home and
+    add up there.
 
     own_parts     partial dq, dk and dv of the own block
     grads         dq, dk and dv, from the event `own` on
@@ -411,7 +461,8 @@ class Backward(Execution):
         tokens = tour.tokens(None, device)
         queries, keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
         if table is not None and tour.problem.takes_delta:
-            queries = queries.with_delta()  # which the table's gradient needs; many calls need not gather out
+            # which the table's gradient needs; many calls need not gather out
+            queries = queries.with_delta()
         super().__init__(tour, rings, queries if payload.queries_travel else keys, device)
         self.payload, self.queries, self.keys = payload, queries, keys
         self.attention = AttentionGradient.begin(tour.problem, queries, table, row_lse)
@@ -425,7 +476,9 @@ class Backward(Execution):
         self.leaving_host: list[tuple[Ticket, tuple[Tensor, ...]]] = []
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Run; return dq, dk and dv in the inputs' dtype and, with a bias, this rank's share of dtable."""
+        """Run; return dq, dk and dv in the inputs' dtype and, with a bias, this rank's share of
+        dtable.
+        """
         self.run()
         dq, dk, dv = self.grads
         return dq, dk, dv, self.attention.dtable
@@ -452,12 +505,18 @@ class Backward(Execution):
             ticket.wait()
 
     def _own(self) -> None:
-        for rows, columns, grads in gradients(self.attention, self.tour.own, self.queries, self.keys):
-            for parts, spans, grad in zip(self.own_parts, (rows, columns, columns), grads, strict=True):
+        for rows, columns, grads in gradients(
+            self.attention, self.tour.own, self.queries, self.keys
+        ):
+            for parts, spans, grad in zip(
+                self.own_parts, (rows, columns, columns), grads, strict=True
+            ):
                 parts.append((spans, grad))
         for parts, x in zip(self.own_parts, self.inputs, strict=True):
             whole = is_whole(parts, x.shape[1])
-            self.grads.append(parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x))
+            self.grads.append(
+                parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x)
+            )
         if not self.tour.passes:
             for total in self._sum_from_own(ALL, ALL):
                 total.result()
@@ -469,7 +528,9 @@ class Backward(Execution):
     def _sum_from_own(self, q_heads: slice, kv_heads: slice) -> list[Gradients]:
         """Return the sums of some heads, begun with the own block's share."""
         sums = []
-        for own, grad, heads in zip(self.own_parts, self.grads, (q_heads, kv_heads, kv_heads), strict=True):
+        for own, grad, heads in zip(
+            self.own_parts, self.grads, (q_heads, kv_heads, kv_heads), strict=True
+        ):
             into, parts = grad[:, :, heads], ((spans, part[:, :, heads]) for spans, part in own)
             sums.append(Gradients(into.shape, into.dtype, into.device, self._limit(), into, parts))
         return sums
@@ -492,7 +553,9 @@ class Backward(Execution):
     def _differentiate(
         self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]
     ) -> Iterator[tuple[Sequence[Tensor], Sequence[Span]]]:
-        """Add gradients of the side that stays to its sums; yield those of the travelling side, and its spans."""
+        """Add gradients of the side that stays to its sums; yield those of the travelling side, and
+        its spans.
+        """
         tour, pass_, payload = self.tour, self._pass(event), self.payload
         tokens = tour.tokens(key, self.device)
         if isinstance(payload, QueriesTravel):
@@ -503,7 +566,9 @@ class Backward(Execution):
         attention = self.attention.of_heads(pass_.q)
         for rows, columns, (dq, dk, dv) in gradients(attention, tour.cuts[key], queries, keys):
             of_queries, of_keys = ((dq,), rows), ((dk, dv), columns)
-            going, staying = (of_queries, of_keys) if payload.queries_travel else (of_keys, of_queries)
+            going, staying = (
+                (of_queries, of_keys) if payload.queries_travel else (of_keys, of_queries)
+            )
             _add(self._staying_sums(event.number), staying[1], staying[0])
             yield going
 
@@ -515,7 +580,10 @@ class Backward(Execution):
                 sum_parts(parts, span, packing.batch, *row, self.device)
                 for parts, row in zip(self.computed, packing.rows, strict=True)
             ]
-            parcels += [Parcel(grads[index][row].contiguous(), peer, offset) for index, row, offset in messages]
+            parcels += [
+                Parcel(grads[index][row].contiguous(), peer, offset)
+                for index, row, offset in messages
+            ]
         self.computed = []
         self.returning.append(self._deliver("return", manifest, parcels))
 
@@ -548,7 +616,11 @@ class Backward(Execution):
 
     def _leave(self, event: Event) -> None:
         round_, dtype = self._round(event), self.tour.problem.sizes.partial
-        share = [total.result(dtype) for total in self._sums_of_root(event)] if round_.held_tokens else []
+        share = (
+            [total.result(dtype) for total in self._sums_of_root(event)]
+            if round_.held_tokens
+            else []
+        )
         self.root_sums.pop((event.number, event.round), None)
         packing = self._pass(event).return_packing
         here = packing.empty(round_.lent_tokens, self.device) if round_.lent_tokens else ()
@@ -568,7 +640,9 @@ class Backward(Execution):
             own = self._travelling_sums(event.number)
             shapes = [(x.shape[0], tokens, *x.shape[2:]) for x in own]
             pairs = zip(shapes, own, strict=True)
-            self.root_sums[key] = [Gradients(shape, x.dtype, x.device, self._limit()) for shape, x in pairs]
+            self.root_sums[key] = [
+                Gradients(shape, x.dtype, x.device, self._limit()) for shape, x in pairs
+            ]
         return self.root_sums[key]
 
     def _travelling_sums(self, number: int) -> list[Gradients]:

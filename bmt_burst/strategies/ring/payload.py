@@ -1,7 +1,8 @@
 """Payloads: what travels round the ring, in which bytes, and what comes home. One class a payload.
 
     KeysValues     k and v; in a backward dk and dv come home
-    QueriesDelta   q, dout, and lse and delta = rowsum(out * dout) side by side; dq comes home (arXiv 2403.09347)
+    QueriesDelta   q, dout, and lse and delta = rowsum(out * dout) side by side; dq comes home
+                   (arXiv 2403.09347)
     QueriesOut     q, dout, lse and out; dq comes home
 
 All that travels is (B, S, heads, ...). To add one: a class here, listed in `backward_payload`.
@@ -25,7 +26,8 @@ from ..compute import Keys, QueryGradients, Side
 _SURROGATE_ENTRIES = 3
 
 
-Rows = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape of a token's entries and dtype of each tensor
+# shape of a token's entries and dtype of each tensor
+Rows = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Payload(ABC):
@@ -46,7 +48,9 @@ class Payload(ABC):
 
     @abstractmethod
     def depart(self, block: Side) -> tuple[Tensor, ...]:
-        """Return the tensors of a block that travel, contiguous. The block is of the side that travels."""
+        """Return the tensors of a block that travel, contiguous. The block is of the side that
+        travels.
+        """
 
     def token_bytes(self, sizes: Sizes) -> int:
         """Count the bytes per token and hop, there and back."""
@@ -87,7 +91,9 @@ class QueriesTravel(Payload):
         return Packing(sizes.batch, (((sizes.heads, sizes.head_size), sizes.partial),))
 
     @abstractmethod
-    def arrive(self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool) -> QueryGradients:
+    def arrive(
+        self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool
+    ) -> QueryGradients:
         """Return the block that `depart` made these tensors of; `tokens` are `Scores.tokens`.
 
         takes_delta  whether kernels can do with delta in place of out
@@ -106,7 +112,9 @@ class QueriesDelta(QueriesTravel):
             rows = query_rows(block.out, block.dout, block.lse)
         return block.q.contiguous(), block.dout.contiguous(), rows
 
-    def arrive(self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool) -> QueryGradients:
+    def arrive(
+        self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool
+    ) -> QueryGradients:
         q, dout, rows = tensors
         lse, delta = lse_and_delta(rows)
         if takes_delta:
@@ -127,7 +135,9 @@ class QueriesOut(QueriesTravel):
         lse = block.lse.transpose(1, 2)
         return tuple(x.contiguous() for x in (block.q, block.dout, lse, block.out))
 
-    def arrive(self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool) -> QueryGradients:
+    def arrive(
+        self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool
+    ) -> QueryGradients:
         q, dout, lse, out = tensors
         return QueryGradients(q, dout, lse.transpose(1, 2), out, tokens=tokens)
 
@@ -137,7 +147,9 @@ class QueriesOut(QueriesTravel):
 
 
 def backward_payload(backward: str, send_out: bool, sizes: Sizes) -> KeysValues | QueriesTravel:
-    """Return the payload of a backward in which "q" or "kv" travel; "auto" is the one with fewer bytes."""
+    """Return the payload of a backward in which "q" or "kv" travel; "auto" is the one with fewer
+    bytes.
+    """
     choices: dict[str, KeysValues | QueriesTravel] = {
         "q": QueriesOut() if send_out else QueriesDelta(),
         "kv": KeysValues(),
@@ -154,12 +166,14 @@ def of_heads(sizes: Sizes, kv_heads: int) -> Sizes:
 
 @fused_on_gpus
 def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
-    """Return o' (B, S, H, D) in dout's dtype with rowsum(o' * dout) = delta (B, H, S), for kernels that need out.
+    """Return o' (B, S, H, D) in dout's dtype with rowsum(o' * dout) = delta (B, H, S), for kernels
+    that need out.
 
-    Where the softmax is saturated, dq is what is left of dP - delta after nearly all has cancelled, so delta must be
-    met far better than o' can be rounded. Therefore few entries carry it: that with the largest |dout| as much as its
-    rounding allows, the next ones the rest. Three leave an error below fp32's; in fp16, whose smallest numbers are not
-    small, one of some 1e-4 where delta is small beside |dout|, as rounding out would.
+    Where the softmax is saturated, dq is what is left of dP - delta after nearly all has cancelled,
+    so delta must be met far better than o' can be rounded. Therefore few entries carry it: that
+    with the largest |dout| as much as its rounding allows, the next ones the rest. Three leave an
+    error below fp32's; in fp16, whose smallest numbers are not small, one of some 1e-4 where delta
+    is small beside |dout|, as rounding out would.
     """
     wide = dout.to(delta.dtype)
     magnitude, rest = wide.abs(), delta.transpose(1, 2).unsqueeze(-1)

@@ -1,24 +1,28 @@
-"""The order of events of one rank: what it starts, waits for and computes, as data that can be printed and checked.
+"""The order of events of one rank: what it starts, waits for and computes, as data that can be
+printed and checked.
 
-All that begins an exchange stands before what it overlaps with is computed, and memory is given back as soon as it was
-read. That is also what keeps streams from deadlock: what a rank waits for, its peers enqueue before they wait for
-anything later (see transport/copy_engine.py).
+All that begins an exchange stands before what it overlaps with is computed, and memory is given
+back as soon as it was read. That is also what keeps streams from deadlock: what a rank waits for,
+its peers enqueue before they wait for anything later (see transport/copy_engine.py).
 
     pack     p        the own block's part that others look at, of pass p, made contiguous
     cross    p n      starts bringing the root of round n from its host
-    fetch    p n s    starts bringing in what this rank looks at in stage s, and sending others what they look at
+    fetch    p n s    starts bringing in what this rank looks at in stage s, and sending others what
+             they look at
     own               computes the own block
     begin    p        the sums of a pass begin
     open     p n      computes what this rank looks at of the root of round n
     land     p n s    waits for what was fetched
     compute  p n s    computes it
     return   p n s    starts sending its gradients home
-    collect  p n s    waits for gradients of the root that others computed in the stage, and adds them up
+    collect  p n s    waits for gradients of the root that others computed in the stage, and adds
+             them up
     free     p n s    gives back the memory of what was fetched
     leave    p n      starts sending this host's share of the root's gradients to its owner
     receive  p n      waits for the share that another host has of the own gradients, and adds it
     arrive   p n      waits for the root of round n
-    end      p (n s)  waits for the last gradients, those of stage s, and completes the sums of a pass
+    end      p (n s)  waits for the last gradients, those of stage s, and completes the sums of a
+             pass
 """
 
 from __future__ import annotations
@@ -58,11 +62,12 @@ class Event(NamedTuple):
 
 
 def program(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Event]:
-    """The events of a rank in `passes` over a ring whose rounds have so many stages; `returning` if gradients do.
+    """The events of a rank in `passes` over a ring whose rounds have so many stages; `returning` if
+    gradients do.
 
-    What a pass needs first is on its way before the last stage of the pass before is computed, and what the first one
-    needs before the own block is. Gradients of a stage come home while the next one is computed, those from another
-    host while the next round is.
+    What a pass needs first is on its way before the last stage of the pass before is computed, and
+    what the first one needs before the own block is. Gradients of a stage come home while the next
+    one is computed, those from another host while the next round is.
     """
     last = len(stages) - 1
     collect: list[Event] = []  # of the stage before

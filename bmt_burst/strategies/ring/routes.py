@@ -1,12 +1,14 @@
-"""Routes: which tokens go to whom in each stage of a ring, and where in the receiver's memory they land.
+"""Routes: which tokens go to whom in each stage of a ring, and where in the receiver's memory they
+land.
 
-A round's hops come in stages. The tokens of a stage that a rank looks at land one after the other, in the order of
-their positions, so that what looks at them alike is one kernel call. Gradients of a stage go home the same way: at home
-they land one sender's after the other. Both ends of a message compute its place from the same data, so a transport may
-write it there without asking.
+A round's hops come in stages. The tokens of a stage that a rank looks at land one after the other,
+in the order of their positions, so that what looks at them alike is one kernel call. Gradients of a
+stage go home the same way: at home they land one sender's after the other. Both ends of a message
+compute its place from the same data, so a transport may write it there without asking.
 
-A rank knows what the ranks of its own host look at, and what each other host looks at of its own tokens; no more.
-No tensors. Try `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Schedule(4), 1).rounds())`.
+A rank knows what the ranks of its own host look at, and what each other host looks at of its own
+tokens; no more. No tensors. Try
+`print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Schedule(4), 1).rounds())`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from .schedule import Schedule
 
 
 class Outgoing(NamedTuple):
-    """Tokens `span` of what the sender has, for place `peer` of its host, where `total` tokens land in all.
+    """Tokens `span` of what the sender has, for place `peer` of its host, where `total` tokens land
+    in all.
 
     They land from token `at` on.
     """
@@ -36,7 +39,9 @@ class Outgoing(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Tokens from place `peer` of the host that land at tokens `at`; they are tokens `span` of the receiver's root."""
+    """Tokens from place `peer` of the host that land at tokens `at`; they are tokens `span` of the
+    receiver's root.
+    """
 
     peer: int
     span: Span
@@ -44,7 +49,9 @@ class Incoming(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Tokens of another rank, the place of the host they come from, and where they lie one after the other."""
+    """Tokens of another rank, the place of the host they come from, and where they lie one after
+    the other.
+    """
 
     piece: Fields
     peer: int
@@ -57,7 +64,8 @@ class Stage:
 
     landings    what comes in, in the order of positions, and where it lands in the stage's memory
     tokens      that land
-    sends       parts of this rank's root that others look at; spans count from the start of what is there of it
+    sends       parts of this rank's root that others look at; spans count from the start of what is
+                there of it
     returns     gradients of the stage's tokens, for the ranks they came from
     homecoming  gradients of the root from those who looked at it
     """
@@ -85,7 +93,8 @@ class Round:
 
     root     owner of the block that the rank opens the round with; in round 0 itself
     held     the tokens of the root that are there: rising spans of its shard, one after the other
-    landings what this rank looks at of those, and where it lies; in round 0 nothing, the own block comes first
+    landings what this rank looks at of those, and where it lies; in round 0 nothing, the own block
+    comes first
     stages   of the other blocks, of which there are parts that anybody on this host looks at
     lent     own tokens that ranks of another host look at in this round
     lent_to  that host
@@ -115,24 +124,35 @@ class Routes:
         self.host, self.place = divmod(rank, schedule.inner)
         viewers = enumerate(schedule.ranks(self.host))
         self._stages: dict[tuple[int, tuple[int, ...]], Stage] = {}
-        self.sights = [_Sight(tiling.seen_fields(viewer), place, schedule.inner) for place, viewer in viewers]
+        self.sights = [
+            _Sight(tiling.seen_fields(viewer), place, schedule.inner) for place, viewer in viewers
+        ]
 
     def traffic(self) -> bool:
-        """Whether this rank has a part in what travels: to any rank of its host, or from it to another host."""
+        """Whether this rank has a part in what travels: to any rank of its host, or from it to
+        another host.
+        """
         return any(sight.pieces for sight in self.sights) or bool(self._lent)
 
     def landing_tokens(self, hops: Sequence[int]) -> int:
-        """The most tokens that land on a rank of this host at once if these hops of a round are one stage."""
+        """The most tokens that land on a rank of this host at once if these hops of a round are one
+        stage.
+        """
         return max((self._sizes(host, hops)[0] for host in self._hosts), default=0)
 
-    def rounds(self, limit: int | None = None, return_limit: int | None = None) -> tuple[Round, ...]:
+    def rounds(
+        self, limit: int | None = None, return_limit: int | None = None
+    ) -> tuple[Round, ...]:
         """All rounds, also those in which nothing comes or goes: hosts count them alike.
 
         A stage has as many hops as let at most `limit` tokens land, and `return_limit` come home.
-        Without a return limit no gradients come back. With one the last stage, of which they come back with nothing
-        left to compute meanwhile, is not the longest; else the first, which has but the own block's time to arrive.
+        Without a return limit no gradients come back. With one the last stage, of which they come
+        back with nothing left to compute meanwhile, is not the longest; else the first, which has
+        but the own block's time to arrive.
         """
-        return tuple(self._round(number, limit, return_limit) for number in range(self.schedule.outer))
+        return tuple(
+            self._round(number, limit, return_limit) for number in range(self.schedule.outer)
+        )
 
     @functools.cached_property
     def _hosts(self) -> set[int]:
@@ -166,10 +186,14 @@ class Routes:
         """What any rank of this host looks at of the root of the round with `host`."""
         inner = self.schedule.inner
         sights = enumerate(self.sights)
-        return merged(span for viewer, s in sights for *_, span in s.of(host, (viewer - self.place) % inner))
+        return merged(
+            span for viewer, s in sights for *_, span in s.of(host, (viewer - self.place) % inner)
+        )
 
     def _sizes(self, host: int, hops: Sequence[int]) -> tuple[int, int]:
-        """The most tokens that land on a rank of this host, and that come home to one, in the stage of some hops."""
+        """The most tokens that land on a rank of this host, and that come home to one, in the stage
+        of some hops.
+        """
         inner = self.schedule.inner
         landing, home = [0] * inner, [0] * inner
         for viewer, sight in enumerate(self.sights):
@@ -179,12 +203,16 @@ class Routes:
                     home[(viewer - hop) % inner] += tokens[hop]
         return max(landing), max(home)
 
-    def _cut(self, host: int, hops: Sequence[int], limit: int | None, return_limit: int | None) -> list[Sequence[int]]:
+    def _cut(
+        self, host: int, hops: Sequence[int], limit: int | None, return_limit: int | None
+    ) -> list[Sequence[int]]:
         """The hops in as few stages as the limits allow, nearly equal ones."""
 
         def fits(part: Sequence[int]) -> bool:
             landing, home = self._sizes(host, part)
-            return len(part) == 1 or (landing <= (limit or landing) and home <= (return_limit or home))
+            return len(part) == 1 or (
+                landing <= (limit or landing) and home <= (return_limit or home)
+            )
 
         for count in range(1, len(hops) + 1):
             up = count - 1 if return_limit else 0
@@ -203,7 +231,9 @@ class Routes:
     def _stage(self, host: int, held: _Held, hops: tuple[int, ...]) -> Stage:
         pieces = self.sights[self.place].landing(host, hops)
         peers = (owner % self.schedule.inner for _, _, owner, _ in pieces)
-        landings = tuple(map(Landing, pieces, peers, (at for _, at in in_turn(span for *_, span in pieces))))
+        landings = tuple(
+            map(Landing, pieces, peers, (at for _, at in in_turn(span for *_, span in pieces)))
+        )
         return Stage(
             hops=hops,
             landings=landings,
@@ -226,7 +256,9 @@ class Routes:
                     yield Outgoing(viewer, held.place(span), at, total)
                 at += span[1] - span[0]
 
-    def _returns(self, host: int, hops: Sequence[int], landings: Sequence[Landing]) -> Iterator[Outgoing]:
+    def _returns(
+        self, host: int, hops: Sequence[int], landings: Sequence[Landing]
+    ) -> Iterator[Outgoing]:
         """What landed goes back; with each peer lies first what comes home from nearer places."""
         inner = self.schedule.inner
         of_peer: dict[int, list[Span]] = {}
@@ -235,7 +267,10 @@ class Routes:
         for hop in hops:
             peer = (self.place - hop) % inner
             sizes = [self.sights[(peer + h) % inner].tokens(host, h) for h in hops]
-            at, total = sum(size for h, size in zip(hops, sizes, strict=True) if h < hop), sum(sizes)
+            at, total = (
+                sum(size for h, size in zip(hops, sizes, strict=True) if h < hop),
+                sum(sizes),
+            )
             for span in of_peer.get(peer, ()):
                 yield Outgoing(peer, span, at, total)
                 at += length(span)
@@ -261,7 +296,9 @@ class _Sight:
             host, owner = divmod(rank, inner)
             hop = (place - owner) % inner
             self.pieces.setdefault(host, {})[hop] = pieces
-            self.counts.setdefault(host, [0] * inner)[hop] = sum([stop - start for _, _, _, (start, stop) in pieces])
+            self.counts.setdefault(host, [0] * inner)[hop] = sum(
+                [stop - start for _, _, _, (start, stop) in pieces]
+            )
 
     def of(self, host: int, hop: int) -> Sequence[Fields]:
         return self.pieces[host].get(hop, ()) if host in self.pieces else ()

@@ -1,12 +1,14 @@
 """The schedule: whose block a rank attends to at which hop, and where that comes from.
 
-Ranks lie on a grid of `outer` hosts with `inner` ranks each; rank = host * inner + place. With outer = 1 this is the
-single ring. With more, it is the double ring: in round n every rank of a host opens with the block of the rank at its
-own place on the n-th host after, its *root*, which came straight from there while the round before was computed. At
-hop h a rank attends to the root of the place h before it, and its own root goes to the place h after it. Nothing is
-forwarded, so no hop waits for another, several hops may be one exchange, and only what the receiver looks at is sent.
-Gradients go the same way back: to the rank that opened the round with the block, which adds up its host's share, and
-from there to the block's owner: one partial sum crosses between hosts per round and block.
+Ranks lie on a grid of `outer` hosts with `inner` ranks each; rank = host * inner + place. With
+outer = 1 this is the single ring. With more, it is the double ring: in round n every rank of a host
+opens with the block of the rank at its own place on the n-th host after, its *root*, which came
+straight from there while the round before was computed. At hop h a rank attends to the root of the
+place h before it, and its own root goes to the place h after it. Nothing is forwarded, so no hop
+waits for another, several hops may be one exchange, and only what the receiver looks at is sent.
+Gradients go the same way back: to the rank that opened the round with the block, which adds up its
+host's share, and from there to the block's owner: one partial sum crosses between hosts per round
+and block.
 
 Try `print(Schedule(inner=3, outer=2))`.
 """
@@ -25,7 +27,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.inner < 1 or self.outer < 1:
-            raise ValueError(f"a schedule needs positive sizes, got inner={self.inner}, outer={self.outer}")
+            raise ValueError(
+                f"a schedule needs positive sizes, got inner={self.inner}, outer={self.outer}"
+            )
 
     @property
     def size(self) -> int:
@@ -47,8 +51,12 @@ class Schedule:
         return self.host_of_round(host, round_) * self.inner + (place - hop) % self.inner
 
     def __str__(self) -> str:
-        lines = [f"{self.outer} x {self.inner} ranks; columns are hops, round by round, entries the block attended to"]
+        lines = [
+            f"{self.outer} x {self.inner} ranks; columns are hops, round by round, entries the block attended to"
+        ]
         for rank in range(self.size):
-            blocks = [self.block(rank, n, hop) for n in range(self.outer) for hop in range(self.inner)]
+            blocks = [
+                self.block(rank, n, hop) for n in range(self.outer) for hop in range(self.inner)
+            ]
             lines.append(f"rank {rank:>3}: " + " ".join(f"{block:>3}" for block in blocks))
         return "\n".join(lines)

@@ -1,9 +1,9 @@
 """A timeline of a ring's plan: when one rank computes and when its tokens travel, at assumed rates.
 
-Nothing runs. Kernels compute one after the other, deliveries of a kind (visits and returns) come one after the other,
-and both wait for each other as the events of the program do. Merging and launching cost nothing here, so a real rank is
-never faster. `RingPlan.timelines` returns one for the forward and one for the backward, and examples/timeline.py draws
-those of all ranks.
+Nothing runs. Kernels compute one after the other, deliveries of a kind (visits and returns) come
+one after the other, and both wait for each other as the events of the program do. Merging and
+launching cost nothing here, so a real rank is never faster. `RingPlan.timelines` returns one for
+the forward and one for the backward, and examples/timeline.py draws those of all ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from .executor import Tour
 from .program import Do, Event
 
 _WIDTH = 72  # characters of a drawing
-_ROWS = {"compute": "#", "visit": "=", "return": "~", "host": "-"}  # rows of a drawing, and their characters
+# rows of a drawing, and their characters
+_ROWS = {"compute": "#", "visit": "=", "return": "~", "host": "-"}
 _BACKWARD = 2.5  # operations of a backward, relative to its forward
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a second: operations, and bytes between ranks of a host and between hosts."""
+    """What a machine does in a second: operations, and bytes between ranks of a host and between
+    hosts.
+    """
 
     operations: float = 600e12
     bytes: float = 300e9
@@ -54,10 +57,14 @@ class Timeline(NamedTuple):
     @property
     def busy(self) -> float:
         """The share of the time in which kernels run."""
-        return sum(x.stop - x.start for x in self.intervals if x.row == "compute") / (self.seconds or 1.0)
+        return sum(x.stop - x.start for x in self.intervals if x.row == "compute") / (
+            self.seconds or 1.0
+        )
 
     def __str__(self) -> str:
-        lines = [f"rank {self.rank}: {self.seconds * 1e3:.2f} ms, kernels run for {self.busy:.0%} of it"]
+        lines = [
+            f"rank {self.rank}: {self.seconds * 1e3:.2f} ms, kernels run for {self.busy:.0%} of it"
+        ]
         for row, character in _ROWS.items():
             mine = [x for x in self.intervals if x.row == row]
             if mine:
@@ -68,7 +75,11 @@ class Timeline(NamedTuple):
         cells = [" "] * _WIDTH
         for x in intervals:
             first, last = (int(_WIDTH * at / self.seconds) for at in (x.start, x.stop))
-            label = str(x.event.stage) if x.event.do in ("compute", "fetch", "return") else x.event.do[0]
+            label = (
+                str(x.event.stage)
+                if x.event.do in ("compute", "fetch", "return")
+                else x.event.do[0]
+            )
             for cell in range(first, min(max(last, first + 1), _WIDTH)):
                 cells[cell] = label if cell == first else character
         return "".join(cells)
@@ -102,9 +113,13 @@ def timeline(tour: Tour, rates: Rates, returning: bool = False) -> Timeline:
             done[event] = occupy("compute", event, work * heads * _pairs(cuts), arrived)
         elif event.do == "fetch":
             buffer_read = at(event._replace(stage=event.stage - 2), "compute")  # there are two
-            done[event] = occupy("visit", event, tour.manifest(event).nbytes / rates.bytes, buffer_read)
+            done[event] = occupy(
+                "visit", event, tour.manifest(event).nbytes / rates.bytes, buffer_read
+            )
         elif event.do == "return":
-            done[event] = occupy("return", event, tour.manifest(event).nbytes / rates.bytes, at(event, "compute"))
+            done[event] = occupy(
+                "return", event, tour.manifest(event).nbytes / rates.bytes, at(event, "compute")
+            )
         elif event.do in ("collect", "end") and event.stage >= 0 and returning:
             free["compute"] = max(free["compute"], at(event, "return"))
         elif event.do == "cross":
@@ -130,7 +145,8 @@ def count_pairs(call: KernelCall) -> int:
     """Count the visible pairs of a kernel call."""
     total = 0
     for (a, b), (c, d) in call.tiles:
-        last = (b - a) - (d - c)  # how far the last query is after the last key, from their tile's corner
+        # how far the last query is after the last key, from their tile's corner
+        last = (b - a) - (d - c)
         low = None if call.right is None else last - call.right
         high = None if call.left is None else last + call.left + 1
         total += Slice((0, b - a), (0, d - c), low, high).area

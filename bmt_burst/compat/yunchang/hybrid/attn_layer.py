@@ -1,4 +1,6 @@
-"""Ulysses times a ring. The ranks of both are one ring here, with the tokens on them as yunchang has them."""
+"""Ulysses times a ring. The ranks of both are one ring here, with the tokens on them as yunchang
+has them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class _Hybrid(nn.Module):
         super().__init__()
         check_exact(attn_type)
         if ring_impl_type not in _KINDS:
-            raise ValueError(f"unknown ring_impl_type {ring_impl_type!r}; expected one of {sorted(_KINDS)}")
+            raise ValueError(
+                f"unknown ring_impl_type {ring_impl_type!r}; expected one of {sorted(_KINDS)}"
+            )
         if PROCESS_GROUP.SEQUENCE_PG is None:
             raise RuntimeError("call set_seq_parallel_pg first: it makes the groups of ranks")
         self.kind, self.ulysses_low = _KINDS[ring_impl_type], PROCESS_GROUP.ULYSSES_LOW
@@ -41,21 +45,30 @@ class _Hybrid(nn.Module):
     def _attention(self, tensors: Sequence[Tensor], options: Options) -> Tensor:
         """With the options of `forward`, but for return_attn_probs: out comes alone."""
         options = replace(options, return_attn_probs=False, group=self.sequence_pg)
-        return attention(tensors, options, lambda rings, q: self._placing(rings, q, options.causal), _STRATEGY)
+        return attention(
+            tensors, options, lambda rings, q: self._placing(rings, q, options.causal), _STRATEGY
+        )
 
     def _placing(self, rings: Rings, q: Tensor, causal: bool) -> tuple[Bounds, Layout]:
         if self.kind != "basic" and not as_bool("causal", causal):
-            raise ValueError(f"{self.kind} attention is causal: give causal=True, or ring_impl_type='basic'")
-        seq_len, ulysses, ring = tokens_of(q, 4) * rings.size, self.ulysses_pg.size(), self.ring_pg.size()
+            raise ValueError(
+                f"{self.kind} attention is causal: give causal=True, or ring_impl_type='basic'"
+            )
+        seq_len, ulysses, ring = (
+            tokens_of(q, 4) * rings.size,
+            self.ulysses_pg.size(),
+            self.ring_pg.size(),
+        )
         return (0, seq_len), extracted(self.kind, seq_len, ulysses, ring, self.ulysses_low)
 
 
 class LongContextAttention(_Hybrid):
-    """Attention over the groups that set_seq_parallel_pg made last, of tokens as EXTRACT_FUNC_DICT cuts them.
+    """Attention over the groups that set_seq_parallel_pg made last, of tokens as EXTRACT_FUNC_DICT
+    cuts them.
 
     scatter_idx, gather_idx  where heads and tokens are: 2 and 1
-    ring_impl_type           a key of EXTRACT_FUNC_DICT: how tokens lie on the ranks. "strip" and "zigzag" are for
-                             causal attention
+    ring_impl_type           a key of EXTRACT_FUNC_DICT: how tokens lie on the ranks. "strip" and
+                             "zigzag" are for causal attention
     use_pack_qkv, use_sync   how yunchang exchanges tensors, which makes no difference here
     attn_type                an exact one: see AttnType
     attn_processor           None
@@ -79,12 +92,16 @@ class LongContextAttention(_Hybrid):
 
     @_with_options
     def forward(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        """out (B, S, H, D) of query (B, S, H, D), key and value (B, S, G, D); also with return_attn_probs, as there."""
+        """out (B, S, H, D) of query (B, S, H, D), key and value (B, S, G, D); also with
+        return_attn_probs, as there.
+        """
         return self._attention((query, key, value), options)
 
 
 class AsyncLongContextAttention(LongContextAttention):
-    """LongContextAttention with the arguments of yunchang's layer that overlaps its exchanges; here both do."""
+    """LongContextAttention with the arguments of yunchang's layer that overlaps its exchanges; here
+    both do.
+    """
 
     def __init__(self, scatter_idx: int = 2, gather_idx: int = 1, ring_impl_type: str = "basic"):
         super().__init__(scatter_idx, gather_idx, ring_impl_type)
