@@ -18,7 +18,7 @@ from .base.autograd import check_first_derivative, check_transforms
 from .base.compiled import not_compiled
 from .calls.call import CALL, Learned, agree_on_call
 from .merging.sinks import sinks_gradient, with_sinks
-from .ranks.agreement import one_thread, taking_part, tell, together
+from .ranks.agreement import admit_one_thread, gather_terms, report_failure, run_together
 from .ranks.rings import Group, Rings, make_rings
 from .scores import Scores
 from .sequence.layout import Layout
@@ -387,7 +387,7 @@ def refuse_call(
     def fail() -> dict[str, Any]:
         raise error
 
-    tell(make_rings(process_group, double_group), CALL, fail)
+    gather_terms(make_rings(process_group, double_group), CALL, fail)
     raise AssertionError("a failure was told and not raised")
 
 
@@ -403,9 +403,9 @@ def _attention(
     """out and lse of what the ranks agree on. `options` may raise what is wrong with them."""
     # kernels take it for granted
     device = torch.cuda.device(q.device) if _is_on_gpu(q) else contextlib.nullcontext()
-    with device, one_thread(rings, CALL):
+    with device, admit_one_thread(rings, CALL):
         call = agree_on_call(rings, q, k, v, learned, options, packed)
-        with taking_part(rings, f"call {call.number}"):  # the others may be on their way already
+        with report_failure(rings, f"call {call.number}"):  # the others may be on their way already
             plan, rows = call.plan(), call.rows
             tensors = [x.flatten(0, 1).unsqueeze(0) for x in call.tensors] if rows else call.tensors
             out, lse = _BurstAttention.apply(
@@ -454,9 +454,9 @@ class _BurstAttention(torch.autograd.Function):
             check_transforms("the backward of burst_attn_func", dout)
             return ctx.saved_tensors
 
-        with one_thread(ctx.rings, doing):
-            *saved, sinks = together(ctx.rings, doing, saved_tensors)
-            with torch.autocast(dout.device.type, enabled=False), taking_part(ctx.rings, doing):
+        with admit_one_thread(ctx.rings, doing):
+            *saved, sinks = run_together(ctx.rings, doing, saved_tensors)
+            with torch.autocast(dout.device.type, enabled=False), report_failure(ctx.rings, doing):
                 grads = ctx.plan.backward(ctx.rings, dout, *saved)
                 wanted = ctx.needs_input_grad[4]
                 dsinks = (

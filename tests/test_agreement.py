@@ -24,7 +24,7 @@ from bmt_burst import (
     simulate,
     transport,
 )
-from bmt_burst.ranks.agreement import read, tell
+from bmt_burst.ranks.agreement import gather_terms, read_terms
 from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.strategies.ring import Ring, RingPlan
 from bmt_burst.transport import ALONE, Transport, host_memory
@@ -74,8 +74,8 @@ def other_orders(rank: int, group) -> list[str]:
 def test_a_rank_with_too_much_to_say_tells_the_others():
     def work(ring):
         return said_by(
-            lambda: read(
-                tell(
+            lambda: read_terms(
+                gather_terms(
                     make_rings(ring, (None, None)), "a test", lambda: {"x": "x" * 5000 * ring.rank}
                 )
             )
@@ -409,9 +409,11 @@ def first_call_alone(rank: int, devices: str) -> list[str]:
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["rank 0 has waited"])
-    said = [said_by(lambda: tell(Rings(ring, ALONE), "a call of burst_attn_func", dict))]
+    said = [said_by(lambda: gather_terms(Rings(ring, ALONE), "a call of burst_attn_func", dict))]
     store.set(f"rank {rank} has waited", "")
-    said.append(said_by(lambda: tell(Rings(ring, ALONE), "a call of burst_attn_func", dict)))
+    said.append(
+        said_by(lambda: gather_terms(Rings(ring, ALONE), "a call of burst_attn_func", dict))
+    )
     return until_all_know(rank, 2, said)
 
 
@@ -622,8 +624,8 @@ def test_who_does_not_come_is_waited_for_once():
             raise TimeoutError("rank 1 of the group did not make this call")
 
     def inner():
-        tell(Alone(), "the inner call", dict)
+        gather_terms(Alone(), "the inner call", dict)
 
     with pytest.raises(TimeoutError, match="rank 1 of the group did not make this call"):
-        tell(Alone(), "the outer call", inner)
+        gather_terms(Alone(), "the outer call", inner)
     assert len(waits) == 1

@@ -107,7 +107,7 @@ def test_who_gives_up_just_after_another_stopped_waiting_hears_of_it(monkeypatch
     first, second = (HostMemory(rank, 2, memory, LONGEST) for rank in range(2))
     assert first.give_up(b"call 1") == ""
     assert second.give_up(b"call 1, too") == "rank 0 of the group gave up call 1"
-    assert first.lost() == "rank 1 of the group gave up call 1, too"
+    assert first.find_lost_rank() == "rank 1 of the group gave up call 1, too"
     for end in (first, second):
         with pytest.raises(RuntimeError, match="gave up call 1; its group is of no use any more"):
             end.gather(b"again")

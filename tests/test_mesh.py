@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, nn
-from bmt_burst.ranks.groups import _of_mesh
+from bmt_burst.ranks.groups import _take_mesh_groups
 from bmt_burst.transport.bmtrain import BMTrainTransport
 from tests.helpers import dense_attention, random_qkv, relative_error, run_ranks
 
@@ -196,4 +196,4 @@ def test_a_mesh_is_not_for_ranks_of_bmtrain():
     with pytest.raises(
         ValueError, match=r"a mesh is of torch\.distributed's ranks: with BMTrain give sp_size"
     ):
-        _of_mesh(BMTrainTransport.__new__(BMTrainTransport), None, "zigzag")
+        _take_mesh_groups(BMTrainTransport.__new__(BMTrainTransport), None, "zigzag")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import SequenceParallel, burst_attn_func, shard, simulate
 from bmt_burst.calls import call
-from bmt_burst.ranks.agreement import one_thread
+from bmt_burst.ranks.agreement import admit_one_thread
 from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.transport import ALONE, Transport
 from bmt_burst.transport.torch_dist import TorchTransport, torch_transport
@@ -266,16 +266,16 @@ def test_a_group_is_left_also_where_its_first_thread_fails():
     rings = Rings(ring, ALONE)
 
     def refused():
-        with pytest.raises(RuntimeError, match=RULE), one_thread(rings, "a second call"):
+        with pytest.raises(RuntimeError, match=RULE), admit_one_thread(rings, "a second call"):
             pass
 
-    with pytest.raises(ValueError, match="ranks differ"), one_thread(rings, "a call"):
+    with pytest.raises(ValueError, match="ranks differ"), admit_one_thread(rings, "a call"):
         in_thread(refused)
         assert ring.words == []  # the first one may be in the middle of a message
         raise ValueError("ranks differ")
     [words] = ring.words
     assert RULE in words
-    with pytest.raises(RuntimeError, match=RULE), one_thread(rings, "a third call"):
+    with pytest.raises(RuntimeError, match=RULE), admit_one_thread(rings, "a third call"):
         pass
 
 
@@ -286,11 +286,14 @@ def test_a_refused_thread_leaves_the_ring_that_is_its_own():
     def refused():
         with (
             pytest.raises(RuntimeError, match=RULE),
-            one_thread(Rings(inner, outer, double=True), "a call"),
+            admit_one_thread(Rings(inner, outer, double=True), "a call"),
         ):
             pass
 
-    with pytest.raises(RuntimeError, match=RULE), one_thread(Rings(inner, ALONE), "another call"):
+    with (
+        pytest.raises(RuntimeError, match=RULE),
+        admit_one_thread(Rings(inner, ALONE), "another call"),
+    ):
         in_thread(refused)
         assert len(outer.words) == 1
         assert inner.words == []

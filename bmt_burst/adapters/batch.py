@@ -19,7 +19,7 @@ from torch import Tensor
 from ..base.arguments import check_tensor
 from ..calls.call import check_lengths, compared, of_rows
 from ..nn import Layouts, Masks
-from ..ranks.agreement import tell
+from ..ranks.agreement import gather_terms
 from ..ranks.groups import SequenceParallel
 from ..ranks.rings import make_rings
 from ..scores import Scores
@@ -178,7 +178,7 @@ def agree(sp: SequenceParallel, doing: str, given: Callable[[], Given]) -> Batch
         call = _Call(sp, given())
         return call.terms
 
-    said = tell(make_rings(sp.process_group, sp.double_group), doing, terms)
+    said = gather_terms(make_rings(sp.process_group, sp.double_group), doing, terms)
     return call.batch(compared(said))
 
 

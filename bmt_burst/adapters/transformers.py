@@ -67,7 +67,7 @@ from ..base.compiled import not_compiled
 from ..calls.call import balanced as balanced_layout
 from ..loss import count_targets, cross_entropy_sum
 from ..merging.merge import accumulator_dtype
-from ..ranks.agreement import together
+from ..ranks.agreement import run_together
 from ..ranks.groups import SequenceParallel
 from ..ranks.rings import make_rings
 from ..sequence.layout import IGNORE_INDEX, Layout
@@ -303,7 +303,7 @@ class _Model(_InPlace):
         """
         rings = make_rings(self._sp.process_group, self._sp.double_group)
         doing = f"the loss of a {type(self).__name__}"
-        total, _ = together(
+        total, _ = run_together(
             rings, doing, lambda: cross_entropy_sum(logits, labels.to(logits.device))
         )
         count = bmt_burst.targets if num_items_in_batch is None else num_items_in_batch

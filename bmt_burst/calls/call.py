@@ -13,7 +13,7 @@ from torch import Tensor
 from ..base.autocast import autocast_dtype
 from ..base.autograd import check_transforms
 from ..kernels import Kernel, pick, pick_biased
-from ..ranks.agreement import known_to_all, read, tell
+from ..ranks.agreement import gather_terms, mark_known_errors, read_terms
 from ..ranks.rings import Rings, check_device
 from ..scores import Scores
 from ..sequence.layout import Balanced, Layout, Stacked
@@ -92,7 +92,7 @@ def agree_on_call(
         call = _known_call(rings, tensors, learned, given)
         return call.terms
 
-    said = tell(rings, CALL, mine)
+    said = gather_terms(rings, CALL, mine)
     return AgreedCall(rings, call, said, tensors, number=rings.history.calls + 1)
 
 
@@ -122,7 +122,7 @@ class AgreedCall:
         plans = self.rings.history.plans
         plan = plans.pop(self.said, None)
         if plan is None:
-            with known_to_all():
+            with mark_known_errors():
                 problem = self.call.problem(self.said)
                 strategy = choose(self.call.options["strategy"], problem)
             plan = strategy.plan(problem, self.rings.rank)
@@ -387,7 +387,7 @@ def compared(said: Sequence[bytes]) -> list[int]:
     """The tokens of each rank, once all else is known to be equal. Raises ValueError, alike on
     every rank.
     """
-    replies = read(said)
+    replies = read_terms(said)
     for rank, reply in enumerate(replies):
         for term, value in replies[0].items():
             if term != "tokens" and reply[term] != value:

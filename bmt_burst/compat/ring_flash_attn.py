@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import as_bool, as_int
-from ..ranks.agreement import one_thread, read, tell
+from ..ranks.agreement import admit_one_thread, gather_terms, read_terms
 from ..ranks.rings import Group, Rings
 from ..sequence.layout import Layout, Stacked
 from .flash import Bounds, Options, Placing, attention, numbers, tokens_of, with_options
@@ -356,10 +356,10 @@ def _of_all_ranks(rings: Rings, mine: Sequence[int]) -> list[int]:
     """The numbers of all ranks, in rank order."""
     found: list[list[int]] = [[] for _ in range(rings.size)]
     at, most, doing = 0, 1, "a call of llama3_flash_attn_varlen_func"
-    with one_thread(rings, doing):
+    with admit_one_thread(rings, doing):
         while at < most:
             part = {"count": len(mine), "numbers": list(mine[at : at + _STARTS_A_MESSAGE])}
-            said = read(tell(rings, doing, lambda part=part: part))
+            said = read_terms(gather_terms(rings, doing, lambda part=part: part))
             for numbers_of_rank, theirs in zip(found, said, strict=True):
                 numbers_of_rank += theirs["numbers"]
             at, most = at + _STARTS_A_MESSAGE, max(theirs["count"] for theirs in said)

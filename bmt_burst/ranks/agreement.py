@@ -26,18 +26,22 @@ _RULE = (
 _KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank has heard of
 
 
-def tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tuple[bytes, ...]:
-    """What every rank says, in rank order, once all have: see `read`.
+def gather_terms(
+    rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]
+) -> tuple[bytes, ...]:
+    """What every rank says, in rank order, once all have: see `read_terms`.
 
     If `terms` fails, the others are told, and its failure is raised here once they know. They do
     already where it
     comes from a call within: a backward may compute its forward again, and attention with it.
     """
-    with one_thread(rings, doing):
-        return _tell(rings, doing, terms)
+    with admit_one_thread(rings, doing):
+        return _gather_terms(rings, doing, terms)
 
 
-def _tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tuple[bytes, ...]:
+def _gather_terms(
+    rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]
+) -> tuple[bytes, ...]:
     failure = None
     try:
         mine = json.dumps({"doing": doing, **terms()})
@@ -48,28 +52,28 @@ def _tell(rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]) -> tupl
     except Exception as caught:
         if hasattr(caught, _KNOWN):
             raise  # who is told twice would wait for a word that nobody says
-        failure, mine = caught, _failed(doing, caught)
+        failure, mine = caught, _format_failure(doing, caught)
     try:
         said = tuple(rings.gather(mine.encode()))
     except TimeoutError as late:
-        raise _known(TimeoutError(f"{doing}: {late}")) from late
+        raise _mark_known(TimeoutError(f"{doing}: {late}")) from late
     except Exception as lost:
         # or as good as that: to tell of it would be to wait once more for who did not come
-        _known(lost)
+        _mark_known(lost)
         raise
     if failure:
-        raise _known(failure)
+        raise _mark_known(failure)
     return said
 
 
-def read(said: Sequence[bytes]) -> list[dict[str, Any]]:
+def read_terms(said: Sequence[bytes]) -> list[dict[str, Any]]:
     """The terms that the ranks said. Raises ValueError, alike on every rank, if one failed or does
     something else.
     """
-    replies = [_parse(line) for line in said]
+    replies = [_parse_line(line) for line in said]
     for rank, reply in enumerate(replies):
         if "failure" in reply:
-            raise _known(
+            raise _mark_known(
                 ValueError(
                     f"rank {rank} of the group failed before {reply['doing']}: {reply['failure']}"
                 )
@@ -78,11 +82,11 @@ def read(said: Sequence[bytes]) -> list[dict[str, Any]]:
     for rank, other in enumerate(doing):
         if other != doing[0]:
             said = f"rank 0 begins {doing[0]}, rank {rank} begins {other}"
-            raise _known(ValueError(f"ranks do not do the same: {said}"))
+            raise _mark_known(ValueError(f"ranks do not do the same: {said}"))
     return replies
 
 
-def together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
+def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
     """What `work` returns on this rank, once it has succeeded on all ranks and all are `doing` the
     same.
 
@@ -94,14 +98,14 @@ def together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
         results.append(work())
         return {}
 
-    said = tell(rings, doing, terms)
+    said = gather_terms(rings, doing, terms)
     if any(line != said[0] for line in said):
-        read(said)
+        read_terms(said)
     return results[0]
 
 
 @contextmanager
-def one_thread(rings: Rings, doing: str) -> Iterator[None]:
+def admit_one_thread(rings: Rings, doing: str) -> Iterator[None]:
     """Keep other threads of this process out of the rings meanwhile. This thread may enter again.
 
     Ranks pair what they send by its order. Two threads would each take messages that are for the
@@ -130,7 +134,7 @@ def one_thread(rings: Rings, doing: str) -> Iterator[None]:
 def _check_uncontested(used: Sequence[Transport], doing: str) -> None:
     """Raise RuntimeError if a second thread called in one of the rings meanwhile."""
     if any(ring.contested for ring in used):
-        raise _known(RuntimeError(f"{doing}: {_RULE}"))
+        raise _mark_known(RuntimeError(f"{doing}: {_RULE}"))
 
 
 def _leave_contested(used: Sequence[Transport], doing: str) -> None:
@@ -150,19 +154,19 @@ def _leave_contested(used: Sequence[Transport], doing: str) -> None:
 
 
 @contextmanager
-def known_to_all() -> Iterator[None]:
+def mark_known_errors() -> Iterator[None]:
     """Mark a ValueError within as one that every rank raises, since it follows from what all of
     them said.
     """
     try:
         yield
     except ValueError as error:
-        _known(error)
+        _mark_known(error)
         raise
 
 
 @contextmanager
-def taking_part(rings: Rings, doing: str) -> Iterator[None]:
+def report_failure(rings: Rings, doing: str) -> Iterator[None]:
     """Let the other ranks know if this one fails in what all agreed on, unless it is an error that
     they know.
 
@@ -173,23 +177,23 @@ def taking_part(rings: Rings, doing: str) -> Iterator[None]:
     except BaseException as error:
         if hasattr(error, _KNOWN):
             raise
-        if theirs := rings.give_up(f"{doing}: {_reason(error)}".encode()):
+        if theirs := rings.give_up(f"{doing}: {_format_reason(error)}".encode()):
             raise RuntimeError(f"{theirs}; so this rank cannot go on with {doing}") from error
         raise
-    rings.enqueued(doing)
+    rings.note_enqueued(doing)
 
 
-def _known(error: Error) -> Error:
+def _mark_known(error: Error) -> Error:
     setattr(error, _KNOWN, True)
     return error
 
 
-def _failed(doing: str, error: BaseException) -> str:
+def _format_failure(doing: str, error: BaseException) -> str:
     """What a rank says that cannot be doing what it should."""
-    return json.dumps({"doing": doing, "failure": _reason(error)})
+    return json.dumps({"doing": doing, "failure": _format_reason(error)})
 
 
-def _reason(error: BaseException) -> str:
+def _format_reason(error: BaseException) -> str:
     """In printable ASCII, 400 characters at most."""
     return "".join(
         c if c.isprintable() and c.isascii() else "?"
@@ -197,7 +201,7 @@ def _reason(error: BaseException) -> str:
     )
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def _parse_line(line: bytes) -> dict[str, Any]:
     """What a rank said; words of another kind are what it is doing."""
     try:
         return json.loads(line)

@@ -46,7 +46,7 @@ from ..transport.bmtrain import (
 )
 from ..transport.processes import host_name
 from ..transport.torch_dist import torch_transport
-from .agreement import one_thread, read, taking_part, tell, together
+from .agreement import admit_one_thread, gather_terms, read_terms, report_failure, run_together
 from .rings import Group, Rings, check_device, check_member, make_rings
 
 _groups_made = itertools.count()
@@ -86,12 +86,12 @@ class SequenceParallel:
 
     def __reduce__(self):
         if self.process_group is ALONE:
-            return _found_again, (1, None, self.layout)
+            return _find_groups, (1, None, self.layout)
         if self.made_for is None:
             raise TypeError(
                 "groups that init_sequence_parallel did not make cannot be found again: not pickled"
             )
-        return _found_again, (*self.made_for, self.layout)
+        return _find_groups, (*self.made_for, self.layout)
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -152,11 +152,11 @@ class SequenceParallel:
         if self.size == 1:
             return positions.amax(-1) + 1
         rings = make_rings(self.process_group, self.double_group)
-        mine = together(rings, "a call of longest", lambda: positions.amax(-1) + 1)
+        mine = run_together(rings, "a call of longest", lambda: positions.amax(-1) + 1)
         rows, agreed = list(mine.shape), []
         for part in mine.reshape(-1).split(_ROWS_A_MESSAGE):
             terms = functools.partial(dict, rows=rows, lengths=part.tolist())
-            said = read(tell(rings, "a call of longest", terms))
+            said = read_terms(gather_terms(rings, "a call of longest", terms))
             for rank, theirs in enumerate(said):
                 if theirs["rows"] != rows:
                     raise ValueError(
@@ -175,7 +175,7 @@ class SequenceParallel:
         layout, dtype or anything else.
         """
         rings = make_rings(self.process_group, self.double_group)
-        with one_thread(rings, "a call of unshard"):
+        with admit_one_thread(rings, "a call of unshard"):
             return self._unshard(rings, x, seq_len, dim)
 
     def _unshard(self, rings: Rings, x: Tensor, seq_len: int, dim: int) -> Tensor:
@@ -187,7 +187,7 @@ class SequenceParallel:
             where = {"seq_len": layout.seq_len, "dim": at, "layout": layout.term}
             return {"shape": list(x.shape), "dtype": str(x.dtype), **where}
 
-        everyone = read(tell(rings, "a call of unshard", terms))
+        everyone = read_terms(gather_terms(rings, "a call of unshard", terms))
         for rank, theirs in enumerate(everyone):
             if any(theirs[name] != everyone[0][name] for name in everyone[0].keys() - {"shape"}):
                 raise ValueError(
@@ -202,7 +202,7 @@ class SequenceParallel:
                 raise ValueError(
                     f"rank {rank}'s x is {shape}, of {seq_len} tokens along {dim} it should be {expected}"
                 )
-        with taking_part(rings, "a call of unshard"):
+        with report_failure(rings, "a call of unshard"):
             mine = x.detach().resolve_conj().resolve_neg().contiguous()
             parts = rings.gather_tensors(mine, [torch.Size(shape) for shape in shapes])
         return layout.unshard(parts, dim)
@@ -214,7 +214,7 @@ _made: weakref.WeakValueDictionary[tuple[int, int | None], SequenceParallel] = (
 )
 
 
-def _found_again(size: int, inner_size: int | None, layout: str | Layout) -> SequenceParallel:
+def _find_groups(size: int, inner_size: int | None, layout: str | Layout) -> SequenceParallel:
     """What was pickled of a SequenceParallel, with the groups of this process."""
     if size == 1:
         return SequenceParallel(layout=layout)
@@ -260,7 +260,7 @@ def init_sequence_parallel(
     mesh; TypeError for a size that is no whole number or what is no mesh (where that is so;
     ValueError elsewhere); RuntimeError if neither BMTrain nor torch.distributed is initialised.
     """
-    world = _world()
+    world = _find_world()
     sp_size, inner_size = (
         world.size if sp_size is None and mesh is None else plain(sp_size),
         plain(inner_size),
@@ -277,7 +277,7 @@ def init_sequence_parallel(
     if mesh is not None:
         if any(size is not None for size in (sp_size, inner_size, ulysses_size)):
             raise ValueError("a mesh says which ranks share a sequence: no size goes with it")
-        return _of_mesh(world, mesh, layout)
+        return _take_mesh_groups(world, mesh, layout)
     sp_size = as_int("sp_size", sp_size)
     if sp_size < 1 or world.size % sp_size:
         raise ValueError(f"sp_size={sp_size} does not divide the world of {world.size} ranks")
@@ -287,7 +287,7 @@ def init_sequence_parallel(
         )
     name = "inner_size" if ulysses_size is None else "ulysses_size"
     asked = inner_size if ulysses_size is None else ulysses_size
-    inner_size = _ranks_a_host(hosts, sp_size) if asked is None else as_int(name, asked)
+    inner_size = _count_ranks_a_host(hosts, sp_size) if asked is None else as_int(name, asked)
     if inner_size < 1 or sp_size % inner_size:
         raise ValueError(f"{name}={inner_size} does not divide sp_size={sp_size}")
     layout_class(layout)  # refuses an unknown name now
@@ -296,16 +296,16 @@ def init_sequence_parallel(
     if sp_size == 1:
         return SequenceParallel(layout=layout)
     if inner_size == 1 and ulysses_size is not None:
-        ring = own_group(world, sequences)
+        ring = make_group(world, sequences)
         made_for, groups = (sp_size, 1), {"process_group": None, "double_group": (ALONE, ring)}
     elif inner_size in (1, sp_size):
-        made_for, groups = (sp_size, None), {"process_group": own_group(world, sequences)}
+        made_for, groups = (sp_size, None), {"process_group": make_group(world, sequences)}
     else:
         by_host = [
             ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)
         ]
         by_place = [ranks[i::inner_size] for ranks in sequences for i in range(inner_size)]
-        double_group = own_group(world, by_host), own_group(world, by_place)
+        double_group = make_group(world, by_host), make_group(world, by_place)
         made_for, groups = (
             (sp_size, inner_size),
             {"process_group": None, "double_group": double_group},
@@ -315,7 +315,7 @@ def init_sequence_parallel(
     return sp
 
 
-def _of_mesh(world: Transport, mesh: dist.DeviceMesh, layout: str) -> SequenceParallel:
+def _take_mesh_groups(world: Transport, mesh: dist.DeviceMesh, layout: str) -> SequenceParallel:
     """The ranks of this rank's mesh, once each rank has one that all in it agree on."""
     if isinstance(world, BMTrainTransport):
         raise ValueError(
@@ -332,8 +332,8 @@ def _of_mesh(world: Transport, mesh: dist.DeviceMesh, layout: str) -> SequencePa
             "digest": hashlib.sha256(ranks.encode()).hexdigest(),
         }
 
-    said = tell(Rings(world, ALONE), "init_sequence_parallel of a mesh", terms)
-    everyone, alike = read(said), Counter(said)
+    said = gather_terms(Rings(world, ALONE), "init_sequence_parallel of a mesh", terms)
+    everyone, alike = read_terms(said), Counter(said)
     for rank, (line, theirs) in enumerate(zip(said, everyone, strict=True)):
         # each is in its own mesh: where as many as that has say the same, it is they
         if alike[line] != theirs["size"]:
@@ -376,7 +376,7 @@ def _check_mesh(mesh: Any) -> None:
     check_member(mesh)
 
 
-def _world() -> Transport:
+def _find_world() -> Transport:
     """All ranks, of BMTrain or torch.distributed."""
     if bmtrain := initialized_bmtrain():
         config = bmtrain.config
@@ -394,7 +394,7 @@ def _world() -> Transport:
     return torch_transport(dist.group.WORLD)
 
 
-def _ranks_a_host(hosts: Sequence[str], sp_size: int) -> int:
+def _count_ranks_a_host(hosts: Sequence[str], sp_size: int) -> int:
     """How many consecutive ranks of each sequence share a host, if that is everywhere the same;
     else sp_size.
     """
@@ -410,7 +410,7 @@ def _ranks_a_host(hosts: Sequence[str], sp_size: int) -> int:
     return sizes.pop() if len(sizes) == 1 else sp_size
 
 
-def own_group(world: Transport, partition: list[range]) -> Group:
+def make_group(world: Transport, partition: list[range]) -> Group:
     """Makes a group for each part, as every rank must, and returns the one that this rank is in."""
     if isinstance(world, BMTrainTransport):
         part = next(part for part in partition if world.rank in part)

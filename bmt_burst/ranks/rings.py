@@ -83,7 +83,7 @@ class Rings:
     def _gather_over_both(self, message: bytes) -> list[bytes]:
         here = zlib.compress(b"\n".join(self.inner.gather(message)), 1)
         hosts = enumerate(self.outer.gather(here))
-        return [reply for rank, host in hosts for reply in _of_host(rank, host).split(b"\n")]
+        return [reply for rank, host in hosts for reply in _unpack_host(rank, host).split(b"\n")]
 
     def _check_grid(self) -> None:
         """Ranks of a host must have one place among hosts, those at one place of all hosts one
@@ -95,10 +95,10 @@ class Rings:
         inner, outer, fault = self.inner, self.outer, ""
         for ring, role in ((inner, "intra"), (outer, "inter")):
             for rank, said in enumerate(
-                ring.gather(_place(role, inner.rank, inner.size, outer.rank, outer.size))
+                ring.gather(_describe_place(role, inner.rank, inner.size, outer.rank, outer.size))
             ):
                 place, host = (rank, outer.rank) if role == "intra" else (inner.rank, rank)
-                expected = _place(role, place, inner.size, host, outer.size)
+                expected = _describe_place(role, place, inner.size, host, outer.size)
                 if said != expected and not fault:
                     fault = f"rank {rank} of an {role} group is '{said.decode()[:200]}', not '{expected.decode()}'"
         # over both equally often, in case a rank takes one for the other
@@ -125,7 +125,7 @@ class Rings:
         """
         if not self.double:
             return self.inner.give_up(words)
-        reason = self.inner.lost() or self.outer.lost()
+        reason = self.inner.find_lost_rank() or self.outer.find_lost_rank()
         for ring in (self.inner, self.outer):
             if reason:
                 ring.leave(words)
@@ -150,9 +150,9 @@ class Rings:
         for ring in (self.inner, self.outer):
             ring.connect(device)
 
-    def enqueued(self, doing: str) -> None:
-        """As Transport.enqueued, over the ring that may leave streams waiting."""
-        self.inner.enqueued(doing)
+    def note_enqueued(self, doing: str) -> None:
+        """As Transport.note_enqueued, over the ring that may leave streams waiting."""
+        self.inner.note_enqueued(doing)
 
     def gather_tensors(self, x: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """Contiguous x of all ranks in rank order; `shapes` are those of all ranks."""
@@ -167,7 +167,7 @@ class Rings:
         return [tensor for host in hosts for tensor in host]
 
 
-def _of_host(rank: int, said: bytes) -> bytes:
+def _unpack_host(rank: int, said: bytes) -> bytes:
     """What the ranks of a host say, packed by the one that is `rank` in the inter group."""
     try:
         return zlib.decompress(said)
@@ -178,7 +178,7 @@ def _of_host(rank: int, said: bytes) -> bytes:
         ) from None
 
 
-def _place(role: str, place: int, places: int, host: int, hosts: int) -> bytes:
+def _describe_place(role: str, place: int, places: int, host: int, hosts: int) -> bytes:
     return f"{role} group, place {place} of {places} on host {host} of {hosts}".encode()
 
 
@@ -204,15 +204,15 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
     if (intra is None) != (inter is None):
         raise ValueError(f"double_group needs both groups or neither, got {double_group!r}")
     if intra is None:
-        return Rings(_transport(process_group), ALONE)
+        return Rings(_find_transport(process_group), ALONE)
     if process_group is not None:
         raise ValueError(
             "give either process_group or double_group: the double group alone names all ranks"
         )
-    return Rings(_transport(intra), _transport(inter), double=True)
+    return Rings(_find_transport(intra), _find_transport(inter), double=True)
 
 
-def _transport(group: Group | None) -> Transport:
+def _find_transport(group: Group | None) -> Transport:
     if isinstance(group, Transport):
         return group
     bmtrain = initialized_bmtrain()
@@ -227,14 +227,14 @@ def _transport(group: Group | None) -> Transport:
     if isinstance(group, dist.ProcessGroup):
         return torch_transport(group)
     if isinstance(group, dist.DeviceMesh):
-        return torch_transport(_mesh_group(group))
+        return torch_transport(_find_mesh_group(group))
     raise TypeError(
         "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got "
         f"{type(group).__name__}"
     )
 
 
-def _mesh_group(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
+def _find_mesh_group(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise ValueError(

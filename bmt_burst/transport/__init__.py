@@ -180,7 +180,7 @@ class Transport(ABC):
         """
         return ""
 
-    def lost(self) -> str:
+    def find_lost_rank(self) -> str:
         """Which other rank takes no further part and why, "" if none is known not to."""
         return ""
 
@@ -189,7 +189,7 @@ class Transport(ABC):
         on.
         """
 
-    def enqueued(self, doing: str) -> None:  # noqa: B027 - nothing to watch here
+    def note_enqueued(self, doing: str) -> None:  # noqa: B027 - nothing to watch here
         """Says that this rank has enqueued all of what it was `doing` with the others on its
         device.
         """
@@ -208,12 +208,14 @@ class Transport(ABC):
         ]
 
 
-def late(peers: Sequence[int], seconds: float) -> TimeoutError:
+def make_late_error(peers: Sequence[int], seconds: float) -> TimeoutError:
     """Return the error of a rank that waited so long for `peers`, one of which did not come."""
-    return TimeoutError(f"{ranks(peers)} of the group did not make this call within {seconds:g} s")
+    return TimeoutError(
+        f"{name_ranks(peers)} of the group did not make this call within {seconds:g} s"
+    )
 
 
-def ranks(peers: Sequence[int]) -> str:
+def name_ranks(peers: Sequence[int]) -> str:
     """Name one of `peers`, as far as it is known which one."""
     return f"rank {' or '.join(map(str, peers))}"
 

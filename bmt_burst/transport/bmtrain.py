@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bmt_burst import transport
 
-from . import Messages, late
+from . import Messages, make_late_error
 from .processes import ProcessTransport
 
 
@@ -89,7 +89,7 @@ class BMTrainTransport(ProcessTransport):
         try:
             return store().get(self._key(self.gathers, peer))
         except dist.DistStoreError as error:
-            raise late([peer], store().timeout.total_seconds()) from error
+            raise make_late_error([peer], store().timeout.total_seconds()) from error
 
     def symmetric_group(self) -> str:
         # a group without any backend, by whose store the ranks find each other's memory

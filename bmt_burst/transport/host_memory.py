@@ -84,7 +84,7 @@ class HostMemory:
             time.monotonic() + _GIVING_UP,
         )
         while not all(self._words(peer) for peer in others):
-            reason = self.lost()
+            reason = self.find_lost_rank()
             if reason or time.monotonic() > deadline:
                 self.broken = reason
                 self.leave(words)
@@ -107,7 +107,7 @@ class HostMemory:
         )
         self._write(self._last_words(self.rank), _FINAL, words)
 
-    def lost(self) -> str:
+    def find_lost_rank(self) -> str:
         """Why a rank takes no further part, if one is known not to, else ""; the first such."""
         reasons = (self._lost(peer, _FINAL) for peer in range(self.size) if peer != self.rank)
         return next((reason for reason in reasons if reason), "")
@@ -158,7 +158,7 @@ class HostMemory:
                 checked, self.broken = now, self._lost(peer, heeding)
                 self._fail_if_broken()
             if now - began > (patience := max(self.patience, transport.AGREEMENT_TIMEOUT)):
-                raise transport.late([peer], patience)
+                raise transport.make_late_error([peer], patience)
 
     def _message(self, at: int) -> bytes | None:
         """The message in a place if it is all there."""

@@ -92,8 +92,8 @@ class ProcessTransport(Transport):
             self.leave(words)
         return reason
 
-    def lost(self) -> str:
-        return self.host_memory.lost() if self.host_memory else ""
+    def find_lost_rank(self) -> str:
+        return self.host_memory.find_lost_rank() if self.host_memory else ""
 
     def leave(self, words: bytes) -> None:
         self.left = True
@@ -104,9 +104,9 @@ class ProcessTransport(Transport):
     def disconnect(self) -> None:
         """Lets ranks that wait for bytes from this one fail."""
 
-    def enqueued(self, doing: str) -> None:
+    def note_enqueued(self, doing: str) -> None:
         if self.watch:
-            self.watch.enqueued(doing)
+            self.watch.note_enqueued(doing)
 
     @property
     def held_bytes(self) -> int:
@@ -127,7 +127,7 @@ class ProcessTransport(Transport):
         reason = apart or failure
         self.copy_engines = None if reason else engines
         if self.copy_engines and self.host_memory and not self.watch:
-            self.watch = Watch(self.lost, torch.cuda.Event)
+            self.watch = Watch(self.find_lost_rank, torch.cuda.Event)
         if reason and self.wants_copy_engines:
             raise RuntimeError(f"copy engines cannot be used: {reason}")
         if reason:

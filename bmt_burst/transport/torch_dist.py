@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from bmt_burst import transport
 
-from . import Messages, Transport, as_bytes, late, ranks
+from . import Messages, Transport, as_bytes, make_late_error, name_ranks
 from .processes import ProcessTransport
 
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
@@ -61,8 +61,10 @@ def _naming(peers: Sequence[int], seconds: float) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if time.monotonic() - began >= seconds:
-            raise late(peers, seconds) from error
-        raise RuntimeError(f"{ranks(peers)} of the group has ended or gave up: {error}") from error
+            raise make_late_error(peers, seconds) from error
+        raise RuntimeError(
+            f"{name_ranks(peers)} of the group has ended or gave up: {error}"
+        ) from error
 
 
 class TorchTransport(ProcessTransport):

@@ -36,24 +36,24 @@ class Event(Protocol):
 class Watch:
     """Watches for as long as it is referred to.
 
-    lost   says which rank takes no further part, "" while none is known not to
-    event  makes an event
+    find_lost_rank  says which rank takes no further part, "" while none is known not to
+    event           makes an event
     """
 
-    def __init__(self, lost: Callable[[], str], event: Callable[[], Event]):
-        self.lost, self.event = lost, event
+    def __init__(self, find_lost_rank: Callable[[], str], event: Callable[[], Event]):
+        self.find_lost_rank, self.event = find_lost_rank, event
         self.calls: deque[tuple[str, Event]] = deque(maxlen=_REMEMBERED)
         threading.Thread(
             target=_run, args=(weakref.ref(self),), name="bmt_burst watch", daemon=True
         ).start()
 
-    def enqueued(self, doing: str) -> None:
+    def note_enqueued(self, doing: str) -> None:
         """Says that all of what this rank was `doing` has been enqueued on the current stream."""
         event = self.event()
         event.record()
         self.calls.append((doing, event))
 
-    def stuck(self) -> str | None:
+    def find_stuck_call(self) -> str | None:
         """The first call that is not done, or None."""
         while self.calls and self.calls[0][1].query():
             self.calls.popleft()
@@ -64,9 +64,9 @@ def _run(watch: weakref.ref[Watch]) -> None:
     # when the call that is not done was first found so beside a lost rank
     since, before = time.monotonic(), None
     while alive := watch():
-        lost = alive.lost()
+        lost = alive.find_lost_rank()
         # events are not to be asked while others may be capturing
-        doing = alive.stuck() if lost else None
+        doing = alive.find_stuck_call() if lost else None
         del alive
         if doing != before:
             since, before = time.monotonic(), doing

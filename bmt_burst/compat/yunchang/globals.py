@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ...base.arguments import as_bool, as_int
-from ...ranks.agreement import read, tell
-from ...ranks.groups import own_group
+from ...ranks.agreement import gather_terms, read_terms
+from ...ranks.groups import make_group
 from ...ranks.rings import Rings
 from ...transport import ALONE
 from ...transport.torch_dist import torch_transport
@@ -77,7 +77,7 @@ def set_seq_parallel_pg(
         _check_world(given["sp_ulysses_degree"], given["sp_ring_degree"], rank, world_size)
         return given
 
-    first, *others = read(tell(Rings(world, ALONE), "set_seq_parallel_pg", terms))
+    first, *others = read_terms(gather_terms(Rings(world, ALONE), "set_seq_parallel_pg", terms))
     for other, given in enumerate(others, 1):
         if given != first:
             raise ValueError(
@@ -91,9 +91,9 @@ def set_seq_parallel_pg(
     inner = ulysses if low else ring
     consecutive = [ranks[i : i + inner] for ranks in sequences for i in range(0, size, inner)]
     apart = [ranks[i::inner] for ranks in sequences for i in range(inner)]
-    groups = own_group(world, consecutive), own_group(world, apart)
+    groups = make_group(world, consecutive), make_group(world, apart)
     PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = groups if low else groups[::-1]
-    PROCESS_GROUP.SEQUENCE_PG, PROCESS_GROUP.ULYSSES_LOW = own_group(world, sequences), low
+    PROCESS_GROUP.SEQUENCE_PG, PROCESS_GROUP.ULYSSES_LOW = make_group(world, sequences), low
 
 
 def _check_world(ulysses: int, ring: int, rank: int, world_size: int) -> None:
