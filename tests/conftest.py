@@ -1,4 +1,6 @@
-"""What must be set before CUDA starts or Triton is imported, and in which order files are tested."""
+"""What must be set before CUDA starts or Triton is imported, and in which order files are
+tested.
+"""
 
 import importlib.util
 import os

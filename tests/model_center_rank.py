@@ -558,7 +558,9 @@ class Largest(TorchDispatchMode):
 
 
 def memory(folder: Path) -> dict:
-    """The largest tensors in forward and backward, as it was and enabled, and the tokens of a rank."""
+    """The largest tensors in forward and backward, as it was and enabled, and the tokens of a
+    rank.
+    """
     from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
 

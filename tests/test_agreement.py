@@ -276,11 +276,22 @@ def test_a_rank_that_cannot_save_what_it_computed_lets_the_others_know():
 
 
 def transformed(rank: int) -> list[str]:
-    """Rank 1 makes the group's first call, and another, inside a transform; then all is as before."""
+    """Rank 1 makes the group's first call, and another, inside a transform; then all is as
+    before.
+    """
     said = []
     for _ in range(2):
-        said.append(said_by(lambda: torch.func.grad(lambda x: burst_attn_func(x, x, x).sum())(torch.ones(1, 6, 2, 8))
-                            if rank else call(None)))  # fmt: skip
+        said.append(
+            said_by(
+                lambda: (
+                    torch.func.grad(lambda x: burst_attn_func(x, x, x).sum())(
+                        torch.ones(1, 6, 2, 8)
+                    )
+                    if rank
+                    else call(None)
+                )
+            )
+        )
     return [*said, str(call(None)[0].shape)]
 
 
@@ -419,12 +430,16 @@ def first_call_alone(rank: int, devices: str) -> list[str]:
 
 @pytest.mark.parametrize("devices", ["cpu", "cuda"])
 def test_who_does_not_make_the_first_call_is_named(devices):
-    expected = "TimeoutError: a call of burst_attn_func: rank 1 of the group did not make this call within 1 s"
+    expected = (
+        "TimeoutError: a call of burst_attn_func: rank 1 of the group did not make this call "
+        "within 1 s"
+    )
     for rank, (said, then) in enumerate(run_ranks(2, first_call_alone, devices)):
         assert "rank 0 of the group" in said if rank == 1 else said == expected
         assert (
             then
-            == f"RuntimeError: rank {rank} of the group, this one, gave up; its group is of no use any more"
+            == f"RuntimeError: rank {rank} of the group, this one, gave up; its group is of no "
+            "use any more"
         )
 
 

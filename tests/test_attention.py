@@ -209,17 +209,20 @@ WRONG_OPTIONS = [
     (
         {"process_group": 0},
         TypeError,
-        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got int",
+        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a "
+        "Transport, got int",
     ),
     (
         {"process_group": [0, 1]},
         TypeError,
-        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got list",
+        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a "
+        "Transport, got list",
     ),
     (
         {"process_group": "world"},
         TypeError,
-        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a Transport, got str",
+        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a "
+        "Transport, got str",
     ),
     ({"double_group": None}, TypeError, "double_group must be a pair"),
 ]
@@ -441,7 +444,9 @@ def test_backward_can_be_run_again(backward):
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_one_tensor_may_be_query_key_and_value_and_gradients_may_be_views(backward):
-    """q, k, v share memory and so do their gradients; the output's gradient is an expanded scalar."""
+    """q, k, v share memory and so do their gradients; the output's gradient is an expanded
+    scalar.
+    """
     x = random_qkv(1, 10, 2, 2, 8)[0]
     whole = x.clone().requires_grad_()
     dense_attention(whole, whole, whole, False, 8**-0.5)[0].sum().backward()
@@ -562,7 +567,10 @@ def test_arguments_that_do_not_fit_on_one_rank_are_an_error_on_all(kind):
 
     def work(ring):
         for args, named, reason in cases:
-            told = rf"rank 1 of the group failed before a call of burst_attn_func: TypeError: .*{reason}"
+            told = (
+                r"rank 1 of the group failed before a call of burst_attn_func: TypeError: "
+                rf".*{reason}"
+            )
             with (
                 pytest.raises(TypeError, match=reason)
                 if ring.rank

@@ -244,7 +244,10 @@ def test_a_bias_is_compared_with_the_same_pairs_without():
         rated("bmt_burst", 2.0, 8.0, **bias),
         rated("bmt_burst without a bias", 1.0, 4.0, peak_extra_gib=0.25),
     ]
-    expected = "| 2 | 4K | 4:4 x 16 | bee | bmt_burst | fa4, triton | 25.0 | 2.0 | 50 | 50 | 50 | 0.5 | 0.25 | 1 |"
+    expected = (
+        "| 2 | 4K | 4:4 x 16 | bee | bmt_burst | fa4, triton | 25.0 | 2.0 | 50 | 50 | 50 | 0.5 "
+        "| 0.25 | 1 |"
+    )
     assert bias_table(rows).splitlines()[2:] == [expected]
     assert bias_table([rows[0], rows[1] | {"seq_len": 8192}]) == ""
     rows = [

@@ -93,7 +93,8 @@ def test_one_ranks_failure_is_everyones(tmp_path):
     messages = run_ranks(2, fail_on_rank_1, tmp_path)
     assert len(set(messages)) == 1
     assert messages[0] == (
-        f"could not save {tmp_path}/step_00000001: rank 1: I/O error: No space left on device (os error 28)"
+        f"could not save {tmp_path}/step_00000001: rank 1: I/O error: No space left on "
+        "device (os error 28)"
     )
     assert not list(tmp_path.glob(".step_*"))
     assert checkpoint.newest(tmp_path) is None
@@ -401,7 +402,8 @@ def killed_at(root, nth):
             return operation(*args, **kwargs)
         return run
     os.fsync, checkpoint.save_file = guarded(os.fsync), guarded(checkpoint.save_file)
-    shutil.rmtree, Path.rename, Path.mkdir = guarded(shutil.rmtree), guarded(Path.rename), guarded(Path.mkdir)
+    shutil.rmtree, Path.rename = guarded(shutil.rmtree), guarded(Path.rename)
+    Path.mkdir = guarded(Path.mkdir)
     Path.write_text = guarded(Path.write_text)
     save(root, 0, 1, 3)
 

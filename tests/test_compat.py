@@ -22,8 +22,8 @@ from tests.helpers import (
 )
 
 TAIL = (
-    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) alibi_slopes=None deterministic=False "
-    "return_attn_probs=False group=None"
+    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) alibi_slopes=None "
+    "deterministic=False return_attn_probs=False group=None"
 )
 VARLEN = "cu_seqlens max_seqlen"
 LLAMA3 = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k heads_k_stride local_k_slice"
@@ -110,9 +110,14 @@ def test_batches_equal_dense_attention(kind, name, form, size):
     for batch, causal in itertools.product((1, 2), (True, False) if kind == "ring" else (True,)):
         mask = Mask.causal(24) if causal else Mask.full(24)
         found = errors(
-            size, mask, f"{name}_flash_attn_func", form, lambda rank: own_tokens(kind, 24, rank, size),
-            batch=batch, causal=causal,
-        )  # fmt: skip
+            size,
+            mask,
+            f"{name}_flash_attn_func",
+            form,
+            lambda rank: own_tokens(kind, 24, rank, size),
+            batch=batch,
+            causal=causal,
+        )
         assert max(found) < ROUNDING
 
 
@@ -124,10 +129,14 @@ def test_documents_that_are_each_cut_equal_dense_attention(kind, name, form, siz
     bounds = tuple(dict.fromkeys(size * bound for bound in local))
     for causal in (True, False) if kind == "ring" else (True,):
         found = errors(
-            size, Mask.documents(bounds, causal), f"{name}_flash_attn_varlen_func", form,
+            size,
+            Mask.documents(bounds, causal),
+            f"{name}_flash_attn_varlen_func",
+            form,
             lambda rank: own_tokens_of_each(kind, bounds, rank, size),
-            arguments=lambda rank: (torch.tensor(local, dtype=torch.int32), 6), causal=causal,
-        )  # fmt: skip
+            arguments=lambda rank: (torch.tensor(local, dtype=torch.int32), 6),
+            causal=causal,
+        )
         assert max(found) < ROUNDING
 
 
@@ -143,9 +152,14 @@ def test_documents_in_sequence_equal_dense_attention(form, size, causal):
             return *made, 1, keys
 
         found = errors(
-            size, Mask.documents(bounds, causal), "llama3_flash_attn_varlen_func", form,
-            lambda rank: own_tokens("ring", 24, rank, size), arguments=arguments, causal=causal,
-        )  # fmt: skip
+            size,
+            Mask.documents(bounds, causal),
+            "llama3_flash_attn_varlen_func",
+            form,
+            lambda rank: own_tokens("ring", 24, rank, size),
+            arguments=arguments,
+            causal=causal,
+        )
         assert max(found) < ROUNDING
 
 
@@ -200,9 +214,15 @@ def test_ranks_tell_each_other_of_many_documents():
         return *made, 1, keys
 
     found = errors(
-        2, Mask.documents(bounds), "llama3_flash_attn_varlen_func", "",
-        lambda rank: own_tokens("ring", 2 * count, rank, 2), arguments=arguments, causal=True, heads=2,
-    )  # fmt: skip
+        2,
+        Mask.documents(bounds),
+        "llama3_flash_attn_varlen_func",
+        "",
+        lambda rank: own_tokens("ring", 2 * count, rank, 2),
+        arguments=arguments,
+        causal=True,
+        heads=2,
+    )
     assert max(found) < ROUNDING
 
 
@@ -221,31 +241,60 @@ def test_ranks_tell_each_other_of_many_documents():
 def test_windows_are_those_of_flash_attn(window, causal, low, high):
     size, bounds = 3, (0, 6, 24)
     found = errors(
-        size, banded((0, 24), low, high), "ring_flash_attn_func", "", lambda rank: own_tokens("ring", 24, rank, size),
-        batch=2, causal=causal, window_size=window,
-    )  # fmt: skip
+        size,
+        banded((0, 24), low, high),
+        "ring_flash_attn_func",
+        "",
+        lambda rank: own_tokens("ring", 24, rank, size),
+        batch=2,
+        causal=causal,
+        window_size=window,
+    )
     found += errors(
-        size, banded(bounds, low, high), "ring_flash_attn_varlen_func", "",
+        size,
+        banded(bounds, low, high),
+        "ring_flash_attn_varlen_func",
+        "",
         lambda rank: own_tokens_of_each("ring", bounds, rank, size),
-        arguments=lambda rank: (torch.tensor((0, 2, 8)), 6), causal=causal, window_size=window,
-    )  # fmt: skip
+        arguments=lambda rank: (torch.tensor((0, 2, 8)), 6),
+        causal=causal,
+        window_size=window,
+    )
     assert max(found) < ROUNDING
 
 
 @pytest.mark.parametrize(
     ("cu_seqlens", "causal", "expected"),
     [
-        ((0, 5, 6, 16, 24), True, [((0, 5, 6, 8), (0, 5, 6, 8), 5, 5, slice(0, 8)),
-                                   ((0, 8), (0, 10), 8, 10, slice(6, 16)),
-                                   ((0, 8), (0, 8), 8, 8, slice(16, 24))]),
-        ((0, 5, 6, 16, 24), False, [((0, 5, 6, 8), (0, 5, 6, 16), 5, 10, slice(0, 16)),
-                                    ((0, 8), (0, 10), 8, 10, slice(6, 16)),
-                                    ((0, 8), (0, 8), 8, 8, slice(16, 24))]),
-        ((0, 30), True, [((0, 10), (0, 10), 10, 10, slice(0, 10)),
-                         ((0, 10), (0, 20), 10, 20, slice(0, 20)),
-                         ((0, 10), (0, 30), 10, 30, slice(0, 30))]),
+        (
+            (0, 5, 6, 16, 24),
+            True,
+            [
+                ((0, 5, 6, 8), (0, 5, 6, 8), 5, 5, slice(0, 8)),
+                ((0, 8), (0, 10), 8, 10, slice(6, 16)),
+                ((0, 8), (0, 8), 8, 8, slice(16, 24)),
+            ],
+        ),
+        (
+            (0, 5, 6, 16, 24),
+            False,
+            [
+                ((0, 5, 6, 8), (0, 5, 6, 16), 5, 10, slice(0, 16)),
+                ((0, 8), (0, 10), 8, 10, slice(6, 16)),
+                ((0, 8), (0, 8), 8, 8, slice(16, 24)),
+            ],
+        ),
+        (
+            (0, 30),
+            True,
+            [
+                ((0, 10), (0, 10), 10, 10, slice(0, 10)),
+                ((0, 10), (0, 20), 10, 20, slice(0, 20)),
+                ((0, 10), (0, 30), 10, 30, slice(0, 30)),
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_prepared_cu_seqlens(cu_seqlens, causal, expected):
     for rank, (of_q, of_k, *rest) in enumerate(expected):
         whole = torch.tensor(cu_seqlens, dtype=torch.int32)
@@ -335,7 +384,8 @@ def test_any_failure_to_read_arguments_is_heard_by_all():
     simulate(2, work)
     assert (
         said[0]
-        == f"rank 1 of the group failed before a call of burst_attn_func: NotImplementedError: {said[1]}"
+        == "rank 1 of the group failed before a call of burst_attn_func: NotImplementedError: "
+        f"{said[1]}"
     )
 
 
@@ -343,14 +393,22 @@ def test_shapes_and_layouts_that_do_not_fit():
     q, k, v, _ = random_qkv(1, 5, 2, 2, 8)
     cu_seqlens, keys = torch.tensor([0, 2, 5]), slice(0, 5)
     calls = {
-        "zigzag attention is causal": lambda ring: compat.zigzag_ring_flash_attn_func(q, k, v, group=ring),
-        "striped attention is causal": lambda ring: compat.stripe_flash_attn_func(q, k, v, group=ring),
-        "two chunks of equal length": lambda ring: compat.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=ring),
+        "zigzag attention is causal": lambda ring: compat.zigzag_ring_flash_attn_func(
+            q, k, v, group=ring
+        ),
+        "striped attention is causal": lambda ring: compat.stripe_flash_attn_func(
+            q, k, v, group=ring
+        ),
+        "two chunks of equal length": lambda ring: compat.zigzag_ring_flash_attn_func(
+            q, k, v, causal=True, group=ring
+        ),
         "but here are [2, 3] tokens": lambda ring: compat.zigzag_ring_flash_attn_varlen_func(
             q[0], k[0], v[0], cu_seqlens, 3, causal=True, group=ring
         ),
         "q must be (batch": lambda ring: compat.ring_flash_attn_func(q[0], k[0], v[0], group=ring),
-        "q must be packed": lambda ring: compat.ring_flash_attn_varlen_func(q, k, v, cu_seqlens, 3, group=ring),
+        "q must be packed": lambda ring: compat.ring_flash_attn_varlen_func(
+            q, k, v, cu_seqlens, 3, group=ring
+        ),
         "end at 5, but q has 4 tokens": lambda ring: compat.ring_flash_attn_varlen_func(
             q[0, :4], k[0, :4], v[0, :4], cu_seqlens, 3, group=ring
         ),
@@ -363,11 +421,27 @@ def test_shapes_and_layouts_that_do_not_fit():
         "cu_seqlens must be a tensor": lambda ring: compat.ring_flash_attn_varlen_func(
             q[0], k[0], v[0], 5, 3, group=ring
         ),
-        "qkv must be (..., tokens, 3": lambda ring: compat.ring_flash_attn_qkvpacked_func(q, group=ring),
-        "kv must be a torch.Tensor": lambda ring: compat.ring_flash_attn_kvpacked_func(q, [k, v], group=ring),
-        "q must be a torch.Tensor": lambda ring: compat.ring_flash_attn_func(None, k, v, group=ring),
+        "qkv must be (..., tokens, 3": lambda ring: compat.ring_flash_attn_qkvpacked_func(
+            q, group=ring
+        ),
+        "kv must be a torch.Tensor": lambda ring: compat.ring_flash_attn_kvpacked_func(
+            q, [k, v], group=ring
+        ),
+        "q must be a torch.Tensor": lambda ring: compat.ring_flash_attn_func(
+            None, k, v, group=ring
+        ),
         "as many tokens as q has": lambda ring: compat.llama3_flash_attn_varlen_func(
-            q[0, :4], k[0, :4], v[0, :4], cu_seqlens, cu_seqlens, 3, 3, 1, keys, causal=True, group=ring
+            q[0, :4],
+            k[0, :4],
+            v[0, :4],
+            cu_seqlens,
+            cu_seqlens,
+            3,
+            3,
+            1,
+            keys,
+            causal=True,
+            group=ring,
         ),
         "local_k_slice must be a slice": lambda ring: compat.llama3_flash_attn_varlen_func(
             q[0], k[0], v[0], cu_seqlens, cu_seqlens, 3, 3, 1, 5, causal=True, group=ring
@@ -375,7 +449,7 @@ def test_shapes_and_layouts_that_do_not_fit():
         "of 2 and causal=False": lambda ring: compat.llama3_flash_attn_varlen_func(
             q[0], k[0], v[0], *prepared(torch.tensor([0, 2, 10]), True, ring), group=ring
         ),
-    }  # fmt: skip
+    }
     for said, call in calls.items():
         everyone = what_each_says(2, call)
         assert any(said in line for line in everyone), (said, everyone)

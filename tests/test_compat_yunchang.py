@@ -30,8 +30,8 @@ from tests.helpers import dense_results, random_qkv, relative_error, run_ranks, 
 
 KINDS = ("basic", "strip", "zigzag")
 OPTIONS = (
-    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 alibi_slopes=None "
-    "deterministic=False return_attn_probs=False"
+    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 "
+    "alibi_slopes=None deterministic=False return_attn_probs=False"
 )
 TOKENS = 48
 ROUNDING = 1e-12  # of fp64, relative to the whole tensor
@@ -218,8 +218,10 @@ def test_what_is_wrong_is_said():
         "of 3 was given",
         "degrees of 2 x 2 ranks do not divide the world of 2",
         "sp_ulysses_degree must be a whole number",
-        "ranks differ in set_seq_parallel_pg: rank 0 has {'sp_ulysses_degree': 1, 'sp_ring_degree': 2,",
-        "ranks differ in set_seq_parallel_pg: rank 0 has {'sp_ulysses_degree': 2, 'sp_ring_degree': 1,",
+        "ranks differ in set_seq_parallel_pg: rank 0 has {'sp_ulysses_degree': 1, "
+        "'sp_ring_degree': 2,",
+        "ranks differ in set_seq_parallel_pg: rank 0 has {'sp_ulysses_degree': 2, "
+        "'sp_ring_degree': 1,",
         "rank 1 of 3 was given",
         "the groups are a ring of 2 x 1",
         "basic: 5 tokens cannot be cut in 2 equal parts",
@@ -256,11 +258,13 @@ def test_arguments_have_the_names_order_and_defaults_of_that_package():
     kind = "ring_impl_type='basic'"
     attn_type = f"attn_type={AttnType.FA!r}".replace(" ", "")
     made = {
-        LongContextAttention: f"scatter_idx=2 gather_idx=1 {kind} use_pack_qkv=False use_sync=False {attn_type} "
-        "attn_processor=None",
+        LongContextAttention: f"scatter_idx=2 gather_idx=1 {kind} use_pack_qkv=False "
+        f"use_sync=False {attn_type} attn_processor=None",
         AsyncLongContextAttention: f"scatter_idx=2 gather_idx=1 {kind}",
-        LongContextAttentionQKVPacked: f"scatter_idx=3 gather_idx=1 {kind} use_sync=False {attn_type}",
-        UlyssesAttention: f"sequence_process_group=None scatter_idx=2 gather_idx=1 use_sync=False {attn_type}",
+        LongContextAttentionQKVPacked: f"scatter_idx=3 gather_idx=1 {kind} use_sync=False "
+        f"{attn_type}",
+        UlyssesAttention: "sequence_process_group=None scatter_idx=2 gather_idx=1 use_sync=False "
+        f"{attn_type}",
     }
     assert {layer: shown(layer.__init__) for layer in made} == made
     groups = inspect.signature(set_seq_parallel_pg).parameters.values()

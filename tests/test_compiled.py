@@ -78,7 +78,8 @@ simulate(2, lambda ring: burst_attn_func(x, x, x, process_group=ring).sum().back
 layer = nn.BurstAttention(8, 2)
 layer(torch.randn(1, 8, 8), *nn.rope_tables(torch.arange(8), 4)).sum().backward()
 weight = torch.randn(5, 8, requires_grad=True)
-linear_cross_entropy_sum(torch.randn(3, 8, requires_grad=True), weight, torch.tensor([1, 2, 3]))[0].backward()
+hidden, targets = torch.randn(3, 8, requires_grad=True), torch.tensor([1, 2, 3])
+linear_cross_entropy_sum(hidden, weight, targets)[0].backward()
 assert "torch._dynamo" not in sys.modules, "loaded"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

@@ -1,4 +1,6 @@
-"""CPM-Bee and CPM-Ant against the golden values of CPM-Live's own code, on one rank and on several."""
+"""CPM-Bee and CPM-Ant against the golden values of CPM-Live's own code, on one rank and on
+several.
+"""
 
 import dataclasses
 import json
@@ -437,10 +439,19 @@ def test_starting_weights_are_cpm_lives():
 
 
 CPM_LIVES = {
-    "vocab_size": 120, "dim_model": 64, "num_heads": 4, "dim_head": 16, "dim_ff": 128, "num_layers": 2,
-    "dropout_p": 0.0, "position_bias_num_buckets": 32, "position_bias_max_distance": 64, "eps": 1e-06, "half": True,
+    "vocab_size": 120,
+    "dim_model": 64,
+    "num_heads": 4,
+    "dim_head": 16,
+    "dim_ff": 128,
+    "num_layers": 2,
+    "dropout_p": 0.0,
+    "position_bias_num_buckets": 32,
+    "position_bias_max_distance": 64,
+    "eps": 1e-06,
+    "half": True,
     "mask_modules": None,
-}  # fmt: skip
+}
 
 
 def test_cpm_lives_json_is_read():
@@ -486,9 +497,15 @@ def bee_row(tokens: int) -> dict[str, torch.Tensor]:
     """One span, one segment, all context."""
     nothing = torch.zeros(tokens, dtype=torch.int32)
     return {
-        "length": tokens, "context": nothing == 0, "sample_ids": nothing, "num_segments": nothing + 1,
-        "segment": nothing, "segment_rel_offset": nothing, "segment_rel": nothing[:1], "span": nothing,
-    }  # fmt: skip
+        "length": tokens,
+        "context": nothing == 0,
+        "sample_ids": nothing,
+        "num_segments": nothing + 1,
+        "segment": nothing,
+        "segment_rel_offset": nothing,
+        "segment_rel": nothing[:1],
+        "span": nothing,
+    }
 
 
 @pytest.mark.parametrize(

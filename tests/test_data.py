@@ -318,7 +318,8 @@ def test_the_share_of_positions_without_target_is_known(seq_len, padding, token_
 
 def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
     (tmp_path / "run.toml").write_text(
-        'seq_len = 64\nlr = 1\nval_data = "v"\ndeterministic = true\n[rope_scaling]\nkind = "linear"\nfactor = 2\n'
+        'seq_len = 64\nlr = 1\nval_data = "v"\ndeterministic = true\n[rope_scaling]\nkind = '
+        '"linear"\nfactor = 2\n'
     )
     config = parse_config(
         ["--config", str(tmp_path / "run.toml"), "--seq-len", "128", "--no-deterministic"]

@@ -146,13 +146,22 @@ def hugging_faces(case: Golden) -> CpmAntForCausalLM:
     c, weights = case.config, case.all("param")
     model = CpmAntForCausalLM(
         CpmAntConfig(
-            vocab_size=c.vocab_size, hidden_size=c.dim_model, num_attention_heads=c.num_heads, dim_head=c.dim_head,
-            dim_ff=c.dim_ff, num_hidden_layers=c.num_layers, dropout_p=0.0, eps=c.eps,
+            vocab_size=c.vocab_size,
+            hidden_size=c.dim_model,
+            num_attention_heads=c.num_heads,
+            dim_head=c.dim_head,
+            dim_ff=c.dim_ff,
+            num_hidden_layers=c.num_layers,
+            dropout_p=0.0,
+            eps=c.eps,
             position_bias_num_buckets=c.position_bias_num_buckets,
-            position_bias_max_distance=c.position_bias_max_distance, prompt_types=c.prompt_types,
-            prompt_length=c.prompt_length, segment_types=c.segment_types, use_cache=True,
+            position_bias_max_distance=c.position_bias_max_distance,
+            prompt_types=c.prompt_types,
+            prompt_length=c.prompt_length,
+            segment_types=c.segment_types,
+            use_cache=True,
         )
-    )  # fmt: skip
+    )
     folded = {}
     for name, weight in weights.items():
         is_matrix = weight.dim() == 2 and name.startswith("encoder")

@@ -50,7 +50,9 @@ def without_documents(folder, **index):
 
 @pytest.mark.parametrize("seq_len", [1, 2, 5, 16, 26, 39, 78, 100])
 def test_documents_begin_in_sequences_where_they_begin_on_disk(folder, seq_len):
-    """By documents.bin and by eos; a sequence may begin within one, and ends with what fills it up."""
+    """By documents.bin and by eos; a sequence may begin within one, and ends with what fills it
+    up.
+    """
     read = []
     for how in ("documents.bin", "eos"):
         data = Sequences(TokenFile(folder), seq_len, 0, documents=True)

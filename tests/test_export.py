@@ -206,7 +206,9 @@ def test_a_begin_token_stands_in_front_of_a_prompt_as_in_training(tmp_path, kind
     ],
 )
 def test_the_begin_token_of_an_export_is_one_that_texts_began_after(tmp_path, data, begin, capsys):
-    """Documents that are told apart have no token in front of them but a begin token of training."""
+    """Documents that are told apart have no token in front of them but a begin token of
+    training.
+    """
     run = run_of(tmp_path / "run", PADDED, ByteTokenizer(), **data)
     folder = exported(run, tmp_path / "out")
     for name in ("config.json", "generation_config.json"):
@@ -377,9 +379,13 @@ def test_a_failed_or_killed_export_leaves_nothing_at_its_output(run, tmp_path, c
     (tmp_path / ".out.partial/model-00001-of-00002.safetensors").write_text("half")
     names = {file.name for file in exported(run, tmp_path / "out").iterdir()}
     assert names == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer.spec.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer.spec.json",
         "tokenizer_config.json",
-    }  # fmt: skip
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -483,9 +489,14 @@ def json_tokenizer(folder: Path) -> JsonTokenizer:
 def sentencepiece_tokenizer(folder: Path, kind: str, **options) -> SentencePieceTokenizer:
     (folder / "text.txt").write_text("\n".join(SENTENCES * 20))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "mine"), model_type=kind, vocab_size=330,
-        hard_vocab_limit=False, minloglevel=2, **options,
-    )  # fmt: skip
+        input=str(folder / "text.txt"),
+        model_prefix=str(folder / "mine"),
+        model_type=kind,
+        vocab_size=330,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
     return SentencePieceTokenizer(folder / "mine.model")
 
 

@@ -56,38 +56,62 @@ ROPES = {
     "dynamic": {"rope_type": "dynamic", "factor": 3.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "yarn, not truncated": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False,
-        "beta_fast": 2.0, "beta_slow": 0.25, "attention_factor": 1.2,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "truncate": False,
+        "beta_fast": 2.0,
+        "beta_slow": 0.25,
+        "attention_factor": 1.2,
     },
     "yarn, mscale": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.5,
-        "mscale_all_dim": 0.5, "beta_fast": 3,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.5,
+        "mscale_all_dim": 0.5,
+        "beta_fast": 3,
     },
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     },
     "longrope": {"rope_type": "longrope", **LONG},
     "longrope, factor": {"rope_type": "longrope", "factor": 3.0, **LONG},
     "longrope, attention_factor": {"rope_type": "longrope", "attention_factor": 1.3, **LONG},
-}  # fmt: skip
+}
 FAMILIES = {
     "llama": (LlamaConfig, {}),
-    "llama, biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama, biases": (
+        LlamaConfig,
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
     "minicpm5": (LlamaConfig, {"num_attention_heads": 16, "num_key_value_heads": 2}),
     "mistral": (MistralConfig, {"sliding_window": 7}),
-    "ministral": (MinistralConfig, {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]}),
+    "ministral": (
+        MinistralConfig,
+        {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen2, windows": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen2, windows": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
     "qwen3": (Qwen3Config, {}),
     "qwen3, biases, windows": (
         Qwen3Config,
         {
-            "attention_bias": True, "use_sliding_window": True, "sliding_window": 7,
-            "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
         },
     ),
-}  # fmt: skip
+}
 PAIRS = [("llama", rope) for rope in ROPES] + [
     (family, rope)
     for family in FAMILIES
@@ -108,11 +132,18 @@ def one_thread():
 def config_of(family: str, rope: str) -> PreTrainedConfig:
     cls, changes = FAMILIES[family]
     sizes = {
-        "vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": ORIGINAL if rope == "dynamic" else 4 * ORIGINAL, "initializer_range": 0.2,
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": ORIGINAL if rope == "dynamic" else 4 * ORIGINAL,
+        "initializer_range": 0.2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, **ROPES[rope]},
-    }  # fmt: skip
+    }
     return cls(**{**sizes, **changes})
 
 
@@ -142,7 +173,9 @@ def with_length(config: CPMConfig, longest: int | None) -> CPMConfig:
 
 
 def most_positions(theirs: PreTrainedConfig) -> int:
-    """Tokens of the longest sequence: as a config says, or as its rotary scaling extends them to."""
+    """Tokens of the longest sequence: as a config says, or as its rotary scaling extends them
+    to.
+    """
     rope = theirs.rope_parameters
     extended = (
         rope["original_max_position_embeddings"] * rope["factor"]
@@ -224,11 +257,17 @@ def test_rope_scaling_goes_before_rope_parameters_as_in_transformers():
 
 
 MINICPM4 = dataclasses.replace(
-    SMALL, rope_scaling=RopeScaling.from_dict({
-        "kind": "longrope", "short_factor": LONG["short_factor"], "long_factor": LONG["long_factor"],
-        "original_length": 16, "factor": 4.0,
-    })
-)  # fmt: skip
+    SMALL,
+    rope_scaling=RopeScaling.from_dict(
+        {
+            "kind": "longrope",
+            "short_factor": LONG["short_factor"],
+            "long_factor": LONG["long_factor"],
+            "original_length": 16,
+            "factor": 4.0,
+        }
+    ),
+)
 
 
 def test_minicpm4_folds_into_a_llama_with_the_same_logits(tmp_path):

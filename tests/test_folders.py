@@ -37,7 +37,9 @@ MODULES = modules()
 
 
 def imported(name: str) -> Iterator[tuple[str, bool]]:
-    """Yield what a module imports of the package, and whether it does when it is imported itself."""
+    """Yield what a module imports of the package, and whether it does when it is imported
+    itself.
+    """
     path = MODULES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     package = [part for part in package if part]

@@ -609,7 +609,10 @@ def falls_out(rank: int, folder: str, how: str) -> None:
     [("dies", "has ended, process"), ("gives up", "gave up the backward of call 2: MemoryError")],
 )
 def test_a_gpu_that_waits_for_a_lost_rank_ends_its_process(tmp_path, how, reason):
-    code = f"from tests.test_gpu import falls_out; import sys; falls_out(int(sys.argv[1]), {str(tmp_path)!r}, {how!r})"
+    code = (
+        "from tests.test_gpu import falls_out; import sys; falls_out(int(sys.argv[1]), "
+        f"{str(tmp_path)!r}, {how!r})"
+    )
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
     ranks = [
         subprocess.Popen([sys.executable, "-c", code, str(rank)], **options) for rank in range(2)

@@ -1,4 +1,6 @@
-"""The tests' own measures of errors: rounding is a small error, and a wrong entry is a large one."""
+"""The tests' own measures of errors: rounding is a small error, and a wrong entry is a large
+one.
+"""
 
 import math
 

@@ -1,4 +1,6 @@
-"""Kernels against the contract: the reference against autograd, the others against the reference."""
+"""Kernels against the contract: the reference against autograd, the others against the
+reference.
+"""
 
 import functools
 import random
@@ -35,7 +37,9 @@ EXACT = 1e-12  # fp64 rounds at 1e-16; sums have up to 1,000 terms
 
 
 def masked_attention(q, k, v, seen, scale, bias=0.0, softcap=None):
-    """Written out with repeated kv heads; rows of `seen` (S, T) may see nothing; bias is (H, S, T)."""
+    """Written out with repeated kv heads; rows of `seen` (S, T) may see nothing; bias is (H, S,
+    T).
+    """
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)

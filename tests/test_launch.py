@@ -60,7 +60,8 @@ def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
             "rank 3 of the group has ended, process 12 on here; its group is of no use any more"
         ),
         RuntimeError(
-            "rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on with forward 2"
+            "rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on "
+            "with forward 2"
         ),
         TimeoutError("rank 3 of the group gave up waiting for others to make this call"),
         TimeoutError(

@@ -228,7 +228,9 @@ def test_steps_to_the_common_ancestor_are_capped():
 
 
 def test_answers_are_shuffled_with_their_trees(golden_words):
-    """The same paths and texts, in other orders, of all levels under <ans>, and nothing else moves."""
+    """The same paths and texts, in other orders, of all levels under <ans>, and nothing else
+    moves.
+    """
     answers = {
         written(20 + i): {written(30 + i): written(40 + i), written(50): written(60 + i)}
         for i in range(3)
@@ -424,7 +426,9 @@ def test_vocabularies_are_made_of_characters_and_frequent_words(tmp_path):
 
 
 def test_vocabularies_are_written_whole_or_not_at_all(tmp_path, capsys, monkeypatch):
-    """Half characters, of which no file can be made, are bad lines, as they are to prepare_data.py."""
+    """Half characters, of which no file can be made, are bad lines, as they are to
+    prepare_data.py.
+    """
     file = as_jsonl(
         tmp_path / "in.jsonl", [{"a": "\ud800\ud800 x"}, {"\udfff": "x"}, {"a": "ab ab"}]
     )
@@ -715,7 +719,9 @@ def test_packing_is_tight_complete_and_always_the_same(count):
 
 
 def test_packing_keeps_to_the_slices_that_a_row_may_have():
-    """Where they, not the tokens, are what fills rows, and where few items have nearly all of them."""
+    """Where they, not the tokens, are what fills rows, and where few items have nearly all of
+    them.
+    """
     chance = np.random.default_rng(2)
     lengths, costs = chance.integers(1, 11, 3000), chance.integers(1, 101, 3000)
     rows = packed(lengths, costs, 1000, 100, seed=0)

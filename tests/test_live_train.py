@@ -47,7 +47,9 @@ OPTIONS = {
 
 
 def functions() -> list[tuple[str, str]]:
-    """Heads and bodies of short functions of Python's own library, which is the quickstart's text."""
+    """Heads and bodies of short functions of Python's own library, which is the quickstart's
+    text.
+    """
     found = []
     for name in ("bisect", "heapq", "textwrap", "stat", "shlex", "queue"):
         lines = (Path(sysconfig.get_path("stdlib")) / f"{name}.py").read_text().splitlines()
@@ -119,7 +121,9 @@ def options(folder, name, **more):
 
 @pytest.fixture(scope="module")
 def whole(folder) -> dict[str, list[tuple]]:
-    """Losses and gradient norms of one process, of both models: what all other ways must reproduce."""
+    """Losses and gradient norms of one process, of both models: what all other ways must
+    reproduce.
+    """
     found = {}
     for name in ("bee", "ant"):
         evaluated = {

@@ -72,7 +72,9 @@ def test_tiled_equals_plain(monkeypatch, dtype, bound, tokens, vocabulary, tile)
 
 @pytest.mark.parametrize("frozen", [None, 0, 1])
 def test_weights_in_parts_are_as_one(monkeypatch, frozen):
-    """To the bits where tiles end alike, and no part is copied: nothing is as large as all of them."""
+    """To the bits where tiles end alike, and no part is copied: nothing is as large as all of
+    them.
+    """
     monkeypatch.setattr(loss, "_TILE_TOKENS", 8)
     monkeypatch.setattr(loss, "_TILE_ENTRIES", 8)
     hidden, weight, labels = case(7, 43, torch.float32, size=64)

@@ -592,7 +592,9 @@ def test_wrong_cu_seqlens_of_one_rank_are_an_error_on_every_rank():
 
 
 def refused(rank: int) -> list[str]:
-    """What a call says whose mask is wrong on a rank, or another one there; then one that is right."""
+    """What a call says whose mask is wrong on a rank, or another one there; then one that is
+    right.
+    """
     q, k, v = random_qkv(2, 6, 2, 2, 8)[:3]
     wrong = [
         {"mask": Mask.causal(12 + rank)},

@@ -48,7 +48,9 @@ class Allocations(TorchDispatchMode):
 
 
 class Allocator(Kernel):
-    """Allocates what FlashAttention-4 (4.0.0b36) does on Hopper, for lengths that its tiles divide."""
+    """Allocates what FlashAttention-4 (4.0.0b36) does on Hopper, for lengths that its tiles
+    divide.
+    """
 
     name = "allocator"
     takes_delta = True

@@ -172,9 +172,10 @@ def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
         4: "ranks differ in their meshes: rank 0 gives the ranks [0, 1], as 1 of 2 ranks do",
         5: "ranks differ in their meshes: rank 0 gives the ranks [0, 1], as 1 of 2 ranks do",
         6: "ranks differ in the size of their meshes: rank 0 gives one of 2 ranks, rank 2 one of 1",
-        7: "mesh must have one dimension, or two named ('inter', 'intra') for a double ring, got 2 named ('dp', 'sp'): "
-        "give mesh['sp']",
-        8: "mesh must have one dimension, or two named ('inter', 'intra') for a double ring, got 2 named None",
+        7: "mesh must have one dimension, or two named ('inter', 'intra') for a double ring, got 2 "
+        "named ('dp', 'sp'): give mesh['sp']",
+        8: "mesh must have one dimension, or two named ('inter', 'intra') for a double ring, "
+        "got 2 named None",
         10: "unknown layout 'ring'",
         11: "a mesh says which ranks share a sequence: no size goes with it",
     }
@@ -184,11 +185,17 @@ def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
         )
     for rank, messages in enumerate(said):
         reason = "rank 2 is not in the DeviceMesh it was given, [0, 1]"
-        told = f"rank 2 of the group failed before init_sequence_parallel of a mesh: ValueError: {reason}"
+        told = (
+            "rank 2 of the group failed before init_sequence_parallel of a mesh: ValueError: "
+            f"{reason}"
+        )
         own = reason.replace("rank 2", f"rank {rank}")
         assert messages[3] == f"ValueError: {told if rank < 2 else own}"
         wrong = "TypeError: mesh must be a DeviceMesh, got ProcessGroup"
-        told = f"ValueError: rank 2 of the group failed before init_sequence_parallel of a mesh: {wrong}"
+        told = (
+            "ValueError: rank 2 of the group failed before init_sequence_parallel of a mesh: "
+            f"{wrong}"
+        )
         assert messages[9] == (wrong if rank == 2 else told)
 
 

@@ -110,7 +110,9 @@ def test_a_folder_on_a_full_disk_is_named(tmp_path):
 def lines_of(
     metrics: Metrics, steps: range, capsys, monkeypatch, seconds: float = 2.0
 ) -> list[str]:
-    """What is printed of steps that take so many seconds each, and a minute more for the first one."""
+    """What is printed of steps that take so many seconds each, and a minute more for the first
+    one.
+    """
     now = time.monotonic()
     for step in steps:
         now += seconds + 60 * (step == steps[0])

@@ -18,7 +18,8 @@ SCRIPTS = {
 ALONE = """
 from tests.helpers import relative_error
 exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
-whole = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in exact), is_causal=True)
+inputs = (x.transpose(1, 2) for x in exact)
+whole = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
 whole.transpose(1, 2).backward(dout.float())
 expected = [extract_local(x) for x in (whole.transpose(1, 2), *(x.grad for x in exact))]
 for mine, alone in zip(found, expected, strict=True):

@@ -1,4 +1,6 @@
-"""The model: against transformers' Llama, against its own scalings, rotary positions, generation."""
+"""The model: against transformers' Llama, against its own scalings, rotary positions,
+generation.
+"""
 
 import dataclasses
 import json
@@ -41,10 +43,18 @@ def llama_folder(request, tmp_path):
     tied, head_dim, theta = request.param
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=131, hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=head_dim, rope_theta=theta, tie_word_embeddings=tied, rms_norm_eps=1e-6,
+        vocab_size=131,
+        hidden_size=48,
+        intermediate_size=72,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        rope_theta=theta,
+        tie_word_embeddings=tied,
+        rms_norm_eps=1e-6,
         initializer_range=0.2,
-    )  # fmt: skip
+    )
     llama = LlamaForCausalLM(config).eval()
     llama.save_pretrained(tmp_path / "llama")
     tokens = torch.randint(0, 131, (2, 43))
@@ -71,9 +81,12 @@ def test_scalings_survive_the_way_to_hugging_face():
     assert hf["model_type"] == "minicpm"
     again = config_from_hf(hf)
     assert dataclasses.replace(again, init_std=SMALL.init_std) == SMALL
-    assert config_to_hf(dataclasses.replace(SMALL, scale_emb=1.0, scale_depth=None, dim_model_base=None))[
-        "model_type"
-    ] == "llama"  # fmt: skip
+    assert (
+        config_to_hf(
+            dataclasses.replace(SMALL, scale_emb=1.0, scale_depth=None, dim_model_base=None)
+        )["model_type"]
+        == "llama"
+    )
 
 
 SLIDING = {"model_type": "mistral", "sliding_window": 5}

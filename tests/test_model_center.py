@@ -119,45 +119,63 @@ REFUSED = {
     "T5": "TypeError: T5 cannot be sequence parallel: its decoder attends to another sequence",
     "CPM2": "TypeError: CPM2 cannot be sequence parallel: its decoder attends to another sequence",
     "forward": "TypeError: this Other has another forward than Llama, which would be lost",
-    "layer": "TypeError: a layer has another forward than Attention, which would be lost: OtherAttention",
-    "relative": "ValueError: pos_bias_type must be 'rotary' or 'none' in this model, got 'relative'",
-    "mask value": "ValueError: att_mask_value=-10.0 would let tokens see what is masked: -10000.0 or less",
-    "no rotary": "ValueError: exact_rotary is for models with rotary embeddings, which GPT2 has not",
+    "layer": "TypeError: a layer has another forward than Attention, which would be lost: "
+    "OtherAttention",
+    "relative": "ValueError: pos_bias_type must be 'rotary' or 'none' in "
+    "this model, got 'relative'",
+    "mask value": "ValueError: att_mask_value=-10.0 would let tokens see what is masked: "
+    "-10000.0 or less",
+    "no rotary": "ValueError: exact_rotary is for models with rotary "
+    "embeddings, which GPT2 has not",
     "dropout": "ValueError: attention over ranks cannot drop probabilities, and dropout_p is 0.1",
     "dropout in eval": "no error",
     "positions": "ValueError: position 36 is none of the 36 that GPT2 has embeddings for",
     "unknown argument": "TypeError: got an unexpected keyword argument 'position_ids'",
     "no tokens": "ValueError: no tokens were given: input_ids or inputs_embeds",
-    "shapes": "ValueError: tensors of this rank's tokens must be (B, S_local, ...), alike, got {'input_ids': (2, ",
+    "shapes": "ValueError: tensors of this rank's tokens must be (B, S_local, ...), alike, got "
+    "{'input_ids': (2, ",
     "dense mask": "ValueError: attention_mask must be (2, ",
     "two of them": "ValueError: length and mask all say what tokens see: give one of them",
-    "length is of ranks": "ValueError: ranks differ in length: rank 0 has [37, 0], rank 1 has [37, 1]",
+    "length is of ranks": "ValueError: ranks differ in length: rank 0 has [37, 0], rank 1 has [37, "
+    "1]",
     "long": "ValueError: length counts the tokens of whole rows, 37 at most, got 38",
-    "length's shape": "ValueError: length must be integers (2,), one for each whole row, got shape (1,)",
+    "length's shape": "ValueError: length must be integers (2,), one for each whole row, got shape "
+    "(1,)",
     "other layout": "ValueError: the layout is for sequences of 38 tokens, got one of 37",
     "other mask": "ValueError: the mask has 38 tokens, the ranks hold 37: [19, 18]",
-    "whole on a rank": "ValueError: the ranks hold [37, 18] tokens, but zigzag cuts 55 into [27, 28]",
-    "cache": "ValueError: use_cache and past_key_values are of whole sequences, and these are cut over 2 ranks",
-    "past": "ValueError: use_cache and past_key_values are of whole sequences, and these are cut over 2 ranks",
-    "pooler": "ValueError: output_pooler_output is made of the first token, which one of 2 ranks has",
-    "copied": "TypeError: an enabled Llama is neither copied nor pickled, as torch.save would: save its weights, with",
-    "pickled": "TypeError: an enabled Llama is neither copied nor pickled, as torch.save would: save its weights, with",
+    "whole on a rank": "ValueError: the ranks hold [37, 18] tokens, but zigzag cuts 55 into [27, "
+    "28]",
+    "cache": "ValueError: use_cache and past_key_values are of whole sequences, and these are cut "
+    "over 2 ranks",
+    "past": "ValueError: use_cache and past_key_values are of whole sequences, and these are cut "
+    "over 2 ranks",
+    "pooler": "ValueError: output_pooler_output is made of the first token, which one of 2 ranks "
+    "has",
+    "copied": "TypeError: an enabled Llama is neither copied nor pickled, as torch.save would: "
+    "save its weights, with",
+    "pickled": "TypeError: an enabled Llama is neither copied nor pickled, as torch.save would: "
+    "save its weights, with",
     "layers": "TypeError: attention over 2 ranks got a Tensor as its mask: call the model",
 }
 
 # What is wrong on rank 0 alone, and rank 1 hears.
 REFUSED_ON_ONE = {
-    "cache on one": "ValueError: use_cache and past_key_values are of whole sequences, and these are cut over 2 ranks",
-    "pooler on one": "ValueError: output_pooler_output is made of the first token, which one of 2 ranks has",
+    "cache on one": "ValueError: use_cache and past_key_values are of whole sequences, and these "
+    "are cut over 2 ranks",
+    "pooler on one": "ValueError: output_pooler_output is made of the first token, which "
+    "one of 2 ranks has",
     "unknown on one": "TypeError: got an unexpected keyword argument 'more'",
-    "dropout on one": "ValueError: attention over ranks cannot drop probabilities, and dropout_p is 0.1",
+    "dropout on one": "ValueError: attention over ranks cannot drop probabilities, and "
+    "dropout_p is 0.1",
 }
 
 NOT_ALIKE = "ValueError: position_ids do not go on by one at token"
 REFUSED_BIASED = {
     "bias type": "ValueError: pos_bias_type must be 'relative' in this model, got 'none'",
-    "buckets": "ValueError: position_bias_max_distance must be beyond the 20 distances that have buckets of their own",
-    "mask and context": "ValueError: a mask says all of what tokens see: it does not go with context",
+    "buckets": "ValueError: position_bias_max_distance must be beyond the 20 distances that have "
+    "buckets of their own",
+    "mask and context": "ValueError: a mask says all of what tokens see: it does not go with "
+    "context",
     "shape": "ValueError: span must be of this rank's tokens, (2, ",
     "dtype": "ValueError: span must be integers, got torch.float32",
     "no tensor": "TypeError: context must be a torch.Tensor, got list",

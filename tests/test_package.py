@@ -11,7 +11,8 @@ from tests.helpers import ROOT
 def test_one_import_gives_what_the_readme_names():
     program = (
         "import bmt_burst, sys\n"
-        "bmt_burst.nn.BurstAttention, bmt_burst.loss.linear_cross_entropy_sum, bmt_burst.offload.Offload\n"
+        "bmt_burst.nn.BurstAttention, bmt_burst.loss.linear_cross_entropy_sum, "
+        "bmt_burst.offload.Offload\n"
         "assert 'bmtrain' not in sys.modules and 'triton' not in sys.modules\n"
         "sys.modules['bmtrain'] = None\n"
         "assert not hasattr(bmt_burst, 'bmtrain') and not hasattr(bmt_burst, 'nothing')\n"

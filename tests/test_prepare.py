@@ -62,7 +62,9 @@ def test_the_number_of_processes_does_not_change_a_byte(byte_level, tmp_path):  
 
 
 def test_a_process_that_cannot_work_ends_the_run_with_the_files_name(byte_level, tmp_path):  # noqa: F811
-    """A special token of one character, which the model knows only as such, has no other spelling."""
+    """A special token of one character, which the model knows only as such, has no other
+    spelling.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     backend = Tokenizer(
@@ -332,7 +334,9 @@ prepare_data.main()
     ("code", "returned"), [(DROPPED, 130), (LATE, 0)], ids=["ignored by Python", "too late"]
 )
 def test_an_interrupted_run_writes_nothing_or_all(code, returned, tmp_path):
-    """Python ignores an interrupt in a callback; one that comes when all is written ends nothing."""
+    """Python ignores an interrupt in a callback; one that comes when all is written ends
+    nothing.
+    """
     (tmp_path / "x.txt").write_text("text")
     command = [
         sys.executable,
@@ -389,8 +393,8 @@ def test_an_output_that_is_a_link_or_holds_more_is_not_replaced(tmp_path):
 def test_a_wrong_command_line_takes_one_line():
     said = prepare("--input", "x.txt", "--output", "out", "--workers", "many", code=2)
     assert (
-        said
-        == "prepare_data.py: argument --workers: invalid int value: 'many'; see prepare_data.py --help\n"
+        said == "prepare_data.py: argument --workers: invalid int value: 'many'; see "
+        "prepare_data.py --help\n"
     )
 
 

@@ -54,8 +54,13 @@ def start(tmp_path):
         }
         done = subprocess.run(
             ["bash", train / "quickstart.sh", *arguments],
-            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+        )
         log = train.parent / "asked"
         return done, log.read_text().splitlines() if log.exists() else []
 

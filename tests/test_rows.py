@@ -223,7 +223,10 @@ def test_flash_attns_order_of_arguments_is_refused_by_the_first_wrong_one(count)
         torch.tensor([0, 5, 12], dtype=torch.int32),
     )
     flash_attn = [cu_seqlens, cu_seqlens, 7, 7, 0.0, None, True][: count - 3]
-    message = r"softmax_scale must be a number, got a Tensor of shape \(3,\): .* takes one cu_seqlens and no"
+    message = (
+        r"softmax_scale must be a number, got a Tensor of shape \(3,\): .* takes one cu_seqlens "
+        r"and no"
+    )
     with pytest.raises(TypeError, match=message):
         burst_attn_varlen_func(*(x[0] for x in tensors), *flash_attn)
 

@@ -506,7 +506,9 @@ def test_rows_of_a_batch_may_have_scores_of_their_own(monkeypatch):
 @pytest.mark.parametrize("wanted", [(0,), (3,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("again", [False, True])
 def test_gradients_of_what_needs_one(wanted, again, strategy, monkeypatch):
-    """Of the inputs or of the table alone, and where the forward is computed again in the backward."""
+    """Of the inputs or of the table alone, and where the forward is computed again in the
+    backward.
+    """
     monkeypatch.setattr(scores, "_LONG", 2)
     added, layout = small_scores(), Layout.zigzag(6, 2)
     *qkv, dout = random_qkv(1, 6, 2, 2, 8)

@@ -204,7 +204,9 @@ def test_packed_documents():
 @pytest.mark.parametrize("wanted", [(3,), (0,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("again", [False, True])
 def test_gradients_of_what_needs_one(wanted, again):
-    """Of the inputs or of the sinks alone, and where the forward is computed again in the backward."""
+    """Of the inputs or of the sinks alone, and where the forward is computed again in the
+    backward.
+    """
     layout = Layout.zigzag(10, 2)
     *qkv, dout = random_qkv(1, 10, 2, 2, 8)
     sinks = random_sinks(2)

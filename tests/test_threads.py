@@ -50,7 +50,9 @@ def in_thread(work):
 
 
 def inside(ring, entered, left, monkeypatch):
-    """Hold this rank within what it does next: it says `entered`, and goes on once `left` is set."""
+    """Hold this rank within what it does next: it says `entered`, and goes on once `left` is
+    set.
+    """
     gather = ring.gather
 
     def slow(message):
@@ -126,7 +128,9 @@ def test_a_second_thread_in_a_backward_raises(monkeypatch):
 
 
 def test_threads_may_take_turns():
-    """Also a forward in one and its backward in another, as autograd's own threads have it on GPUs."""
+    """Also a forward in one and its backward in another, as autograd's own threads have it on
+    GPUs.
+    """
     tensors = random_qkv(1, 12, 2, 2, 8)
 
     def work(ring):

@@ -67,7 +67,9 @@ def painted_calls(cuts, rows, columns):
 
 
 def assert_tiles_are(tiles, pairs):
-    """Tiles, and the kernel calls that a forward and each backward makes of them, are these pairs."""
+    """Tiles, and the kernel calls that a forward and each backward makes of them, are these
+    pairs.
+    """
     assert painted(tiles, *pairs.shape).equal(pairs)
     assert painted_calls(kernel_calls(tiles), *pairs.shape).equal(pairs)
     assert painted_calls(kernel_calls(by_columns(tiles)), *pairs.shape).equal(pairs)

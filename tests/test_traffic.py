@@ -91,7 +91,9 @@ def test_forward_sends_keys_and_values_to_every_rank(size, group_bytes, passes):
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("share", [0.22, 0.3, 0.5, 1, 2.5])
 def test_what_lands_together_is_bounded(backward, share):
-    """Visits by group_bytes, also for blocks that are longer; gradients by what their visits were."""
+    """Visits by group_bytes, also for blocks that are longer; gradients by what their visits
+    were.
+    """
     heads, tokens, group_bytes = 12, 64, int(share * 2 * 16 * 12 * 8 * 4)  # of the kv side's block
 
     def work(ring):

@@ -84,8 +84,8 @@ def whole_run(folder) -> list[tuple]:
     """
     said = train(folder, "whole", val_data=folder / "data/train", eval_every=6, eval_sequences=5)
     assert (
-        "documents told apart by documents.bin, each after begin token 256, a window of 6 tokens in 2 of 3 layers"
-        in said
+        "documents told apart by documents.bin, each after begin token 256, a window of 6 "
+        "tokens in 2 of 3 layers" in said
     )
     return curve(folder, "whole", "loss", "grad_norm")
 
@@ -232,9 +232,9 @@ def test_a_run_that_diverges_stops_before_it_spoils_the_weights(folder):
     )
     assert "skipped, the loss is nan; 1 in a row" in said or "skipped, the gradient norm is" in said
     assert (
-        "10 steps in a row were skipped: give a smaller --lr than 1e+30, and if the last good checkpoint explodes all "
-        f"the same, start before it; the last good checkpoint is {folder}/diverging/step_00000001; to go on"
-        in said
+        "10 steps in a row were skipped: give a smaller --lr than 1e+30, and if the last good "
+        "checkpoint explodes all the same, start before it; the last good checkpoint is "
+        f"{folder}/diverging/step_00000001; to go on" in said
     )
     assert "NaN" not in (folder / "diverging/metrics.jsonl").read_text()
     assert [p.name for p in (folder / "diverging").glob("step_*")] == ["step_00000001"]
@@ -243,7 +243,10 @@ def test_a_run_that_diverges_stops_before_it_spoils_the_weights(folder):
 def test_a_run_that_ends_in_skipped_steps_keeps_all_it_has_and_is_no_success(folder):
     options = {"lr": 1e30, "schedule": "linear", "warmup_steps": 0, "save_every": 1, "keep_last": 1}
     said = train(folder, "poisoned", code=2, steps=6, **options)
-    saved = f"{folder}/poisoned/step_00000001; to go on from it, give --resume {folder}/poisoned/step_00000001"
+    saved = (
+        f"{folder}/poisoned/step_00000001; to go on from it, give --resume "
+        f"{folder}/poisoned/step_00000001"
+    )
     assert "5 steps in a row were skipped: " in said
     assert f"; the last good checkpoint is {saved}" in said
     assert [path.name for path in checkpoint.listed(folder / "poisoned")] == [
@@ -319,8 +322,8 @@ def test_a_second_interrupt_ends_the_run_now(folder, whole_run, processes):
     assert run.returncode == 130, said
     assert said.count("stopping after this step") == 1
     assert (
-        f"the last good checkpoint is {last}; to go on from it, run the same command with --resume auto"
-        in said
+        f"the last good checkpoint is {last}; to go on from it, run the same command with "
+        "--resume auto" in said
     )
     assert "Traceback" not in said
 

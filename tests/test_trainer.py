@@ -244,7 +244,10 @@ def made_for(longest: int) -> str:
 def test_a_run_says_if_its_sequences_are_longer_than_the_model_was_made_for(
     settings, tmp_path, capsys
 ):
-    said = "--seq-len 61 is beyond the {} tokens that the model was made for: see --rope-theta and --rope-scaling"
+    said = (
+        "--seq-len 61 is beyond the {} tokens that the model was made for: see --rope-theta and "
+        "--rope-scaling"
+    )
     scaling = {"kind": "yarn", "factor": 1.5, "original_length": 40}
     for longest, warned in ((60, True), (61, False)):
         (tmp_path / "model.json").write_text(made_for(longest))
@@ -333,7 +336,10 @@ def test_a_jump_of_the_learning_rate_is_said(settings, capsys, change, jumps):
         5,
     )
     rates = learning_rate(4, before), learning_rate(5, after)
-    said = f"the learning rate jumps: {rates[0]:.3e} at the checkpoint's step 4, {rates[1]:.3e} at step 5"
+    said = (
+        f"the learning rate jumps: {rates[0]:.3e} at the checkpoint's step 4, {rates[1]:.3e} at "
+        "step 5"
+    )
     assert (said in capsys.readouterr().err) == jumps
 
 
@@ -356,7 +362,7 @@ def of_before(state) -> None:
     state["config"]["layout"] = "zigzag"
 
 
-def test_documents_are_told_apart_where_the_data_has_them_unless_the_run_goes_on_from_one_that_did_not(
+def test_documents_are_kept_apart_unless_the_run_resumes_one_that_did_not(
     settings, tmp_path, capsys
 ):
     """A checkpoint of a version that did not know of documents goes on as it was."""
@@ -427,7 +433,10 @@ def test_what_tokens_see_is_the_runs_own(settings, tmp_path, capsys):
         "output": str(tmp_path / "stage"),
     }
     assert train(settings, **stage)
-    changed = "--window 8 -> None, --documents mask -> ignore, --bos 256 -> None, --layout balanced -> zigzag"
+    changed = (
+        "--window 8 -> None, --documents mask -> ignore, --bos 256 -> None, --layout balanced "
+        "-> zigzag"
+    )
     assert f"changed since the checkpoint: {changed}" in capsys.readouterr().err
 
 
@@ -612,7 +621,11 @@ def forget_identity(folder) -> None:
 
 def test_data_of_another_tokenizer_neither_validates_nor_starts_a_stage(settings, theirs, tmp_path):
     other = written_text(tmp_path / "theirs", theirs)
-    refused = f"theirs is of another tokenizer than .*text: expected {ByteTokenizer().identity[:12]}, got "
+    refused = (
+        "theirs is of another tokenizer than .*text: expected "
+        f"{ByteTokenizer().identity[:12]}, "
+        "got "
+    )
     with pytest.raises(ranks.RankError, match=refused + theirs.identity[:12]):
         train(settings, val_data=str(other))
     train(settings)
@@ -623,7 +636,10 @@ def test_data_of_another_tokenizer_neither_validates_nor_starts_a_stage(settings
         "data": str(other),
         "output": str(tmp_path / "stage"),
     }
-    refused = f"step_00000004 is of another tokenizer than .*theirs: expected {theirs.identity[:12]}, got "
+    refused = (
+        f"step_00000004 is of another tokenizer than .*theirs: expected {theirs.identity[:12]}, "
+        "got "
+    )
     with pytest.raises(ranks.RankError, match=refused + ByteTokenizer().identity[:12]):
         train(settings, **stage)
     assert train(
@@ -692,7 +708,9 @@ def test_validation_on_the_training_data_is_said(settings, tmp_path, capsys):
 
 
 def started(settings, source, output, **options) -> bool:
-    """Whether a step from these weights is taken; refused or not, they are of the shape of SMALL."""
+    """Whether a step from these weights is taken; refused or not, they are of the shape of
+    SMALL.
+    """
     options = {"steps": 1, "warmup_steps": 0, "decay_steps": 0, "output": str(output)} | options
     return train(settings, init_from=str(source), **options)
 
@@ -700,7 +718,9 @@ def started(settings, source, output, **options) -> bool:
 def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
     settings, theirs, tmp_path, capsys
 ):
-    """Whoever saved them: exported ones, and those with a tokenizer under the name that all know."""
+    """Whoever saved them: exported ones, and those with a tokenizer under the name that all
+    know.
+    """
     mine, other, source = (
         tmp_path / "text",
         written_text(tmp_path / "theirs", theirs),
@@ -712,7 +732,10 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
     export_huggingface(exported, ByteTokenizer(), source, torch.float32, keep_scalings=False)
     assert started(settings, source, tmp_path / "1")
     digits = theirs.identity[:12], ByteTokenizer().identity[:12]
-    refused = f"hf is of another tokenizer than .*theirs: expected {digits[0]}, got {digits[1]} as it was exported, .*"
+    refused = (
+        f"hf is of another tokenizer than .*theirs: expected {digits[0]}, got {digits[1]} as it "
+        "was exported, .*"
+    )
     with pytest.raises(
         ranks.RankError,
         match=f"{refused} of tokenizer.json; give data .*, or --allow-other-tokenizer",

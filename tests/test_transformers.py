@@ -315,7 +315,9 @@ def test_embeddings_may_be_given():
 
 
 def test_autocast_reaches_attention():
-    """Rotary embeddings make fp32 of queries and keys, values are bf16. Errors are a few of 2^-8."""
+    """Rotary embeddings make fp32 of queries and keys, values are bf16. Errors are a few of
+    2^-8.
+    """
     call = calls()["whole"]
     with torch.autocast("cpu", torch.bfloat16):
         expected = expected_results(plain("Qwen3"), call)
@@ -429,7 +431,8 @@ MODELS = {  # what cannot be enabled
     "another": (
         lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=9)),
         TypeError,
-        "expected one of transformers' LlamaForCausalLM, MistralForCausalLM, .*, got a GPT2LMHeadModel$",
+        "expected one of transformers' LlamaForCausalLM, MistralForCausalLM, .*, got a "
+        "GPT2LMHeadModel$",
     ),
     "no head": (lambda: plain("Llama").model, TypeError, "expected one of .*, got a LlamaModel"),
     "inside": (
@@ -440,17 +443,20 @@ MODELS = {  # what cannot be enabled
     "forward": (
         lambda: OtherForward(plain("Llama").config),
         TypeError,
-        "this OtherForward has another forward than transformers' LlamaForCausalLM, which would be lost",
+        "this OtherForward has another forward than transformers' LlamaForCausalLM, which "
+        "would be lost",
     ),
     "attention": (
         other_attention,
         TypeError,
-        "a layer's attention, a MistralAttention, has another forward than transformers' LlamaAttention, which",
+        "a layer's attention, a MistralAttention, has another forward than transformers' "
+        "LlamaAttention, which",
     ),
     "attention's forward": (
         own_forward_of_attention,
         TypeError,
-        "a layer's attention, a LlamaAttention, has another forward than transformers' LlamaAttention, which",
+        "a layer's attention, a LlamaAttention, has another forward than transformers' "
+        "LlamaAttention, which",
     ),
     "no attention": (
         no_attention,

@@ -129,8 +129,8 @@ def test_a_striped_layout_of_many_tokens_is_refused():
     mask = Mask.causal(1 << 15)
     reason = load("usp").refuses(problem(mask, Layout.striped(1 << 15, 4), 2))
     assert reason == (
-        "in a striped layout the tokens of a host are 8192 runs of positions, but it takes at most 4096: give it "
-        "another layout"
+        "in a striped layout the tokens of a host are 8192 runs of positions, but it takes at "
+        "most 4096: give it another layout"
     )
     assert load("usp").refuses(problem(mask, Layout.zigzag(1 << 15, 4), 2)) is None
     rows = Stacked([Layout.contiguous(1 << 15, 4), Layout.striped(1 << 15, 4)])
