@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bmt_burst import doctor, kernels
 from bmt_burst.kernels import fa2, fa4, packed
 from bmt_burst.kernels.reference import visible
-from bmt_burst.kernels.tile_by_tile import Shape, blocks_of
+from bmt_burst.kernels.tile_by_tile import BlockKind, blocks_of
 from bmt_burst.sequence.span import length, shifted
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
@@ -324,11 +324,13 @@ def test_blocks_are_what_is_visible():
         for blocks in blocks_of(call):
             sides = length(blocks.q), length(blocks.kv)
             ones = torch.ones(sides, dtype=torch.int)
-            assert blocks.shape is Shape.FULL or sides[0] == sides[1]
+            assert blocks.shape is BlockKind.FULL or sides[0] == sides[1]
             assert blocks.count == 1 or (blocks.q_step >= sides[0] and blocks.kv_step >= sides[1])
-            seen = {Shape.FULL: ones, Shape.CAUSAL: ones.tril(), Shape.REVERSED: ones.triu()}[
-                blocks.shape
-            ]
+            seen = {
+                BlockKind.FULL: ones,
+                BlockKind.CAUSAL: ones.tril(),
+                BlockKind.REVERSED: ones.triu(),
+            }[blocks.shape]
             for i in range(blocks.count):
                 rows, columns = (
                     shifted(blocks.q, i * blocks.q_step),
@@ -657,7 +659,7 @@ def test_what_is_made_for_a_call_is_made_once():
     cpu = torch.device("cpu")
     assert packed.sequences(call, 2, cpu) is packed.sequences(call, 2, cpu)
     assert packed.sequences(call, 1, cpu) is not packed.sequences(call, 2, cpu)
-    assert packed.blind(call, cpu) is packed.blind(call, cpu)
+    assert packed.blind_queries(call, cpu) is packed.blind_queries(call, cpu)
     assert blocks_of(call) is blocks_of(call)
 
 

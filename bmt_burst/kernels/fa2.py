@@ -13,7 +13,7 @@ from torch import Tensor
 from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import NO_BIAS, Kernel, import_failure, installed, refuses_half
-from .packed import band, blind, pack, pack_rows, sequences, unpack, unpack_rows
+from .packed import blind_queries, effective_band, pack, pack_rows, sequences, unpack, unpack_rows
 
 
 class Fa2Kernel(Kernel):
@@ -48,7 +48,7 @@ class Fa2Kernel(Kernel):
         results = package.packed_forward(*tensors, *_sizes(call, q), **options, block_table=None)
         out, lse = _out_and_lse(results)
         out, lse = unpack(out, len(q)), unpack_rows(lse, len(q))
-        if (nothing := blind(call, q.device)) is not None:  # the package says inf
+        if (nothing := blind_queries(call, q.device)) is not None:  # the package says inf
             out, lse = (
                 out.masked_fill(nothing[:, None, None], 0.0),
                 lse.masked_fill(nothing, -torch.inf),
@@ -94,7 +94,7 @@ class Package(NamedTuple):
         """The band of a call, -1 for no bound, what its scores are, and what is not wanted of the
         package.
         """
-        left, right = (-1 if x is None else x for x in band(call))
+        left, right = (-1 if x is None else x for x in effective_band(call))
         causal = left == -1 and right == 0
         window = (-1, -1) if causal else (left, right)
         names: dict[str, Any] = {"window_size_left": window[0], "window_size_right": window[1]}

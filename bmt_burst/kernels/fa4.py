@@ -35,7 +35,16 @@ from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import NOT_BOTH, Kernel, import_failure, installed, refuses_half
 from .bias import CallBias, Segments
-from .packed import band, kept, pack, pack_rows, sent, sequences, unpack, unpack_rows
+from .packed import (
+    effective_band,
+    pack,
+    pack_rows,
+    prepare_once,
+    send_to_device,
+    sequences,
+    unpack,
+    unpack_rows,
+)
 from .triton import table_gradient
 
 # 4.0.0b36 computes wrong gradients for other sizes, 80 among them, and says nothing: those are
@@ -178,13 +187,19 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
     device, width = biases.device, biases.shape[1]
     if bias.apart is not None and bias.segments is None:
         name = "distances", batch, bias.reach, bias.apart
-        places = kept(call, name, device, lambda: sent(_distances(bias, call, batch), device))
+        places = prepare_once(
+            call, name, device, lambda: send_to_device(_distances(bias, call, batch), device)
+        )
         return {
             "score_mod": _scores().add_by_distance,
             "aux_scalars": _scores().scalars(biases, width, places),
         }
-    places = kept(call, ("ends", batch), device, lambda: sent(_ends(call, batch), device))
-    of = bias.segments or kept(call, ("one segment",), device, lambda: _one_segment(call, device))
+    places = prepare_once(
+        call, ("ends", batch), device, lambda: send_to_device(_ends(call, batch), device)
+    )
+    of = bias.segments or prepare_once(
+        call, ("one segment",), device, lambda: _one_segment(call, device)
+    )
     pairs = of.pairs if len(of.pairs) else bias.distances  # where no groups are equal
     numbers = biases, width, places, bias.reach, of.other, len(pairs) - 1
     tensors = (
@@ -249,7 +264,7 @@ def _packed_options(call: KernelCall, q: Tensor) -> dict[str, Any]:
 
 
 def _band_options(call: KernelCall) -> dict[str, Any]:
-    left, right = band(call)
+    left, right = effective_band(call)
     if left is None and right == 0:
         return {"causal": True}
     return {"causal": False, "window_size_left": left, "window_size_right": right}

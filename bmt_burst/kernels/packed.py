@@ -38,15 +38,15 @@ class Sequences:
 
 def sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
     """The sequences of a call, on a device."""
-    return kept(call, ("sequences", batch), device, lambda: _sequences(call, batch, device))
+    return prepare_once(call, ("sequences", batch), device, lambda: _sequences(call, batch, device))
 
 
-def blind(call: KernelCall, device: torch.device) -> Tensor | None:
+def blind_queries(call: KernelCall, device: torch.device) -> Tensor | None:
     """(S,) bool on a device: the queries that see no key; None if all see some."""
-    return kept(call, ("blind",), device, lambda: _blind(call, device))
+    return prepare_once(call, ("blind",), device, lambda: _blind(call, device))
 
 
-def band(call: KernelCall) -> tuple[int | None, int | None]:
+def effective_band(call: KernelCall) -> tuple[int | None, int | None]:
     """The call's left and right, but None where that hides nothing, for which there are faster
     kernels.
     """
@@ -85,7 +85,7 @@ def _sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
         torch.tensor([*itertools.accumulate(side, initial=0)], dtype=torch.int32)
         for side in lengths
     ]
-    q_starts, kv_starts = (sent(x, device) for x in starts)
+    q_starts, kv_starts = (send_to_device(x, device) for x in starts)
     return Sequences(q_starts, kv_starts, max(map(max, lengths)))
 
 
@@ -94,10 +94,10 @@ def _blind(call: KernelCall, device: torch.device) -> Tensor | None:
     for q, kv in call.tiles:  # no tile is empty, and a left bound leaves each query a key
         hidden = 0 if call.right is None else max(length(q) - length(kv) - call.right, 0)
         result[q[0] + hidden : q[1]] = False
-    return sent(result, device) if result.any() else None
+    return send_to_device(result, device) if result.any() else None
 
 
-def kept(
+def prepare_once(
     call: KernelCall, name: tuple[Hashable, ...], device: torch.device, make: Callable[[], Kept]
 ) -> Kept:
     """What `make` makes, once for each GPU and stream, in whose order it gets there."""
@@ -112,6 +112,6 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def sent(x: Tensor, device: torch.device) -> Tensor:
+def send_to_device(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device, for work on its current stream; the host does not wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -34,7 +34,7 @@ from . import NO_BIAS, Kernel
 _ALIKE = 4096  # blocks that may be one call: kernels bound the batch
 
 
-class Shape(Enum):
+class BlockKind(Enum):
     """Which keys b of a block its query a sees."""
 
     FULL = "all"
@@ -48,7 +48,7 @@ class Blocks:
     both sides.
     """
 
-    shape: Shape
+    shape: BlockKind
     q: Span
     kv: Span
     count: int = 1
@@ -92,7 +92,7 @@ class PlainKernel(Kernel):
         for blocks in blocks_of(call):
             queries, keys, values = _queries(q, blocks), _keys(k, blocks), _keys(v, blocks)
             part, part_lse = self.block_forward(
-                queries, keys, values, blocks.shape is not Shape.FULL, spec
+                queries, keys, values, blocks.shape is not BlockKind.FULL, spec
             )
             _merge(out, lse, blocks, part, part_lse)
         return out.to(self.partial_dtype(q.dtype)), lse
@@ -110,7 +110,7 @@ class PlainKernel(Kernel):
             keys, values = _keys(k, blocks), _keys(v, blocks)
             lses = _queries(lse.transpose(1, 2), blocks).transpose(1, 2)
             tensors = douts, queries, keys, values, outs, lses
-            grads = self.block_backward(*tensors, blocks.shape is not Shape.FULL, spec)
+            grads = self.block_backward(*tensors, blocks.shape is not BlockKind.FULL, spec)
             for total, grad, cut in zip(
                 sums, grads, (_cut_queries, _cut_keys, _cut_keys), strict=True
             ):
@@ -152,7 +152,7 @@ def _of_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterator[B
     """
     if low is not None:
         for block in _of_edge((-q[1], -q[0]), (-kv[1], -kv[0]), None, length(kv) - length(q) - low):
-            shape = Shape.REVERSED if block.shape is Shape.CAUSAL else block.shape
+            shape = BlockKind.REVERSED if block.shape is BlockKind.CAUSAL else block.shape
             yield replace(
                 block, shape=shape, q=(-block.q[1], -block.q[0]), kv=(-block.kv[1], -block.kv[0])
             )
@@ -163,9 +163,9 @@ def _of_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterator[B
     edge = min(max(kv[0] + high, kv[0]), kv[1])  # of the keys that not all of these see
     side = min(q[1] - first, kv[1] - edge)
     for shape, rows, columns in (
-        (Shape.FULL, (first, q[1]), (kv[0], edge)),
-        (Shape.CAUSAL, (first, first + side), (edge, edge + side)),
-        (Shape.FULL, (first + side, q[1]), (edge, kv[1])),
+        (BlockKind.FULL, (first, q[1]), (kv[0], edge)),
+        (BlockKind.CAUSAL, (first, first + side), (edge, edge + side)),
+        (BlockKind.FULL, (first + side, q[1]), (edge, kv[1])),
     ):
         if length(rows) and length(columns):
             yield Blocks(shape, rows, columns)
@@ -173,7 +173,7 @@ def _of_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterator[B
 
 def _alike(blocks: list[Blocks]) -> Iterator[Blocks]:
     """The same blocks, single ones, with those that are alike at equal distances in one."""
-    kinds: dict[tuple[Shape, int, int], list[Blocks]] = {}
+    kinds: dict[tuple[BlockKind, int, int], list[Blocks]] = {}
     for block in blocks:
         found = kinds.setdefault((block.shape, length(block.q), length(block.kv)), [])
         if not found or (joined := _joined(found[-1], block)) is None:
@@ -229,7 +229,7 @@ def _keys(x: Tensor, blocks: Blocks) -> Tensor:
 
 def _forwards(x: Tensor, blocks: Blocks, tokens: int) -> Tensor:
     """x with the dimension `tokens` reversed if that makes its blocks causal, and back."""
-    return x.flip(tokens) if blocks.shape is Shape.REVERSED else x
+    return x.flip(tokens) if blocks.shape is BlockKind.REVERSED else x
 
 
 def _cut_queries(x: Tensor, blocks: Blocks) -> Tensor:

@@ -24,13 +24,13 @@ from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import NOT_BOTH, Kernel, import_failure, installed
 from .bias import CallBias, dscores_bound
-from .packed import band, kept, sent
+from .packed import effective_band, prepare_once, send_to_device
 
 _LOG2_E = math.log2(math.e)
 _LARGEST_SUM = 2.0**61  # of whole numbers of 64 bits, with room for what rounding adds
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """Queries and keys of a program's blocks, its warps, and how many blocks it has on their way
     from memory.
     """
@@ -41,97 +41,102 @@ class Shape(NamedTuple):
     stages: int
 
 
-# Shapes by kernel and padded head size, the fastest first: the first that a GPU has shared memory
+# ShapeTable by kernel and padded head size, the fastest first: the first that a GPU has shared memory
 # for is taken.
-Shapes = dict[str, dict[int, tuple[Shape, ...]]]
-_HALF: Shapes = {
+ShapeTable = dict[str, dict[int, tuple[LaunchShape, ...]]]
+_HALF: ShapeTable = {
     "forward": {
-        64: (Shape(128, 128, 8, 3), Shape(128, 64, 4, 3), Shape(128, 64, 4, 2)),
+        64: (LaunchShape(128, 128, 8, 3), LaunchShape(128, 64, 4, 3), LaunchShape(128, 64, 4, 2)),
         128: (
-            Shape(128, 128, 8, 3),
-            Shape(128, 64, 8, 2),
-            Shape(64, 64, 4, 2),
-            Shape(64, 32, 4, 2),
+            LaunchShape(128, 128, 8, 3),
+            LaunchShape(128, 64, 8, 2),
+            LaunchShape(64, 64, 4, 2),
+            LaunchShape(64, 32, 4, 2),
         ),
-        256: (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 4, 2), Shape(32, 32, 4, 1)),
+        256: (
+            LaunchShape(128, 64, 8, 2),
+            LaunchShape(64, 64, 8, 2),
+            LaunchShape(64, 32, 4, 2),
+            LaunchShape(32, 32, 4, 1),
+        ),
     },
     "backward_kv": {
-        64: (Shape(64, 128, 8, 3), Shape(64, 64, 4, 2)),
-        128: (Shape(32, 64, 4, 3), Shape(32, 64, 4, 2)),
-        256: (Shape(32, 64, 8, 2), Shape(16, 64, 8, 2), Shape(16, 32, 4, 1)),
+        64: (LaunchShape(64, 128, 8, 3), LaunchShape(64, 64, 4, 2)),
+        128: (LaunchShape(32, 64, 4, 3), LaunchShape(32, 64, 4, 2)),
+        256: (LaunchShape(32, 64, 8, 2), LaunchShape(16, 64, 8, 2), LaunchShape(16, 32, 4, 1)),
     },
     "backward_q": {
-        64: (Shape(128, 64, 8, 3), Shape(64, 64, 4, 2)),
-        128: (Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 32, 4, 2)),
-        256: (Shape(64, 64, 8, 2), Shape(64, 32, 8, 2), Shape(32, 16, 4, 1)),
+        64: (LaunchShape(128, 64, 8, 3), LaunchShape(64, 64, 4, 2)),
+        128: (LaunchShape(128, 64, 8, 3), LaunchShape(128, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
+        256: (LaunchShape(64, 64, 8, 2), LaunchShape(64, 32, 8, 2), LaunchShape(32, 16, 4, 1)),
     },
 }
-_BY_DISTANCE: Shapes = {
+_BY_DISTANCE: ShapeTable = {
     "forward": {
-        64: (Shape(128, 64, 8, 2), Shape(64, 64, 4, 2)),
-        128: (Shape(128, 64, 8, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)),
-        256: (Shape(64, 64, 8, 2), Shape(64, 32, 8, 2), Shape(32, 32, 4, 1)),
+        64: (LaunchShape(128, 64, 8, 2), LaunchShape(64, 64, 4, 2)),
+        128: (LaunchShape(128, 64, 8, 2), LaunchShape(64, 64, 4, 2), LaunchShape(64, 32, 4, 2)),
+        256: (LaunchShape(64, 64, 8, 2), LaunchShape(64, 32, 8, 2), LaunchShape(32, 32, 4, 1)),
     },
     "backward_kv": {
-        64: (Shape(64, 64, 4, 2), Shape(32, 64, 4, 2)),
-        128: (Shape(32, 64, 4, 3), Shape(32, 64, 4, 2)),
-        256: (Shape(16, 64, 8, 2), Shape(16, 32, 4, 1)),
+        64: (LaunchShape(64, 64, 4, 2), LaunchShape(32, 64, 4, 2)),
+        128: (LaunchShape(32, 64, 4, 3), LaunchShape(32, 64, 4, 2)),
+        256: (LaunchShape(16, 64, 8, 2), LaunchShape(16, 32, 4, 1)),
     },
     "backward_q": {
-        64: (Shape(128, 64, 8, 2), Shape(64, 32, 4, 2)),
-        128: (Shape(128, 64, 8, 2), Shape(64, 32, 4, 2)),
-        256: (Shape(64, 32, 8, 2), Shape(32, 16, 4, 1)),
+        64: (LaunchShape(128, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
+        128: (LaunchShape(128, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
+        256: (LaunchShape(64, 32, 8, 2), LaunchShape(32, 16, 4, 1)),
     },
     "backward_table": {
-        64: (Shape(128, 64, 8, 3), Shape(64, 32, 4, 2)),
-        128: (Shape(128, 64, 8, 2), Shape(64, 32, 4, 2)),
-        256: (Shape(64, 32, 8, 2), Shape(32, 16, 4, 1)),
+        64: (LaunchShape(128, 64, 8, 3), LaunchShape(64, 32, 4, 2)),
+        128: (LaunchShape(128, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
+        256: (LaunchShape(64, 32, 8, 2), LaunchShape(32, 16, 4, 1)),
     },
 }
-_BY_SEGMENTS: Shapes = {  # more registers for a pair
+_BY_SEGMENTS: ShapeTable = {  # more registers for a pair
     "forward": {
-        64: (Shape(64, 64, 4, 2),),
-        128: (Shape(64, 64, 8, 2), Shape(64, 32, 4, 2)),
-        256: (Shape(64, 32, 8, 2), Shape(32, 32, 4, 1)),
+        64: (LaunchShape(64, 64, 4, 2),),
+        128: (LaunchShape(64, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
+        256: (LaunchShape(64, 32, 8, 2), LaunchShape(32, 32, 4, 1)),
     },
     "backward_kv": {
-        64: (Shape(64, 64, 8, 2), Shape(32, 64, 4, 2)),
-        128: (Shape(32, 128, 8, 2), Shape(32, 64, 4, 2)),
-        256: (Shape(16, 64, 8, 2), Shape(16, 32, 4, 1)),
+        64: (LaunchShape(64, 64, 8, 2), LaunchShape(32, 64, 4, 2)),
+        128: (LaunchShape(32, 128, 8, 2), LaunchShape(32, 64, 4, 2)),
+        256: (LaunchShape(16, 64, 8, 2), LaunchShape(16, 32, 4, 1)),
     },
     "backward_q": {
-        64: (Shape(64, 64, 8, 2), Shape(64, 32, 4, 2)),
-        128: (Shape(128, 32, 8, 2), Shape(64, 32, 4, 1)),
-        256: (Shape(64, 32, 8, 1), Shape(32, 16, 4, 1)),
+        64: (LaunchShape(64, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
+        128: (LaunchShape(128, 32, 8, 2), LaunchShape(64, 32, 4, 1)),
+        256: (LaunchShape(64, 32, 8, 1), LaunchShape(32, 16, 4, 1)),
     },
 }
-_SINGLE: Shapes = {
+_SINGLE: ShapeTable = {
     "forward": {
-        64: (Shape(64, 32, 4, 2),),
-        128: (Shape(64, 32, 4, 2), Shape(32, 32, 4, 1)),
-        256: (Shape(32, 16, 4, 1),),
+        64: (LaunchShape(64, 32, 4, 2),),
+        128: (LaunchShape(64, 32, 4, 2), LaunchShape(32, 32, 4, 1)),
+        256: (LaunchShape(32, 16, 4, 1),),
     },
     "backward_kv": {
-        64: (Shape(32, 64, 4, 2),),
-        128: (Shape(16, 32, 4, 2),),
-        256: (Shape(16, 16, 4, 1),),
+        64: (LaunchShape(32, 64, 4, 2),),
+        128: (LaunchShape(16, 32, 4, 2),),
+        256: (LaunchShape(16, 16, 4, 1),),
     },
     "backward_q": {
-        64: (Shape(64, 32, 4, 2),),
-        128: (Shape(32, 16, 4, 2),),
-        256: (Shape(16, 16, 4, 1),),
+        64: (LaunchShape(64, 32, 4, 2),),
+        128: (LaunchShape(32, 16, 4, 2),),
+        256: (LaunchShape(16, 16, 4, 1),),
     },
     "backward_table": {
-        64: (Shape(64, 32, 4, 1),),
-        128: (Shape(32, 16, 4, 1),),
-        256: (Shape(16, 16, 4, 1),),
+        64: (LaunchShape(64, 32, 4, 1),),
+        128: (LaunchShape(32, 16, 4, 1),),
+        256: (LaunchShape(16, 16, 4, 1),),
     },
 }
 _INTERPRETED = {
-    "forward": Shape(32, 16, 4, 1),
-    "backward_kv": Shape(16, 32, 4, 1),
-    "backward_q": Shape(32, 16, 4, 1),
-    "backward_table": Shape(32, 16, 4, 1),
+    "forward": LaunchShape(32, 16, 4, 1),
+    "backward_kv": LaunchShape(16, 32, 4, 1),
+    "backward_q": LaunchShape(32, 16, 4, 1),
+    "backward_table": LaunchShape(32, 16, 4, 1),
 }
 _PADDING = 256  # distances beyond reach that kernels have all the same: a block's queries and keys
 _MOST_STEPS = 256  # blocks of a walk along a diagonal
@@ -263,7 +268,7 @@ def _launch(
     else:
         most = _MOST_KEYS if tensors[-1] is None else None
         blocks = _blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M, most)
-    left, right = band(call)
+    left, right = effective_band(call)
     grid = len(blocks), k.shape[2] if by_keys else q.shape[2], len(q)
     getattr(_kernels(), name)[grid](
         *tensors,
@@ -302,7 +307,9 @@ def _blocks(
     begins and how long it is, on this side and on the other.
     """
     name = "triton", side, size, most
-    return kept(call, name, device, lambda: sent(_blocks_on_host(call, side, size, most), device))
+    return prepare_once(
+        call, name, device, lambda: send_to_device(_blocks_on_host(call, side, size, most), device)
+    )
 
 
 def _blocks_on_host(call: KernelCall, side: int, size: int, most: int | None) -> Tensor:
@@ -338,7 +345,9 @@ def _walks(call: KernelCall, device: torch.device, queries: int, keys: int) -> T
     keys of the sequence begin and how many there are.
     """
     name = "triton walks", queries, keys
-    return kept(call, name, device, lambda: sent(_walks_on_host(call, queries, keys), device))
+    return prepare_once(
+        call, name, device, lambda: send_to_device(_walks_on_host(call, queries, keys), device)
+    )
 
 
 def _walks_on_host(call: KernelCall, queries: int, keys: int) -> Tensor:
@@ -378,7 +387,7 @@ def _mode(bias: Any) -> int:
     )
 
 
-def _shape(name: str, q: Tensor, width: int, mode: int) -> Shape:
+def _shape(name: str, q: Tensor, width: int, mode: int) -> LaunchShape:
     if not q.is_cuda:
         return _INTERPRETED[name]
     table = _SINGLE if q.dtype == torch.float32 else (_HALF, _BY_DISTANCE, _BY_SEGMENTS)[mode]
@@ -390,7 +399,7 @@ def _shape(name: str, q: Tensor, width: int, mode: int) -> Shape:
     )
 
 
-def _bytes(name: str, shape: Shape, row: int, by_segments: bool) -> int:
+def _bytes(name: str, shape: LaunchShape, row: int, by_segments: bool) -> int:
     """The shared memory of a kernel with rows of so many bytes, as Triton 3.9 takes it on Hopper,
     and 2 KiB more.
     """
@@ -445,7 +454,9 @@ def _bias_arguments(bias: CallBias) -> Any:
         bias.prepared["triton"] = bias.table, bias.distances, found
     distances, biases = found
     positions = map(_aligned, (bias.q_position, bias.kv_position))
-    found = _biases().Bias(*positions, distances, biases, len(bias.table), bias.reach + _PADDING)
+    found = _biases().BiasArguments(
+        *positions, distances, biases, len(bias.table), bias.reach + _PADDING
+    )
     if bias.segments is None:
         return found
     numbers = {
@@ -455,7 +466,7 @@ def _bias_arguments(bias: CallBias) -> Any:
 
 
 def _padded_biases(bias: CallBias) -> tuple[Tensor, Tensor]:
-    """`Bias.distances` and `Bias.biases`."""
+    """`BiasArguments.distances` and `BiasArguments.biases`."""
     ends = bias.distances[:1].expand(_PADDING), bias.distances[-1:].expand(_PADDING)
     distances = torch.cat([ends[0], bias.distances, ends[1]])
     table = (bias.table.float() * _LOG2_E).T

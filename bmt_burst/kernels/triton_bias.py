@@ -21,7 +21,7 @@ BY_SEGMENTS = tl.constexpr(2)
 _FEW_ROWS = tl.constexpr(48)
 
 
-class Bias(NamedTuple):
+class BiasArguments(NamedTuple):
     """A `CallBias` as the kernels take it; `()` where there is none.
 
     distances    (2 reach + 1,) int32: rows, from reach on alike

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..base.compiled import of_one_kind
-from ..kernels.packed import current_stream, sent
+from ..kernels.packed import current_stream, send_to_device
 from ..sequence.span import Span, length
 from .merge import OutputPart, Part, lies_in
 
@@ -111,7 +111,7 @@ def _map(
     counts = stops - starts
     place = torch.arange(sum(map(length, spans)), dtype=torch.int32)
     places[place + (starts - counts.cumsum(0) + counts).repeat_interleave(counts)] = place
-    return sent(places, device)
+    return send_to_device(places, device)
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base.compiled import fused_on_gpus
 from ..kernels import Kernel
 from ..kernels.bias import CallBias, Segments, dscores_bound
-from ..kernels.packed import current_stream, sent
+from ..kernels.packed import current_stream, send_to_device
 from ..merging.merge import OutputPart, query_rows
 from ..scores import BY_DISTANCE, Scores, is_one_row
 from ..sequence.span import Span, hull, in_turn, length
@@ -365,7 +365,7 @@ def _lookups(
     scores: Scores, device: torch.device, stream: torch.cuda.Stream | None
 ) -> tuple[Tensor, Tensor]:
     """Return pairs and distances on a device."""
-    return sent(scores.pairs, device), sent(scores.distances, device)
+    return send_to_device(scores.pairs, device), send_to_device(scores.distances, device)
 
 
 @fused_on_gpus

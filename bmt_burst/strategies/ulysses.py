@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.packed import current_stream, sent
+from ..kernels.packed import current_stream, send_to_device
 from ..merging.merge import Gradients, accumulator_dtype, lse_and_delta, query_rows
 from ..ranks.rings import Rings
 from ..sequence.layout import Layout
@@ -477,4 +477,6 @@ def _places(
     """
     hosts = HostLayout(layout, inner)
     parts = [hosts.places(rank) for rank in range(host * inner, (host + 1) * inner)]
-    return tuple(torch.split(sent(torch.cat(parts), device), [len(part) for part in parts]))
+    return tuple(
+        torch.split(send_to_device(torch.cat(parts), device), [len(part) for part in parts])
+    )

@@ -18,7 +18,7 @@ from typing import NamedTuple, assert_never
 import torch
 from torch import Tensor
 
-from ...kernels.packed import current_stream, sent
+from ...kernels.packed import current_stream, send_to_device
 from ...merging.merge import (
     Gradients,
     OutputPart,
@@ -176,7 +176,7 @@ def _all_tokens(
         None: tour.problem.layout.positions(tour.rank)
     }
     positions |= {key: _positions(tour, *key) for key, cuts in tour.cuts.items() if cuts}
-    tokens = sent(scores.tokens(torch.cat([*positions.values()])), device)
+    tokens = send_to_device(scores.tokens(torch.cat([*positions.values()])), device)
     parts = torch.split(tokens, [len(x) for x in positions.values()], 1)
     return dict(zip(positions, parts, strict=True))
 
