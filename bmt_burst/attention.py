@@ -5,20 +5,20 @@ to a strategy.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from .base.arguments import check_tensor
 from .base.autograd import check_first_derivative, check_transforms
 from .base.compiled import not_compiled
-from .calls.call import CALL, Learned, agree_on_call
+from .calls.call import LearnedTensors, agree_on_call
+from .calls.checks import unpack_tensor
+from .calls.refusal import CALL, refuse_arguments, refuse_wrong_arguments, two_cu_seqlens
 from .merging.sinks import sinks_gradient, with_sinks
-from .ranks.agreement import admit_one_thread, gather_terms, report_failure, run_together
+from .ranks.agreement import admit_one_thread, report_failure, run_together
 from .ranks.rings import Group, Rings, make_rings
 from .scores import Scores
 from .sequence.layout import Layout
@@ -29,45 +29,6 @@ Masks = Mask | Sequence[Mask]
 Layouts = str | Layout | Sequence[Layout]
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-
-def _told_to_all(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Return `function` with its signature. A call that does not fit it raises on all ranks of the
-    group in it.
-    """
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
-        try:
-            return function(*args, **named)
-        except TypeError as error:
-            if not _fit(signature, args, named):
-                refuse_arguments(error, signature, args, named)
-            raise
-
-    return call
-
-
-def _fit(signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    try:
-        signature.bind(*args, **named)
-    except TypeError:
-        return False
-    return True
-
-
-def refuse_arguments(
-    error: Exception, signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
-) -> NoReturn:
-    """Raise an error of this rank's arguments as `refuse_call` does, in the group that is among
-    them.
-    """
-    given = {**dict(zip(signature.parameters, args, strict=False)), **named}
-    if "cu_seqlens" in signature.parameters:
-        error = _two_cu_seqlens(given.get("softmax_scale")) or error
-    group = given.get("process_group", given.get("group"))  # compat's functions call it so
-    refuse_call(error, group, given.get("double_group", (None, None)))
 
 
 @overload
@@ -89,7 +50,7 @@ def burst_attn_func(
 
 
 @not_compiled
-@_told_to_all
+@refuse_wrong_arguments
 def burst_attn_func(
     q: Tensor,
     k: Tensor,
@@ -209,7 +170,12 @@ def burst_attn_func(
         "softcap": softcap,
     }
     out, lse = _attention(
-        make_rings(process_group, double_group), q, k, v, Learned(bias, sinks), lambda: options
+        make_rings(process_group, double_group),
+        q,
+        k,
+        v,
+        LearnedTensors(bias, sinks),
+        lambda: options,
     )
     return (out, lse) if return_lse else out
 
@@ -224,7 +190,7 @@ def _with_options(function: Callable[Parameters, Result]) -> Callable[Parameters
 
 
 @not_compiled
-@_told_to_all
+@refuse_wrong_arguments
 @_with_options
 def burst_attn_kvpacked_func(
     q: Tensor, kv: Tensor, *options: Any, **named: Any
@@ -238,7 +204,7 @@ def burst_attn_kvpacked_func(
 
 
 @not_compiled
-@_told_to_all
+@refuse_wrong_arguments
 @_with_options
 def burst_attn_qkvpacked_func(
     qkv: Tensor, *options: Any, **named: Any
@@ -261,27 +227,14 @@ def _packed_call(
     signature, args = inspect.signature(burst_attn_func), (None, None, None, *options)
     try:
         signature.bind(*args, **named)
-        tensors = *before, *unpacked(name, packed, 3 - len(before))
+        tensors = *before, *unpack_tensor(name, packed, 3 - len(before))
     except (TypeError, ValueError) as error:
         refuse_arguments(error, signature, args, named)
     return burst_attn_func(*tensors, *options, **named)
 
 
-def unpacked(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Views of what is packed in x (..., count, heads, D); their gradients are put together once.
-
-    Raises TypeError for what is no tensor, ValueError if it does not hold so many.
-    """
-    check_tensor(name, x)
-    if x.dim() < 4 or x.shape[-3] != count:
-        raise ValueError(
-            f"{name} must be (..., tokens, {count}, heads, head size), got shape {tuple(x.shape)}"
-        )
-    return x.unbind(-3)
-
-
 @not_compiled
-@_told_to_all
+@refuse_wrong_arguments
 def burst_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -351,7 +304,7 @@ def burst_attn_varlen_func(
         # else flash-attn's later arguments would be taken for groups
         _check_one_cu_seqlens(softmax_scale)
         raise
-    out, lse = _attention(rings, q, k, v, Learned(sinks=sinks), with_mask, packed=True)
+    out, lse = _attention(rings, q, k, v, LearnedTensors(sinks=sinks), with_mask, packed=True)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
@@ -359,36 +312,8 @@ def _check_one_cu_seqlens(softmax_scale: Any) -> None:
     """Raise TypeError for arguments in the order of flash-attn's function, whose fifth is
     cu_seqlens_k.
     """
-    if error := _two_cu_seqlens(softmax_scale):
+    if error := two_cu_seqlens(softmax_scale):
         raise error
-
-
-def _two_cu_seqlens(softmax_scale: Any) -> TypeError | None:
-    """Return the error of `_check_one_cu_seqlens`, or None if there is none."""
-    if isinstance(softmax_scale, Tensor) and softmax_scale.dim() == 1:
-        got = f"a Tensor of shape {tuple(softmax_scale.shape)}"
-    elif isinstance(softmax_scale, list | tuple):
-        got = f"a {type(softmax_scale).__name__}"
-    else:
-        return None
-    return TypeError(
-        f"softmax_scale must be a number, got {got}: "
-        "unlike flash_attn_varlen_func, burst_attn_varlen_func takes one cu_seqlens and no max_seqlen"
-    )
-
-
-def refuse_call(
-    error: Exception, process_group: Group | None, double_group: Sequence[Group | None]
-) -> NoReturn:
-    """Raises an error of this rank's in place of a call of burst_attn_func, and ValueError where
-    the others call.
-    """
-
-    def fail() -> dict[str, Any]:
-        raise error
-
-    gather_terms(make_rings(process_group, double_group), CALL, fail)
-    raise AssertionError("a failure was told and not raised")
 
 
 def _attention(
@@ -396,7 +321,7 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    learned: Learned,
+    learned: LearnedTensors,
     options: Callable[[], dict[str, Any]],
     packed: bool = False,
 ) -> tuple[Tensor, Tensor]:

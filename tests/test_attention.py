@@ -32,7 +32,7 @@ from bmt_burst import (
     simulate,
     unshard,
 )
-from bmt_burst.attention import unpacked
+from bmt_burst.calls.checks import unpack_tensor
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.strategies.ring.payload import surrogate_out
 from bmt_burst.transport import ALONE
@@ -88,7 +88,7 @@ def test_packed_tensors_are_views_of_what_is_computed_with(size):
         for mine, alike in ((of_kv, (out, lse, grads[0], torch.stack(grads[1:], 2))),
                             (of_qkv, (out, lse, torch.stack(grads, 2)))):  # fmt: skip
             assert all(x.equal(y) for x, y in zip(mine, alike, strict=True))
-    assert all(x._base is qkv for x in unpacked("qkv", qkv, 3))
+    assert all(x._base is qkv for x in unpack_tensor("qkv", qkv, 3))
 
 
 def test_what_is_not_packed_is_an_error_on_all_ranks():

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel
-from bmt_burst.calls.call import stacked_scores
+from bmt_burst.calls.masking import stack_scores
 from models.cpm_live import scores as live_scores
 from models.cpm_live.config import PRESETS
 from models.cpm_live.scores import bee_scores
@@ -1037,7 +1037,7 @@ def test_what_tokens_see_is_planned_when_rows_are_read(bee_folder, monkeypatch, 
         bee_rows(bee_folder), 0
     )
     for batch in found:
-        planned = vars(batch.scores[0] if size == 1 else stacked_scores(batch.scores))
+        planned = vars(batch.scores[0] if size == 1 else stack_scores(batch.scores))
         assert len(set(batch.scores)) == size
         assert {"terms", "digest"} <= planned.keys()
 

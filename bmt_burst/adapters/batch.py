@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import check_tensor
-from ..calls.call import check_lengths, compared, of_rows
+from ..calls.masking import check_lengths, expand_rows
+from ..calls.terms import compare_terms
 from ..nn import Layouts, Masks
 from ..ranks.agreement import gather_terms
 from ..ranks.groups import SequenceParallel
@@ -179,7 +180,7 @@ def agree(sp: SequenceParallel, doing: str, given: Callable[[], Given]) -> Batch
         return call.terms
 
     said = gather_terms(make_rings(sp.process_group, sp.double_group), doing, terms)
-    return call.batch(compared(said))
+    return call.batch(compare_terms(said))
 
 
 _GATHERED = ("attention_mask", "context", "span", "token_type_ids", "position_ids")
@@ -195,8 +196,8 @@ class _Call:
             _check_padding(given.attention_mask, (self.size, self.tokens))
         _check_masking(given)
         self.lengths = None if given.length is None else _lengths(given.length, self.size)
-        self.masks = of_rows("mask", given.mask, Mask, self.size)
-        self.layouts = of_rows(
+        self.masks = expand_rows("mask", given.mask, Mask, self.size)
+        self.layouts = expand_rows(
             "layout", sp.layout if given.layout is None else given.layout, (str, Layout), self.size
         )
         self.placed = {row: sp.with_layout(row) for row in self.layouts}

@@ -54,7 +54,8 @@ import torch
 from model_center.layer import Attention, SegmentPositionEmbedding
 from torch import Tensor, nn
 
-from ..attention import burst_attn_func, refuse_call
+from ..attention import burst_attn_func
+from ..calls.refusal import refuse_call
 from ..nn import Layouts, Masks, apply_rope, rope_tables
 from ..ranks.groups import SequenceParallel
 from ..scores import BY_DISTANCE, Scores

@@ -32,7 +32,7 @@ def as_int(name: str, value: Any) -> int:
     raise TypeError(f"{name} must be a whole number, got {_shown(value)}")
 
 
-def plain(value: Any) -> Any:
+def to_python_int(value: Any) -> Any:
     """A whole number of numpy's as Python's, all else as it is: what ranks can tell each other
     before it is checked.
     """

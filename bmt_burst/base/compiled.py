@@ -52,7 +52,7 @@ def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def of_one_kind(numbers: Iterable[int]) -> tuple[int, ...]:
+def multiply_by_16(numbers: Iterable[int]) -> tuple[int, ...]:
     """Numbers that differ from call to call, for a Triton kernel that takes them in a tuple: each
     times 16.
 

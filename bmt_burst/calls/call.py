@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,10 @@ from torch import Tensor
 from ..base.autocast import autocast_dtype
 from ..base.autograd import check_transforms
 from ..kernels import Kernel, pick, pick_biased
-from ..ranks.agreement import gather_terms, mark_known_errors, read_terms
+from ..ranks.agreement import gather_terms, mark_known_errors
 from ..ranks.rings import Rings, check_device
 from ..scores import Scores
-from ..sequence.layout import Balanced, Layout, Stacked
+from ..sequence.layout import Layout
 from ..sequence.mask import Mask
 from ..spec import Spec
 from ..strategies import Plan, Problem, Sizes, choose
@@ -30,15 +29,17 @@ from .checks import (
     check_softcap,
     check_tensors,
 )
+from .masking import check_lengths, expand_rows, place_layout, stack_rows, stack_scores
+from .refusal import CALL
+from .terms import compare_terms
 
-CALL = "a call of burst_attn_func"  # what ranks say that they begin
 _MOST_PLANS = 64  # of some rings; then the one that was not used for longest goes
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedTensors:
     """What a call learns beside its inputs: the table of a bias (R, H), and sinks (H,)."""
 
     bias: Tensor | None = None
@@ -62,7 +63,7 @@ def agree_on_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    learned: Learned,
+    learned: LearnedTensors,
     options: Callable[[], dict[str, Any]],
     packed: bool,
 ) -> AgreedCall:
@@ -141,7 +142,9 @@ def _make_room(plans: dict[tuple[bytes, ...], Plan]) -> None:
         plans.pop(said, None)
 
 
-def _known_call(rings: Rings, tensors: Tensors, learned: Learned, options: dict[str, Any]) -> _Call:
+def _known_call(
+    rings: Rings, tensors: Tensors, learned: LearnedTensors, options: dict[str, Any]
+) -> _Call:
     """The call with these arguments, checked: layers repeat them, and the host has little time for
     each.
     """
@@ -183,7 +186,7 @@ class _Call:
         self,
         rings: Rings,
         tensors: Tensors,
-        learned: Learned,
+        learned: LearnedTensors,
         options: dict[str, Any],
         needs_gradient: bool,
     ):
@@ -223,10 +226,10 @@ class _Call:
         mask, layout, size = self.options["mask"], self.options["layout"], self.inner * self.outer
         causal, batch = self.options["causal"], self.shape[0]
         masks, layouts = (
-            of_rows("mask", mask, Mask, batch),
-            of_rows("layout", layout, (str, Layout), batch),
+            expand_rows("mask", mask, Mask, batch),
+            expand_rows("layout", layout, (str, Layout), batch),
         )
-        scores = of_rows("scores", self.options["scores"], Scores, batch)
+        scores = expand_rows("scores", self.options["scores"], Scores, batch)
         if mask is not None and causal:
             raise ValueError(
                 "mask and causal exclude each other: give Mask.documents(..., causal=True) or the like"
@@ -249,8 +252,8 @@ class _Call:
                 )
             masks = tuple((Mask.causal if causal else Mask.full)(x.seq_len) for x in layouts)
         return (
-            *_stacked(masks, layouts, size),
-            None if None in scores else stacked_scores(scores),
+            *stack_rows(masks, layouts, size),
+            None if None in scores else stack_scores(scores),
             batch,
         )
 
@@ -294,13 +297,13 @@ class _Call:
 
     def problem(self, said: Sequence[bytes]) -> Problem:
         """What follows from the terms of all ranks. Raises ValueError, alike on every rank."""
-        tokens, options = compared(said), self.options
+        tokens, options = compare_terms(said), self.options
         mask = self.mask or (Mask.causal if options["causal"] else Mask.full)(sum(tokens))
         if mask.seq_len != sum(tokens):
             raise ValueError(
                 f"the mask has {mask.seq_len} tokens, the ranks hold {sum(tokens)}: {tokens}"
             )
-        layout = _layout(self.layout, mask, len(tokens))
+        layout = place_layout(self.layout, mask, len(tokens))
         check_lengths(layout, tokens)
         batch, _, heads, head_size = self.shape
         partial = self.kernel.partial_dtype(self.dtype)
@@ -323,84 +326,5 @@ class _Call:
         )
 
 
-def of_rows(name: str, given: Any, kind: type | tuple[type, ...], batch: int) -> tuple[Any, ...]:
-    """What is given for each row of the batch: one for all, or a sequence. Raises TypeError or
-    ValueError.
-    """
-    if given is None or isinstance(given, kind):
-        return (given,) * batch
-    rows = tuple(given) if isinstance(given, list | tuple) else (given,)
-    for row in rows:
-        if not isinstance(row, kind) or row is given:
-            raise TypeError(
-                f"{name} must be a {name.capitalize()} or one for each row, got {type(row).__name__}"
-            )
-    if len(rows) != batch:
-        raise ValueError(f"{name} has {len(rows)} entries for a batch of {batch} rows")
-    return rows
-
-
-@functools.lru_cache(maxsize=_MOST_PLANS)
-def _stacked(
-    masks: tuple[Mask, ...], layouts: tuple[str | Layout, ...], size: int
-) -> tuple[Mask, Layout]:
-    """The rows of a batch as one sequence."""
-    layouts = tuple(
-        _layout(layout, mask, size) for layout, mask in zip(layouts, masks, strict=True)
-    )
-    for mask, layout in zip(masks, layouts, strict=True):
-        if mask.seq_len != layout.seq_len:
-            raise ValueError(f"a row's mask has {mask.seq_len} tokens, its layout {layout.seq_len}")
-        if any(layout.length(rank) != layouts[0].length(rank) for rank in range(size)):
-            raise ValueError("the layouts of the rows must give a rank equally many tokens of each")
-    return Mask.stacked(masks), Stacked(layouts)
-
-
-@functools.lru_cache(maxsize=_MOST_PLANS)
-def stacked_scores(scores: tuple[Scores, ...]) -> Scores:
-    """Those of a call whose rows have these: kept, with what follows from them, so that they can be
-    made ahead.
-    """
-    return Scores.stacked(scores)
-
-
-@functools.lru_cache(maxsize=_MOST_PLANS)
-def balanced(mask: Mask, size: int) -> Layout:
-    return Layout.balanced(mask, size)
-
-
-def _layout(layout: str | Layout, mask: Mask, size: int) -> Layout:
-    if isinstance(layout, Layout):
-        return layout
-    return (
-        balanced(mask, size)
-        if layout == Balanced.name
-        else Layout.named(layout, mask.seq_len, size)
-    )
-
-
 def _described(mask: Mask) -> str:
     return f"{mask.seq_len} tokens in {len(mask.slices)} slices, digest {mask.digest}"
-
-
-def compared(said: Sequence[bytes]) -> list[int]:
-    """The tokens of each rank, once all else is known to be equal. Raises ValueError, alike on
-    every rank.
-    """
-    replies = read_terms(said)
-    for rank, reply in enumerate(replies):
-        for term, value in replies[0].items():
-            if term != "tokens" and reply[term] != value:
-                raise ValueError(
-                    f"ranks differ in {term}: rank 0 has {value!r}, rank {rank} has {reply[term]!r}"
-                )
-    return [reply["tokens"] for reply in replies]
-
-
-def check_lengths(layout: Layout, tokens: Sequence[int]) -> None:
-    expected = [layout.length(rank) for rank in range(layout.size)]
-    if sum(tokens) != layout.seq_len or list(tokens) != expected:
-        raise ValueError(
-            f"the ranks hold {tokens} tokens, but {layout.name} cuts {layout.seq_len} into {expected}; "
-            "use bmt_burst.shard or the layout's, or torch.tensor_split's sizes"
-        )

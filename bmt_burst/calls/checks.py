@@ -156,3 +156,16 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise TypeError(f"sinks must be {wide} for {q.dtype} inputs, got {sinks.dtype}")
     if sinks.device != q.device:
         raise ValueError(f"sinks must be where q is, on {q.device}, got {sinks.device}")
+
+
+def unpack_tensor(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Views of what is packed in x (..., count, heads, D); their gradients are put together once.
+
+    Raises TypeError for what is no tensor, ValueError if it does not hold so many.
+    """
+    check_tensor(name, x)
+    if x.dim() < 4 or x.shape[-3] != count:
+        raise ValueError(
+            f"{name} must be (..., tokens, {count}, heads, head size), got shape {tuple(x.shape)}"
+        )
+    return x.unbind(-3)

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..attention import burst_attn_func, refuse_arguments, refuse_call, unpacked
+from ..attention import burst_attn_func
 from ..base.arguments import as_bool, as_float, as_int, check_tensor
 from ..base.compiled import not_compiled
+from ..calls.checks import unpack_tensor
+from ..calls.refusal import refuse_arguments, refuse_call
 from ..ranks.rings import Group, Rings, make_rings
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice
@@ -203,9 +205,9 @@ def _separate(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     if len(tensors) == 3:
         return tuple(tensors)
     return (
-        unpacked("qkv", tensors[0], 3)
+        unpack_tensor("qkv", tensors[0], 3)
         if len(tensors) == 1
-        else (tensors[0], *unpacked("kv", tensors[1], 2))
+        else (tensors[0], *unpack_tensor("kv", tensors[1], 2))
     )
 
 

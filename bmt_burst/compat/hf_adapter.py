@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..adapters.transformers import AttentionInterface, Sight, attention
-from ..attention import refuse_call
 from ..base.compiled import not_compiled
+from ..calls.refusal import refuse_call
 from ..ranks.rings import Group, Rings, make_rings
 from ..sequence.mask import Mask
 from .flash import Bounds

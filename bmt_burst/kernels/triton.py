@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.compiled import of_one_kind
+from ..base.compiled import multiply_by_16
 from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import NOT_BOTH, Kernel, import_failure, installed
@@ -443,7 +443,7 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
     """As the kernels take them: those of lse and delta follow from the number of tokens."""
     if x is None:
         return ()
-    return of_one_kind(x.stride()) if x.dim() == 3 else x.stride()
+    return multiply_by_16(x.stride()) if x.dim() == 3 else x.stride()
 
 
 def _bias_arguments(bias: CallBias) -> Any:

@@ -35,7 +35,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _INFINITY = tl.constexpr(float("inf"))
 
 # These differ from call to call: a kernel compiled anew for each kind of number would take seconds.
-# Strides of lse and delta, which do too, come `of_one_kind`.
+# Strides of lse and delta, which do too, come `multiply_by_16`.
 _NUMBERS = ["left", "right"]
 _ROWS = ["lse", "delta"]  # numbers of tokens, which may begin anywhere
 
@@ -472,7 +472,7 @@ def _token(x, strides, batch, head, token):
 
 @triton.jit
 def _row(x, strides, batch, head, token):
-    """Where a token's number in x (B, H, S) is, of strides `of_one_kind`; these lie side by side."""
+    """Where a token's number in x (B, H, S) is, of strides `multiply_by_16`; these lie side by side."""
     return x + _wide(batch) * (strides[0] // 16) + _wide(head) * (strides[1] // 16) + token
 
 

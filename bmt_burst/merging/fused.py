@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..base.compiled import of_one_kind
+from ..base.compiled import multiply_by_16
 from ..kernels.packed import current_stream, send_to_device
 from ..sequence.span import Span, length
 from .merge import OutputPart, Part, lies_in
@@ -32,17 +32,17 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
         out,
         lse,
         out.stride(),
-        of_one_kind(lse.stride()),
+        multiply_by_16(lse.stride()),
         tuple(outs),
         tuple(part.stride(0) for part in outs),
         tuple(part.stride(1) for part in outs),
         tuple(part.stride(2) for part in outs),
         # where memory begins, at multiples of 16 too
         tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses),
-        of_one_kind(part_lse.storage_offset() for part_lse in lses),
-        of_one_kind(part_lse.stride(0) for part_lse in lses),
-        of_one_kind(part_lse.stride(1) for part_lse in lses),
-        of_one_kind(part_lse.stride(2) for part_lse in lses),
+        multiply_by_16(part_lse.storage_offset() for part_lse in lses),
+        multiply_by_16(part_lse.stride(0) for part_lse in lses),
+        multiply_by_16(part_lse.stride(1) for part_lse in lses),
+        multiply_by_16(part_lse.stride(2) for part_lse in lses),
         _places(parts, out),
         *sizes,
         PARTS=len(parts),
@@ -78,16 +78,16 @@ def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Non
     of any strides.
     """
     grid, sizes, constants = _by_rows(out)
-    strides = out.stride(), dout.stride(), of_one_kind(lse.stride())
+    strides = out.stride(), dout.stride(), multiply_by_16(lse.stride())
     _fill_query_rows[grid](rows, out, dout, lse, *strides, *sizes, **constants)
 
 
 def _places(parts: Sequence[tuple], total: Tensor) -> tuple[tuple, ...]:
-    """Which tokens parts have: (starts, stops) `of_one_kind` where each is of one span, else
+    """Which tokens parts have: (starts, stops) `multiply_by_16` where each is of one span, else
     (maps,).
     """
     if all(len(spans) == 1 for spans, *_ in parts):
-        return tuple(of_one_kind(spans[0][end] for spans, *_ in parts) for end in (0, 1))
+        return tuple(multiply_by_16(spans[0][end] for spans, *_ in parts) for end in (0, 1))
     device = total.device
     return (
         tuple(
@@ -134,7 +134,7 @@ def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str
 
 
 # Spans and lengths differ from call to call; those in tuples, and strides of lse, come
-# `of_one_kind`.
+# `multiply_by_16`.
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
 def _merge_outputs(
     out, lse, out_strides, lse_strides,
@@ -242,7 +242,7 @@ def _in_part(token, inside, places, i: tl.constexpr):
 
 @triton.jit
 def _row_at(batch, head, token, strides):
-    """Where tokens' numbers are in lse (B, H, S), of strides `of_one_kind`."""
+    """Where tokens' numbers are in lse (B, H, S), of strides `multiply_by_16`."""
     return batch * (strides[0] // 16) + head * (strides[1] // 16) + token * (strides[2] // 16)
 
 

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.arguments import as_int, check_dim, check_tensor, plain
+from ..base.arguments import as_int, check_dim, check_tensor, to_python_int
 from ..base.compiled import not_compiled
 from ..sequence.layout import Layout, layout_class
 from ..transport import ALONE, Transport
@@ -262,10 +262,10 @@ def init_sequence_parallel(
     """
     world = _find_world()
     sp_size, inner_size = (
-        world.size if sp_size is None and mesh is None else plain(sp_size),
-        plain(inner_size),
+        world.size if sp_size is None and mesh is None else to_python_int(sp_size),
+        to_python_int(inner_size),
     )
-    ulysses_size = plain(ulysses_size)
+    ulysses_size = to_python_int(ulysses_size)
     sizes = f"sp_size={sp_size!r}, inner_size={inner_size!r}, ulysses_size={ulysses_size!r}"
     arguments = f"{sizes}, layout={layout!r}{', a mesh' * (mesh is not None)}".encode(
         "ascii", "replace"

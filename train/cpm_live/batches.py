@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel
-from bmt_burst.calls.call import stacked_scores
+from bmt_burst.calls.masking import stack_scores
 from models.cpm_bee import check_subs
 from models.cpm_live.config import LiveConfig
 from train.base.wording import counted
@@ -209,6 +209,6 @@ def _blank(row: Row) -> Row:
 
 def _planned(rows: tuple[Scores, ...]) -> tuple[Scores, ...]:
     """With what takes time computed, of the rows as attention takes them: as one sequence."""
-    whole = rows[0] if len(set(rows)) == 1 else stacked_scores(rows)
+    whole = rows[0] if len(set(rows)) == 1 else stack_scores(rows)
     assert whole.terms is not None and whole.digest
     return rows
