@@ -5,6 +5,7 @@ contexts.
 import importlib
 from types import ModuleType
 
+from . import errors as errors
 from . import kernels as kernels
 from . import loss as loss
 from . import nn as nn

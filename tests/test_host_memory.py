@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from bmt_burst import transport
+from bmt_burst.errors import RankFailed
 from bmt_burst.transport import host_memory
 from bmt_burst.transport.host_memory import HostMemory, _place_bytes, open_host_memory
 from bmt_burst.transport.torch_dist import TorchTransport
@@ -105,9 +106,12 @@ def test_who_gives_up_just_after_another_stopped_waiting_hears_of_it(monkeypatch
     monkeypatch.setattr(host_memory, "_GIVING_UP", 0.05)
     memory = mmap.mmap(-1, 6 * _place_bytes(LONGEST))
     first, second = (HostMemory(rank, 2, memory, LONGEST) for rank in range(2))
-    assert first.give_up(b"call 1") == ""
-    assert second.give_up(b"call 1, too") == "rank 0 of the group gave up call 1"
-    assert first.find_lost_rank() == "rank 1 of the group gave up call 1, too"
+    assert first.give_up(b"call 1") is None
+    for lost, text in (
+        (second.give_up(b"call 1, too"), "rank 0 of the group gave up call 1"),
+        (first.find_lost_rank(), "rank 1 of the group gave up call 1, too"),
+    ):
+        assert (type(lost), str(lost)) == (RankFailed, text)
     for end in (first, second):
         with pytest.raises(RuntimeError, match="gave up call 1; its group is of no use any more"):
             end.gather(b"again")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from bmt_burst.errors import RankFailed, RankGone, RankLate
 from tests.conftest import let_processes_hang_up
 from train.run import ending, launch, ranks
 from train.run.config import parse_config
@@ -56,18 +57,23 @@ def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError(
+        RankGone(
             "rank 3 of the group has ended, process 12 on here; its group is of no use any more"
         ),
+<<<<<<< HEAD
         RuntimeError(
             "rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on "
             "with forward 2"
+=======
+        RankFailed(
+            "rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on with forward 2"
+>>>>>>> cbcb1a0 (Raise errors about other ranks as classes of bmt_burst.errors)
         ),
-        TimeoutError("rank 3 of the group gave up waiting for others to make this call"),
-        TimeoutError(
+        RankLate("rank 3 of the group gave up waiting for others to make this call"),
+        RankLate(
             "a call of burst_attn_func: rank 3 of the group did not make this call within 120 s"
         ),
-        TimeoutError(
+        RankLate(
             "a call of unshard: rank 0 or 1 or 3 of the group did not make this call within 120 s"
         ),
         RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
@@ -136,7 +142,7 @@ def test_the_first_reason_stays(monkeypatch, tmp_path):
 def test_a_rank_that_another_one_left_is_not_torchruns_root_cause(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     ending.explain(
-        RuntimeError("Connection closed by peer"), SimpleNamespace(doing="step 7", last_words="")
+        RankGone("rank 1 of the group has ended"), SimpleNamespace(doing="step 7", last_words="")
     )
     lost = failure(tmp_path)
     ending.explain(ValueError("x"), SimpleNamespace(doing="step 7", last_words=""))

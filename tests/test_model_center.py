@@ -136,8 +136,12 @@ REFUSED = {
     "{'input_ids': (2, ",
     "dense mask": "ValueError: attention_mask must be (2, ",
     "two of them": "ValueError: length and mask all say what tokens see: give one of them",
+<<<<<<< HEAD
     "length is of ranks": "ValueError: ranks differ in length: rank 0 has [37, 0], rank 1 has [37, "
     "1]",
+=======
+    "length is of ranks": "RanksDisagree: ranks differ in length: rank 0 has [37, 0], rank 1 has [37, 1]",
+>>>>>>> cbcb1a0 (Raise errors about other ranks as classes of bmt_burst.errors)
     "long": "ValueError: length counts the tokens of whole rows, 37 at most, got 38",
     "length's shape": "ValueError: length must be integers (2,), one for each whole row, got shape "
     "(1,)",
@@ -179,7 +183,7 @@ REFUSED_BIASED = {
     "shape": "ValueError: span must be of this rank's tokens, (2, ",
     "dtype": "ValueError: span must be integers, got torch.float32",
     "no tensor": "TypeError: context must be a torch.Tensor, got list",
-    "on one rank": "ValueError: ranks differ in span: rank 0 has None, rank 1 has 'given'",
+    "on one rank": "RanksDisagree: ranks differ in span: rank 0 has None, rank 1 has 'given'",
     "layouts": "ValueError: rows with layouts of their own have length or mask, but no span",
     "positions": f"{NOT_ALIKE} 1 of a row",
     "positions of documents": f"{NOT_ALIKE} 9 of a row",
@@ -204,7 +208,7 @@ def test_what_is_wrong_is_refused_on_all_ranks_and_changes_nothing(found):
                 if name.startswith("dropout")
                 else "the forward of a Bert"
             )
-            heard = f"ValueError: rank 0 of the group failed before {doing}: {start}"
+            heard = f"RanksDisagree: rank 0 of the group failed before {doing}: {start}"
             assert errors[name].startswith(heard if number else start), name
         for name, start in REFUSED.items():
             assert errors[name].startswith(start), name

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
+from ..errors import RankLate, RanksDisagree
 from ..transport import MESSAGE_BYTES, Transport
 from .rings import Rings
 
@@ -55,8 +56,8 @@ def _gather_terms(
         failure, mine = caught, _format_failure(doing, caught)
     try:
         said = tuple(rings.gather(mine.encode()))
-    except TimeoutError as late:
-        raise _mark_known(TimeoutError(f"{doing}: {late}")) from late
+    except RankLate as late:
+        raise _mark_known(RankLate(f"{doing}: {late}")) from late
     except Exception as lost:
         # or as good as that: to tell of it would be to wait once more for who did not come
         _mark_known(lost)
@@ -74,7 +75,7 @@ def read_terms(said: Sequence[bytes]) -> list[dict[str, Any]]:
     for rank, reply in enumerate(replies):
         if "failure" in reply:
             raise _mark_known(
-                ValueError(
+                RanksDisagree(
                     f"rank {rank} of the group failed before {reply['doing']}: {reply['failure']}"
                 )
             )
@@ -82,7 +83,7 @@ def read_terms(said: Sequence[bytes]) -> list[dict[str, Any]]:
     for rank, other in enumerate(doing):
         if other != doing[0]:
             said = f"rank 0 begins {doing[0]}, rank {rank} begins {other}"
-            raise _mark_known(ValueError(f"ranks do not do the same: {said}"))
+            raise _mark_known(RanksDisagree(f"ranks do not do the same: {said}"))
     return replies
 
 
@@ -178,7 +179,7 @@ def report_failure(rings: Rings, doing: str) -> Iterator[None]:
         if hasattr(error, _KNOWN):
             raise
         if theirs := rings.give_up(f"{doing}: {_format_reason(error)}".encode()):
-            raise RuntimeError(f"{theirs}; so this rank cannot go on with {doing}") from error
+            raise type(theirs)(f"{theirs}; so this rank cannot go on with {doing}") from error
         raise
     rings.note_enqueued(doing)
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ..base.arguments import as_int, check_dim, check_tensor, to_python_int
 from ..base.compiled import not_compiled
+from ..errors import RanksDisagree
 from ..sequence.layout import Layout, layout_class
 from ..transport import ALONE, Transport
 from ..transport.bmtrain import (
@@ -159,7 +160,7 @@ class SequenceParallel:
             said = read_terms(gather_terms(rings, "a call of longest", terms))
             for rank, theirs in enumerate(said):
                 if theirs["rows"] != rows:
-                    raise ValueError(
+                    raise RanksDisagree(
                         f"ranks differ in rows: this one has {rows}, rank {rank} {theirs['rows']}"
                     )
             agreed.append(torch.tensor([theirs["lengths"] for theirs in said]).amax(0))
@@ -190,7 +191,7 @@ class SequenceParallel:
         everyone = read_terms(gather_terms(rings, "a call of unshard", terms))
         for rank, theirs in enumerate(everyone):
             if any(theirs[name] != everyone[0][name] for name in everyone[0].keys() - {"shape"}):
-                raise ValueError(
+                raise RanksDisagree(
                     f"ranks differ in what they join: rank 0 has {everyone[0]}, rank {rank} {theirs}"
                 )
         seq_len, dim = everyone[0]["seq_len"], everyone[0]["dim"]
@@ -199,7 +200,7 @@ class SequenceParallel:
             expected = list(everyone[0]["shape"])
             expected[dim] = layout.length(rank)
             if shape != expected:
-                raise ValueError(
+                raise RanksDisagree(
                     f"rank {rank}'s x is {shape}, of {seq_len} tokens along {dim} it should be {expected}"
                 )
         with report_failure(rings, "a call of unshard"):
@@ -273,7 +274,7 @@ def init_sequence_parallel(
     replies = world.gather(json.dumps([arguments.decode(), host_name().decode()]).encode())
     calls, hosts = zip(*map(json.loads, replies), strict=True)
     if len(set(calls)) > 1:
-        raise ValueError(f"ranks differ in init_sequence_parallel's arguments: {list(calls)}")
+        raise RanksDisagree(f"ranks differ in init_sequence_parallel's arguments: {list(calls)}")
     if mesh is not None:
         if any(size is not None for size in (sp_size, inner_size, ulysses_size)):
             raise ValueError("a mesh says which ranks share a sequence: no size goes with it")
@@ -338,10 +339,10 @@ def _take_mesh_groups(world: Transport, mesh: dist.DeviceMesh, layout: str) -> S
         # each is in its own mesh: where as many as that has say the same, it is they
         if alike[line] != theirs["size"]:
             given = f"rank {rank} gives the ranks {theirs['ranks']}, as {alike[line]} of {theirs['size']} ranks do"
-            raise ValueError(f"ranks differ in their meshes: {given}")
+            raise RanksDisagree(f"ranks differ in their meshes: {given}")
         if theirs["size"] != everyone[0]["size"]:
             sizes = f"rank 0 gives one of {everyone[0]['size']} ranks, rank {rank} one of {theirs['size']}"
-            raise ValueError(f"ranks differ in the size of their meshes: {sizes}")
+            raise RanksDisagree(f"ranks differ in the size of their meshes: {sizes}")
     outer, inner = (1, *mesh.shape)[-2:]
     host, place = (0, *mesh.get_coordinate())[-2:]
     if mesh.size() == 1:

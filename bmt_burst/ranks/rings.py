@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import RanksDisagree
 from ..transport import ALONE, Transport
 from ..transport.bmtrain import bmtrain_transport, initialized_bmtrain
 from ..transport.torch_dist import torch_transport
@@ -105,7 +106,7 @@ class Rings:
         for ring in (inner, outer, inner, outer):
             fault = next((told.decode() for told in ring.gather(fault.encode()) if told), "")
         if fault:
-            raise ValueError(
+            raise RanksDisagree(
                 f"double_group's groups are no grid of hosts and places in them: {fault}"
             )
         # Groups may also connect two grids so that each rank sees one; then a host's ranks see
@@ -115,11 +116,11 @@ class Rings:
         )
         digest = hashlib.sha256(b"\n".join(everyone)).hexdigest().encode()
         if any(theirs != digest for theirs in inner.gather(digest)):
-            raise ValueError(
+            raise RanksDisagree(
                 "double_group's groups are no grid: from the ranks of one host they lead to unlike ranks"
             )
 
-    def give_up(self, words: bytes) -> str:
+    def give_up(self, words: bytes) -> RuntimeError | None:
         """As Transport.give_up, over both rings; a rank to which one of them is lost leaves the
         other one too.
         """
@@ -173,7 +174,7 @@ def _unpack_host(rank: int, said: bytes) -> bytes:
         return zlib.decompress(said)
     except zlib.error:
         words = said.decode(errors="replace")[:200]
-        raise ValueError(
+        raise RanksDisagree(
             f"rank {rank} of the inter group takes it for its process_group: it says '{words}'"
         ) from None
 

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..errors import RankLate
+
 Messages = list[tuple[Tensor, int]]  # tensors and the ranks that they go to or come from
 # Seconds after which a rank that takes no part is an error, unless its group's own timeout is
 # longer. May be set before the first call.
@@ -171,18 +173,18 @@ class Transport(ABC):
             raise ValueError(f"a message has {len(message)} bytes, more than {MESSAGE_BYTES}")
         return self._gather(message)
 
-    def give_up(self, words: bytes) -> str:
+    def give_up(self, words: bytes) -> RuntimeError | None:
         """Says, with `words` of text, that this rank breaks off what all ranks had begun together.
 
         Ranks that wait for this one fail. Unless all ranks give up, the ring is of no use any more:
-        later messages on it fail too. Returns which rank was the reason and why, where that is
-        known to be another one.
+        later messages on it fail too. Returns the error of the rank that was the reason, where
+        that is known to be another one.
         """
-        return ""
+        return None
 
-    def find_lost_rank(self) -> str:
-        """Which other rank takes no further part and why, "" if none is known not to."""
-        return ""
+    def find_lost_rank(self) -> RuntimeError | None:
+        """Return the error of a rank that is known to take no further part, None if all do."""
+        return None
 
     def leave(self, words: bytes) -> None:  # noqa: B027 - as give_up
         """As `give_up`, without waiting for whether others do too: the ring is of no use from now
@@ -208,11 +210,9 @@ class Transport(ABC):
         ]
 
 
-def make_late_error(peers: Sequence[int], seconds: float) -> TimeoutError:
+def make_late_error(peers: Sequence[int], seconds: float) -> RankLate:
     """Return the error of a rank that waited so long for `peers`, one of which did not come."""
-    return TimeoutError(
-        f"{name_ranks(peers)} of the group did not make this call within {seconds:g} s"
-    )
+    return RankLate(f"{name_ranks(peers)} of the group did not make this call within {seconds:g} s")
 
 
 def name_ranks(peers: Sequence[int]) -> str:

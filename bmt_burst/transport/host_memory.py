@@ -23,6 +23,8 @@ from pathlib import Path
 
 from bmt_burst import transport
 
+from ..errors import RankFailed, RankGone, RankLate
+
 _HEAD = struct.Struct("<qqq")  # number, length, checksum
 _SPINS = 200  # looks without a pause, some 0.1 ms
 _PAUSE = 5e-5
@@ -59,7 +61,9 @@ class HostMemory:
         )
         self.place_bytes = _place_bytes(longest)
         self.number = 0
-        self.broken = ""  # why this rank cannot go on with the others, once it is known
+        self.broken: RuntimeError | None = (
+            None  # why this rank cannot go on with the others, once it is known
+        )
 
     def gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks, in rank order.
@@ -71,12 +75,12 @@ class HostMemory:
         self._fail_if_broken()
         return self._exchange(message, _TENTATIVE)
 
-    def give_up(self, words: bytes) -> str:
+    def give_up(self, words: bytes) -> RuntimeError | None:
         """Leaves last words. If all ranks do within some seconds, they are taken back, and all may
         go on together.
 
-        Else this memory is of no use any more. Returns which other rank is the reason, or "" if it
-        is this one.
+        Else this memory is of no use any more. Returns the error of the rank that is the
+        reason, None if it is this one.
         """
         self._write(self._last_words(self.rank), _TENTATIVE, words)
         others, deadline = (
@@ -96,35 +100,33 @@ class HostMemory:
             self._exchange(b"all words are taken back", _FINAL)
         # another one had stopped waiting just before these words came
         except (RuntimeError, TimeoutError) as error:
-            self.broken = self.broken or str(error)
+            self.broken = self.broken or RankGone(str(error))
             self.leave(words)
         return self.broken
 
     def leave(self, words: bytes) -> None:
         """Leaves last words that are not taken back."""
-        self.broken = (
-            self.broken or f"rank {self.rank} of the group, this one, gave up {words.decode()}"
+        self.broken = self.broken or RuntimeError(
+            f"rank {self.rank} of the group, this one, gave up {words.decode()}"
         )
         self._write(self._last_words(self.rank), _FINAL, words)
 
-    def find_lost_rank(self) -> str:
-        """Why a rank takes no further part, if one is known not to, else ""; the first such."""
-        reasons = (self._lost(peer, _FINAL) for peer in range(self.size) if peer != self.rank)
-        return next((reason for reason in reasons if reason), "")
+    def find_lost_rank(self) -> RankFailed | RankGone | None:
+        """Return the error of the first rank that is known to take no further part."""
+        losses = (self._find_loss(peer, _FINAL) for peer in range(self.size) if peer != self.rank)
+        return next((loss for loss in losses if loss), None)
 
-    def _lost(self, peer: int, least: int) -> str:
-        """Why a rank takes no further part; last words count from `least` on."""
-        if self._words(peer, least):
-            return f"rank {peer} of the group gave up {self._words(peer, least)}"
-        return (
-            f"rank {peer} of the group has ended, process {self._process(peer)}"
-            if self._ended(peer)
-            else ""
-        )
+    def _find_loss(self, peer: int, least: int) -> RankFailed | RankGone | None:
+        """Return the error of a rank that takes no further part; last words count from `least` on."""
+        if words := self._words(peer, least):
+            return RankFailed(f"rank {peer} of the group gave up {words}")
+        if self._ended(peer):
+            return RankGone(f"rank {peer} of the group has ended, process {self._process(peer)}")
+        return None
 
     def _fail_if_broken(self) -> None:
         if self.broken:
-            raise RuntimeError(f"{self.broken}; its group is of no use any more")
+            raise type(self.broken)(f"{self.broken}; its group is of no use any more")
 
     def _exchange(self, message: bytes, heeding: int) -> list[bytes]:
         """`gather`, `heeding` last words from such on."""
@@ -147,7 +149,7 @@ class HostMemory:
             if number == self.number and (message := self._message(at)) is not None:
                 return message
             if number == -self.number or abs(number) > self.number:
-                raise TimeoutError(
+                raise RankLate(
                     f"rank {peer} of the group gave up waiting for others to make this call"
                 )
             looks += 1
@@ -155,7 +157,7 @@ class HostMemory:
                 time.sleep(_PAUSE)
             now = time.monotonic()
             if now - checked > _CHECKED:
-                checked, self.broken = now, self._lost(peer, heeding)
+                checked, self.broken = now, self._find_loss(peer, heeding)
                 self._fail_if_broken()
             if now - began > (patience := max(self.patience, transport.AGREEMENT_TIMEOUT)):
                 raise transport.make_late_error([peer], patience)

@@ -86,14 +86,14 @@ class ProcessTransport(Transport):
             return self.host_memory.gather(message)
         return self._gather_remotely(message)
 
-    def give_up(self, words: bytes) -> str:
-        reason = self.host_memory.give_up(words) if self.host_memory else ""
+    def give_up(self, words: bytes) -> RuntimeError | None:
+        reason = self.host_memory.give_up(words) if self.host_memory else None
         if not self.host_memory or self.host_memory.broken:
             self.leave(words)
         return reason
 
-    def find_lost_rank(self) -> str:
-        return self.host_memory.find_lost_rank() if self.host_memory else ""
+    def find_lost_rank(self) -> RuntimeError | None:
+        return self.host_memory.find_lost_rank() if self.host_memory else None
 
     def leave(self, words: bytes) -> None:
         self.left = True

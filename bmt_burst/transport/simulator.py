@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import RankFailed
 from . import LANES, Arrival, Delivery, Messages, Parcel, Ticket, Transport, as_bytes
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
 
 
-class Aborted(RuntimeError):
+class Aborted(RankFailed):
     """Another rank failed, or never sent what this one waits for."""
 
 

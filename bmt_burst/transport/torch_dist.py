@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bmt_burst import transport
 
+from ..errors import RankGone
 from . import Messages, Transport, as_bytes, make_late_error, name_ranks
 from .processes import ProcessTransport
 
@@ -53,18 +54,14 @@ class _GlooTicket(_Ticket):
 
 @contextlib.contextmanager
 def _naming(peers: Sequence[int], seconds: float) -> Iterator[None]:
-    """Raise TimeoutError that names `peers` where torch waits for them in vain, RuntimeError where
-    it fails before.
-    """
+    """Raise RankLate for `peers` that torch has waited for in vain, RankGone where it fails before."""
     began = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         if time.monotonic() - began >= seconds:
             raise make_late_error(peers, seconds) from error
-        raise RuntimeError(
-            f"{name_ranks(peers)} of the group has ended or gave up: {error}"
-        ) from error
+        raise RankGone(f"{name_ranks(peers)} of the group has ended or gave up: {error}") from error
 
 
 class TorchTransport(ProcessTransport):

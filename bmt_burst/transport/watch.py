@@ -36,11 +36,13 @@ class Event(Protocol):
 class Watch:
     """Watches for as long as it is referred to.
 
-    find_lost_rank  says which rank takes no further part, "" while none is known not to
+    find_lost_rank  returns the error of a rank that takes no further part, None if all do
     event           makes an event
     """
 
-    def __init__(self, find_lost_rank: Callable[[], str], event: Callable[[], Event]):
+    def __init__(
+        self, find_lost_rank: Callable[[], RuntimeError | None], event: Callable[[], Event]
+    ):
         self.find_lost_rank, self.event = find_lost_rank, event
         self.calls: deque[tuple[str, Event]] = deque(maxlen=_REMEMBERED)
         threading.Thread(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from bmt_burst.errors import RankFailed, RankGone
+
 Result = TypeVar("Result")
 
 LOST_CONTACT = 4  # exit code of a rank that ends since another one is gone
-_GONE = re.compile(
-    "Connection (closed|reset|refused) by|Broken pipe|Socket closed|remote process exited"
-    "|rank [0-9]+( or [0-9]+)* of the group (has ended|gave up|did not make this call)"
-)
+# For a lost peer gloo and NCCL have no class of errors in torch. gloo's errors name its source file,
+# NCCL's their code.
+_LOST_PEER = ("gloo/transport", "ncclRemoteError")
 
 
 class RankError(RuntimeError):
@@ -59,5 +59,11 @@ def together(work: Callable[[], Result], raising: type[Exception] | None = None)
 
 
 def lost_contact(error: Exception) -> bool:
-    """Whether it is what gloo, NCCL or the attention say when a peer is gone."""
-    return isinstance(error, (RuntimeError, TimeoutError)) and bool(_GONE.search(str(error)))
+    """Whether another rank failed or is gone, as the attention, torch's store, gloo or NCCL report
+    it.
+    """
+    if isinstance(error, RankFailed | RankGone):
+        return True
+    if isinstance(error, dist.DistNetworkError):
+        return dist.is_initialized()
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in _LOST_PEER)

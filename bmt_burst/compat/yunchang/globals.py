@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...base.arguments import as_bool, as_int
+from ...errors import RanksDisagree
 from ...ranks.agreement import gather_terms, read_terms
 from ...ranks.groups import make_group
 from ...ranks.rings import Rings
@@ -80,7 +81,7 @@ def set_seq_parallel_pg(
     first, *others = read_terms(gather_terms(Rings(world, ALONE), "set_seq_parallel_pg", terms))
     for other, given in enumerate(others, 1):
         if given != first:
-            raise ValueError(
+            raise RanksDisagree(
                 f"ranks differ in set_seq_parallel_pg: rank 0 has {first}, rank {other} has {given}"
             )
     ulysses, ring, low = (
