@@ -435,12 +435,7 @@ def first_call_alone(rank: int, devices: str) -> list[str]:
 @pytest.mark.parametrize("devices", ["cpu", "cuda"])
 def test_who_does_not_make_the_first_call_is_named(devices):
     expected = (
-<<<<<<< HEAD
-        "TimeoutError: a call of burst_attn_func: rank 1 of the group did not make this call "
-        "within 1 s"
-=======
         "RankLate: a call of burst_attn_func: rank 1 of the group did not make this call within 1 s"
->>>>>>> cbcb1a0 (Raise errors about other ranks as classes of bmt_burst.errors)
     )
     for rank, (said, then) in enumerate(run_ranks(2, first_call_alone, devices)):
         assert "rank 0 of the group" in said if rank == 1 else said == expected

@@ -60,14 +60,9 @@ def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
         RankGone(
             "rank 3 of the group has ended, process 12 on here; its group is of no use any more"
         ),
-<<<<<<< HEAD
-        RuntimeError(
-            "rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on "
-            "with forward 2"
-=======
         RankFailed(
-            "rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on with forward 2"
->>>>>>> cbcb1a0 (Raise errors about other ranks as classes of bmt_burst.errors)
+            "rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on with "
+            "forward 2"
         ),
         RankLate("rank 3 of the group gave up waiting for others to make this call"),
         RankLate(

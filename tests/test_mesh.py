@@ -191,14 +191,10 @@ def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
         own = reason.replace("rank 2", f"rank {rank}")
         assert messages[3] == (f"RanksDisagree: {told}" if rank < 2 else f"ValueError: {own}")
         wrong = "TypeError: mesh must be a DeviceMesh, got ProcessGroup"
-<<<<<<< HEAD
         told = (
-            "ValueError: rank 2 of the group failed before init_sequence_parallel of a mesh: "
+            "RanksDisagree: rank 2 of the group failed before init_sequence_parallel of a mesh: "
             f"{wrong}"
         )
-=======
-        told = f"RanksDisagree: rank 2 of the group failed before init_sequence_parallel of a mesh: {wrong}"
->>>>>>> cbcb1a0 (Raise errors about other ranks as classes of bmt_burst.errors)
         assert messages[9] == (wrong if rank == 2 else told)
 
 

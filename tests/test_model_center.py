@@ -136,12 +136,8 @@ REFUSED = {
     "{'input_ids': (2, ",
     "dense mask": "ValueError: attention_mask must be (2, ",
     "two of them": "ValueError: length and mask all say what tokens see: give one of them",
-<<<<<<< HEAD
-    "length is of ranks": "ValueError: ranks differ in length: rank 0 has [37, 0], rank 1 has [37, "
-    "1]",
-=======
-    "length is of ranks": "RanksDisagree: ranks differ in length: rank 0 has [37, 0], rank 1 has [37, 1]",
->>>>>>> cbcb1a0 (Raise errors about other ranks as classes of bmt_burst.errors)
+    "length is of ranks": "RanksDisagree: ranks differ in length: rank 0 has [37, 0], rank 1 has "
+    "[37, 1]",
     "long": "ValueError: length counts the tokens of whole rows, 37 at most, got 38",
     "length's shape": "ValueError: length must be integers (2,), one for each whole row, got shape "
     "(1,)",
