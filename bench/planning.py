@@ -111,8 +111,8 @@ def plan_one(setting: Setting, backward: str, rng: random.Random) -> dict[str, f
     layout = timed("layout", lambda: layout_of(mask))
     timed("term", lambda: (layout.term, [layout.length(r) for r in range(setting.ranks)]))
     plan = load("ring").plan(problem(mask, layout, setting, backward), rank)
-    timed("forward", lambda: plan.forward_tour)
-    timed("backward", lambda: plan.backward_tour)
+    timed("forward", lambda: plan.forward_program)
+    timed("backward", lambda: plan.backward_program)
     return spent
 
 

@@ -73,13 +73,13 @@ def test_all_comes_in_one_stage_of_one_pass(size, inner, backward, monkeypatch):
     call = problem(Mask.causal(64 * size), Layout.zigzag(64 * size, size), inner, **sizes)
     for rank in range(size):
         gathered, ring = (load(name).plan(call, rank) for name in ("all-gather", "ring"))
-        for tour in (gathered.forward_tour, gathered.backward_tour):
-            assert len(tour.passes) == 1
-            assert [len(round_.stages) for round_ in tour.rounds] == [1] * (size // inner)
-            assert [event.do for event in tour.program].count("fetch") == size // inner
-        for tour in (ring.forward_tour, ring.backward_tour):
-            assert len(tour.passes) == 4
-            assert max(len(round_.stages) for round_ in tour.rounds) == inner - 1
+        for program in (gathered.forward_program, gathered.backward_program):
+            assert len(program.passes) == 1
+            assert [len(round_.stages) for round_ in program.rounds] == [1] * (size // inner)
+            assert [event.do for event in program.events].count("fetch") == size // inner
+        for program in (ring.forward_program, ring.backward_program):
+            assert len(program.passes) == 4
+            assert max(len(round_.stages) for round_ in program.rounds) == inner - 1
     assert str(gathered).startswith(f"rank {size - 1}, forward: KeysValues travel in 1 passes")
 
 

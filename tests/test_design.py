@@ -12,7 +12,7 @@ import re
 import pytest
 
 import bmt_burst
-from bmt_burst.strategies.ring.program import program
+from bmt_burst.strategies.ring.program import order_events
 from tests.helpers import ROOT
 
 PAGE = ROOT / "docs/design.md"
@@ -88,7 +88,7 @@ def test_an_event_waits_only_for_what_stands_before_it_in_the_list_of_all(passes
     """
     for rounds in range(1, 4):
         for stages in itertools.product(range(4), repeat=rounds):
-            events = list(program(passes, stages, returning))
+            events = list(order_events(passes, stages, returning))
             at = {event: number for number, event in enumerate(events)}
             assert len(at) == len(events)
             fetches = [event for event in events if event.do == "fetch"]

@@ -17,7 +17,7 @@ import torch
 from bmt_burst import Layout, Mask
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.strategies.ring.program import Event, program
+from bmt_burst.strategies.ring.program import Event, order_events
 from bmt_burst.transport import LANES
 from tests.helpers import problem, random_layout, random_mask
 
@@ -60,19 +60,19 @@ class Queue:
         self.released = collections.Counter()
         self.steps: list[Step] = []
 
-    def add(self, tour, call, change=lambda events: events):
-        """The steps of a tour, which is the ranks' call of that number; `change` may spoil the
+    def add(self, program, call, change=lambda events: events):
+        """The steps of a program, which is the ranks' call of that number; `change` may spoil the
         order of events.
         """
-        for event in change(tour.program):
-            self.steps += self._steps(tour, call, event)
+        for event in change(program.events):
+            self.steps += self._steps(program, call, event)
 
-    def _steps(self, tour, call, event):
+    def _steps(self, program, call, event):
         if event.do in ("own", "pack", "begin", "compute") or (
             event.do == "end" and event.stage < 0
         ):
             return [Step(event)]
-        round_ = tour.rounds[event.round]
+        round_ = program.rounds[event.round]
         if event.do in ("fetch", "return"):
             stage = round_.stages[event.stage]
             outgoing = stage.sends if event.do == "fetch" else stage.returns
@@ -90,7 +90,7 @@ class Queue:
         if event.do in ("collect", "end"):
             peers = {entry.peer for entry in round_.stages[event.stage].homecoming}
             return [self._arrival(event, "return", peers), self._release(event, "return")]
-        return self._between_hosts(tour, call, event)
+        return self._between_hosts(program, call, event)
 
     def _deliver(self, event, lane, peers):
         """Into the peers' slots, each once its owner has released what was there."""
@@ -123,11 +123,11 @@ class Queue:
         self.released[lane] += 1
         return Step(event, (), (("freed", lane, self.rank, self.released[lane]),))
 
-    def _between_hosts(self, tour, call, event):
+    def _between_hosts(self, program, call, event):
         """An exchange stands still until both ends of each of its messages are there, as NCCL's
         kernels do.
         """
-        round_ = tour.rounds[event.round]
+        round_ = program.rounds[event.round]
         place = self.rank % self.inner
         borrowed = (round_.root,) if round_.held_tokens else ()
         lent = (round_.lent_to * self.inner + place,) if round_.lent_tokens else ()
@@ -176,11 +176,11 @@ def random_plans(chance, size, inner):
 
 
 def queues_of(calls, inner, change=lambda events: events):
-    """Of all ranks, for tours of theirs, one call after the other."""
+    """Of all ranks, for programs of theirs, one call after the other."""
     queues = [Queue(rank, inner) for rank in range(len(calls[0]))]
-    for number, tours in enumerate(calls):
-        for queue, tour in zip(queues, tours, strict=True):
-            queue.add(tour, number, change)
+    for number, programs in enumerate(calls):
+        for queue, program in zip(queues, programs, strict=True):
+            queue.add(program, number, change)
     return queues
 
 
@@ -188,8 +188,8 @@ def orders(plans):
     """Forwards and backwards as they follow one another: of a layer each, of two layers, and with
     more computed.
     """
-    forwards = [[plan.forward_tour for plan in of_all] for of_all in plans]
-    backwards = [[plan.backward_tour for plan in of_all] for of_all in plans]
+    forwards = [[plan.forward_program for plan in of_all] for of_all in plans]
+    backwards = [[plan.backward_program for plan in of_all] for of_all in plans]
     return [
         [forwards[0], backwards[0], forwards[0], backwards[0]],
         [
@@ -221,9 +221,9 @@ def test_plans_of_several_passes_rounds_and_stages_were_among_them(monkeypatch):
         chance = random.Random(seed)
         monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", chance.choice((1, 1 << 18)))
         size, inner = RINGS[seed % len(RINGS)]
-        tour = random_plans(chance, size, inner)[0].backward_tour
-        stages = max((len(round_.stages) for round_ in tour.rounds), default=0)
-        found[min(len(tour.passes), 2), min(len(tour.rounds), 2), min(stages, 2)] += 1
+        program = random_plans(chance, size, inner)[0].backward_program
+        stages = max((len(round_.stages) for round_ in program.rounds), default=0)
+        found[min(len(program.passes), 2), min(len(program.rounds), 2), min(stages, 2)] += 1
     for kind in itertools.product((1, 2), (1, 2), (1, 2)):
         assert found[kind] > 3, (kind, found)
 
@@ -252,7 +252,7 @@ def swapped(first, second):
 
 def test_ranks_that_release_nothing_are_found_waiting(monkeypatch):
     plans = causal_plans(monkeypatch, 4, 4)
-    forward = [plan.forward_tour for plan in plans]
+    forward = [plan.forward_program for plan in plans]
     assert stuck(queues_of([forward] * 2, 4)) == {}
     queues = queues_of([forward] * 2, 4)
     queues[2].steps = [step for step in queues[2].steps if step.event.do != "free"]
@@ -264,10 +264,10 @@ def test_ranks_that_release_nothing_are_found_waiting(monkeypatch):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_waits_before_it_sends_is_found_waiting(size, monkeypatch):
     """All ranks wait for stage 0 to land before they let it go: nobody gets it."""
-    tours = [plan.forward_tour for plan in causal_plans(monkeypatch, size, size)]
+    programs = [plan.forward_program for plan in causal_plans(monkeypatch, size, size)]
     with pytest.raises(AssertionError, match="waits for a delivery that this rank has not begun"):
-        queues_of([tours], size, swapped("fetch", "land"))
-    queues = queues_of([tours], size)
+        queues_of([programs], size, swapped("fetch", "land"))
+    queues = queues_of([programs], size)
     for queue in queues:
         steps = queue.steps
         fetch = next(i for i, step in enumerate(steps) if step.event.do == "fetch")
@@ -280,7 +280,7 @@ def test_a_rank_that_waits_before_it_sends_is_found_waiting(size, monkeypatch):
 def test_hosts_that_exchange_in_unlike_orders_are_found_waiting(inner, monkeypatch):
     """One rank sends its share of the gradients before it has brought what the next round needs."""
     plans = causal_plans(monkeypatch, 3 * inner, inner)
-    backward = [plan.backward_tour for plan in plans]
+    backward = [plan.backward_program for plan in plans]
     assert stuck(queues_of([backward], inner)) == {}
     queues = queues_of([backward], inner)
     queues[0].steps = []
@@ -293,7 +293,7 @@ def test_gradients_that_are_not_waited_for_in_turn_are_found(monkeypatch):
     the next.
     """
     plans = causal_plans(monkeypatch, 4, 4, group_bytes=0)
-    backward = [plan.backward_tour for plan in plans]
+    backward = [plan.backward_program for plan in plans]
     queues = queues_of([backward], 4)
     for queue in queues:
         collect = next(i for i, step in enumerate(queue.steps) if step.event.do == "collect")
@@ -328,7 +328,7 @@ def test_every_event_has_what_it_needs_before_it(returning):
     home, is freed.
     """
     for passes, stages, _ in (shape for shape in SHAPES if shape[2] == returning):
-        at = places(program(passes, stages, returning))
+        at = places(order_events(passes, stages, returning))
         every = [
             (h, n, s) for h in range(passes) for n, count in enumerate(stages) for s in range(count)
         ]
@@ -369,7 +369,7 @@ def test_every_event_has_what_it_needs_before_it(returning):
 def test_no_lane_has_more_deliveries_than_it_has_slots(returning):
     for passes, stages, _ in (shape for shape in SHAPES if shape[2] == returning):
         begun = collections.Counter()
-        for event in program(passes, stages, returning):
+        for event in order_events(passes, stages, returning):
             begun["visit"] += {"fetch": 1, "free": -1}.get(event.do, 0)
             begun["return"] += {
                 "return": 1,
@@ -387,7 +387,7 @@ def test_what_comes_next_is_on_its_way_before_something_is_computed():
     computed.
     """
     for passes, stages, returning in SHAPES:
-        at = places(program(passes, stages, returning))
+        at = places(order_events(passes, stages, returning))
         for h, n, s in at["fetch"]:
             if s:
                 assert at["fetch"][h, n, s] < at["compute"][h, n, s - 1]
@@ -418,7 +418,7 @@ def work_of(plan: RingPlan) -> collections.Counter[str]:
 
     sys.settrace(count)
     try:
-        assert plan.forward_tour and plan.backward_tour
+        assert plan.forward_program and plan.backward_program
     finally:
         sys.settrace(before)
     return events

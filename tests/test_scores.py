@@ -22,7 +22,7 @@ from bmt_burst.scores import BY_DISTANCE, Scores
 from bmt_burst.sequence.tiling import Cut
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
-from bmt_burst.strategies.ring import RingPlan, Tour
+from bmt_burst.strategies.ring import Program, RingPlan
 from tests.helpers import (
     attention_errors,
     dense_results,
@@ -175,12 +175,14 @@ def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
             mask, layout, Spec(1.0), kernel, sizes, inner, size // inner, scores=added
         )
         problem = replace(problem, backward=chance.choice(("q", "kv")), biased_kernel=kernel)
-        for tour in (tour for rank in range(size) for tour in tours(problem, rank)):
-            own = tour.tokens(None, torch.device("cpu"))
-            for key, cuts in {None: tour.own, **tour.cuts}.items():
-                sides = own, tour.tokens(key, torch.device("cpu"))
+        for program in (program for rank in range(size) for program in programs(problem, rank)):
+            own = program.tokens(None, torch.device("cpu"))
+            for key, cuts in {None: program.own, **program.cuts}.items():
+                sides = own, program.tokens(key, torch.device("cpu"))
                 for cut in (cut for cut in cuts if cut.row == BY_DISTANCE):
-                    tiles = positions(cut, *(sides[::-1] if tour.payload.queries_travel else sides))
+                    tiles = positions(
+                        cut, *(sides[::-1] if program.payload.queries_travel else sides)
+                    )
                     steps = torch.cat([x.diff() for tile in tiles for x in tile])
                     assert (steps > 0).all(), (seed, key, cut)
                     apart = tuple(int(kv[0] - q[0]) for q, kv in tiles)
@@ -223,9 +225,9 @@ def test_what_biased_calls_share(backward, monkeypatch):
     assert all(tables[id(prepared)] is table for prepared, table in found)
 
 
-def tours(problem: Problem, rank: int) -> tuple[Tour, Tour]:
+def programs(problem: Problem, rank: int) -> tuple[Program, Program]:
     plan = RingPlan(problem, rank)
-    return plan.forward_tour, plan.backward_tour
+    return plan.forward_program, plan.backward_program
 
 
 def positions(

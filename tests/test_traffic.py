@@ -73,7 +73,7 @@ def test_a_pass_has_heads_enough_for_kernels_or_lets_a_whole_ring_come_at_once(t
         group_bytes=tokens * 64 * 128 * 2,
         **sizes,
     )
-    assert [len(RingPlan(call, rank).forward_tour.passes) for rank in range(4)] == [passes] * 4
+    assert [len(RingPlan(call, rank).forward_program.passes) for rank in range(4)] == [passes] * 4
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

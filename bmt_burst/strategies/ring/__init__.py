@@ -34,9 +34,9 @@ from ...scores import BY_DISTANCE
 from ...sequence.tiling import Cut, Tiling, by_columns, flipped, kernel_calls
 from .. import Plan, Problem, Sizes, Strategy
 from ..compute import Keys, Queries, QueryGradients
-from .executor import Backward, Forward, Pass, Tour, landing_positions
+from .executor import Backward, Forward, Pass, Program, landing_positions
 from .payload import KeysValues, Payload, QueriesTravel, backward_payload, of_heads
-from .program import program
+from .program import order_events
 from .routes import Landing, Routes
 from .schedule import Schedule
 from .timeline import Rates, Timeline, timeline
@@ -58,7 +58,7 @@ class Ring(Strategy):
 
 
 class RingPlan(Plan):
-    """The tours of a rank's forward and backward, made when they are needed.
+    """The programs of a rank's forward and backward, made when they are needed.
 
     `stage_bytes` are the most of travelling blocks that come in together, in place of the problem's
     group_bytes.
@@ -70,18 +70,18 @@ class RingPlan(Plan):
         self.schedule = Schedule(problem.inner, problem.outer)
 
     @functools.cached_property
-    def forward_tour(self) -> Tour:
-        return self._tour(KeysValues(), returning=False)
+    def forward_program(self) -> Program:
+        return self._make_program(KeysValues(), returning=False)
 
     @functools.cached_property
-    def backward_tour(self) -> Tour:
-        return self._tour(self._backward_payload, returning=True)
+    def backward_program(self) -> Program:
+        return self._make_program(self._backward_payload, returning=True)
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         return Forward(
-            self.forward_tour, KeysValues(), rings, Queries(q), Keys(k, v), table
+            self.forward_program, KeysValues(), rings, Queries(q), Keys(k, v), table
         ).result()
 
     def backward(
@@ -112,7 +112,9 @@ class RingPlan(Plan):
         asked for, delta.
         """
         payload = self._backward_payload
-        return Backward(self.backward_tour, payload, rings, queries, keys, table, row_lse).result()
+        return Backward(
+            self.backward_program, payload, rings, queries, keys, table, row_lse
+        ).result()
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         visit, home = self._most_bytes(KeysValues(), returning=False)[0], 0
@@ -126,12 +128,12 @@ class RingPlan(Plan):
         rates.
         """
         rates = rates or Rates()
-        return timeline(self.forward_tour, rates), timeline(
-            self.backward_tour, rates, returning=True
+        return timeline(self.forward_program, rates), timeline(
+            self.backward_program, rates, returning=True
         )
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, forward: {self.forward_tour}\nrank {self.rank}, backward: {self.backward_tour}"
+        return f"rank {self.rank}, forward: {self.forward_program}\nrank {self.rank}, backward: {self.backward_program}"
 
     @functools.cached_property
     def _backward_payload(self) -> KeysValues | QueriesTravel:
@@ -169,7 +171,7 @@ class RingPlan(Plan):
     def _kv_routes(self) -> Routes:
         return Routes(self._tiling, self.schedule, self.rank)
 
-    def _tour(self, payload: Payload, returning: bool) -> Tour:
+    def _make_program(self, payload: Payload, returning: bool) -> Program:
         problem, queries_travel = self.problem, payload.queries_travel
         routes = (
             Routes(self._tiling.transposed, self.schedule, self.rank)
@@ -205,7 +207,7 @@ class RingPlan(Plan):
             cuts |= {
                 (n, i): calls(stage.landings, stage.tokens) for i, stage in enumerate(round_.stages)
             }
-        return Tour(
+        return Program(
             problem=problem,
             rank=self.rank,
             payload=payload,
@@ -213,7 +215,9 @@ class RingPlan(Plan):
             passes=passes,
             rounds=rounds,
             cuts=cuts,
-            program=tuple(program(len(passes), [len(r.stages) for r in rounds] or [0], returning)),
+            events=tuple(
+                order_events(len(passes), [len(r.stages) for r in rounds] or [0], returning)
+            ),
         )
 
     def _passes(self, payload: Payload, routes: Routes, returning: bool) -> list[Pass]:

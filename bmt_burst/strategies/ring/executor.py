@@ -70,7 +70,7 @@ class Pass:
 
 
 @dataclass(frozen=True, eq=False)
-class Tour:
+class Program:
     """All that a rank does in a call or its backward, but for the tensors.
 
     own     kernel calls of the own block
@@ -85,7 +85,7 @@ class Tour:
     passes: Sequence[Pass]
     rounds: Sequence[Round]
     cuts: Mapping[tuple[int, int], Sequence[Cut]]
-    program: Sequence[Event]
+    events: Sequence[Event]
     # of fetches and returns, once they were made
     manifests: dict[Event, Manifest] = field(default_factory=dict)
 
@@ -117,7 +117,7 @@ class Tour:
         lines = [
             f"{type(self.payload).__name__} travel in {len(self.passes)} passes; pass, round, stage:"
         ]
-        for event in self.program:
+        for event in self.events:
             lines.append(f"  {event}{self._detail(event)}")
         return "\n".join(lines)
 
@@ -169,21 +169,21 @@ def _manifest(
 
 @functools.lru_cache(maxsize=8)  # large on GPUs where every step has scores of its own
 def _all_tokens(
-    tour: Tour, scores: Scores, device: torch.device, stream: torch.cuda.Stream | None
+    program: Program, scores: Scores, device: torch.device, stream: torch.cuda.Stream | None
 ) -> dict[tuple[int, int] | None, Tensor]:
-    """Return what `Tour.tokens` returns for each key, for work on `stream`, in one piece of memory."""
+    """Return what `Program.tokens` returns for each key, for work on `stream`, in one piece of memory."""
     positions: dict[tuple[int, int] | None, Tensor] = {
-        None: tour.problem.layout.positions(tour.rank)
+        None: program.problem.layout.positions(program.rank)
     }
-    positions |= {key: _positions(tour, *key) for key, cuts in tour.cuts.items() if cuts}
+    positions |= {key: _positions(program, *key) for key, cuts in program.cuts.items() if cuts}
     tokens = send_to_device(scores.tokens(torch.cat([*positions.values()])), device)
     parts = torch.split(tokens, [len(x) for x in positions.values()], 1)
     return dict(zip(positions, parts, strict=True))
 
 
-def _positions(tour: Tour, number: int, stage: int) -> Tensor:
+def _positions(program: Program, number: int, stage: int) -> Tensor:
     """Of the tokens of a stage, or with stage -1 of a root."""
-    round_ = tour.rounds[number]
+    round_ = program.rounds[number]
     if stage < 0:
         return landing_positions(round_.landings, round_.held_tokens)
     return landing_positions(round_.stages[stage].landings, round_.stages[stage].tokens)
@@ -206,7 +206,7 @@ def _describe(cuts: Sequence[Cut]) -> str:
 
 
 class Execution(ABC):
-    """Run a tour once: move blocks. Subclasses compute with them.
+    """Run a program once: move blocks. Subclasses compute with them.
 
     leaving  the side of the own block that others look at
 
@@ -214,8 +214,8 @@ class Execution(ABC):
     landed.
     """
 
-    def __init__(self, tour: Tour, rings: Rings, leaving: Side, device: torch.device):
-        self.tour, self.rings, self.leaving, self.device = tour, rings, leaving, device
+    def __init__(self, program: Program, rings: Rings, leaving: Side, device: torch.device):
+        self.program, self.rings, self.leaving, self.device = program, rings, leaving, device
         self.roots: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by pass and round
         self.crossing: list[tuple[Ticket, tuple[Tensor, ...]]] = []
         self.fetched: list[Delivery] = []
@@ -224,7 +224,7 @@ class Execution(ABC):
     def run(self) -> None:
         """Perform the program's events in order. If one fails, the transport is left in order."""
         try:
-            for event in self.tour.program:
+            for event in self.program.events:
                 self._perform(event)
         finally:
             self._let_go()
@@ -232,7 +232,7 @@ class Execution(ABC):
     def _perform(self, event: Event) -> None:
         match event.do:
             case "pack":
-                self.roots[event.number, 0] = self._leaving_part(event, self.tour.rounds[0].held)
+                self.roots[event.number, 0] = self._leaving_part(event, self.program.rounds[0].held)
             case "cross":
                 self._cross(event)
             case "fetch":
@@ -286,17 +286,17 @@ class Execution(ABC):
             ticket.wait()
 
     def _pass(self, event: Event) -> Pass:
-        return self.tour.passes[event.number]
+        return self.program.passes[event.number]
 
     def _round(self, event: Event) -> Round:
-        return self.tour.rounds[event.round]
+        return self.program.rounds[event.round]
 
     def _stage(self, event: Event) -> Stage:
         return self._round(event).stages[event.stage]
 
     def _leaving_part(self, event: Event, spans: Sequence[Span]) -> tuple[Tensor, ...]:
         """Return what travels of some own tokens, contiguous."""
-        pass_, payload = self._pass(event), self.tour.payload
+        pass_, payload = self._pass(event), self.program.payload
         if not any(map(length, spans)):
             return ()
         side = self.leaving.part(ALL, pass_.q if payload.queries_travel else pass_.kv)
@@ -318,7 +318,7 @@ class Execution(ABC):
         ticket.wait()
 
     def _fetch(self, event: Event) -> None:
-        manifest, root = self.tour.manifest(event), self.roots[event.number, event.round]
+        manifest, root = self.program.manifest(event), self.roots[event.number, event.round]
         parcels = [
             Parcel(root[index][row, start:stop], peer, offset)
             for (start, stop), peer, messages in manifest.departures
@@ -367,7 +367,7 @@ class Forward(Execution):
 
     def __init__(
         self,
-        tour: Tour,
+        program: Program,
         payload: KeysValues,
         rings: Rings,
         queries: Queries,
@@ -375,11 +375,11 @@ class Forward(Execution):
         table: Tensor | None,
     ):
         device = queries.q.device
-        tokens = tour.tokens(None, device)
+        tokens = program.tokens(None, device)
         self.queries, self.keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
-        super().__init__(tour, rings, self.keys, device)
+        super().__init__(program, rings, self.keys, device)
         self.payload = payload
-        self.attention = Attention.begin(tour.problem, queries.q, table)
+        self.attention = Attention.begin(program.problem, queries.q, table)
         self.parts: list[OutputPart] = []
 
     def result(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -389,21 +389,21 @@ class Forward(Execution):
 
     def _own(self) -> None:
         q = self.queries.q
-        self.parts = list(outputs(self.attention, self.tour.own, self.queries, self.keys))
+        self.parts = list(outputs(self.attention, self.program.own, self.queries, self.keys))
         if (
             is_whole(self.parts, q.shape[1])
             # else out does not know of the bias, only the merged one does
-            and not is_one_row(self.tour.own[0].row)
+            and not is_one_row(self.program.own[0].row)
             and self.parts[0][1].dtype == q.dtype
-            and (self.attention.writes_new_memory or not self.tour.passes)
+            and (self.attention.writes_new_memory or not self.program.passes)
         ):
             _, self.out, self.lse = self.parts[0]
-            if self.tour.passes:
+            if self.program.passes:
                 self.lse = self.lse.clone()
             return
         self.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.lse = empty_lse(q)
-        if not self.tour.passes:
+        if not self.program.passes:
             self._merge_from_own(ALL).result()
 
     def _begin(self, event: Event) -> None:
@@ -422,15 +422,15 @@ class Forward(Execution):
 
     def _merge_from_own(self, heads: slice) -> Outputs:
         """Return the sum of some heads, begun with the own block's share."""
-        limit = _OUTPUTS_WAITING * self.tour.problem.group_bytes
+        limit = _OUTPUTS_WAITING * self.program.problem.group_bytes
         parts = ((spans, out[:, :, heads], lse[:, heads]) for spans, out, lse in self.parts)
         return Outputs(self.out[:, :, heads], self.lse[:, heads], limit, parts)
 
     def _attend(self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]) -> None:
         heads = self._pass(event).q
-        block = self.payload.arrive(tensors, self.tour.tokens(key, self.device))
+        block = self.payload.arrive(tensors, self.program.tokens(key, self.device))
         queries = self.queries.part(ALL, heads)
-        for part in outputs(self.attention.of_heads(heads), self.tour.cuts[key], queries, block):
+        for part in outputs(self.attention.of_heads(heads), self.program.cuts[key], queries, block):
             self.merged.add(*part)
 
 
@@ -449,7 +449,7 @@ class Backward(Execution):
 
     def __init__(
         self,
-        tour: Tour,
+        program: Program,
         payload: KeysValues | QueriesTravel,
         rings: Rings,
         queries: QueryGradients,
@@ -458,14 +458,14 @@ class Backward(Execution):
         row_lse: Tensor | None,
     ):
         device = queries.q.device
-        tokens = tour.tokens(None, device)
+        tokens = program.tokens(None, device)
         queries, keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
-        if table is not None and tour.problem.takes_delta:
+        if table is not None and program.problem.takes_delta:
             # which the table's gradient needs; many calls need not gather out
             queries = queries.with_delta()
-        super().__init__(tour, rings, queries if payload.queries_travel else keys, device)
+        super().__init__(program, rings, queries if payload.queries_travel else keys, device)
         self.payload, self.queries, self.keys = payload, queries, keys
-        self.attention = AttentionGradient.begin(tour.problem, queries, table, row_lse)
+        self.attention = AttentionGradient.begin(program.problem, queries, table, row_lse)
         self.inputs = queries.q, keys.k, keys.v
         self.own_parts: tuple[list[Part], ...] = ([], [], [])
         self.grads: list[Tensor] = []
@@ -506,7 +506,7 @@ class Backward(Execution):
 
     def _own(self) -> None:
         for rows, columns, grads in gradients(
-            self.attention, self.tour.own, self.queries, self.keys
+            self.attention, self.program.own, self.queries, self.keys
         ):
             for parts, spans, grad in zip(
                 self.own_parts, (rows, columns, columns), grads, strict=True
@@ -517,7 +517,7 @@ class Backward(Execution):
             self.grads.append(
                 parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x)
             )
-        if not self.tour.passes:
+        if not self.program.passes:
             for total in self._sum_from_own(ALL, ALL):
                 total.result()
 
@@ -536,7 +536,7 @@ class Backward(Execution):
         return sums
 
     def _limit(self) -> int:
-        return int(_GRADIENTS_WAITING * self.tour.problem.group_bytes)
+        return int(_GRADIENTS_WAITING * self.program.problem.group_bytes)
 
     def _open(self, event: Event) -> None:
         if tensors := self._root_tensors(event):
@@ -556,15 +556,15 @@ class Backward(Execution):
         """Add gradients of the side that stays to its sums; yield those of the travelling side, and
         its spans.
         """
-        tour, pass_, payload = self.tour, self._pass(event), self.payload
-        tokens = tour.tokens(key, self.device)
+        program, pass_, payload = self.program, self._pass(event), self.payload
+        tokens = program.tokens(key, self.device)
         if isinstance(payload, QueriesTravel):
-            queries = payload.arrive(tensors, tokens, tour.problem.takes_delta)
+            queries = payload.arrive(tensors, tokens, program.problem.takes_delta)
             keys = self.keys.part(ALL, pass_.kv)
         else:
             queries, keys = self.queries.part(ALL, pass_.q), payload.arrive(tensors, tokens)
         attention = self.attention.of_heads(pass_.q)
-        for rows, columns, (dq, dk, dv) in gradients(attention, tour.cuts[key], queries, keys):
+        for rows, columns, (dq, dk, dv) in gradients(attention, program.cuts[key], queries, keys):
             of_queries, of_keys = ((dq,), rows), ((dk, dv), columns)
             going, staying = (
                 (of_queries, of_keys) if payload.queries_travel else (of_keys, of_queries)
@@ -573,7 +573,7 @@ class Backward(Execution):
             yield going
 
     def _return(self, event: Event) -> None:
-        manifest, packing = self.tour.manifest(event), self._pass(event).return_packing
+        manifest, packing = self.program.manifest(event), self._pass(event).return_packing
         parcels: list[Parcel] = []
         for span, peer, messages in manifest.departures:
             grads = [
@@ -615,7 +615,7 @@ class Backward(Execution):
         return sums
 
     def _leave(self, event: Event) -> None:
-        round_, dtype = self._round(event), self.tour.problem.sizes.partial
+        round_, dtype = self._round(event), self.program.problem.sizes.partial
         share = (
             [total.result(dtype) for total in self._sums_of_root(event)]
             if round_.held_tokens

@@ -61,7 +61,7 @@ class Event(NamedTuple):
         return f"{self.do:<8} {self.number} {self.round} {self.stage}"
 
 
-def program(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Event]:
+def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Event]:
     """The events of a rank in `passes` over a ring whose rounds have so many stages; `returning` if
     gradients do.
 

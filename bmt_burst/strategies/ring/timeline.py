@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ...sequence.mask import Slice
 from ...sequence.tile import KernelCall
 from ...sequence.tiling import Cut
-from .executor import Tour
+from .executor import Program
 from .program import Do, Event
 
 _WIDTH = 72  # characters of a drawing
@@ -85,8 +85,8 @@ class Timeline(NamedTuple):
         return "".join(cells)
 
 
-def timeline(tour: Tour, rates: Rates, returning: bool = False) -> Timeline:
-    """Compute when each event of a tour starts and ends; `returning` for a backward's tour."""
+def timeline(program: Program, rates: Rates, returning: bool = False) -> Timeline:
+    """Compute when each event of a program starts and ends; `returning` for a backward's program."""
     intervals: list[Interval] = []
     free = dict.fromkeys(_ROWS, 0.0)  # when each row is free
     done: dict[Event, float] = {}  # when what was started ends
@@ -102,39 +102,45 @@ def timeline(tour: Tour, rates: Rates, returning: bool = False) -> Timeline:
         return done.get(event._replace(do=do), 0.0)
 
     factor = _BACKWARD if returning else 1.0
-    work = 4 * tour.problem.sizes.batch * tour.problem.sizes.head_size * factor / rates.operations
-    for event in tour.program:
-        heads = _heads(tour, event)
+    work = (
+        4
+        * program.problem.sizes.batch
+        * program.problem.sizes.head_size
+        * factor
+        / rates.operations
+    )
+    for event in program.events:
+        heads = _heads(program, event)
         if event.do == "own":
-            occupy("compute", event, work * tour.problem.sizes.heads * _pairs(tour.own))
+            occupy("compute", event, work * program.problem.sizes.heads * _pairs(program.own))
         elif event.do in ("open", "compute"):
             arrived = at(event, "cross") if event.do == "open" else at(event, "fetch")
-            cuts = tour.cuts[event.round, event.stage if event.do == "compute" else -1]
+            cuts = program.cuts[event.round, event.stage if event.do == "compute" else -1]
             done[event] = occupy("compute", event, work * heads * _pairs(cuts), arrived)
         elif event.do == "fetch":
             buffer_read = at(event._replace(stage=event.stage - 2), "compute")  # there are two
             done[event] = occupy(
-                "visit", event, tour.manifest(event).nbytes / rates.bytes, buffer_read
+                "visit", event, program.manifest(event).nbytes / rates.bytes, buffer_read
             )
         elif event.do == "return":
             done[event] = occupy(
-                "return", event, tour.manifest(event).nbytes / rates.bytes, at(event, "compute")
+                "return", event, program.manifest(event).nbytes / rates.bytes, at(event, "compute")
             )
         elif event.do in ("collect", "end") and event.stage >= 0 and returning:
             free["compute"] = max(free["compute"], at(event, "return"))
         elif event.do == "cross":
-            tokens = tour.rounds[event.round].held_tokens
-            nbytes = tour.passes[event.number].packing.nbytes(tokens)
+            tokens = program.rounds[event.round].held_tokens
+            nbytes = program.passes[event.number].packing.nbytes(tokens)
             done[event] = occupy("host", event, nbytes / rates.host_bytes)
-    return Timeline(tour.rank, intervals)
+    return Timeline(program.rank, intervals)
 
 
-def _heads(tour: Tour, event: Event) -> int:
+def _heads(program: Program, event: Event) -> int:
     """Count the query heads of an event's pass."""
-    if not tour.passes:
-        return tour.problem.sizes.heads
-    heads = tour.passes[event.number].q
-    return len(range(*heads.indices(tour.problem.sizes.heads)))
+    if not program.passes:
+        return program.problem.sizes.heads
+    heads = program.passes[event.number].q
+    return len(range(*heads.indices(program.problem.sizes.heads)))
 
 
 def _pairs(cuts: Sequence[Cut]) -> int:
