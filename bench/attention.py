@@ -62,7 +62,7 @@ from bench.implementations import (
 from bench.machine import GIB, Machine, record
 from bmt_burst import Mask, SequenceParallel, init_sequence_parallel
 from bmt_burst.scores import is_one_row
-from bmt_burst.transport import Arrival, Parcel
+from bmt_burst.transport import Arrival, Put
 from bmt_burst.transport.torch_dist import TorchTransport
 
 _ROUNDS = 3
@@ -297,11 +297,11 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
         dist.all_gather(slots, mine, group=sp.process_group)
 
     def deliver(distances) -> None:
-        parcels = [Parcel(mine, (sp.rank + d) % sp.size, sp.rank * size) for d in distances]
+        puts = [Put(mine, (sp.rank + d) % sp.size, sp.rank * size) for d in distances]
         arrivals = [
             Arrival(source := (sp.rank - d) % sp.size, source * size, size) for d in distances
         ]
-        delivery = transport.deliver("visit", size * sp.size, parcels, arrivals, machine.device)
+        delivery = transport.deliver("visit", size * sp.size, puts, arrivals, machine.device)
         delivery.wait()
         delivery.release()
 

@@ -14,7 +14,7 @@ import torch
 
 from bmt_burst import Layout, Mask, burst_attn_func, kernels, simulate
 from bmt_burst.strategies import ring as ring_strategy
-from bmt_burst.transport import LANES, Arrival, Parcel
+from bmt_burst.transport import LANES, Arrival, Put
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.simulator import SimulatedRing
 from tests.helpers import (
@@ -139,8 +139,8 @@ class EngineRing(SimulatedRing):
                 self.gather(b"")
 
     def _deliver(self, lane, nbytes, sends, arrivals, device):
-        for parcel in sends:
-            self.traffic.append((parcel.peer, parcel.tensor.nbytes))
+        for put in sends:
+            self.traffic.append((put.peer, put.tensor.nbytes))
         return self.engines.deliver(lane, nbytes, sends, arrivals)
 
 
@@ -187,8 +187,8 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait(count):
-    """With streams that compute late, as on a GPU: they fill each parcel, read what came, and spoil
-    the parcel.
+    """With streams that compute late, as on a GPU: they fill each put, read what came, and spoil
+    the put.
 
     A rank that reads late keeps its peer from the slot, also if the next one is read before, on
     another stream.
@@ -207,11 +207,11 @@ def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait(count):
         peer, seen, under_way = 1 - ring.rank, {}, []
         for value in range(12):
             current = streams[value % count]
-            parcel = Parcel(torch.full((64,), 255, dtype=torch.uint8), peer, 0)
+            put = Put(torch.full((64,), 255, dtype=torch.uint8), peer, 0)
             current.work.put(lambda: time.sleep(2e-3))
-            current.work.put(lambda x=parcel.tensor, value=value: x.fill_(value))
+            current.work.put(lambda x=put.tensor, value=value: x.fill_(value))
             under_way.append(
-                (engines.deliver("visit", 64, [parcel], [Arrival(peer, 0, 64)]), parcel.tensor)
+                (engines.deliver("visit", 64, [put], [Arrival(peer, 0, 64)]), put.tensor)
             )
             if len(under_way) == LANES["visit"]:
                 delivery, sent = under_way.pop(0)

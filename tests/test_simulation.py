@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import burst_attn_func, shard, simulate, unshard
-from bmt_burst.transport import Parcel
+from bmt_burst.transport import Put
 from bmt_burst.transport.simulator import Aborted
 from tests.helpers import random_qkv, relative_error, ring_arguments
 
@@ -265,8 +265,8 @@ def test_a_parcel_that_is_not_contiguous_is_refused():
 
     def work(ring):
         ring.reserve({"visit": 64, "return": 0}, torch.device("cpu"))
-        parcel = Parcel(torch.zeros(2, 4, dtype=torch.float32)[:, :2], 1 - ring.rank, 0)
-        ring.deliver("visit", 64, [parcel], [], torch.device("cpu"))
+        put = Put(torch.zeros(2, 4, dtype=torch.float32)[:, :2], 1 - ring.rank, 0)
+        ring.deliver("visit", 64, [put], [], torch.device("cpu"))
 
     with pytest.raises(AssertionError, match="taken as they lie"):
         simulate(2, work)

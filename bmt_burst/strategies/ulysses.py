@@ -36,7 +36,7 @@ from ..merging.merge import Gradients, accumulator_dtype, lse_and_delta, query_r
 from ..ranks.rings import Rings
 from ..sequence.layout import Layout
 from ..sequence.span import Span, length
-from ..transport import ALONE, Arrival, Parcel, Transport
+from ..transport import ALONE, Arrival, Put, Transport
 from ..transport.packing import Packing
 from . import Plan, Problem, Strategy
 from .compute import ALL, Keys, QueryGradients
@@ -186,15 +186,15 @@ class Move:
         """Sends tensors own[r] to each rank r; yields those from each, own[rank] among them, good
         in the context.
         """
-        parcels = [
-            Parcel(own[to][i][row].contiguous(), to, at)
+        puts = [
+            Put(own[to][i][row].contiguous(), to, at)
             for to, i, row, at, _ in self._messages(leaving=True)
         ]
         arrivals = [
             Arrival(peer, at, nbytes) for peer, _, _, at, nbytes in self._messages(leaving=False)
         ]
         delivery = transport.deliver(
-            self.lane, self.nbytes, parcels, arrivals, own[self.rank][0].device
+            self.lane, self.nbytes, puts, arrivals, own[self.rank][0].device
         )
         try:
             delivery.wait()

@@ -43,7 +43,7 @@ class Ticket(Protocol):
         """
 
 
-class Parcel(NamedTuple):
+class Put(NamedTuple):
     """A contiguous tensor for a rank, and where it lands: bytes from the start of what that rank
     receives into.
     """
@@ -63,7 +63,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Delivery:
-    """What an exchange of parcels brings: lands in `memory` (bytes, uint8).
+    """What an exchange of puts brings: lands in `memory` (bytes, uint8).
 
     recycled  whether memory will be written to again once it is released; else it lasts while it is
               referred to
@@ -132,7 +132,7 @@ class Transport(ABC):
         self,
         lane: str,
         nbytes: int,
-        sends: Sequence[Parcel],
+        sends: Sequence[Put],
         arrivals: Sequence[Arrival],
         device: torch.device,
     ) -> Delivery:

@@ -5,9 +5,9 @@ Each rank has an arena that its peers can write to (torch's symmetric memory). F
 holds slots, which deliveries take in turn, and flags. Delivery n of a lane:
 
     sender      waits until the receiver has read delivery n - slots (its own flag `freed`), copies
-                each parcel to its place in the receiver's slot, then writes n to the receiver's
+                each put to its place in the receiver's slot, then writes n to the receiver's
                 flag `arrived`; on a stream of its own
-    receiver    `wait` lets the current stream wait for `arrived` of those that it expects parcels
+    receiver    `wait` lets the current stream wait for `arrived` of those that it expects puts
                 from; `release` lets it write n to everyone's flag `freed`
 
 Streams wait and write, by the driver's stream memory operations; the host never does, and no kernel
@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Parcel, as_bytes
+from . import LANES, Arrival, Delivery, Put, as_bytes
 
 _FLAG_BYTES = 128  # flags are this far apart
 # slots are a multiple of this, so that growing by little does not mean a new arena
@@ -133,7 +133,7 @@ class CopyEngines:
         return [self.device.synchronize, allocate, connect, try_out]
 
     def deliver(
-        self, lane: str, nbytes: int, sends: Sequence[Parcel], arrivals: Sequence[Arrival]
+        self, lane: str, nbytes: int, sends: Sequence[Put], arrivals: Sequence[Arrival]
     ) -> Delivery:
         """As Transport.deliver."""
         return self.lanes[lane].deliver(
@@ -167,14 +167,14 @@ class _Lane:
         self.arrived_there = [self._flag(peer, 2 * rank) for peer in peers]
         self.freed_there = [self._flag(peer, 2 * rank + 1) for peer in peers if peer != rank]
 
-    def deliver(self, nbytes: int, sends: Sequence[Parcel], sources: list[int]) -> Delivery:
+    def deliver(self, nbytes: int, sends: Sequence[Put], sources: list[int]) -> Delivery:
         assert nbytes <= self.slot_bytes, f"{nbytes} bytes are for a slot of {self.slot_bytes}"
         self.number += 1
         start = self.number % self.slots * self.slot_bytes
-        self.stream.follow(self.device.current().record())  # by then the parcels are ready
-        for peer in dict.fromkeys(parcel.peer for parcel in sends):
+        self.stream.follow(self.device.current().record())  # by then the puts are ready
+        for peer in dict.fromkeys(put.peer for put in sends):
             self.stream.wait([self.freed[peer]], self.number - self.slots)
-            for tensor, _, offset in (parcel for parcel in sends if parcel.peer == peer):
+            for tensor, _, offset in (put for put in sends if put.peer == peer):
                 source = as_bytes(tensor)
                 at = start + offset
                 self.stream.copy(self.parts[peer][at : at + source.numel()], source)
@@ -216,7 +216,7 @@ class _Arrivals:
     number: int
     sources: list[int]
     departed: object
-    sends: Sequence[Parcel]
+    sends: Sequence[Put]
 
     def wait(self) -> None:
         current = self.lane.device.current()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import MESSAGE_BYTES, Arrival, Delivery, Parcel, Transport
+from . import MESSAGE_BYTES, Arrival, Delivery, Put, Transport
 from .copy_engine import CopyEngines, CudaStream, Device
 from .host_memory import HostMemory, open_host_memory
 from .watch import Watch
@@ -145,7 +145,7 @@ class ProcessTransport(Transport):
         self,
         lane: str,
         nbytes: int,
-        sends: Sequence[Parcel],
+        sends: Sequence[Put],
         arrivals: Sequence[Arrival],
         device: torch.device,
     ) -> Delivery:

@@ -2,7 +2,7 @@
 
 `bmt_burst.simulate` runs the threads. Their ring is stricter than a real network. A receive buffer
 holds NaN bytes until the exchange is waited for, and so does what was delivered once it is
-released. Errors are: a send buffer that changed in flight, a parcel that is not contiguous or not
+released. Errors are: a send buffer that changed in flight, a put that is not contiguous or not
 for the place where its receiver expects one, a delivery while
 too many are unreleased. It counts: `ring.traffic` lists (peer, bytes) of every message sent.
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailed
-from . import LANES, Arrival, Delivery, Messages, Parcel, Ticket, Transport, as_bytes
+from . import LANES, Arrival, Delivery, Messages, Put, Ticket, Transport, as_bytes
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
@@ -185,7 +185,7 @@ class SimulatedRing(Transport):
         self,
         lane: str,
         nbytes: int,
-        sends: Sequence[Parcel],
+        sends: Sequence[Put],
         arrivals: Sequence[Arrival],
         device: torch.device,
     ) -> _Delivery:
@@ -196,9 +196,9 @@ class SimulatedRing(Transport):
         assert nbytes <= self.reserved[lane], (
             f"{nbytes} bytes on lane {lane}, reserved are {self.reserved[lane]}"
         )
-        for parcel in sends:
-            assert parcel.tensor.is_contiguous(), "a parcel's bytes are taken as they lie"
-            self.put(parcel.peer, (parcel.offset, parcel.tensor.nbytes), "place", lane)
+        for put in sends:
+            assert put.tensor.is_contiguous(), "a put's bytes are taken as they lie"
+            self.put(put.peer, (put.offset, put.tensor.nbytes), "place", lane)
         delivery = self._deliver(lane, nbytes, sends, arrivals, device)
         guards = {
             "delivery": delivery,
@@ -216,9 +216,9 @@ class SimulatedRing(Transport):
 
 @dataclass
 class _Imagined:
-    """The ticket of a delivery that nobody makes; holds the parcels as if they had to leave."""
+    """The ticket of a delivery that nobody makes; holds the puts as if they had to leave."""
 
-    sends: Sequence[Parcel]
+    sends: Sequence[Put]
 
     def wait(self) -> None:
         self.sends = ()
@@ -260,7 +260,7 @@ class ImaginedRing(Transport):
         self,
         lane: str,
         nbytes: int,
-        sends: Sequence[Parcel],
+        sends: Sequence[Put],
         arrivals: Sequence[Arrival],
         device: torch.device,
     ) -> Delivery:

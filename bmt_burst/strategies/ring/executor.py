@@ -33,7 +33,7 @@ from ...ranks.rings import Rings
 from ...scores import Scores, is_one_row
 from ...sequence.span import Span, length, shifted
 from ...sequence.tiling import Cut
-from ...transport import Arrival, Delivery, Parcel, Ticket
+from ...transport import Arrival, Delivery, Put, Ticket
 from ...transport.packing import Packing
 from .. import Problem
 from ..compute import (
@@ -319,12 +319,12 @@ class Execution(ABC):
 
     def _fetch(self, event: Event) -> None:
         manifest, root = self.program.manifest(event), self.roots[event.number, event.round]
-        parcels = [
-            Parcel(root[index][row, start:stop], peer, offset)
+        puts = [
+            Put(root[index][row, start:stop], peer, offset)
             for (start, stop), peer, messages in manifest.departures
             for index, row, offset in messages
         ]
-        self.fetched.append(self._deliver("visit", manifest, parcels))
+        self.fetched.append(self._deliver("visit", manifest, puts))
 
     def _land(self, event: Event) -> None:
         self.landed.append(self.fetched.pop(0))
@@ -347,10 +347,8 @@ class Execution(ABC):
         """Start an exchange between hosts."""
         return self.rings.outer.exchange([(x, to) for x in sends], [(x, source) for x in recvs])
 
-    def _deliver(self, lane: str, manifest: Manifest, parcels: Sequence[Parcel]) -> Delivery:
-        return self.rings.inner.deliver(
-            lane, manifest.nbytes, parcels, manifest.arrivals, self.device
-        )
+    def _deliver(self, lane: str, manifest: Manifest, puts: Sequence[Put]) -> Delivery:
+        return self.rings.inner.deliver(lane, manifest.nbytes, puts, manifest.arrivals, self.device)
 
 
 class Forward(Execution):
@@ -574,18 +572,17 @@ class Backward(Execution):
 
     def _return(self, event: Event) -> None:
         manifest, packing = self.program.manifest(event), self._pass(event).return_packing
-        parcels: list[Parcel] = []
+        puts: list[Put] = []
         for span, peer, messages in manifest.departures:
             grads = [
                 sum_parts(parts, span, packing.batch, *row, self.device)
                 for parts, row in zip(self.computed, packing.rows, strict=True)
             ]
-            parcels += [
-                Parcel(grads[index][row].contiguous(), peer, offset)
-                for index, row, offset in messages
+            puts += [
+                Put(grads[index][row].contiguous(), peer, offset) for index, row, offset in messages
             ]
         self.computed = []
-        self.returning.append(self._deliver("return", manifest, parcels))
+        self.returning.append(self._deliver("return", manifest, puts))
 
     def _collect(self, event: Event) -> None:
         sums = self._add_returned(event)
