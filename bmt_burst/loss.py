@@ -67,7 +67,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         lse = torch.full(labels.shape, -torch.inf, dtype=wide, device=hidden.device)
         target = torch.zeros_like(lse)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _cut(len(labels), _TILE_TOKENS):
+            for rows in _split_range(len(labels), _TILE_TOKENS):
                 for part, entries, first in _tiles(weights):
                     logits = hidden[rows] @ weights[part][entries].T
                     lse[rows] = torch.logaddexp(lse[rows], _logsumexp(logits))
@@ -106,7 +106,7 @@ def _gradients(
         torch.zeros_like(x) if is_wanted else None
         for x, is_wanted in zip(weights, wanted[1:], strict=True)
     ]
-    for rows in _cut(len(labels), _TILE_TOKENS):
+    for rows in _split_range(len(labels), _TILE_TOKENS):
         total = torch.zeros_like(hidden[rows], dtype=lse.dtype)
         for part, entries, first in _tiles(weights):
             weight, dweight = weights[part][entries], dweights[part]
@@ -192,7 +192,7 @@ def _check_labels(labels: Tensor, rows: Tensor, vocabulary: int) -> None:
         raise ValueError(f"label {int(labels[outside][0])} is not in a vocabulary of {vocabulary}")
 
 
-def _cut(count: int, width: int) -> Iterator[slice]:
+def _split_range(count: int, width: int) -> Iterator[slice]:
     return (slice(start, min(start + width, count)) for start in range(0, count, width))
 
 
@@ -202,7 +202,7 @@ def _tiles(weights: Sequence[Tensor]) -> Iterator[tuple[int, slice, int]]:
     """
     before = 0
     for part, weight in enumerate(weights):
-        for entries in _cut(len(weight), _TILE_ENTRIES):
+        for entries in _split_range(len(weight), _TILE_ENTRIES):
             yield part, entries, before + entries.start
         before += len(weight)
 

@@ -235,7 +235,9 @@ class Scores:
         for row in by_area[:-_MOST_TERMS]:
             areas.setdefault(None, []).extend(areas.pop(row))
         order = sorted(areas, key=lambda row: -2 if row is None else row)
-        return tuple(Term(row, Mask(self.seq_len, tuple(_joined(areas[row])))) for row in order)
+        return tuple(
+            Term(row, Mask(self.seq_len, tuple(_join_slices(areas[row])))) for row in order
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scores) and self.digest == other.digest
@@ -408,7 +410,7 @@ def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
     return torch.cat((bucket.flip(0), bucket[1:] + half))
 
 
-def _joined(slices: Sequence[Slice]) -> list[Slice]:
+def _join_slices(slices: Sequence[Slice]) -> list[Slice]:
     """The same pairs in fewer slices: those side by side that differ in their keys, or in their
     queries, alone.
     """

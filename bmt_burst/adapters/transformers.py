@@ -426,15 +426,15 @@ class _Call:
         }
         for name in _OF_TOKENS:
             if name in part:
-                part[name] = self._cut(part[name])
+                part[name] = self._shard_rows(part[name])
         tokens = next(part[name] for name in _OF_TOKENS if name in part)
         whole = part.get(
             "position_ids", torch.arange(self.seq_len, device=tokens.device).unsqueeze(0)
         )
-        part["position_ids"] = self._cut(whole)
-        return part if targets is None else part | {"labels": self._cut(targets)}
+        part["position_ids"] = self._shard_rows(whole)
+        return part if targets is None else part | {"labels": self._shard_rows(targets)}
 
-    def _cut(self, x: Tensor) -> Tensor:
+    def _shard_rows(self, x: Tensor) -> Tensor:
         """This rank's part of x (B, S, ...) or (1, S)."""
         if isinstance(self._layouts, Layout):
             return self._layouts.shard(x, self._rank, 1)

@@ -102,7 +102,7 @@ class Fa4Kernel(Kernel):
             tensors = (pack(x) for x in (q, k, v))
             out, lse, *_ = forward(*tensors, **options, **_packed_options(call, q))
             out, lse = unpack(out, len(q)), unpack_rows(lse, len(q))
-        return _cut(out, head_size), lse
+        return _drop_padding(out, head_size), lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
         backward, head_size = _functions()[1], q.shape[-1]
@@ -132,7 +132,7 @@ class Fa4Kernel(Kernel):
                 *tensors, pack_rows(lse).contiguous(), **options, **_packed_options(call, q)
             )[:3]
             grads = (unpack(grad, len(q)) for grad in grads)
-        return *(_cut(grad, head_size) for grad in grads), *table
+        return *(_drop_padding(grad, head_size) for grad in grads), *table
 
 
 def _padded(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -148,7 +148,7 @@ def _padded(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
-def _cut(x: Tensor, head_size: int) -> Tensor:
+def _drop_padding(x: Tensor, head_size: int) -> Tensor:
     return x if x.shape[-1] == head_size else x[..., :head_size]
 
 

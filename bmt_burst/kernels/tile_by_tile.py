@@ -176,7 +176,7 @@ def _alike(blocks: list[Blocks]) -> Iterator[Blocks]:
     kinds: dict[tuple[BlockKind, int, int], list[Blocks]] = {}
     for block in blocks:
         found = kinds.setdefault((block.shape, length(block.q), length(block.kv)), [])
-        if not found or (joined := _joined(found[-1], block)) is None:
+        if not found or (joined := _join_blocks(found[-1], block)) is None:
             found.append(block)
         else:
             found[-1] = joined
@@ -184,7 +184,7 @@ def _alike(blocks: list[Blocks]) -> Iterator[Blocks]:
         yield from found
 
 
-def _joined(blocks: Blocks, block: Blocks) -> Blocks | None:
+def _join_blocks(blocks: Blocks, block: Blocks) -> Blocks | None:
     """All of them, if one more follows at the same distance and overlaps none on either side; else
     None.
     """
@@ -233,14 +233,14 @@ def _forwards(x: Tensor, blocks: Blocks, tokens: int) -> Tensor:
 
 
 def _cut_queries(x: Tensor, blocks: Blocks) -> Tensor:
-    return _cut(x, blocks.q, blocks.count, blocks.q_step)
+    return _cut_ranges(x, blocks.q, blocks.count, blocks.q_step)
 
 
 def _cut_keys(x: Tensor, blocks: Blocks) -> Tensor:
-    return _cut(x, blocks.kv, blocks.count, blocks.kv_step)
+    return _cut_ranges(x, blocks.kv, blocks.count, blocks.kv_step)
 
 
-def _cut(x: Tensor, first: Span, count: int, step: int) -> Tensor:
+def _cut_ranges(x: Tensor, first: Span, count: int, step: int) -> Tensor:
     """A view of (B, S, ...) as (B, count, tokens, ...): `count` ranges of tokens, `step` apart."""
     if count == 1:
         return x[:, slice(*first)].unsqueeze(1)

@@ -157,7 +157,7 @@ class Mask:
         Tokens in no slice are a part for each gap between the others.
         """
         found, at = [], 0
-        for start, stop in _joined(self.slices):
+        for start, stop in _connect_slices(self.slices):
             found += [(at, start)] * (at < start) + [(start, stop)]
             at = stop
         return tuple(found + [(at, self.seq_len)] * (at < self.seq_len))
@@ -318,7 +318,7 @@ def _moved(s: Slice, by: int) -> Slice:
     return s._replace(q=shifted(s.q, by), kv=shifted(s.kv, by))
 
 
-def _joined(slices: Sequence[Slice]) -> tuple[Span, ...]:
+def _connect_slices(slices: Sequence[Slice]) -> tuple[Span, ...]:
     """Ranges of positions that slices connect, rising."""
     found: list[Span] = []
     for start, stop in sorted((min(s.q[0], s.kv[0]), max(s.q[1], s.kv[1])) for s in slices):

@@ -318,7 +318,7 @@ class UlyssesPlan(Plan):
                 row_lses.append(row_lse)
         no_lse = q[:, :, :0, 0].to(accumulator_dtype(q.dtype))
         with self._to_tokens(
-            rings, self.results, [_joined(outs, q), _joined(lses, no_lse)]
+            rings, self.results, [_join_heads(outs, q), _join_heads(lses, no_lse)]
         ) as parts:
             out, lse = (torch.cat(same, 2) for same in zip(*parts, strict=True))
         flat = (
@@ -356,7 +356,7 @@ class UlyssesPlan(Plan):
             if own is not None and share is not None:
                 own.copy_(share)
         results = [
-            _joined([found[i] for found in grads], x) for i, x in enumerate((q, all_k, all_v))
+            _join_heads([found[i] for found in grads], x) for i, x in enumerate((q, all_k, all_v))
         ]
         with self._to_tokens(rings, self.backward_results, results) as parts:
             dq, dk, dv = zip(*parts, strict=True)
@@ -458,7 +458,7 @@ class UlyssesPlan(Plan):
         )
 
 
-def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def _join_heads(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """Parts (B, N, heads, ...) as one; without any what is `like` them, of no heads."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2) if parts else like
 

@@ -177,20 +177,20 @@ def _slices_of_span(runs: list[_Run]) -> Iterator[Slice]:
     for sample in {run.sample for run in runs}:
         queries = [run for run in runs if run.sample == sample]
         keys = runs if sample == 0 else queries
-        asking = _joined(run.tokens for run in queries)
+        asking = _join_spans(run.tokens for run in queries)
         yield from itertools.starmap(
-            Slice, itertools.product(asking, _joined(k.tokens for k in keys if k.context))
+            Slice, itertools.product(asking, _join_spans(k.tokens for k in keys if k.context))
         )
         for query in queries:
             if not query.context:
-                before = _joined(
+                before = _join_spans(
                     k.tokens for k in keys if not k.context and k.tokens[1] <= query.tokens[0]
                 )
                 yield from (Slice(query.tokens, kv) for kv in before)
                 yield Slice(query.tokens, query.tokens, 0)
 
 
-def _joined(spans: Iterable[Span]) -> list[Span]:
+def _join_spans(spans: Iterable[Span]) -> list[Span]:
     """Rising ranges, those that touch as one."""
     found: list[Span] = []
     for start, stop in spans:

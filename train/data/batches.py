@@ -142,7 +142,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _RowPlan:
     """What tokens of a sequence see, how it lies on the ranks, and the work of each of them."""
 
     mask: Mask
@@ -164,7 +164,7 @@ class Batches(Dealer):
     ):
         super().__init__(config, sp, device)
         self._model, self._windows = model, Counter(model.windows)
-        self._whole = self._cut(
+        self._whole = self._plan_row(
             Mask.causal(config.seq_len), config.layout == "auto" and model.window is not None
         )
 
@@ -187,39 +187,42 @@ class Batches(Dealer):
 
     def _of_whole(self, rows: Sequence[Row]) -> MicroBatch:
         """Each row is one text: all have the same mask and layout."""
-        cut, windowed = self._whole, any(self._windows)
+        plan, windowed = self._whole, any(self._windows)
         return MicroBatch(
-            *self._parts(rows, [cut] * len(rows)),
-            positions=cut.layout.positions(self.sp.rank, self.device),
-            masks=cut.mask if windowed else None,
-            layouts=cut.layout if windowed else None,
+            *self._parts(rows, [plan] * len(rows)),
+            positions=plan.layout.positions(self.sp.rank, self.device),
+            masks=plan.mask if windowed else None,
+            layouts=plan.layout if windowed else None,
             documents=0,
-            work=tuple(len(rows) * work for work in cut.work),
+            work=tuple(len(rows) * work for work in plan.work),
         )
 
     def _of_documents(self, rows: Sequence[Row]) -> MicroBatch:
-        cuts = [
-            self._cut(Mask.documents(row.documents), self.config.layout == "auto") for row in rows
+        plans = [
+            self._plan_row(Mask.documents(row.documents), self.config.layout == "auto")
+            for row in rows
         ]
-        positions = self._mine([cut.mask.positions() for cut in cuts], [cut.layout for cut in cuts])
+        positions = self._mine(
+            [plan.mask.positions() for plan in plans], [plan.layout for plan in plans]
+        )
         return MicroBatch(
-            *self._parts(rows, cuts),
+            *self._parts(rows, plans),
             positions=positions.to(self.device),
-            masks=tuple(cut.mask for cut in cuts),
-            layouts=tuple(cut.layout for cut in cuts),
+            masks=tuple(plan.mask for plan in plans),
+            layouts=tuple(plan.layout for plan in plans),
             documents=sum(len(row.documents) - 1 for row in rows),
-            work=tuple(map(sum, zip(*(cut.work for cut in cuts), strict=True))),
+            work=tuple(map(sum, zip(*(plan.work for plan in plans), strict=True))),
         )
 
-    def _parts(self, rows: Sequence[Row], cuts: Sequence[_Cut]) -> tuple[Tensor, Tensor]:
+    def _parts(self, rows: Sequence[Row], plans: Sequence[_RowPlan]) -> tuple[Tensor, Tensor]:
         """This rank's tokens and labels of each row."""
-        layouts = [cut.layout for cut in cuts]
+        layouts = [plan.layout for plan in plans]
         tokens, labels = (
             self._mine(x, layouts) for x in ([r.tokens for r in rows], [r.labels for r in rows])
         )
         return tokens.to(self.device), labels.to(self.device)
 
-    def _cut(self, mask: Mask, balanced: bool) -> _Cut:
+    def _plan_row(self, mask: Mask, balanced: bool) -> _RowPlan:
         in_layers = {
             window: mask if window is None else mask.windowed(window) for window in self._windows
         }
@@ -228,7 +231,7 @@ class Batches(Dealer):
             # full ones before others
             layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)
         work = sum(count * keys_seen(in_layers[window]) for window, count in self._windows.items())
-        return _Cut(mask, layout, self._work_of(work, layout))
+        return _RowPlan(mask, layout, self._work_of(work, layout))
 
 
 def _micro_batch_size(config: TrainConfig, dp_size: int) -> int:

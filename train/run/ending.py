@@ -23,7 +23,7 @@ def acknowledge() -> None:
 def end_now(watchdog: Watchdog) -> NoReturn:
     """What a second Ctrl-C does, in whatever the main thread is."""
     if ranks.rank() == 0:
-        tell(_joined(f"ended now, in {watchdog.doing}", watchdog.last_words))
+        tell(_join_sentences(f"ended now, in {watchdog.doing}", watchdog.last_words))
     os._exit(INTERRUPTED)
 
 
@@ -43,13 +43,15 @@ def explain(error: Exception, watchdog: Watchdog) -> int | None:
     elif isinstance(error, (ValueError, OSError)):
         code, said = 2, f"pretrain.py: rank {rank}: {error}"
     unexpected = f"pretrain.py: rank {rank}: {type(error).__name__}: {error}".partition("\n")[0]
-    leave_reason(_joined(said or unexpected, watchdog.last_words), cause=code != ranks.LOST_CONTACT)
-    if speaks and (words := _joined(said, watchdog.last_words)):
+    leave_reason(
+        _join_sentences(said or unexpected, watchdog.last_words), cause=code != ranks.LOST_CONTACT
+    )
+    if speaks and (words := _join_sentences(said, watchdog.last_words)):
         tell(words)
     return code
 
 
-def _joined(*sentences: str) -> str:
+def _join_sentences(*sentences: str) -> str:
     return "; ".join(filter(None, sentences))
 
 
