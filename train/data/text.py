@@ -107,7 +107,7 @@ class Unread:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextLines:
     """Whole lines of a file, some MiB at most unless a line is longer."""
 
     path: Path
@@ -144,7 +144,7 @@ class Encoder:
         self._of_record = instances.of_record if instances else self._document_of_record
         self._of_text = instances.of_text if instances else self._document
 
-    def __call__(self, piece: Piece) -> Encoded:
+    def __call__(self, piece: TextLines) -> Encoded:
         bad = BadLines(
             among=sum(1 for line in piece.lines if line.strip()) + (piece.damage is not None)
         )
@@ -159,7 +159,9 @@ class Encoder:
         bad.left_out = self.tokenizer.left_out - before
         return Encoded(documents, bad, piece.size)
 
-    def _records(self, piece: Piece, bad: BadLines) -> Iterator[tuple[str, np.ndarray | Instance]]:
+    def _records(
+        self, piece: TextLines, bad: BadLines
+    ) -> Iterator[tuple[str, np.ndarray | Instance]]:
         for number, line in enumerate(piece.lines, piece.first_line):
             if not line.strip():
                 continue
@@ -223,7 +225,7 @@ def find_files(
     return files, unread
 
 
-def read_pieces(path: Path) -> Iterator[Piece]:
+def read_pieces(path: Path) -> Iterator[TextLines]:
     """The text of a file, without a byte-order mark of UTF-8.
 
     Raises ValueError if it cannot be read; damage to compression is told in the last piece.
@@ -236,7 +238,7 @@ def read_pieces(path: Path) -> Iterator[Piece]:
             if lines and first_line == 1:
                 lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
             if lines or damage:
-                yield Piece(path, first_line, lines, raw.tell() - before, damage)
+                yield TextLines(path, first_line, lines, raw.tell() - before, damage)
             if damage or not lines:
                 return
             first_line, before = first_line + len(lines), raw.tell()
@@ -354,7 +356,7 @@ def parsed(line: bytes) -> Any:
         raise BadRecord(f"not JSON: {error}") from error
 
 
-def plain_text(piece: Piece, bad: BadLines) -> str:
+def plain_text(piece: TextLines, bad: BadLines) -> str:
     """The text of a piece, without lines that are bad."""
     good = []
     for number, line in enumerate(piece.lines, piece.first_line):

@@ -1,4 +1,4 @@
-"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, AdamW on each rank's pieces, on GPU or
+"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, AdamW on each rank's shards, on GPU or
 offloaded.
 
 Parameters become DistributedParameters and blocks a TransformerBlockList:
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import Shard
-from .common import AdamW, MasterEngine, Piece, ShardedAdamW
+from .common import AdamW, MasterEngine, ShardedAdamW, WeightShard
 
 _FIRST_LOSS_SCALE = 2.0**16
 _DOUBLE_EVERY = 1024  # steps in a row that did not overflow
@@ -57,21 +57,21 @@ class BMTrainEngine(MasterEngine):
         empty = {"dtype": dtype, "device": self.device}  # until the masters' start is stored below
         self._parameters = distribute(self.model, lambda _, p: torch.empty(p.shape, **empty))
         # Each block keeps its parameters in one storage; a parameter's own data is then this rank's
-        # piece of it.
+        # shard of it.
         layers = self.model.get_submodule(self.model.layers_at)
         self._blocks = [bmtrain.Block(block, use_checkpoint=False) for block in layers]
         self.model.set_submodule(self.model.layers_at, bmtrain.TransformerBlockList(self._blocks))
         self._optimizer = ShardedAdamW(
-            {name: self._piece(p, offload) for name, p in self._parameters.items()},
+            {name: self._make_shard(p, offload) for name, p in self._parameters.items()},
             adamw or AdamW(),
         )
         self._grads: dict[str, Tensor] = {}  # sums over the micro-batches since the last step
         self._start_masters(seed)
         self._store_weights()
 
-    def _piece(self, p: nn.Parameter, offload: bool) -> Piece:
+    def _make_shard(self, p: nn.Parameter, offload: bool) -> WeightShard:
         master = p.data.detach().to("cpu" if offload else self.device, torch.float32)
-        return Piece(
+        return WeightShard(
             master, (p._start_partition or 0) if master.numel() else 0, tuple(p._original_shape)
         )
 
@@ -107,15 +107,15 @@ class BMTrainEngine(MasterEngine):
 
     def adopt_weights(self) -> None:
         """Takes the model's weights, which were filled by others, for the masters'."""
-        for name, piece in self._optimizer.pieces.items():
-            piece.master.copy_(self._parameters[name].data)
+        for name, shard in self._optimizer.shards.items():
+            shard.master.copy_(self._parameters[name].data)
 
     def _store_weights(self) -> None:
         """Rounds the masters to the weights; what is gathered next waits for it."""
-        for name, piece in self._optimizer.pieces.items():
+        for name, shard in self._optimizer.shards.items():
             weight = self._parameters[name].data
-            if weight.data_ptr() != piece.master.data_ptr():
-                weight.copy_(piece.master)
+            if weight.data_ptr() != shard.master.data_ptr():
+                weight.copy_(shard.master)
         self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
 
     def clear_gradients(self) -> None:

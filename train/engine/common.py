@@ -1,4 +1,4 @@
-"""What engines have in common: fp32 masters of this rank's pieces of a model, their start, and
+"""What engines have in common: fp32 masters of this rank's shards of a model, their start, and
 AdamW over them.
 """
 
@@ -27,8 +27,8 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """This rank's piece of a weight of `shape`: entries start, start + 1, ... of the flattened
+class WeightShard:
+    """This rank's shard of a weight of `shape`: entries start, start + 1, ... of the flattened
     whole, in fp32.
     """
 
@@ -60,17 +60,17 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
 
 
 class ShardedAdamW:
-    """AdamW's state for `pieces` by name; on the pieces' device. Pieces may be empty."""
+    """AdamW's state for `shards` by name; on the shards' device. Pieces may be empty."""
 
-    def __init__(self, pieces: Mapping[str, Piece], settings: AdamW):
-        self.pieces = dict(pieces)
+    def __init__(self, shards: Mapping[str, WeightShard], settings: AdamW):
+        self.shards = dict(shards)
         self._masters = {
-            name: nn.Parameter(piece.master)
-            for name, piece in pieces.items()
-            if piece.master.numel()
+            name: nn.Parameter(shard.master)
+            for name, shard in shards.items()
+            if shard.master.numel()
         }
-        decay = [p for name, p in self._masters.items() if len(pieces[name].shape) > 1]
-        no_decay = [p for name, p in self._masters.items() if len(pieces[name].shape) <= 1]
+        decay = [p for name, p in self._masters.items() if len(shards[name].shape) > 1]
+        no_decay = [p for name, p in self._masters.items() if len(shards[name].shape) <= 1]
         groups = [
             {"params": decay, "weight_decay": settings.weight_decay},
             {"params": no_decay, "weight_decay": 0.0},
@@ -94,7 +94,7 @@ class ShardedAdamW:
         sum_over_ranks: Callable[[list[float]], list[float]],
         loss_scale: float = 1.0,
     ) -> float:
-        """One step with this rank's pieces of the gradients, which are those of the loss times
+        """One step with this rank's shards of the gradients, which are those of the loss times
         `loss_scale`.
 
         Returns the global norm of the loss's gradients before they are clipped to `max_norm`;
@@ -122,11 +122,11 @@ class ShardedAdamW:
         """As Engine.state."""
         state = {}
         for kind in ("weight", "exp_avg", "exp_avg_sq"):
-            for name, piece in self.pieces.items():
-                flat = piece.master.detach().flatten()
+            for name, shard in self.shards.items():
+                flat = shard.master.detach().flatten()
                 if kind != "weight" and flat.numel():
                     flat = self._adamw.state[self._masters[name]][kind].flatten()
-                state[f"{kind}/{name}"] = Shard(flat, piece.start, piece.shape)
+                state[f"{kind}/{name}"] = Shard(flat, shard.start, shard.shape)
         return state
 
     def load(self, read: Callable[[str, Shard], Tensor], steps: int) -> None:
@@ -145,10 +145,10 @@ class MasterEngine(Engine):
 
     def _start_masters(self, seed: int) -> None:
         """Fills the masters with the starting weights."""
-        for name, piece in self._optimizer.pieces.items():
-            whole = _starting_weight(self.model, name, piece.shape, seed, self.device)
-            piece.master.view(-1).copy_(
-                whole.flatten()[piece.start : piece.start + piece.master.numel()]
+        for name, shard in self._optimizer.shards.items():
+            whole = _starting_weight(self.model, name, shard.shape, seed, self.device)
+            shard.master.view(-1).copy_(
+                whole.flatten()[shard.start : shard.start + shard.master.numel()]
             )
 
     def state(self) -> dict[str, Shard]:

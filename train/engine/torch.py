@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from .common import AdamW, MasterEngine, Piece, ShardedAdamW
+from .common import AdamW, MasterEngine, ShardedAdamW, WeightShard
 
 
 class TorchEngine(MasterEngine):
@@ -38,7 +38,7 @@ class TorchEngine(MasterEngine):
         self._shard_model(dtype)
         self._sharded = dict(self.model.named_parameters())
         self._optimizer = ShardedAdamW(
-            {name: self._piece(p) for name, p in self._sharded.items()}, adamw or AdamW()
+            {name: self._make_shard(p) for name, p in self._sharded.items()}, adamw or AdamW()
         )
         self._start_masters(seed)
 
@@ -55,13 +55,13 @@ class TorchEngine(MasterEngine):
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
         self.model.to_empty(device=self.device)
 
-    def _piece(self, p: DTensor) -> Piece:
+    def _make_shard(self, p: DTensor) -> WeightShard:
         """This rank's rows of a parameter, in the model's memory. FSDP2 cuts rows as torch.chunk
         does.
         """
         rows = -(-p.shape[0] // self.world_size)
         start = min(self.rank * rows, p.shape[0]) * (p.numel() // p.shape[0])
-        return Piece(p.to_local().detach(), start, tuple(p.shape))
+        return WeightShard(p.to_local().detach(), start, tuple(p.shape))
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
