@@ -140,7 +140,7 @@ def _slice_tokens(x: Tensor | None, tokens: slice) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class Bias:
+class LearnedBias:
     """What attention adds to the scores of H heads: see `bmt_burst.scores`.
 
     kernel, spec      compute pairs that have a row of their own each
@@ -163,9 +163,9 @@ class Bias:
     rows: tuple[int, ...]
     row_lse: Tensor
     prepared: dict[Any, Any] = field(default_factory=dict)
-    parts: dict[tuple[int, int], Bias] = field(default_factory=dict)
+    parts: dict[tuple[int, int], LearnedBias] = field(default_factory=dict)
 
-    def of_heads(self, heads: slice) -> Bias:
+    def of_heads(self, heads: slice) -> LearnedBias:
         """Return views for some heads: the same object each time, since kernels keep things for its
         table.
         """
@@ -216,7 +216,7 @@ class Bias:
 class TableGradient:
     """Where the gradient of a bias's table adds up: dtable (R, H)."""
 
-    bias: Bias
+    bias: LearnedBias
     dtable: Tensor
 
     def of_heads(self, heads: slice) -> TableGradient:
@@ -245,7 +245,7 @@ class Attention:
 
     kernel: Kernel
     spec: Spec
-    bias: Bias | None = None
+    bias: LearnedBias | None = None
 
     @staticmethod
     def begin(problem: Problem, q: Tensor, table: Tensor | None) -> Attention:
@@ -351,13 +351,15 @@ class AttentionGradient:
         return dq, dk, dv
 
 
-def _make_bias(problem: Problem, device: torch.device, table: Tensor, row_lse: Tensor) -> Bias:
+def _make_bias(
+    problem: Problem, device: torch.device, table: Tensor, row_lse: Tensor
+) -> LearnedBias:
     scores, kernel = problem.scores, problem.biased_kernel
     assert scores is not None, "a table goes with scores"
     assert kernel is not None
     pairs, distances = _lookups(scores, device, current_stream(device))
     spec = replace(problem.spec, biased=True)
-    return Bias(kernel, spec, table, pairs, distances, scores.other, problem.rows, row_lse)
+    return LearnedBias(kernel, spec, table, pairs, distances, scores.other, problem.rows, row_lse)
 
 
 @functools.lru_cache(maxsize=8)
