@@ -55,7 +55,7 @@ def kinds_of(kernel, args, constants):
 
 
 def main():
-    for name in ("_merge_outputs", "_sum_gradients", "_fill_query_rows"):
+    for name in ("_merge_outputs", "_sum_gradients", "_fill_lse_delta"):
         setattr(fused, name, Compiler(getattr(fused, name)))
     for tokens, start in ((32, 16), (33, 1), (40, 0), (47, 3)):  # compiled once for all of them
         wide, half = (
@@ -68,7 +68,7 @@ def main():
                 wide, lse, [([(0, tokens)], wide, lse), (spans, half, lse[..., start:])]
             )
             fused.sum_gradients(wide, [([(0, tokens)], wide), (spans, half)])
-        fused.fill_query_rows(torch.zeros(1, tokens - start, 2, 2), half, half, lse[..., start:])
+        fused.fill_lse_delta(torch.zeros(1, tokens - start, 2, 2), half, half, lse[..., start:])
 
 
 if __name__ == "__main__":

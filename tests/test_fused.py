@@ -98,7 +98,7 @@ def test_fused_query_rows_equal_their_specification(head_size, dtype):
     lse[:, :, ::3] = -torch.inf
     results = [torch.empty(2, 30, 5, 2, device=DEVICE) for _ in range(2)]
     for rows, module in zip(results, (fused, merge), strict=True):
-        module.fill_query_rows(rows, out, dout[:, :, 1:6], lse[:, 3:])
+        module.fill_lse_delta(rows, out, dout[:, :, 1:6], lse[:, 3:])
     assert torch.allclose(*results, rtol=1e-5, atol=1e-5)
 
 
@@ -112,7 +112,7 @@ def test_fused_kernels_compile_for_gpus(tmp_path):
     assert done.returncode == 0, done.stderr
     # for parts of one span, and of several
     once_each_way = ["_merge_outputs", "_sum_gradients"] * 2
-    assert done.stdout.split() == [*once_each_way, "_fill_query_rows"]
+    assert done.stdout.split() == [*once_each_way, "_fill_lse_delta"]
 
 
 def test_fused_merge_does_not_hide_nan():

@@ -81,7 +81,7 @@ def address(x):
 def peak_extra_gib(monkeypatch, rank, tokens, heads, kv_heads, **options):
     """As bench/attention.py counts it: of a forward and backward, with what the transport holds."""
     monkeypatch.setattr(kernels, "load", lambda name: Allocator())
-    for name in ("merge_outputs", "sum_gradients", "fill_query_rows"):  # fused ones need no memory
+    for name in ("merge_outputs", "sum_gradients", "fill_lse_delta"):  # fused ones need no memory
         monkeypatch.setattr(merge, name, lambda *args: None)
     monkeypatch.setattr(torch.Tensor, "data_ptr", address)
     # refuses FakeTensors, which have no values

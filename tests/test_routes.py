@@ -283,7 +283,7 @@ def test_packed_tensors_do_not_overlap_and_messages_are_where_the_views_are(batc
     tokens, span = 11, (4, 9)
     memory = torch.zeros(packing.nbytes(tokens), dtype=torch.uint8)
     views = packing.views(memory, tokens)
-    for view, (shape, dtype) in zip(views, packing.rows, strict=True):
+    for view, (shape, dtype) in zip(views, packing.entries, strict=True):
         assert view.shape == (batch, tokens, *shape)
         assert view.dtype == dtype
         assert (view.data_ptr() - memory.data_ptr()) % 256 == 0

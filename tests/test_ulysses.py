@@ -149,9 +149,9 @@ def test_every_query_head_is_computed_once_with_its_kv_head():
         ratio, found = heads // kv_heads, []
         for rank in range(size):
             mine = Heads.of(rank, size, heads, kv_heads)
-            chunks = mine.chunks(ratio)
-            assert len(chunks) <= 3
-            for at, kv_at in chunks:
+            parts = mine.split(ratio)
+            assert len(parts) <= 3
+            for at, kv_at in parts:
                 here, there = (
                     range(heads)[slice(*mine.q)][at],
                     range(kv_heads)[slice(*mine.kv)][kv_at],
@@ -244,7 +244,7 @@ def problem(size: int, heads: int, kv_heads: int, mask: Mask) -> Problem:
 def test_a_plan_says_who_computes_what_and_what_moves():
     plans = [load("ulysses").plan(problem(4, 3, 1, Mask.causal(41)), rank) for rank in range(4)]
     said = str(plans[1]).splitlines()
-    assert said[0] == "rank 1 of 4: 41 tokens, 1 chunks of heads"
+    assert said[0] == "rank 1 of 4: 41 tokens, 1 head rings"
     assert said[1:3] == [
         "  rank 0 computes no heads",
         "  rank 1 computes query heads 0 to 0, kv heads 0 to 0",

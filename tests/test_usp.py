@@ -140,9 +140,9 @@ def test_a_striped_layout_of_many_tokens_is_refused():
 def test_a_plan_says_what_its_rings_do():
     said = str(load("usp").plan(problem(Mask.causal(40), Layout.zigzag(40, 4), 2), 3))
     assert said.startswith(
-        "rank 3 of 4: 20 tokens, 1 chunks of heads\n  rank 2 computes query heads 0 to"
+        "rank 3 of 4: 20 tokens, 1 head rings\n  rank 2 computes query heads 0 to"
     )
-    assert "between hosts, of chunk 0:\nrank 1, forward:" in said
+    assert "between hosts, of head ring 0:\nrank 1, forward:" in said
 
 
 def grid_over_gloo(rank: int) -> float:

@@ -73,13 +73,13 @@ def sum_gradients(total: Tensor, parts: list[Part]) -> None:
     )
 
 
-def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
+def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
     """Fills rows (B, S, H, 2) with lse (B, H, S) and rowsum(out * dout) of out, dout (B, S, H, D)
     of any strides.
     """
     grid, sizes, constants = _by_rows(out)
     strides = out.stride(), dout.stride(), multiply_by_16(lse.stride())
-    _fill_query_rows[grid](rows, out, dout, lse, *strides, *sizes, **constants)
+    _fill_lse_delta[grid](rows, out, dout, lse, *strides, *sizes, **constants)
 
 
 def _places(parts: Sequence[tuple], total: Tensor) -> tuple[tuple, ...]:
@@ -247,7 +247,7 @@ def _row_at(batch, head, token, strides):
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
-def _fill_query_rows(
+def _fill_lse_delta(
     rows, out, dout, lse, out_strides, dout_strides, lse_strides, tokens, heads, head_size,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip

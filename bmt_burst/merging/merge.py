@@ -201,18 +201,18 @@ def empty_lse(q: Tensor) -> Tensor:
     return torch.empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype), device=q.device)
 
 
-def query_rows(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
+def stack_lse_delta(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
     """lse (B, H, S) and delta side by side, as they travel: (B, S, H, 2) in lse's dtype; out, dout
     (B, S, H, D).
     """
     batch, tokens, heads, _ = out.shape
     rows = torch.empty(batch, tokens, heads, 2, dtype=lse.dtype, device=out.device)
-    _backend(out, "fill_query_rows")(rows, out, dout, lse)
+    _backend(out, "fill_lse_delta")(rows, out, dout, lse)
     return rows
 
 
-def lse_and_delta(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What `query_rows` put side by side, (B, H, S) each and contiguous, as kernels want them."""
+def split_lse_delta(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """What `stack_lse_delta` put side by side, (B, H, S) each and contiguous, as kernels want them."""
     lse, delta = (x.transpose(1, 2).contiguous() for x in rows.unbind(-1))
     return lse, delta
 
@@ -248,8 +248,8 @@ def sum_gradients(total: Tensor, parts: list[Part]) -> None:
     total.copy_(wide)
 
 
-def fill_query_rows(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
-    """Fills rows as `query_rows` returns them. Specifies the fused kernel."""
+def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
+    """Fills rows as `stack_lse_delta` returns them. Specifies the fused kernel."""
     rows[..., 0] = lse.transpose(1, 2)
     rows[..., 1] = (out.to(rows.dtype) * dout).sum(-1)
 

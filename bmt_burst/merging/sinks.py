@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..base.compiled import fused_on_gpus
-from .merge import query_rows
+from .merge import stack_lse_delta
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """(H,) of these queries' o', l' and the gradient of o'."""
-    delta = query_rows(out, dout, lse)[..., 1].transpose(1, 2)
+    delta = stack_lse_delta(out, dout, lse)[..., 1].transpose(1, 2)
     # -inf: the sink's too; inf: delta is 0
     probs = (sinks.unsqueeze(-1) - lse).exp().masked_fill(lse.isinf(), 0.0)
     return -(probs * delta).sum((0, 2))

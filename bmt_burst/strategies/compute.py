@@ -17,7 +17,7 @@ from ..base.compiled import fused_on_gpus
 from ..kernels import Kernel
 from ..kernels.bias import CallBias, Segments, dscores_bound
 from ..kernels.packed import current_stream, send_to_device
-from ..merging.merge import OutputPart, query_rows
+from ..merging.merge import OutputPart, stack_lse_delta
 from ..scores import BY_DISTANCE, Scores, is_one_row
 from ..sequence.span import Span, hull, in_turn, length
 from ..sequence.tiling import Cut
@@ -89,7 +89,7 @@ class QueryGradients:
         """Return the same with delta in place of out."""
         if self.out is None:
             return self
-        delta = query_rows(self.out, self.dout, self.lse)[..., 1].transpose(1, 2)
+        delta = stack_lse_delta(self.out, self.dout, self.lse)[..., 1].transpose(1, 2)
         return replace(self, out=None, delta=delta.contiguous())
 
     def get_delta(self) -> Tensor:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.packed import current_stream, send_to_device
-from ..merging.merge import Gradients, accumulator_dtype, lse_and_delta, query_rows
+from ..merging.merge import Gradients, accumulator_dtype, split_lse_delta, stack_lse_delta
 from ..ranks.rings import Rings
 from ..sequence.layout import Layout
 from ..sequence.span import Span, length
@@ -120,8 +120,8 @@ class Heads(NamedTuple):
         q = heads * rank // size, heads * (rank + 1) // size
         return Heads(q, _kv_heads(*q, heads // kv_heads))
 
-    def chunks(self, ratio: int) -> list[tuple[slice, slice]]:
-        """The query heads in chunks with their kv heads, both counted from the rank's first ones.
+    def split(self, ratio: int) -> list[tuple[slice, slice]]:
+        """The query heads in parts with their kv heads, both counted from the rank's first ones.
 
         Up to three, as kernels take no others: a part of one kv head's `ratio` query heads, all of
             some, a part again.
@@ -133,10 +133,10 @@ class Heads(NamedTuple):
             max(stop // ratio * ratio, start),
             stop,
         }
-        chunks = [((a, b), _kv_heads(a, b, ratio)) for a, b in itertools.pairwise(sorted(ends))]
+        parts = [((a, b), _kv_heads(a, b, ratio)) for a, b in itertools.pairwise(sorted(ends))]
         return [
             (slice(a - start, b - start), slice(c - self.kv[0], d - self.kv[0]))
-            for (a, b), (c, d) in chunks
+            for (a, b), (c, d) in parts
         ]
 
 
@@ -144,7 +144,7 @@ def _kv_heads(start: int, stop: int, ratio: int) -> Span:
     return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
 
 
-class Row(NamedTuple):
+class HeadTensor(NamedTuple):
     """What a tensor (B, S, heads, *shape) of `dtype` has of a token; its heads are number `kind` of
     `Heads`.
     """
@@ -166,14 +166,14 @@ class Move:
 
     rank: int
     lane: str
-    rows: Sequence[Row]
+    tensors: Sequence[HeadTensor]
     packings: Sequence[Packing]
     tokens: Sequence[int]
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that a rank receives into: the same on all, with as much for each sender."""
-        return (len(self.tokens) - 1) * self._berth
+        return (len(self.tokens) - 1) * self._slot_bytes
 
     @property
     def leaving_bytes(self) -> int:
@@ -207,7 +207,7 @@ class Move:
             delivery.release()
 
     @functools.cached_property
-    def _berth(self) -> int:
+    def _slot_bytes(self) -> int:
         return max(packing.nbytes(max(self.tokens)) for packing in self.packings)
 
     @property
@@ -232,11 +232,11 @@ class Move:
         return (
             self.packings[heads],
             self.tokens[tokens],
-            ((target - source) % len(self.tokens) - 1) * self._berth,
+            ((target - source) % len(self.tokens) - 1) * self._slot_bytes,
         )
 
 
-class Chunk(NamedTuple):
+class HeadRing(NamedTuple):
     """Some of a rank's query heads and their kv heads, counted from its first ones, and the ring
     that computes them.
     """
@@ -255,14 +255,14 @@ class UlyssesPlan(Plan):
         self.ranks = range(self.host * inner, (self.host + 1) * inner)
         self.hosts = HostLayout(problem.layout, inner)
         self.heads = [Heads.of(place, inner, sizes.heads, sizes.kv_heads) for place in range(inner)]
-        chunks = self.heads[self.place].chunks(sizes.heads // sizes.kv_heads)
-        self.chunks = [Chunk(at, kv_at, self._ring(at, kv_at)) for at, kv_at in chunks]
+        parts = self.heads[self.place].split(sizes.heads // sizes.kv_heads)
+        self.head_rings = [HeadRing(at, kv_at, self._ring(at, kv_at)) for at, kv_at in parts]
         self.sends_delta = problem.takes_delta
         head, wide = (sizes.head_size,), accumulator_dtype(sizes.dtype)
-        q, kv = Row(0, head, sizes.dtype), Row(1, head, sizes.dtype)
-        softmax = [Row(0, (2,), wide)] if self.sends_delta else [Row(0, (), wide), q]
+        q, kv = HeadTensor(0, head, sizes.dtype), HeadTensor(1, head, sizes.dtype)
+        softmax = [HeadTensor(0, (2,), wide)] if self.sends_delta else [HeadTensor(0, (), wide), q]
         self.inputs = self._move("visit", q, kv, kv)
-        self.results = self._move("return", q, Row(0, (), wide))
+        self.results = self._move("return", q, HeadTensor(0, (), wide))
         self.backward_inputs = self._move("visit", q, kv, kv, q, *softmax)
         self.backward_results = self._move("return", q, kv, kv)
 
@@ -276,16 +276,16 @@ class UlyssesPlan(Plan):
         )
         return RingPlan(ring, self.host)
 
-    def _move(self, lane: str, *rows: Row) -> Move:
+    def _move(self, lane: str, *tensors: HeadTensor) -> Move:
         shapes = [
-            tuple(((length(heads[r.kind]), *r.shape), r.dtype) for r in rows)
+            tuple(((length(heads[x.kind]), *x.shape), x.dtype) for x in tensors)
             for heads in self.heads
         ]
         packings = [Packing(self.problem.sizes.batch, theirs) for theirs in shapes]
         return Move(
             self.place,
             lane,
-            rows,
+            tensors,
             packings,
             [self.problem.layout.length(rank) for rank in self.ranks],
         )
@@ -297,8 +297,8 @@ class UlyssesPlan(Plan):
         rings.reserve(
             {lane: max(move.nbytes for move in moves) for lane, moves in lanes.items()}, device
         )
-        for chunk in self.chunks:
-            chunk.ring.reserve(_between_hosts(rings), device, with_backward)
+        for each in self.head_rings:
+            each.ring.reserve(_between_hosts(rings), device, with_backward)
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
@@ -307,7 +307,7 @@ class UlyssesPlan(Plan):
         outs: list[Tensor] = []
         lses: list[Tensor] = []
         row_lses: list[Tensor] = []
-        for at, kv_at, ring in self.chunks:
+        for at, kv_at, ring in self.head_rings:
             inputs = q[:, :, at], k[:, :, kv_at], v[:, :, kv_at]
             out, lse, row_lse = ring.forward(
                 _between_hosts(rings), *inputs, self._own_heads(table, at)
@@ -340,16 +340,20 @@ class UlyssesPlan(Plan):
         table: Tensor | None = None,
         row_lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        softmax = [query_rows(out, dout, lse)] if self.sends_delta else [lse.transpose(1, 2), out]
+        softmax = (
+            [stack_lse_delta(out, dout, lse)] if self.sends_delta else [lse.transpose(1, 2), out]
+        )
         inputs = [q, k, v, dout, *softmax]
         q, all_k, all_v, *rest = self._to_heads(rings, self.backward_inputs, inputs)
         queries = self._make_queries(q, *rest)
         grads: list[tuple[Tensor, ...]] = []
         dtable = None if table is None else torch.zeros_like(table)
-        for (at, kv_at, ring), of_chunk in zip(self.chunks, self._row_lse(row_lse, q), strict=True):
+        for (at, kv_at, ring), its_row_lse in zip(
+            self.head_rings, self._row_lse(row_lse, q), strict=True
+        ):
             sides = queries.part(ALL, at), Keys(all_k[:, :, kv_at], all_v[:, :, kv_at])
             *found, share = ring.differentiate(
-                _between_hosts(rings), *sides, self._own_heads(table, at), of_chunk
+                _between_hosts(rings), *sides, self._own_heads(table, at), its_row_lse
             )
             grads.append(tuple(x for x in found if x is not None))
             own = self._own_heads(dtable, at)
@@ -366,7 +370,7 @@ class UlyssesPlan(Plan):
         """Who gets which heads, and how many bytes this rank sends."""
         layout, of_host = self.problem.layout, self.hosts.length(self.host)
         lines = [
-            f"rank {self.ranks[self.place]} of {layout.size}: {of_host} tokens, {len(self.chunks)} chunks of heads"
+            f"rank {self.ranks[self.place]} of {layout.size}: {of_host} tokens, {len(self.head_rings)} head rings"
         ]
         for rank, (q, kv) in zip(self.ranks, self.heads, strict=True):
             some = (
@@ -383,13 +387,13 @@ class UlyssesPlan(Plan):
         }
         lines += [f"  {move.leaving_bytes:,} bytes leave: {name}" for name, move in moves.items()]
         if self.hosts.size > 1:
-            for number, chunk in enumerate(self.chunks):
-                lines += [f"between hosts, of chunk {number}:", *str(chunk.ring).splitlines()]
+            for number, each in enumerate(self.head_rings):
+                lines += [f"between hosts, of head ring {number}:", *str(each.ring).splitlines()]
         return "\n".join(lines)
 
     def _make_queries(self, q: Tensor, dout: Tensor, *softmax: Tensor) -> QueryGradients:
         if self.sends_delta:
-            lse, delta = lse_and_delta(softmax[0])
+            lse, delta = split_lse_delta(softmax[0])
             return QueryGradients(q, dout, lse, delta=delta)
         lse, out = softmax
         return QueryGradients(q, dout, lse.transpose(1, 2), out)
@@ -401,10 +405,10 @@ class UlyssesPlan(Plan):
     def _row_lse(self, flat: Tensor | None, q: Tensor) -> Sequence[Tensor | None]:
         """What the rings' forwards left for their backwards."""
         if flat is None:
-            return [None] * len(self.chunks)
+            return [None] * len(self.head_rings)
         shapes = [
             (len(c.ring.problem.rows), len(q), c.ring.problem.sizes.heads, q.shape[1])
-            for c in self.chunks
+            for c in self.head_rings
         ]
         return [
             x.view(shape)
@@ -432,7 +436,7 @@ class UlyssesPlan(Plan):
         """
         device = tensors[0].device
         own = [
-            [x[:, :, slice(*heads[row.kind])] for x, row in zip(tensors, move.rows, strict=True)]
+            [x[:, :, slice(*heads[row.kind])] for x, row in zip(tensors, move.tensors, strict=True)]
             for heads in self.heads
         ]
         whole = move.packings[self.place].empty(self.hosts.length(self.host), device)

@@ -22,14 +22,14 @@ _ALIGNMENT = 256  # bytes; what GPU allocators give and kernels may expect
 
 @dataclass(frozen=True)
 class Packing:
-    """Tensors of batch size `batch`; `rows` are (shape of a token's entries, dtype) of each."""
+    """Tensors of batch size `batch`; `entries` are (shape of a token's entries, dtype) of each."""
 
     batch: int
-    rows: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    entries: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def token_bytes(self) -> int:
         """Bytes of one token, over the batch."""
-        return self.batch * sum(map(_row_bytes, self.rows))
+        return self.batch * sum(map(_entry_bytes, self.entries))
 
     def nbytes(self, tokens: int) -> int:
         return self._starts(tokens)[-1]
@@ -37,8 +37,8 @@ class Packing:
     def views(self, memory: Tensor, tokens: int) -> tuple[Tensor, ...]:
         """The tensors (B, tokens, ...) in `memory`, uint8."""
         views = []
-        for start, (shape, dtype) in zip(self._starts(tokens), self.rows, strict=False):
-            size = self.batch * tokens * _row_bytes((shape, dtype))
+        for start, (shape, dtype) in zip(self._starts(tokens), self.entries, strict=False):
+            size = self.batch * tokens * _entry_bytes((shape, dtype))
             views.append(memory[start : start + size].view(dtype).view(self.batch, tokens, *shape))
         return tuple(views)
 
@@ -46,27 +46,29 @@ class Packing:
         """New tensors (B, tokens, ...), each in memory of its own."""
         return tuple(
             torch.empty(self.batch, tokens, *shape, dtype=dtype, device=device)
-            for shape, dtype in self.rows
+            for shape, dtype in self.entries
         )
 
     def messages(self, tokens: int, at: Span) -> Iterator[tuple[int, int, int, int]]:
         """(tensor, batch row, byte offset, bytes) of each message of tokens at[0]..at[1] - 1 where
         `tokens` lie.
         """
-        for index, (start, row) in enumerate(zip(self._starts(tokens), self.rows, strict=False)):
-            size = _row_bytes(row)
+        for index, (start, entry) in enumerate(
+            zip(self._starts(tokens), self.entries, strict=False)
+        ):
+            size = _entry_bytes(entry)
             for batch in range(self.batch):
                 yield index, batch, start + (batch * tokens + at[0]) * size, length(at) * size
 
     def _starts(self, tokens: int) -> list[int]:
         """Where each tensor begins, and where the last one ends, in bytes."""
         starts = [0]
-        for row in self.rows:
-            size = self.batch * tokens * _row_bytes(row)
+        for entry in self.entries:
+            size = self.batch * tokens * _entry_bytes(entry)
             starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
         return starts
 
 
-def _row_bytes(row: tuple[tuple[int, ...], torch.dtype]) -> int:
-    shape, dtype = row
+def _entry_bytes(entry: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = entry
     return math.prod(shape) * dtype.itemsize

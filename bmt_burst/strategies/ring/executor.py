@@ -576,7 +576,7 @@ class Backward(Execution):
         for span, peer, messages in manifest.departures:
             grads = [
                 sum_parts(parts, span, packing.batch, *row, self.device)
-                for parts, row in zip(self.computed, packing.rows, strict=True)
+                for parts, row in zip(self.computed, packing.entries, strict=True)
             ]
             puts += [
                 Put(grads[index][row].contiguous(), peer, offset) for index, row, offset in messages

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...base.compiled import fused_on_gpus
-from ...merging.merge import accumulator_dtype, lse_and_delta, query_rows
+from ...merging.merge import accumulator_dtype, split_lse_delta, stack_lse_delta
 from ...transport.packing import Packing
 from .. import Sizes
 from ..compute import Keys, QueryGradients, Side
@@ -27,7 +27,7 @@ _SURROGATE_ENTRIES = 3
 
 
 # shape of a token's entries and dtype of each tensor
-Rows = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+Entries = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Payload(ABC):
@@ -40,7 +40,7 @@ class Payload(ABC):
 
     def packing(self, sizes: Sizes) -> Packing:
         """Return how blocks lie in memory on their way."""
-        return Packing(sizes.batch, self._rows(sizes))
+        return Packing(sizes.batch, self._entries(sizes))
 
     @abstractmethod
     def return_packing(self, sizes: Sizes) -> Packing:
@@ -57,7 +57,7 @@ class Payload(ABC):
         return self.packing(sizes).token_bytes() + self.return_packing(sizes).token_bytes()
 
     @abstractmethod
-    def _rows(self, sizes: Sizes) -> Rows:
+    def _entries(self, sizes: Sizes) -> Entries:
         """Return shape and dtype of what travels of a token."""
 
 
@@ -78,7 +78,7 @@ class KeysValues(Payload):
         k, v = tensors
         return Keys(k, v, tokens)
 
-    def _rows(self, sizes: Sizes) -> Rows:
+    def _entries(self, sizes: Sizes) -> Entries:
         return (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2
 
 
@@ -109,19 +109,19 @@ class QueriesDelta(QueriesTravel):
             rows = torch.stack((block.lse, block.delta), -1).transpose(1, 2).contiguous()
         else:
             assert block.out is not None
-            rows = query_rows(block.out, block.dout, block.lse)
+            rows = stack_lse_delta(block.out, block.dout, block.lse)
         return block.q.contiguous(), block.dout.contiguous(), rows
 
     def arrive(
         self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool
     ) -> QueryGradients:
         q, dout, rows = tensors
-        lse, delta = lse_and_delta(rows)
+        lse, delta = split_lse_delta(rows)
         if takes_delta:
             return QueryGradients(q, dout, lse, delta=delta, tokens=tokens)
         return QueryGradients(q, dout, lse, surrogate_out(dout, delta), tokens=tokens)
 
-    def _rows(self, sizes: Sizes) -> Rows:
+    def _entries(self, sizes: Sizes) -> Entries:
         row = (sizes.heads, sizes.head_size), sizes.dtype
         return row, row, ((sizes.heads, 2), accumulator_dtype(sizes.dtype))
 
@@ -141,7 +141,7 @@ class QueriesOut(QueriesTravel):
         q, dout, lse, out = tensors
         return QueryGradients(q, dout, lse.transpose(1, 2), out, tokens=tokens)
 
-    def _rows(self, sizes: Sizes) -> Rows:
+    def _entries(self, sizes: Sizes) -> Entries:
         row = (sizes.heads, sizes.head_size), sizes.dtype
         return row, row, ((sizes.heads,), accumulator_dtype(sizes.dtype)), row
 
