@@ -60,7 +60,7 @@ class _Segment(NamedTuple):
     segment: int
 
 
-class _Cell(NamedTuple):
+class _LabelledSpan(NamedTuple):
     """A range of tokens: of one segment, or of one group, if it is long; or any."""
 
     span: Span
@@ -222,7 +222,10 @@ class Scores:
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:
         """The visible pairs in parts, those without a row first, if there are any."""
-        if len(self._cells) == len(self._groups) == 1 and self._cells[0].of is None:
+        if (
+            len(self._long_segments) == len(self._long_groups) == 1
+            and self._long_segments[0].of is None
+        ):
             return (Term(None, self.mask),)
         areas: dict[int | None, list[Slice]] = {}
         for s in self.mask.slices:
@@ -290,41 +293,41 @@ class Scores:
         )
 
     @functools.cached_property
-    def _cells(self) -> list[_Cell]:
+    def _long_segments(self) -> list[_LabelledSpan]:
         """The sequence in long runs of a segment, and what is between them."""
         runs = self._runs[:, self._runs[1] - self._runs[0] >= _LONG].T.tolist()
         return self._with_gaps(
-            [_Cell((start, stop), _Segment(*segment)) for start, stop, *segment in runs]
+            [_LabelledSpan((start, stop), _Segment(*segment)) for start, stop, *segment in runs]
         )
 
     @functools.cached_property
-    def _groups(self) -> list[_Cell]:
+    def _long_groups(self) -> list[_LabelledSpan]:
         """The sequence in long runs of a group, and what is between them."""
         found = []
         for group, runs in itertools.groupby(self._runs.T.tolist(), key=lambda run: run[2]):
             spans = [run[:2] for run in runs]
             if (stop := spans[-1][1]) - (start := spans[0][0]) >= _LONG:
-                found.append(_Cell((start, stop), group))
+                found.append(_LabelledSpan((start, stop), group))
         return self._with_gaps(found)
 
-    def _with_gaps(self, cells: Sequence[_Cell]) -> list[_Cell]:
+    def _with_gaps(self, spans: Sequence[_LabelledSpan]) -> list[_LabelledSpan]:
         found, at = [], 0
-        for cell in (*cells, _Cell((self.seq_len, self.seq_len), None)):
-            start, stop = cell.span
-            found += [_Cell((at, start), None)] * (at < start) + [cell] * (start < stop)
+        for each in (*spans, _LabelledSpan((self.seq_len, self.seq_len), None)):
+            start, stop = each.span
+            found += [_LabelledSpan((at, start), None)] * (at < start) + [each] * (start < stop)
             at = stop
         return found
 
     def _areas(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
         """A visible slice in parts, each with its row or None."""
-        for part, mine, theirs in _parts(s, self._groups):
+        for part, mine, theirs in _parts(s, self._long_groups):
             if mine is not None and theirs is not None and mine != theirs:
                 yield self.other, part
             else:
                 yield from self._areas_of_segments(part)
 
     def _areas_of_segments(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
-        for part, mine, theirs in _parts(s, self._cells):
+        for part, mine, theirs in _parts(s, self._long_segments):
             if mine is None or theirs is None:
                 yield None, part
             elif (row := self._row(mine, theirs)) == BY_DISTANCE:
@@ -353,26 +356,26 @@ class Scores:
                 yield (BY_DISTANCE if near else far), part
 
 
-def _parts(s: Slice, cells: Sequence[_Cell]) -> Iterator[tuple[Slice, Any, Any]]:
+def _parts(s: Slice, spans: Sequence[_LabelledSpan]) -> Iterator[tuple[Slice, Any, Any]]:
     """A visible slice in parts, and whose their queries and keys are."""
-    for (q, mine), (kv, theirs) in itertools.product(_within(s.q, cells), _within(s.kv, cells)):
+    for (q, mine), (kv, theirs) in itertools.product(_within(s.q, spans), _within(s.kv, spans)):
         part = s._replace(q=q, kv=kv)
         if part.area:
             yield part, mine, theirs
 
 
-def _within(span: Span, cells: Sequence[_Cell]) -> Iterator[_Cell]:
-    """The cells of a range; a short part of a long run counts as what is between them."""
-    first = bisect.bisect_right(cells, span[0], key=_stop)
-    for cell, of in itertools.islice(cells, first, None):
-        part = overlap(cell, span)
+def _within(span: Span, spans: Sequence[_LabelledSpan]) -> Iterator[_LabelledSpan]:
+    """The spans of a range; a short part of a long run counts as what is between them."""
+    first = bisect.bisect_right(spans, span[0], key=_stop)
+    for one, of in itertools.islice(spans, first, None):
+        part = overlap(one, span)
         if not length(part):
             return
-        yield _Cell(part, of if length(part) >= _LONG else None)
+        yield _LabelledSpan(part, of if length(part) >= _LONG else None)
 
 
-def _stop(cell: _Cell) -> int:
-    return cell.span[1]
+def _stop(each: _LabelledSpan) -> int:
+    return each.span[1]
 
 
 def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
