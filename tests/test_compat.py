@@ -11,7 +11,7 @@ import torch
 
 import bmt_burst.compat.ring_flash_attn as compat
 from bmt_burst import Mask, Slice, simulate
-from bmt_burst.compat.flash import _remembered
+from bmt_burst.compat.flash import _read_cached
 from tests.helpers import (
     attention_errors,
     dense_results,
@@ -317,6 +317,16 @@ def test_arguments_have_the_names_order_and_defaults_of_that_package():
     assert len(compat.__all__) == 21
 
 
+def test_functions_have_their_own_names_and_docstrings():
+    functions = {name: getattr(compat, name) for name in compat.__all__}
+    assert {name: function.__name__ for name, function in functions.items()} == dict(
+        zip(functions, functions, strict=True)
+    )
+    zigzag = functions["zigzag_ring_flash_attn_varlen_kvpacked_func"].__doc__
+    assert zigzag.startswith("Compute attention of packed documents: q (T, H, D) and kv (T, 2, G,")
+    assert "Each rank has an early and a late chunk of each document." in zigzag
+
+
 def test_options_may_be_given_by_place():
     q, k, v, _ = random_qkv(1, 8, 2, 2, 8)
     [by_place] = simulate(
@@ -402,14 +412,14 @@ def test_shapes_and_layouts_that_do_not_fit():
         "two chunks of equal length": lambda ring: compat.zigzag_ring_flash_attn_func(
             q, k, v, causal=True, group=ring
         ),
-        "but here are [2, 3] tokens": lambda ring: compat.zigzag_ring_flash_attn_varlen_func(
+        "got [2, 3] tokens on this rank": lambda ring: compat.zigzag_ring_flash_attn_varlen_func(
             q[0], k[0], v[0], cu_seqlens, 3, causal=True, group=ring
         ),
         "q must be (batch": lambda ring: compat.ring_flash_attn_func(q[0], k[0], v[0], group=ring),
         "q must be packed": lambda ring: compat.ring_flash_attn_varlen_func(
             q, k, v, cu_seqlens, 3, group=ring
         ),
-        "end at 5, but q has 4 tokens": lambda ring: compat.ring_flash_attn_varlen_func(
+        "they end at 5, but q has 4 tokens": lambda ring: compat.ring_flash_attn_varlen_func(
             q[0, :4], k[0, :4], v[0, :4], cu_seqlens, 3, group=ring
         ),
         "cu_seqlens must rise": lambda ring: compat.ring_flash_attn_varlen_func(
@@ -477,7 +487,11 @@ def test_ranks_whose_documents_do_not_fit_together_are_told():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [(([0, 7], True, 0, 2), "do not divide"), (([0, 8], True, 2, 2), "none of")]
+    ("given", "said"),
+    [
+        (([0, 7], True, 0, 2), "do not divide by 2 ranks"),
+        (([0, 8], True, 2, 2), "expected a rank from 0 to 1, got 2"),
+    ],
 )
 def test_what_cannot_be_prepared(given, said):
     cu_seqlens, *rest = given
@@ -487,7 +501,7 @@ def test_what_cannot_be_prepared(given, said):
 
 def test_numbers_on_a_gpu_are_read_again_once_written():
     x = torch.tensor([0, 3])
-    assert _remembered(x) is _remembered(x)
-    assert _remembered(x) == (0, 3)
+    assert _read_cached(x) is _read_cached(x)
+    assert _read_cached(x) == (0, 3)
     x[1] = 7
-    assert _remembered(x) == (0, 7)
+    assert _read_cached(x) == (0, 7)

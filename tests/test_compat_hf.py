@@ -89,8 +89,8 @@ def test_what_is_wrong_is_said():
     expected = [
         "call substitute_hf_flash_attn first",
         "call update_ring_flash_attn_params before a model",
-        "of 1 in process_group, but",
-        "2 ranks do not divide the 7 tokens",
+        "got one where it is rank 0 of 1",
+        "the 7 tokens of cu_seqlens do not divide by 2 ranks",
         "cu_seqlens must rise",
         "packed in one row, (1, tokens), got 2 rows",
         "attention_mask has padding",

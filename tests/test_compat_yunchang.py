@@ -11,20 +11,18 @@ import torch
 import torch.distributed as dist
 
 import bmt_burst.compat.ring_flash_attn as ring_flash_attn
-from bmt_burst import Mask, Slice, simulate
+from bmt_burst import Mask, Slice
 from bmt_burst.compat import yunchang
 from bmt_burst.compat.yunchang import (
     EXTRACT_FUNC_DICT,
     PROCESS_GROUP,
     RING_IMPL_QKVPACKED_DICT,
-    AsyncLongContextAttention,
     AttnType,
     LongContextAttention,
-    LongContextAttentionQKVPacked,
     UlyssesAttention,
     set_seq_parallel_pg,
 )
-from bmt_burst.compat.yunchang.comm import extracted
+from bmt_burst.compat.yunchang.comm import extracted_layout
 from bmt_burst.compat.yunchang.hybrid.utils import RING_IMPL_DICT
 from tests.helpers import dense_results, random_qkv, relative_error, run_ranks, size_of_terms
 
@@ -54,19 +52,17 @@ def cases(size):
     return itertools.product(DEGREES[size], KINDS, (True, False))
 
 
-def error(layer, mask, extract, packed=False, **options):
+def error(layer, mask, extract, **options):
     """The largest relative error of this rank's out, dq, dk, dv; `extract` cuts tensors (B, S,
     ...).
     """
-    tensors = random_qkv(2, mask.seq_len, 4, 4 if packed else 2, 8)
+    tensors = random_qkv(2, mask.seq_len, 4, 2, 8)
     local = [extract(x).detach() for x in tensors]
-    inputs = [torch.stack(local[:3], 2)] if packed else local[:3]
-    for x in inputs:
-        x.requires_grad_()
+    inputs = [x.requires_grad_() for x in local[:3]]
     out = layer(*inputs, softmax_scale=0.3, return_attn_probs=True, **options)
     grads = torch.autograd.grad(out, inputs, local[3])
     whole, _, *dense = dense_results(mask, tensors, 0.3, softcap=options.get("softcap"))
-    pairs = zip([out, *(grads[0].unbind(2) if packed else grads)], [whole, *dense], strict=True)
+    pairs = zip([out, *grads], [whole, *dense], strict=True)
     least = size_of_terms(tensors[3], 0.3)
     return max(relative_error(mine, extract(exact), least) for mine, exact in pairs)
 
@@ -87,27 +83,10 @@ def hybrid(rank, size):
         )
         causal, layer = Mask.causal(TOKENS), LongContextAttention(ring_impl_type=kind)
         found.append(error(layer, causal, extract, causal=True))
-        found.append(
-            error(
-                LongContextAttentionQKVPacked(ring_impl_type=kind),
-                causal,
-                extract,
-                True,
-                causal=True,
-            )
-        )
         if kind == "basic":
             found.append(error(layer, Mask.full(TOKENS), extract, softcap=0.7))
             banded = Mask(TOKENS, (Slice((0, TOKENS), (0, TOKENS), -2, 8),))
-            found.append(
-                error(
-                    AsyncLongContextAttention(),
-                    banded,
-                    extract,
-                    window_size=(7, 2),
-                    deterministic=True,
-                )
-            )
+            found.append(error(layer, banded, extract, window_size=(7, 2), deterministic=True))
     found.append(alone(rank, size))
     return found
 
@@ -129,7 +108,7 @@ def alone(rank, size):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_layers_equal_dense_attention(size):
     for found in run_ranks(size, hybrid, size):
-        assert len(found) == len(DEGREES[size]) * 2 * 8 + 1
+        assert len(found) == len(DEGREES[size]) * 2 * 5 + 1
         assert max(found) < ROUNDING
 
 
@@ -200,7 +179,6 @@ def misuse(rank):
         caught(LongContextAttention, attn_type="fa"),
         caught(UlyssesAttention, None, attn_type=AttnType.SAGE_FP8),
         caught(UlyssesAttention(), q, k, v, dropout_p=0.1),
-        caught(LongContextAttentionQKVPacked(), q),
     ]
     return said
 
@@ -215,32 +193,36 @@ def test_what_is_wrong_is_said():
     expected = [
         "call set_seq_parallel_pg first",
         "call set_seq_parallel_pg first",
-        "of 3 was given",
-        "degrees of 2 x 2 ranks do not divide the world of 2",
+        "as torch.distributed has it, got rank 1 of 3",
+        "the world of 2 ranks does not divide by 2 x 2 ranks",
         "sp_ulysses_degree must be a whole number",
         "ranks differ in set_seq_parallel_pg: rank 0 has {'sp_ulysses_degree': 1, "
         "'sp_ring_degree': 2,",
         "ranks differ in set_seq_parallel_pg: rank 0 has {'sp_ulysses_degree': 2, "
         "'sp_ring_degree': 1,",
-        "rank 1 of 3 was given",
-        "the groups are a ring of 2 x 1",
+        "expected rank 1 of 2, as torch.distributed has it, got rank 1 of 3",
+        "expected rd=2, ud=1 and their product as world_size",
         "basic: 5 tokens cannot be cut in 2 equal parts",
         "zigzag: 6 tokens cannot be cut in 2 equal parts, or 4",
         "zigzag attention is causal",
         "strip attention is causal",
         "zigzag: 10 tokens cannot be cut",
         "softcap must be positive",
-        "unknown ring_impl_type 'stripe'",
+        "expected a ring_impl_type of ['basic', 'strip', 'zigzag'], got 'stripe'",
         "must be (2, 1), got (1, 1)",
         "an attn_processor is not supported",
         "attn_type must be an AttnType, got 'fa'",
         "approximates attention",
         "dropout is not supported",
-        "qkv must be (..., tokens, 3, heads, head size)",
     ]
     for said, part in zip(second, expected, strict=True):
         assert part in said
-    assert "rank 1 of the group failed" in first[expected.index("rank 1 of 3 was given")]
+    assert (
+        "rank 1 of the group failed"
+        in first[
+            expected.index("expected rank 1 of 2, as torch.distributed has it, got rank 1 of 3")
+        ]
+    )
     assert "rank 1 of the group failed" in first[expected.index("softcap must be positive")]
 
 
@@ -252,17 +234,12 @@ def test_arguments_have_the_names_order_and_defaults_of_that_package():
     forwards = {
         LongContextAttention: f"query key value {OPTIONS}",
         UlyssesAttention: f"query key value {OPTIONS}",
-        LongContextAttentionQKVPacked: f"qkv {OPTIONS}",
     }
     assert {layer: shown(layer.forward) for layer in forwards} == forwards
-    kind = "ring_impl_type='basic'"
     attn_type = f"attn_type={AttnType.FA!r}".replace(" ", "")
     made = {
-        LongContextAttention: f"scatter_idx=2 gather_idx=1 {kind} use_pack_qkv=False "
-        f"use_sync=False {attn_type} attn_processor=None",
-        AsyncLongContextAttention: f"scatter_idx=2 gather_idx=1 {kind}",
-        LongContextAttentionQKVPacked: f"scatter_idx=3 gather_idx=1 {kind} use_sync=False "
-        f"{attn_type}",
+        LongContextAttention: "scatter_idx=2 gather_idx=1 ring_impl_type='basic' "
+        f"use_pack_qkv=False use_sync=False {attn_type} attn_processor=None",
         UlyssesAttention: "sequence_process_group=None scatter_idx=2 gather_idx=1 use_sync=False "
         f"{attn_type}",
     }
@@ -281,121 +258,35 @@ def test_names_are_where_that_package_has_them():
     from bmt_burst.compat.yunchang import comm, globals, hybrid, kernels, ring, ulysses
 
     assert comm.EXTRACT_FUNC_DICT is yunchang.EXTRACT_FUNC_DICT
-    assert set(EXTRACT_FUNC_DICT) == {*KINDS, "basic_pytorch", "basic_flashinfer", "basic_npu"}
+    assert set(EXTRACT_FUNC_DICT) == set(KINDS)
     assert globals.PROCESS_GROUP is PROCESS_GROUP
     assert globals.HAS_FLASH_ATTN is (importlib.util.find_spec("flash_attn") is not None)
     assert hybrid.LongContextAttention is LongContextAttention
     assert hybrid.RING_IMPL_QKVPACKED_DICT is RING_IMPL_QKVPACKED_DICT
     assert all(getattr(yunchang, name) is getattr(ring, name) for name in ring.__all__)
-    assert kernels.AttnType.from_string("torch_flash") is AttnType.TORCH_FLASH
-    assert kernels.AttnType.from_string("torch") is AttnType.TORCH
+    assert kernels.AttnType is AttnType
     assert ulysses.UlyssesAttention is UlyssesAttention
-    with pytest.raises(ValueError, match="nothing"):
-        AttnType.from_string("nothing")
 
 
-def over_a_ring(kind, packed, **options):
-    """Of two ranks: out and lse of the function of a kind, and what ring_flash_attn's own gives."""
-    name = {"zigzag": "zigzag_ring", "strip": "stripe"}.get(kind, "ring")
-    form = "_qkvpacked" if packed else ""
-    own = getattr(ring_flash_attn, f"{name}_flash_attn{form}_func")
-    function = (RING_IMPL_QKVPACKED_DICT if packed else RING_IMPL_DICT)[kind]
-    q, k, v, _ = random_qkv(2, 8, 4, 4, 8)
-    tensors = (torch.stack([q, k, v], 2),) if packed else (q, k, v)
-
-    def work(group):
-        given = {"group": group, "causal": True, "softmax_scale": 0.3}
-        if kind == "basic_npu":
-            return [function(group, *tensors, causal=True, softmax_scale=0.3, head_num=4)], [
-                own(*tensors, **given)
-            ]
-        if kind == "basic_pytorch":
-            return [function(*tensors, return_attn_probs=True, **given)], [own(*tensors, **given)]
-        given["return_attn_probs"] = True
-        out, lse, nothing = function(*tensors, **given, attn_type=AttnType.TORCH_FLASH)
-        assert nothing is None
-        return (out, lse), own(*tensors, **given)[:2]
-
-    return simulate(2, work)
-
-
-@pytest.mark.parametrize("kind", RING_IMPL_DICT)
-def test_functions_of_a_ring_are_those_of_ring_flash_attention(kind):
-    assert set(RING_IMPL_DICT) == set(EXTRACT_FUNC_DICT)
-    assert set(RING_IMPL_QKVPACKED_DICT) == {*KINDS, "basic_flashinfer"}
-    for packed in (False, True)[: 1 + (kind in RING_IMPL_QKVPACKED_DICT)]:
-        for mine, theirs in over_a_ring(kind, packed):
-            assert all(x.equal(y) for x, y in zip(mine, theirs, strict=True))
-
-
-def test_functions_of_a_ring_bound_scores():
-    tensors = random_qkv(1, 8, 2, 2, 8)
-    exact = dense_results(Mask.documents((0, 4, 8)), tensors, 0.3, softcap=0.7)[0]
-    local = torch.tensor([0, 2, 4])
-
-    def work(ring):
-        own = torch.tensor([0, 1, 4, 5]) + 2 * ring.rank
-        q, k, v = (x[0, own] for x in tensors[:3])
-        options = {"softmax_scale": 0.3, "causal": True, "softcap": 0.7, "group": ring}
-        out = yunchang.ring_flash_attn_varlen_func(q, k, v, local, 2, **options)
-        return relative_error(out, exact[0, own])
-
-    assert max(simulate(2, work)) < ROUNDING
-
-
-def test_functions_of_a_ring_refuse_kernels_on_all_ranks():
-    q, k, v, _ = random_qkv(1, 8, 2, 2, 8)
-
-    def said(**options):
-        def work(ring):
-            with pytest.raises(ValueError) as error:
-                yunchang.zigzag_ring_flash_attn_func(
-                    q, k, v, causal=True, group=ring, **options if ring.rank else {}
-                )
-            return str(error.value)
-
-        return simulate(2, work)
-
-    for options, part in (
-        ({"attn_type": AttnType.SAGE_AUTO}, "approximates attention"),
-        ({"attn_processor": torch.nn.Identity()}, "an attn_processor is not supported"),
-    ):
-        other, wrong = said(**options)
-        assert part in wrong
-        assert "rank 1 of the group failed" in other
-    with pytest.raises(ValueError, match="input_layout must be 'BSND'"):
-        yunchang.ring_npu_flash_attn_func(None, q, k, v, input_layout="BNSD")
-
-
-def test_functions_of_a_ring_have_the_arguments_of_that_package():
+def test_functions_of_a_ring_are_those_of_ring_flash_attention():
+    assert {name for name in ring_flash_attn.__all__ if name.endswith("_func")} - set(
+        yunchang.ring.__all__
+    ) == {f"llama3_flash_attn_varlen{form}_func" for form in ("", "_kvpacked", "_qkvpacked")}
     for name in yunchang.ring.__all__:
-        if name == "ring_npu_flash_attn_func":
-            continue
-        tensors = "qkv" if "_qkvpacked" in name else "q kv" if "_kvpacked" in name else "q k v"
-        last = (
-            ""
-            if "varlen" in name
-            else "attn_type"
-            if "packed" in name
-            else "attn_type attn_processor"
-        )
-        options = [option.split("=")[0] for option in OPTIONS.split()]
-        expected = [
-            *tensors.split(),
-            *["cu_seqlens", "max_seqlen"] * ("varlen" in name),
-            *options,
-            "group",
-        ]
-        assert (
-            list(inspect.signature(getattr(yunchang, name)).parameters) == expected + last.split()
-        )
+        assert getattr(yunchang, name) is getattr(ring_flash_attn, name)
+    names = {"basic": "ring", "zigzag": "zigzag_ring", "strip": "stripe"}
+    for form, functions in (("", RING_IMPL_DICT), ("_qkvpacked", RING_IMPL_QKVPACKED_DICT)):
+        assert functions == {
+            kind: getattr(ring_flash_attn, f"{name}_flash_attn{form}_func")
+            for kind, name in names.items()
+        }
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(3, 2), (2, 3), (6, 4), (1, 5)])
 @pytest.mark.parametrize("low", [True, False])
 def test_layouts_of_more_ranks(ulysses, ring, low):
     for kind in KINDS:
-        layout = extracted(kind, 4 * ulysses * ring, ulysses, ring, low)
+        layout = extracted_layout(kind, 4 * ulysses * ring, ulysses, ring, low)
         for rank in range(ulysses * ring):
             assert layout.positions(rank).equal(
                 own_tokens(kind, layout.seq_len, ulysses, ring, rank, low)

@@ -1,9 +1,10 @@
-"""What other packages for sequence parallelism export, computed here: a script for one of them
-changes its imports.
+"""The functions of other packages for sequence parallelism, computed by this library.
 
-ring_flash_attn    of ring-flash-attention 0.1.8
-yunchang           of yunchang 0.6.4, also known as USP
+A script for one of these packages changes its imports:
 
-The attention is `burst_attn_func`'s. These modules say in its terms which tokens a rank has and
-what they see. docs/migrate.md tells what changes for a script.
+ring_flash_attn    ring-flash-attention 0.1.8
+yunchang           yunchang 0.6.4, also known as USP
+
+`burst_attn_func` computes the attention. These modules tell it which tokens each rank has and
+what they see. docs/migrate.md lists what changes in a script.
 """

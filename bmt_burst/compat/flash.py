@@ -1,8 +1,7 @@
-"""Calls that are made as flash-attn's functions are: their options, packed tensors, and lists of
-numbers on a GPU.
+"""Functions with the arguments of flash-attn: their options, packed tensors and cu_seqlens.
 
-Letters: B batch, S tokens of this rank, T the same of packed documents, H query heads, G kv heads,
-D head size.
+Letters: B batch, S tokens of this rank, T tokens of this rank in packed documents, H query heads,
+G kv heads, D head size.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ParamSpec, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,49 +28,52 @@ from ..sequence.mask import Mask, Slice
 
 _MOST_MASKS = 64  # that are kept: layers repeat them
 
+Parameters = ParamSpec("Parameters")
+# The tensor out, or with return_attn_probs the tuple (out, lse, None). Any spares callers a check.
+Result: TypeAlias = Tensor | Any
 Bounds = tuple[int, ...]
-# From the rings and q: where the documents of the whole sequence begin, and its length; how it lies
-# on the ranks.
-Placing = Callable[[Rings, Tensor], tuple[Bounds, str | Layout]]
+# The bounds of the documents in the whole sequence (0, ..., length), and their layout on the ranks.
+Placement = tuple[Bounds, str | Layout]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What flash-attn's functions take beside tensors.
+    """The arguments of flash-attn's functions beside tensors.
 
-    dropout_p          0: there is no dropout
+    dropout_p          must be 0: dropout is not supported
     softmax_scale      factor of the scores, by default 1 / sqrt(D)
-    causal             whether a token sees only tokens at its own or earlier positions
-    window_size        (left, right): how many tokens before and after itself one sees as well; -1:
-                       all. A causal one sees none after itself, whatever `right` says
-    alibi_slopes       None: there are no biases
-    deterministic      results that are equal bit for bit between runs
+    causal             each token sees only tokens at its own or earlier positions
+    window_size        (left, right): each token sees this many tokens before and after itself. -1
+                       means all. With `causal` it sees none after itself, whatever `right` is
+    alibi_slopes       must be None: biases are not supported
+    deterministic      results are equal bit for bit between runs
     return_attn_probs  return (out, lse, None) instead of out
     group              the ranks that share the sequence, by default all
-    softcap            a bound of the scores, as burst_attn_func's; 0: they have none
+    softcap            the bound of the scores, as in burst_attn_func. 0: no bound
     """
 
-    dropout_p: float = 0.0
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: Sequence[int] = (-1, -1)
-    alibi_slopes: Tensor | None = None
-    deterministic: bool = False
-    return_attn_probs: bool = False
-    group: Group | None = None
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: Sequence[int]
+    alibi_slopes: Tensor | None
+    deterministic: bool
+    return_attn_probs: bool
+    group: Group | None
     softcap: float = 0.0
 
     def band(self) -> tuple[int | None, int | None]:
-        """Query i sees key j if low <= i - j < high, as Slice has them.
+        """Return (low, high): query i sees key j if low <= i - j < high. None means no bound.
 
-        Raises ValueError or TypeError for a window that is none and for what this library does not
-        compute.
+        Raises ValueError or TypeError for a wrong window and for options that are not supported.
         """
         if as_float("dropout_p", self.dropout_p):
-            raise ValueError(f"dropout is not supported: dropout_p must be 0, got {self.dropout_p}")
+            raise ValueError(
+                f"dropout is not supported: expected dropout_p=0, got {self.dropout_p}"
+            )
         if self.alibi_slopes is not None:
             raise ValueError(
-                "alibi_slopes are not supported; see the scores and bias of bmt_burst.burst_attn_func"
+                "alibi_slopes are not supported; see scores and bias of bmt_burst.burst_attn_func"
             )
         if not isinstance(self.window_size, list | tuple) or len(self.window_size) != 2:
             raise TypeError(f"window_size must be (left, right), got {self.window_size!r}")
@@ -84,61 +86,84 @@ class Options:
         return low, None if left < 0 else left + 1
 
 
-def with_options(
-    function: Callable[..., Any], names: Sequence[str], options: type[Options] = Options
-) -> Callable[..., Any]:
-    """`function`, whose last parameter is `options`, as one that takes those of `names` each on its
-    own, in that order.
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut tokens over ranks.
 
-    What this made of a function before counts as the function.
+    text   a sentence about it, for users
+    place  from the rings, q, causal and the function's own arguments to the placement of the tokens
     """
-    function = inspect.unwrap(function)
-    *own, _ = inspect.signature(function).parameters.values()
-    known = inspect.signature(options).parameters
-    signature = inspect.Signature([*own, *(known[name] for name in names)])
 
-    @not_compiled
-    @functools.wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
+    text: str
+    place: Callable[..., Placement]
+
+
+def make_function(
+    name: str,
+    declared: Callable[Parameters, Result],
+    cut: Cut,
+) -> Callable[Parameters, Result]:
+    """Return the attention function `name`, for tokens that are cut over the ranks by `cut`.
+
+    declared  declares the parameters and begins the docstring; it is never called
+
+    A call with wrong arguments raises on all ranks of its group.
+    """
+    signature = inspect.signature(declared)
+    known = {field.name for field in fields(Options)}
+
+    @functools.wraps(declared)
+    def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
         try:
-            bound = signature.bind(*args, **named).arguments
+            bound = signature.bind(*args, **named)
         except TypeError as error:
-            if "group" not in names:  # a layer's
-                raise
             refuse_arguments(error, signature, args, named)
-        rest = {name: bound.pop(name) for name in names if name in bound}
-        return function(**bound, options=options(**rest))
+        bound.apply_defaults()
+        given = bound.arguments
+        tensors = [given.pop(x) for x in ("q", "k", "v", "kv", "qkv") if x in given]
+        options = Options(**{x: given.pop(x) for x in known & given.keys()})
+        return attention(tensors, options, functools.partial(cut.place, **given))
 
-    call.__signature__ = signature
-    return call
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"{declared.__doc__} {cut.text}"
+    return not_compiled(call)
 
 
 @not_compiled
 def attention(
-    tensors: Sequence[Tensor], options: Options, placing: Placing, strategy: str = "ring"
-) -> Tensor | tuple[Tensor, Tensor, None]:
-    """What `burst_attn_func` makes of (q, k, v), (q, kv) or (qkv,).
+    tensors: Sequence[Tensor],
+    options: Options,
+    place: Callable[[Rings, Tensor, bool], Placement],
+    strategy: str = "ring",
+) -> Result:
+    """Compute `burst_attn_func` of (q, k, v), (q, kv) or (qkv,).
 
-    Of a batch q (B, S, H, D), k, v (B, S, G, D), kv (B, S, 2, G, D), qkv (B, S, 3, H, D) come out
-    (B, S, H, D) and lse (B, H, S); of packed documents q (T, H, D), k, v (T, G, D), kv (T, 2, G,
-    D), qkv (T, 3, H, D) come out (T, H, D) and lse (H, T). The dtype of lse is fp32 (fp64 for fp64
-    inputs), and no gradient flows through it.
+    Batches have q (B, S, H, D), k and v (B, S, G, D), kv (B, S, 2, G, D), qkv (B, S, 3, H, D), out
+    (B, S, H, D) and lse (B, H, S). Packed documents have q (T, H, D), k and v (T, G, D), kv (T, 2,
+    G, D), qkv (T, 3, H, D), out (T, H, D) and lse (H, T). lse is fp32 (fp64 for fp64 inputs), and
+    no gradient flows through it.
 
-    Raises on every rank if arguments are wrong on any: ValueError or TypeError, or what reading
-    them raised there.
+    place  finds the placement of the tokens, from the rings, q and causal
+
+    Raises on every rank if arguments are wrong on any rank: ValueError or TypeError, or the error
+    of reading them there.
     """
     rings = make_rings(options.group, (None, None))
     try:
-        q, k, v = _separate(tensors)
+        q, k, v = _unpack(tensors)
         is_packed = q.dim() == 3
-        bounds, layout = placing(rings, q)
+        bounds, layout = place(rings, q, options.causal)
         mask = _banded(bounds, *options.band())
         softcap = as_float("softcap", options.softcap) or None
         with_lse = as_bool("return_attn_probs", options.return_attn_probs)
     except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
         refuse_call(error, options.group, (None, None))
+    if is_packed:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     out, lse = burst_attn_func(
-        *((x.unsqueeze(0) for x in (q, k, v)) if is_packed else (q, k, v)),
+        q,
+        k,
+        v,
         options.softmax_scale,
         deterministic=options.deterministic,
         process_group=options.group,
@@ -152,9 +177,9 @@ def attention(
     return (out, lse, None) if with_lse else out
 
 
-def tokens_of(q: Tensor, dims: int) -> int:
-    """How many tokens q (..., S, H, D) has. Raises ValueError if it has another number of
-    dimensions than `dims`.
+def count_tokens(q: Tensor, dims: int) -> int:
+    """Return the number of tokens of q (..., S, H, D). Raises ValueError if q has not `dims`
+    dimensions.
     """
     if q.dim() != dims:
         expected = (
@@ -166,12 +191,12 @@ def tokens_of(q: Tensor, dims: int) -> int:
     return q.shape[-3]
 
 
-def numbers(name: str, x: Any) -> Bounds:
-    """The whole numbers of a tensor of one dimension or a sequence. Raises TypeError if it has
-    none.
+def read_numbers(name: str, x: Any) -> Bounds:
+    """Return the whole numbers of a tensor of one dimension or a sequence. Raises TypeError for
+    anything else.
 
-    Those of a tensor on a GPU are read when it is first seen, for which the host waits, and again
-    once it is written.
+    A tensor on a GPU is read when it is first seen, and again once it was written to. The host
+    waits for that.
     """
     if not isinstance(x, Tensor):
         if not isinstance(x, Sequence):
@@ -179,16 +204,17 @@ def numbers(name: str, x: Any) -> Bounds:
         return tuple(as_int(name, number) for number in x)
     if x.dim() != 1 or x.is_floating_point() or x.dtype == torch.bool:
         raise TypeError(
-            f"{name} must be whole numbers of one dimension, got shape {tuple(x.shape)} and {x.dtype}"
+            f"{name} must be whole numbers of one dimension, "
+            f"got shape {tuple(x.shape)} and {x.dtype}"
         )
-    return tuple(x.tolist()) if x.device.type == "cpu" or x.is_inference() else _remembered(x)
+    return tuple(x.tolist()) if x.device.type == "cpu" or x.is_inference() else _read_cached(x)
 
 
-# of tensors: how often they had been written, and what
+# by tensor: its version when it was read, and its numbers
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _remembered(x: Tensor) -> Bounds:
+def _read_cached(x: Tensor) -> Bounds:
     version, known = _read.get(x, (None, ()))
     if version != x._version:
         known = tuple(x.tolist())
@@ -196,19 +222,18 @@ def _remembered(x: Tensor) -> Bounds:
     return known
 
 
-def _separate(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as views of what they are packed in."""
-    for name, x in zip(
-        {1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}[len(tensors)], tensors, strict=True
-    ):
+def _unpack(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, as views where they are packed."""
+    names = {1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}[len(tensors)]
+    for name, x in zip(names, tensors, strict=True):
         check_tensor(name, x)
-    if len(tensors) == 3:
-        return tuple(tensors)
-    return (
-        unpack_tensor("qkv", tensors[0], 3)
-        if len(tensors) == 1
-        else (tensors[0], *unpack_tensor("kv", tensors[1], 2))
-    )
+    if len(tensors) == 1:
+        q, k, v = unpack_tensor("qkv", tensors[0], 3)
+    elif len(tensors) == 2:
+        q, (k, v) = tensors[0], unpack_tensor("kv", tensors[1], 2)
+    else:
+        q, k, v = tensors
+    return q, k, v
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)

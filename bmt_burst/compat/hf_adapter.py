@@ -1,8 +1,7 @@
-"""Attention over ranks in all models of transformers at once, as ring-flash-attention's adapter
-puts it there.
+"""Attention over ranks in all models of transformers at once, as in ring-flash-attention's adapter.
 
-It is that of bmt_burst.adapters.transformers, which cuts what a model takes and joins the losses
-too, model by model.
+The attention is that of bmt_burst.adapters.transformers. That module enables one model, and also
+cuts its inputs and joins its losses.
 """
 
 from __future__ import annotations
@@ -19,14 +18,16 @@ from ..ranks.rings import Group, Rings, make_rings
 from ..sequence.mask import Mask
 from .flash import Bounds
 
-_REPLACED = "flash_attention_2"  # the attn_implementation of models
+_REPLACED = "flash_attention_2"  # the attn_implementation that is replaced
 _NO_DOUBLE_GROUP = (None, None)
 
 
 @dataclass
 class _Now:
-    """Over which ranks models compute, once `substitute` was called, and what their tokens see,
-    after `update`.
+    """The state of ring-flash-attention's two functions, which is one for the process.
+
+    rings, group  the ranks of the attention, after `substitute`
+    sight         what tokens of the next forward see, after `update`
     """
 
     rings: Rings | None = None
@@ -38,27 +39,27 @@ _now = _Now()
 
 
 def substitute(group: Group | None) -> None:
-    """See substitute_hf_flash_attn."""
+    """Implement substitute_hf_flash_attn."""
     _now.rings, _now.group, _now.sight = make_rings(group, _NO_DOUBLE_GROUP), group, None
     AttentionInterface.register(_REPLACED, _attention)
 
 
 def update(bounds: Bounds, group: Group | None) -> None:
-    """See update_ring_flash_attn_params; documents begin at `bounds`."""
+    """Implement update_ring_flash_attn_params: documents begin at `bounds`."""
     if _now.rings is None:
         raise RuntimeError(
-            "call substitute_hf_flash_attn first: it says over which ranks attention goes"
+            "call substitute_hf_flash_attn first: it says which ranks share a sequence"
         )
     made, given = (
         (rings.rank, rings.size) for rings in (_now.rings, make_rings(group, _NO_DOUBLE_GROUP))
     )
     if made != given:
         raise ValueError(
-            f"this is rank {given[0]} of {given[1]} in process_group, but {made[0]} of {made[1]} in that of "
-            "substitute_hf_flash_attn"
+            f"expected the process_group of substitute_hf_flash_attn, where this is rank {made[0]} "
+            f"of {made[1]}, got one where it is rank {given[0]} of {given[1]}"
         )
     if bounds[-1] % given[1]:
-        raise ValueError(f"{given[1]} ranks do not divide the {bounds[-1]} tokens of cu_seqlens")
+        raise ValueError(f"the {bounds[-1]} tokens of cu_seqlens do not divide by {given[1]} ranks")
     options = {"mask": Mask.documents(bounds), "layout": "contiguous"}
     groups = {"process_group": _now.group, "double_group": _NO_DOUBLE_GROUP}
     _now.sight = Sight(options | groups, bounds[-1], None)
@@ -74,7 +75,7 @@ def _attention(
     is_causal: bool | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """What layers call: `attention` of what `update` told. Masks have no window here: layers do."""
+    """Compute attention for a layer, which has a window or not, over the documents of `update`."""
     try:
         _check(
             query,
@@ -91,15 +92,13 @@ def _attention(
 def _check(query: Tensor, attention_mask: Tensor | None, is_causal: bool) -> None:
     if _now.sight is None:
         raise RuntimeError(
-            "call update_ring_flash_attn_params before a model: it tells where documents begin"
+            "call update_ring_flash_attn_params before a model: it says where documents begin"
         )
     if attention_mask is not None:
         raise ValueError(
-            "attention_mask has padding: pack the documents without it, as cu_seqlens tells them"
+            "attention_mask has padding: pack the documents without padding, as in cu_seqlens"
         )
     if not is_causal:
-        raise ValueError(
-            "attention to both sides is not substituted: only that of causal models is"
-        )
+        raise ValueError("attention to both sides is not substituted: expected a causal model")
     if len(query) != 1:
         raise ValueError(f"documents must be packed in one row, (1, tokens), got {len(query)} rows")

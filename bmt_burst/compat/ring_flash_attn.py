@@ -1,32 +1,31 @@
 """The functions of ring-flash-attention 0.1.8 (zhuzilin/ring-flash-attention), computed by this
 library.
 
-    from bmt_burst.compat.ring_flash_attn import zigzag_ring_flash_attn_func    # was: from
-    ring_flash_attn import ...
+    # before: from ring_flash_attn import zigzag_ring_flash_attn_func
+    from bmt_burst.compat.ring_flash_attn import zigzag_ring_flash_attn_func
 
-They take the arguments of that package, in its order and with its defaults, and return what it
+They take the arguments of that package, in its order and with its defaults. They return what it
 returns: out, or with return_attn_probs (out, softmax_lse, None). `Options` in
-bmt_burst.compat.flash tells what each option is. Each function has a form for packed tensors; k and
-v are views of these.
+bmt_burst.compat.flash describes the options. Each function has forms for packed tensors, which are
+not copied.
 
-Which tokens a rank r of W has, of a batch (B, S, ...):
+Rank r of W has these tokens of a batch (B, S, ...):
 
     ring      chunk r of W
     zigzag    chunks r and 2W - 1 - r of 2W; causal only
     stripe    tokens r, r + W, r + 2W, ...; causal only
 
-Of packed documents (T, ...), with the cu_seqlens of the rank's own tokens, the same on all ranks,
-(0, ..., T):
+It has these tokens of packed documents (T, ...). Their cu_seqlens (0, ..., T) count the tokens of
+one rank, and are the same on all ranks:
 
     ring      chunk r of W of each document
     zigzag    chunks r and 2W - 1 - r of 2W of each document; causal only
-    llama3    chunk r of W of the sequence, with cu_seqlens as llama3_flash_attn_prepare_cu_seqlens
-              makes them
+    llama3    chunk r of W of the sequence; see llama3_flash_attn_prepare_cu_seqlens
 
-max_seqlen and heads_k_stride are for the kernels of that package: nothing is computed from them.
+max_seqlen and heads_k_stride are for the kernels of that package, and unused here.
 
-substitute_hf_flash_attn and update_ring_flash_attn_params are for models of transformers, which
-they import.
+substitute_hf_flash_attn and update_ring_flash_attn_params are for models of transformers, and
+import that package.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +41,10 @@ from ..base.arguments import as_bool, as_int
 from ..ranks.agreement import admit_one_thread, gather_terms, read_terms
 from ..ranks.rings import Group, Rings
 from ..sequence.layout import Layout, Stacked
-from .flash import Bounds, Options, Placing, attention, numbers, tokens_of, with_options
+from .flash import Bounds, Cut, Result, count_tokens, make_function, read_numbers
 
 _MOST_LAYOUTS = 64  # that are kept
-_STARTS_A_MESSAGE = 256  # of which a message holds the positions, whatever they are
+_STARTS_A_MESSAGE = 256  # positions that fit into a message, whatever they are
 
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",
@@ -74,194 +71,37 @@ __all__ = [
 ]
 
 
-_with_options = functools.partial(
-    with_options, names=[x.name for x in fields(Options) if x.name != "softcap"]
-)
-
-
-@_with_options
-def ring_flash_attn_func(q, k, v, options):
-    """q (B, S, H, D), k and v (B, S, G, D) of a batch; the ranks have contiguous chunks."""
-    return attention((q, k, v), options, _batch("contiguous", options))
-
-
-@_with_options
-def ring_flash_attn_kvpacked_func(q, kv, options):
-    """ring_flash_attn_func of q (B, S, H, D) and kv (B, S, 2, G, D)."""
-    return attention((q, kv), options, _batch("contiguous", options))
-
-
-@_with_options
-def ring_flash_attn_qkvpacked_func(qkv, options):
-    """ring_flash_attn_func of qkv (B, S, 3, H, D)."""
-    return attention((qkv,), options, _batch("contiguous", options))
-
-
-@_with_options
-def zigzag_ring_flash_attn_func(q, k, v, options):
-    """q (B, S, H, D), k and v (B, S, G, D) of a batch, S even; each rank has an early and a late
-    chunk.
-    """
-    return attention((q, k, v), options, _batch("zigzag", options))
-
-
-@_with_options
-def zigzag_ring_flash_attn_kvpacked_func(q, kv, options):
-    """zigzag_ring_flash_attn_func of q (B, S, H, D) and kv (B, S, 2, G, D)."""
-    return attention((q, kv), options, _batch("zigzag", options))
-
-
-@_with_options
-def zigzag_ring_flash_attn_qkvpacked_func(qkv, options):
-    """zigzag_ring_flash_attn_func of qkv (B, S, 3, H, D)."""
-    return attention((qkv,), options, _batch("zigzag", options))
-
-
-@_with_options
-def stripe_flash_attn_func(q, k, v, options):
-    """q (B, S, H, D), k and v (B, S, G, D) of a batch; rank r of W has tokens r, r + W, r + 2W, ..."""
-    return attention((q, k, v), options, _batch("striped", options))
-
-
-@_with_options
-def stripe_flash_attn_kvpacked_func(q, kv, options):
-    """stripe_flash_attn_func of q (B, S, H, D) and kv (B, S, 2, G, D)."""
-    return attention((q, kv), options, _batch("striped", options))
-
-
-@_with_options
-def stripe_flash_attn_qkvpacked_func(qkv, options):
-    """stripe_flash_attn_func of qkv (B, S, 3, H, D)."""
-    return attention((qkv,), options, _batch("striped", options))
-
-
-@_with_options
-def ring_flash_attn_varlen_func(q, k, v, cu_seqlens, max_seqlen, options):
-    """q (T, H, D), k and v (T, G, D) of packed documents, of each of which the ranks have
-    contiguous chunks.
-    """
-    return attention((q, k, v), options, _documents("contiguous", cu_seqlens, options))
-
-
-@_with_options
-def ring_flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, max_seqlen, options):
-    """ring_flash_attn_varlen_func of q (T, H, D) and kv (T, 2, G, D)."""
-    return attention((q, kv), options, _documents("contiguous", cu_seqlens, options))
-
-
-@_with_options
-def ring_flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, options):
-    """ring_flash_attn_varlen_func of qkv (T, 3, H, D)."""
-    return attention((qkv,), options, _documents("contiguous", cu_seqlens, options))
-
-
-@_with_options
-def zigzag_ring_flash_attn_varlen_func(q, k, v, cu_seqlens, max_seqlen, options):
-    """q (T, H, D), k and v (T, G, D) of packed documents, of each of which a rank has an early and
-    a late chunk.
-    """
-    return attention((q, k, v), options, _documents("zigzag", cu_seqlens, options))
-
-
-@_with_options
-def zigzag_ring_flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, max_seqlen, options):
-    """zigzag_ring_flash_attn_varlen_func of q (T, H, D) and kv (T, 2, G, D)."""
-    return attention((q, kv), options, _documents("zigzag", cu_seqlens, options))
-
-
-@_with_options
-def zigzag_ring_flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, options):
-    """zigzag_ring_flash_attn_varlen_func of qkv (T, 3, H, D)."""
-    return attention((qkv,), options, _documents("zigzag", cu_seqlens, options))
-
-
-@_with_options
-def llama3_flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    heads_k_stride,
-    local_k_slice,
-    options,
-):
-    """q (T, H, D), k and v (T, G, D) of packed documents, as they follow one another in the ranks'
-    chunks.
-
-    cu_seqlens_q, cu_seqlens_k and local_k_slice are those of llama3_flash_attn_prepare_cu_seqlens,
-    for this rank and the same `causal`. The ranks tell each other in every call which documents
-    they have. Raises ValueError on every rank if what they say does not fit together.
-    """
-    return attention(
-        (q, k, v), options, _in_sequence(cu_seqlens_q, cu_seqlens_k, local_k_slice, options)
-    )
-
-
-@_with_options
-def llama3_flash_attn_varlen_kvpacked_func(
-    q,
-    kv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    heads_k_stride,
-    local_k_slice,
-    options,
-):
-    """llama3_flash_attn_varlen_func of q (T, H, D) and kv (T, 2, G, D)."""
-    return attention(
-        (q, kv), options, _in_sequence(cu_seqlens_q, cu_seqlens_k, local_k_slice, options)
-    )
-
-
-@_with_options
-def llama3_flash_attn_varlen_qkvpacked_func(
-    qkv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    heads_k_stride,
-    local_k_slice,
-    options,
-):
-    """llama3_flash_attn_varlen_func of qkv (T, 3, H, D)."""
-    return attention(
-        (qkv,), options, _in_sequence(cu_seqlens_q, cu_seqlens_k, local_k_slice, options)
-    )
-
-
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
-    """What llama3_flash_attn_varlen_func takes on a rank, for the cu_seqlens (0, ..., tokens) of
-    the whole sequence.
+    """Prepare the arguments of llama3_flash_attn_varlen_func on a rank.
 
-    Returns cu_seqlens_q of the rank's tokens, cu_seqlens_k of the keys that these may see, both
-    with cu_seqlens' dtype and device, the lengths of the longest document in each, and which of all
-    keys these keys are. Raises ValueError if the ranks do not divide the tokens.
+    cu_seqlens  (0, ..., tokens) of the whole sequence
+
+    Returns cu_seqlens_q of the rank's tokens, cu_seqlens_k of the keys that these may see, the
+    lengths of the longest document in each, and the slice of these keys among all keys. Both
+    cu_seqlens have the dtype and device of the given ones. Raises ValueError if the tokens do not
+    divide by the ranks.
     """
-    whole = _rising(numbers("cu_seqlens", cu_seqlens))
-    of_q, of_k, keys = _part(
+    whole = _check_rising(read_numbers("cu_seqlens", cu_seqlens))
+    of_q, of_k, keys = _prepare(
         whole, as_bool("causal", causal), as_int("rank", rank), as_int("world_size", world_size)
     )
-    like = {"dtype": cu_seqlens.dtype, "device": cu_seqlens.device}
-    longest = (max(_lengths(bounds)) for bounds in (of_q, of_k))
-    return torch.tensor(of_q, **like), torch.tensor(of_k, **like), *longest, keys
+    cu_seqlens_q, cu_seqlens_k = (
+        torch.tensor(bounds, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        for bounds in (of_q, of_k)
+    )
+    return cu_seqlens_q, cu_seqlens_k, max(_lengths(of_q)), max(_lengths(of_k)), keys
 
 
 def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -> None:
-    """Puts attention over the ranks of `process_group` in the place of transformers'
-    flash_attention_2, in all models.
+    """Replace transformers' flash_attention_2 in all models by attention over the ranks of
+    `process_group`.
 
-    Their attention is causal and of packed documents, which update_ring_flash_attn_params tells
-    before each forward. Each rank gives a model its chunk of the tokens and of their position_ids,
-    (1, T) / ranks, and no padding. Models that were made with another attn_implementation keep
-    their own attention, of this rank's tokens alone.
+    The attention is causal, over packed documents. Call update_ring_flash_attn_params before each
+    forward to say where they begin. Each rank gives a model its chunk of the tokens and of their
+    position_ids, (1, T) / ranks, without padding. Models that were made with another
+    attn_implementation keep their own attention, over the tokens of this rank alone.
     """
     from . import hf_adapter
 
@@ -269,111 +109,111 @@ def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group | None) -> None:
-    """Tells models what their next tokens are: documents that begin at cu_seqlens (0, ..., T), of
-    the whole sequence.
+    """Set the documents of the next forward: they begin at cu_seqlens (0, ..., T) of the whole
+    sequence.
 
-    Raises ValueError if these do not rise from 0, if the ranks do not divide the tokens, or if
-    `process_group` has other ranks than substitute_hf_flash_attn was given; RuntimeError if that
-    was not called yet.
+    Raises ValueError if cu_seqlens do not rise from 0, if the tokens do not divide by the ranks, or
+    if substitute_hf_flash_attn was given a group of other ranks. Raises RuntimeError before
+    substitute_hf_flash_attn.
     """
     from . import hf_adapter
 
-    hf_adapter.update(_rising(numbers("cu_seqlens", cu_seqlens)), process_group)
+    hf_adapter.update(_check_rising(read_numbers("cu_seqlens", cu_seqlens)), process_group)
 
 
-def _batch(layout: str, options: Options) -> Placing:
-    """A sequence of so many tokens on each rank."""
-
-    def placing(rings: Rings, q: Tensor) -> tuple[Bounds, str]:
-        tokens = tokens_of(q, 4)
-        check_kind(layout, options.causal, [tokens])
-        return (0, tokens * rings.size), layout
-
-    return placing
+def _place_sequences(layout: str, rings: Rings, q: Tensor, causal: bool) -> tuple[Bounds, str]:
+    """Place a batch of sequences with equally many tokens on each rank."""
+    tokens = count_tokens(q, 4)
+    _check_layout(layout, causal, [tokens])
+    return (0, tokens * rings.size), layout
 
 
-def _documents(layout: str, cu_seqlens: Any, options: Options) -> Placing:
-    """Documents of so many tokens on each rank."""
-
-    def placing(rings: Rings, q: Tensor) -> tuple[Bounds, Layout]:
-        bounds = _rising(numbers("cu_seqlens", cu_seqlens))
-        if bounds[-1] != tokens_of(q, 3):
-            raise ValueError(
-                f"cu_seqlens, those of this rank's tokens, end at {bounds[-1]}, but q has {len(q)} tokens"
-            )
-        check_kind(layout, options.causal, _lengths(bounds))
-        whole = tuple(bound * rings.size for bound in bounds)
-        return whole, _of_each(layout, whole, rings.size)
-
-    return placing
-
-
-def _in_sequence(
-    cu_seqlens_q: Any, cu_seqlens_k: Any, local_k_slice: slice, options: Options
-) -> Placing:
-    """Documents one after the other, of which each rank knows its own."""
-
-    def placing(rings: Rings, q: Tensor) -> tuple[Bounds, str]:
-        tokens = tokens_of(q, 3)
-        of_q, of_k = numbers("cu_seqlens_q", cu_seqlens_q), numbers("cu_seqlens_k", cu_seqlens_k)
-        if len(of_q) < 2 or of_q[-1] != tokens:
-            raise ValueError(
-                f"cu_seqlens_q must be (0, ..., {tokens}), as many tokens as q has, got {of_q}"
-            )
-        if not isinstance(local_k_slice, slice):
-            raise TypeError(f"local_k_slice must be a slice, got {type(local_k_slice).__name__}")
-        first = rings.rank * tokens
-        begins = local_k_slice.start == first  # a document, with the first token
-        starts = [first + bound for bound in (of_q if begins else of_q[1:])[:-1]]
-        whole = _rising((*sorted(_of_all_ranks(rings, starts)), tokens * rings.size))
-        expected = _part(whole, options.causal, rings.rank, rings.size)
-        if (of_q, of_k, local_k_slice) != expected:
-            raise ValueError(
-                "cu_seqlens_q, cu_seqlens_k and local_k_slice must be what llama3_flash_attn_prepare_cu_seqlens makes "
-                f"for rank {rings.rank} of {rings.size} and causal={options.causal}; the ranks' documents begin at "
-                f"{whole[:-1]}, so they should be {expected}, got {(of_q, of_k, local_k_slice)}"
-            )
-        return whole, "contiguous"
-
-    return placing
+def _place_documents(
+    layout: str, rings: Rings, q: Tensor, causal: bool, cu_seqlens: Tensor, max_seqlen: int
+) -> tuple[Bounds, Layout]:
+    """Place packed documents, each of which is cut over the ranks."""
+    bounds = _check_rising(read_numbers("cu_seqlens", cu_seqlens))
+    if bounds[-1] != count_tokens(q, 3):
+        raise ValueError(
+            f"cu_seqlens count the tokens of this rank: they end at {bounds[-1]}, "
+            f"but q has {len(q)} tokens"
+        )
+    _check_layout(layout, causal, _lengths(bounds))
+    whole = tuple(bound * rings.size for bound in bounds)
+    return whole, _stacked(layout, whole, rings.size)
 
 
-def check_kind(layout: str, causal: bool, lengths: Sequence[int]) -> None:
-    """Raises ValueError for what that package does not compute either: its halves and stripes are
-    for causal masks.
-    """
+def _place_chunks(
+    rings: Rings,
+    q: Tensor,
+    causal: bool,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads_k_stride: int,
+    local_k_slice: slice,
+) -> tuple[Bounds, str]:
+    """Place packed documents in sequence. Each rank knows only those in its chunk."""
+    tokens = count_tokens(q, 3)
+    of_q = read_numbers("cu_seqlens_q", cu_seqlens_q)
+    of_k = read_numbers("cu_seqlens_k", cu_seqlens_k)
+    if len(of_q) < 2 or of_q[-1] != tokens:
+        raise ValueError(
+            f"cu_seqlens_q must be (0, ..., {tokens}), as many tokens as q has, got {of_q}"
+        )
+    if not isinstance(local_k_slice, slice):
+        raise TypeError(f"local_k_slice must be a slice, got {type(local_k_slice).__name__}")
+    first = rings.rank * tokens
+    begins = local_k_slice.start == first  # a document begins with the rank's first token
+    starts = [first + bound for bound in (of_q if begins else of_q[1:])[:-1]]
+    whole = _check_rising((*sorted(_gather_numbers(rings, starts)), tokens * rings.size))
+    expected = _prepare(whole, causal, rings.rank, rings.size)
+    if (of_q, of_k, local_k_slice) != expected:
+        raise ValueError(
+            "cu_seqlens_q, cu_seqlens_k and local_k_slice must be those that "
+            f"llama3_flash_attn_prepare_cu_seqlens makes for rank {rings.rank} of {rings.size} "
+            f"and causal={causal}; the documents of the ranks begin at {whole[:-1]}, so expected "
+            f"{expected}, got {(of_q, of_k, local_k_slice)}"
+        )
+    return whole, "contiguous"
+
+
+def _check_layout(layout: str, causal: bool, lengths: Sequence[int]) -> None:
+    """Raise ValueError for calls that ring-flash-attention does not compute either."""
     if layout != "contiguous" and not as_bool("causal", causal):
         raise ValueError(
             f"{layout} attention is causal: give causal=True, or call a ring_flash_attn function"
         )
     if layout == "zigzag" and any(length % 2 for length in lengths):
         raise ValueError(
-            f"a rank has two chunks of equal length of each sequence, but here are {list(lengths)} tokens"
+            "zigzag gives each rank two chunks of equal length, which needs even numbers of "
+            f"tokens, got {list(lengths)} tokens on this rank"
         )
 
 
-def _of_all_ranks(rings: Rings, mine: Sequence[int]) -> list[int]:
-    """The numbers of all ranks, in rank order."""
+def _gather_numbers(rings: Rings, mine: Sequence[int]) -> list[int]:
+    """Return the numbers of all ranks, in rank order."""
     found: list[list[int]] = [[] for _ in range(rings.size)]
     at, most, doing = 0, 1, "a call of llama3_flash_attn_varlen_func"
     with admit_one_thread(rings, doing):
         while at < most:
             part = {"count": len(mine), "numbers": list(mine[at : at + _STARTS_A_MESSAGE])}
-            said = read_terms(gather_terms(rings, doing, lambda part=part: part))
-            for numbers_of_rank, theirs in zip(found, said, strict=True):
-                numbers_of_rank += theirs["numbers"]
-            at, most = at + _STARTS_A_MESSAGE, max(theirs["count"] for theirs in said)
-    return [number for numbers_of_rank in found for number in numbers_of_rank]
+            replies = read_terms(gather_terms(rings, doing, functools.partial(dict, part)))
+            for numbers, theirs in zip(found, replies, strict=True):
+                numbers += theirs["numbers"]
+            at, most = at + _STARTS_A_MESSAGE, max(theirs["count"] for theirs in replies)
+    return list(itertools.chain(*found))
 
 
-def _part(whole: Bounds, causal: bool, rank: int, size: int) -> tuple[Bounds, Bounds, slice]:
-    """cu_seqlens of a rank's queries, of the keys that these may see, and which of all keys these
-    are.
+def _prepare(whole: Bounds, causal: bool, rank: int, size: int) -> tuple[Bounds, Bounds, slice]:
+    """Return cu_seqlens of a rank's queries, cu_seqlens of the keys that these may see, and the
+    slice of these keys among all keys.
     """
     if size < 1 or whole[-1] % size:
-        raise ValueError(f"{size} ranks do not divide the {whole[-1]} tokens of cu_seqlens")
+        raise ValueError(f"the {whole[-1]} tokens of cu_seqlens do not divide by {size} ranks")
     if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} is none of {size}")
+        raise ValueError(f"expected a rank from 0 to {size - 1}, got {rank}")
     tokens = whole[-1] // size
     first, stop = rank * tokens, (rank + 1) * tokens
     left = max(bound for bound in whole if bound <= first)
@@ -385,15 +225,13 @@ def _part(whole: Bounds, causal: bool, rank: int, size: int) -> tuple[Bounds, Bo
 
 
 @functools.lru_cache(maxsize=_MOST_LAYOUTS)
-def _of_each(layout: str, whole: Bounds, size: int) -> Layout:
-    """Each document cut over the ranks as a sequence of its own."""
+def _stacked(layout: str, whole: Bounds, size: int) -> Layout:
+    """Return the layout that cuts each document over the ranks."""
     return Stacked([Layout.named(layout, length, size) for length in _lengths(whole)])
 
 
-def _rising(bounds: Bounds) -> Bounds:
-    """cu_seqlens without documents that have no tokens. Raises ValueError if they do not rise from
-    0.
-    """
+def _check_rising(bounds: Bounds) -> Bounds:
+    """Return cu_seqlens without empty documents. Raises ValueError if they do not rise from 0."""
     if len(bounds) < 2 or bounds[0] != 0 or list(bounds) != sorted(bounds) or bounds[-1] < 1:
         raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, got {bounds}")
     return tuple(dict.fromkeys(bounds))
@@ -401,3 +239,165 @@ def _rising(bounds: Bounds) -> Bounds:
 
 def _lengths(bounds: Bounds) -> list[int]:
     return [after - before for before, after in itertools.pairwise(bounds)]
+
+
+_RING = Cut(
+    "Each rank has a contiguous chunk of the sequence.",
+    functools.partial(_place_sequences, "contiguous"),
+)
+_ZIGZAG = Cut(
+    "Each rank has an early and a late chunk of the sequence, so S is even. Causal only.",
+    functools.partial(_place_sequences, "zigzag"),
+)
+_STRIPE = Cut(
+    "Rank r of W has tokens r, r + W, r + 2W, ... Causal only.",
+    functools.partial(_place_sequences, "striped"),
+)
+_RING_DOCUMENTS = Cut(
+    "Each rank has a contiguous chunk of each document.",
+    functools.partial(_place_documents, "contiguous"),
+)
+_ZIGZAG_DOCUMENTS = Cut(
+    "Each rank has an early and a late chunk of each document. Causal only.",
+    functools.partial(_place_documents, "zigzag"),
+)
+_LLAMA3 = Cut(
+    """Each rank has a contiguous chunk of the sequence.
+
+    llama3_flash_attn_prepare_cu_seqlens makes cu_seqlens_q, cu_seqlens_k and local_k_slice, for
+    this rank and the same `causal`. In every call the ranks tell each other where documents begin.
+    Raises ValueError on every rank if these do not fit together.
+    """,
+    _place_chunks,
+)
+
+
+# fmt: off
+def _batch(
+    q: Tensor, k: Tensor, v: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group | None = None,
+) -> Result:
+    """Compute attention of a batch: q (B, S, H, D), k and v (B, S, G, D)."""
+
+def _batch_kvpacked(
+    q: Tensor, kv: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group | None = None,
+) -> Result:
+    """Compute attention of a batch: q (B, S, H, D) and kv (B, S, 2, G, D)."""
+
+def _batch_qkvpacked(
+    qkv: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group | None = None,
+) -> Result:
+    """Compute attention of a batch: qkv (B, S, 3, H, D)."""
+
+def _documents(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group | None = None,
+) -> Result:
+    """Compute attention of packed documents: q (T, H, D), k and v (T, G, D)."""
+
+def _documents_kvpacked(
+    q: Tensor, kv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group | None = None,
+) -> Result:
+    """Compute attention of packed documents: q (T, H, D) and kv (T, 2, G, D)."""
+
+def _documents_qkvpacked(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group | None = None,
+) -> Result:
+    """Compute attention of packed documents: qkv (T, 3, H, D)."""
+
+def _llama3(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, heads_k_stride: int, local_k_slice: slice,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group | None = None,
+) -> Result:
+    """Compute attention of packed documents: q (T, H, D), k and v (T, G, D)."""
+
+def _llama3_kvpacked(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, heads_k_stride: int, local_k_slice: slice,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group | None = None,
+) -> Result:
+    """Compute attention of packed documents: q (T, H, D) and kv (T, 2, G, D)."""
+
+def _llama3_qkvpacked(
+    qkv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, heads_k_stride: int, local_k_slice: slice,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Group | None = None,
+) -> Result:
+    """Compute attention of packed documents: qkv (T, 3, H, D)."""
+# fmt: on
+
+
+ring_flash_attn_func = make_function("ring_flash_attn_func", _batch, _RING)
+ring_flash_attn_kvpacked_func = make_function(
+    "ring_flash_attn_kvpacked_func", _batch_kvpacked, _RING
+)
+ring_flash_attn_qkvpacked_func = make_function(
+    "ring_flash_attn_qkvpacked_func", _batch_qkvpacked, _RING
+)
+
+zigzag_ring_flash_attn_func = make_function("zigzag_ring_flash_attn_func", _batch, _ZIGZAG)
+zigzag_ring_flash_attn_kvpacked_func = make_function(
+    "zigzag_ring_flash_attn_kvpacked_func", _batch_kvpacked, _ZIGZAG
+)
+zigzag_ring_flash_attn_qkvpacked_func = make_function(
+    "zigzag_ring_flash_attn_qkvpacked_func", _batch_qkvpacked, _ZIGZAG
+)
+
+stripe_flash_attn_func = make_function("stripe_flash_attn_func", _batch, _STRIPE)
+stripe_flash_attn_kvpacked_func = make_function(
+    "stripe_flash_attn_kvpacked_func", _batch_kvpacked, _STRIPE
+)
+stripe_flash_attn_qkvpacked_func = make_function(
+    "stripe_flash_attn_qkvpacked_func", _batch_qkvpacked, _STRIPE
+)
+
+ring_flash_attn_varlen_func = make_function(
+    "ring_flash_attn_varlen_func", _documents, _RING_DOCUMENTS
+)
+ring_flash_attn_varlen_kvpacked_func = make_function(
+    "ring_flash_attn_varlen_kvpacked_func", _documents_kvpacked, _RING_DOCUMENTS
+)
+ring_flash_attn_varlen_qkvpacked_func = make_function(
+    "ring_flash_attn_varlen_qkvpacked_func", _documents_qkvpacked, _RING_DOCUMENTS
+)
+
+zigzag_ring_flash_attn_varlen_func = make_function(
+    "zigzag_ring_flash_attn_varlen_func", _documents, _ZIGZAG_DOCUMENTS
+)
+zigzag_ring_flash_attn_varlen_kvpacked_func = make_function(
+    "zigzag_ring_flash_attn_varlen_kvpacked_func", _documents_kvpacked, _ZIGZAG_DOCUMENTS
+)
+zigzag_ring_flash_attn_varlen_qkvpacked_func = make_function(
+    "zigzag_ring_flash_attn_varlen_qkvpacked_func", _documents_qkvpacked, _ZIGZAG_DOCUMENTS
+)
+
+llama3_flash_attn_varlen_func = make_function("llama3_flash_attn_varlen_func", _llama3, _LLAMA3)
+llama3_flash_attn_varlen_kvpacked_func = make_function(
+    "llama3_flash_attn_varlen_kvpacked_func", _llama3_kvpacked, _LLAMA3
+)
+llama3_flash_attn_varlen_qkvpacked_func = make_function(
+    "llama3_flash_attn_varlen_qkvpacked_func", _llama3_qkvpacked, _LLAMA3
+)

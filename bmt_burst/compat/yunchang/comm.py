@@ -1,16 +1,15 @@
-"""Which tokens a rank has, and functions that cut them out of a whole sequence.
+"""The layouts of tokens on ranks, and functions that cut a whole sequence by them.
 
-Of ranks that are a Ulysses group of degree U times a ring of degree R, number s of the U * R has,
-of a sequence that it shares with the others:
+In a grid of Ulysses of degree U times a ring of degree R, number s of the U * R ranks has of a
+sequence:
 
     basic     chunk s of U * R
     strip     part u of U of tokens r, r + R, r + 2R, ..., where r, u = s // U, s % U
-    zigzag    part u of U of what chunks r and 2R - 1 - r of 2R have, one after the other, where r
-              is its rank in the ring and u that in the Ulysses group
+    zigzag    part u of U of chunks r and 2R - 1 - r of 2R together, where r is its rank in the ring
+              and u its rank in the Ulysses group
 
-yunchang's own layers have `basic` and `strip` as these functions do only if consecutive ranks are a
-Ulysses group (use_ulysses_low); else a causal mask is there one of other positions than the
-functions give. Here it is not.
+Without use_ulysses_low, yunchang's own layers do not follow its `basic` and `strip` functions: they
+apply a causal mask to other positions. The layers here always follow the functions.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from torch import Tensor
 
 from ...base.arguments import as_int, check_dim
 from ...sequence.layout import Layout
-from .globals import PROCESS_GROUP
+from .globals import Grid, current_grid
 
 _MOST_LAYOUTS = 64  # that are kept
 
 
 class Extracted(Layout):
-    """What the extract function of a `kind` of ring, "basic", "strip" or "zigzag", gives the ranks.
+    """The layout of the extract function of a `kind`: "basic", "strip" or "zigzag".
 
     Raises ValueError if the tokens cannot be cut in equal parts.
     """
@@ -62,15 +61,18 @@ class Extracted(Layout):
 
 
 @functools.lru_cache(maxsize=_MOST_LAYOUTS)
-def extracted(kind: str, seq_len: int, ulysses: int, ring: int, ulysses_low: bool) -> Extracted:
+def extracted_layout(
+    kind: str, seq_len: int, ulysses: int, ring: int, ulysses_low: bool
+) -> Extracted:
+    """Return an Extracted layout, made once for all layers and calls."""
     return Extracted(kind, seq_len, ulysses, ring, ulysses_low)
 
 
 def basic_extract_local(
     value: Tensor, rank: int, world_size: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Chunk `rank` of `world_size` of value (B, S, ...), without gradient. Other arguments do not
-    matter.
+    """Return chunk `rank` of `world_size` of value (B, S, ...), without gradient. Other arguments
+    are ignored.
     """
     return _extract("basic", value, rank, 1, as_int("world_size", world_size)).detach()
 
@@ -78,10 +80,10 @@ def basic_extract_local(
 def stripe_extract_local(
     value: Tensor, rank: int, world_size: int, rd: int, ud: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The part of value (B, S, ...) of `rank` among ranks that are a ring of `rd` times Ulysses of
-    `ud`. A copy.
+    """Return a copy of the part of value (B, S, ...) of `rank`, in a ring of `rd` times Ulysses of
+    `ud`.
 
-    Raises ValueError if PROCESS_GROUP has other degrees, or world_size is not their product.
+    Raises ValueError if PROCESS_GROUP has other degrees, or if world_size is not their product.
     """
     _check_degrees(world_size, rd, ud)
     return _extract("strip", value, rank, ud, rd)
@@ -97,39 +99,41 @@ def zigzag_extract_local(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """The part of value (B, S, ...) of this rank, as PROCESS_GROUP has it, whatever `rank` is; cut
-    along `dim`. A copy.
+    """Return a copy of this rank's part of value (B, S, ...), cut along `dim`. PROCESS_GROUP says
+    which rank this is, and `rank` is ignored.
 
-    Raises ValueError if PROCESS_GROUP has other degrees, or world_size is not their product.
+    Raises ValueError if PROCESS_GROUP has other degrees, or if world_size is not their product.
     """
-    _check_degrees(world_size, rd, ud)
-    return _extract("zigzag", value, dist.get_rank(PROCESS_GROUP.SEQUENCE_PG), ud, rd, dim)
+    grid = _check_degrees(world_size, rd, ud)
+    return _extract("zigzag", value, dist.get_rank(grid.sequence), ud, rd, dim, grid.ulysses_low)
 
 
 EXTRACT_FUNC_DICT = {
     "basic": basic_extract_local,
     "strip": stripe_extract_local,
     "zigzag": zigzag_extract_local,
-    "basic_pytorch": basic_extract_local,
-    "basic_flashinfer": basic_extract_local,
-    "basic_npu": basic_extract_local,
 }
 
 
-def _extract(kind: str, value: Tensor, rank: int, ulysses: int, ring: int, dim: int = 1) -> Tensor:
+def _extract(
+    kind: str,
+    value: Tensor,
+    rank: int,
+    ulysses: int,
+    ring: int,
+    dim: int = 1,
+    ulysses_low: bool = True,
+) -> Tensor:
     dim = check_dim(value, dim)
-    return extracted(kind, value.shape[dim], ulysses, ring, PROCESS_GROUP.ULYSSES_LOW).shard(
-        value, rank, dim
-    )
+    layout = extracted_layout(kind, value.shape[dim], ulysses, ring, ulysses_low)
+    return layout.shard(value, rank, dim)
 
 
-def _check_degrees(world_size: int, rd: int, ud: int) -> None:
-    if PROCESS_GROUP.SEQUENCE_PG is None:
-        raise RuntimeError(
-            "call set_seq_parallel_pg first: it makes the groups that the cut depends on"
-        )
-    made = dist.get_world_size(PROCESS_GROUP.RING_PG), dist.get_world_size(PROCESS_GROUP.ULYSSES_PG)
-    if (rd, ud) != made or world_size != rd * ud:
+def _check_degrees(world_size: int, rd: int, ud: int) -> Grid:
+    grid = current_grid()
+    if (rd, ud) != (grid.ring, grid.ulysses) or world_size != rd * ud:
         raise ValueError(
-            f"rd={rd}, ud={ud}, world_size={world_size} were given, the groups are a ring of {made[0]} x {made[1]}"
+            f"expected rd={grid.ring}, ud={grid.ulysses} and their product as world_size, as "
+            f"set_seq_parallel_pg made the groups, got rd={rd}, ud={ud}, world_size={world_size}"
         )
+    return grid

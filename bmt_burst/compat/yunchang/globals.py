@@ -1,4 +1,4 @@
-"""The groups of ranks that share a sequence in two ways at once, by Ulysses and by a ring."""
+"""The groups of ranks that share a sequence, by Ulysses and by a ring at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ...ranks.rings import Rings
 from ...transport import ALONE
 from ...transport.torch_dist import torch_transport
 
-# Whether packages are installed. Kernels do not depend on it here: they are chosen as flash="auto"
-# chooses them.
+# Whether packages are installed. Kernels are chosen as flash="auto" chooses them, whatever this is.
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 HAS_FLASH_ATTN_HOPPER = find_spec("flash_attn_interface") is not None
 HAS_FLASHINFER = find_spec("flashinfer") is not None
@@ -29,12 +28,12 @@ HAS_NPU = find_spec("torch_npu") is not None
 
 @dataclass
 class ProcessGroups:
-    """The groups that this rank is in, once set_seq_parallel_pg has made them.
+    """The groups of this rank, after set_seq_parallel_pg.
 
-    ULYSSES_PG   ranks that have different heads once they have exchanged tokens
+    ULYSSES_PG   ranks that exchange tokens for heads
     RING_PG      ranks that have the same heads of different tokens
-    SEQUENCE_PG  all that share the sequence: the product of the two; yunchang has no such group
-    ULYSSES_LOW  whether consecutive ranks are a Ulysses group, not a ring
+    SEQUENCE_PG  all ranks that share the sequence, the product of the two; yunchang has none
+    ULYSSES_LOW  consecutive ranks are a Ulysses group, not a ring
     """
 
     ULYSSES_PG: dist.ProcessGroup | None = None
@@ -46,6 +45,29 @@ class ProcessGroups:
 PROCESS_GROUP = ProcessGroups()
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The ranks that share a sequence: a ring of degree `ring` times Ulysses of degree `ulysses`.
+
+    ulysses_low  consecutive ranks are a Ulysses group, not a ring
+    """
+
+    sequence: dist.ProcessGroup
+    ulysses: int
+    ring: int
+    ulysses_low: bool
+
+
+def current_grid() -> Grid:
+    """Return the grid that PROCESS_GROUP describes. Raises RuntimeError before
+    set_seq_parallel_pg.
+    """
+    made = PROCESS_GROUP
+    if made.SEQUENCE_PG is None or made.ULYSSES_PG is None or made.RING_PG is None:
+        raise RuntimeError("call set_seq_parallel_pg first: it makes the groups of ranks")
+    return Grid(made.SEQUENCE_PG, made.ULYSSES_PG.size(), made.RING_PG.size(), made.ULYSSES_LOW)
+
+
 def set_seq_parallel_pg(
     sp_ulysses_degree: int,
     sp_ring_degree: int,
@@ -53,21 +75,23 @@ def set_seq_parallel_pg(
     world_size: int,
     use_ulysses_low: bool = True,
 ) -> None:
-    """Makes the groups in PROCESS_GROUP; every rank must call it, with one meaning, after
+    """Make the groups in PROCESS_GROUP. Every rank must call it after init_process_group, with the
+    same degrees.
+
+    Each sp_ulysses_degree * sp_ring_degree consecutive ranks share a sequence. Among them
+    consecutive ranks are a Ulysses group, or with use_ulysses_low=False a ring.
+
+    Raises on every rank ValueError if the world does not divide by the degrees, if rank and
+    world_size are not those of torch.distributed, or if ranks differ. A degree that is not a whole
+    number raises TypeError on its rank, and ValueError on the others. Raises RuntimeError before
     init_process_group.
-
-    Consecutive ranks, sp_ulysses_degree * sp_ring_degree of them, share a sequence. Of these
-    consecutive ones are a Ulysses group, or a ring without use_ulysses_low.
-
-    Raises, on every rank, ValueError where the degrees do not divide the world, rank and world_size
-    are not torch.distributed's, or ranks differ; TypeError for what is no whole number (where that
-    is so; ValueError elsewhere); RuntimeError before init_process_group.
     """
-    if not dist.is_initialized():
+    world_group = dist.group.WORLD
+    if world_group is None:
         raise RuntimeError(
             "set_seq_parallel_pg needs torch.distributed.init_process_group to have been called"
         )
-    world = torch_transport(dist.group.WORLD)
+    world = torch_transport(world_group)
 
     def terms() -> dict[str, Any]:
         given = {
@@ -91,18 +115,20 @@ def set_seq_parallel_pg(
     sequences = [range(start, start + size) for start in range(0, world_size, size)]
     inner = ulysses if low else ring
     consecutive = [ranks[i : i + inner] for ranks in sequences for i in range(0, size, inner)]
-    apart = [ranks[i::inner] for ranks in sequences for i in range(inner)]
-    groups = make_group(world, consecutive), make_group(world, apart)
+    strided = [ranks[i::inner] for ranks in sequences for i in range(inner)]
+    groups = make_group(world, consecutive), make_group(world, strided)
     PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = groups if low else groups[::-1]
     PROCESS_GROUP.SEQUENCE_PG, PROCESS_GROUP.ULYSSES_LOW = make_group(world, sequences), low
 
 
 def _check_world(ulysses: int, ring: int, rank: int, world_size: int) -> None:
-    if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+    own = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) != own:
         raise ValueError(
-            f"rank {rank} of {world_size} was given, torch.distributed has {dist.get_rank()} of {dist.get_world_size()}"
+            f"expected rank {own[0]} of {own[1]}, as torch.distributed has it, "
+            f"got rank {rank} of {world_size}"
         )
     if min(ulysses, ring) < 1 or world_size % (ulysses * ring):
         raise ValueError(
-            f"degrees of {ulysses} x {ring} ranks do not divide the world of {world_size}"
+            f"the world of {world_size} ranks does not divide by {ulysses} x {ring} ranks"
         )

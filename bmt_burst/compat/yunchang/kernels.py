@@ -1,13 +1,12 @@
-"""The names that yunchang has for its kernels."""
+"""The names of yunchang's kernels."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
 
 
 class AttnType(Enum):
-    """Kernels of yunchang. All that compute exact attention mean flash="auto" here: the fastest
+    """A kernel of yunchang. Each that computes exact attention means flash="auto" here, the fastest
     kernel there is.
     """
 
@@ -28,25 +27,12 @@ class AttnType(Enum):
     SPARSE_SAGE = "sparse_sage"
     NPU = "npu"
 
-    @classmethod
-    def from_string(cls, s: str) -> AttnType:
-        """The one with this value. Raises ValueError for any other."""
-        return cls(s)
-
 
 def check_exact(attn_type: AttnType) -> None:
-    """Raises TypeError for what is no AttnType, ValueError for one that computes something else
-    than attention.
-    """
+    """Raise TypeError if attn_type is not an AttnType, and ValueError if it is not exact."""
     if not isinstance(attn_type, AttnType):
         raise TypeError(f"attn_type must be an AttnType, got {attn_type!r}")
     if "sage" in attn_type.value:
-        raise ValueError(f"{attn_type} approximates attention, which is exact here; AttnType.FA is")
-
-
-def check_no_processor(attn_processor: Any) -> None:
-    """Raises ValueError for an attn_processor, which would compute attention in its own way."""
-    if attn_processor is not None:
         raise ValueError(
-            f"an attn_processor is not supported: got a {type(attn_processor).__name__}"
+            f"{attn_type} approximates attention: expected an exact one, as AttnType.FA"
         )
