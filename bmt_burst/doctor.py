@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import Layout, burst_attn_func, init_sequence_parallel, kernels
-from .merging.merge import Part
+from .merging.parts import Part
 from .ranks.rings import make_rings
 from .sequence.tile import KernelCall
 from .spec import Spec

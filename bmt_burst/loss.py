@@ -20,7 +20,7 @@ from .base.arguments import DTYPES, check_tensor
 from .base.autocast import autocast
 from .base.autograd import check_first_derivative
 from .base.compiled import fused_on_gpus, not_compiled
-from .merging.merge import accumulator_dtype
+from .base.dtypes import accumulator_dtype
 from .sequence.layout import IGNORE_INDEX, SIGNED
 
 # Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in bf16; on CPUs

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from .attention import burst_attn_func
 from .base.arguments import as_bool, as_float, as_int
 from .base.compiled import fused_on_gpus, not_compiled
+from .base.dtypes import accumulator_dtype
 from .calls.refusal import refuse_call
-from .merging.merge import accumulator_dtype
 from .ranks.groups import SequenceParallel
 from .sequence.layout import Layout
 from .sequence.mask import Mask

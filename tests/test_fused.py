@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from bmt_burst.merging import fused, merge
+from bmt_burst.merging import fused, plain
 from bmt_burst.sequence.span import length
 from tests.helpers import ROOT
 
@@ -38,7 +38,7 @@ def test_fused_sums_equal_their_specification(head_size, spans, dtype):
         out[:, 3::6] = torch.nan  # as where scores are all -inf
         parts.append((part_spans, out, lse))
     results = []
-    for module in (fused, merge):
+    for module in (fused, plain):
         wide, lse = (
             torch.zeros(2, 2, 30, 7, head_size, device=DEVICE),
             torch.zeros(2, 7, 30, device=DEVICE),
@@ -72,7 +72,7 @@ def test_sums_go_on_where_they_are(first):
     ]
     lses = [torch.randn(2, 3, part.shape[1], device=DEVICE) for _, part in parts]
     results = []
-    for module in (fused, merge):
+    for module in (fused, plain):
         mine, total, mine_lse = out.clone(), out.clone(), lse.clone()
         more = [(*part, part_lse) for part, part_lse in zip(parts, lses, strict=True)]
         module.merge_outputs(mine, mine_lse, [([(0, 40)], mine, lse), *more])
@@ -97,7 +97,7 @@ def test_fused_query_rows_equal_their_specification(head_size, dtype):
     lse = torch.randn(2, 8, 30, device=DEVICE)
     lse[:, :, ::3] = -torch.inf
     results = [torch.empty(2, 30, 5, 2, device=DEVICE) for _ in range(2)]
-    for rows, module in zip(results, (fused, merge), strict=True):
+    for rows, module in zip(results, (fused, plain), strict=True):
         module.fill_lse_delta(rows, out, dout[:, :, 1:6], lse[:, 3:])
     assert torch.allclose(*results, rtol=1e-5, atol=1e-5)
 

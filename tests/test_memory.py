@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from bmt_burst import burst_attn_func, kernels
 from bmt_burst.calls import checks
 from bmt_burst.kernels import Kernel
-from bmt_burst.merging import merge
+from bmt_burst.merging import plain
 from bmt_burst.transport.simulator import ImaginedRing
 
 GIB = 1 << 30
@@ -82,7 +82,7 @@ def peak_extra_gib(monkeypatch, rank, tokens, heads, kv_heads, **options):
     """As bench/attention.py counts it: of a forward and backward, with what the transport holds."""
     monkeypatch.setattr(kernels, "load", lambda name: Allocator())
     for name in ("merge_outputs", "sum_gradients", "fill_lse_delta"):  # fused ones need no memory
-        monkeypatch.setattr(merge, name, lambda *args: None)
+        monkeypatch.setattr(plain, name, lambda *args: None)
     monkeypatch.setattr(torch.Tensor, "data_ptr", address)
     # refuses FakeTensors, which have no values
     monkeypatch.setattr(checks, "check_tensor", lambda name, x: None)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from bmt_burst.merging.merge import Gradients, Outputs, accumulator_dtype, sum_parts
+from bmt_burst.base.dtypes import accumulator_dtype
+from bmt_burst.merging.merge import Gradients, Outputs, sum_parts
 from tests.helpers import relative_error
 
 

@@ -64,10 +64,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..attention import burst_attn_func
 from ..base.arguments import as_bool, as_float, check_tensor
 from ..base.compiled import not_compiled
+from ..base.dtypes import accumulator_dtype
 from ..calls.masking import balanced_layout
 from ..calls.refusal import refuse_call
 from ..loss import count_targets, cross_entropy_sum
-from ..merging.merge import accumulator_dtype
 from ..ranks.agreement import run_together
 from ..ranks.groups import SequenceParallel
 from ..ranks.rings import make_rings

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import strategies
 from ..base.arguments import DTYPES, as_bool, as_float, as_int, check_tensor
 from ..base.autocast import autocast
-from ..merging.merge import accumulator_dtype
+from ..base.dtypes import accumulator_dtype
 from ..sequence.layout import LAYOUTS, Balanced
 
 BACKWARDS = ("auto", "q", "kv")

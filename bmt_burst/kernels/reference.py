@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..merging.merge import accumulator_dtype
+from ..base.dtypes import accumulator_dtype
 from ..sequence.span import length
 from ..sequence.tile import KernelCall
 from ..spec import Spec

@@ -1,4 +1,8 @@
-"""Triton kernels that add up in one pass: `bmt_burst.merging.merge` has their specification."""
+"""Triton kernels that add up in one pass. `bmt_burst.merging.plain` specifies them.
+
+Tensors may have any strides. Spans, lengths and the strides of lse differ from call to call, so
+kernels take them times 16 (see `multiply_by_16`).
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,18 @@ from torch import Tensor
 from ..base.compiled import multiply_by_16
 from ..kernels.packed import current_stream, send_to_device
 from ..sequence.span import Span, length
-from .merge import OutputPart, Part, lies_in
+from .parts import OutputPart, Part, Parts, lies_in
 
 _BLOCK = 2048  # entries that a program handles
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
-    """Fills out (B, S, H, D) and lse (B, H, S) with the merge of `parts`: (spans, out (B, T, H, D),
-    lse (B, H, T)).
+    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`.
 
-    All may be of any strides. Out may be the first part's, whole; lse may not, but holds the same
-    numbers then.
+    `out` may be the memory of the first part if that is whole. `lse` may not, but then it holds the
+    same numbers as the first part's.
     """
     grid, sizes, constants = _by_rows(out)
-    constants["IN_PLACE"] = bool(parts) and lies_in(parts[0], out)
     outs, lses = [_dense_rows(part) for _, part, _ in parts], [part_lse for _, _, part_lse in parts]
     _merge_outputs[grid](
         out,
@@ -34,80 +36,70 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
         out.stride(),
         multiply_by_16(lse.stride()),
         tuple(outs),
-        tuple(part.stride(0) for part in outs),
-        tuple(part.stride(1) for part in outs),
-        tuple(part.stride(2) for part in outs),
+        _row_strides(outs),
         # where memory begins, at multiples of 16 too
         tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses),
-        multiply_by_16(part_lse.storage_offset() for part_lse in lses),
-        multiply_by_16(part_lse.stride(0) for part_lse in lses),
-        multiply_by_16(part_lse.stride(1) for part_lse in lses),
-        multiply_by_16(part_lse.stride(2) for part_lse in lses),
+        multiply_by_16(int(part_lse.storage_offset()) for part_lse in lses),
+        tuple(multiply_by_16(part_lse.stride(dim) for part_lse in lses) for dim in range(3)),
         _places(parts, out),
         *sizes,
         PARTS=len(parts),
+        IN_PLACE=bool(parts) and lies_in(parts[0], out),
         **constants,
     )
 
 
 def sum_gradients(total: Tensor, parts: list[Part]) -> None:
-    """Fills total (B, S, H, D) with the sum of `parts`: (spans, gradient (B, T, H, D)). It may be
-    the first, whole.
-
-    All may be of any strides.
+    """Fill total (B, S, H, D) with the sum of `parts`. It may be the memory of the first part if
+    that is whole.
     """
     grid, sizes, constants = _by_rows(total)
-    constants["IN_PLACE"] = bool(parts) and lies_in(parts[0], total)
     grads = [_dense_rows(part) for _, part in parts]
     _sum_gradients[grid](
         total,
         total.stride(),
         tuple(grads),
-        tuple(part.stride(0) for part in grads),
-        tuple(part.stride(1) for part in grads),
-        tuple(part.stride(2) for part in grads),
+        _row_strides(grads),
         _places(parts, total),
         *sizes,
         PARTS=len(parts),
+        IN_PLACE=bool(parts) and lies_in(parts[0], total),
         **constants,
     )
 
 
 def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
-    """Fills rows (B, S, H, 2) with lse (B, H, S) and rowsum(out * dout) of out, dout (B, S, H, D)
-    of any strides.
-    """
+    """Fill rows (B, S, H, 2) with lse (B, H, S) and rowsum(out * dout), both (B, S, H, D)."""
     grid, sizes, constants = _by_rows(out)
     strides = out.stride(), dout.stride(), multiply_by_16(lse.stride())
     _fill_lse_delta[grid](rows, out, dout, lse, *strides, *sizes, **constants)
 
 
-def _places(parts: Sequence[tuple], total: Tensor) -> tuple[tuple, ...]:
-    """Which tokens parts have: (starts, stops) `multiply_by_16` where each is of one span, else
+def _row_strides(parts: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Return the strides of batches, tokens and heads, each for all parts."""
+    return tuple(tuple(part.stride(dim) for part in parts) for dim in range(3))
+
+
+def _places(parts: Parts, total: Tensor) -> tuple[tuple[int, ...] | tuple[Tensor, ...], ...]:
+    """Return the tokens that parts have: (starts, stops) times 16 if each has one span, else
     (maps,).
     """
-    if all(len(spans) == 1 for spans, *_ in parts):
-        return tuple(multiply_by_16(spans[0][end] for spans, *_ in parts) for end in (0, 1))
-    device = total.device
-    return (
-        tuple(
-            _map(tuple(spans), total.shape[1], device, current_stream(device))
-            for spans, *_ in parts
-        ),
-    )
+    if all(len(part[0]) == 1 for part in parts):
+        return tuple(multiply_by_16(part[0][0][end] for part in parts) for end in (0, 1))
+    device, tokens = total.device, int(total.shape[1])
+    stream = current_stream(device)
+    return (tuple(_map(tuple(part[0]), tokens, device, stream) for part in parts),)
 
 
 @functools.lru_cache(maxsize=128)
 def _map(
     spans: tuple[Span, ...], tokens: int, device: torch.device, stream: torch.cuda.Stream | None
 ) -> Tensor:
-    """(tokens,) int32, for work on `stream`: where tokens are in a part of rising spans, -1 where
-    they are not.
+    """Return where tokens are in a part of rising spans, and -1 where they are not: (tokens,)
+    int32, for work on `stream`.
     """
-    places, (starts, stops) = (
-        torch.full((tokens,), -1, dtype=torch.int32),
-        torch.tensor(spans).unbind(1),
-    )
+    places = torch.full((tokens,), -1, dtype=torch.int32)
+    starts, stops = torch.tensor(spans).unbind(1)
     counts = stops - starts
     place = torch.arange(sum(map(length, spans)), dtype=torch.int32)
     places[place + (starts - counts.cumsum(0) + counts).repeat_interleave(counts)] = place
@@ -115,48 +107,38 @@ def _map(
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """x (B, T, H, D) with each row of D entries in one piece."""
+    """Return x (B, T, H, D) so that the D entries of a row are contiguous."""
     return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]:
-    """Programs that take some of the S * H rows of x (B, S, H, D) each: the grid, (S, H, D), rows
-    and their width.
+    """Return how programs share the S * H rows of x (B, S, H, D): the grid, (S, H, D), and the rows
+    of a program with their width.
     """
     batch, tokens, heads, head_size = x.shape
     width = triton.next_power_of_2(head_size)
     rows = max(1, _BLOCK // width)
-    return (
-        (triton.cdiv(tokens * heads, rows), batch),
-        (tokens, heads, head_size),
-        {"ROWS": rows, "WIDTH": width},
-    )
+    grid = triton.cdiv(tokens * heads, rows), batch
+    return grid, (tokens, heads, head_size), {"ROWS": rows, "WIDTH": width}
 
 
-# Spans and lengths differ from call to call; those in tuples, and strides of lse, come
-# `multiply_by_16`.
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
 def _merge_outputs(
-    out, lse, out_strides, lse_strides,
-    parts, batch_strides, token_strides, head_strides,
-    part_lses, lse_offsets, lse_batch_strides, lse_head_strides, lse_token_strides,
-    places, tokens, heads, head_size,
+    out, lse, out_strides, lse_strides, parts, part_strides,
+    part_lses, lse_offsets, part_lse_strides, places, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
-    batch = tl.program_id(1).to(tl.int64)
-    token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    batch, token, head, inside = _rows_here(tokens, heads, ROWS)
     column = tl.arange(0, WIDTH)
-    inside = row < tokens * heads
     if IN_PLACE:
-        inside &= _more_came(token, inside, places, PARTS)
+        inside &= _in_later_parts(token, inside, places, PARTS)
 
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for i in tl.static_range(PARTS):
         at_token, seen = _in_part(token, inside, places, i)
-        strides = lse_batch_strides[i], lse_head_strides[i], lse_token_strides[i]
-        at = _row_at(batch, head, at_token, strides) + lse_offsets[i] // 16
-        part_lse = tl.load(part_lses[i] + at, mask=seen, other=-float("inf"))
+        part_lse = _load_lse(
+            part_lses, lse_offsets, part_lse_strides, batch, head, at_token, seen, i
+        )
         largest = tl.maximum(largest, part_lse, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(largest == -float("inf"), 0.0, largest)
 
@@ -164,17 +146,15 @@ def _merge_outputs(
     weights = tl.zeros((ROWS,), tl.float32)
     for i in tl.static_range(PARTS):
         at_token, seen = _in_part(token, inside, places, i)
-        strides = lse_batch_strides[i], lse_head_strides[i], lse_token_strides[i]
-        at = _row_at(batch, head, at_token, strides) + lse_offsets[i] // 16
-        part_lse = tl.load(part_lses[i] + at, mask=seen, other=-float("inf"))
+        part_lse = _load_lse(
+            part_lses, lse_offsets, part_lse_strides, batch, head, at_token, seen, i
+        )
         weight = tl.exp(part_lse - shift)
         share = tl.where(largest == -float("inf"), 1.0, weight)
         counts = seen & ((part_lse != -float("inf")) | (largest == -float("inf")))
-        place = batch * batch_strides[i] + at_token * token_strides[i] + head * head_strides[i]
         mask = counts[:, None] & (column < head_size)[None, :]
-        total += share[:, None] * tl.load(
-            parts[i] + place[:, None] + column[None, :], mask=mask, other=0.0
-        ).to(tl.float32)
+        rows = _load_part(parts, part_strides, batch, head, at_token, column, mask, i)
+        total += share[:, None] * rows
         weights += weight
 
     divisor = tl.where(weights == 0.0, 1.0, weights)  # 0: nothing seen
@@ -192,35 +172,54 @@ def _merge_outputs(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _sum_gradients(
-    total, total_strides, parts, batch_strides, token_strides, head_strides,
-    places, tokens, heads, head_size,
+    total, total_strides, parts, part_strides, places, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
-    batch = tl.program_id(1).to(tl.int64)
-    token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    batch, token, head, there = _rows_here(tokens, heads, ROWS)
     column = tl.arange(0, WIDTH)
-    there = row < tokens * heads
     if IN_PLACE:
-        there &= _more_came(token, there, places, PARTS)
+        there &= _in_later_parts(token, there, places, PARTS)
     inside = there[:, None] & (column < head_size)[None, :]
 
     wide = tl.zeros((ROWS, WIDTH), tl.float32)
     for i in tl.static_range(PARTS):
         at_token, seen = _in_part(token, there, places, i)
         mask = inside & seen[:, None]
-        at = batch * batch_strides[i] + at_token * token_strides[i] + head * head_strides[i]
-        wide += tl.load(parts[i] + at[:, None] + column[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        wide += _load_part(parts, part_strides, batch, head, at_token, column, mask, i)
     at = batch * total_strides[0] + token * total_strides[1] + head * total_strides[2]
     place = total + at[:, None] + column[None, :] * total_strides[3]
     tl.store(place, wide.to(total.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
+def _fill_lse_delta(
+    rows, out, dout, lse, out_strides, dout_strides, lse_strides, tokens, heads, head_size,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    batch, token, head, inside = _rows_here(tokens, heads, ROWS)
+    column = tl.arange(0, WIDTH)
+    mask = inside[:, None] & (column < head_size)[None, :]
+
+    o = _load_rows(out, out_strides, batch, head, token, column, mask)
+    do = _load_rows(dout, dout_strides, batch, head, token, column, mask)
+    row_lse = tl.load(lse + _row_at(batch, head, token, lse_strides), mask=inside)
+
+    place = rows + ((batch * tokens + token) * heads + head) * 2
+    tl.store(place, row_lse, mask=inside)
+    tl.store(place + 1, tl.sum(o * do, 1), mask=inside)
+
+
 @triton.jit
-def _more_came(token, inside, places, PARTS: tl.constexpr):
-    """Whether other parts than the first have tokens, of those inside."""
+def _rows_here(tokens, heads, ROWS: tl.constexpr):
+    """Return the batch, the tokens and the heads of this program's rows, and which rows exist."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
+    batch = tl.program_id(1).to(tl.int64)
+    return batch, (row // heads).to(tl.int64), (row % heads).to(tl.int64), row < tokens * heads
+
+
+@triton.jit
+def _in_later_parts(token, inside, places, PARTS: tl.constexpr):
+    """Return which tokens of those inside are in a part after the first."""
     result = token < 0
     for i in tl.static_range(1, PARTS):
         _, seen = _in_part(token, inside, places, i)
@@ -230,7 +229,9 @@ def _more_came(token, inside, places, PARTS: tl.constexpr):
 
 @triton.jit
 def _in_part(token, inside, places, i: tl.constexpr):
-    """Where tokens are in a part, and which of those inside it has; `places` are `_places`."""
+    """Return where tokens are in a part, and which of those inside it has. `places` are
+    `_places`.
+    """
     if len(places) == 1:
         at = tl.load(places[0][i] + token, mask=inside, other=-1).to(tl.int64)
         seen = at >= 0
@@ -242,32 +243,27 @@ def _in_part(token, inside, places, i: tl.constexpr):
 
 @triton.jit
 def _row_at(batch, head, token, strides):
-    """Where tokens' numbers are in lse (B, H, S), of strides `multiply_by_16`."""
+    """Return the offsets of tokens in lse (B, H, S). Strides are times 16."""
     return batch * (strides[0] // 16) + head * (strides[1] // 16) + token * (strides[2] // 16)
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
-def _fill_lse_delta(
-    rows, out, dout, lse, out_strides, dout_strides, lse_strides, tokens, heads, head_size,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token * heads + head
-    batch = tl.program_id(1).to(tl.int64)
-    token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    inside = row < tokens * heads
-    mask = inside[:, None] & (column < head_size)[None, :]
+@triton.jit
+def _load_lse(lses, offsets, strides, batch, head, token, seen, i: tl.constexpr):
+    """Load the lse of part i, -inf for tokens that it does not have."""
+    at = _row_at(batch, head, token, (strides[0][i], strides[1][i], strides[2][i]))
+    return tl.load(lses[i] + at + offsets[i] // 16, mask=seen, other=-float("inf"))
 
-    at = batch * out_strides[0] + token * out_strides[1] + head * out_strides[2]
-    o = tl.load(out + at[:, None] + column[None, :] * out_strides[3], mask=mask, other=0.0).to(
-        tl.float32
-    )
-    at = batch * dout_strides[0] + token * dout_strides[1] + head * dout_strides[2]
-    do = tl.load(dout + at[:, None] + column[None, :] * dout_strides[3], mask=mask, other=0.0).to(
-        tl.float32
-    )
-    row_lse = tl.load(lse + _row_at(batch, head, token, lse_strides), mask=inside)
 
-    place = rows + ((batch * tokens + token) * heads + head) * 2
-    tl.store(place, row_lse, mask=inside)
-    tl.store(place + 1, tl.sum(o * do, 1), mask=inside)
+@triton.jit
+def _load_part(parts, strides, batch, head, token, column, mask, i: tl.constexpr):
+    """Load rows of part i in fp32. Their entries are contiguous."""
+    at = batch * strides[0][i] + token * strides[1][i] + head * strides[2][i]
+    return tl.load(parts[i] + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_rows(x, strides, batch, head, token, column, mask):
+    """Load rows of x (B, S, H, D) in fp32."""
+    at = batch * strides[0] + token * strides[1] + head * strides[2]
+    place = x + at[:, None] + column[None, :] * strides[3]
+    return tl.load(place, mask=mask, other=0.0).to(tl.float32)

@@ -17,7 +17,8 @@ from ..base.compiled import fused_on_gpus
 from ..kernels import Kernel
 from ..kernels.bias import CallBias, Segments, dscores_bound
 from ..kernels.packed import current_stream, send_to_device
-from ..merging.merge import OutputPart, stack_lse_delta
+from ..merging.merge import stack_lse_delta
+from ..merging.parts import OutputPart
 from ..scores import BY_DISTANCE, Scores, is_one_row
 from ..sequence.span import Span, hull, in_turn, length
 from ..sequence.tiling import Cut

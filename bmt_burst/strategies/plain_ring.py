@@ -23,7 +23,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..merging.merge import Outputs, accumulator_dtype, empty_lse, tokens_at
+from ..base.dtypes import accumulator_dtype
+from ..merging.merge import Outputs, empty_lse
+from ..merging.parts import tokens_at
 from ..ranks.rings import Rings
 from ..sequence.span import Span, in_turn
 from ..sequence.tiling import Cut, Tiling, kernel_calls

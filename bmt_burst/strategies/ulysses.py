@@ -31,8 +31,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.dtypes import accumulator_dtype
 from ..kernels.packed import current_stream, send_to_device
-from ..merging.merge import Gradients, accumulator_dtype, split_lse_delta, stack_lse_delta
+from ..merging.merge import Gradients, split_lse_delta, stack_lse_delta
 from ..ranks.rings import Rings
 from ..sequence.layout import Layout
 from ..sequence.span import Span, length

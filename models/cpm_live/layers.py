@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from bmt_burst import Scores, burst_attn_func
 from bmt_burst.base.compiled import fused_on_gpus
+from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.loss import linear_cross_entropy_sum
-from bmt_burst.merging.merge import accumulator_dtype
 from bmt_burst.nn import KVCache, Layouts
 from bmt_burst.ranks.groups import SequenceParallel
 from models.blocks import Layers, Saving

@@ -19,16 +19,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.packed import current_stream, send_to_device
-from ...merging.merge import (
-    Gradients,
-    OutputPart,
-    Outputs,
-    Part,
-    empty_lse,
-    is_whole,
-    sum_parts,
-    tokens_at,
-)
+from ...merging.merge import Gradients, Outputs, empty_lse, sum_parts
+from ...merging.parts import OutputPart, Part, is_whole, tokens_at
 from ...ranks.rings import Rings
 from ...scores import Scores, is_one_row
 from ...sequence.span import Span, length, shifted

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ...base.compiled import fused_on_gpus
-from ...merging.merge import accumulator_dtype, split_lse_delta, stack_lse_delta
+from ...base.dtypes import accumulator_dtype
+from ...merging.merge import split_lse_delta, stack_lse_delta
 from ...transport.packing import Packing
 from .. import Sizes
 from ..compute import Keys, QueryGradients, Side
