@@ -335,6 +335,7 @@ def refused(folder: Path) -> dict:
 
     from bmt_burst import Layout, Mask, init_sequence_parallel
     from bmt_burst.adapters import model_center
+    from bmt_burst.adapters.model_center import attention
 
     class Other(zoo.Llama):
         def forward(self, *args, **named):
@@ -409,8 +410,7 @@ def refused(folder: Path) -> dict:
         found["layers"] = words(lambda: llama.encoder(llama.input_embedding(part), see_all))
     assert type(plain) is zoo.Llama
     assert all(
-        type(part) is not model_center._Attention
-        for part in [*of_layers.modules(), *plain.modules()]
+        type(part) is not attention._Attention for part in [*of_layers.modules(), *plain.modules()]
     )
     assert all(
         p.equal(w) for p, w in zip((p.data for p in plain.parameters()), weights, strict=True)

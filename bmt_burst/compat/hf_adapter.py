@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..adapters.transformers import AttentionInterface, Sight, attention
+from ..adapters.transformers.attention import AttentionInterface, Sight, attention
 from ..base.compiled import not_compiled
 from ..calls.refusal import refuse_call
 from ..ranks.rings import Group, Rings, make_rings

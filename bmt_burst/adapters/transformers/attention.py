@@ -1,0 +1,132 @@
+"""Attention over ranks, under a name that transformers knows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+)
+
+from ...attention import burst_attn_func
+from ...base.compiled import not_compiled
+from ...base.dtypes import accumulator_dtype
+from ...calls.refusal import refuse_call
+from ...sequence.mask import Mask
+
+ATTENTION = "bmt_burst"  # the name under which transformers knows this attention
+
+
+_MOST_MASKS = 256  # that are kept with a window
+
+
+class Sight:
+    """What layers are given in place of a mask. Not a dataclass: wrappers would rebuild it to move
+    its tensors.
+
+    options  of burst_attn_func, with a mask or causal=True
+    seq_len  S
+    targets  of the whole batch, if there are labels: an int64 scalar
+    """
+
+    def __init__(self, options: dict[str, Any], seq_len: int, targets: Tensor | None):
+        self.options, self.seq_len, self.targets = options, seq_len, targets
+
+    def within(self, window: int | None) -> dict[str, Any]:
+        """The options for a layer where a token sees itself and the window - 1 before it."""
+        if window is None or window >= self.seq_len:
+            return self.options
+        rest = {name: option for name, option in self.options.items() if name != "causal"}
+        seen = self.options.get("mask", _causal(self.seq_len))
+        return rest | {
+            "mask": _windowed(seen, window)
+            if isinstance(seen, Mask)
+            else [_windowed(x, window) for x in seen]
+        }
+
+
+@not_compiled
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: int | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    bmt_burst: Sight | None = None,
+    **_others: Any,
+) -> tuple[Tensor, None]:
+    """What layers call: query (B, H, S_local, D), key and value (B, G, S_local, D) to (B, S_local,
+    H, D).
+
+    Values may have smaller heads than keys, as in MiniCPM3. `s_aux` (H,) are sinks, as in GptOss.
+    `attention_mask` is what `_window_of_masks` returns.
+    """
+    if bmt_burst is None:
+        raise TypeError(
+            f"a {type(module).__name__} was called without what its tokens see: call the model that was enabled"
+        )
+    try:
+        _check_layer(module, dropout, sliding_window, attention_mask)
+    except ValueError as error:
+        refuse_call(error, bmt_burst.options["process_group"], bmt_burst.options["double_group"])
+    narrower = key.shape[-1] - value.shape[-1]
+    padded = F.pad(value, (0, narrower)) if narrower else value
+    q, k, v = (x.transpose(1, 2) for x in (query, key, padded))
+    sinks = None if s_aux is None else s_aux.to(accumulator_dtype(q.dtype))
+    options = {**bmt_burst.within(sliding_window), "softcap": softcap, "sinks": sinks}
+    return burst_attn_func(q, k, v, scaling, **options)[..., : value.shape[-1]], None
+
+
+def _window_of_masks(*_args: Any, local_size: int | None = None, **_named: Any) -> int | None:
+    """What models make in place of a mask: the window that it would have."""
+    return local_size
+
+
+def _check_layer(
+    module: nn.Module, dropout: float, window: int | None, window_of_model: int | None
+) -> None:
+    """Raises ValueError for what a layer or its configuration asks for that is not computed."""
+    if dropout:
+        raise ValueError(
+            f"attention over ranks cannot drop probabilities, and attention_dropout is {dropout}: set it to 0 in the "
+            "configuration, or call the model's eval()"
+        )
+    if window is not None and window < 1:
+        raise ValueError(
+            f"sliding_window, of the configuration, must be at least 1 or None, got {window}"
+        )
+    if window != window_of_model:
+        raise ValueError(
+            f"a {type(module).__name__} has a window of {window}, and its model makes masks with one of "
+            f"{window_of_model}: some of transformers' attentions follow the layer and some the mask; make them equal"
+        )
+    if not getattr(module, "is_causal", True):
+        raise ValueError(
+            f"is_causal is False in a {type(module).__name__}: attention to both sides is not enabled"
+        )
+
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+AttentionMaskInterface.register(ATTENTION, _window_of_masks)
+
+
+@functools.lru_cache(maxsize=_MOST_MASKS)
+def _causal(seq_len: int) -> Mask:
+    return Mask.causal(seq_len)
+
+
+@functools.lru_cache(maxsize=_MOST_MASKS)
+def _windowed(mask: Mask, window: int) -> Mask:
+    """Made once for all layers and calls, and all that comes of a mask with it."""
+    return mask.windowed(window)

@@ -1,0 +1,87 @@
+"""The models that can be enabled."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+)
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from .model import _Model
+
+_NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "MiniCPM3", "Gemma2", "GptOss")
+
+
+def _families() -> dict[type[PreTrainedModel], type[nn.Module]]:
+    """The models that are known, those of them that this transformers has, and their attention."""
+    models = [
+        getattr(transformers, f"{name}ForCausalLM")
+        for name in _NAMES
+        if hasattr(transformers, f"{name}ForCausalLM")
+    ]
+    return {
+        x: getattr(sys.modules[x.__module__], x.__name__.replace("ForCausalLM", "Attention"))
+        for x in models
+    }
+
+
+_FAMILIES = _families()
+
+
+_REFUSED = {
+    "MiniCPMForCausalLM": "the code that comes with its weights does not ask transformers for its attention; "
+    "train/export.py without --keep-scalings makes a Llama of a MiniCPM",
+}
+
+
+def _check_model(model: Any) -> None:
+    """Raises TypeError or ValueError for what cannot be enabled."""
+    name = type(model).__name__
+    if isinstance(model, _Model):
+        raise ValueError(f"this {name} is enabled already, for {model._sp.size} ranks")
+    base = next((base for base in _FAMILIES if isinstance(model, base)), None)
+    if base is None:
+        if name in _REFUSED:
+            raise TypeError(f"{name} cannot be sequence parallel: {_REFUSED[name]}")
+        known = ", ".join(base.__name__ for base in _FAMILIES)
+        raise TypeError(f"expected one of transformers' {known}, got a {name}{_hint(model)}")
+    if not _has_forward_of(base, model):
+        raise TypeError(
+            f"this {name} has another forward than transformers' {base.__name__}, which would be lost"
+        )
+    for layer in model.model.layers:
+        attention = getattr(layer, "self_attn", None)
+        if not _has_forward_of(_FAMILIES[base], attention):
+            raise TypeError(
+                f"a layer's attention, a {type(attention).__name__}, has another forward than transformers' "
+                f"{_FAMILIES[base].__name__}, which is known to ask for its attention by name"
+            )
+    if model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"this {name} has another loss than transformers' ForCausalLMLoss, which would be lost"
+        )
+
+
+def _has_forward_of(base: type[nn.Module], module: Any) -> bool:
+    """Whether it is a `base` with the forward that transformers gives it, which some packages
+    replace in the class.
+    """
+    own = (
+        isinstance(module, base)
+        and type(module).forward is base.forward
+        and "forward" not in vars(module)
+    )
+    return own and base.forward.__module__ == base.__module__
+
+
+def _hint(model: Any) -> str:
+    """Which of its modules could be enabled."""
+    for path, part in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(part, tuple(_FAMILIES)):
+            return f": give its {path}, a {type(part).__name__}"
+    return ""
