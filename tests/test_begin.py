@@ -13,7 +13,6 @@ import torch
 from bmt_burst import IGNORE_INDEX
 from tests.test_documents import EOS, LENGTHS, without_documents
 from train.data import begin
-from train.data.begin import BegunText
 from train.data.folder import Sequences, TokenFile
 from train.data.stored import StoredNumbers, TokenWriter
 from train.data.tokenizer import ByteTokenizer
@@ -151,17 +150,17 @@ def test_data_that_says_how_its_documents_begin_is_not_searched(
         "__getitem__",
         lambda numbers, part: read.append(numbers) or plain(numbers, part),
     )
-    BegunText(whole, BOS)
+    whole.with_begin_token(BOS)
     assert (whole.tokens in read) == scanned
 
 
 def test_a_search_goes_through_all_of_the_data(folder, monkeypatch):
     """In pieces."""
     without_bos(folder)
-    expected = BegunText(TokenFile(folder), 3)[:]
+    expected = TokenFile(folder).with_begin_token(3)[:]
     assert len(expected) == 79 + 8
     monkeypatch.setattr(begin, "_SCANNED", 4)
-    assert (BegunText(TokenFile(folder), 3)[:] == expected).all()
+    assert (TokenFile(folder).with_begin_token(3)[:] == expected).all()
 
 
 # Rows as they were read before there were begin tokens, in the order of two epochs.

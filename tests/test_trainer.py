@@ -396,7 +396,7 @@ def test_documents_are_told_apart_or_not_as_asked_and_as_can_be(settings, tmp_pa
     index.write_text(json.dumps(content))
     (tmp_path / "text/documents.bin").unlink()
     with pytest.raises(
-        ranks.RankError, match="where documents start is not known; give --documents ignore"
+        ranks.RankError, match="so it is not known where documents start; give --documents ignore"
     ):
         train(settings, documents="mask", output=str(tmp_path / "refused"))
     with pytest.raises(ranks.RankError, match=r"text has no documents\.bin"):

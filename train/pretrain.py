@@ -356,7 +356,7 @@ class Trainer:
         return Metrics(self.root, self.progress.step, self.config.steps, self.config.log_every)
 
     def _open(self, folder: str) -> Opened:
-        data = self.kind.open(folder, self.config, self.model_config)
+        data = self.kind.open(folder, self.model_config, self.config.seq_len, self.config.seed)
         if (kinds := data.file.index["vocab_size"]) > self.model_config.vocab_size:
             known = self.model_config.vocab_size
             raise ValueError(

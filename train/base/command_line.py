@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from train.run.error_file import leave_reason
+from train.base.error_file import leave_reason
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,8 @@ from models.cpm_live.config import LiveConfig
 from train.base.wording import counted
 from train.cpm_live.instances import MOST_SUBS
 from train.cpm_live.rows import PackedRows, Row
-from train.data.batches import Dealer
+from train.data.batches import Dealer, Settings
 from train.run.flops import keys_seen
-
-if TYPE_CHECKING:
-    from train.run.config import TrainConfig
 
 Extended = tuple[Tensor, Tensor]  # tokens and sub-ids, (N,) int64
 
@@ -72,7 +68,7 @@ class LiveBatches(Dealer):
     """
 
     def __init__(
-        self, config: TrainConfig, model: LiveConfig, sp: SequenceParallel, device: torch.device
+        self, config: Settings, model: LiveConfig, sp: SequenceParallel, device: torch.device
     ):
         super().__init__(config, sp, device)
         sp.layout_of(config.seq_len)  # refuses what is too short

@@ -30,7 +30,7 @@ import numpy as np
 
 from train.cpm_live.tokenizers import AntTokenizer, BeeTokenizer, LiveTokenizer, SubIds
 from train.cpm_live.vocabulary import BadRecord
-from train.data.tokenizer import Tokenizer
+from train.data.tokenizer_base import Tokenizer
 
 ANSWER = "<ans>"
 TASKS = {"mlm": 1, "lm": 2}  # and the types of their segments

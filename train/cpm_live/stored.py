@@ -20,7 +20,7 @@ import numpy as np
 from train.base.paths import inside
 from train.cpm_live.instances import COLUMNS, Instance
 from train.data.stored import HashedFile, StoredNumbers, TokenWriter
-from train.data.tokenizer import Tokenizer
+from train.data.tokenizer_base import Tokenizer
 
 _SUBS, _SEGMENTS, _STARTS = np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.int64)
 _COPIED = 1 << 20  # tokens or segments at once

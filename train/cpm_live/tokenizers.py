@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from train.cpm_live.vocabulary import BadRecord, Vocabulary, bee_parts, escaped
-from train.data.tokenizer import Tokenizer
+from train.data.tokenizer_base import Tokenizer
 
 Piece = tuple[int, str | None]  # an id, and of a token that is told apart by a sub-id its text
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,22 @@ from train.base.wording import counted
 from train.data.folder import Row, Sequences
 from train.run.flops import keys_seen
 
-if TYPE_CHECKING:
-    from train.run.config import TrainConfig
-
 _LARGEST_DEFAULT = 8  # sequences
+
+
+class Settings(Protocol):
+    """The settings by which sequences are dealt and cut, a part of TrainConfig's."""
+
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int | None: ...
+    @property
+    def eval_sequences(self) -> int: ...
+    @property
+    def layout(self) -> str: ...
 
 
 class Work(Protocol):
@@ -58,7 +70,7 @@ class Dealer(ABC):
     the ranks.
     """
 
-    def __init__(self, config: TrainConfig, sp: SequenceParallel, device: torch.device):
+    def __init__(self, config: Settings, sp: SequenceParallel, device: torch.device):
         self.config, self.sp, self.device = config, sp, device
         self.dp_rank, self.dp_size = dist.get_rank() // sp.size, dist.get_world_size() // sp.size
         self.micro_batch_size = _micro_batch_size(config, self.dp_size)
@@ -160,7 +172,7 @@ class Batches(Dealer):
     """
 
     def __init__(
-        self, config: TrainConfig, model: CPMConfig, sp: SequenceParallel, device: torch.device
+        self, config: Settings, model: CPMConfig, sp: SequenceParallel, device: torch.device
     ):
         super().__init__(config, sp, device)
         self._model, self._windows = model, Counter(model.windows)
@@ -234,7 +246,7 @@ class Batches(Dealer):
         return _RowPlan(mask, layout, self._work_of(work, layout))
 
 
-def _micro_batch_size(config: TrainConfig, dp_size: int) -> int:
+def _micro_batch_size(config: Settings, dp_size: int) -> int:
     """As configured, or the largest default that divides a data parallel group's share of the
     batch.
     """

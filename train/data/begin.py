@@ -7,15 +7,11 @@ rest of a document that is cut at a row's end gets none.
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from train.data.documents import Documents, StoredDocuments
 from train.data.stored import StoredNumbers
-
-if TYPE_CHECKING:
-    from train.data.folder import TokenFile
 
 _SCANNED = 1 << 20  # tokens at once
 
@@ -31,12 +27,13 @@ class BegunText(Documents):
     at rising places.
     """
 
-    def __init__(self, file: TokenFile, bos: int):
-        assert file.documents is not None
-        self.how = file.documents.how
-        self._tokens, self._documents, self._bos = file.tokens, file.documents, bos
+    def __init__(
+        self, tokens: StoredNumbers, documents: Documents, bos: int, begun: int | None = None
+    ):
+        self.how = documents.how
+        self._tokens, self._documents, self._bos = tokens, documents, bos
         # places in the file; the n-th is n tokens later in this text
-        self._added = _documents_without(file, bos)
+        self._added = _documents_without(tokens, documents, bos, begun)
 
     def __len__(self) -> int:
         return len(self._tokens) + len(self._added)
@@ -64,25 +61,20 @@ class BegunText(Documents):
         )
 
 
-def _documents_without(file: TokenFile, bos: int) -> StoredNumbers | np.ndarray:
-    """Return where those documents start in the file that do not start with token `bos`: rising,
-    int64.
-    """
-    documents, index = file.documents, file.index
+def _documents_without(
+    tokens: StoredNumbers, documents: Documents, bos: int, begun: int | None
+) -> StoredNumbers | np.ndarray:
+    """Return the places of the documents that do not start with token `bos`: rising, int64."""
     stored = None
     if isinstance(documents, StoredDocuments):
         documents.check()
         stored = documents.starts
-    if (
-        stored is not None
-        and file.bos_id == bos
-        and index.get("begun_documents") in (0, len(stored))
-    ):
-        return stored if index["begun_documents"] == 0 else np.empty(0, np.int64)
+        if begun in (0, len(stored)):
+            return stored if begun == 0 else np.empty(0, np.int64)
     without = []
-    for place in range(0, len(file.tokens), _SCANNED):
-        tokens = file.tokens[place : place + _SCANNED]
-        starts = documents.between(place, place + len(tokens))
-        without.append(starts[tokens[starts - place] != bos])
+    for place in range(0, len(tokens), _SCANNED):
+        scanned = tokens[place : place + _SCANNED]
+        starts = documents.between(place, place + len(scanned))
+        without.append(starts[scanned[starts - place] != bos])
     found = np.concatenate(without)
     return stored if stored is not None and len(found) == len(stored) else found

@@ -96,6 +96,22 @@ class TokenFile:
         """The tokenizer's begin token, which documents get by default; None in older folders."""
         return self.index.get("bos_id")
 
+    def with_begin_token(self, bos: int) -> BegunText:
+        """Return the text with token `bos` in front of each document. Raises ValueError if it is
+        not known where documents start.
+        """
+        begun = self.index.get("begun_documents") if self.bos_id == bos else None
+        return BegunText(self.tokens, self.known_documents(), bos, begun)
+
+    def known_documents(self) -> Documents:
+        """Return where documents start. Raises ValueError if that is not known."""
+        if self.documents is None:
+            raise ValueError(
+                f"{self.folder} has no documents.bin, and its index.json has no eos_id, so it is "
+                "not known where documents start; give --documents ignore"
+            )
+        return self.documents
+
     @cached_property
     def digest(self) -> str:
         """The sha256 of some of the tokens, from all over the file: tells other text of the same
@@ -208,18 +224,15 @@ class Sequences:
             raise ValueError(
                 f"{self.file.folder} has {known} kinds of tokens, expected begin token {self.bos} among them"
             )
-        if self.documents and self.file.documents is None:
-            raise ValueError(
-                f"{self.file.folder} has no documents.bin, and no eos_id in its index.json: where documents start is "
-                "not known; give --documents ignore"
-            )
+        if self.documents:
+            self.file.known_documents()
         if len(self.text) < 2:
             raise ValueError(f"{self.file.folder} has fewer than two tokens")
 
     @cached_property
     def text(self) -> StoredNumbers | BegunText:
         """The tokens that sequences are cut from."""
-        return self.file.tokens if self.bos is None else BegunText(self.file, self.bos)
+        return self.file.tokens if self.bos is None else self.file.with_begin_token(self.bos)
 
     def __len__(self) -> int:
         return -(-(len(self.text) - 1) // self.seq_len)
@@ -263,7 +276,9 @@ class Sequences:
             filled = len(window) - 1
             tokens[:filled], labels[:filled] = window[:-1], window[1:]
             if self.documents:
-                documents = self.file.documents if self.bos is None else self.text
+                documents = (
+                    self.text if isinstance(self.text, Documents) else self.file.known_documents()
+                )
                 after = torch.from_numpy(documents.between(start + 1, start + filled + 1)) - start
                 labels[after - 1] = IGNORE_INDEX
                 bounds += [*after[after < filled].tolist(), filled]

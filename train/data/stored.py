@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from train.base.wording import counted
-from train.data.tokenizer import Tokenizer
+from train.data.tokenizer_base import Tokenizer
 
 _SAMPLED = 1 << 15  # tokens in a row
 _COPIED = 1 << 20  # tokens at once

@@ -12,86 +12,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from train.base.paths import inside
+from train.cpm_live.tokenizers import AntGreedyTokenizer, AntTokenizer, BeeTokenizer
+from train.data.tokenizer_base import SPEC, Tokenizer
 
-_SPEC = "tokenizer.spec.json"
 BYTES_END_OF_TEXT = "<|endoftext|>"  # the name of the token that ends a document of bytes
 _BEGIN_OF_TEXT = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[CLS]")
 _NO_SPEC = (ValueError, KeyError, TypeError, RecursionError, OSError)
 _END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
-
-
-class Tokenizer(ABC):
-    """Text to ids and back. `eos_id` ends a document; ids are below `vocab_size`.
-
-    bos_id      the begin token, which pretraining puts in front of a document; `eos_id` if there is
-                none
-    eos        the token that was named as the end of a text, None if the tokenizer's own is taken
-    instances  the kind of models whose instances its data folders hold, instead of documents
-    left_out   characters that `encode` has had no ids for so far
-    """
-
-    vocab_size: int
-    eos_id: int
-    bos_id: int
-    file: Path | None = None
-    eos: str | None = None
-    instances: str | None = None
-    left_out: int = 0
-
-    @abstractmethod
-    def encode(self, text: str) -> Sequence[int] | np.ndarray:
-        """The ids of `text`, without any special tokens."""
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
-
-    @abstractmethod
-    def id_of(self, token: str) -> int | None:
-        """Return the id of a token by its name, None if there is no such token."""
-
-    @abstractmethod
-    def _rules(self) -> Any:
-        """Return the vocabulary and all that decides which ids a text becomes, as JSON has it."""
-
-    @cached_property
-    def identity(self) -> str:
-        """The sha256 of vocabulary, rules and end-of-text token: equal for tokenizers that give the
-        same ids.
-        """
-        said = json.dumps([type(self).__name__, self.eos_id, self._rules()], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The narrowest unsigned dtype for the ids."""
-        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
-
-    def save(self, folder: Path) -> None:
-        """Writes what `load_tokenizer` reads; a file is called tokenizer.json or tokenizer.model
-        there.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"tokenizer{self.file.suffix}" if self.file else None
-        if self.file and self.file.resolve() != (folder / name).resolve():
-            shutil.copyfile(self.file, inside(folder, name))
-        spec = {
-            "kind": type(self).__name__,
-            "file": name,
-            "eos": self.eos,
-            "identity": self.identity,
-        }
-        inside(folder, _SPEC).write_text(json.dumps(spec) + "\n")
 
 
 class ByteTokenizer(Tokenizer):
@@ -258,12 +192,12 @@ class SentencePieceTokenizer(Tokenizer):
 _BY_SUFFIX = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
 
 
-def _with_vocabulary() -> dict[str, type[Tokenizer]]:
-    """Tokenizers that are named as PREFIX:FILE."""
-    # which need this module
-    from train.cpm_live.tokenizers import AntGreedyTokenizer, AntTokenizer, BeeTokenizer
-
-    return {"cpm-bee": BeeTokenizer, "cpm-ant": AntTokenizer, "cpm-ant-greedy": AntGreedyTokenizer}
+# tokenizers that are named as PREFIX:FILE
+_BY_PREFIX: dict[str, type[Tokenizer]] = {
+    "cpm-bee": BeeTokenizer,
+    "cpm-ant": AntTokenizer,
+    "cpm-ant-greedy": AntGreedyTokenizer,
+}
 
 
 def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
@@ -274,7 +208,7 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
     cannot be read or has another end of a text.
     """
     prefix, _, vocabulary = name.partition(":")
-    listed = vocabulary and prefix in (kinds := _with_vocabulary())
+    listed = vocabulary and prefix in _BY_PREFIX
     if eos is not None and (listed or name == "bytes"):
         raise ValueError(
             f"--eos goes with a .json or .model file, got {eos!r} for {name}, which ends texts in its way"
@@ -282,11 +216,11 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     if listed:
-        return _read(kinds[prefix], Path(vocabulary))
+        return _read(_BY_PREFIX[prefix], Path(vocabulary))
     path = Path(name)
     if path.suffix not in _BY_SUFFIX:
         raise ValueError(
-            f"tokenizer must be 'bytes', a .json or a .model file, or {', '.join(_with_vocabulary())} with :FILE, a "
+            f"tokenizer must be 'bytes', a .json or a .model file, or {', '.join(_BY_PREFIX)} with :FILE, a "
             f"vocabulary; got {name!r}"
         )
     return _read(_BY_SUFFIX[path.suffix], path, eos)
@@ -296,12 +230,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that was saved into `folder`. Raises ValueError if it is not there, broken or
     outside of it.
     """
-    spec_file = inside(folder, _SPEC)
+    spec_file = inside(folder, SPEC)
     if not spec_file.is_file():
-        raise ValueError(f"{folder} has no tokenizer ({_SPEC})")
+        raise ValueError(f"{folder} has no tokenizer ({SPEC})")
     kinds = {
-        kind.__name__: kind
-        for kind in (ByteTokenizer, *_BY_SUFFIX.values(), *_with_vocabulary().values())
+        kind.__name__: kind for kind in (ByteTokenizer, *_BY_SUFFIX.values(), *_BY_PREFIX.values())
     }
     try:
         spec = json.loads(spec_file.read_text())
@@ -321,7 +254,7 @@ def saved_identity(folder: Path) -> str | None:
     None if there is none, or if it was saved before tokenizers had one. Raises ValueError if what
     is there is broken.
     """
-    spec_file = folder / _SPEC
+    spec_file = folder / SPEC
     if not spec_file.is_file():
         return None
     try:

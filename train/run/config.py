@@ -22,7 +22,7 @@ from models.huggingface import read_config
 from models.rope import RopeScaling
 from train.base.command_line import ArgumentParser
 from train.base.wording import counted, flag
-from train.run.kinds import KINDS, PRESETS, ModelConfig, config_of, kind_of
+from train.run.kinds import KINDS, PRESETS, Kind, ModelConfig, config_of, kind_of
 from train.run.schedule import SCHEDULES
 
 
@@ -348,7 +348,7 @@ class TrainConfig:
         such a model.
         """
         named = self._named_model()
-        kind_of(named).check(self)
+        self._check_kind(kind_of(named))
         instead = {
             "rope_theta": self.rope_theta,
             "rope_scaling": self.rope_scaling,
@@ -360,6 +360,14 @@ class TrainConfig:
         except ValueError as error:
             model = f"--init-from {self.init_from}" if self.init_from else f"--model {self.model}"
             raise ValueError(f"{', '.join(map(flag, given))} with {model}: {error}") from error
+
+    def _check_kind(self, kind: Kind) -> None:
+        """Raise ValueError for options that do not go with such a model."""
+        for name, reason in kind.refused.items():
+            if getattr(self, name) not in (None, "auto"):
+                raise ValueError(
+                    f"{flag(name)} does not go with --model {self.model}, a {kind.name}: {reason}"
+                )
 
     def _named_model(self) -> ModelConfig:
         if self.init_from and not self.init_from.endswith(".pt"):

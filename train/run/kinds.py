@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -18,15 +18,11 @@ from models.cpm_ant import CPMAnt
 from models.cpm_bee import CPMBee
 from models.cpm_live import config as live
 from models.cpm_live.config import AntConfig, BeeConfig, LiveConfig
-from train.base.wording import flag
 from train.cpm_live.batches import AntBatches, BeeBatches
 from train.cpm_live.data import InstanceFile
 from train.cpm_live.rows import AntRows, BeeRows, PackedRows
 from train.data.batches import Batches, Dealer
 from train.data.folder import Sequences, TokenFile
-
-if TYPE_CHECKING:
-    from train.run.config import TrainConfig
 
 ModelConfig = CPMConfig | LiveConfig
 Opened = Sequences | PackedRows
@@ -51,21 +47,13 @@ class Kind:
     model: type[nn.Module]
     read: Callable[[Mapping[str, Any]], ModelConfig]
     own: frozenset[str]
-    open: Callable[[str, TrainConfig, ModelConfig], Opened]
+    open: Callable[[str, ModelConfig, int, int], Opened]
     batches: type[Dealer]
     refused: Mapping[str, str] = field(default_factory=dict)
 
-    def check(self, config: TrainConfig) -> None:
-        """Raises ValueError for options that do not go with such a model."""
-        for name, reason in self.refused.items():
-            if getattr(config, name) not in (None, "auto"):
-                raise ValueError(
-                    f"{flag(name)} does not go with --model {config.model}, a {self.name}: {reason}"
-                )
 
-
-def _open_text(folder: str, config: TrainConfig, _model: CPMConfig) -> Sequences:
-    return Sequences(TokenFile(folder), config.seq_len, config.seed)
+def _open_text(folder: str, _model: ModelConfig, seq_len: int, seed: int) -> Sequences:
+    return Sequences(TokenFile(folder), seq_len, seed)
 
 
 def _live(
@@ -77,8 +65,9 @@ def _live(
 ) -> Kind:
     name = config.model_type
 
-    def open_instances(folder: str, config: TrainConfig, model: LiveConfig) -> PackedRows:
-        return rows(InstanceFile(folder, name), model, config.seq_len, config.seed)
+    def open_instances(folder: str, model: ModelConfig, seq_len: int, seed: int) -> PackedRows:
+        assert isinstance(model, LiveConfig)
+        return rows(InstanceFile(folder, name), model, seq_len, seed)
 
     refused = {
         "documents": "what tokens see is said by its instances",

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from train.run.config import TrainConfig
+from typing import Protocol
 
 
-def _wsd(step: int, config: TrainConfig) -> float:
+class Settings(Protocol):
+    """The settings of a schedule, a part of TrainConfig's. `warmup` and `decay` are in steps."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def warmup(self) -> int: ...
+    @property
+    def decay(self) -> int: ...
+    @property
+    def min_lr_ratio(self) -> float: ...
+
+
+def _wsd(step: int, config: Settings) -> float:
     """Warm-up, stable, exponential decay over the last `decay` steps (MiniCPM, arXiv 2404.06395,
     section 4).
     """
@@ -17,26 +31,26 @@ def _wsd(step: int, config: TrainConfig) -> float:
     return config.min_lr_ratio ** (decayed / config.decay) if decayed > 0 else 1.0
 
 
-def _cosine(step: int, config: TrainConfig) -> float:
+def _cosine(step: int, config: Settings) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (
         1 + math.cos(math.pi * _progress(step, config))
     )
 
 
-def _linear(step: int, config: TrainConfig) -> float:
+def _linear(step: int, config: Settings) -> float:
     return 1 + (config.min_lr_ratio - 1) * _progress(step, config)
 
 
 SCHEDULES = {"wsd": _wsd, "cosine": _cosine, "linear": _linear}
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
+def learning_rate(step: int, config: Settings) -> float:
     """The learning rate of optimizer step `step`, counted from 1."""
     if step <= config.warmup:
         return config.lr * step / config.warmup
     return config.lr * SCHEDULES[config.schedule](step, config)
 
 
-def _progress(step: int, config: TrainConfig) -> float:
+def _progress(step: int, config: Settings) -> float:
     """0 at the end of warm-up, 1 at the end of the run."""
     return (step - config.warmup) / max(config.steps - config.warmup, 1)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from train.run.error_file import leave_reason
+from train.base.error_file import leave_reason
 
 EXIT_CODE = 3
 _TICK = 1.0  # seconds between looks, at most

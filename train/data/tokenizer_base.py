@@ -1,0 +1,82 @@
+"""The contract of a tokenizer, and how a folder stores one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.base.paths import inside
+
+SPEC = "tokenizer.spec.json"
+
+
+class Tokenizer(ABC):
+    """Text to ids and back. `eos_id` ends a document; ids are below `vocab_size`.
+
+    bos_id      the begin token, which pretraining puts in front of a document; `eos_id` if there is
+                none
+    eos        the token that was named as the end of a text, None if the tokenizer's own is taken
+    instances  the kind of models whose instances its data folders hold, instead of documents
+    left_out   characters that `encode` has had no ids for so far
+    """
+
+    vocab_size: int
+    eos_id: int
+    bos_id: int
+    file: Path | None = None
+    eos: str | None = None
+    instances: str | None = None
+    left_out: int = 0
+
+    @abstractmethod
+    def encode(self, text: str) -> Sequence[int] | np.ndarray:
+        """The ids of `text`, without any special tokens."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out."""
+
+    @abstractmethod
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its name, None if there is no such token."""
+
+    @abstractmethod
+    def _rules(self) -> Any:
+        """Return the vocabulary and all that decides which ids a text becomes, as JSON has it."""
+
+    @cached_property
+    def identity(self) -> str:
+        """The sha256 of vocabulary, rules and end-of-text token: equal for tokenizers that give the
+        same ids.
+        """
+        said = json.dumps([type(self).__name__, self.eos_id, self._rules()], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The narrowest unsigned dtype for the ids."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    def save(self, folder: Path) -> None:
+        """Writes what `load_tokenizer` reads; a file is called tokenizer.json or tokenizer.model
+        there.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"tokenizer{self.file.suffix}" if self.file else None
+        if self.file and self.file.resolve() != (folder / name).resolve():
+            shutil.copyfile(self.file, inside(folder, name))
+        spec = {
+            "kind": type(self).__name__,
+            "file": name,
+            "eos": self.eos,
+            "identity": self.identity,
+        }
+        inside(folder, SPEC).write_text(json.dumps(spec) + "\n")
