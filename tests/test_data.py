@@ -121,7 +121,9 @@ def test_nothing_but_bad_lines_is_an_error(tmp_path):
     (tmp_path / "x.jsonl").write_text("no\nno\n")
     arguments = ("--input", tmp_path / "x.jsonl", "--output", tmp_path / "out")
     assert "2 of 2 lines are bad" in prepare(*arguments, code=2)
-    assert "got no tokens" in prepare(*arguments, "--max-bad", 1, code=2)
+    said = prepare(*arguments, "--max-bad", 1, code=2)
+    assert "got no tokens from 1 file: 2 of 2 lines are bad. The first: " in said
+    assert "x.jsonl:1: not JSON" in said and "['" not in said
     assert not (tmp_path / "out").exists()
 
 
@@ -398,6 +400,25 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
         (
             ["--strategy", "ulysses", "--sp-size", "4", "--inner-size", "2"],
             "--strategy ulysses takes all ranks as one",
+        ),
+        (
+            [
+                "--strategy",
+                "usp",
+                "--ulysses-size",
+                "2",
+                "--sp-size",
+                "4",
+                "--layout",
+                "striped",
+                "--seq-len",
+                "32768",
+            ],
+            "--strategy usp with --layout striped, --seq-len 32768 and --sp-size 4: in a striped",
+        ),
+        (
+            ["--strategy", "plain-ring", "--sp-size", "4", "--inner-size", "2"],
+            "--strategy plain-ring, --seq-len 512 and --sp-size 4: it has one ring",
         ),
         (
             ["--rope-scaling", '{"kind": "linear"}'],

@@ -12,7 +12,7 @@ from models.cpm_ant import ant_scores
 from tests.helpers import relative_error
 from tests.live import Golden, bee_instance, golden
 from train.generate import sampler
-from train.generation.decoding import AntDecoder, BeeDecoder, Cache, continued
+from train.generation.decoding import AntDecoder, BeeDecoder, Cache, continue_row
 
 FP32 = 1e-5  # as in test_cpm_live.py
 START, END = 6, 7
@@ -75,13 +75,13 @@ def test_continuing_ends_where_it_should():
     def begun():
         return AntDecoder(case.model(), *ant_row(case), 60)
 
-    five = continued(begun(), 5, END, greedy)
-    assert five == continued(begun(), 5, END, greedy)
-    assert five[:3] == continued(begun(), 3, END, greedy)
-    assert continued(begun(), 5, five[0], greedy) == []
+    five = continue_row(begun(), 5, END, greedy)
+    assert five == continue_row(begun(), 5, END, greedy)
+    assert five[:3] == continue_row(begun(), 3, END, greedy)
+    assert continue_row(begun(), 5, five[0], greedy) == []
     settings = {"temperature": 1.5, "top_k": 20, "top_p": 0.9}
     samples = [
-        continued(begun(), 8, END, sampler(torch.device("cpu"), seed=s, **settings))
+        continue_row(begun(), 8, END, sampler(torch.device("cpu"), seed=s, **settings))
         for s in (1, 1, 2)
     ]
     assert samples[0] == samples[1] != samples[2]

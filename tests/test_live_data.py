@@ -31,8 +31,8 @@ from train.checkpoints import resume
 from train.cpm_live import rows as live_rows
 from train.cpm_live.batches import AntBatches, BeeBatches
 from train.cpm_live.data import InstanceFile
-from train.cpm_live.instances import COLUMNS, BadRecord, Instance, bee_instance, shuffled
-from train.cpm_live.packing import packed
+from train.cpm_live.instances import COLUMNS, BadRecord, Instance, bee_instance, shuffle_answers
+from train.cpm_live.packing import pack_rows
 from train.cpm_live.rows import AntRows, BeeRows, ant_row, bee_row, hide, relation
 from train.cpm_live.stored import AntWriter
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer, SubIds
@@ -241,7 +241,7 @@ def test_answers_are_shuffled_with_their_trees(golden_words):
     )
     orders, chance = set(), np.random.default_rng(0)
     for _ in range(60):
-        found = shuffled(instance, chance)
+        found = shuffle_answers(instance, chance)
         assert paths(found) == paths(instance)
         answer = int(instance.segments[:-5, COLUMNS.tokens][:2].sum())
         end = answer + 3 * (3 + 2 * (3 + 2))  # three keys, below each two keys with a text
@@ -251,7 +251,7 @@ def test_answers_are_shuffled_with_their_trees(golden_words):
         orders.add(tuple(found.tokens.tolist()))
     assert len(orders) > 20  # of 48
     alone, _ = bee_instance(golden_words, {written(11): written(78), "<ans>": written(79)})
-    assert shuffled(alone, chance) is alone
+    assert shuffle_answers(alone, chance) is alone
 
 
 def paths(instance) -> dict:
@@ -705,7 +705,7 @@ def test_folders_of_other_data_and_damaged_ones_are_refused(bee_folder, ant_fold
 
 @pytest.mark.parametrize("count", [1, 17, 3000])
 def test_packing_is_tight_complete_and_always_the_same(count):
-    of = functools.partial(packed, slices=np.ones(count, dtype=int), size=100, most_slices=100)
+    of = functools.partial(pack_rows, slices=np.ones(count, dtype=int), size=100, most_slices=100)
     lengths = np.random.default_rng(1).integers(1, 101, count)
     rows = of(lengths, seed=3)
     assert sorted(itertools.chain.from_iterable(rows[i] for i in range(len(rows)))) == list(
@@ -724,13 +724,13 @@ def test_packing_keeps_to_the_slices_that_a_row_may_have():
     """
     chance = np.random.default_rng(2)
     lengths, costs = chance.integers(1, 11, 3000), chance.integers(1, 101, 3000)
-    rows = packed(lengths, costs, 1000, 100, seed=0)
+    rows = pack_rows(lengths, costs, 1000, 100, seed=0)
     assert sorted(rows.items) == list(range(3000))
     assert all(costs[rows[i]].sum() <= 100 for i in range(len(rows)))
     # of slices the first row that has enough is taken, not the best
     assert costs.sum() > 0.9 * 100 * len(rows)
     costs = np.where(np.arange(3000) % 1500, 1, 900)
-    rows = packed(lengths, costs, 1000, 1000, seed=0)
+    rows = pack_rows(lengths, costs, 1000, 1000, seed=0)
     assert all(
         lengths[rows[i]].sum() <= 1000 and costs[rows[i]].sum() <= 1000 for i in range(len(rows))
     )
@@ -784,7 +784,7 @@ def test_bees_with_too_many_answers_are_left_out(tmp_path, monkeypatch):
     assert rows.file.all.kinds.tolist() == [723, 724, 1, 1023]
     assert (rows.instances, rows.too_many, rows.left_out) == (2, 2, 0)
     assert sum(rows.of_sample(i).instances for i in range(len(rows))) == 2
-    said = dealer(monkeypatch, tmp_path / "x").sight(rows)
+    said = dealer(monkeypatch, tmp_path / "x").describe(rows)
     assert said == "2 instances, 2 with too many texts to be predicted are left out"
     as_jsonl(tmp_path / "y.jsonl", [{"<ans>": dict.fromkeys(map(str, range(800)), "x")}])
     prepare(
@@ -882,13 +882,25 @@ def test_a_run_does_not_go_on_with_other_instances(tmp_path, name, kind, before,
         )
         seen.append(kind(InstanceFile(folder / "train", model), config, 64, 0).identity)
     saved = SimpleNamespace(path="run", state={"model": config.to_dict(), "data": seen[0]})
-    resume.check_same(saved, config, seen[0], new_stage=False)
+    resume.check_same(
+        saved, config, seen[0], new_stage=False, tokenizer=load_tokenizer(folder / "train")
+    )
     with pytest.raises(
         ValueError,
         match=rf"run was reading other data: .*{changed}.bin \w+ -> \w+.*give --new-stage",
     ):
-        resume.check_same(saved, config, seen[1], new_stage=False)
+        resume.check_same(
+            saved, config, seen[1], new_stage=False, tokenizer=load_tokenizer(folder / "train")
+        )
     assert (changed == "tokens") == (seen[0]["digest"] != seen[1]["digest"])
+
+
+def test_a_strategy_without_biases_is_refused_before_training(bee_folder):
+    file = InstanceFile(bee_folder / "train", "cpm-bee")
+    rows = BeeRows(file, PRESETS["cpm-bee-tiny"], int(file.all.lengths.max()), 0)
+    config = TrainConfig(strategy="plain-ring")
+    with pytest.raises(ValueError, match="--strategy plain-ring, .*: it adds no learned bias"):
+        config.check_strategy(1, rows.read(0).scores)
 
 
 def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder, monkeypatch):
@@ -897,7 +909,7 @@ def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder, monkeyp
     rows = bee_rows(bee_folder, longest - 1)
     assert rows.left_out == int((file.all.lengths == longest).sum())
     assert rows.instances == len(file.all.lengths) - rows.left_out
-    said = dealer(monkeypatch, bee_folder, seq_len=longest - 1).sight(rows)
+    said = dealer(monkeypatch, bee_folder, seq_len=longest - 1).describe(rows)
     are = "is" if rows.left_out == 1 else "are"
     assert said == f"{rows.instances} instances, {rows.left_out} longer than a row {are} left out"
     with pytest.raises(ValueError, match="has no instance that fits into --seq-len 5"):

@@ -10,7 +10,7 @@ import time
 import pytest
 from matplotlib.figure import Figure
 
-from train.base.files import showing, tell
+from train.base.files import print_error, printing
 from train.base.lock import lock
 from train.run.metrics import Metrics
 
@@ -163,10 +163,10 @@ def test_one_is_no_several(tmp_path, capsys):
 def test_a_terminal_that_is_gone_ends_nothing(monkeypatch):
     left = []
     monkeypatch.setattr("train.base.files.leave_terminal", left.append)
-    with showing():
+    with printing():
         raise OSError(5, "Input/output error")
     assert left == [(1, 2)]
-    with pytest.raises(OSError, match="No space left on device: 'stdout'"), showing():
+    with pytest.raises(OSError, match="No space left on device: 'stdout'"), printing():
         raise OSError(28, "No space left on device")
 
 
@@ -175,7 +175,7 @@ def test_what_cannot_be_said_of_the_end_does_not_hold_it_up(monkeypatch):
     monkeypatch.setattr(
         "sys.stderr", os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1)
     )
-    tell("x")
+    print_error("x")
 
 
 def test_a_curve_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from train.base import parallel
-from train.base.parallel import in_order
+from train.base.parallel import map_in_order
 
 
 def squares(failing: int | None = None, dying: int | None = None):
@@ -34,28 +34,28 @@ def test_results_come_in_order_and_only_a_few_items_are_taken_ahead(workers):
     taken = []
     items = (taken.append(number) or number for number in range(60))
     results = []
-    for result in in_order(squares, items, workers):
+    for result in map_in_order(squares, items, workers):
         results.append(result)
         assert len(taken) - len(results) <= 4 * workers
     assert results == [number * number for number in range(60)]
-    assert list(in_order(squares, [], workers)) == []
+    assert list(map_in_order(squares, [], workers)) == []
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_failing_work_names_its_item(workers):
     with pytest.raises(ValueError, match=r"^7: KeyError: 'no 7'$"):
-        list(in_order(functools.partial(squares, failing=7), range(20), workers))
+        list(map_in_order(functools.partial(squares, failing=7), range(20), workers))
     with pytest.raises(ValueError, match=r"^[01]: nothing to work with$"):
-        list(in_order(broken, range(20), 2))
+        list(map_in_order(broken, range(20), 2))
 
 
 def test_a_worker_that_is_killed_ends_the_work_and_leaves_no_process():
     with pytest.raises(
         ValueError, match=r"^7: the process that worked on it died with exit code -9$"
     ):
-        list(in_order(functools.partial(squares, dying=7), range(20), 2))
+        list(map_in_order(functools.partial(squares, dying=7), range(20), 2))
     assert not multiprocessing.active_children()
-    for _ in in_order(squares, range(20), 2):
+    for _ in map_in_order(squares, range(20), 2):
         break  # and so does one who stops asking
     assert not multiprocessing.active_children()
 
@@ -77,7 +77,7 @@ def test_an_interrupt_while_processes_start_is_not_lost(monkeypatch, thread):
 
     monkeypatch.setattr(parallel, "Worker", Slow)
     with pytest.raises(KeyboardInterrupt):
-        next(in_order(squares, range(20), 2))
+        next(map_in_order(squares, range(20), 2))
     done.set()
     assert len(started) == 2
     assert not any(process.is_alive() for process in started)

@@ -329,11 +329,12 @@ def test_a_jump_of_the_learning_rate_is_said(settings, capsys, change, jumps):
     before = TrainConfig(**settings | {"schedule": "cosine", "warmup_steps": 2, "steps": 6})
     after = dataclasses.replace(before, **change)
     of_run = {"data": {}, "model": {}}
-    resume.name_changes(
+    resume.print_changes(
         {"step": 4, "config": before.to_dict(), **of_run},
         {"config": after.to_dict(), **of_run},
         after,
         5,
+        ByteTokenizer(),
     )
     rates = learning_rate(4, before), learning_rate(5, after)
     said = (
@@ -418,7 +419,7 @@ def test_what_tokens_see_is_the_runs_own(settings, tmp_path, capsys):
     for change, message in (
         (
             {"documents": "ignore", "window": 8},
-            f"was reading other data: --documents mask -> ignore, --bos 256 -> None; {option}",
+            rf"was reading other data: --documents mask -> ignore, --bos <\|endoftext\|> -> none; {option}",
         ),
         ({"window": 9}, f"holds another model: --window 8 -> 9; {option}"),
         ({}, f"holds another model: --window 8 -> None; {option}"),
@@ -434,7 +435,7 @@ def test_what_tokens_see_is_the_runs_own(settings, tmp_path, capsys):
     }
     assert train(settings, **stage)
     changed = (
-        "--window 8 -> None, --documents mask -> ignore, --bos 256 -> None, --layout balanced "
+        "--window 8 -> None, --documents mask -> ignore, --bos <|endoftext|> -> none, --layout balanced "
         "-> zigzag"
     )
     assert f"changed since the checkpoint: {changed}" in capsys.readouterr().err
@@ -477,7 +478,8 @@ def test_a_run_keeps_its_begin_token(settings, tmp_path, capsys):
     path = str(checkpoint.newest(tmp_path / "run"))
     refused = {"resume": path, "output": str(tmp_path / "refused")}
     with pytest.raises(
-        ranks.RankError, match="was reading other data: --bos 256 -> None; give --new-stage"
+        ranks.RankError,
+        match=r"was reading other data: --bos <\|endoftext\|> -> none; give --new-stage",
     ):
         train(settings, bos="none", **refused)
     with pytest.raises(
@@ -486,10 +488,11 @@ def test_a_run_keeps_its_begin_token(settings, tmp_path, capsys):
     ):
         train(settings, bos="<s>", **refused)
     assert train(settings, bos="none", resume=path, new_stage=True, output=str(tmp_path / "stage"))
-    assert "changed since the checkpoint: --bos 256 -> None" in capsys.readouterr().err
+    assert "changed since the checkpoint: --bos <|endoftext|> -> none" in capsys.readouterr().err
     checkpoint._remove(tmp_path / "stage/step_00000004")
     with pytest.raises(
-        ranks.RankError, match="was reading other data: --bos None -> 256; give --new-stage"
+        ranks.RankError,
+        match=r"was reading other data: --bos none -> <\|endoftext\|>; give --new-stage",
     ):
         train(settings, bos="<|endoftext|>", resume="auto", output=str(tmp_path / "stage"))
     assert train(settings, resume="auto", output=str(tmp_path / "stage"))

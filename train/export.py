@@ -69,10 +69,10 @@ def export_huggingface(
     if not keep_scalings:
         config, weights = fold_scalings(config, weights)
     longest = max(resume.longest_row(saved.state), config.max_position_embeddings or 0)
-    end, bos = tokenizer.eos_id, resume.bos_of(saved.state)
+    end, bos = tokenizer.eos_id, resume.saved_begin_token(saved.state)
     # Where documents are not told apart, the end of a text stands before the next. Otherwise
     # nothing does but `bos`.
-    before = end if resume.documents_of(saved.state) == "ignore" else bos
+    before = end if resume.saved_documents(saved.state) == "ignore" else bos
     ids = {"bos_token_id": before, "eos_token_id": end}
     save_weights(folder, config, weights, dtype, max_position_embeddings=longest, **ids)
     generation: dict[str, Any] = {**ids, "pad_token_id": end}

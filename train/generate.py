@@ -110,8 +110,8 @@ def _answer(answer: Callable) -> Callable:
 
 ANSWERS = {
     "cpm": generate,
-    "cpm-bee": _answer(cpm_live.filled),
-    "cpm-ant": _answer(cpm_live.extended),
+    "cpm-bee": _answer(cpm_live.fill_in),
+    "cpm-ant": _answer(cpm_live.continue_text),
 }
 
 
@@ -165,8 +165,8 @@ def _begin_token(path: Path, prompt: str) -> int | None:
     after a token there.
     """
     state = checkpoint.Checkpoint(path).state
-    bos = resume.bos_of(state)
-    if bos is None and not prompt and resume.documents_of(state) == "mask":
+    bos = resume.saved_begin_token(state)
+    if bos is None and not prompt and resume.saved_documents(state) == "mask":
         print(
             "this model was trained without begin tokens (--bos): give a --prompt, it cannot begin a text",
             file=sys.stderr,

@@ -29,9 +29,9 @@ if __name__ == "__main__":
 from train.base.command_line import ArgumentParser
 from train.base.files import writing
 from train.base.wording import counted
-from train.cpm_live.instances import checked
+from train.cpm_live.instances import check_unicode
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, BadRecord, bee_parts, is_special
-from train.data.text import BadLines, find_files, is_records, parsed, plain_text, read_pieces
+from train.data.text import BadLines, find_files, is_records, parse_json, plain_text, read_pieces
 
 _COMMON = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>")
 SPECIAL = {
@@ -80,7 +80,7 @@ def texts_of(path: Path, model: str, bad: BadLines) -> Iterator[str]:
             continue
         for number, line in enumerate(piece.lines, piece.first_line):
             try:
-                yield from _plain(_strings(parsed(line)), model) if line.strip() else ()
+                yield from _plain(_strings(parse_json(line)), model) if line.strip() else ()
             except BadRecord as error:
                 bad.add(path, number, str(error))
 
@@ -96,7 +96,7 @@ def _plain(texts: Iterator[str], model: str) -> Iterator[str]:
 def _strings(value: Any) -> Iterator[str]:
     """Keys and texts of a JSON value. Raises BadRecord for what is not Unicode."""
     if isinstance(value, str):
-        yield checked(value)
+        yield check_unicode(value)
     elif isinstance(value, dict):
         for inner in itertools.chain.from_iterable(value.items()):
             yield from _strings(inner)
@@ -120,7 +120,7 @@ def make(args: argparse.Namespace) -> None:
     if Path(args.output).exists():
         raise ValueError(f"{args.output} exists and is not replaced")
     files, unread = find_files(args.input, args.glob, args.exclude)
-    special = [checked(name) for name in (*SPECIAL[args.model], *args.special)]
+    special = [check_unicode(name) for name in (*SPECIAL[args.model], *args.special)]
     if not all(map(is_special, args.special)) or len({*special}) < len(special):
         raise ValueError(f"--special takes <name>, each of them once; got {special}")
     bad = BadLines()

@@ -49,7 +49,7 @@ if __name__ == "__main__":
 
 from train.base.command_line import ArgumentParser
 from train.base.lock import lock
-from train.base.parallel import in_order
+from train.base.parallel import map_in_order
 from train.base.signals import Interrupts
 from train.base.wording import counted
 from train.cpm_live.stored import writer
@@ -153,7 +153,7 @@ def _tokenize(
     bad, size = BadLines(), sum(file.stat().st_size for file in files)
     encoder = functools.partial(Encoder, args.tokenizer, args.field, args.eos)
     pieces = (piece for file in files for piece in read_pieces(file))
-    results = in_order(encoder, pieces, _workers(args.workers, args.tokenizer, size))
+    results = map_in_order(encoder, pieces, _workers(args.workers, args.tokenizer, size))
     with closing(results), tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
         for name, document in _documents(results, bad, bar, interrupts):
             part = "val" if _is_validation(name, args.val_fraction) else "train"
@@ -204,8 +204,7 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
         bad = _tokenize(files, args, writers, interrupts)
         bad.check(args.max_bad)
         if not any(each.tokens for each in writers.values()):
-            read, unusable = counted(len(files), "file"), counted(bad.count, "bad line")
-            raise ValueError(f"got no tokens from {read}; {unusable} {bad.first}")
+            raise ValueError(f"got no tokens from {counted(len(files), 'file')}: {bad.summary()}")
         if not all(each.tokens for each in writers.values()):
             writers = _split(partial, writers, tokenizer, args.val_fraction)
         notes = {

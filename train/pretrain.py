@@ -39,12 +39,13 @@ from bmt_burst.ranks.rings import make_rings
 from bmt_burst.spec import Spec
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.config import CPMConfig
-from train.base.files import showing
+from train.base.files import printing
 from train.base.lock import lock
 from train.base.signals import StopSignal
 from train.base.wording import counted
 from train.checkpoints import checkpoint, resume
 from train.checkpoints.weights import load_weights
+from train.cpm_live.rows import PackedRows
 from train.data.batches import Work
 from train.data.tokenizer import load_tokenizer
 from train.engine import Engine
@@ -54,7 +55,7 @@ from train.run.clock import Clock
 from train.run.config import TrainConfig, parse_config
 from train.run.distributed import init_distributed
 from train.run.flops import peak_tflops, step_flops
-from train.run.kinds import Opened, kind_of, tell_documents_apart
+from train.run.kinds import Opened, keep_documents_apart, kind_of
 from train.run.launch import launch
 from train.run.metrics import Metrics
 from train.run.same_tokenizer import check_folder, check_weights
@@ -95,8 +96,8 @@ class Trainer:
             lambda: self.kind.batches(config, self.model_config, self.sp, device)
         )
         watchdog.alive("choosing a checkpoint")
-        path = resume.chosen(config)
-        ranks.together(lambda: self._tell_documents_apart(path))
+        path = resume.choose_checkpoint(config)
+        ranks.together(lambda: self._keep_documents_apart(path))
         watchdog.alive("building the model")
         self.engine = self._make_engine()
         watchdog.alive("reading a checkpoint")
@@ -112,13 +113,17 @@ class Trainer:
             raise ValueError(
                 f"--sp-size {config.sp_size} does not divide the world of {counted(world, 'rank')}"
             )
-        return init_sequence_parallel(
+        sp = init_sequence_parallel(
             config.sp_size,
             layout="zigzag" if config.layout == "auto" else config.layout,
             # it takes one group, on any hosts
             inner_size=1 if config.strategy == "ulysses" else config.inner_size,
             ulysses_size=config.ulysses_size,
         )
+        _, group_size = sp.made_for or (1, None)
+        scores = self.train_data.read(0).scores if isinstance(self.train_data, PackedRows) else None
+        config.check_strategy(group_size or config.sp_size, scores)
+        return sp
 
     def _make_engine(self) -> Engine:
         config = self.config
@@ -375,7 +380,7 @@ class Trainer:
         check_folder(trained, data.file.folder, data.file.folder)
         return data
 
-    def _tell_documents_apart(self, path: Path | None) -> None:
+    def _keep_documents_apart(self, path: Path | None) -> None:
         """Cut rows with documents told apart or not, with begin tokens or not. `path` is the
         checkpoint to go on from.
 
@@ -383,11 +388,11 @@ class Trainer:
         most of the rows would be padding.
         """
         file = self.train_data.file
-        told = resume.documents(self.config, path, file.documents is not None)
-        bos = resume.bos(self.config, path, told, file, self.tokenizer)
-        self.train_data = tell_documents_apart(self.train_data, told, bos)
+        told = resume.choose_documents(self.config, path, file.documents is not None)
+        bos = resume.choose_begin_token(self.config, path, told, file, self.tokenizer)
+        self.train_data = keep_documents_apart(self.train_data, told, bos)
         if self.val_data:
-            self.val_data = tell_documents_apart(self.val_data, told, bos)
+            self.val_data = keep_documents_apart(self.val_data, told, bos)
         self._check_padding()
 
     def _check_padding(self) -> None:
@@ -423,15 +428,19 @@ class Trainer:
 
     def _load(self, path: Path) -> Progress:
         saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(self.config)
-        resume.check_same(saved, self.model_config, self.train_data.identity, new_stage)
+        resume.check_same(
+            saved, self.model_config, self.train_data.identity, new_stage, self.tokenizer
+        )
         check_folder(self.train_data.file.folder, path / checkpoint.TOKENIZER, path)
         counted = {} if new_stage else saved.state
         progress = Progress(
             **{field.name: counted.get(field.name, 0) for field in dataclasses.fields(Progress)}
         )
-        self.model_config = resume.with_length(self.model_config, saved.state)
+        self.model_config = resume.keep_length(self.model_config, saved.state)
         self.longest_row = max(self.longest_row, resume.longest_row(saved.state))
-        resume.name_changes(saved.state, self._identity(), self.config, progress.step + 1)
+        resume.print_changes(
+            saved.state, self._identity(), self.config, progress.step + 1, self.tokenizer
+        )
         self.engine.load(saved.read, saved.state["optimizer_steps"])
         if saved.state["config"]["dtype"] == self.config.dtype:
             self.engine.loss_scale = saved.state.get("loss_scale", self.engine.loss_scale)
@@ -471,7 +480,7 @@ class Trainer:
         )
         if resume.begins_stage(c):
             resumed = f", a new stage from {c.resume}"
-        val = f"; validation: {self.batches.sight(self.val_data)}" if self.val_data else ""
+        val = f"; validation: {self.batches.describe(self.val_data)}" if self.val_data else ""
         name, size = c.init_from or c.model, self.model_config.num_parameters
         strategy = c.attention["strategy"]
         parallel = f"{self.batches.dp_size} data parallel x {counted(self.sp.size, 'sequence parallel rank')}"
@@ -479,7 +488,7 @@ class Trainer:
             f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, {type(self.engine).__name__}; "
             f"{parallel}{'' if strategy == 'auto' else f', strategy {strategy}'}; "
             f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step; "
-            f"{counted(len(self.train_data), 'sequence')} an epoch, {self.batches.sight(self.train_data)}{val}{resumed}"
+            f"{counted(len(self.train_data), 'sequence')} an epoch, {self.batches.describe(self.train_data)}{val}{resumed}"
         )
 
     def _record(self, **values: float) -> None:
@@ -513,7 +522,7 @@ def main(argv: Sequence[str]) -> int:
                 if config.save
                 else "nothing was saved"
             )
-            with showing():
+            with printing():
                 print(f"stopped after step {trainer.progress.step}; {how}")
         watchdog.alive("leaving the other ranks")
         dist.destroy_process_group()

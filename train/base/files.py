@@ -20,7 +20,7 @@ def writing(file: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def showing() -> Iterator[None]:
+def printing() -> Iterator[None]:
     """For what goes to stdout and stderr: lost if the terminal is gone, else an OSError that names
     them.
     """
@@ -33,7 +33,7 @@ def showing() -> Iterator[None]:
         leave_terminal((1, 2))
 
 
-def tell(text: str) -> None:
+def print_error(text: str) -> None:
     """Prints to stderr, if that can still be written to: what is about to end anyway ends all the
     same.
     """

@@ -58,7 +58,7 @@ class Worker:
         )
 
 
-def in_order(
+def map_in_order(
     make: Callable[[], Callable[[Item], Result]], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
     """`make()(item)` for each item, done by `workers` processes, by this one if that is 1.

@@ -56,7 +56,7 @@ _STAGE = "give --new-stage to start another stage from its weights and optimizer
 _JUMP = 0.01  # relative change of a learning rate that is said
 
 
-def chosen(config: TrainConfig) -> Path | None:
+def choose_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that the configuration asks for; None: the start. Every rank calls it.
 
     Raises RankError if the output has checkpoints that the run would not go on from, or none of
@@ -96,23 +96,23 @@ def begins_stage(config: TrainConfig) -> bool:
     return config.new_stage and config.resume != "auto"
 
 
-def documents(config: TrainConfig, path: Path | None, known: bool) -> bool:
+def choose_documents(config: TrainConfig, path: Path | None, known: bool) -> bool:
     """Whether documents are told apart: as configured, else as before the checkpoint `path`, else
     where `known`.
     """
     if config.documents == "auto" and path is not None and not begins_stage(config):
-        return documents_of(checkpoint.Checkpoint(path).state) == "mask"
+        return saved_documents(checkpoint.Checkpoint(path).state) == "mask"
     return known if config.documents == "auto" else config.documents == "mask"
 
 
-def documents_of(state: dict) -> str:
+def saved_documents(state: dict) -> str:
     """Return what a checkpoint's run did: "mask" or "ignore". Older ones do not say: there was one
     way then.
     """
     return state["data"].get("documents", "ignore")
 
 
-def bos(
+def choose_begin_token(
     config: TrainConfig, path: Path | None, told: bool, file: TokenFile, tokenizer: Tokenizer
 ) -> int | None:
     """Return the begin token of documents: as configured, else as before the checkpoint `path`,
@@ -124,7 +124,7 @@ def bos(
     if config.bos == "none" or (config.bos == "auto" and not told) or file.instances:
         return None
     if config.bos == "auto" and path is not None and not begins_stage(config):
-        return bos_of(checkpoint.Checkpoint(path).state)
+        return saved_begin_token(checkpoint.Checkpoint(path).state)
     if config.bos == "auto":
         if file.bos_id is None and ranks.rank() == 0:
             said = "was prepared without a begin token, so documents get none; --bos TOKEN puts one in front of each"
@@ -138,7 +138,7 @@ def bos(
     return found
 
 
-def bos_of(state: dict) -> int | None:
+def saved_begin_token(state: dict) -> int | None:
     """Return the begin token of a checkpoint's run. Older ones do not say: there were none."""
     return state["data"].get("bos")
 
@@ -150,7 +150,7 @@ def longest_row(state: dict) -> int:
     return state.get("longest_row", state["config"]["seq_len"])
 
 
-def with_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveConfig:
+def keep_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveConfig:
     """Return the model with the length that a checkpoint's weights were made for, if its state says
     that.
     """
@@ -159,7 +159,11 @@ def with_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveC
 
 
 def check_same(
-    saved: checkpoint.Checkpoint, model: CPMConfig | LiveConfig, data: dict, new_stage: bool
+    saved: checkpoint.Checkpoint,
+    model: CPMConfig | LiveConfig,
+    data: dict,
+    new_stage: bool,
+    tokenizer: Tokenizer,
 ) -> None:
     """Raises ValueError if the checkpoint is of another model or was reading other data than a run
     may go on with.
@@ -174,16 +178,22 @@ def check_same(
     changed = _differences(before.to_dict(), model.to_dict())
     if changed := {name: values for name, values in changed.items() if name not in _NOTES}:
         if not changed.keys() <= _STAGES_OWN:
-            raise ValueError(f"{saved.path} holds another model: {_listed(changed)}")
+            raise ValueError(
+                f"{saved.path} holds another model: {_list_changes(changed, tokenizer)}"
+            )
         if not new_stage:
-            raise ValueError(f"{saved.path} holds another model: {_listed(changed)}; {_STAGE}")
+            raise ValueError(
+                f"{saved.path} holds another model: {_list_changes(changed, tokenizer)}; {_STAGE}"
+            )
     reading = saved.state["data"] | {
-        "documents": documents_of(saved.state),
-        "bos": bos_of(saved.state),
+        "documents": saved_documents(saved.state),
+        "bos": saved_begin_token(saved.state),
     }
     changed = _differences(reading, data)
     if changed and not new_stage:
-        raise ValueError(f"{saved.path} was reading other data: {_listed(changed)}; {_STAGE}")
+        raise ValueError(
+            f"{saved.path} was reading other data: {_list_changes(changed, tokenizer)}; {_STAGE}"
+        )
 
 
 def _differences(before: dict, now: dict) -> dict[str, tuple]:
@@ -193,16 +203,27 @@ def _differences(before: dict, now: dict) -> dict[str, tuple]:
     }
 
 
-def _listed(differences: dict[str, tuple]) -> str:
-    """Say what changed from what to what, settings by their options."""
+def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer) -> str:
+    """Say what changed from what to what: settings by their options, begin tokens by their names."""
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
-    named = (
-        (flag(name) if name in settings else name, change) for name, change in differences.items()
-    )
-    return ", ".join(f"{name} {before} -> {now}" for name, (before, now) in named)
+    said = []
+    for name, values in differences.items():
+        if name == "bos":
+            values = [
+                "none" if token is None else _name_token(token, tokenizer) for token in values
+            ]
+        said.append(f"{flag(name) if name in settings else name} {values[0]} -> {values[1]}")
+    return ", ".join(said)
 
 
-def name_changes(state: dict, now: dict, config: TrainConfig, next_step: int) -> None:
+def _name_token(token: int, tokenizer: Tokenizer) -> str:
+    """Return a token's name. A checkpoint may be of another tokenizer, with more tokens."""
+    return tokenizer.name_of(token) if token < tokenizer.vocab_size else f"token {token}"
+
+
+def print_changes(
+    state: dict, now: dict, config: TrainConfig, next_step: int, tokenizer: Tokenizer
+) -> None:
     """Says which settings that matter for the result differ between the run that is resumed after
     `state` and this one.
 
@@ -216,21 +237,21 @@ def name_changes(state: dict, now: dict, config: TrainConfig, next_step: int) ->
         k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v
     }
     if changed:
-        print("changed since the checkpoint:", _listed(changed), file=sys.stderr)
+        print("changed since the checkpoint:", _list_changes(changed, tokenizer), file=sys.stderr)
     if next_step <= config.steps:
         _name_jump(state, config, next_step)
 
 
 def _settings(state: dict) -> dict:
     """The configuration in a state, with what it meant where it leaves a choice."""
-    config, documents = state["config"], documents_of(state)
+    config, documents = state["config"], saved_documents(state)
     layout, window = config.get("layout"), state["model"].get("window")
     if layout == "auto":
         layout = "balanced" if window or documents != "ignore" else "zigzag"
     by_default = {"strategy": "auto"}  # which older checkpoints do not have
     meant = {
         "documents": documents,
-        "bos": bos_of(state),
+        "bos": saved_begin_token(state),
         "layout": layout,
         "window": config.get("window"),
     }

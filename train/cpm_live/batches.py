@@ -89,7 +89,7 @@ class LiveBatches(Dealer):
             self._ahead = following, self._reader.submit(super().of_step, data, following)
         return [batch.to(self.device) for batch in found]
 
-    def sight(self, data: PackedRows) -> str:
+    def describe(self, data: PackedRows) -> str:
         said = [counted(data.instances, "instance")]
         for count, what, done in (
             (data.left_out, "longer than a row", "left out"),

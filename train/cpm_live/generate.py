@@ -18,12 +18,14 @@ from train.cpm_live.instances import ANSWER, COLUMNS, TASKS, Instance, bee_insta
 from train.cpm_live.rows import Row, bee_row
 from train.cpm_live.tokenizers import AntTokenizer, BeeTokenizer, SubIds
 from train.cpm_live.vocabulary import BadRecord
-from train.generation.decoding import AntDecoder, BeeDecoder, continued
+from train.generation.decoding import AntDecoder, BeeDecoder, continue_row
 
 Choose = Callable[[Tensor], int]
 
 
-def filled(model: CPMBee, tokenizer: BeeTokenizer, prompt: str, tokens: int, choose: Choose) -> str:
+def fill_in(
+    model: CPMBee, tokenizer: BeeTokenizer, prompt: str, tokens: int, choose: Choose
+) -> str:
     """The instance in `prompt`, JSON as a line of data, in which each text under "<ans>" goes on by
     up to `tokens` tokens, one after the other as they stand there:
     `{"question": "2 + 3", "<ans>": ""}`.
@@ -52,7 +54,7 @@ def filled(model: CPMBee, tokenizer: BeeTokenizer, prompt: str, tokens: int, cho
         decoder.begin(segment, first)
         for place in begun:
             decoder.append(place)
-        found = continued(
+        found = continue_row(
             decoder,
             tokens,
             tokenizer.eos_id,
@@ -113,7 +115,7 @@ def _with_answers(record: Any, answers: Iterator[str]) -> Any:
     return found
 
 
-def extended(
+def continue_text(
     model: CPMAnt, tokenizer: AntTokenizer, prompt: str, tokens: int, choose: Choose
 ) -> str:
     """The text `prompt`, and up to `tokens` more tokens, each of which `choose` takes from logits
@@ -130,7 +132,7 @@ def extended(
     texts = [i for i in range(tokenizer.vocab_size) if tokenizer.vocabulary.is_text(i)]
     known[[*texts, tokenizer.eos_id]] = True
     known = known.to(decoder.logits.device)
-    found = continued(
+    found = continue_row(
         decoder, tokens, tokenizer.eos_id, lambda logits: choose(logits.where(known, -torch.inf))
     )
     return prompt + tokenizer.decode(found)

@@ -116,7 +116,7 @@ class AntReader(Reader):
         return self._instance(text, TASKS["lm"])
 
     def _instance(self, text: str, task: int) -> Instance:
-        tokens = self.tokenizer.encode(checked(text))
+        tokens = self.tokenizer.encode(check_unicode(text))
         return Instance(
             tokens, np.zeros_like(tokens), np.array([[len(tokens), -1, 0, task]], dtype=np.int32)
         )
@@ -175,12 +175,12 @@ def _tree(values: Any) -> Iterator[_Node]:
     count, waiting = 1, [(key, value, 0, key == ANSWER) for key, value in reversed(values.items())]
     while waiting:
         key, value, parent, answer = waiting.pop()
-        yield _Node(checked(key), parent, False)
+        yield _Node(check_unicode(key), parent, False)
         parent, count = count, count + 1
         if isinstance(value, dict):
             waiting += [(name, inner, parent, answer) for name, inner in reversed(value.items())]
         elif isinstance(value, str):
-            yield _Node(checked(value), parent, answer)
+            yield _Node(check_unicode(value), parent, answer)
             count += 1
         else:
             raise BadRecord(
@@ -188,7 +188,7 @@ def _tree(values: Any) -> Iterator[_Node]:
             )
 
 
-def checked(text: str) -> str:
+def check_unicode(text: str) -> str:
     """The text. Raises BadRecord if it is not Unicode."""
     try:
         text.encode()
@@ -197,7 +197,7 @@ def checked(text: str) -> str:
     return text
 
 
-def shuffled(instance: Instance, chance: np.random.Generator) -> Instance:
+def shuffle_answers(instance: Instance, chance: np.random.Generator) -> Instance:
     """A Bee's instance with the items of each object under `<ans>` in another order; sub-ids stay
     as they are.
     """

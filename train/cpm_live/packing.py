@@ -31,7 +31,7 @@ class Packed:
         return self.items[self.starts[row] : self.starts[row + 1]].tolist()
 
 
-def packed(
+def pack_rows(
     lengths: np.ndarray, slices: np.ndarray, size: int, most_slices: int, seed: int
 ) -> Packed:
     """Items of such lengths and slices (N,), up to `size` and `most_slices`, in rows of these:

@@ -25,8 +25,8 @@ from models.cpm_live.config import AntConfig, BeeConfig, LiveConfig
 from models.cpm_live.scores import MOST_SLICES, ant_scores, bee_scores, slices_of
 from train.base.wording import counted
 from train.cpm_live.data import InstanceFile
-from train.cpm_live.instances import COLUMNS, TASKS, Instance, shuffled
-from train.cpm_live.packing import packed
+from train.cpm_live.instances import COLUMNS, TASKS, Instance, shuffle_answers
+from train.cpm_live.packing import pack_rows
 from train.data.folder import permutation
 
 _DEEPEST = 8  # steps to a common ancestor that are told apart, at most
@@ -79,7 +79,7 @@ class PackedRows(ABC):
             )
         self._tokens, self._rows = (
             int(lengths.sum()),
-            packed(lengths, slices, seq_len, MOST_SLICES, seed),
+            pack_rows(lengths, slices, seq_len, MOST_SLICES, seed),
         )
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class BeeRows(PackedRows):
     def _row(self, index: int, chance: np.random.Generator, training: bool) -> Row:
         instances = [self.file.instance(int(self._fitting[item])) for item in self._rows[index]]
         if training:
-            instances = [shuffled(instance, chance) for instance in instances]
+            instances = [shuffle_answers(instance, chance) for instance in instances]
         return bee_row(self.config, instances, self.seq_len, self.file.index["eos_id"])
 
 

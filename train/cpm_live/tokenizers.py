@@ -38,6 +38,9 @@ class LiveTokenizer(Tokenizer):
     def id_of(self, token: str) -> int | None:
         return self.vocabulary.id(token) if token in self.vocabulary else None
 
+    def name_of(self, token: int) -> str:
+        return self.vocabulary.pieces[token]
+
     def _rules(self) -> list[str]:
         return self.vocabulary.pieces
 

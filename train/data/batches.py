@@ -118,7 +118,7 @@ class Dealer(ABC):
         """A micro-batch of these sequences; None stands for one without targets."""
 
     @abstractmethod
-    def sight(self, data: Data) -> str:
+    def describe(self, data: Data) -> str:
         """What tokens see of each other, said in a few words."""
 
 
@@ -180,7 +180,7 @@ class Batches(Dealer):
             Mask.causal(config.seq_len), config.layout == "auto" and model.window is not None
         )
 
-    def sight(self, data: Sequences) -> str:
+    def describe(self, data: Sequences) -> str:
         model = self._model
         seen = (
             f"documents told apart by {data.file.documents.how}"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from train.base.wording import counted
-from train.cpm_live.instances import Instance, checked, reader
+from train.cpm_live.instances import Instance, check_unicode, reader
 from train.cpm_live.vocabulary import BadRecord
 from train.data.tokenizer import open_tokenizer
 
@@ -62,18 +62,19 @@ class BadLines:
 
     def check(self, most: float) -> None:
         """Raise ValueError if they are more than the share `most` of the lines."""
-        if not self.count or self.count / self.among <= most:
-            return
-        guess = guess_encoding(self.file)
-        encoded = (
-            f"{self.file} looks like {guess}: iconv -f {guess} -t UTF-8 converts it. "
-            if guess
-            else ""
-        )
-        bad = f"{self.count:,} of {counted(self.among, 'line')} {'is' if self.count == 1 else 'are'} bad"
-        raise ValueError(
-            f"{bad}, more than --max-bad {most:g} of them. {encoded}The first: {'; '.join(self.first[:3])}"
-        )
+        if self.count and self.count / self.among > most:
+            raise ValueError(self.summary(f", more than --max-bad {most:g} of them"))
+
+    def summary(self, too_many: str = "") -> str:
+        """Return how many lines are bad, a guess of their encoding, and the first ones."""
+        if self.file is None:
+            return "no line is bad"
+        verb = "is" if self.count == 1 else "are"
+        said = [f"{self.count:,} of {counted(self.among, 'line')} {verb} bad{too_many}"]
+        if guess := guess_encoding(self.file):
+            said.append(f"{self.file} looks like {guess}: iconv -f {guess} -t UTF-8 converts it")
+        said.append(f"The first: {'; '.join(self.first[:3])}")
+        return ". ".join(said)
 
 
 Reason = tuple[str, str]  # why something is not read: what it is, said of one and of several
@@ -166,7 +167,7 @@ class Encoder:
             if not line.strip():
                 continue
             try:
-                record = parsed(line)
+                record = parse_json(line)
                 found = self._of_record(record)
             except BadRecord as error:
                 bad.add(piece.path, number, str(error))
@@ -177,7 +178,7 @@ class Encoder:
         text = record.get(self.json_field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             raise BadRecord(f"no text in field {self.json_field!r}")
-        return self._document(checked(text))
+        return self._document(check_unicode(text))
 
     def _document(self, text: str) -> np.ndarray:
         return np.asarray(self.tokenizer.encode(text), self.tokenizer.dtype)
@@ -347,9 +348,9 @@ def _problem(path: Path) -> Reason | None:
     return _NOT_GZIP if _compressed(path) and start not in (b"", b"\x1f\x8b") else None
 
 
-def parsed(line: bytes) -> Any:
+def parse_json(line: bytes) -> Any:
     """A line of a .jsonl. Raises BadRecord if it is not JSON in UTF-8."""
-    text = decoded(line.removeprefix(codecs.BOM_UTF8))  # within a file, where files were joined
+    text = decode_utf8(line.removeprefix(codecs.BOM_UTF8))  # within a file, where files were joined
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
@@ -361,13 +362,13 @@ def plain_text(piece: TextLines, bad: BadLines) -> str:
     good = []
     for number, line in enumerate(piece.lines, piece.first_line):
         try:
-            good.append(decoded(line))
+            good.append(decode_utf8(line))
         except BadRecord as error:
             bad.add(piece.path, number, str(error))
     return "".join(good)
 
 
-def decoded(line: bytes) -> str:
+def decode_utf8(line: bytes) -> str:
     """A line as text. Raises BadRecord if it is not UTF-8, or has as many zero bytes as UTF-16."""
     if any(_many_zeros(line)):
         raise BadRecord(f"not UTF-8: {line.count(0)} of {len(line)} bytes are zero")

@@ -43,6 +43,9 @@ class ByteTokenizer(Tokenizer):
     def id_of(self, token: str) -> int | None:
         return self.eos_id if token == BYTES_END_OF_TEXT else None
 
+    def name_of(self, token: int) -> str:
+        return BYTES_END_OF_TEXT if token == self.eos_id else f"<0x{token:02X}>"
+
     def _rules(self) -> str:
         return "UTF-8"
 
@@ -92,6 +95,9 @@ class JsonTokenizer(Tokenizer):
 
     def id_of(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
+
+    def name_of(self, token: int) -> str:
+        return self._backend.id_to_token(token)
 
     def _begin_id(self, special: set[int]) -> int:
         """Return a special token of a usual name, else the one that the file puts in front of
@@ -184,6 +190,9 @@ class SentencePieceTokenizer(Tokenizer):
     def id_of(self, token: str) -> int | None:
         found = self._backend.piece_to_id(token)  # of the unknown piece, if there is none
         return found if self._backend.id_to_piece(found) == token else None
+
+    def name_of(self, token: int) -> str:
+        return self._backend.id_to_piece(token)
 
     def _rules(self) -> str:
         return hashlib.sha256(self._backend.serialized_model_proto()).hexdigest()

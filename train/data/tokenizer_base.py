@@ -49,6 +49,10 @@ class Tokenizer(ABC):
         """Return the id of a token by its name, None if there is no such token."""
 
     @abstractmethod
+    def name_of(self, token: int) -> str:
+        """Return the name of a token by its id, by which `id_of` finds it if it is special."""
+
+    @abstractmethod
     def _rules(self) -> Any:
         """Return the vocabulary and all that decides which ids a text becomes, as JSON has it."""
 

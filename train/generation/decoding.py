@@ -3,7 +3,7 @@ token sees.
 
     decoder = BeeDecoder(model, row, limit)       # or AntDecoder
     decoder.begin(segment, start)                 # a Bee's answers are segments of their own
-    tokens = continued(decoder, 100, end, choose)
+    tokens = continue_row(decoder, 100, end, choose)
 
 What is given is computed once, as in training. After that each token takes time and memory in
 proportion to those before it, for each of which its scores have one row of the bias table. On one
@@ -60,7 +60,7 @@ class Decoder(Protocol):
         """Adds the token with this place in `logits` to the row."""
 
 
-def continued(
+def continue_row(
     decoder: Decoder, tokens: int, end: int, choose: Callable[[Tensor], int]
 ) -> list[int]:
     """Up to `tokens` more tokens, which `choose` takes from logits (V,); fewer if that takes `end`;

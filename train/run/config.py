@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bmt_burst import strategies
+from bmt_burst import Scores, strategies
 from bmt_burst.offload import Offload
 from bmt_burst.sequence.layout import LAYOUTS
 from models.blocks import CHECKPOINTING, Saving
@@ -24,6 +24,7 @@ from train.base.command_line import ArgumentParser
 from train.base.wording import counted, flag
 from train.run.kinds import KINDS, PRESETS, Kind, ModelConfig, config_of, kind_of
 from train.run.schedule import SCHEDULES
+from train.run.strategy import check_strategy
 
 
 def option(default: Any, group: str, help: str, **extra) -> Any:
@@ -263,7 +264,6 @@ class TrainConfig:
                 f"--bos {self.bos} does not go with --documents ignore: rows are one text then"
             )
         self._check_saving()
-        self._check_groups()
         if self.rope_scaling is not None:
             self._check_rope_scaling()
         if not 0 <= self.min_lr_ratio <= 1:
@@ -280,6 +280,7 @@ class TrainConfig:
                 raise ValueError(
                     f"{flag(f.name)} must be one of {', '.join(choices)}, got {getattr(self, f.name)!r}"
                 )
+        self._check_groups()
         if self.warmup + self.decay > self.steps and self.schedule == "wsd":
             raise ValueError(
                 f"--warmup-steps {self.warmup} and --decay-steps {self.decay} are longer than the run, --steps "
@@ -314,6 +315,15 @@ class TrainConfig:
             size = getattr(self, name)
             if size is not None and self.sp_size % size:
                 raise ValueError(f"{flag(name)} {size} does not divide --sp-size {self.sp_size}")
+        group_size = self.ulysses_size or self.inner_size or self.sp_size
+        if self.ulysses_size is None and group_size == 1:
+            group_size = self.sp_size  # a ring of hosts with a rank each is one ring
+        self.check_strategy(group_size)
+
+    def check_strategy(self, group_size: int, scores: Scores | None = None) -> None:
+        """Raise ValueError if --strategy cannot run. `group_size` ranks are those of a host."""
+        strategy, layout = self.attention["strategy"], self.layout
+        check_strategy(strategy, layout, self.seq_len, self.sp_size, group_size, scores)
 
     def _check_rope_scaling(self) -> None:
         try:

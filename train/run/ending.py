@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from train.base.error_file import leave_reason
-from train.base.files import tell
+from train.base.files import print_error
 from train.base.signals import INTERRUPTED, NOTED, has_launcher
 from train.run import ranks
 from train.run.watchdog import Watchdog
@@ -17,13 +17,13 @@ from train.run.watchdog import Watchdog
 def acknowledge() -> None:
     """Says that a signal came; a launcher says so itself."""
     if ranks.rank() == 0 and not has_launcher():
-        tell(NOTED)
+        print_error(NOTED)
 
 
 def end_now(watchdog: Watchdog) -> NoReturn:
     """What a second Ctrl-C does, in whatever the main thread is."""
     if ranks.rank() == 0:
-        tell(_join_sentences(f"ended now, in {watchdog.doing}", watchdog.last_words))
+        print_error(_join_sentences(f"ended now, in {watchdog.doing}", watchdog.last_words))
     os._exit(INTERRUPTED)
 
 
@@ -47,7 +47,7 @@ def explain(error: Exception, watchdog: Watchdog) -> int | None:
         _join_sentences(said or unexpected, watchdog.last_words), cause=code != ranks.LOST_CONTACT
     )
     if speaks and (words := _join_sentences(said, watchdog.last_words)):
-        tell(words)
+        print_error(words)
     return code
 
 

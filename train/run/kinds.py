@@ -122,7 +122,7 @@ def config_of(values: Any) -> ModelConfig:
     return fitting[0].read(values)
 
 
-def tell_documents_apart(data: Opened, told: bool, bos: int | None) -> Opened:
+def keep_documents_apart(data: Opened, told: bool, bos: int | None) -> Opened:
     """Return sequences of text with documents `told` apart or not, and begin token `bos`; instances
     as they are.
     """

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from train.base.files import tell
+from train.base.files import print_error
 from train.base.signals import INTERRUPTED, LAUNCHER, NOTED, StopSignal
 from train.checkpoints import checkpoint
 from train.run import ranks
@@ -35,7 +35,7 @@ def launch(argv: Sequence[str], processes: int, root: Path) -> int:
     Returns 0, also after a signal; the code of the rank that failed first; or 130 after a second
     Ctrl-C.
     """
-    stop = StopSignal(noted=lambda: tell(NOTED))
+    stop = StopSignal(noted=lambda: print_error(NOTED))
     store = _local_store()
     started = [_start(argv, rank, processes, store.port) for rank in range(processes)]
     ended: dict[int, int] = {}  # rank: exit code, in the order in which they ended
@@ -47,7 +47,7 @@ def launch(argv: Sequence[str], processes: int, root: Path) -> int:
                 rank.terminate()
         if stop.insisted:
             _kill(started)
-            tell(f"ended now; {checkpoint.outlook(root)}")
+            print_error(f"ended now; {checkpoint.outlook(root)}")
             return INTERRUPTED
         time.sleep(_TICK)
         _note_ended(started, ended)
@@ -55,7 +55,7 @@ def launch(argv: Sequence[str], processes: int, root: Path) -> int:
         return 0
     # it could not catch it yet
     if told and any(-code in (signal.SIGTERM, signal.SIGHUP) for code in ended.values()):
-        tell("stopped before training began")
+        print_error("stopped before training began")
         _kill(started)
         return 0
     return _stop_others(started, ended, root)
@@ -106,9 +106,9 @@ def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: P
         f"rank {number} with {_named(code)}" for number, code in failed.items() if number != cause
     ]
     then = f", then {', '.join(others)}" if others else ""
-    tell(f"rank {cause} ended with {_named(failed[cause])}{then}; the run is over")
+    print_error(f"rank {cause} ended with {_named(failed[cause])}{then}; the run is over")
     if failed[cause] != _EXPLAINED:
-        tell(checkpoint.outlook(root))
+        print_error(checkpoint.outlook(root))
     return _exit_code(failed[cause])
 
 

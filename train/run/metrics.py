@@ -29,7 +29,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from train.base.files import showing, tell, writing
+from train.base.files import print_error, printing, writing
 from train.base.wording import counted
 
 _WINDOW = 64  # records that a loss is compared with
@@ -108,7 +108,7 @@ class Metrics:
                 "go on from a checkpoint before it with a smaller --lr"
             )
         line = ", ".join(text(record[name]) for name, text in _SHOWN.items() if name in record)
-        with showing():
+        with printing():
             if not self._bar.disable:
                 self._bar.set_postfix_str(line, refresh=False)
                 self._bar.update()
@@ -141,7 +141,7 @@ class Metrics:
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
-        with showing():
+        with printing():
             self._bar.write(text)
             sys.stdout.flush()
 
@@ -158,7 +158,7 @@ class Metrics:
             self.say(f"loss.png was not drawn: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        with showing():
+        with printing():
             self._bar.close()
         with writing(self.folder / "tensorboard"):
             self._board.close()
@@ -243,6 +243,6 @@ def _tell_shortly(arguments: threading.ExceptHookArgs) -> None:
     names the place.
     """
     if isinstance(arguments.exc_value, OSError):
-        tell(f"{arguments.thread.name}: {arguments.exc_value}")
+        print_error(f"{arguments.thread.name}: {arguments.exc_value}")
     else:
         threading.__excepthook__(arguments)
