@@ -23,7 +23,7 @@ from .ranks.rings import Group, Rings, make_rings
 from .scores import Scores
 from .sequence.layout import Layout
 from .sequence.mask import Mask
-from .strategies import Plan
+from .strategies import Plan, Saved
 
 Masks = Mask | Sequence[Mask]
 Layouts = str | Layout | Sequence[Layout]
@@ -364,7 +364,7 @@ class _BurstAttention(torch.autograd.Function):
             out, lse, row_lse = plan.forward(rings, q, k, v, bias)
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, bias, row_lse, sinks)
+        ctx.save_for_backward(*Saved(q, k, v, out, lse, bias, row_lse), sinks)
         ctx.rings, ctx.plan, ctx.call = rings, plan, call
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -380,13 +380,10 @@ class _BurstAttention(torch.autograd.Function):
             return ctx.saved_tensors
 
         with admit_one_thread(ctx.rings, doing):
-            *saved, sinks = run_together(ctx.rings, doing, saved_tensors)
+            *tensors, sinks = run_together(ctx.rings, doing, saved_tensors)
+            saved = Saved(*tensors)
             with torch.autocast(dout.device.type, enabled=False), report_failure(ctx.rings, doing):
-                grads = ctx.plan.backward(ctx.rings, dout, *saved)
+                grads = ctx.plan.backward(ctx.rings, dout, saved)
                 wanted = ctx.needs_input_grad[4]
-                dsinks = (
-                    sinks_gradient(dout, out=saved[3], lse=saved[4], sinks=sinks)
-                    if wanted
-                    else None
-                )
+                dsinks = sinks_gradient(dout, saved.out, saved.lse, sinks) if wanted else None
                 return *grads, dsinks, None, None, None

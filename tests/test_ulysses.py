@@ -148,7 +148,7 @@ def test_every_query_head_is_computed_once_with_its_kv_head():
     ):
         ratio, found = heads // kv_heads, []
         for rank in range(size):
-            mine = Heads.of(rank, size, heads, kv_heads)
+            mine = Heads.of_rank(rank, size, heads, kv_heads)
             parts = mine.split(ratio)
             assert len(parts) <= 3
             for at, kv_at in parts:

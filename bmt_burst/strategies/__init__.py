@@ -1,15 +1,15 @@
-"""Strategies: who computes which tiles with what brought from where. One strategy a file or folder.
+"""Strategies: who computes which tiles with which tokens from where. One file or folder each.
 
-ring         queries stay, keys and values come by; in the backward what is cheaper travels
+ring         queries stay, keys and values travel; a backward sends whichever side is cheaper
              (BurstAttention)
-all-gather   the ring with all of a host's keys and values at once (arXiv 2407.21783)
-ulysses      every rank gets whole sequences of some heads (arXiv 2309.14509)
+all-gather   the ring with all of a host's keys and values in one stage (arXiv 2407.21783)
+ulysses      each rank computes some heads of whole sequences (arXiv 2309.14509)
 usp          ulysses within hosts, the ring between them (arXiv 2405.07719)
-plain-ring   the ring without overlap, to be read before it; "auto" never takes it
+plain-ring   the ring without overlap, to be read first; "auto" never takes it
 
 The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports
-by their contracts only; what they share is in `compute`. To add one: write `strategies/NAME.py`
-with a subclass of Strategy, list it in `_STRATEGIES`.
+only by their contracts. `compute` is what strategies share. To add a strategy, write
+`strategies/NAME.py` with a subclass of Strategy and list it in `_STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +41,9 @@ _STRATEGIES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and dtypes of q (B, S, H, D) and k, v (B, S, G, D); `partial` is the dtype of the
-    kernel's gradients.
+    """The sizes and dtypes of q (B, S, H, D) and k, v (B, S, G, D).
+
+    `partial` is the dtype of the kernel's gradients.
     """
 
     batch: int
@@ -54,16 +56,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Problem:
-    """A call of attention, as the ranks agreed on it: the same on every rank.
+    """A call of attention as the ranks agreed on it. It is identical on all ranks.
 
-    inner, outer  ranks of a host, and hosts, as the rings are
-    backward      "q", "kv" or "auto": what travels in a ring's backward
-    send_out      where queries travel, let out itself do so instead of delta = rowsum(out * dout)
-    group_bytes   most bytes of a ring's travelling blocks that come in together, if a single one is
-                  not larger
-    scores        which row of a bias's table each pair adds to its scores, if any; the mask is
-                  theirs
-    biased_kernel for pairs that are in no area of one row, where there are scores
+    inner, outer   the number of ranks of a host, and of hosts
+    backward       which side travels in a ring's backward: "q", "kv" or "auto"
+    send_out       whether travelling queries take out with them instead of
+                   delta = rowsum(out * dout)
+    group_bytes    the most bytes of a ring's blocks in one stage, unless a single block is larger
+    scores         the row of a bias's table that each pair adds to its scores, if there is a bias.
+                   The mask is that of the scores.
+    biased_kernel  the kernel for pairs that do not share one row, if there is a bias
     """
 
     mask: Mask
@@ -81,11 +83,10 @@ class Problem:
 
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:
-        """The mask in parts, each with the row of the bias's table that its pairs have; None: each
-        its own, or none.
+        """The mask in parts, each with the row of the bias's table that all its pairs share.
 
-        The gradient of such a row is found for kv heads (see `compute`), so they are made use of
-        where these are as many as query heads.
+        The row is None where pairs have different rows, or none. Shared rows are used only with as
+        many kv heads as query heads, because their gradient is found per kv head (see `compute`).
         """
         if self.scores is None or self.sizes.heads != self.sizes.kv_heads:
             return (Term(None, self.mask),)
@@ -93,98 +94,115 @@ class Problem:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows of the table that parts of the mask have as a whole."""
+        """The rows of the table that all pairs of some part of the mask share."""
         return tuple(
             term.row for term in self.terms if term.row is not None and is_one_row(term.row)
         )
 
     @property
     def takes_delta(self) -> bool:
-        """Whether all kernels can do with delta = rowsum(out * dout) in place of out, and may."""
+        """Whether kernels get delta = rowsum(out * dout) in place of out: all can take it, and
+        `send_out` does not forbid it.
+        """
         kernels = [kernel for kernel in (self.kernel, self.biased_kernel) if kernel]
         return not self.send_out and all(kernel.takes_delta for kernel in kernels)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the rank that has most."""
+        """The number of tokens of the longest shard."""
         return max(self.layout.length(rank) for rank in (0, self.layout.size - 1))
 
 
+class Saved(NamedTuple):
+    """The tensors that a forward saves for its backward.
+
+    q, k, v, table  its inputs
+    out, lse        its results. With attention sinks, those that include the sinks.
+    row_lse         what it found about the table, None without one
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    table: Tensor | None = None
+    row_lse: Tensor | None = None
+
+
 class Plan(ABC):
-    """What one rank does in a call and its backward. Made from the problem alone, without a word
-    with other ranks.
+    """The part of one rank in a call and its backward.
+
+    A plan follows from the problem alone. Making it needs no other rank.
     """
 
     @abstractmethod
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        """Lets the transport prepare for what will land, whatever the mask; all ranks call it
-        alike.
+        """Reserve the transport's memory for what this plan will receive.
+
+        Pass `rings.reserve`, for each lane of `bmt_burst.transport.LANES`, the most bytes that may
+        land at once in any later call of the same sizes, whatever its mask. Call it even if that is
+        0. All ranks pass the same numbers.
         """
 
     @abstractmethod
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """This rank's out (B, S, H, D) in q's dtype, lse (B, H, S), fp32 (fp64 for fp64 inputs),
-        and with the table of a bias (R, H) in lse's dtype what the backward needs beside them.
+        """Compute the attention of this rank's queries.
 
-        Queries that see nothing yield 0 and -inf. Nothing is written to the inputs.
+        Return out (B, S, H, D) in q's dtype and lse (B, H, S) in fp32 (fp64 for fp64 inputs). With
+        the table (R, H) of a bias, in lse's dtype, also return the row_lse of `Saved`.
+
+        Queries that see nothing yield 0 and -inf. Inputs are not written to.
         """
 
     @abstractmethod
     def backward(
-        self,
-        rings: Rings,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        table: Tensor | None = None,
-        row_lse: Tensor | None = None,
+        self, rings: Rings, dout: Tensor, saved: Saved
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dq, dk, dv of this rank's tokens, in the inputs' dtype, and this rank's share of the
-        table's gradient.
+        """Return dq, dk and dv of this rank's tokens, in the inputs' dtype, and this rank's share
+        of the table's gradient.
         """
 
 
 class Strategy(ABC):
-    """A way to compute attention over ranks.
-
-    automatic  whether "auto" may take it
-    """
+    """A way to compute attention over ranks. "auto" may take it if it is `automatic`."""
 
     name: str
     automatic: bool = True
 
     @abstractmethod
     def refuses(self, problem: Problem) -> str | None:
-        """Why this strategy cannot do a problem, alike on every rank; None if it can."""
+        """Return why this strategy cannot solve a problem, or None if it can.
+
+        The answer is the same on all ranks.
+        """
 
     @abstractmethod
     def plan(self, problem: Problem, rank: int) -> Plan:
-        """What `rank` does. Pure: it depends on nothing else, and costs a rank no more than its own
-        part.
+        """Return the part of `rank`. It depends only on the arguments, and making it costs no more
+        than this rank's part.
         """
 
 
 def names() -> list[str]:
-    """All strategies; "auto" takes the first automatic one that can."""
+    """List all strategies. "auto" takes the first automatic one that can solve a problem."""
     return list(_STRATEGIES)
 
 
 @functools.cache
 def load(name: str) -> Strategy:
-    """The strategy called `name`."""
+    """Load the strategy called `name`."""
     module, _, strategy = _STRATEGIES[name].rpartition(".")
     loaded: Strategy = getattr(importlib.import_module(f"{__name__}.{module}"), strategy)()
     return loaded
 
 
 def choose(name: str, problem: Problem) -> Strategy:
-    """The strategy asked for, or for "auto" the first that can. Raises ValueError with the reasons
-    if none can.
+    """Return the strategy called `name`, or for "auto" the first that can solve the problem.
+
+    Raises ValueError with the reasons if none can.
     """
     refusals = []
     for candidate in names() if name == "auto" else [name]:

@@ -1,11 +1,11 @@
 """All-gather: the ring with all blocks of a host in one stage, as Llama 3 was trained (arXiv
 2407.21783).
 
-While a rank computes its own block, it gathers all that it looks at of the others' keys and values,
-of all heads, and then computes that in as few kernel calls as the mask allows: nobody has fewer
-partial results to add up. But no more than the own block hides the exchange, and memory is needed
-for all that is looked at. The backward is the same with what is cheaper to move, and its gradients
-go home at the end. A double ring has a stage for each host.
+While a rank computes its own block, it gathers all keys and values that it looks at, of all heads.
+Then it computes with them in as few kernel calls as the mask allows. No other strategy has fewer
+partial results to add up. But only the own block's kernels hide the exchange, and the memory must
+hold all that is gathered. The backward does the same with whichever side is cheaper to send, and
+returns the gradients at the end. A double ring has a stage for each host.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .ring import Ring, RingPlan
 
 
 class AllGather(Ring):
-    """`group_bytes` does not bound what comes in, only how many partial results wait to be added
-    up.
+    """The ring without a bound on a stage. `group_bytes` only bounds the partial results that wait
+    to be added up.
     """
 
     name = "all-gather"

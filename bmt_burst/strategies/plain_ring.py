@@ -1,8 +1,8 @@
-"""Ring attention as one reads it first: no overlap, no passes, no choice of what travels.
+"""The ring in its simplest form: no overlap, no passes, no choice of what travels.
 
-Each rank keeps its queries. In `size` hops every block of keys and values visits every rank: a rank
-computes with the block that it holds and sends it to the next rank. In the backward the gradients
-of a block travel with it, so that after `size` hops they are complete and at home.
+Each rank keeps its queries. In `size` hops, every block of keys and values visits every rank. A
+rank computes with the block that it holds and sends it to the next rank. In the backward the
+gradients of a block travel with it. After `size` hops they are complete, and back at its owner.
 
             hop 0        hop 1        hop 2
     rank 0  q0 x kv0     q0 x kv2     q0 x kv1
@@ -10,7 +10,7 @@ of a block travel with it, so that after `size` hops they are complete and at ho
     rank 2  q2 x kv2     q2 x kv1     q2 x kv0
 
 `strategies/ring` computes the same and hides the sends behind the kernels. "auto" never takes this
-one.
+strategy.
 
 Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size.
 """
@@ -30,19 +30,19 @@ from ..ranks.rings import Rings
 from ..sequence.span import Span, in_turn
 from ..sequence.tiling import Cut, Tiling, kernel_calls
 from ..transport import LANES
-from . import Plan, Problem, Strategy
+from . import Plan, Problem, Saved, Strategy
 from .compute import Attention, AttentionGradient, Keys, Queries, QueryGradients, gradients, outputs
 
 
 class PlainRing(Strategy):
-    """Send keys and values around one ring, a hop at a time."""
+    """Keys and values travel around one ring, a hop at a time."""
 
     name = "plain-ring"
     automatic = False
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.outer > 1:
-            return "it has one ring, not one within hosts and one between them"
+            return f"it takes one ring, got a double ring of {problem.outer} x {problem.inner}"
         return "it adds no learned bias to the scores" if problem.scores else None
 
     def plan(self, problem: Problem, rank: int) -> PlainRingPlan:
@@ -56,7 +56,7 @@ class PlainRingPlan(Plan):
         self.problem, self.rank, self.size = problem, rank, problem.inner
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        rings.reserve(dict.fromkeys(LANES, 0), device)  # exchanges bring their own memory
+        rings.reserve(dict.fromkeys(LANES, 0), device)  # `exchange` receives into given tensors
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
@@ -75,33 +75,22 @@ class PlainRingPlan(Plan):
         return out, lse, None
 
     def backward(
-        self,
-        rings: Rings,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        table: Tensor | None = None,
-        row_lse: Tensor | None = None,
+        self, rings: Rings, dout: Tensor, saved: Saved
     ) -> tuple[Tensor, Tensor, Tensor, None]:
-        queries = QueryGradients(q, dout, lse, out)
-        attention = AttentionGradient.begin(self.problem, queries, table, row_lse)
+        q, k, v = saved.q, saved.k, saved.v
+        queries = QueryGradients(q, dout, saved.lse, saved.out)
+        attention = AttentionGradient.begin(self.problem, queries, saved.table, saved.row_lse)
         wide = accumulator_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
-        block = [
-            k.contiguous(),
-            v.contiguous(),
-            *(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)),
-        ]
+        block = [k.contiguous(), v.contiguous()]
+        block += [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)]
         for hop in range(self.size):
             keys, (dk, dv) = Keys(*block[:2]), block[2:]
             for rows, columns, parts in gradients(attention, self._cuts(hop), queries, keys):
                 for total, spans, part in zip(
                     (dq, dk, dv), (rows, columns, columns), parts, strict=True
                 ):
-                    _add(total, spans, part)
+                    _add_gradient(total, spans, part)
             block = self._pass_on(rings, block, hop)
         return dq.to(q.dtype), block[2].to(k.dtype), block[3].to(v.dtype), None
 
@@ -110,7 +99,7 @@ class PlainRingPlan(Plan):
         return "\n".join((f"rank {self.rank}, forward and backward:", *hops))
 
     def _owner(self, hop: int) -> int:
-        """Return the rank whose block is here at a hop."""
+        """Return the owner of the block that this rank holds at a hop."""
         return (self.rank - hop) % self.size
 
     @functools.cached_property
@@ -119,24 +108,24 @@ class PlainRingPlan(Plan):
 
     @functools.cache  # noqa: B019 - a plan lives as long as its calls
     def _cuts(self, hop: int) -> Sequence[Cut]:
-        """Return the kernel calls of a hop: how own queries see the block that is here."""
+        """Return the kernel calls of a hop: this rank's queries with the block that it holds."""
         pieces = self._tiling.shard(self._owner(hop))
         return kernel_calls(self._tiling.tiles(self.rank, pieces, [piece.span for piece in pieces]))
 
     def _pass_on(self, rings: Rings, block: Sequence[Tensor], hop: int) -> list[Tensor]:
-        """Send a block to the next rank, and return the one that the rank before sends: each (B, S,
-        G, D).
+        """Send a block to the next rank. Return the block from the previous rank: each (B, S, G,
+        D).
         """
         if self.size == 1:
             return list(block)
         tokens = self.problem.layout.length(self._owner(hop + 1))
-        coming = [x.new_empty(len(x), tokens, *x.shape[2:]) for x in block]
+        received = [x.new_empty(len(x), tokens, *x.shape[2:]) for x in block]
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        rings.inner.exchange([(x, after) for x in block], [(x, before) for x in coming]).wait()
-        return coming
+        rings.inner.exchange([(x, after) for x in block], [(x, before) for x in received]).wait()
+        return received
 
 
-def _add(total: Tensor, spans: Sequence[Span], part: Tensor) -> None:
-    """Add the gradient of the tokens of some spans, (B, T, heads, D), to that of all, in place."""
+def _add_gradient(total: Tensor, spans: Sequence[Span], part: Tensor) -> None:
+    """Add the gradient (B, T, heads, D) of the tokens of some spans to `total`, in place."""
     for span, place in in_turn(spans):
         tokens_at(total, span).add_(tokens_at(part, place))

@@ -1,21 +1,21 @@
-"""Ulysses: every rank computes some heads of the tokens of all ranks (DeepSpeed-Ulysses, arXiv
+"""Ulysses: each rank computes some heads of the tokens of all ranks (DeepSpeed-Ulysses, arXiv
 2309.14509).
 
-    forward     q, k, v go to the ranks of their heads; out and lse come back to the ranks of their
-                tokens
-    backward    q, dout, lse, delta (or out), k, v go there; dq, dk, dv come back
+    forward     each rank sends q, k, v to the ranks of their heads; these return out and lse to the
+                ranks of their tokens
+    backward    each rank sends q, k, v, dout, and lse and delta (or out); these return dq, dk, dv
 
-Rank r of n computes query heads H r // n to H (r + 1) // n - 1; with fewer heads than ranks that
-may be none. A kv head goes to every rank with a query head of it, and its gradients, one from each
-of these, add up at home. `print(plan)` shows who gets what.
+Rank r of n computes query heads H r // n to H (r + 1) // n - 1. With fewer heads than ranks, some
+ranks have none. A kv head is sent to every rank that has one of its query heads, and its owner adds
+up the gradients from all of them. `print(plan)` shows which rank gets which heads.
 
-"usp" is Ulysses around the ring (USP, arXiv 2405.07719): the ranks of each host share heads so, and
-then each has some heads of its host's tokens, whose attention to those of other hosts is a ring of
-the ranks at the same place. With one host that ring is a single rank, which computes the whole
-mask: this is "ulysses".
+"usp" is Ulysses around the ring (USP, arXiv 2405.07719). The ranks of each host share the heads in
+this way, so each has some heads of its host's tokens. The attention of these to the tokens of other
+hosts is a ring of the ranks at the same place of all hosts. With one host that ring is one rank,
+which computes the whole mask: this is "ulysses".
 
-Letters: B batch, S tokens of a rank, N of its host, H query heads, G kv heads, h and g those of a
-rank, D head size.
+Letters: B batch, S tokens of a rank, N tokens of its host, H query heads, G kv heads, h and g those
+of a rank, D head size.
 """
 
 from __future__ import annotations
@@ -39,19 +39,22 @@ from ..sequence.layout import Layout
 from ..sequence.span import Span, length
 from ..transport import ALONE, Arrival, Put, Transport
 from ..transport.packing import Packing
-from . import Plan, Problem, Strategy
+from . import Plan, Problem, Saved, Strategy
 from .compute import ALL, Keys, QueryGradients
 from .ring import RingPlan
 
-_MOST_RUNS = 1 << 12  # of positions that the tokens of a host may be, for planning to be quick
+_MOST_RUNS = 1 << 12  # more runs of positions in the tokens of a host make planning slow
 
 
 class Ulysses(Strategy):
+    """Heads are shared by all ranks."""
+
     name = "ulysses"
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.outer > 1:
-            return f"it takes a single group of ranks, not a double_group of {problem.outer} x {problem.inner}"
+            sizes = f"{problem.outer} x {problem.inner}"
+            return f"it takes a single group of ranks, not a double_group of {sizes}"
         return None
 
     def plan(self, problem: Problem, rank: int) -> UlyssesPlan:
@@ -59,6 +62,8 @@ class Ulysses(Strategy):
 
 
 class USP(Ulysses):
+    """Heads are shared by the ranks of a host. Hosts form rings."""
+
     name = "usp"
 
     def refuses(self, problem: Problem) -> str | None:
@@ -66,15 +71,16 @@ class USP(Ulysses):
         runs = sum(len(r) for r in layout.shards[0] if r.step > 1) if is_grid else 0
         if runs > _MOST_RUNS:
             return (
-                f"in a {layout.name} layout the tokens of a host are {runs} runs of positions, but it takes at most "
-                f"{_MOST_RUNS}: give it another layout"
+                f"it takes at most {_MOST_RUNS} runs of positions on a host, but a {layout.name} "
+                f"layout has {runs}: choose another layout"
             )
         return None
 
 
 class HostLayout(Layout):
-    """How tokens lie on hosts, if they lie on ranks as in `layout`, of which `inner` are a host: in
-    rising order.
+    """The layout of tokens on hosts of `inner` ranks each, whose ranks have a `layout`.
+
+    A host has its tokens in rising order.
     """
 
     name = "of hosts"
@@ -101,13 +107,11 @@ class HostLayout(Layout):
         return found
 
     def places(self, rank: int) -> Tensor:
-        """Where the tokens of a rank lie among those of its host: (S,) int64."""
+        """Return where the tokens of a rank lie among those of its host: (S,) int64."""
         positions = self.layout.positions(rank)
-        return (
-            positions
-            if self.size == 1
-            else torch.searchsorted(self.positions(rank // self.inner), positions)
-        )
+        if self.size == 1:
+            return positions
+        return torch.searchsorted(self.positions(rank // self.inner), positions)
 
 
 class Heads(NamedTuple):
@@ -117,15 +121,16 @@ class Heads(NamedTuple):
     kv: Span
 
     @staticmethod
-    def of(rank: int, size: int, heads: int, kv_heads: int) -> Heads:
+    def of_rank(rank: int, size: int, heads: int, kv_heads: int) -> Heads:
+        """Return the heads of a rank of `size` ranks."""
         q = heads * rank // size, heads * (rank + 1) // size
         return Heads(q, _kv_heads(*q, heads // kv_heads))
 
     def split(self, ratio: int) -> list[tuple[slice, slice]]:
-        """The query heads in parts with their kv heads, both counted from the rank's first ones.
+        """Split the query heads so that kernels take each part with its kv heads.
 
-        Up to three, as kernels take no others: a part of one kv head's `ratio` query heads, all of
-            some, a part again.
+        There are up to three parts: some of the `ratio` query heads of one kv head, whole kv heads,
+        and some of one again. Heads count from the rank's first ones.
         """
         start, stop = self.q
         ends = {
@@ -146,9 +151,7 @@ def _kv_heads(start: int, stop: int, ratio: int) -> Span:
 
 
 class HeadTensor(NamedTuple):
-    """What a tensor (B, S, heads, *shape) of `dtype` has of a token; its heads are number `kind` of
-    `Heads`.
-    """
+    """A tensor (B, S, heads, *shape) of `dtype`. Its heads are number `kind` of `Heads`."""
 
     kind: int
     shape: tuple[int, ...]
@@ -157,12 +160,11 @@ class HeadTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Move:
-    """Tensors that every rank sends to every other one: some tokens and some heads of them.
+    """An all-to-all: every rank sends to every other rank some tokens and some heads of tensors.
 
-    lane      "visit": from the rank of the tokens to that of the heads; "return": the other way
-              round
-    packings  how they lie in memory, by the rank of the heads
-    tokens    how many there are, by the rank of the tokens
+    lane      "visit": from the rank of the tokens to that of the heads. "return": the other way.
+    packings  how the tensors lie in memory, by the rank of the heads
+    tokens    the number of tokens, by their rank
     """
 
     rank: int
@@ -173,7 +175,9 @@ class Move:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that a rank receives into: the same on all, with as much for each sender."""
+        """The bytes of memory that a rank receives into: a slot of the same size for each sender,
+        on all ranks.
+        """
         return (len(self.tokens) - 1) * self._slot_bytes
 
     @property
@@ -181,11 +185,12 @@ class Move:
         return sum(nbytes for *_, nbytes in self._messages(leaving=True))
 
     @contextmanager
-    def moved(
+    def exchange(
         self, transport: Transport, own: Sequence[Sequence[Tensor]]
     ) -> Iterator[list[Sequence[Tensor]]]:
-        """Sends tensors own[r] to each rank r; yields those from each, own[rank] among them, good
-        in the context.
+        """Send tensors own[r] to each rank r. Yield those from each rank, own[rank] among them.
+
+        They are valid in the context.
         """
         puts = [
             Put(own[to][i][row].contiguous(), to, at)
@@ -216,8 +221,8 @@ class Move:
         return [peer for peer in range(len(self.tokens)) if peer != self.rank]
 
     def _messages(self, leaving: bool) -> Iterator[tuple[int, int, int, int, int]]:
-        """(peer, tensor, batch row, byte offset, bytes) of what this rank sends or receives; no
-        empty ones.
+        """Yield (peer, tensor, batch row, byte offset, bytes) of each message that this rank sends
+        or receives, but no empty ones.
         """
         for peer in self._others:
             packing, tokens, start = (
@@ -228,7 +233,9 @@ class Move:
                     yield peer, index, row, start + offset, nbytes
 
     def _place(self, source: int, target: int) -> tuple[Packing, int, int]:
-        """How a rank's tensors lie at another one, of how many tokens, and from which byte on."""
+        """Return how tensors from `source` lie at `target`, for how many tokens, and from which
+        byte on.
+        """
         heads, tokens = (target, source) if self.lane == "visit" else (source, target)
         return (
             self.packings[heads],
@@ -238,7 +245,7 @@ class Move:
 
 
 class HeadRing(NamedTuple):
-    """Some of a rank's query heads and their kv heads, counted from its first ones, and the ring
+    """Some query heads of a rank with their kv heads, counted from its first ones, and the ring
     that computes them.
     """
 
@@ -248,14 +255,18 @@ class HeadRing(NamedTuple):
 
 
 class UlyssesPlan(Plan):
-    """A rank's part in a problem: four moves and, between each two, the rings of its heads."""
+    """The part of one rank: two exchanges in each direction, and between them the rings of its
+    heads.
+    """
 
     def __init__(self, problem: Problem, rank: int):
         self.problem, sizes, inner = problem, problem.sizes, problem.inner
         self.host, self.place = divmod(rank, inner)
         self.ranks = range(self.host * inner, (self.host + 1) * inner)
         self.hosts = HostLayout(problem.layout, inner)
-        self.heads = [Heads.of(place, inner, sizes.heads, sizes.kv_heads) for place in range(inner)]
+        self.heads = [
+            Heads.of_rank(place, inner, sizes.heads, sizes.kv_heads) for place in range(inner)
+        ]
         parts = self.heads[self.place].split(sizes.heads // sizes.kv_heads)
         self.head_rings = [HeadRing(at, kv_at, self._ring(at, kv_at)) for at, kv_at in parts]
         self.sends_delta = problem.takes_delta
@@ -268,7 +279,7 @@ class UlyssesPlan(Plan):
         self.backward_results = self._move("return", q, kv, kv)
 
     def _ring(self, at: slice, kv_at: slice) -> RingPlan:
-        """The ring between hosts, of some heads."""
+        """Plan the ring between hosts for some heads."""
         sizes = replace(
             self.problem.sizes, heads=at.stop - at.start, kv_heads=kv_at.stop - kv_at.start
         )
@@ -330,17 +341,9 @@ class UlyssesPlan(Plan):
         return out, lse.transpose(1, 2).contiguous(), flat
 
     def backward(
-        self,
-        rings: Rings,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        table: Tensor | None = None,
-        row_lse: Tensor | None = None,
+        self, rings: Rings, dout: Tensor, saved: Saved
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        q, k, v, out, lse, table, row_lse = saved
         softmax = (
             [stack_lse_delta(out, dout, lse)] if self.sends_delta else [lse.transpose(1, 2), out]
         )
@@ -365,14 +368,13 @@ class UlyssesPlan(Plan):
         ]
         with self._to_tokens(rings, self.backward_results, results) as parts:
             dq, dk, dv = zip(*parts, strict=True)
-            return torch.cat(dq, 2), self._sum(dk, k), self._sum(dv, v), dtable
+            return torch.cat(dq, 2), self._sum_shares(dk, k), self._sum_shares(dv, v), dtable
 
     def __str__(self) -> str:
-        """Who gets which heads, and how many bytes this rank sends."""
+        """Show which rank gets which heads, and how many bytes this rank sends."""
         layout, of_host = self.problem.layout, self.hosts.length(self.host)
-        lines = [
-            f"rank {self.ranks[self.place]} of {layout.size}: {of_host} tokens, {len(self.head_rings)} head rings"
-        ]
+        rank, count = self.ranks[self.place], len(self.head_rings)
+        lines = [f"rank {rank} of {layout.size}: {of_host} tokens, {count} head rings"]
         for rank, (q, kv) in zip(self.ranks, self.heads, strict=True):
             some = (
                 f"query heads {q[0]} to {q[1] - 1}, kv heads {kv[0]} to {kv[1] - 1}"
@@ -400,11 +402,11 @@ class UlyssesPlan(Plan):
         return QueryGradients(q, dout, lse.transpose(1, 2), out)
 
     def _own_heads(self, table: Tensor | None, at: slice) -> Tensor | None:
-        """Some of the heads that this rank computes of a bias's table (R, H): a view."""
+        """Return a view of the table (R, H) of a bias: some of this rank's heads."""
         return None if table is None else table[:, slice(*self.heads[self.place].q)][:, at]
 
     def _row_lse(self, flat: Tensor | None, q: Tensor) -> Sequence[Tensor | None]:
-        """What the rings' forwards left for their backwards."""
+        """Return the row_lse of each ring's forward."""
         if flat is None:
             return [None] * len(self.head_rings)
         shapes = [
@@ -418,8 +420,8 @@ class UlyssesPlan(Plan):
             )
         ]
 
-    def _sum(self, shares: Sequence[Tensor], x: Tensor) -> Tensor:
-        """The gradient of x (B, S, G, D), of which each rank's share is (B, S, g, D)."""
+    def _sum_shares(self, shares: Sequence[Tensor], x: Tensor) -> Tensor:
+        """Add up the gradient of x (B, S, G, D) from each rank's share (B, S, g, D)."""
         grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for a, b in itertools.pairwise(sorted({end for heads in self.heads for end in heads.kv})):
             into = grad[:, :, a:b]
@@ -432,8 +434,8 @@ class UlyssesPlan(Plan):
         return grad
 
     def _to_heads(self, rings: Rings, move: Move, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of tensors (B, S, H or G, ...) of a host's ranks the heads of this one: (B, N, h or g,
-        ...).
+        """Exchange tensors (B, S, H or G, ...) of a host's ranks: return this rank's heads of all
+        of them, (B, N, h or g, ...).
         """
         device = tensors[0].device
         own = [
@@ -441,7 +443,7 @@ class UlyssesPlan(Plan):
             for heads in self.heads
         ]
         whole = move.packings[self.place].empty(self.hosts.length(self.host), device)
-        with move.moved(rings.inner, own) as parts:
+        with move.exchange(rings.inner, own) as parts:
             for places, part in zip(self._places(device), parts, strict=True):
                 for x, y in zip(whole, part, strict=True):
                     x.index_copy_(1, places, y)
@@ -450,26 +452,28 @@ class UlyssesPlan(Plan):
     def _to_tokens(
         self, rings: Rings, move: Move, tensors: Sequence[Tensor]
     ) -> AbstractContextManager[list[Sequence[Tensor]]]:
-        """Of tensors (B, N, h or g, ...) of each rank the tokens of this one: (B, S, h or g, ...),
-        as `Move.moved`.
+        """Exchange tensors (B, N, h or g, ...) of a host's ranks: yield this rank's tokens from
+        each, (B, S, h or g, ...), as `Move.exchange` does.
         """
         places = self._places(tensors[0].device)
-        return move.moved(rings.inner, [[x.index_select(1, at) for x in tensors] for at in places])
+        return move.exchange(
+            rings.inner, [[x.index_select(1, at) for x in tensors] for at in places]
+        )
 
     def _places(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Where the tokens of each of the host's ranks lie among all of them, (S,) int64."""
+        """Return where the tokens of each rank lie among those of the host: (S,) int64."""
         return _places(
             self.problem.layout, self.problem.inner, self.host, device, current_stream(device)
         )
 
 
 def _join_heads(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Parts (B, N, heads, ...) as one; without any what is `like` them, of no heads."""
+    """Concatenate parts (B, N, heads, ...). Without parts return `like`, which has no heads."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2) if parts else like
 
 
 def _between_hosts(rings: Rings) -> Rings:
-    """The ring of the ranks at one place of all hosts."""
+    """Return the ring of the ranks at this rank's place of all hosts."""
     return Rings(rings.outer, ALONE)
 
 
@@ -477,8 +481,8 @@ def _between_hosts(rings: Rings) -> Rings:
 def _places(
     layout: Layout, inner: int, host: int, device: torch.device, stream: torch.cuda.Stream | None
 ) -> tuple[Tensor, ...]:
-    """Where the tokens of a host's ranks lie among these, (S,) int64, for work on `stream`. The
-    host does not wait.
+    """Return where the tokens of a host's ranks lie among those of the host: (S,) int64 each, for
+    work on `stream`. The CPU does not wait for the GPU.
     """
     hosts = HostLayout(layout, inner)
     parts = [hosts.places(rank) for rank in range(host * inner, (host + 1) * inner)]

@@ -1,23 +1,22 @@
-"""The ring: queries stay home while keys and values come by.
+"""The ring: queries stay while keys and values travel.
 
-    forward             queries stay, (k, v) travel, partial outputs merge at home
-    backward, "kv"      queries stay, (k, v) travel, their gradients come back
-    backward, "q"       keys stay, (q, dout, lse, delta) travel, dq comes back (BurstAttention,
+    forward             queries stay, (k, v) travel; partial outputs merge at the queries
+    backward, "kv"      queries stay, (k, v) travel; their gradients are returned
+    backward, "q"       keys stay, (q, dout, lse, delta) travel; dq is returned (BurstAttention,
                         arXiv 2403.09347)
 
-    schedule   whose block a rank attends to at which hop
-    routes     which tokens go to whom, in stages, and where they land
-    payload    what travels, in which bytes, and what comes home
-    program    the order of events of a rank, as data
+    schedule   the block that a rank attends to at each hop
+    routes     which tokens each rank sends to which, in stages, and where they land
+    payload    the tensors that travel, and the gradients that are returned
+    program    the order of a rank's events, as data
     executor   what each event does with tensors
 
-Each rank computes its own block first. Then the others' come by, some heads at a time, each with a
-pass round the ring, and in stages of as many blocks as `group_bytes` allows: the tokens of a stage
-that this rank looks at lie one after the other, and what looks at them alike is one kernel call.
-While a stage is computed the next one is on its way, and so are the gradients of the one before,
-also from one pass to the next. One block of one kv head a stage needs the least memory; all blocks
-in one stage is attention over gathered keys and values, which is a strategy too (all_gather.py).
-`print(plan)` shows it.
+Each rank computes its own block first. Then it receives the others' blocks in passes and stages. A
+pass has some of the heads. A stage has as many blocks as `group_bytes` allows. The tokens of a
+stage that this rank looks at lie one after the other, so queries that see the same keys share a
+kernel call. While a stage is computed, the rank receives the next one and sends the gradients of
+the previous one, also across passes. One block of one kv head per stage needs the least memory. All
+blocks in one stage is another strategy (all_gather.py). `print(plan)` shows the order.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch import Tensor
 from ...ranks.rings import Rings
 from ...scores import BY_DISTANCE
 from ...sequence.tiling import Cut, Tiling, by_columns, flipped, kernel_calls
-from .. import Plan, Problem, Sizes, Strategy
+from .. import Plan, Problem, Saved, Sizes, Strategy
 from ..compute import Keys, Queries, QueryGradients
 from .executor import Backward, Forward, Pass, Program, landing_positions
 from .payload import KeysValues, Payload, QueriesTravel, backward_payload, of_heads
@@ -41,13 +40,15 @@ from .routes import Landing, Routes
 from .schedule import Schedule
 from .timeline import Rates, Timeline, timeline
 
-# rows of queries, over all heads, that keep a GPU busy: some sixteen tiles for each SM
+# rows of queries, over all heads, that keep a GPU busy: about sixteen tiles for each SM
 _ENOUGH_ROWS = 1 << 18
-# bytes by which a block may be longer than its tokens, since tensors are aligned
+# bytes by which aligned tensors may be longer than their tokens
 _ALIGNED = 1 << 12
 
 
 class Ring(Strategy):
+    """Keys and values, or in the backward queries, travel around the ring of the ranks."""
+
     name = "ring"
 
     def refuses(self, problem: Problem) -> str | None:
@@ -58,10 +59,9 @@ class Ring(Strategy):
 
 
 class RingPlan(Plan):
-    """The programs of a rank's forward and backward, made when they are needed.
+    """The programs of a rank's forward and backward. Each is made when it is first used.
 
-    `stage_bytes` are the most of travelling blocks that come in together, in place of the problem's
-    group_bytes.
+    `stage_bytes` replaces the problem's group_bytes as the bound of a stage.
     """
 
     def __init__(self, problem: Problem, rank: int, stage_bytes: int | None = None):
@@ -85,20 +85,11 @@ class RingPlan(Plan):
         ).result()
 
     def backward(
-        self,
-        rings: Rings,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        table: Tensor | None = None,
-        row_lse: Tensor | None = None,
+        self, rings: Rings, dout: Tensor, saved: Saved
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        return self.differentiate(
-            rings, QueryGradients(q, dout, lse, out), Keys(k, v), table, row_lse
-        )
+        queries = QueryGradients(saved.q, dout, saved.lse, saved.out)
+        keys = Keys(saved.k, saved.v)
+        return self.differentiate(rings, queries, keys, saved.table, saved.row_lse)
 
     def differentiate(
         self,
@@ -108,8 +99,8 @@ class RingPlan(Plan):
         table: Tensor | None,
         row_lse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Do as `backward`, for queries with out or, if the kernel takes it and `send_out` is not
-        asked for, delta.
+        """Return what `backward` returns. Queries have delta only if the problem `takes_delta`,
+        otherwise out.
         """
         payload = self._backward_payload
         return Backward(
@@ -117,14 +108,14 @@ class RingPlan(Plan):
         ).result()
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        visit, home = self._most_bytes(KeysValues(), returning=False)[0], 0
+        visit, returned = self._most_bytes(KeysValues(), returning=False)[0], 0
         if with_backward:
-            there, home = self._most_bytes(self._backward_payload, returning=True)
+            there, returned = self._most_bytes(self._backward_payload, returning=True)
             visit = max(visit, there)
-        rings.reserve({"visit": visit + _ALIGNED, "return": home + _ALIGNED}, device)
+        rings.reserve({"visit": visit + _ALIGNED, "return": returned + _ALIGNED}, device)
 
     def timelines(self, rates: Rates | None = None) -> tuple[Timeline, Timeline]:
-        """Return when this rank computes and sends in the forward and in the backward, at assumed
+        """Return when this rank computes and sends, in the forward and in the backward, at assumed
         rates.
         """
         rates = rates or Rates()
@@ -133,7 +124,8 @@ class RingPlan(Plan):
         )
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, forward: {self.forward_program}\nrank {self.rank}, backward: {self.backward_program}"
+        programs = ("forward", self.forward_program), ("backward", self.backward_program)
+        return "\n".join(f"rank {self.rank}, {name}: {program}" for name, program in programs)
 
     @functools.cached_property
     def _backward_payload(self) -> KeysValues | QueriesTravel:
@@ -146,7 +138,7 @@ class RingPlan(Plan):
 
     @functools.cached_property
     def _terms(self) -> list[tuple[int | None, Tiling]]:
-        """A tiling for each term of the problem, with its row."""
+        """The row of each term of the problem, and a tiling of the term."""
         tiling = self._tiling
         return [
             (t.row, tiling if t.mask is tiling.mask else tiling.of(t.mask))
@@ -160,11 +152,11 @@ class RingPlan(Plan):
             for row, tiling in self._terms
             for cut in kernel_calls(tiling.own_tiles(self.rank), row)
         ]
-        return _noted(cuts, lambda: (self._positions, self._positions))
+        return _add_positions(cuts, lambda: (self._positions, self._positions))
 
     @functools.cached_property
     def _positions(self) -> Tensor:
-        """Of the own tokens."""
+        """The positions of this rank's tokens."""
         return self.problem.layout.positions(self.rank)
 
     @functools.cached_property
@@ -178,8 +170,8 @@ class RingPlan(Plan):
             if queries_travel
             else self._kv_routes
         )
-        passes = self._passes(payload, routes, returning)
-        rounds = routes.rounds(*self._limits(payload, passes, returning)) if passes else ()
+        passes = self._make_passes(payload, routes, returning)
+        rounds = routes.rounds(*self._find_limits(payload, passes, returning)) if passes else ()
 
         terms = [
             (row, tiling.transposed if queries_travel else tiling) for row, tiling in self._terms
@@ -198,7 +190,7 @@ class RingPlan(Plan):
                 here, landed = self._positions, landing_positions(landings, tokens)
                 return (landed, here) if queries_travel else (here, landed)
 
-            return _noted(found, sides)
+            return _add_positions(found, sides)
 
         cuts = {
             (n, -1): calls(round_.landings, round_.held_tokens) for n, round_ in enumerate(rounds)
@@ -220,28 +212,30 @@ class RingPlan(Plan):
             ),
         )
 
-    def _passes(self, payload: Payload, routes: Routes, returning: bool) -> list[Pass]:
-        """The passes in which blocks go round, none if nothing has to.
+    def _make_passes(self, payload: Payload, routes: Routes, returning: bool) -> list[Pass]:
+        """Return the passes in which blocks travel, or none if no rank looks at another's tokens.
 
-        All ranks must say the same, so between hosts, whose ranks do not know what others look at,
-        blocks count whole.
+        All ranks return the same. Between hosts a rank does not know what others look at, so there
+        whole blocks count.
         """
         sizes = self.problem.sizes
         if self.problem.layout.size == 1 or not routes.traffic():
             return []
         nbytes, _ = self._most_bytes(payload, returning)
-        count = self._count(payload, nbytes, *self._landing_tokens(routes))
+        count = self._count_passes(payload, nbytes, *self._count_landing(routes))
         ratio = sizes.heads // sizes.kv_heads
         cuts = itertools.pairwise(sizes.kv_heads * i // count for i in range(count + 1))
-        return [_pass(payload, sizes, slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts]
+        return [
+            _make_pass(payload, sizes, slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts
+        ]
 
-    def _count(self, payload: Payload, nbytes: int, block: int, ring: int) -> int:
-        """How many passes, if `block` tokens land of one block and `ring` of a whole round, and may
-        have `nbytes`.
+    def _count_passes(self, payload: Payload, nbytes: int, block: int, ring: int) -> int:
+        """Count the passes, if `block` tokens of one block land, `ring` tokens of a whole round,
+        and at most `nbytes` may land at once.
 
-        Each has as few heads as let what lands of a round come in one stage, which makes partial
-        results few and kernel calls large, but enough heads to keep a GPU busy; a single block is
-        within the bytes in any case, down to one kv head, whatever that has.
+        A pass has as few heads as let all that lands of a round fit into one stage: that makes few
+        partial results and large kernel calls. But it has enough heads to keep a GPU busy. A single
+        block never exceeds the bytes, unless it has only one kv head.
         """
         sizes = self.problem.sizes
         head_bytes = max(payload.packing(sizes).token_bytes() // sizes.kv_heads, 1)
@@ -250,33 +244,33 @@ class RingPlan(Plan):
         most = min(max(in_one, -(-_ENOUGH_ROWS // rows)), max(within, 1), sizes.kv_heads)
         return -(-sizes.kv_heads // most)
 
-    def _landing_tokens(self, routes: Routes) -> tuple[int, int]:
-        """The most tokens that land on a rank of one block, and of all blocks of a round."""
+    def _count_landing(self, routes: Routes) -> tuple[int, int]:
+        """Return the most tokens of one block that land on a rank, and of all blocks of a round."""
         hops = range(1, self.schedule.inner)
         if self.schedule.outer > 1:
             return self.problem.most_tokens, len(hops) * self.problem.most_tokens
         return max(routes.landing_tokens([hop]) for hop in hops), routes.landing_tokens(hops)
 
-    def _limits(
+    def _find_limits(
         self, payload: Payload, passes: list[Pass], returning: bool
     ) -> tuple[int, int | None]:
-        """The most tokens of a stage, and of the gradients that come home from one."""
-        there, back = self._most_bytes(payload, returning)
-        limit = min(there // each.packing.token_bytes() for each in passes)
-        back_limit = min(back // each.return_packing.token_bytes() for each in passes)
-        return max(limit, 1), max(back_limit, 1) if returning else None
+        """Return the most tokens of a stage, and of the gradients that a stage returns."""
+        visit_bytes, return_bytes = self._most_bytes(payload, returning)
+        limit = min(visit_bytes // each.packing.token_bytes() for each in passes)
+        return_limit = min(return_bytes // each.return_packing.token_bytes() for each in passes)
+        return max(limit, 1), max(return_limit, 1) if returning else None
 
     def _most_bytes(self, payload: Payload, returning: bool) -> tuple[int, int]:
-        """The most bytes that land at once, of blocks and of gradients: as many as where all look
-        at all.
+        """Return the most bytes of blocks, and of gradients, that land at once.
 
-        Other masks get no more, so that what is reserved does for any mask.
+        That is for a mask in which all tokens see all tokens. Other masks get the same limits, so
+        memory that was reserved once is enough for any mask.
         """
         problem, hops = self.problem, self.schedule.inner - 1
         if not hops:
             return 0, 0
         tokens, sizes = problem.most_tokens, problem.sizes
-        count = self._count(payload, self.stage_bytes, tokens, hops * tokens)
+        count = self._count_passes(payload, self.stage_bytes, tokens, hops * tokens)
         part = of_heads(sizes, -(-sizes.kv_heads // count))
         there, back = (
             p(part).token_bytes() * tokens for p in (payload.packing, payload.return_packing)
@@ -286,15 +280,15 @@ class RingPlan(Plan):
         return width * there, width * back
 
 
-def _pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
+def _make_pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
     sizes = of_heads(sizes, kv_at.stop - kv_at.start)
     return Pass(at, kv_at, payload.packing(sizes), payload.return_packing(sizes))
 
 
-def _noted(cuts: list[Cut], sides: Callable[[], tuple[Tensor, Tensor]]) -> list[Cut]:
-    """The cuts, with what positions say of those that go by distance: see `_with_positions`.
+def _add_positions(cuts: list[Cut], sides: Callable[[], tuple[Tensor, Tensor]]) -> list[Cut]:
+    """Return the cuts. Those that go by distance get what `_with_positions` adds.
 
-    `sides` makes the positions of queries (S,) and of keys (T,): calls without biases need none.
+    `sides` makes the positions of queries (S,) and of keys (T,). It is called only if needed.
     """
     if all(cut.row != BY_DISTANCE for cut in cuts):
         return cuts
@@ -303,11 +297,10 @@ def _noted(cuts: list[Cut], sides: Callable[[], tuple[Tensor, Tensor]]) -> list[
 
 
 def _with_positions(cut: Cut, queries: Tensor, keys: Tensor) -> Cut:
-    """A cut that goes by distance, with `apart` as it is.
+    """Return a cut that goes by distance, with its `apart`.
 
-    Kernels that go by distance count on positions that rise in a tile. They do not where pieces
-    with steps are one
-    tile: such pairs have a row of their own each.
+    Kernels that go by distance rely on positions that rise in a tile. Where several runs with steps
+    are one tile they do not, and such pairs get the row None.
     """
     pairs = (queries, cut.rows), (keys, cut.columns)
     sides = [torch.cat([x[slice(*span)] for span in spans]).numpy() for x, spans in pairs]
