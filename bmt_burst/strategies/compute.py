@@ -1,4 +1,4 @@
-"""What strategies compute: kernel calls on parts of a query side and of a key side.
+"""The computations that strategies share: kernel calls on tokens of queries and of keys.
 
 Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size.
 """
@@ -30,8 +30,8 @@ ALL = slice(None)  # all tokens, or all heads
 
 @dataclass(frozen=True)
 class Queries:
-    """The query side of a forward: q (B, S, H, D). `tokens` (4, S) are `Scores.tokens`, where there
-    is a bias.
+    """The query side of a forward: q (B, S, H, D). With a bias, `tokens` (4, S) are
+    `Scores.tokens`.
     """
 
     q: Tensor
@@ -41,8 +41,10 @@ class Queries:
         """Return views of some tokens and heads."""
         return Queries(self.q[:, tokens, heads], _slice_tokens(self.tokens, tokens))
 
-    def at(self, spans: Sequence[Span]) -> Queries:
-        """Return the tokens of rising spans, one after the other: a view if it is one span."""
+    def gather(self, spans: Sequence[Span]) -> Queries:
+        """Return the tokens of rising spans, one after the other. It is a view for a single
+        span.
+        """
         if len(spans) == 1:
             return self.part(slice(*spans[0]))
         return Queries(_gather(self.q, spans, 1), _gather_optional(self.tokens, spans, 1))
@@ -52,7 +54,7 @@ class Queries:
 class QueryGradients:
     """The query side of a backward: q, dout (B, S, H, D), lse (B, H, S), and either out or delta.
 
-    delta (B, H, S) is rowsum(out * dout). `tokens` as for Queries.
+    delta (B, H, S) is rowsum(out * dout). `tokens` are as for Queries.
     """
 
     q: Tensor
@@ -73,8 +75,10 @@ class QueryGradients:
             _slice_tokens(self.tokens, tokens),
         )
 
-    def at(self, spans: Sequence[Span]) -> QueryGradients:
-        """Return the tokens of rising spans, one after the other: a view if it is one span."""
+    def gather(self, spans: Sequence[Span]) -> QueryGradients:
+        """Return the tokens of rising spans, one after the other. It is a view for a single
+        span.
+        """
         if len(spans) == 1:
             return self.part(slice(*spans[0]))
         return QueryGradients(
@@ -94,7 +98,7 @@ class QueryGradients:
         return replace(self, out=None, delta=delta.contiguous())
 
     def get_delta(self) -> Tensor:
-        """Return delta (B, H, S), computed from out where it is not there."""
+        """Return delta (B, H, S). It is computed from out if needed."""
         delta = self.with_delta().delta
         assert delta is not None, "a backward has out or delta"
         return delta
@@ -102,7 +106,7 @@ class QueryGradients:
 
 @dataclass(frozen=True)
 class Keys:
-    """The key side: k and v (B, S, G, D); `tokens` as for Queries."""
+    """The key side: k and v (B, S, G, D). `tokens` are as for Queries."""
 
     k: Tensor
     v: Tensor
@@ -114,8 +118,10 @@ class Keys:
             self.k[:, tokens, heads], self.v[:, tokens, heads], _slice_tokens(self.tokens, tokens)
         )
 
-    def at(self, spans: Sequence[Span]) -> Keys:
-        """Return the tokens of rising spans, one after the other: a view if it is one span."""
+    def gather(self, spans: Sequence[Span]) -> Keys:
+        """Return the tokens of rising spans, one after the other. It is a view for a single
+        span.
+        """
         if len(spans) == 1:
             return self.part(slice(*spans[0]))
         return Keys(
@@ -142,17 +148,16 @@ def _slice_tokens(x: Tensor | None, tokens: slice) -> Tensor | None:
 
 @dataclass(frozen=True)
 class LearnedBias:
-    """What attention adds to the scores of H heads: see `bmt_burst.scores`.
+    """A learned bias that is added to the scores of H heads: see `bmt_burst.scores`.
 
-    kernel, spec      compute pairs that have a row of their own each
-    table             (R, H) fp32, or fp64
+    kernel, spec      compute pairs that do not share a row
+    table             (R, H) fp32 or fp64
     pairs, distances  those of the Scores, on the device
     other             that of the Scores
-    rows              the rows that whole calls have, in the order of row_lse
-    row_lse           (rows, B, H, S): for each row the logsumexp of a rank's queries over the pairs
-                      with it
+    rows              the rows that all pairs of some calls share, in the order of row_lse
+    row_lse           (rows, B, H, S): for each row and query the logsumexp over the pairs with it
     prepared          what kernels keep for the table
-    parts             parts for some heads, kept so that each is made once
+    parts             the biases of some heads, each made once
     """
 
     kernel: Kernel
@@ -167,8 +172,8 @@ class LearnedBias:
     parts: dict[tuple[int, int], LearnedBias] = field(default_factory=dict)
 
     def of_heads(self, heads: slice) -> LearnedBias:
-        """Return views for some heads: the same object each time, since kernels keep things for its
-        table.
+        """Return views of some heads. It is the same object each time, because kernels keep results
+        for its table.
         """
         key = heads.start, heads.stop
         if key not in self.parts:
@@ -183,8 +188,8 @@ class LearnedBias:
         cut: Cut,
         bound: Tensor | None = None,
     ) -> CallBias:
-        """Return what a kernel needs where pairs have rows of their own, or go by distance."""
-        assert query_tokens is not None, "with a bias, sides have the numbers of their tokens"
+        """Return the bias of a call whose pairs do not share a row, as kernels take it."""
+        assert query_tokens is not None, "with a bias, both sides have `tokens`"
         assert key_tokens is not None
         q_group, q_base, _, q_position = query_tokens
         group, _, segment, position = key_tokens
@@ -205,8 +210,8 @@ class LearnedBias:
         )
 
     def add_lse(self, row: int, spans: Sequence[Span], lse: Tensor) -> None:
-        """Add what the queries of rising spans see in a call whose pairs have this row: lse (B, H,
-        T).
+        """Add the lse (B, H, T) of a call whose pairs share a row. Its queries are those of rising
+        spans.
         """
         for span, place in in_turn(spans):
             total = self.row_lse[self.rows.index(row), :, :, slice(*span)]
@@ -215,7 +220,7 @@ class LearnedBias:
 
 @dataclass(frozen=True)
 class TableGradient:
-    """Where the gradient of a bias's table adds up: dtable (R, H)."""
+    """The sum dtable (R, H) of the gradients of a bias's table."""
 
     bias: LearnedBias
     dtable: Tensor
@@ -225,12 +230,11 @@ class TableGradient:
         return TableGradient(self.bias.of_heads(heads), self.dtable[:, heads])
 
     def subtract_delta(self, queries: QueryGradients) -> None:
-        """Subtract sum P delta from the gradients of rows that whole calls have, for all queries of
-        this rank.
+        """Subtract sum P delta from the gradients of shared rows, for all queries of this rank.
 
-        The gradient of such a row is sum dS = sum P dP - sum P delta over its pairs, with P =
-        exp(scores - lse). The second term follows from the row's logsumexp. The first is in each
-        call's gradient of v: dv_j = sum_i P_ij dout_i, so v_j . dv_j = sum_i P_ij dP_ij.
+        The gradient of a shared row is sum dS = sum P dP - sum P delta over its pairs, with P =
+        exp(scores - lse). The second sum follows from the row's logsumexp. The first follows from
+        each call's gradient of v: dv_j = sum_i P_ij dout_i, so v_j . dv_j = sum_i P_ij dP_ij.
         """
         if not self.bias.rows:
             return
@@ -242,7 +246,7 @@ class TableGradient:
 
 @dataclass(frozen=True)
 class Attention:
-    """The forward of kernel calls: a kernel and, where scores have a bias, that."""
+    """The forward of kernel calls, with a bias if the scores have one."""
 
     kernel: Kernel
     spec: Spec
@@ -250,9 +254,7 @@ class Attention:
 
     @staticmethod
     def begin(problem: Problem, q: Tensor, table: Tensor | None) -> Attention:
-        """Return the attention of a call with queries q (B, S, H, D) and the table of its bias, if
-        any.
-        """
+        """Begin a call with queries q (B, S, H, D) and the table of its bias, if any."""
         if table is None:
             return Attention(problem.kernel, problem.spec)
         batch, tokens, heads, _ = q.shape
@@ -263,12 +265,12 @@ class Attention:
 
     @property
     def row_lse(self) -> Tensor | None:
-        """Return what the backward needs of the bias."""
+        """The row_lse that the backward needs if there is a bias."""
         return None if self.bias is None else self.bias.row_lse
 
     @property
     def writes_new_memory(self) -> bool:
-        """Whether all its kernels do."""
+        """Whether all kernels return new memory."""
         return self.kernel.writes_new_memory and (
             self.bias is None or self.bias.kernel.writes_new_memory
         )
@@ -277,7 +279,7 @@ class Attention:
         return self if self.bias is None else replace(self, bias=self.bias.of_heads(heads))
 
     def forward(self, queries: Queries, keys: Keys, cut: Cut) -> tuple[Tensor, Tensor]:
-        """Return out and lse of one cut, whose tokens the sides are."""
+        """Return out and lse of one cut, whose gathered tokens are given."""
         bias, call, row = self.bias, cut.call, cut.row
         if bias and not is_one_row(row):
             added = bias.of_call(queries.tokens, keys.tokens, cut)
@@ -292,7 +294,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class AttentionGradient:
-    """The backward of kernel calls; the table's gradient adds up in `table`."""
+    """The backward of kernel calls. It adds the gradient of a bias's table to `table`."""
 
     kernel: Kernel
     spec: Spec
@@ -302,12 +304,10 @@ class AttentionGradient:
     def begin(
         problem: Problem, queries: QueryGradients, table: Tensor | None, row_lse: Tensor | None
     ) -> AttentionGradient:
-        """Return the backward of a call with these queries; `row_lse` is what its forward made of
-        the table.
-        """
+        """Begin the backward of a call with these queries. `row_lse` is from its forward."""
         if table is None:
             return AttentionGradient(problem.kernel, problem.spec)
-        assert row_lse is not None, "the forward of a bias makes row_lse"
+        assert row_lse is not None, "the forward of a call with a bias returns row_lse"
         bias = _make_bias(problem, queries.q.device, table, row_lse)
         gradient = TableGradient(bias, torch.zeros_like(table))
         gradient.subtract_delta(queries)
@@ -356,7 +356,7 @@ def _make_bias(
     problem: Problem, device: torch.device, table: Tensor, row_lse: Tensor
 ) -> LearnedBias:
     scores, kernel = problem.scores, problem.biased_kernel
-    assert scores is not None, "a table goes with scores"
+    assert scores is not None, "a call with a table has scores"
     assert kernel is not None
     pairs, distances = _lookups(scores, device, current_stream(device))
     spec = replace(problem.spec, biased=True)
@@ -373,7 +373,9 @@ def _lookups(
 
 @fused_on_gpus
 def _sum_products(x: Tensor, y: Tensor) -> Tensor:
-    """Return the sum of x * y for each head, both (B, S, H, D): (H,) fp32, or fp64 for fp64 inputs."""
+    """Return the sum of x * y for each head: (H,) fp32, or fp64 for fp64 inputs. Both are (B, S, H,
+    D).
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) * y.to(wide)).sum((0, 1, 3))
 
@@ -381,11 +383,11 @@ def _sum_products(x: Tensor, y: Tensor) -> Tensor:
 def outputs(
     attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys
 ) -> Iterator[OutputPart]:
-    """Yield the rows of each cut, and partial out (B, T, H, D) and lse (B, H, T) of those, as they
-    are computed.
+    """Compute cuts. Yield the query spans of each, with their partial out (B, T, H, D) and lse (B,
+    H, T).
     """
     for cut in cuts:
-        out, lse = attention.forward(queries.at(cut.rows), keys.at(cut.columns), cut)
+        out, lse = attention.forward(queries.gather(cut.rows), keys.gather(cut.columns), cut)
         if attention.bias and cut.row is not None and is_one_row(cut.row):
             attention.bias.add_lse(cut.row, cut.rows, lse)
         yield cut.rows, out, lse
@@ -394,19 +396,21 @@ def outputs(
 def gradients(
     attention: AttentionGradient, cuts: Sequence[Cut], queries: QueryGradients, keys: Keys
 ) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
-    """Yield rows and columns of each cut, and partial dq of those and dk, dv of these, as they are
-    computed.
+    """Compute the gradients of cuts. Yield the query and key spans of each, with partial (dq, dk,
+    dv).
     """
     bound = _find_bound(cuts, queries, keys) if attention.table else None
     for cut in cuts:
         rows, columns = cut.rows, cut.columns
-        yield rows, columns, attention.backward(queries.at(rows), keys.at(columns), cut, bound)
+        yield (
+            rows,
+            columns,
+            attention.backward(queries.gather(rows), keys.gather(columns), cut, bound),
+        )
 
 
 def _find_bound(cuts: Sequence[Cut], queries: QueryGradients, keys: Keys) -> Tensor | None:
-    """Return `dscores_bound` of all cuts whose pairs have rows of their own, from their tokens
-    alone.
-    """
+    """Return `dscores_bound` of all cuts whose pairs do not share a row, from their tokens."""
     biased = [cut for cut in cuts if not is_one_row(cut.row)]
     if queries.delta is None or not biased:
         return None

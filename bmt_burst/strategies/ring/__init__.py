@@ -33,8 +33,8 @@ from ...scores import BY_DISTANCE
 from ...sequence.tiling import Cut, Tiling, by_columns, flipped, kernel_calls
 from .. import Plan, Problem, Saved, Sizes, Strategy
 from ..compute import Keys, Queries, QueryGradients
-from .executor import Backward, Forward, Pass, Program, landing_positions
-from .payload import KeysValues, Payload, QueriesTravel, backward_payload, of_heads
+from .executor import Backward, Forward, Pass, Program, find_landing_positions
+from .payload import KeysValues, Payload, QueriesTravel, backward_payload, select_heads
 from .program import order_events
 from .routes import Landing, Routes
 from .schedule import Schedule
@@ -187,7 +187,7 @@ class RingPlan(Plan):
                 found += kernel_calls(map(flipped, tiles) if queries_travel else tiles, row)
 
             def sides() -> tuple[Tensor, Tensor]:
-                here, landed = self._positions, landing_positions(landings, tokens)
+                here, landed = self._positions, find_landing_positions(landings, tokens)
                 return (landed, here) if queries_travel else (here, landed)
 
             return _add_positions(found, sides)
@@ -271,7 +271,7 @@ class RingPlan(Plan):
             return 0, 0
         tokens, sizes = problem.most_tokens, problem.sizes
         count = self._count_passes(payload, self.stage_bytes, tokens, hops * tokens)
-        part = of_heads(sizes, -(-sizes.kv_heads // count))
+        part = select_heads(sizes, -(-sizes.kv_heads // count))
         there, back = (
             p(part).token_bytes() * tokens for p in (payload.packing, payload.return_packing)
         )
@@ -281,7 +281,7 @@ class RingPlan(Plan):
 
 
 def _make_pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
-    sizes = of_heads(sizes, kv_at.stop - kv_at.start)
+    sizes = select_heads(sizes, kv_at.stop - kv_at.start)
     return Pass(at, kv_at, payload.packing(sizes), payload.return_packing(sizes))
 
 

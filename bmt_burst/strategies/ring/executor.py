@@ -1,7 +1,7 @@
-"""The executor: what each event of a rank's program does with tensors. The order of events is not
-decided here.
+"""The executor: it runs a rank's events with tensors. It does not decide their order.
 
-`routes` says which tokens go where, a transport moves bytes, a kernel computes, `merge` adds up.
+`routes` says which tokens are sent where, a transport moves bytes, a kernel computes, and `merge`
+adds up.
 
 Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. All that travels is
 (B, S, heads, ...).
@@ -43,16 +43,16 @@ from .payload import KeysValues, Payload, QueriesTravel
 from .program import Event
 from .routes import Landing, Outgoing, Round, Stage
 
-# Partial results are read once more each time they are folded, and stay in memory until they are:
-# so many groups' bytes of them wait. In the backward memory is short and kernels take longer.
+# Partial results are read again each time they are folded, and hold memory until then. So this many
+# times group_bytes of them may wait. In the backward memory is short and kernels take longer.
 _OUTPUTS_WAITING = 4
 _GRADIENTS_WAITING = 1.25
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A way round the ring: the heads that go together, slices of q's and k's, and how they lie in
-    memory.
+    """The heads that travel together around the ring: slices of q's and k's heads, and how the
+    tensors lie in memory.
     """
 
     q: slice
@@ -63,11 +63,10 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """All that a rank does in a call or its backward, but for the tensors.
+    """A rank's part in a call or its backward, without tensors.
 
-    own     kernel calls of the own block
-    cuts    kernel calls of the tiles of each stage and of each root, by (round, stage) and (round,
-            -1)
+    own   kernel calls of the own block
+    cuts  kernel calls of each stage by (round, stage), and of each root by (round, -1)
     """
 
     problem: Problem
@@ -78,37 +77,38 @@ class Program:
     rounds: Sequence[Round]
     cuts: Mapping[tuple[int, int], Sequence[Cut]]
     events: Sequence[Event]
-    # of fetches and returns, once they were made
+    # of fetches and returns, each made when it is first needed
     manifests: dict[Event, Manifest] = field(default_factory=dict)
 
     def manifest(self, event: Event) -> Manifest:
-        """The messages of a fetch or a return."""
+        """Return the messages of a fetch or a return."""
         found = self.manifests.get(event)
         if found is None:
             stage, pass_ = self.rounds[event.round].stages[event.stage], self.passes[event.number]
             if event.do == "fetch":
-                found = _manifest(pass_.packing, stage.tokens, stage.sources, stage.sends)
+                found = _make_manifest(pass_.packing, stage.tokens, stage.sources, stage.sends)
             else:
                 sources = [(entry.peer, entry.at) for entry in stage.homecoming]
-                found = _manifest(pass_.return_packing, stage.home_tokens, sources, stage.returns)
+                found = _make_manifest(
+                    pass_.return_packing, stage.home_tokens, sources, stage.returns
+                )
             self.manifests[event] = found
         return found
 
     def tokens(self, key: tuple[int, int] | None, device: torch.device) -> Tensor | None:
-        """`Scores.tokens` of what lands in a stage or is there of a root, by the key of its calls;
-        None: of the own.
+        """Return `Scores.tokens` of a stage or a root, by the key of its calls, or of the own
+        tokens for None.
 
-        None where there are no scores, or no calls.
+        Return None if there are no scores, or no calls.
         """
         if self.problem.scores is None:
             return None
         return _all_tokens(self, self.problem.scores, device, current_stream(device)).get(key)
 
     def __str__(self) -> str:
-        """The program, with what moves and what is computed."""
-        lines = [
-            f"{type(self.payload).__name__} travel in {len(self.passes)} passes; pass, round, stage:"
-        ]
+        """Show the events with the tokens that they move and the kernel calls that they make."""
+        payload, passes = type(self.payload).__name__, len(self.passes)
+        lines = [f"{payload} travel in {passes} passes; pass, round, stage:"]
         for event in self.events:
             lines.append(f"  {event}{self._detail(event)}")
         return "\n".join(lines)
@@ -117,7 +117,8 @@ class Program:
         if event.do == "own":
             return f"  {_describe(self.own)}"
         if event.do in ("compute", "open"):
-            return f"  {_describe(self.cuts[event.round, event.stage if event.do == 'compute' else -1])}"
+            stage_number = event.stage if event.do == "compute" else -1
+            return f"  {_describe(self.cuts[event.round, stage_number])}"
         if event.do in ("fetch", "return"):
             stage = self.rounds[event.round].stages[event.stage]
             sends = stage.sends if event.do == "fetch" else stage.returns
@@ -128,10 +129,10 @@ class Program:
 
 
 class Manifest(NamedTuple):
-    """The messages of a delivery: `nbytes` land in all, at `arrivals`.
+    """The messages of a delivery. `nbytes` land at `arrivals`.
 
-    departures  (tokens, peer, messages) of each part that leaves; a message is (tensor, batch row,
-                byte offset there)
+    departures  (tokens, peer, messages) of each part that is sent. A message is (tensor, batch row,
+                byte offset at the peer).
     """
 
     nbytes: int
@@ -139,11 +140,11 @@ class Manifest(NamedTuple):
     departures: Sequence[tuple[Span, int, Sequence[tuple[int, int, int]]]]
 
 
-def _manifest(
+def _make_manifest(
     packing: Packing, tokens: int, sources: Sequence[tuple[int, Span]], sends: Sequence[Outgoing]
 ) -> Manifest:
-    """Of `tokens` that land, parts of them from each of `sources` (place, part), and of what is
-    sent.
+    """Make the manifest of a delivery in which `tokens` land, parts of them from each of `sources`
+    (place, part).
     """
     arrivals = [
         Arrival(peer, at, size)
@@ -163,26 +164,31 @@ def _manifest(
 def _all_tokens(
     program: Program, scores: Scores, device: torch.device, stream: torch.cuda.Stream | None
 ) -> dict[tuple[int, int] | None, Tensor]:
-    """Return what `Program.tokens` returns for each key, for work on `stream`, in one piece of memory."""
+    """Return the result of `Program.tokens` for each key, in one allocation, for work on
+    `stream`.
+    """
     positions: dict[tuple[int, int] | None, Tensor] = {
         None: program.problem.layout.positions(program.rank)
     }
-    positions |= {key: _positions(program, *key) for key, cuts in program.cuts.items() if cuts}
+    positions |= {key: _find_positions(program, *key) for key, cuts in program.cuts.items() if cuts}
     tokens = send_to_device(scores.tokens(torch.cat([*positions.values()])), device)
     parts = torch.split(tokens, [len(x) for x in positions.values()], 1)
     return dict(zip(positions, parts, strict=True))
 
 
-def _positions(program: Program, number: int, stage: int) -> Tensor:
-    """Of the tokens of a stage, or with stage -1 of a root."""
+def _find_positions(program: Program, number: int, stage: int) -> Tensor:
+    """Return the positions of the tokens of a stage, or for stage -1 of a root."""
     round_ = program.rounds[number]
     if stage < 0:
-        return landing_positions(round_.landings, round_.held_tokens)
-    return landing_positions(round_.stages[stage].landings, round_.stages[stage].tokens)
+        return find_landing_positions(round_.landings, round_.held_tokens)
+    return find_landing_positions(round_.stages[stage].landings, round_.stages[stage].tokens)
 
 
-def landing_positions(landings: Sequence[Landing], tokens: int) -> Tensor:
-    """(tokens,) of a stage or a root as they lie in memory; 0 of those that nobody here sees."""
+def find_landing_positions(landings: Sequence[Landing], tokens: int) -> Tensor:
+    """Return the positions (tokens,) of a stage or a root as its tokens lie in memory.
+
+    Tokens that nobody here sees get 0.
+    """
     positions = torch.zeros(tokens, dtype=torch.int64)
     for (start, step, _, span), _, at in landings:
         positions[slice(*at)] = torch.arange(start, start + step * length(span), step)
@@ -190,7 +196,7 @@ def landing_positions(landings: Sequence[Landing], tokens: int) -> Tensor:
 
 
 def _describe(cuts: Sequence[Cut]) -> str:
-    """Kernel calls in a few words."""
+    """Describe kernel calls in a few words."""
     calls = [
         f"{cut.call.q_tokens} x {cut.call.kv_tokens} in {len(cut.call.tiles)} tiles" for cut in cuts
     ]
@@ -198,11 +204,11 @@ def _describe(cuts: Sequence[Cut]) -> str:
 
 
 class Execution(ABC):
-    """Run a program once: move blocks. Subclasses compute with them.
+    """One run of a program. This class moves blocks; subclasses compute with them.
 
     leaving  the side of the own block that others look at
 
-    What is under way stands in lists: a crossing between hosts, fetched deliveries, the one that
+    Lists hold what is under way: an exchange between hosts, fetched deliveries, the one that
     landed.
     """
 
@@ -214,12 +220,14 @@ class Execution(ABC):
         self.landed: list[Delivery] = []
 
     def run(self) -> None:
-        """Perform the program's events in order. If one fails, the transport is left in order."""
+        """Perform the events in order. If one fails, leave the transport ready for the next
+        call.
+        """
         try:
             for event in self.program.events:
                 self._perform(event)
         finally:
-            self._let_go()
+            self._release_all()
 
     def _perform(self, event: Event) -> None:
         match event.do:
@@ -265,10 +273,8 @@ class Execution(ABC):
     @abstractmethod
     def _end(self, event: Event) -> None: ...
 
-    def _let_go(self) -> None:
-        """Release what a run that was broken off left: the next call must find the transport in
-        order.
-        """
+    def _release_all(self) -> None:
+        """Release what a failed run left, so that the next call finds the transport ready."""
         for delivery in self.landed:
             delivery.release()
         for delivery in self.fetched:
@@ -287,12 +293,12 @@ class Execution(ABC):
         return self._round(event).stages[event.stage]
 
     def _leaving_part(self, event: Event, spans: Sequence[Span]) -> tuple[Tensor, ...]:
-        """Return what travels of some own tokens, contiguous."""
+        """Return the tensors of some own tokens to send, contiguous."""
         pass_, payload = self._pass(event), self.program.payload
         if not any(map(length, spans)):
             return ()
         side = self.leaving.part(ALL, pass_.q if payload.queries_travel else pass_.kv)
-        return payload.depart(side.at(spans))
+        return payload.depart(side.gather(spans))
 
     def _cross(self, event: Event) -> None:
         round_ = self._round(event)
@@ -322,14 +328,14 @@ class Execution(ABC):
         self.landed.append(self.fetched.pop(0))
         self.landed[-1].wait()
         if event.stage + 1 == len(self._round(event).stages):
-            del self.roots[event.number, event.round]  # all has left
+            del self.roots[event.number, event.round]  # all of it was sent
 
     def _landed_tensors(self, event: Event) -> tuple[Tensor, ...]:
-        """Return the tensors that landed, good until they are freed."""
+        """Return the tensors that landed. They are valid until they are freed."""
         return self._pass(event).packing.views(self.landed[-1].memory, self._stage(event).tokens)
 
     def _root_tensors(self, event: Event) -> tuple[Tensor, ...]:
-        """Return the tensors of a round's root; none if this rank looks at nothing of it."""
+        """Return the tensors of a round's root, or none if this rank looks at nothing of it."""
         key = event.number, event.round
         return self.roots[key] if self._round(event).stages else self.roots.pop(key)
 
@@ -344,11 +350,11 @@ class Execution(ABC):
 
 
 class Forward(Execution):
-    """The forward: partial outputs of the own queries merge here.
+    """The forward. It merges partial outputs of the own queries.
 
     out, lse  the results, from the event `own` on
     parts     the partial outputs of the own block
-    merged    the sum of the pass that began
+    merged    the sum of the current pass
     """
 
     out: Tensor
@@ -373,7 +379,7 @@ class Forward(Execution):
         self.parts: list[OutputPart] = []
 
     def result(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run; return out (B, S, H, D), lse (B, H, S) and, with a bias, the row_lse of it."""
+        """Run. Return out (B, S, H, D), lse (B, H, S) and, with a bias, its row_lse."""
         self.run()
         return self.out, self.lse, self.attention.row_lse
 
@@ -382,7 +388,7 @@ class Forward(Execution):
         self.parts = list(outputs(self.attention, self.program.own, self.queries, self.keys))
         if (
             is_whole(self.parts, q.shape[1])
-            # else out does not know of the bias, only the merged one does
+            # such a call's out does not include the bias, only the merged one does
             and not is_one_row(self.program.own[0].row)
             and self.parts[0][1].dtype == q.dtype
             and (self.attention.writes_new_memory or not self.program.passes)
@@ -411,7 +417,7 @@ class Forward(Execution):
         del self.merged
 
     def _merge_from_own(self, heads: slice) -> Outputs:
-        """Return the sum of some heads, begun with the own block's share."""
+        """Begin the sum of some heads with the own block's share."""
         limit = _OUTPUTS_WAITING * self.program.problem.group_bytes
         parts = ((spans, out[:, :, heads], lse[:, heads]) for spans, out, lse in self.parts)
         return Outputs(self.out[:, :, heads], self.lse[:, heads], limit, parts)
@@ -425,14 +431,14 @@ class Forward(Execution):
 
 
 class Backward(Execution):
-    """The backward: gradients of the side that stays add up here, those of the other go home and
-    add up there.
+    """The backward. It adds up the gradients of the side that stays. Gradients of the travelling
+    side are returned, and their owner adds them up.
 
     own_parts     partial dq, dk and dv of the own block
     grads         dq, dk and dv, from the event `own` on
-    sums          of dq, dk, dv, by pass
-    root_sums     of a root's gradients, by pass and round
-    computed      partial gradients of the travelling side, in a stage
+    sums          the sums of dq, dk and dv, by pass
+    root_sums     the sums of a root's gradients, by pass and round
+    computed      partial gradients of the travelling side of a stage
     returning     the delivery of gradients that is under way
     leaving_host  the exchange of gradients between hosts that is under way
     """
@@ -451,7 +457,7 @@ class Backward(Execution):
         tokens = program.tokens(None, device)
         queries, keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
         if table is not None and program.problem.takes_delta:
-            # which the table's gradient needs; many calls need not gather out
+            # the table's gradient needs delta, and then calls need not gather out
             queries = queries.with_delta()
         super().__init__(program, rings, queries if payload.queries_travel else keys, device)
         self.payload, self.queries, self.keys = payload, queries, keys
@@ -466,7 +472,7 @@ class Backward(Execution):
         self.leaving_host: list[tuple[Ticket, tuple[Tensor, ...]]] = []
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Run; return dq, dk and dv in the inputs' dtype and, with a bias, this rank's share of
+        """Run. Return dq, dk and dv in the inputs' dtype and, with a bias, this rank's share of
         dtable.
         """
         self.run()
@@ -486,8 +492,8 @@ class Backward(Execution):
             case _:
                 super()._perform(event)
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def _release_all(self) -> None:
+        super()._release_all()
         for delivery in self.returning:
             delivery.wait()
             delivery.release()
@@ -516,7 +522,7 @@ class Backward(Execution):
         self.sums[event.number] = self._sum_from_own(pass_.q, pass_.kv)
 
     def _sum_from_own(self, q_heads: slice, kv_heads: slice) -> list[Gradients]:
-        """Return the sums of some heads, begun with the own block's share."""
+        """Begin the sums of some heads with the own block's share."""
         sums = []
         for own, grad, heads in zip(
             self.own_parts, self.grads, (q_heads, kv_heads, kv_heads), strict=True
@@ -531,7 +537,7 @@ class Backward(Execution):
     def _open(self, event: Event) -> None:
         if tensors := self._root_tensors(event):
             for going, spans in self._differentiate(event, (event.round, -1), tensors):
-                _add(self._sums_of_root(event), spans, going)
+                _add_gradients(self._sums_of_root(event), spans, going)
 
     def _compute(self, event: Event) -> None:
         self.computed = [[] for _ in self._travelling_sums(event.number)]
@@ -543,7 +549,7 @@ class Backward(Execution):
     def _differentiate(
         self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]
     ) -> Iterator[tuple[Sequence[Tensor], Sequence[Span]]]:
-        """Add gradients of the side that stays to its sums; yield those of the travelling side, and
+        """Add gradients of the side that stays to its sums. Yield those of the travelling side with
         its spans.
         """
         program, pass_, payload = self.program, self._pass(event), self.payload
@@ -559,7 +565,7 @@ class Backward(Execution):
             going, staying = (
                 (of_queries, of_keys) if payload.queries_travel else (of_keys, of_queries)
             )
-            _add(self._staying_sums(event.number), staying[1], staying[0])
+            _add_gradients(self._staying_sums(event.number), staying[1], staying[0])
             yield going
 
     def _return(self, event: Event) -> None:
@@ -592,7 +598,7 @@ class Backward(Execution):
             self.returning.pop().release()
 
     def _add_returned(self, event: Event) -> list[Gradients]:
-        """Wait for the gradients of a stage, add them to the root's sums and return these."""
+        """Wait for the gradients of a stage and add them to the root's sums. Return the sums."""
         stage, round_ = self._stage(event), self._round(event)
         self.returning[-1].wait()
         sums = self._sums_of_root(event) if event.round else self._travelling_sums(event.number)
@@ -620,10 +626,10 @@ class Backward(Execution):
         ticket, grads = self.leaving_host.pop()
         ticket.wait()
         if grads:
-            _add(self._travelling_sums(event.number), self._round(event).lent, grads)
+            _add_gradients(self._travelling_sums(event.number), self._round(event).lent, grads)
 
     def _sums_of_root(self, event: Event) -> list[Gradients]:
-        """Return this host's share of the gradients of what it has of a root."""
+        """Return the sums of this host's share of a root's gradients."""
         key, tokens = (event.number, event.round), self._round(event).held_tokens
         if key not in self.root_sums:
             own = self._travelling_sums(event.number)
@@ -641,7 +647,9 @@ class Backward(Execution):
         return self.sums[number][1:] if self.payload.queries_travel else self.sums[number][:1]
 
 
-def _add(sums: Sequence[Gradients], spans: Sequence[Span], grads: Sequence[Tensor]) -> None:
+def _add_gradients(
+    sums: Sequence[Gradients], spans: Sequence[Span], grads: Sequence[Tensor]
+) -> None:
     """Add to each of `sums` its gradient (B, T, ...) of the tokens of rising spans."""
     for total, grad in zip(sums, grads, strict=True):
         total.add(spans, grad)

@@ -1,11 +1,13 @@
-"""Payloads: what travels round the ring, in which bytes, and what comes home. One class a payload.
+"""Payloads: the tensors that travel around the ring, and the gradients that are returned. A class
+each.
 
-    KeysValues     k and v; in a backward dk and dv come home
-    QueriesDelta   q, dout, and lse and delta = rowsum(out * dout) side by side; dq comes home
-                   (arXiv 2403.09347)
-    QueriesOut     q, dout, lse and out; dq comes home
+    KeysValues     k and v. A backward returns dk and dv.
+    QueriesDelta   q, dout, and lse and delta = rowsum(out * dout) side by side. It returns dq
+                   (arXiv 2403.09347).
+    QueriesOut     q, dout, lse and out. It returns dq.
 
-All that travels is (B, S, heads, ...). To add one: a class here, listed in `backward_payload`.
+All these tensors are (B, S, heads, ...). To add a payload, write a class here and list it in
+`backward_payload`.
 """
 
 from __future__ import annotations
@@ -26,44 +28,42 @@ from ..compute import Keys, QueryGradients, Side
 
 _SURROGATE_ENTRIES = 3
 
-
-# shape of a token's entries and dtype of each tensor
+# the shape of a token's entries, and the dtype, of each tensor
 Entries = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Payload(ABC):
-    """What of a block travels.
-
-    queries_travel  whether the query side does, and the key side stays
+    """The tensors of a block that travel. If `queries_travel`, keys stay; otherwise queries
+    stay.
     """
 
     queries_travel: bool
 
     def packing(self, sizes: Sizes) -> Packing:
-        """Return how blocks lie in memory on their way."""
+        """Return how blocks lie in memory when they are sent."""
         return Packing(sizes.batch, self._entries(sizes))
 
     @abstractmethod
     def return_packing(self, sizes: Sizes) -> Packing:
-        """Return how gradients lie on their way home, as the kernel makes them."""
+        """Return how gradients lie when they are returned. They have the kernel's dtype."""
 
     @abstractmethod
     def depart(self, block: Side) -> tuple[Tensor, ...]:
-        """Return the tensors of a block that travel, contiguous. The block is of the side that
-        travels.
+        """Return the tensors of a block to send, contiguous. The block is of the travelling
+        side.
         """
 
     def token_bytes(self, sizes: Sizes) -> int:
-        """Count the bytes per token and hop, there and back."""
+        """Count the bytes per token and hop, of the block and its gradients."""
         return self.packing(sizes).token_bytes() + self.return_packing(sizes).token_bytes()
 
     @abstractmethod
     def _entries(self, sizes: Sizes) -> Entries:
-        """Return shape and dtype of what travels of a token."""
+        """Return the shape and dtype of a token's entries in each tensor."""
 
 
 class KeysValues(Payload):
-    """k and v travel; in a backward dk and dv come home."""
+    """k and v travel. A backward returns dk and dv."""
 
     queries_travel = False
 
@@ -75,7 +75,7 @@ class KeysValues(Payload):
         return block.k.contiguous(), block.v.contiguous()
 
     def arrive(self, tensors: Sequence[Tensor], tokens: Tensor | None) -> Keys:
-        """Return the block that `depart` made these tensors of; `tokens` are `Scores.tokens`."""
+        """Return the block from the tensors of `depart`. `tokens` are `Scores.tokens`."""
         k, v = tensors
         return Keys(k, v, tokens)
 
@@ -84,7 +84,7 @@ class KeysValues(Payload):
 
 
 class QueriesTravel(Payload):
-    """The query side travels, in a backward; dq comes home."""
+    """The query side of a backward travels. It returns dq."""
 
     queries_travel = True
 
@@ -95,9 +95,9 @@ class QueriesTravel(Payload):
     def arrive(
         self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool
     ) -> QueryGradients:
-        """Return the block that `depart` made these tensors of; `tokens` are `Scores.tokens`.
+        """Return the block from the tensors of `depart`. `tokens` are `Scores.tokens`.
 
-        takes_delta  whether kernels can do with delta in place of out
+        takes_delta  whether kernels can take delta in place of out
         """
 
 
@@ -148,8 +148,8 @@ class QueriesOut(QueriesTravel):
 
 
 def backward_payload(backward: str, send_out: bool, sizes: Sizes) -> KeysValues | QueriesTravel:
-    """Return the payload of a backward in which "q" or "kv" travel; "auto" is the one with fewer
-    bytes.
+    """Return the payload of a backward in which "q" or "kv" travel. "auto" picks the one with
+    fewer bytes.
     """
     choices: dict[str, KeysValues | QueriesTravel] = {
         "q": QueriesOut() if send_out else QueriesDelta(),
@@ -160,7 +160,7 @@ def backward_payload(backward: str, send_out: bool, sizes: Sizes) -> KeysValues 
     return choices[backward]
 
 
-def of_heads(sizes: Sizes, kv_heads: int) -> Sizes:
+def select_heads(sizes: Sizes, kv_heads: int) -> Sizes:
     """Return the sizes of some kv heads and their query heads."""
     return replace(sizes, heads=sizes.heads // sizes.kv_heads * kv_heads, kv_heads=kv_heads)
 
@@ -170,18 +170,19 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     """Return o' (B, S, H, D) in dout's dtype with rowsum(o' * dout) = delta (B, H, S), for kernels
     that need out.
 
-    Where the softmax is saturated, dq is what is left of dP - delta after nearly all has cancelled,
-    so delta must be met far better than o' can be rounded. Therefore few entries carry it: that
-    with the largest |dout| as much as its rounding allows, the next ones the rest. Three leave an
-    error below fp32's; in fp16, whose smallest numbers are not small, one of some 1e-4 where delta
-    is small beside |dout|, as rounding out would.
+    If the softmax is saturated, dq is what remains of dP - delta after nearly all cancels. So the
+    row sum must meet delta far better than rounding o' allows. Therefore only a few entries of o'
+    differ from 0. The entry with the largest |dout| carries as much as its rounding allows, and the
+    next ones carry the rest. Three entries leave an error below fp32's. In fp16, whose smallest
+    numbers are not small, the error is about 1e-4 if delta is small beside |dout|, as from rounding
+    out.
     """
     wide = dout.to(delta.dtype)
     magnitude, rest = wide.abs(), delta.transpose(1, 2).unsqueeze(-1)
     out, most = torch.zeros_like(dout), torch.finfo(dout.dtype).max
     for _ in range(_SURROGATE_ENTRIES):
         largest = magnitude.amax(-1, keepdim=True)
-        carrying = (magnitude == largest) & (largest > 0)  # several where entries are alike
+        carrying = (magnitude == largest) & (largest > 0)  # several if entries are equal
         divisor = largest * carrying.sum(-1, keepdim=True)
         part = (rest / divisor).where(divisor > 0, 0.0).clamp(-most, most).to(dout.dtype)
         out = torch.where(carrying, part * dout.sign(), out)

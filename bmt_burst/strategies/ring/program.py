@@ -1,28 +1,27 @@
-"""The order of events of one rank: what it starts, waits for and computes, as data that can be
+"""The order of events of one rank: what it starts, waits for and computes. It is data that can be
 printed and checked.
 
-All that begins an exchange stands before what it overlaps with is computed, and memory is given
-back as soon as it was read. That is also what keeps streams from deadlock: what a rank waits for,
-its peers enqueue before they wait for anything later (see transport/copy_engine.py).
+Each exchange starts before the computation that overlaps with it, and memory is released as soon as
+it was read. This also keeps streams from deadlock: a rank's peers enqueue what it waits for before
+they wait for anything later (see transport/copy_engine.py).
 
-    pack     p        the own block's part that others look at, of pass p, made contiguous
-    cross    p n      starts bringing the root of round n from its host
-    fetch    p n s    starts bringing in what this rank looks at in stage s, and sending others what
-             they look at
-    own               computes the own block
-    begin    p        the sums of a pass begin
-    open     p n      computes what this rank looks at of the root of round n
-    land     p n s    waits for what was fetched
-    compute  p n s    computes it
-    return   p n s    starts sending its gradients home
-    collect  p n s    waits for gradients of the root that others computed in the stage, and adds
-             them up
-    free     p n s    gives back the memory of what was fetched
-    leave    p n      starts sending this host's share of the root's gradients to its owner
-    receive  p n      waits for the share that another host has of the own gradients, and adds it
-    arrive   p n      waits for the root of round n
-    end      p (n s)  waits for the last gradients, those of stage s, and completes the sums of a
-             pass
+    pack     p        copy the tokens of the own block that others look at in pass p
+    cross    p n      start to receive the root of round n from its host
+    fetch    p n s    start to receive what this rank looks at in stage s, and to send what others
+                      look at
+    own               compute the own block
+    begin    p        begin the sums of a pass
+    open     p n      compute what this rank looks at in the root of round n
+    land     p n s    wait for what was fetched
+    compute  p n s    compute it
+    return   p n s    start to return its gradients
+    collect  p n s    wait for the gradients of the root that others computed in the stage, and add
+                      them up
+    free     p n s    release the memory of what was fetched
+    leave    p n      start to send this host's share of the root's gradients to the root's owner
+    receive  p n      wait for another host's share of the own gradients, and add it
+    arrive   p n      wait for the root of round n
+    end      p (n s)  wait for the last gradients, those of stage s, and complete the sums of a pass
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ Do = Literal[
 
 
 class Event(NamedTuple):
-    """Something that a rank does in pass `number` over the ring, round `round` and stage `stage`."""
+    """An action of a rank in pass `number` over the ring, round `round` and stage `stage`."""
 
     do: Do
     number: int = 0
@@ -62,12 +61,12 @@ class Event(NamedTuple):
 
 
 def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Event]:
-    """The events of a rank in `passes` over a ring whose rounds have so many stages; `returning` if
-    gradients do.
+    """Yield the events of a rank in `passes` over a ring. Each round has so many stages. In a
+    backward gradients are `returning`.
 
-    What a pass needs first is on its way before the last stage of the pass before is computed, and
-    what the first one needs before the own block is. Gradients of a stage come home while the next
-    one is computed, those from another host while the next round is.
+    The first exchanges of a pass start before the last stage of the previous pass is computed.
+    Those of the first pass start before the own block is. Gradients of a stage are returned while
+    the next stage is computed, and those from another host while the next round is.
     """
     last = len(stages) - 1
     collect: list[Event] = []  # of the stage before
@@ -84,7 +83,7 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
                 yield from _begin_next(following, stages)
             if round_:
                 yield Event("open", number, round_)
-                yield from _taken(collect)
+                yield from _take_all(collect)
             for stage in range(count):
                 if stage + 1 < count:
                     yield Event("fetch", number, round_, stage + 1)
@@ -93,16 +92,16 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
                 yield Event("land", number, round_, stage)
                 yield Event("compute", number, round_, stage)
                 if returning:
-                    yield from _taken(collect)
+                    yield from _take_all(collect)
                     if not last:
-                        yield from _taken(end)
+                        yield from _take_all(end)
                     yield Event("return", number, round_, stage)
                     collect.append(Event("collect", number, round_, stage))
                 yield Event("free", number, round_, stage)
             if returning and round_:
-                yield from _taken(collect)
-                yield from _taken(receive)
-                yield from _taken(end)
+                yield from _take_all(collect)
+                yield from _take_all(receive)
+                yield from _take_all(end)
                 yield Event("leave", number, round_)
                 receive.append(Event("receive", number, round_))
             if round_ < last:
@@ -113,25 +112,25 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
         else:
             end.append(collect.pop()._replace(do="end"))
         if not returning:
-            yield from _taken(end)
-    yield from _taken(receive)
-    yield from _taken(end)
+            yield from _take_all(end)
+    yield from _take_all(receive)
+    yield from _take_all(end)
 
 
-def _taken(events: list[Event]) -> Iterator[Event]:
-    """The events, which are no longer pending."""
+def _take_all(events: list[Event]) -> Iterator[Event]:
+    """Yield the events and remove them from the list."""
     while events:
         yield events.pop(0)
 
 
 def _begin_next(following: list[int], stages: Sequence[int]) -> Iterator[Event]:
-    """What begins with the next pass, if there is one."""
+    """Yield what begins with the next pass, if there is one."""
     for number in following:
         yield from _begin(number, 0, stages)
 
 
 def _begin(number: int, round_: int, stages: Sequence[int]) -> Iterator[Event]:
-    """What begins with a round."""
+    """Yield what begins with a round."""
     if not round_:
         yield Event("pack", number)
     if round_ + 1 < len(stages):

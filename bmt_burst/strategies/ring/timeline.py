@@ -1,9 +1,9 @@
-"""A timeline of a ring's plan: when one rank computes and when its tokens travel, at assumed rates.
+"""A timeline of a ring's plan: when one rank computes and when it receives, at assumed rates.
 
-Nothing runs. Kernels compute one after the other, deliveries of a kind (visits and returns) come
-one after the other, and both wait for each other as the events of the program do. Merging and
-launching cost nothing here, so a real rank is never faster. `RingPlan.timelines` returns one for
-the forward and one for the backward, and examples/timeline.py draws those of all ranks.
+Nothing runs. Kernels run one after the other. Deliveries of a kind (visits and returns) follow one
+another. Both wait for each other as the program's events do. Merging and launching cost nothing
+here, so a real rank is never faster. `RingPlan.timelines` returns a timeline of the forward and one
+of the backward. examples/timeline.py draws those of all ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _BACKWARD = 2.5  # operations of a backward, relative to its forward
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a second: operations, and bytes between ranks of a host and between
-    hosts.
+    """The rates of a machine per second: operations, bytes between ranks of a host, and bytes
+    between hosts.
     """
 
     operations: float = 600e12
@@ -36,7 +36,7 @@ class Rates:
 
 
 class Interval(NamedTuple):
-    """Something that takes time, in seconds from the start: a kernel's work or a delivery."""
+    """A kernel's work or a delivery, in seconds from the start."""
 
     row: str
     event: Event
@@ -45,7 +45,9 @@ class Interval(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The intervals of one rank; prints as a drawing with a row for each thing that can be busy."""
+    """The intervals of one rank. It prints as a drawing with a row for kernels and for each kind of
+    delivery.
+    """
 
     rank: int
     intervals: list[Interval]
@@ -68,10 +70,10 @@ class Timeline(NamedTuple):
         for row, character in _ROWS.items():
             mine = [x for x in self.intervals if x.row == row]
             if mine:
-                lines.append(f"  {row:<8}|{self._drawn(mine, character)}|")
+                lines.append(f"  {row:<8}|{self._draw(mine, character)}|")
         return "\n".join(lines)
 
-    def _drawn(self, intervals: Sequence[Interval], character: str) -> str:
+    def _draw(self, intervals: Sequence[Interval], character: str) -> str:
         cells = [" "] * _WIDTH
         for x in intervals:
             first, last = (int(_WIDTH * at / self.seconds) for at in (x.start, x.stop))
@@ -86,7 +88,7 @@ class Timeline(NamedTuple):
 
 
 def timeline(program: Program, rates: Rates, returning: bool = False) -> Timeline:
-    """Compute when each event of a program starts and ends; `returning` for a backward's program."""
+    """Compute when each event of a program starts and ends. `returning` is for a backward."""
     intervals: list[Interval] = []
     free = dict.fromkeys(_ROWS, 0.0)  # when each row is free
     done: dict[Event, float] = {}  # when what was started ends
