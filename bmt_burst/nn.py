@@ -154,7 +154,7 @@ class BurstAttention(nn.Module):
             raise ValueError(f"softcap must be positive, got {softcap}")
         self.head_dim = head_dim
         self.sp = sp or SequenceParallel()
-        self.options = {
+        self.options: dict[str, Any] = {
             "flash": flash,
             "deterministic": deterministic,
             "strategy": strategy,

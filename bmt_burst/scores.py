@@ -1,16 +1,22 @@
-"""Scores: what is added to scale q k^T, where it is a learned number for each head that a few
-integers of both tokens choose. CPM-Live's models have such a bias, and masks that go with it; T5's
-relative positions are another.
+"""Scores: learned numbers that attention adds to scale q k^T.
 
-A token has a group, a segment of it, and a position; groups and segments are runs of the sequence.
-Pairs of one segment have a number by their distance, alike from `reach` on; pairs of two segments
-of one group one by these; pairs of two groups one for all. So nearly all pairs of a long sequence
-lie in large areas with one number each. Attention with a constant added is plain attention with
-that added to its lse, which the fastest kernels do: `terms` are those areas. What is left is for a
-kernel that knows the table: near pairs of a long segment, which go by distance alone, and pairs of
-segments that are short, but for those of two groups that are long.
+For each pair of tokens a few integers of both choose a row of a table, which has a number for each
+head. CPM-Live's models have such a bias, and masks that fit it. T5's relative positions are
+another.
 
-No rank, no layout, no GPU. All of it is O(sequence), and the same on every rank.
+A token has a group, a segment of the group, and a position. Groups and segments are runs of the
+sequence. A pair of tokens gets its row as follows:
+- in one segment by its distance, which is clamped at `reach`
+- in two segments of one group by the two segments
+- in two groups there is one row for all pairs
+
+So nearly all pairs of a long sequence lie in large areas of one row each. Attention with a constant
+added is plain attention with the constant added to its lse, and the fastest kernels compute plain
+attention. `terms` are those areas. A kernel that knows the table computes the other pairs: near
+pairs of a long segment, which have their rows by distance alone, and pairs of short segments,
+except pairs of two long groups.
+
+Nothing here knows ranks, layouts or GPUs. All of it is O(sequence), and the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,16 +37,18 @@ from .base.arguments import as_int
 from .sequence.mask import Mask, Slice
 from .sequence.span import Span, length, overlap
 
-BY_DISTANCE = -1  # in place of a row: it follows from the distance
-_LONG = 256  # tokens from which on a segment is worth kernel calls of its own
-_MOST_TERMS = 16  # with a row each: attention keeps a number for each of them, query and head
+BY_DISTANCE = -1  # in place of a row: the distance says which
+_LONG = 256  # tokens of a segment that is worth separate kernel calls
+_MOST_TERMS = 16  # of one row: attention keeps a number for each of them, query and head
+
+Class = TypeVar("Class")
 
 
 class Term(NamedTuple):
-    """A part of the visible pairs: those of `mask`.
+    """A part of the visible pairs, those of `mask`.
 
-    All have row `row` of the table; BY_DISTANCE: each has its own by its distance; None: each has
-    its own.
+    row  the row of the table that all of them have; BY_DISTANCE if each has one by its distance;
+         None if each has any row
     """
 
     row: int | None
@@ -48,12 +56,12 @@ class Term(NamedTuple):
 
 
 def is_one_row(row: int | None) -> bool:
-    """Whether all pairs of a term have the same row of the table."""
+    """Check whether all pairs of a term have the same row of the table."""
     return row is not None and row != BY_DISTANCE
 
 
 class _Segment(NamedTuple):
-    """What `Scores` say of its tokens."""
+    """The integers of `Scores` that all tokens of a segment have."""
 
     group: int
     base: int
@@ -61,78 +69,97 @@ class _Segment(NamedTuple):
 
 
 class _LabelledSpan(NamedTuple):
-    """A range of tokens: of one segment, or of one group, if it is long; or any."""
+    """A range of tokens. `of` is the long segment or group that they belong to, if there is one."""
 
     span: Span
     of: _Segment | int | None
 
 
-class _Integers:
-    """A field (N,) int32 of Scores. It is copied when it is set and when it is read, so that nobody
-    can change it.
+class _Numbers(NamedTuple):
+    """The tensors of `Scores`, without a copy. Nothing writes to them."""
+
+    group: Tensor
+    base: Tensor
+    segment: Tensor
+    pairs: Tensor
+    distances: Tensor
+
+
+class _CopiedTensor:
+    """A field (N,) int32 that is copied when it is set and when it is read.
+
+    So nobody can change it. The tensor itself is in the object's __dict__.
     """
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, name: str):
         self.name = name
 
-    def __get__(self, scores: Scores | None, owner: type) -> Tensor:
-        if scores is None:
-            # as dataclasses ask the class for one
-            raise AttributeError(f"{self.name} has no default")
-        return getattr(scores, f"_{self.name}").clone()
+    def __get__(self, scores: Any, owner: type) -> Any:
+        """Return a copy, or on the class this descriptor."""
+        return self if scores is None else vars(scores)[self.name].clone()
 
-    def __set__(self, scores: Scores, x: Tensor) -> None:
+    def __set__(self, scores: Any, x: Tensor) -> None:
+        """Keep a copy. Raises TypeError for anything but int32 of one dimension on the CPU."""
         _check_integers(self.name, x)
-        object.__setattr__(scores, f"_{self.name}", x.clone(memory_format=torch.contiguous_format))
+        vars(scores)[self.name] = x.clone(memory_format=torch.contiguous_format)
 
 
+def _copy_tensors(scores: type[Class]) -> type[Class]:
+    """Return the class, which copies its tensors from now on."""
+    for name in _Numbers._fields:
+        setattr(scores, name, _CopiedTensor(name))
+    return scores
+
+
+@_copy_tensors
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The visible pairs of a sequence, and the row of a table (rows, H) that each adds to its
-    scores.
+    """The visible pairs of a sequence, and the row of a table (rows, H) that each pair adds.
 
     Query i and key j have the row
-        other                                     if group[i] != group[j], else
-        pairs[base[i] + segment[j]]               if that is not BY_DISTANCE (-1), else
+        other                                     if group[i] != group[j], otherwise
+        pairs[base[i] + segment[j]]               if it is not BY_DISTANCE (-1), otherwise
         distances[clamp(j - i, -reach, reach) + reach]
 
-    mask                  which pairs are visible
-    group, base, segment  (seq_len,) int32, on the CPU; `base` says where a query's segment begins
-    in `pairs`
-    pairs                 (P,) int32: rows, or BY_DISTANCE
-    distances             (2 reach + 1,) int32: rows
-    other                 a row
+    mask       the visible pairs
+    group      (seq_len,) int32 on the CPU, as all tensors here: the group of each token
+    base       (seq_len,) int32: the index in `pairs` at which a query's segment begins
+    segment    (seq_len,) int32: the number of a key's segment in its group
+    pairs      (P,) int32: rows, or BY_DISTANCE
+    distances  (2 reach + 1,) int32: rows
+    other      a row
 
-    Tensors are copied when they are given and when they are read, so that nothing can change the
-    Scores. Raises ValueError or TypeError for tensors of another kind or length, or numbers that
-    lead out of them.
+    Tensors are copied when they are passed and when they are read, so nothing can change the
+    Scores. Raises TypeError for tensors of another kind, ValueError for tensors of another length
+    or indices out of range.
     """
 
     mask: Mask
-    group: Tensor = _Integers()
-    base: Tensor = _Integers()
-    segment: Tensor = _Integers()
-    pairs: Tensor = _Integers()
-    distances: Tensor = _Integers()
+    group: Tensor
+    base: Tensor
+    segment: Tensor
+    pairs: Tensor
+    distances: Tensor
     other: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
-            raise TypeError(f"scores need a Mask, got {type(self.mask).__name__}")
-        for name in ("group", "base", "segment"):
-            if (tokens := len(getattr(self, name))) != self.seq_len:
+            raise TypeError(f"mask must be a Mask, got {type(self.mask).__name__}")
+        numbers = self._numbers
+        for name, x in zip(_Numbers._fields[:3], numbers[:3], strict=True):
+            if (tokens := len(x)) != self.seq_len:
                 raise ValueError(f"{name} has {tokens} numbers for a mask of {self.seq_len} tokens")
         object.__setattr__(self, "other", as_int("other", self.other))
-        if len(self._distances) % 2 == 0:
+        if len(self._numbers.distances) % 2 == 0:
             raise ValueError(
-                f"distances are 2 reach + 1 rows, an odd number; got {len(self._distances)}"
+                f"distances are 2 reach + 1 rows, an odd number; got {len(self._numbers.distances)}"
             )
         self._check_rows()
         self._check_entries()
 
     @staticmethod
     def by_distance(mask: Mask, distances: Tensor) -> Scores:
-        """Rows by distance alone, as T5 has them."""
+        """Return scores with rows by distance alone, as in T5."""
         nothing = torch.zeros(mask.seq_len, dtype=torch.int32)
         return Scores(
             mask,
@@ -146,10 +173,10 @@ class Scores:
 
     @staticmethod
     def stacked(scores: Sequence[Scores]) -> Scores:
-        """Several sequences as one, in which they follow one another and see nothing of each other.
+        """Return the scores of several sequences as one sequence.
 
-        Raises ValueError without any, or if their `distances` or `other` differ; TypeError for what
-        is no Scores.
+        They follow one another in it and see nothing of each other. Raises ValueError if there are
+        none or if their `distances` or `other` differ, TypeError for anything but Scores.
         """
         for each in scores:
             if not isinstance(each, Scores):
@@ -160,37 +187,57 @@ class Scores:
         first, groups, pairs = scores[0], 0, 0
         parts: list[tuple[Tensor, ...]] = []
         for each in scores:
-            if not each._distances.equal(first._distances) or each.other != first.other:
+            if (
+                not each._numbers.distances.equal(first._numbers.distances)
+                or each.other != first.other
+            ):
                 raise ValueError(
-                    "scores of several sequences must have the same distances and the same other row"
+                    "scores of several sequences must have the same distances and the same other "
+                    "row"
                 )
             start, stop, group, _, _ = each._runs
-            # whatever numbers they have, they are to differ
+            # groups of two sequences must differ, whatever their numbers are
             numbers, index = group.unique(return_inverse=True)
             group = (index + groups).int().repeat_interleave(stop - start)
-            parts.append((group, each._base + pairs, each._segment, each._pairs))
-            groups, pairs = groups + len(numbers), pairs + len(each._pairs)
+            parts.append(
+                (group, each._numbers.base + pairs, each._numbers.segment, each._numbers.pairs)
+            )
+            groups, pairs = groups + len(numbers), pairs + len(each._numbers.pairs)
         group, base, segment, pairs_of_all = (torch.cat(same) for same in zip(*parts, strict=True))
-        return Scores(mask, group, base, segment, pairs_of_all, first._distances, first.other)
+        return Scores(
+            mask, group, base, segment, pairs_of_all, first._numbers.distances, first.other
+        )
+
+    @functools.cached_property
+    def _numbers(self) -> _Numbers:
+        return _Numbers(*(vars(self)[name] for name in _Numbers._fields))
 
     @property
     def seq_len(self) -> int:
+        """The length of the sequence."""
         return self.mask.seq_len
 
     @property
     def reach(self) -> int:
-        """The distance from which on all are alike."""
-        return len(self._distances) // 2
+        """The distance from which on all pairs have the same row."""
+        return len(self._numbers.distances) // 2
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Rows that a table must have."""
-        return int(torch.cat((self._pairs, self._distances, torch.tensor([self.other]))).max()) + 1
+        """The number of rows that a table must have at least."""
+        return (
+            int(
+                torch.cat(
+                    (self._numbers.pairs, self._numbers.distances, torch.tensor([self.other]))
+                ).max()
+            )
+            + 1
+        )
 
     @functools.cached_property
     def digest(self) -> str:
-        """Tells these from others, alike in every process."""
-        numbers = self._runs, self._pairs, self._distances
+        """A string that is equal for equal scores, in every process."""
+        numbers = self._runs, self._numbers.pairs, self._numbers.distances
         sizes = [x.numel() for x in numbers]
         found = hashlib.blake2b(f"{self.mask.digest} {self.other} {sizes}".encode(), digest_size=16)
         for x in numbers:
@@ -198,30 +245,29 @@ class Scores:
         return found.hexdigest()
 
     def tokens(self, positions: Tensor) -> Tensor:
-        """What kernels know of the tokens at `positions` (T,): group, base, segment and position,
-        (4, T) int32.
+        """Return group, base, segment and position of the tokens at `positions` (T,), for kernels.
+
+        The result is (4, T) int32.
         """
-        return torch.stack(
-            (*(x[positions] for x in (self._group, self._base, self._segment)), positions.int())
-        )
+        chosen = (x[positions] for x in self._numbers[:3])
+        return torch.stack((*chosen, positions.int()))
 
     def dense(self) -> Tensor:
-        """(seq_len, seq_len) int64, the row of query (row) and key (column), also of pairs that are
-        not visible.
+        """Return (seq_len, seq_len) int64, the table's row of each query (row) and key (column).
 
-        For tests: it takes O(n^2) memory.
+        Pairs that are not visible have one too. For tests: it takes O(n^2) memory.
         """
         ahead = torch.arange(self.seq_len) - torch.arange(self.seq_len).unsqueeze(1)
-        by_distance = self._distances[ahead.clamp(-self.reach, self.reach) + self.reach]
-        same = self._group.unsqueeze(1) == self._group
-        entries = (self._base.unsqueeze(1) + self._segment).where(same, 0)
-        rows = self._pairs[entries]
+        group, base, segment, pairs, distances = self._numbers
+        by_distance = distances[ahead.clamp(-self.reach, self.reach) + self.reach]
+        same = group.unsqueeze(1) == group
+        rows = pairs[(base.unsqueeze(1) + segment).where(same, 0)]
         rows = rows.where(rows != BY_DISTANCE, by_distance)
         return rows.where(same, self.other).long()
 
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:
-        """The visible pairs in parts, those without a row first, if there are any."""
+        """The visible pairs in parts, first those without a row, if there are any."""
         if (
             len(self._long_segments) == len(self._long_groups) == 1
             and self._long_segments[0].of is None
@@ -249,20 +295,24 @@ class Scores:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        return f"<scores of {self.seq_len} tokens in {self._runs.shape[1]} segments, {self.num_rows} rows>"
+        segments = self._runs.shape[1]
+        return f"<scores of {self.seq_len} tokens in {segments} segments, {self.num_rows} rows>"
 
     def _check_rows(self) -> None:
-        """Whether all rows are numbers of rows."""
-        rows = torch.cat((self._pairs[self._pairs != BY_DISTANCE], self._distances))
+        """Raise ValueError unless all rows can be rows of a table."""
+        rows = torch.cat(
+            (self._numbers.pairs[self._numbers.pairs != BY_DISTANCE], self._numbers.distances)
+        )
         if (least := min(int(rows.min()), self.other)) < 0:
             raise ValueError(f"rows of the table cannot be negative, got {least}")
         if self.other >= 1 << 31:
             raise ValueError(
-                f"other is a row of a table, below 2^31; got a number of {self.other.bit_length()} bits"
+                "other must be a row of a table, below 2^31; "
+                f"got a number of {self.other.bit_length()} bits"
             )
 
     def _check_entries(self) -> None:
-        """Whether all pairs of a group are among `pairs`."""
+        """Raise ValueError if a pair of segments has no entry in `pairs`."""
         _, _, group, *entries = self._runs
         groups, index = group.unique(return_inverse=True)
         empty = torch.zeros_like(groups)
@@ -274,18 +324,17 @@ class Scores:
             for x in entries
         )
         lowest, highest = int((least + first).min()), int((most + last).max())
-        if lowest < 0 or highest >= len(self._pairs):
+        if lowest < 0 or highest >= len(self._numbers.pairs):
             reach = f"base + segment reaches from {lowest} to {highest}"
-            raise ValueError(f"{reach}, but there are {len(self._pairs)} pairs")
+            raise ValueError(f"{reach}, but there are {len(self._numbers.pairs)} pairs")
 
     @functools.cached_property
     def _runs(self) -> Tensor:
-        """Ranges of tokens of one segment of one group: start, stop, group, base and segment of
-        each, (5, runs) int64.
+        """(5, runs) int64: start, stop, group, base and segment of each run of equal tokens.
 
-        There are far fewer than tokens, so that what follows looks at these.
+        There are far fewer runs than tokens, so other methods look at these.
         """
-        numbers = torch.stack((self._group, self._base, self._segment))
+        numbers = torch.stack(self._numbers[:3])
         ends = (numbers[:, 1:] != numbers[:, :-1]).any(0).nonzero().flatten() + 1
         bounds = torch.cat((torch.tensor([0]), ends, torch.tensor([self.seq_len])))
         return torch.cat(
@@ -302,7 +351,7 @@ class Scores:
 
     @functools.cached_property
     def _long_groups(self) -> list[_LabelledSpan]:
-        """The sequence in long runs of a group, and what is between them."""
+        """The sequence in long runs of a group, and the ranges between them."""
         found = []
         for group, runs in itertools.groupby(self._runs.T.tolist(), key=lambda run: run[2]):
             spans = [run[:2] for run in runs]
@@ -319,7 +368,7 @@ class Scores:
         return found
 
     def _areas(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
-        """A visible slice in parts, each with its row or None."""
+        """Yield the parts of a visible slice, each with its row or None."""
         for part, mine, theirs in _parts(s, self._long_groups):
             if mine is not None and theirs is not None and mine != theirs:
                 yield self.other, part
@@ -336,19 +385,23 @@ class Scores:
                 yield row, part
 
     def _row(self, mine: _Segment, theirs: _Segment) -> int:
-        """Of queries of one segment and keys of another."""
+        """Return the row of queries of one segment and keys of another."""
         return (
             self.other
             if mine.group != theirs.group
-            else int(self._pairs[mine.base + theirs.segment])
+            else int(self._numbers.pairs[mine.base + theirs.segment])
         )
 
     def _bands(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
-        """A slice of one segment: what is near, and what is far on either side where that is much."""
+        """Yield the parts of a slice in one segment: near pairs, and far pairs on either side."""
         low, high = -math.inf if s.low is None else s.low, math.inf if s.high is None else s.high
         edges = (1 - self.reach, self.reach) if self.reach else ()
         for start, stop in itertools.pairwise([low, *(x for x in edges if low < x < high), high]):
-            far = int(self._distances[-1]) if stop <= 1 - self.reach else int(self._distances[0])
+            far = (
+                int(self._numbers.distances[-1])
+                if stop <= 1 - self.reach
+                else int(self._numbers.distances[0])
+            )
             near = 1 - self.reach <= start < self.reach
             lowest, highest = (None if math.isinf(x) else int(x) for x in (start, stop))
             part = Slice(s.q, s.kv, lowest, highest)
@@ -357,7 +410,7 @@ class Scores:
 
 
 def _parts(s: Slice, spans: Sequence[_LabelledSpan]) -> Iterator[tuple[Slice, Any, Any]]:
-    """A visible slice in parts, and whose their queries and keys are."""
+    """Yield the parts of a slice that spans cut, with the labels of their queries and keys."""
     for (q, mine), (kv, theirs) in itertools.product(_within(s.q, spans), _within(s.kv, spans)):
         part = s._replace(q=q, kv=kv)
         if part.area:
@@ -365,7 +418,7 @@ def _parts(s: Slice, spans: Sequence[_LabelledSpan]) -> Iterator[tuple[Slice, An
 
 
 def _within(span: Span, spans: Sequence[_LabelledSpan]) -> Iterator[_LabelledSpan]:
-    """The spans of a range; a short part of a long run counts as what is between them."""
+    """Yield the spans of a range. A short part of a long run counts as lying between runs."""
     first = bisect.bisect_right(spans, span[0], key=_stop)
     for one, of in itertools.islice(spans, first, None):
         part = overlap(one, span)
@@ -379,17 +432,19 @@ def _stop(each: _LabelledSpan) -> int:
 
 
 def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
-    """The bucket of every distance key - query from -reach to reach: (2 reach + 1,) int32, for
-    `Scores.distances`.
+    """Return the bucket of each distance, key - query, from -reach to reach.
 
-    With half = num_buckets // 2, exact = half // 2 and a = |key - query|:  g(a) = a if a < exact,
-    else min(half - 1, exact + trunc(ln(a / exact) / ln(max_distance / exact) (half - exact))), plus
-    half where the key is ahead of the query. Logarithm and quotient are fp32, as in the models that
-    were trained so. (T5's bidirectional buckets, arXiv 1910.10683, as CPM-Live has them.) From
-    reach on g is half - 1.
+    The result is (2 reach + 1,) int32, for `Scores.distances`. These are T5's bidirectional buckets
+    (arXiv 1910.10683), as CPM-Live has them. With half = num_buckets // 2, exact = half // 2 and
+    a = |key - query|, the bucket is g(a), plus half where the key is ahead of the query:
 
-    Raises ValueError for fewer than 4 buckets or a max_distance that is not beyond the exact ones,
-    TypeError for what is no whole number.
+        g(a) = a                                                                  if a < exact
+        g(a) = min(half - 1, exact + trunc(ln(a / exact) / ln(max_distance / exact) (half - exact)))
+
+    From reach on g is half - 1. Logarithm and quotient are fp32, as when the models were trained.
+
+    Raises ValueError for fewer than 4 buckets or a max_distance of at most exact, TypeError for
+    anything but whole numbers.
     """
     num_buckets, max_distance = (
         as_int("num_buckets", num_buckets),
@@ -399,7 +454,8 @@ def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
     exact = half // 2
     if num_buckets < 4 or max_distance <= exact:
         raise ValueError(
-            f"{num_buckets} buckets need a distance beyond {exact}, and to be 4 or more; got {max_distance}"
+            f"expected 4 buckets or more and a max_distance above {exact}, "
+            f"got {num_buckets} and {max_distance}"
         )
     away = torch.arange(max_distance + 1)
     quotient = (
@@ -414,8 +470,9 @@ def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
 
 
 def _join_slices(slices: Sequence[Slice]) -> list[Slice]:
-    """The same pairs in fewer slices: those side by side that differ in their keys, or in their
-    queries, alone.
+    """Return the same pairs in fewer slices.
+
+    Slices side by side are joined if they differ only in their keys, or only in their queries.
     """
     by_keys: list[Slice] = []
     for s in sorted(slices, key=lambda s: (s.q, _order_bands(s), s.kv)):
@@ -443,5 +500,6 @@ def _check_integers(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dim() != 1 or x.dtype != torch.int32 or x.device.type != "cpu":
         raise TypeError(
-            f"{name} must be int32 of one dimension on the CPU, got {tuple(x.shape)} {x.dtype} on {x.device}"
+            f"{name} must be int32 of one dimension on the CPU, "
+            f"got {tuple(x.shape)} {x.dtype} on {x.device}"
         )

@@ -1,5 +1,6 @@
-"""What is computed of the visible pairs of a mask. What kernels may lack is a field here and a
-refusal there.
+"""The computation on the visible pairs of a mask.
+
+A feature that some kernels lack is a field here, and a reason in `refuses` of those kernels.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spec:
-    """Attention softmax(softcap tanh(scale q k^T / softcap)) v, or without a softcap softmax(scale
-    q k^T + bias) v.
+    """The formula of attention.
+
+    It is softmax(softcap tanh(scale q k^T / softcap)) v, or without a softcap softmax(scale q k^T +
+    bias) v.
 
     scale          positive factor of the scores
     deterministic  results are equal bit for bit between runs
-    biased         calls may come with a `CallBias`, which is added to the scores; not where there
-                   is a softcap
-    softcap        positive bound of the scores before they are masked; None: they have none
+    biased         kernel calls may have a `CallBias`, which is added to the scores; never with a
+                   softcap
+    softcap        positive bound of the scores before they are masked, or None
     """
 
     scale: float

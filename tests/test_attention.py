@@ -32,7 +32,7 @@ from bmt_burst import (
     simulate,
     unshard,
 )
-from bmt_burst.calls.checks import unpack_tensor
+from bmt_burst.calls.inputs import unpack_tensor
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.strategies.ring.payload import surrogate_out
 from bmt_burst.transport import ALONE

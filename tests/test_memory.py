@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bmt_burst import burst_attn_func, kernels
-from bmt_burst.calls import checks
+from bmt_burst import burst_attn_func, calls, kernels
 from bmt_burst.kernels import Kernel
 from bmt_burst.merging import plain
 from bmt_burst.transport.simulator import ImaginedRing
@@ -85,7 +84,7 @@ def peak_extra_gib(monkeypatch, rank, tokens, heads, kv_heads, **options):
         monkeypatch.setattr(plain, name, lambda *args: None)
     monkeypatch.setattr(torch.Tensor, "data_ptr", address)
     # refuses FakeTensors, which have no values
-    monkeypatch.setattr(checks, "check_tensor", lambda name, x: None)
+    monkeypatch.setattr(calls.inputs, "check_tensor", lambda name, x: None)
     with FakeTensorMode():
         q, dout = (torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.empty(1, tokens, kv_heads, 128, dtype=torch.bfloat16) for _ in range(2))

@@ -1,10 +1,16 @@
 """The package itself: what an import gives, and what type checkers find."""
 
+import inspect
+import os
 import subprocess
 import sys
+from dataclasses import fields
 from typing import get_overloads
 
-from bmt_burst import burst_attn_func
+import pytest
+
+from bmt_burst import burst_attn_func, burst_attn_varlen_func
+from bmt_burst.calls.options import Keywords, Options, VarlenKeywords
 from tests.helpers import ROOT
 
 
@@ -39,8 +45,57 @@ def test_what_is_installed_says_that_it_has_types(tmp_path):
 def test_its_overloads_say_what_return_lse_returns():
     overloads = [function.__annotations__ for function in get_overloads(burst_attn_func)]
     assert [(x["return_lse"], x["return"]) for x in overloads] == [
-        ("Literal[True]", "tuple[Tensor, Tensor]"),
         ("Literal[False]", "Tensor"),
+        ("Literal[True]", "tuple[Tensor, Tensor]"),
         ("bool", "Tensor | tuple[Tensor, Tensor]"),
     ]
     assert burst_attn_func.__annotations__["return"] == overloads[2]["return"]
+
+
+CALLS = """
+import torch
+from bmt_burst import Mask, burst_attn_func as attend, burst_attn_varlen_func as varlen
+from bmt_burst import burst_attn_kvpacked_func as kv, burst_attn_qkvpacked_func as qkv
+
+x = torch.randn(1, 4, 2, 8)
+attend(x, x, x, 0.5, "auto", mask=Mask.causal(4), bias=None).sum()
+attend(x, x, x, causal=True, return_lse=True)[1].sum()
+kv(x, x, causal=True).sum(), qkv(x, layout="striped").sum(), varlen(x, x, x, (0, 4), window=2).sum()
+attend(x, x, x, casual=True)  # wrong
+attend(x, x, x, mask=3)  # wrong
+attend(x, x, x, "auto")  # wrong
+attend(x, x, x, return_lse=True).sum()  # wrong
+kv(x, x, casual=True)  # wrong
+qkv(x, mask=3)  # wrong
+qkv(x, return_lse=True).sum()  # wrong
+varlen(x, x, x, (0, 4), mask=Mask.causal(4))  # wrong
+varlen(x, x, x, (0, 4), (0, 4))  # wrong
+"""
+
+
+def test_a_type_checker_finds_wrong_arguments(tmp_path):
+    """Without torch's own types, which take it 10 s to read."""
+    api = pytest.importorskip("mypy.api")
+    file, config = tmp_path / "calls.py", tmp_path / "mypy.ini"
+    file.write_text(CALLS)
+    config.write_text(
+        f"[mypy]\nmypy_path = {ROOT}\nfollow_imports = silent\n"
+        "[mypy-torch.*]\nfollow_imports = skip\n"
+    )
+    said, failed, _ = api.run(["--config-file", str(config), "--cache-dir", os.devnull, str(file)])
+    assert not failed, failed
+    found = {int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line}
+    wrong = {n for n, line in enumerate(CALLS.splitlines(), 1) if line.endswith("# wrong")}
+    assert found == wrong, said
+
+
+def test_options_are_those_of_the_signatures():
+    """A new option stands in the signature, in `Options` and in the keywords of overloads."""
+    shown = inspect.signature(burst_attn_func).parameters
+    keywords = {name for name, x in shown.items() if x.kind is x.KEYWORD_ONLY} - {"return_lse"}
+    assert keywords == set(Keywords.__annotations__)
+    tensors_and_groups = {"q", "k", "v", "bias", "sinks", "process_group", "double_group"}
+    assert set(shown) - tensors_and_groups == {x.name for x in fields(Options)}
+    shown = inspect.signature(burst_attn_varlen_func).parameters
+    keywords = {name for name, x in shown.items() if x.kind is x.KEYWORD_ONLY} - {"return_lse"}
+    assert keywords == set(VarlenKeywords.__annotations__)

@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, scores, simulate
-from bmt_burst.calls import call
+from bmt_burst.calls import terms
 from bmt_burst.kernels import load
 from bmt_burst.kernels.bias import dscores_bound
 from bmt_burst.scores import BY_DISTANCE, Scores
@@ -242,7 +242,7 @@ def positions(
 
 
 WRONG = [
-    ({"mask": None}, TypeError, "scores need a Mask, got NoneType"),
+    ({"mask": None}, TypeError, "mask must be a Mask, got NoneType"),
     ({"pairs": [1]}, TypeError, "pairs must be a tensor, got list"),
     (
         {"pairs": torch.zeros(5, dtype=torch.int64)},
@@ -352,7 +352,7 @@ def test_scores_that_were_made_ahead_are_the_same(monkeypatch):
 
 def test_buckets_of_distances():
     assert scores.distance_rows(8, 4).tolist() == [3, 2, 1, 0, 5, 6, 7]
-    with pytest.raises(ValueError, match="6 buckets need a distance beyond 1"):
+    with pytest.raises(ValueError, match="a max_distance above 1, got 6"):
         scores.distance_rows(6, 1)
     with pytest.raises(TypeError, match=r"num_buckets must be a whole number, got 4\.5"):
         scores.distance_rows(4.5, 9)
@@ -444,7 +444,7 @@ def test_who_sees_rows_of_minus_infinity_alone_has_no_lse_and_no_gradient(flash,
 def test_ranks_must_have_one_kernel_for_biases(monkeypatch):
     """Which they find by what is installed, whatever `flash` says."""
     monkeypatch.setattr(
-        call, "pick_biased", lambda kernel, q, *_: load("cpu" if q.sum() else "reference")
+        terms, "pick_biased", lambda kernel, q, *_: load("cpu" if q.sum() else "reference")
     )
 
     def work(ring):

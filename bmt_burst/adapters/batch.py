@@ -196,10 +196,11 @@ class _Call:
             _check_padding(given.attention_mask, (self.size, self.tokens))
         _check_masking(given)
         self.lengths = None if given.length is None else _lengths(given.length, self.size)
-        self.masks = expand_rows("mask", given.mask, Mask, self.size)
-        self.layouts = expand_rows(
-            "layout", sp.layout if given.layout is None else given.layout, (str, Layout), self.size
+        self.masks = expand_rows("mask", given.mask, (Mask,), self.size) or (None,) * self.size
+        layouts: str | Layout | Sequence[str | Layout] = (
+            sp.layout if given.layout is None else given.layout
         )
+        self.layouts = expand_rows("layout", layouts, (str, Layout), self.size)
         self.placed = {row: sp.with_layout(row) for row in self.layouts}
         self.marks = {
             name: self._mark(name) for name in _GATHERED if getattr(given, name) is not None

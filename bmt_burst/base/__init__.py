@@ -1,1 +1,1 @@
-"""Checks of plain arguments, and when torch compiles: what every other folder may import."""
+"""Checks of plain arguments, autocast, autograd's limits, and compilers."""

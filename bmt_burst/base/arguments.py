@@ -1,7 +1,6 @@
-"""What may be given as an argument: plain tensors, and numbers of Python or numpy, which become
-Python's.
+"""Checks of arguments: plain tensors, and numbers of Python or numpy, which become Python's.
 
-Each function takes the argument's name for its error. Numpy need not be installed.
+Each function takes the argument's name, for its error. Numpy need not be installed.
 """
 
 from __future__ import annotations
@@ -15,26 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of what is computed with
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of inputs
 
 
 def as_bool(name: str, value: Any) -> bool:
-    """Raises TypeError for anything but True and False."""
+    """Return a bool. Raises TypeError for anything but True and False."""
     if isinstance(value, bool) or _is_numpy_bool(value):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {_shown(value)}")
 
 
 def as_int(name: str, value: Any) -> int:
-    """Raises TypeError for anything but a whole number; True and 2.0 are none."""
+    """Return an int. Raises TypeError for anything but a whole number; True and 2.0 are none."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return operator.index(value)
     raise TypeError(f"{name} must be a whole number, got {_shown(value)}")
 
 
 def to_python_int(value: Any) -> Any:
-    """A whole number of numpy's as Python's, all else as it is: what ranks can tell each other
-    before it is checked.
+    """Return numpy's whole numbers as Python's and anything else unchanged.
+
+    So ranks can tell each other the value before they check it: JSON takes no number of numpy.
     """
     return (
         operator.index(value)
@@ -44,20 +44,23 @@ def to_python_int(value: Any) -> Any:
 
 
 def as_float(name: str, value: Any) -> float:
-    """Raises TypeError for anything but a real number, ValueError for one that no float can hold."""
+    """Return a float.
+
+    Raises TypeError for anything but a real number, ValueError for one that no float can hold.
+    """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {_shown(value)}")
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(
-            f"{name} must be finite, got a number of {math.floor(value).bit_length()} bits"
-        ) from None
+        bits = operator.index(math.floor(value)).bit_length()
+        raise ValueError(f"{name} must be finite, got a number of {bits} bits") from None
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raises TypeError for anything but a dense tensor with values of its own, which a DTensor or
-    FakeTensor lacks.
+    """Raise TypeError for anything but a dense tensor.
+
+    A DTensor or FakeTensor is none, since it has no values of its own.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -71,15 +74,16 @@ def check_tensor(name: str, x: Any) -> None:
 
 
 def check_dim(x: Tensor, dim: Any) -> int:
-    """`dim` counted from the front. Raises TypeError for no tensor or number, ValueError if x has
-    no such dimension.
+    """Return `dim`, counted from the front.
+
+    Raises TypeError for no tensor or no whole number, ValueError if x has no such dimension.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a torch.Tensor, got {type(x).__name__}")
-    dim = as_int("dim", dim)
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no dimension {dim}")
-    return dim % x.dim()
+    index = as_int("dim", dim)
+    if not -x.dim() <= index < x.dim():
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no dimension {index}")
+    return index % x.dim()
 
 
 def _is_numpy_bool(value: Any) -> bool:
@@ -88,7 +92,7 @@ def _is_numpy_bool(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A wrong value in an error; of what may be long only the type."""
+    """Return a wrong value as an error shows it, or its type if the value may be long."""
     if isinstance(value, Tensor):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}" + "; give its item()" * (
             value.numel() == 1

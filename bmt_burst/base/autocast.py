@@ -1,6 +1,4 @@
-"""Autocast for operations of this library: inputs are cast as torch casts those of a linear layer
-or of attention.
-"""
+"""Autocast for this library's operations, as torch casts the inputs of a linear layer."""
 
 from __future__ import annotations
 
@@ -17,9 +15,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if is_on else None
 
 
-def autocast(x: Tensor) -> Tensor:
-    """Return x in the dtype that autocast computes with; fp64 and what is not floating point stay
-    as they are.
-    """
-    dtype = autocast_dtype(x)
+def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return x in the dtype of autocast, if there is one. Tensors in fp64 and integers stay so."""
     return x if dtype is None or x.dtype not in _CAST else x.to(dtype)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Return x in the dtype that autocast computes with on x's device."""
+    return cast(x, autocast_dtype(x))

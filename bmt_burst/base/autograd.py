@@ -1,5 +1,5 @@
-"""Limits of differentiation: functions here are differentiable once, in reverse mode, by autograd
-alone.
+"""Limits of differentiation: functions of this library are differentiable once, by autograd alone,
+in reverse mode.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from torch.autograd.forward_ad import unpack_dual
 
 
 def check_first_derivative(what: str) -> None:
-    """Raise RuntimeError in a backward that autograd records, to differentiate it again.
+    """Raise RuntimeError in a backward that autograd records to differentiate it again.
 
-    What a backward computes here has no history, so second derivatives would silently be zero.
+    A backward of this library leaves no history, so second derivatives would silently be zero.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{what} is differentiable once: expected a backward without create_graph, got one with it"
+            f"{what} is differentiable once: expected a backward without create_graph, "
+            "got one with it"
         )
 
 
 def check_transforms(what: str, *tensors: Tensor) -> None:
-    """Raise RuntimeError inside a torch.func transform, and for tensors of a batch of gradients or
-    of forward mode.
-    """
+    """Raise RuntimeError inside torch.func transforms, batches of gradients and forward mode."""
     if torch._C._are_functorch_transforms_active() or any(
         map(torch._C._functorch.is_legacy_batchedtensor, tensors)
     ):

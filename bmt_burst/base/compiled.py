@@ -1,5 +1,5 @@
-"""Compilers: what torch.compile does for this library, and leaves alone; how Triton compiles a
-kernel once.
+"""Compilers: functions that torch.compile leaves alone or compiles on GPUs, and arguments that do
+not make Triton compile a kernel again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Result = TypeVar("Result")
 def not_compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Return `function` as one that torch.compile leaves alone.
 
-    It is for functions that ranks call together, or that do more than tensors show: a compiler
+    Ranks call such functions together, or the functions do more than compute tensors. A compiler
     would trace them again for other lengths, at other times on other ranks. torch.compiler.disable
-    does the same, but it loads the compiler, which takes seconds and more than 100 MiB. Programs
-    that compile nothing do not need that.
+    does the same, but it loads the compiler. That takes seconds and more than 100 MiB, which
+    programs that compile nothing do not need.
     """
     disabled = _disable_dynamo(function)  # loads the compiler when it is first called
 
@@ -31,16 +31,16 @@ def not_compiled(function: Callable[Parameters, Result]) -> Callable[Parameters,
     def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
         return (disabled if "torch._dynamo" in sys.modules else function)(*args, **named)
 
-    # what torch.compiler.disable marks: no caller is compiled together with it
-    call._torchdynamo_disable = True
+    # torch.compiler.disable sets it too: no caller is compiled together with this function
+    call.__dict__["_torchdynamo_disable"] = True
     return call
 
 
 def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` of tensors, then numbers; where the first is on a GPU compiled, and then
-    differentiable once.
+    """Return `function`, which is compiled if its first tensor is on a GPU.
 
-    Compiled when first called, once more for sizes of 1, and with and without gradient.
+    The other arguments are tensors and numbers. A compiled function is differentiable once. It is
+    compiled at its first call, again for sizes of 1, and for calls with and without gradient.
     """
     compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
 
@@ -53,10 +53,10 @@ def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def multiply_by_16(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Numbers that differ from call to call, for a Triton kernel that takes them in a tuple: each
-    times 16.
+    """Return 16 times each number, for a Triton kernel that takes them in a tuple and divides them.
 
-    Triton compiles a kernel anew, for seconds, for numbers that are 1 and for multiples of 16, in a
-    tuple whatever `do_not_specialize` says. So all are multiples; the kernel divides them.
+    Triton compiles a kernel again, which takes seconds, for numbers that are 1 and for multiples of
+    16. In a tuple it does so whatever `do_not_specialize` says. So numbers that differ from call to
+    call are all made multiples of 16.
     """
     return tuple(16 * x for x in numbers)

@@ -1,80 +1,165 @@
-"""Masks, layouts and scores of a call: one for all rows of the batch, or one for each."""
+"""Masks, layouts and scores of a call: one for the whole batch, or one for each of its rows.
+
+Rows with masks, layouts or scores of their own are computed as one sequence, in which the rows
+follow one another and see nothing of each other.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
 from ..scores import Scores
 from ..sequence.layout import Balanced, Layout, Stacked
 from ..sequence.mask import Mask
+from .options import Options
 
-_MOST_KEPT = 64  # stacked masks, scores and balanced layouts
+_MOST_KEPT = 64  # stacked masks, stacked scores and balanced layouts, each
+
+Item = TypeVar("Item", Mask, Scores, str | Layout)
+
+
+@dataclass(frozen=True)
+class Masking:
+    """The visible pairs of a call, and where its tokens lie.
+
+    mask    the mask, or None if any sequence length will do: then all pairs are visible, or with
+            `causal` those of Mask.causal
+    layout  a layout, or the name of one
+    scores  the scores, if there are any; the mask is theirs
+    rows    the batch size if the rows were stacked as one sequence, otherwise 0
+    """
+
+    mask: Mask | None
+    causal: bool
+    layout: str | Layout
+    scores: Scores | None
+    rows: int
+
+    def mask_of(self, tokens: Sequence[int]) -> Mask:
+        """Return the mask. Raises ValueError if it is not as long as the ranks' tokens together."""
+        seq_len = sum(tokens)
+        mask = self.mask or (Mask.causal if self.causal else Mask.full)(seq_len)
+        if mask.seq_len != seq_len:
+            raise ValueError(
+                f"the mask has {mask.seq_len} tokens, the ranks hold {seq_len}: {tokens}"
+            )
+        return mask
+
+
+def find_masking(options: Options, batch: int, size: int) -> Masking:
+    """Return the masking of a call with `batch` rows on `size` ranks.
+
+    Raises TypeError or ValueError for a mask, layout or scores that do not fit together.
+    """
+    causal = options.causal
+    masks = expand_rows("mask", options.mask, (Mask,), batch)
+    layouts = expand_rows("layout", options.layout, (str, Layout), batch)
+    scores = expand_rows("scores", options.scores, (Scores,), batch)
+    if masks and causal:
+        raise ValueError(
+            "expected mask or causal, got both: use Mask.documents(..., causal=True) or the like"
+        )
+    if scores and (causal or masks):
+        raise ValueError("expected scores alone, got mask or causal too: scores have a mask")
+    for layout in layouts:
+        if isinstance(layout, Layout) and layout.size != size:
+            raise ValueError(f"the layout is one for {layout.size} ranks, the group has {size}")
+    masks = masks or tuple(row.mask for row in scores)
+    if all(len(set(rows)) <= 1 for rows in (masks, layouts, scores)):
+        return Masking(
+            masks[0] if masks else None, causal, layouts[0], scores[0] if scores else None, rows=0
+        )
+    mask, layout = _stack_rows(masks or _masks_of(layouts, causal), layouts, size)
+    return Masking(mask, causal, layout, stack_scores(scores) if scores else None, rows=batch)
 
 
 def expand_rows(
-    name: str, given: Any, kind: type | tuple[type, ...], batch: int
-) -> tuple[Any, ...]:
-    """What is given for each row of the batch: one for all, or a sequence. Raises TypeError or
-    ValueError.
+    name: str,
+    given: Item | Sequence[Item] | None,
+    kinds: tuple[type[Item], ...],
+    batch: int,
+) -> tuple[Item, ...]:
+    """Return one item for each row of the batch, or none if none was passed.
+
+    Raises TypeError if an item is none of `kinds`, ValueError if there are not `batch` of them.
     """
-    if given is None or isinstance(given, kind):
+    if given is None:
+        return ()
+    if isinstance(given, kinds):
         return (given,) * batch
     rows = tuple(given) if isinstance(given, list | tuple) else (given,)
     for row in rows:
-        if not isinstance(row, kind) or row is given:
+        if not isinstance(row, kinds) or row is given:
             raise TypeError(
-                f"{name} must be a {name.capitalize()} or one for each row, got {type(row).__name__}"
+                f"{name} must be a {name.capitalize()} or one for each row, "
+                f"got {type(row).__name__}"
             )
     if len(rows) != batch:
         raise ValueError(f"{name} has {len(rows)} entries for a batch of {batch} rows")
     return rows
 
 
+def _masks_of(layouts: Sequence[str | Layout], causal: bool) -> tuple[Mask, ...]:
+    """Return a mask for each row, as long as its layout. Raises ValueError for a layout's name."""
+    masks = []
+    for layout in layouts:
+        if isinstance(layout, str):
+            raise ValueError(
+                f"expected a mask for each row or Layouts, which know their length, got {layout!r}"
+            )
+        masks.append((Mask.causal if causal else Mask.full)(layout.seq_len))
+    return tuple(masks)
+
+
 @functools.lru_cache(maxsize=_MOST_KEPT)
-def stack_rows(
+def _stack_rows(
     masks: tuple[Mask, ...], layouts: tuple[str | Layout, ...], size: int
 ) -> tuple[Mask, Layout]:
-    """The rows of a batch as one sequence."""
-    layouts = tuple(
-        place_layout(layout, mask, size) for layout, mask in zip(layouts, masks, strict=True)
-    )
-    for mask, layout in zip(masks, layouts, strict=True):
+    """Return the mask and the layout of all rows as one sequence."""
+    of_rows = [
+        resolve_layout(layout, mask, size) for layout, mask in zip(layouts, masks, strict=True)
+    ]
+    for mask, layout in zip(masks, of_rows, strict=True):
         if mask.seq_len != layout.seq_len:
             raise ValueError(f"a row's mask has {mask.seq_len} tokens, its layout {layout.seq_len}")
-        if any(layout.length(rank) != layouts[0].length(rank) for rank in range(size)):
+        if any(layout.length(rank) != of_rows[0].length(rank) for rank in range(size)):
             raise ValueError("the layouts of the rows must give a rank equally many tokens of each")
-    return Mask.stacked(masks), Stacked(layouts)
+    return Mask.stacked(masks), Stacked(of_rows)
 
 
 @functools.lru_cache(maxsize=_MOST_KEPT)
 def stack_scores(scores: tuple[Scores, ...]) -> Scores:
-    """Those of a call whose rows have these: kept, with what follows from them, so that they can be
-    made ahead.
+    """Return the scores of all rows as one sequence.
+
+    They are kept, with everything that they have computed. So a loader can prepare them before the
+    call.
     """
     return Scores.stacked(scores)
 
 
 @functools.lru_cache(maxsize=_MOST_KEPT)
 def balanced_layout(mask: Mask, size: int) -> Layout:
+    """Return Layout.balanced of the mask. Results are kept."""
     return Layout.balanced(mask, size)
 
 
-def place_layout(layout: str | Layout, mask: Mask, size: int) -> Layout:
+def resolve_layout(layout: str | Layout, mask: Mask, size: int) -> Layout:
+    """Return the layout, or the one that it names for the mask's sequence."""
     if isinstance(layout, Layout):
         return layout
-    return (
-        balanced_layout(mask, size)
-        if layout == Balanced.name
-        else Layout.named(layout, mask.seq_len, size)
-    )
+    if layout == Balanced.name:
+        return balanced_layout(mask, size)
+    return Layout.named(layout, mask.seq_len, size)
 
 
 def check_lengths(layout: Layout, tokens: Sequence[int]) -> None:
+    """Raise ValueError if a rank holds another number of tokens than the layout gives it."""
     expected = [layout.length(rank) for rank in range(layout.size)]
     if sum(tokens) != layout.seq_len or list(tokens) != expected:
         raise ValueError(
-            f"the ranks hold {tokens} tokens, but {layout.name} cuts {layout.seq_len} into {expected}; "
-            "use bmt_burst.shard or the layout's, or torch.tensor_split's sizes"
+            f"the ranks hold {tokens} tokens, but {layout.name} cuts {layout.seq_len} into "
+            f"{expected}; use bmt_burst.shard or the layout's, or torch.tensor_split's sizes"
         )

@@ -1,4 +1,4 @@
-"""Refused calls: an error of this rank's arguments is raised on all ranks of its group."""
+"""Refused calls: all ranks of a group raise what is wrong with the arguments of one rank."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 from torch import Tensor
 
 from ..ranks.agreement import gather_terms
-from ..ranks.rings import Group, make_rings
+from ..ranks.rings import Group, Rings, make_rings
 
-CALL = "a call of burst_attn_func"  # what ranks say that they begin
+CALL = "a call of burst_attn_func"  # ranks tell each other that they begin it
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
 def refuse_wrong_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Return `function` with its signature. A call that does not fit it raises on all ranks of the
-    group in it.
-    """
+    """Return `function`, but arguments that do not fit its signature raise on all ranks."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -29,14 +27,14 @@ def refuse_wrong_arguments(function: Callable[Parameters, Result]) -> Callable[P
         try:
             return function(*args, **named)
         except TypeError as error:
-            if not _fit(signature, args, named):
+            if not _fits(signature, args, named):
                 refuse_arguments(error, signature, args, named)
             raise
 
     return call
 
 
-def _fit(signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+def _fits(signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     try:
         signature.bind(*args, **named)
     except TypeError:
@@ -47,18 +45,20 @@ def _fit(signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, 
 def refuse_arguments(
     error: Exception, signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
 ) -> NoReturn:
-    """Raise an error of this rank's arguments as `refuse_call` does, in the group that is among
-    them.
-    """
+    """Raise `error` on this rank, as `refuse_call` does, in the group that is in the arguments."""
     given = {**dict(zip(signature.parameters, args, strict=False)), **named}
     if "cu_seqlens" in signature.parameters:
-        error = two_cu_seqlens(given.get("softmax_scale")) or error
-    group = given.get("process_group", given.get("group"))  # compat's functions call it so
+        error = find_second_cu_seqlens(given.get("softmax_scale")) or error
+    # the functions of compat call it group
+    group = given.get("process_group", given.get("group"))
     refuse_call(error, group, given.get("double_group", (None, None)))
 
 
-def two_cu_seqlens(softmax_scale: Any) -> TypeError | None:
-    """Return the error of `_check_one_cu_seqlens`, or None if there is none."""
+def find_second_cu_seqlens(softmax_scale: Any) -> TypeError | None:
+    """Return the error of a call with flash-attn's arguments, or None if it is none.
+
+    The fifth argument of flash-attn's function is cu_seqlens_k. Here that is softmax_scale.
+    """
     if isinstance(softmax_scale, Tensor) and softmax_scale.dim() == 1:
         got = f"a Tensor of shape {tuple(softmax_scale.shape)}"
     elif isinstance(softmax_scale, list | tuple):
@@ -66,20 +66,30 @@ def two_cu_seqlens(softmax_scale: Any) -> TypeError | None:
     else:
         return None
     return TypeError(
-        f"softmax_scale must be a number, got {got}: "
-        "unlike flash_attn_varlen_func, burst_attn_varlen_func takes one cu_seqlens and no max_seqlen"
+        f"softmax_scale must be a number, got {got}: unlike flash_attn_varlen_func, "
+        "burst_attn_varlen_func takes one cu_seqlens and no max_seqlen"
     )
 
 
 def refuse_call(
     error: Exception, process_group: Group | None, double_group: Sequence[Group | None]
 ) -> NoReturn:
-    """Raises an error of this rank's in place of a call of burst_attn_func, and ValueError where
-    the others call.
-    """
+    """Raise `error` in place of a call of burst_attn_func. The other ranks raise ValueError.
 
-    def fail() -> dict[str, Any]:
+    If the groups are wrong too, there is no rank to tell.
+    """
+    try:
+        rings = make_rings(process_group, double_group)
+    except (TypeError, ValueError) as wrong_group:
+        raise error from wrong_group
+    refuse_in_rings(rings, error)
+
+
+def refuse_in_rings(rings: Rings, error: Exception) -> NoReturn:
+    """Raise `error` in place of a call of burst_attn_func, once the other ranks know of it."""
+
+    def fail() -> NoReturn:
         raise error
 
-    gather_terms(make_rings(process_group, double_group), CALL, fail)
-    raise AssertionError("a failure was told and not raised")
+    gather_terms(rings, CALL, fail)
+    raise AssertionError("gather_terms returned although its terms failed")

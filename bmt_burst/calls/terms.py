@@ -1,16 +1,177 @@
-"""The terms of a call: the facts that all its ranks must agree on."""
+"""The terms of a call: everything that its ranks must agree on.
+
+A rank cannot know alone what a call means: the same number of tokens here may be part of sequences
+of several lengths. So the ranks compare their terms in each call.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from ..errors import RanksDisagree
+from ..kernels import Kernel, pick, pick_biased
 from ..ranks.agreement import read_terms
+from ..ranks.rings import Rings, check_device
+from ..sequence.layout import Layout
+from ..sequence.mask import Mask
+from ..spec import Spec
+from .inputs import Inputs
+from .masking import Masking, find_masking
+from .options import Options, check_options, check_scale
+
+_MOST_TERMS = 64  # kept for some rings
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A call as one rank understands it: everything but the values of tensors.
+
+    shape           (B, S, H, D), the shape of q
+    autocast        the dtype that autocast cast the inputs to, if it is on
+    needs_gradient  whether autograd records the call
+    bias_rows       the number of rows of the bias, if there is one
+    options         checked options
+    biased_kernel   the kernel of pairs that are in no area of one row, if there is a bias
+    """
+
+    shape: torch.Size
+    kv_heads: int
+    dtype: torch.dtype
+    device_type: str
+    autocast: torch.dtype | None
+    needs_gradient: bool
+    bias_rows: int | None
+    has_sinks: bool
+    options: Options
+    masking: Masking
+    spec: Spec
+    kernel: Kernel
+    biased_kernel: Kernel | None
+
+    @functools.cached_property
+    def message(self) -> dict[str, Any]:
+        """The terms as this rank tells them to the others. All but "tokens" must be equal."""
+        batch, tokens, heads, head_size = self.shape
+        options, masking = self.options, self.masking
+        return {
+            "batch": 1 if masking.rows else batch,
+            "rows of their own": masking.rows,
+            "tokens": tokens * max(masking.rows, 1),
+            "q heads": heads,
+            "kv heads": self.kv_heads,
+            "head size": head_size,
+            "autocast": self.autocast and str(self.autocast),
+            "dtype": str(self.dtype),
+            "device type": self.device_type,
+            "kernel": self.kernel.name,
+            "need of a gradient": self.needs_gradient,
+            "softmax_scale": self.spec.scale,
+            "softcap": self.spec.softcap,
+            "sinks": self.has_sinks,
+            "mask": _describe_mask(masking),
+            "layout": describe_layout(masking.layout),
+            "scores": masking.scores and masking.scores.digest,
+            "rows of the bias": self.bias_rows,
+            "kernel of the bias": self.biased_kernel and self.biased_kernel.name,
+            "deterministic": options.deterministic,
+            "strategy": options.strategy,
+            "backward": options.backward,
+            "optimize_bwd_comm": options.optimize_bwd_comm,
+            "group_bytes": options.group_bytes,
+        }
+
+
+def find_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
+    """Return the terms of a call. Raises TypeError or ValueError if an option is wrong.
+
+    Terms are kept by the arguments that they follow from: layers repeat a call, and the host has
+    little time for each.
+    """
+    q, k = inputs.q, inputs.k
+    values = [tuple(x) if isinstance(x, list) else x for x in vars(options).values()]
+    key = (
+        q.shape,
+        k.shape,
+        q.dtype,
+        q.device,
+        inputs.autocast,
+        inputs.need_gradient,
+        inputs.bias_rows,
+        inputs.sinks is None,
+        *values,
+        *map(type, values),  # 1 is equal to True
+    )
+    known = rings.history.known
+    try:
+        terms: Terms | None = known.get(key)
+    except TypeError:  # a value cannot be hashed, so it is wrong
+        return _make_terms(rings, inputs, options)
+    if terms is None:
+        terms = _make_terms(rings, inputs, options)
+        if len(known) >= _MOST_TERMS:
+            known.clear()
+        known[key] = terms
+    return terms
+
+
+def _make_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
+    q, k, rows = inputs.q, inputs.k, inputs.bias_rows
+    if (rows is None) != (options.scores is None):
+        got = "scores without a bias" if rows is None else "a bias alone"
+        raise ValueError(f"scores and bias go together, got {got}")
+    options = check_options(options)
+    check_device(rings, q)
+    spec = _make_spec(options, q.shape[-1], q.dtype)
+    if spec.softcap is not None and rows is not None:
+        raise ValueError("expected softcap or a bias, got both: no kernel caps scores with a bias")
+    kernel = pick(options.flash, q, k, spec)
+    masking = find_masking(options, len(q), rings.size)
+    if rows is not None and masking.scores is not None and masking.scores.num_rows > rows:
+        raise ValueError(f"bias has {rows} rows, the scores take {masking.scores.num_rows}")
+    return Terms(
+        shape=q.shape,
+        kv_heads=k.shape[2],
+        dtype=q.dtype,
+        device_type=q.device.type,
+        autocast=inputs.autocast,
+        needs_gradient=inputs.need_gradient,
+        bias_rows=rows,
+        has_sinks=inputs.sinks is not None,
+        options=options,
+        masking=masking,
+        spec=spec,
+        kernel=kernel,
+        biased_kernel=None if rows is None else pick_biased(kernel, q, k, spec),
+    )
+
+
+def _make_spec(options: Options, head_size: int, dtype: torch.dtype) -> Spec:
+    scale = head_size**-0.5 if options.softmax_scale is None else options.softmax_scale
+    check_scale(scale, options.softcap, dtype)
+    return Spec(scale, options.deterministic, softcap=options.softcap)
+
+
+def _describe_mask(masking: Masking) -> str:
+    mask: Mask | None = masking.mask
+    if mask is None:
+        return "causal" if masking.causal else "full"
+    return f"{mask.seq_len} tokens in {len(mask.slices)} slices, digest {mask.digest}"
+
+
+def describe_layout(layout: str | Layout) -> str:
+    """Return a line that is equal for equal layouts, in every process."""
+    return layout if isinstance(layout, str) else f"{layout.term} of {layout.seq_len} tokens"
 
 
 def compare_terms(said: Sequence[bytes]) -> list[int]:
-    """The tokens of each rank, once all else is known to be equal. Raises RanksDisagree on
-    every rank.
+    """Return the number of tokens of each rank.
+
+    Raises RanksDisagree on every rank if any other term differs between ranks.
     """
     replies = read_terms(said)
     for rank, reply in enumerate(replies):

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..attention import burst_attn_func
 from ..base.arguments import as_bool, as_float, as_int, check_tensor
 from ..base.compiled import not_compiled
-from ..calls.checks import unpack_tensor
+from ..calls.inputs import unpack_tensor
 from ..calls.refusal import refuse_arguments, refuse_call
 from ..ranks.rings import Group, Rings, make_rings
 from ..sequence.layout import Layout

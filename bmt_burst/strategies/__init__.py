@@ -30,6 +30,8 @@ from ..sequence.layout import Layout
 from ..sequence.mask import Mask
 from ..spec import Spec
 
+GROUP_BYTES = 5 << 26  # by default
+
 _STRATEGIES = {
     "ring": "ring.Ring",
     "all-gather": "all_gather.AllGather",
@@ -77,7 +79,7 @@ class Problem:
     outer: int
     backward: str = "auto"
     send_out: bool = False
-    group_bytes: int = 5 << 26
+    group_bytes: int = GROUP_BYTES
     scores: Scores | None = None
     biased_kernel: Kernel | None = None
 

@@ -1,0 +1,154 @@
+"""The tensors of a call. `check_inputs` checks them once; later code relies on it.
+
+Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size, R rows of a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..base.arguments import DTYPES, check_tensor
+from ..base.autocast import autocast_dtype, cast
+from ..base.autograd import check_transforms
+from ..base.dtypes import accumulator_dtype
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Checked tensors on one device.
+
+    q         (B, S, H, D)
+    k, v      (B, S, G, D) in q's dtype; G divides H
+    bias      (R, H) fp32 (fp64 for fp64 inputs), or None
+    sinks     (H,) fp32 (fp64 for fp64 inputs), or None
+    autocast  the dtype that autocast cast q, k and v to, or None if it is off
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+    autocast: torch.dtype | None
+
+    @property
+    def need_gradient(self) -> bool:
+        """Whether autograd records the call."""
+        tensors = (self.q, self.k, self.v, self.bias, self.sinks)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+    @property
+    def bias_rows(self) -> int | None:
+        """The number of rows of the bias, or None if there is no bias."""
+        return None if self.bias is None else len(self.bias)
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    is_packed: bool,
+) -> Inputs:
+    """Return the inputs with a batch dimension and in the dtype of autocast.
+
+    Autocast matters because a norm or a rotary embedding may leave some of q, k and v in fp32.
+
+    is_packed  whether q, k and v are packed documents, (tokens, heads, head size)
+
+    Raises TypeError or ValueError for tensors that do not fit or do not fit together, RuntimeError
+    inside transforms of torch.func and in forward mode.
+    """
+    check_tensor("q", q)
+    autocast = autocast_dtype(q)
+    q, k, v = (
+        _check_one("q", q, autocast, is_packed),
+        _check_one("k", k, autocast, is_packed),
+        _check_one("v", v, autocast, is_packed),
+    )
+    _check_together(q, k, v)
+    _check_bias(bias, q)
+    _check_sinks(sinks, q)
+    check_transforms("burst_attn_func", *(x for x in (q, k, v, bias, sinks) if x is not None))
+    return Inputs(q, k, v, bias, sinks, autocast)
+
+
+def _check_one(name: str, x: Tensor, autocast: torch.dtype | None, is_packed: bool) -> Tensor:
+    check_tensor(name, x)
+    if x.dim() != (3 if is_packed else 4):
+        expected = "packed, (tokens" if is_packed else "(batch, tokens"
+        raise ValueError(
+            f"{name} must be {expected}, heads, head size), got shape {tuple(x.shape)}"
+        )
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+    x = cast(x.unsqueeze(0) if is_packed else x, autocast)
+    batch, _, heads, head_size = x.shape
+    if not (batch and heads and head_size):
+        raise ValueError(f"{name} has an empty dimension: shape {tuple(x.shape)}")
+    return x
+
+
+def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}"
+        )
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    for dim, meaning in ((0, "batch"), (1, "tokens"), (3, "head size")):
+        if q.shape[dim] != k.shape[dim]:
+            raise ValueError(
+                f"q and k differ in {meaning}: shapes {tuple(q.shape)} and {tuple(k.shape)}"
+            )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"k has {k.shape[2]} heads, which does not divide q's {q.shape[2]}")
+
+
+def _check_bias(bias: Tensor | None, q: Tensor) -> None:
+    if bias is None:
+        return
+    check_tensor("bias", bias)
+    if bias.dim() != 2 or bias.shape[1] != q.shape[2]:
+        raise ValueError(f"bias must be (rows, {q.shape[2]} heads), got shape {tuple(bias.shape)}")
+    _check_like_lse("bias", bias, q)
+
+
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is None:
+        return
+    check_tensor("sinks", sinks)
+    if sinks.shape != q.shape[2:3]:
+        raise ValueError(
+            f"sinks must be ({q.shape[2]},), one for each query head, "
+            f"got shape {tuple(sinks.shape)}"
+        )
+    _check_like_lse("sinks", sinks, q)
+
+
+def _check_like_lse(name: str, x: Tensor, q: Tensor) -> None:
+    """Raise if x is not in the dtype of q's lse, or not on q's device."""
+    if x.dtype != (wide := accumulator_dtype(q.dtype)):
+        raise TypeError(f"{name} must be {wide} for {q.dtype} inputs, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device, {q.device}, got {x.device}")
+
+
+def unpack_tensor(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return the tensors that are packed in x (..., count, heads, D), as views.
+
+    Autograd joins their gradients once. Raises TypeError if x is no tensor, ValueError if it does
+    not hold `count` tensors.
+    """
+    check_tensor(name, x)
+    if x.dim() < 4 or x.shape[-3] != count:
+        raise ValueError(
+            f"{name} must be (..., tokens, {count}, heads, head size), got shape {tuple(x.shape)}"
+        )
+    return x.unbind(-3)

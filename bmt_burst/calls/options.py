@@ -1,0 +1,139 @@
+"""The options of a call. `burst_attn_func` documents each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypedDict
+
+import torch
+from torch import Tensor
+
+from .. import strategies
+from ..base.arguments import as_bool, as_float, as_int
+from ..base.dtypes import accumulator_dtype
+from ..scores import Scores
+from ..sequence.layout import LAYOUTS, Balanced, Layout
+from ..sequence.mask import Mask
+
+# Each is one for the whole batch, or one for each of its rows.
+Masks: TypeAlias = Mask | Sequence[Mask]
+Layouts: TypeAlias = str | Layout | Sequence[str | Layout]
+AllScores: TypeAlias = Scores | Sequence[Scores]
+
+_BACKWARDS = ("auto", "q", "kv")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a call, as they were passed or as `check_options` returned them."""
+
+    softmax_scale: float | None
+    flash: str
+    causal: bool
+    optimize_bwd_comm: bool
+    deterministic: bool
+    mask: Masks | None
+    layout: Layouts
+    strategy: str
+    backward: str
+    return_lse: bool
+    group_bytes: int
+    scores: AllScores | None
+    softcap: float | None
+
+
+class SharedKeywords(TypedDict, total=False):
+    """Keyword arguments that all functions of attention take, beside return_lse."""
+
+    strategy: str
+    backward: str
+    group_bytes: int
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class Keywords(SharedKeywords, total=False):
+    """Keyword arguments of burst_attn_func and its packed variants, beside return_lse."""
+
+    mask: Masks | None
+    layout: Layouts
+    scores: AllScores | None
+    bias: Tensor | None
+
+
+class VarlenKeywords(SharedKeywords, total=False):
+    """Keyword arguments of burst_attn_varlen_func, beside return_lse."""
+
+    layout: str | Layout
+    optimize_bwd_comm: bool
+    deterministic: bool
+
+
+def check_options(options: Options) -> Options:
+    """Return the options with Python's numbers in place of numpy's, which JSON does not take.
+
+    Raises TypeError for a value of a wrong type, ValueError for one that is out of range.
+    """
+    _check_choice("backward", options.backward, _BACKWARDS)
+    _check_choice("strategy", options.strategy, ("auto", *strategies.names()))
+    if isinstance(options.layout, str):
+        _check_choice("layout", options.layout, (*LAYOUTS, Balanced.name))
+    if not isinstance(options.flash, str):
+        raise TypeError(f"flash must be the name of a kernel, got {options.flash!r}")
+    return replace(
+        options,
+        softmax_scale=_check_positive("softmax_scale", options.softmax_scale),
+        causal=as_bool("causal", options.causal),
+        optimize_bwd_comm=as_bool("optimize_bwd_comm", options.optimize_bwd_comm),
+        deterministic=as_bool("deterministic", options.deterministic),
+        return_lse=as_bool("return_lse", options.return_lse),
+        group_bytes=_check_group_bytes(options.group_bytes),
+        softcap=_check_positive("softcap", options.softcap),
+    )
+
+
+def _check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {sorted(choices)}, got {type(value).__name__}")
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; expected one of {sorted(choices)}")
+
+
+def _check_positive(name: str, value: Any) -> float | None:
+    """Return the value as a float. Kernels assume that the largest score is the largest scaled."""
+    if value is None:
+        return None
+    number = as_float(name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {number}")
+    return number
+
+
+def _check_group_bytes(value: Any) -> int:
+    group_bytes = as_int("group_bytes", value)
+    if not 0 <= group_bytes < 1 << 63:
+        got = group_bytes if group_bytes < 0 else f"a number of {group_bytes.bit_length()} bits"
+        raise ValueError(f"group_bytes must be a number of bytes below 2^63, got {got}")
+    return group_bytes
+
+
+def check_scale(scale: float, softcap: float | None, dtype: torch.dtype) -> None:
+    """Raise ValueError if kernels cannot scale and cap the scores of inputs of `dtype`.
+
+    Kernels compute in the accumulator's dtype. They multiply by scale, or by scale / softcap and
+    softcap, and some of them by log2(e) as well.
+    """
+    wide = torch.finfo(accumulator_dtype(dtype))
+    most = wide.max * math.log(2)
+    if not wide.tiny <= scale <= most:
+        kind = "zero" if scale < wide.tiny else "infinite"
+        raise ValueError(
+            f"softmax_scale={scale} is {kind} in {wide.dtype}, in which {dtype} scores are scaled"
+        )
+    if softcap is not None and not all(wide.tiny <= x <= most for x in (softcap, scale / softcap)):
+        raise ValueError(
+            f"softcap={softcap}, or softmax_scale={scale} divided by it, is zero or infinite in "
+            f"{wide.dtype}, in which {dtype} scores are capped"
+        )
