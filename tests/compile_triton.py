@@ -77,7 +77,9 @@ def kind(x, path, values):
 def main():
     names = "forward", "backward_kv", "backward_q", "backward_table", "delta_of"
     compilers = {name: Compiler(getattr(triton_blocks, name)) for name in names}
-    backend._kernels = lambda: SimpleNamespace(**{**vars(triton_blocks), **compilers})
+    backend._kernel_module = lambda: SimpleNamespace(
+        **{**vars(triton_blocks), **compilers, "KERNELS": compilers}
+    )
     backend._shape = lambda name, *_: backend._INTERPRETED[name]
     for tokens in (40, 48, 41):  # compiled once for all of them
         call = KernelCall(tokens, tokens, (((0, tokens), (0, tokens)),), 30, 0)

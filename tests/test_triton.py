@@ -5,11 +5,14 @@ The interpreter accepts more than the compiler, so without GPUs it is compiled f
 blocks are small there, so that calls of some tokens have several.
 """
 
+import json
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -436,6 +439,29 @@ def test_programs_that_share_a_block_are_each_pair_once():
                 other_start : other_start + other_count,
             ] += 1
         assert found.equal(visible(call).int())
+
+
+def test_the_file_of_shapes_has_one_for_each_launch_and_gpu_and_says_where_it_is_from():
+    file = Path(backend.__file__).with_name("triton_shapes.json")
+    commit, gpu = (
+        re.compile("[0-9a-f]{7}"),
+        re.compile("NVIDIA .*|origin unknown, not measured again"),
+    )
+    for entry in json.loads(file.read_text())["tables"]:
+        assert commit.fullmatch(entry["commit"]), entry
+        assert gpu.fullmatch(entry["measured_on"]), entry
+    shapes, least = backend._shapes(), 99 << 10  # shared memory of compute capability 8.6 and 8.9
+    for table in ("single", "half", "half_by_distance", "half_by_segments"):
+        for width in (64, 128, 256):
+            names = {name for found, name, size in shapes if (found, size) == (table, width)}
+            by_diagonals = {"backward_table"} if table in ("single", "half_by_distance") else set()
+            assert names == {"forward", "backward_kv", "backward_q"} | by_diagonals
+            for name in names:
+                smallest, row = (
+                    shapes[table, name, width][-1],
+                    width * (4 if table == "single" else 2),
+                )
+                assert backend._bytes(name, smallest, row, table == "half_by_segments") <= least
 
 
 @pytest.mark.parametrize(

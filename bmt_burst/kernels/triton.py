@@ -1,18 +1,24 @@
-"""A kernel of our own, in Triton: any GPU that Triton compiles for, any tiles, fp32 too, biases or
-a softcap.
+"""The library's own kernel, in Triton.
 
-One launch does all tiles of a call: which tokens a program has is read from a list, in which those
-with the most to do come first. The backward has a program for each block of keys, which adds up dk
-and dv, and one for each of queries, for dq. So no sum is made by several programs but the gradient
-of a bias's table, and that one in whole numbers: results are equal bit for bit between runs. Where
-a bias goes by distance alone that gradient has a kernel of its own: its programs go along
-diagonals, on which distances are equal.
+It runs on any GPU that Triton compiles for, computes any tiles, in fp32 too, and knows biases or a
+softcap.
+
+One launch computes all tiles of a call. Each program reads from a list which tokens it has. The
+programs with the most work are first in the list. The backward has one program for each block of
+keys, which sums dk and dv, and one for each block of queries, which sums dq. Several programs add
+to the same sum only for the gradient of a bias's table, and they add integers. Therefore results
+are bit-identical between runs. The gradient of a bias by distance has a kernel of its own: its
+programs follow diagonals, on which distances are equal.
+
+`triton_shapes.json` has the block sizes, and the GPU and commit that they were measured with.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -31,9 +37,7 @@ _LARGEST_SUM = 2.0**61  # of whole numbers of 64 bits, with room for what roundi
 
 
 class LaunchShape(NamedTuple):
-    """Queries and keys of a program's blocks, its warps, and how many blocks it has on their way
-    from memory.
-    """
+    """The block sizes of a launch: M queries and N keys, warps, and pipeline stages."""
 
     M: int
     N: int
@@ -41,119 +45,26 @@ class LaunchShape(NamedTuple):
     stages: int
 
 
-# ShapeTable by kernel and padded head size, the fastest first: the first that a GPU has shared memory
-# for is taken.
-ShapeTable = dict[str, dict[int, tuple[LaunchShape, ...]]]
-_HALF: ShapeTable = {
-    "forward": {
-        64: (LaunchShape(128, 128, 8, 3), LaunchShape(128, 64, 4, 3), LaunchShape(128, 64, 4, 2)),
-        128: (
-            LaunchShape(128, 128, 8, 3),
-            LaunchShape(128, 64, 8, 2),
-            LaunchShape(64, 64, 4, 2),
-            LaunchShape(64, 32, 4, 2),
-        ),
-        256: (
-            LaunchShape(128, 64, 8, 2),
-            LaunchShape(64, 64, 8, 2),
-            LaunchShape(64, 32, 4, 2),
-            LaunchShape(32, 32, 4, 1),
-        ),
-    },
-    "backward_kv": {
-        64: (LaunchShape(64, 128, 8, 3), LaunchShape(64, 64, 4, 2)),
-        128: (LaunchShape(32, 64, 4, 3), LaunchShape(32, 64, 4, 2)),
-        256: (LaunchShape(32, 64, 8, 2), LaunchShape(16, 64, 8, 2), LaunchShape(16, 32, 4, 1)),
-    },
-    "backward_q": {
-        64: (LaunchShape(128, 64, 8, 3), LaunchShape(64, 64, 4, 2)),
-        128: (LaunchShape(128, 64, 8, 3), LaunchShape(128, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
-        256: (LaunchShape(64, 64, 8, 2), LaunchShape(64, 32, 8, 2), LaunchShape(32, 16, 4, 1)),
-    },
-}
-_BY_DISTANCE: ShapeTable = {
-    "forward": {
-        64: (LaunchShape(128, 64, 8, 2), LaunchShape(64, 64, 4, 2)),
-        128: (LaunchShape(128, 64, 8, 2), LaunchShape(64, 64, 4, 2), LaunchShape(64, 32, 4, 2)),
-        256: (LaunchShape(64, 64, 8, 2), LaunchShape(64, 32, 8, 2), LaunchShape(32, 32, 4, 1)),
-    },
-    "backward_kv": {
-        64: (LaunchShape(64, 64, 4, 2), LaunchShape(32, 64, 4, 2)),
-        128: (LaunchShape(32, 64, 4, 3), LaunchShape(32, 64, 4, 2)),
-        256: (LaunchShape(16, 64, 8, 2), LaunchShape(16, 32, 4, 1)),
-    },
-    "backward_q": {
-        64: (LaunchShape(128, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
-        128: (LaunchShape(128, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
-        256: (LaunchShape(64, 32, 8, 2), LaunchShape(32, 16, 4, 1)),
-    },
-    "backward_table": {
-        64: (LaunchShape(128, 64, 8, 3), LaunchShape(64, 32, 4, 2)),
-        128: (LaunchShape(128, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
-        256: (LaunchShape(64, 32, 8, 2), LaunchShape(32, 16, 4, 1)),
-    },
-}
-_BY_SEGMENTS: ShapeTable = {  # more registers for a pair
-    "forward": {
-        64: (LaunchShape(64, 64, 4, 2),),
-        128: (LaunchShape(64, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
-        256: (LaunchShape(64, 32, 8, 2), LaunchShape(32, 32, 4, 1)),
-    },
-    "backward_kv": {
-        64: (LaunchShape(64, 64, 8, 2), LaunchShape(32, 64, 4, 2)),
-        128: (LaunchShape(32, 128, 8, 2), LaunchShape(32, 64, 4, 2)),
-        256: (LaunchShape(16, 64, 8, 2), LaunchShape(16, 32, 4, 1)),
-    },
-    "backward_q": {
-        64: (LaunchShape(64, 64, 8, 2), LaunchShape(64, 32, 4, 2)),
-        128: (LaunchShape(128, 32, 8, 2), LaunchShape(64, 32, 4, 1)),
-        256: (LaunchShape(64, 32, 8, 1), LaunchShape(32, 16, 4, 1)),
-    },
-}
-_SINGLE: ShapeTable = {
-    "forward": {
-        64: (LaunchShape(64, 32, 4, 2),),
-        128: (LaunchShape(64, 32, 4, 2), LaunchShape(32, 32, 4, 1)),
-        256: (LaunchShape(32, 16, 4, 1),),
-    },
-    "backward_kv": {
-        64: (LaunchShape(32, 64, 4, 2),),
-        128: (LaunchShape(16, 32, 4, 2),),
-        256: (LaunchShape(16, 16, 4, 1),),
-    },
-    "backward_q": {
-        64: (LaunchShape(64, 32, 4, 2),),
-        128: (LaunchShape(32, 16, 4, 2),),
-        256: (LaunchShape(16, 16, 4, 1),),
-    },
-    "backward_table": {
-        64: (LaunchShape(64, 32, 4, 1),),
-        128: (LaunchShape(32, 16, 4, 1),),
-        256: (LaunchShape(16, 16, 4, 1),),
-    },
-}
 _INTERPRETED = {
     "forward": LaunchShape(32, 16, 4, 1),
     "backward_kv": LaunchShape(16, 32, 4, 1),
     "backward_q": LaunchShape(32, 16, 4, 1),
     "backward_table": LaunchShape(32, 16, 4, 1),
 }
-_PADDING = 256  # distances beyond reach that kernels have all the same: a block's queries and keys
-_MOST_STEPS = 256  # blocks of a walk along a diagonal
-_MOST_KEYS = 2048  # of a program that computes the gradient of a table alone
+_PADDING = 256  # distances beyond reach that a block may read: its queries and keys
+_MOST_STEPS = 256  # blocks that one program computes along a diagonal
+_MOST_KEYS = 2048  # keys of a program that computes only the gradient of a table
 
 
 class TritonKernel(Kernel):
-    """Of tensors on the CPU it can be asked directly where Triton's interpreter is on: that is for
-    tests.
-    """
+    """The Triton kernel. In Triton's interpreter tests may call it with tensors on the CPU."""
 
     name = "triton"
     takes_delta = True
     writes_new_memory = True
     runs_interpreted = True
 
-    def refuses(self, spec, q, k):
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if spec.biased and spec.softcap is not None:
             return NOT_BOTH
         if not installed("triton"):
@@ -168,29 +79,31 @@ class TritonKernel(Kernel):
             return f"head size {q.shape[-1]} is not one of {list(range(8, 257, 8))}"
         return None
 
-    def broken(self):
-        return import_failure("triton", _kernels)
+    def broken(self) -> str | None:
+        return import_failure("triton", _kernel_module)
 
-    def partial_dtype(self, dtype):
+    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def forward(self, q, k, v, call, spec, bias=None):
-        out, lse = _new(q), torch.empty(_rows(q), dtype=torch.float32, device=q.device)
+        out, lse = _empty(q), torch.empty(_lse_shape(q), dtype=torch.float32, device=q.device)
         added = () if bias is None else _bias_arguments(bias)
-        _launch("forward", (*map(_dense, (q, k, v)), out, lse), call, spec, added, CAP=spec.softcap)
+        _launch(
+            "forward", (*map(_make_dense, (q, k, v)), out, lse), call, spec, added, CAP=spec.softcap
+        )
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
-        inputs = _inputs(dout, q, k, v, out, lse, delta)
-        added = () if bias is None else _with_sums(_bias_arguments(bias), bias, *inputs[2:])
-        dq, dk, dv = grads = tuple(_new(x) for x in (q, k, v))
+        inputs = _backward_inputs(dout, q, k, v, out, lse, delta)
+        added = () if bias is None else _add_sums(_bias_arguments(bias), bias, *inputs[2:])
+        dq, dk, dv = grads = tuple(_empty(x) for x in (q, k, v))
         _launch("backward_kv", (*inputs, dk, dv), call, spec, added, CAP=spec.softcap)
         _launch("backward_q", (*inputs, dq), call, spec, added, CAP=spec.softcap)
         if bias is None:
             return grads
         if bias.segments is None:
             _add_along_diagonals(inputs, call, spec, bias, added)
-        return *grads, _summed(added, bias)
+        return *grads, _gradient_of_sums(added, bias)
 
 
 def table_gradient(
@@ -205,17 +118,17 @@ def table_gradient(
     spec: Spec,
     bias: CallBias,
 ) -> Tensor:
-    """dtable (R, H) alone of what `Kernel.backward` returns."""
-    inputs = _inputs(dout, q, k, v, out, lse, delta)
-    added = _with_sums(_bias_arguments(bias), bias, *inputs[2:])
+    """Compute only dtable (R, H) of what `Kernel.backward` returns."""
+    inputs = _backward_inputs(dout, q, k, v, out, lse, delta)
+    added = _add_sums(_bias_arguments(bias), bias, *inputs[2:])
     if bias.segments is None:
         _add_along_diagonals(inputs, call, spec, bias, added)
     else:
         _launch("backward_q", (*inputs, None), call, spec, added, CAP=spec.softcap)
-    return _summed(added, bias)
+    return _gradient_of_sums(added, bias)
 
 
-def _inputs(
+def _backward_inputs(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -224,26 +137,27 @@ def _inputs(
     lse: Tensor,
     delta: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """What the backward's kernels read, in their order: q, k, v, dout, lse and delta."""
-    q, k, v, dout, lse = map(_dense, (q, k, v, dout, lse))
+    """Return what the backward's kernels read, in their order: q, k, v, dout, lse and delta."""
+    q, k, v, dout, lse = map(_make_dense, (q, k, v, dout, lse))
     if delta is None:
-        assert out is not None, "a backward has out or delta"
-        return q, k, v, dout, lse, _delta(_dense(out), dout)
-    return q, k, v, dout, lse, _dense(delta)
+        assert out is not None, "a backward needs out or delta"
+        return q, k, v, dout, lse, _compute_delta(_make_dense(out), dout)
+    return q, k, v, dout, lse, _make_dense(delta)
 
 
 def _add_along_diagonals(
     inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, bias: CallBias, added: Any
 ) -> None:
-    """Adds to the sums of a bias that goes by distance. Where it is not known what is even,
-    programs find out.
+    """Launch the kernel that adds to the gradient of a bias by distance.
+
+    If the host does not know which sequences have even positions, launch it for both kinds.
     """
     for even in (True, False) if bias.apart is None else (True,):
         _launch("backward_table", inputs, call, spec, added, EVEN=even)
 
 
-def _summed(added: Any, bias: CallBias) -> Tensor:
-    """The gradient of the table that was added up."""
+def _gradient_of_sums(added: Any, bias: CallBias) -> Tensor:
+    """Return the gradient of the table (R, H) from the integer sums."""
     return (added.sums.double() / added.unit.unsqueeze(1)).T.to(bias.table.dtype)
 
 
@@ -255,7 +169,7 @@ def _launch(
     bias: tuple,
     **constants: Any,
 ) -> None:
-    """One of the kernels, on tensors of which the first are q and k, with constants of its own."""
+    """Launch the kernel `name`. The first two of `tensors` are q and k."""
     q, k = tensors[:2]
     assert q is not None
     assert k is not None
@@ -264,15 +178,15 @@ def _launch(
     shape = _shape(name, q, width, mode)
     by_keys = name == "backward_kv"
     if name == "backward_table":
-        blocks = _walks(call, q.device, shape.M, shape.N)
+        blocks = _list_walks(call, q.device, shape.M, shape.N)
     else:
         most = _MOST_KEYS if tensors[-1] is None else None
-        blocks = _blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M, most)
+        blocks = _list_blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M, most)
     left, right = effective_band(call)
     grid = len(blocks), k.shape[2] if by_keys else q.shape[2], len(q)
-    getattr(_kernels(), name)[grid](
+    _kernel_module().KERNELS[name][grid](
         *tensors,
-        *map(_strides, tensors),
+        *map(_kernel_strides, tensors),
         blocks,
         spec.scale,
         left or 0,
@@ -294,17 +208,16 @@ def _launch(
     )
 
 
-def _blocks(
+def _list_blocks(
     call: KernelCall, device: torch.device, side: int, size: int, most: int | None
 ) -> Tensor:
-    """The programs of a call: blocks of `size` tokens of its queries (side 0) or keys (side 1), the
-    longest work first.
+    """List the programs of a call, those with the most work first.
 
-    Several have a block, each with `most` tokens of the other side, if `most` is given and there is
-    no band.
+    Each has a block of `size` queries (side 0) or keys (side 1). If `most` is given and there is no
+    band, several programs share a block, and each has at most `most` tokens of the other side.
 
-    (programs, 5) int32: the block's first token, counted in its sequence; where that sequence
-    begins and how long it is, on this side and on the other.
+    Return (programs, 5) int32: the block's first token, counted in its sequence; then start and
+    length of the sequence on this side, and on the other side.
     """
     name = "triton", side, size, most
     return prepare_once(
@@ -324,9 +237,9 @@ def _blocks_on_host(call: KernelCall, side: int, size: int, most: int | None) ->
         torch.tensor(spans, dtype=torch.int64).view(-1, 4).unbind(1)
     )
     own, other = own_end - own_at, other_end - other_at
-    at, nth = _counted((own + size - 1) // size)
+    at, nth = _number_groups((own + size - 1) // size)
     first = nth * size
-    # How many tokens of the other side the block's first and last see between them.
+    # The tokens of the other side that the block sees are begin to end - 1.
     last, more = torch.minimum(first + size, own[at]) - 1, (other - own)[at]
     low, high = (call.left, call.right) if side == 0 else (call.right, call.left)
     begin = torch.zeros_like(first) if low is None else (first + more - low).clamp_min(0)
@@ -336,13 +249,12 @@ def _blocks_on_host(call: KernelCall, side: int, size: int, most: int | None) ->
     return torch.stack([x[order] for x in fields], 1).to(torch.int32)
 
 
-def _walks(call: KernelCall, device: torch.device, queries: int, keys: int) -> Tensor:
-    """The programs of a call's walks along diagonals, in blocks of so many queries and keys, the
-    longest first.
+def _list_walks(call: KernelCall, device: torch.device, queries: int, keys: int) -> Tensor:
+    """List the programs that follow diagonals, the longest first.
 
-    (programs, 7) int32: the first block's first query, counted in its sequence, the number of
-    blocks, how far the first key of each block is ahead of its first query, and where queries and
-    keys of the sequence begin and how many there are.
+    Return (programs, 7) int32: the first query of the first block, counted in its sequence; the
+    number of blocks; the first key of each block minus its first query; then start and number of
+    the sequence's queries, and of its keys.
     """
     name = "triton walks", queries, keys
     return prepare_once(
@@ -360,48 +272,60 @@ def _walks_on_host(call: KernelCall, queries: int, keys: int) -> Tensor:
         lowest = torch.maximum(lowest, kv_count - q_count - call.left)
     if call.right is not None:
         highest = torch.minimum(highest, kv_count - q_count + call.right)
-    at, nth = _counted(((highest - lowest + queries - 1) // keys + 1).clamp_min(0))
+    at, nth = _number_groups(((highest - lowest + queries - 1) // keys + 1).clamp_min(0))
     ahead = lowest[at] + nth * keys
-    # Blocks of which some query and some key is there.
+    # the blocks that have at least one query and one key
     first = ((-ahead - keys) // queries + 1).clamp_min(0)
     stop = (torch.minimum(q_count[at], kv_count[at] - ahead) + queries - 1) // queries
-    part, nth = _counted(((stop - first + _MOST_STEPS - 1) // _MOST_STEPS).clamp_min(0))
+    part, nth = _number_groups(((stop - first + _MOST_STEPS - 1) // _MOST_STEPS).clamp_min(0))
     at, start = at[part], first[part] + nth * _MOST_STEPS
     steps = (stop[part] - start).clamp_max(_MOST_STEPS)
     fields = start * queries, steps, ahead[part], q_at[at], q_count[at], kv_at[at], kv_count[at]
     return torch.stack(fields, 1)[steps.argsort(descending=True, stable=True)].to(torch.int32)
 
 
-def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """For counts (2, 3): (0, 0, 1, 1, 1) and (0, 1, 0, 1, 2)."""
+def _number_groups(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Number the elements of groups: counts (2, 3) give (0, 0, 1, 1, 1) and (0, 1, 0, 1, 2)."""
     at = torch.arange(len(counts)).repeat_interleave(counts)
     return at, torch.arange(len(at)) - (counts.cumsum(0) - counts)[at]
 
 
 def _mode(bias: Any) -> int:
-    kinds = _biases()
-    return (
-        (kinds.BY_DISTANCE if bias.pairs is None else kinds.BY_SEGMENTS).value
-        if bias
-        else kinds.NONE.value
-    )
+    """Return the constant BIAS of the kernels."""
+    kinds = _bias_module()
+    if not bias:
+        return kinds.NONE.value
+    return (kinds.BY_DISTANCE if bias.pairs is None else kinds.BY_SEGMENTS).value
+
+
+@functools.cache
+def _shapes() -> dict[tuple[str, str, int], tuple[LaunchShape, ...]]:
+    """Read triton_shapes.json: by table, kernel and padded head size, the fastest first."""
+    text = Path(__file__).with_name("triton_shapes.json").read_text()
+    return {
+        (entry["table"], entry["kernel"], entry["head_size"]): tuple(
+            LaunchShape(*shape) for shape in entry["shapes"]
+        )
+        for entry in json.loads(text)["tables"]
+    }
 
 
 def _shape(name: str, q: Tensor, width: int, mode: int) -> LaunchShape:
+    """Return the fastest shape of a kernel that the GPU has shared memory for."""
     if not q.is_cuda:
         return _INTERPRETED[name]
-    table = _SINGLE if q.dtype == torch.float32 else (_HALF, _BY_DISTANCE, _BY_SEGMENTS)[mode]
-    shapes = table[name][max(width, 64)]
-    most = _shared_memory(q.device)
-    by_segments = table is _BY_SEGMENTS
-    return next(
-        (s for s in shapes if _bytes(name, s, width * q.itemsize, by_segments) <= most), shapes[-1]
-    )
+    half = ("half", "half_by_distance", "half_by_segments")[mode]
+    table = "single" if q.dtype == torch.float32 else half
+    shapes = _shapes()[table, name, max(width, 64)]
+    most, by_segments = _shared_memory(q.device), table == "half_by_segments"
+    fitting = (s for s in shapes if _bytes(name, s, width * q.itemsize, by_segments) <= most)
+    return next(fitting, shapes[-1])
 
 
 def _bytes(name: str, shape: LaunchShape, row: int, by_segments: bool) -> int:
-    """The shared memory of a kernel with rows of so many bytes, as Triton 3.9 takes it on Hopper,
-    and 2 KiB more.
+    """Return the bytes of shared memory of a kernel with rows of `row` bytes.
+
+    Triton 3.9 takes so much on Hopper. 2 KiB are added.
     """
     own, other = (shape.N, shape.M) if name == "backward_kv" else (shape.M, shape.N)
     held = own if name == "forward" else 2 * own
@@ -413,7 +337,7 @@ def _bytes(name: str, shape: LaunchShape, row: int, by_segments: bool) -> int:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have."""
+    """Return the bytes of shared memory that a program may have."""
     from triton.runtime import driver
 
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -421,72 +345,68 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def _precision(q: Tensor) -> str:
-    """How products of fp32 are made: on NVIDIA's tensor cores three of TF32 are as exact as one."""
+    """Return how fp32 is multiplied: three TF32 products are as exact as one, and are faster."""
     return "tf32x3" if q.is_cuda and torch.version.hip is None else "ieee"
 
 
-def _delta(out: Tensor, dout: Tensor) -> Tensor:
-    """rowsum(out * dout) (B, H, S)."""
-    delta = torch.empty(_rows(out), dtype=torch.float32, device=out.device)
+def _compute_delta(out: Tensor, dout: Tensor) -> Tensor:
+    """Compute rowsum(out * dout) (B, H, S)."""
+    delta = torch.empty(_lse_shape(out), dtype=torch.float32, device=out.device)
     batch, tokens, heads, head_size = out.shape
     width = 1 << (head_size - 1).bit_length()
     size = 4096 // width
     tensors = delta, out, dout
     grid = -(-tokens // size), heads, batch
-    _kernels().delta_of[grid](
-        *tensors, *map(_strides, tensors), tokens, D=head_size, WIDTH=width, M=size
+    _kernel_module().delta_of[grid](
+        *tensors, *map(_kernel_strides, tensors), tokens, D=head_size, WIDTH=width, M=size
     )
     return delta
 
 
-def _strides(x: Tensor | None) -> tuple[int, ...]:
-    """As the kernels take them: those of lse and delta follow from the number of tokens."""
+def _kernel_strides(x: Tensor | None) -> tuple[int, ...]:
+    """Return the strides that a kernel takes. Those of lse and delta depend on the tokens."""
     if x is None:
         return ()
     return multiply_by_16(x.stride()) if x.dim() == 3 else x.stride()
 
 
 def _bias_arguments(bias: CallBias) -> Any:
-    """The bias as the kernels take it, without what its gradient needs."""
+    """Return the bias as the kernels take it, without the sums of its gradient."""
     table, of, found = bias.prepared.get("triton", (None, None, None))
     if table is not bias.table or of is not bias.distances:
         found = _padded_biases(bias)
         bias.prepared["triton"] = bias.table, bias.distances, found
     distances, biases = found
-    positions = map(_aligned, (bias.q_position, bias.kv_position))
-    found = _biases().BiasArguments(
+    positions = map(_align, (bias.q_position, bias.kv_position))
+    found = _bias_module().BiasArguments(
         *positions, distances, biases, len(bias.table), bias.reach + _PADDING
     )
     if bias.segments is None:
         return found
-    numbers = {
-        name: _aligned(x) for name, x in vars(bias.segments).items() if isinstance(x, Tensor)
-    }
+    numbers = {name: _align(x) for name, x in vars(bias.segments).items() if isinstance(x, Tensor)}
     return found._replace(**numbers, other=bias.segments.other)
 
 
 def _padded_biases(bias: CallBias) -> tuple[Tensor, Tensor]:
-    """`BiasArguments.distances` and `BiasArguments.biases`."""
+    """Compute `BiasArguments.distances` and `BiasArguments.biases`."""
     ends = bias.distances[:1].expand(_PADDING), bias.distances[-1:].expand(_PADDING)
     distances = torch.cat([ends[0], bias.distances, ends[1]])
     table = (bias.table.float() * _LOG2_E).T
     return distances, torch.cat([table, table.index_select(1, distances)], 1)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x in memory that begins as all new memory does: Triton compiles anew for numbers that begin
-    elsewhere.
-    """
+def _align(x: Tensor) -> Tensor:
+    """Return x in aligned memory. Triton would compile the kernel again for other addresses."""
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def _with_sums(
+def _add_sums(
     added: Any, bias: CallBias, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
 ) -> Any:
-    """With the sums of its gradient at 0, and their units, such that none overflows, made without
-    the host waiting.
+    """Return the arguments of a bias with zeroed sums, and with units in which none overflows.
 
-    A head's unit is NaN where the bound of its sums is not finite: so is its gradient then.
+    The host waits for no GPU. If the bound of a head's sums is not finite, its unit is NaN, and so
+    is its gradient.
     """
     bound = dscores_bound(dout, v, lse, delta) if bias.bound is None else bias.bound
     unit = (_LARGEST_SUM / (lse.shape[0] * lse.shape[2]) / bound).clamp_max(2.0**126)
@@ -494,29 +414,32 @@ def _with_sums(
     return added._replace(sums=sums, unit=unit.where(unit > 0, torch.nan))
 
 
-def _rows(q: Tensor) -> tuple[int, int, int]:
+def _lse_shape(q: Tensor) -> tuple[int, int, int]:
+    """Return the shape of q's lse."""
     return q.shape[0], q.shape[2], q.shape[1]
 
 
-def _new(x: Tensor) -> Tensor:
+def _empty(x: Tensor) -> Tensor:
+    """Return empty, contiguous memory in x's shape."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _dense(x: Tensor) -> Tensor:
-    """x with its last dimension in one piece."""
+def _make_dense(x: Tensor) -> Tensor:
+    """Return x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @functools.cache
-def _kernels() -> ModuleType:
-    """Imported when they are first used: Triton is nothing that a CPU needs."""
+def _kernel_module() -> ModuleType:
+    """Import the kernels when they are first used. CPUs do not need Triton."""
     from . import triton_blocks
 
     return triton_blocks
 
 
 @functools.cache
-def _biases() -> ModuleType:
+def _bias_module() -> ModuleType:
+    """Import what the kernels add to scores."""
     from . import triton_bias
 
     return triton_bias

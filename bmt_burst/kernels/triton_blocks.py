@@ -1,13 +1,16 @@
-"""The Triton kernels of `triton.py`: what a program computes of a block.
+"""The Triton kernels that `triton.py` launches: what one program computes.
 
-A program has a block of queries, or of keys, of one sequence, and goes through the blocks of the
-other side that it sees or that see it. The band splits these in three: blocks cut by its one edge,
-blocks that are visible whole, and blocks cut by its other edge or by the sequence's end. Only the
-outer ones are masked. Exponents are to base 2, and so
-is what a bias adds: see `triton_bias.py`.
+A program has one block of queries, or of keys, of one sequence. It loops over the blocks of the
+other side that its block sees, or that see it. The band splits these blocks in three parts: blocks
+that one edge cuts, blocks that are visible whole, and blocks that the other edge or the end of the
+sequence cuts. Only the outer parts are masked.
 
-Letters: D head size, WIDTH the power of two that it is padded to; M queries and N keys of a block;
-CAP the softcap of the scores, None for none.
+All four attention kernels compute a pair of blocks with `_scores_of`. The three of the backward
+continue with `_probs_of` and `_dscores_of`. Exponents are to base 2. Therefore the terms of a bias
+are to base 2, too: see `triton_bias.py`.
+
+Letters: D is the head size, WIDTH the power of two that it is padded to. M and N are the queries
+and keys of a block. CAP is the softcap of the scores, or None.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import triton.language as tl
 from .triton_bias import (
     BY_DISTANCE,
     BY_SEGMENTS,
+    NONE,
     add_by_distance,
     add_by_segments,
     add_near,
@@ -34,19 +38,21 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _INFINITY = tl.constexpr(float("inf"))
 
-# These differ from call to call: a kernel compiled anew for each kind of number would take seconds.
-# Strides of lse and delta, which do too, come `multiply_by_16`.
+# These numbers differ from call to call. To compile a kernel again for each kind of number would
+# take seconds. Strides of lse and delta differ, too: they pass through `multiply_by_16`.
 _NUMBERS = ["left", "right"]
-_ROWS = ["lse", "delta"]  # numbers of tokens, which may begin anywhere
+_ROWS = ["lse", "delta"]  # (B, H, S) tensors that may begin at any address
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def forward(
-    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, lse_strides, blocks, scale, left, right, bias,
+    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, lse_strides,
+    blocks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
-    """Fills out and lse of a block of queries of one head. GROUP query heads share a kv head."""
+    """Fill out and lse of one block of queries and one head. GROUP query heads share a kv head."""
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
@@ -55,11 +61,15 @@ def forward(
     )
     k_rows = _token(k, k_strides, batch, head // GROUP, kv_start)
     v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
+    if BIAS == NONE:
+        own = None
     if BIAS == BY_SEGMENTS:
-        queries = q_fields(bias, q_start + first, rows, M)
+        own = q_fields(bias, q_start + first, rows, M)
     if BIAS == BY_DISTANCE:
         places = distances_of(bias, q_start, q_count, kv_start, kv_count)
 
+    # Without a bias and a cap scores are multiplied by their factor only in the exponents.
+    SCALED: tl.constexpr = CAP is not None or BIAS != NONE
     sums = tl.zeros((M, WIDTH), tl.float32)
     weights = tl.zeros((M,), tl.float32)
     largest = tl.full((M,), -_INFINITY, tl.float32)
@@ -67,25 +77,19 @@ def forward(
     edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIAS == BY_SEGMENTS)
     for part in tl.static_range(FIRST_PART, 3):
         if BIAS == BY_DISTANCE:
-            added = by_distance(bias, head, places, first, edges[part], M, N, False)
+            own = by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
             k_block = _load(
                 _ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1
             )
-            scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
-            factor = scale * _LOG2_E
-            if CAP is not None:
-                scores = _scores(scores, scale, CAP)
-                factor = 1.0
-            if BIAS == BY_SEGMENTS:
-                keys = kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
-                scores = scores * factor + by_segments(bias, head, queries, keys, False)
-                factor = 1.0
-            if BIAS == BY_DISTANCE:  # the next block's numbers come while this one is computed
-                scores = scores * factor + added
-                added = by_distance(bias, head, places, first, at + N, M, N, False)
-                factor = 1.0
+            scores, _ = _scores_of(
+                q_block, k_block, own, bias, head, kv_start + at, columns, scale,
+                N, BIAS, False, PRECISION, CAP, SCALED,
+            )  # fmt: skip
+            factor = 1.0 if SCALED else scale * _LOG2_E
+            if BIAS == BY_DISTANCE:  # loads the next block's terms while this one is computed
+                own = by_distance(bias, head, places, first, at + N, M, N, False)
             if part != 1:
                 seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
                 scores = tl.where(seen, scores, -_INFINITY)
@@ -102,7 +106,7 @@ def forward(
             )
             largest = now
 
-    # Who sees keys, all with a score of -inf, has weights of 0 and, as softmax says, an out of NaN.
+    # If all scores of a query are -inf, its weights are 0, and its out is NaN, as softmax's.
     seeing = _seeing(first, more, left, right, kv_count, M, LEFT, RIGHT)
     out_rows = _token(out, out_strides, batch, head, q_start + first)
     _store(out_rows, out_strides, sums / tl.where(seeing, weights, 1.0)[:, None], rows, D, WIDTH, M)
@@ -113,13 +117,16 @@ def forward(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def backward_kv(
-    q, k, v, dout, lse, delta, dk, dv, q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
+    q, k, v, dout, lse, delta, dk, dv,
+    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
     dk_strides, dv_strides, blocks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
-    """Fills dk and dv of a block of keys of one kv head. Scores are transposed, so that no product
-    has to transpose.
+    """Fill dk and dv of one block of keys and one kv head.
+
+    Scores are transposed, so that no product of the loop has to transpose them.
     """
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     first, kv_start, kv_count, q_start, q_count = _block(blocks)
@@ -142,8 +149,10 @@ def backward_kv(
         N,
         True,
     )
+    if BIAS == NONE:
+        own = None
     if BIAS == BY_SEGMENTS:
-        keys = kv_fields(bias, kv_start + first, columns, N)
+        own = kv_fields(bias, kv_start + first, columns, N)
     if BIAS == BY_DISTANCE:
         places = distances_of(bias, q_start, q_count, kv_start, kv_count)
 
@@ -158,25 +167,22 @@ def backward_kv(
         delta_rows = _row(delta, delta_strides, batch, head, q_start)
         for part in tl.static_range(FIRST_PART, 3):
             if BIAS == BY_DISTANCE:
-                added = by_distance(bias, head, places, edges[part], first, M, N, True)
+                own = by_distance(bias, head, places, edges[part], first, M, N, True)
             for at in tl.range(edges[part], edges[part + 1], M):
                 rows = q_count - at
                 q_block = _load(
                     _ahead(q_rows, q_strides, at), q_strides, rows, D, WIDTH, M, part != 1
                 )
-                scores = _scores(
-                    tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION), scale, CAP
-                )
-                if BIAS == BY_SEGMENTS:
-                    queries = q_fields(bias, q_start + at, tl.minimum(rows, M), M)
-                    scores += by_segments(bias, head, queries, keys, True)
+                scores, _ = _scores_of(
+                    k_block, q_block, own, bias, head, q_start + at, rows, scale,
+                    M, BIAS, True, PRECISION, CAP, True,
+                )  # fmt: skip
                 if BIAS == BY_DISTANCE:
-                    scores += added
-                    added = by_distance(bias, head, places, at + M, first, M, N, True)
-                probs = tl.exp2(scores - _load_lse(lse_rows, at, rows, M)[None, :])
-                if part != 1:
-                    seen = _visible(first, at, more, right, left, rows, N, M, RIGHT, LEFT)
-                    probs = tl.where(seen, probs, 0.0)
+                    own = by_distance(bias, head, places, at + M, first, M, N, True)
+                probs = _probs_of(
+                    scores, _load_lse(lse_rows, at, rows, M)[None, :],
+                    first, at, more, right, left, rows, N, M, RIGHT, LEFT, part != 1,
+                )  # fmt: skip
                 dout_block = _load(
                     _ahead(dout_rows, dout_strides, at), dout_strides, rows, D, WIDTH, M, part != 1
                 )
@@ -184,9 +190,9 @@ def backward_kv(
                     probs.to(q_block.dtype), dout_block, dv_sums, input_precision=PRECISION
                 )
                 dprobs = tl.dot(v_block, tl.trans(dout_block), input_precision=PRECISION)
-                dscores = probs * (dprobs - _load_row(delta_rows, at, rows, M)[None, :])
-                if CAP is not None:
-                    dscores *= _slope(scores, CAP)
+                dscores = _dscores_of(
+                    scores, probs, dprobs, _load_row(delta_rows, at, rows, M)[None, :], CAP
+                )
                 dk_sums = tl.dot(
                     dscores.to(q_block.dtype), q_block, dk_sums, input_precision=PRECISION
                 )
@@ -199,13 +205,16 @@ def backward_kv(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def backward_q(
-    q, k, v, dout, lse, delta, dq, q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
+    q, k, v, dout, lse, delta, dq,
+    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
     dq_strides, blocks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
-    """Fills dq, unless it is None, of a block of queries of one head, and adds to the sums of a
-    bias by segments.
+    """Fill dq of one block of queries and one head, unless dq is None.
+
+    With a bias by segments also add the block's share to the gradient of the bias.
     """
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
@@ -219,8 +228,10 @@ def backward_q(
     row_delta = _load_row(_row(delta, delta_strides, batch, head, q_start + first), 0, rows, M)
     k_rows = _token(k, k_strides, batch, head // GROUP, kv_start)
     v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
+    if BIAS == NONE:
+        own = None
     if BIAS == BY_SEGMENTS:
-        queries = q_fields(bias, q_start + first, rows, M)
+        own = q_fields(bias, q_start + first, rows, M)
         waiting, group, segment = tl.zeros((M,), tl.float32), 0, 0
     if BIAS == BY_DISTANCE:
         places = distances_of(bias, q_start, q_count, kv_start, kv_count)
@@ -230,32 +241,27 @@ def backward_q(
     edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIAS == BY_SEGMENTS)
     for part in tl.static_range(FIRST_PART, 3):
         if BIAS == BY_DISTANCE:
-            added = by_distance(bias, head, places, first, edges[part], M, N, False)
+            own = by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
             k_block = _load(
                 _ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1
             )
-            scores = _scores(
-                tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION), scale, CAP
-            )
-            if BIAS == BY_SEGMENTS:
-                keys = kv_fields(bias, kv_start + at, tl.minimum(columns, N), N)
-                scores += by_segments(bias, head, queries, keys, False)
+            scores, keys = _scores_of(
+                q_block, k_block, own, bias, head, kv_start + at, columns, scale,
+                N, BIAS, False, PRECISION, CAP, True,
+            )  # fmt: skip
             if BIAS == BY_DISTANCE:
-                scores += added
-                added = by_distance(bias, head, places, first, at + N, M, N, False)
-            probs = tl.exp2(scores - row_lse[:, None])
-            if part != 1:
-                seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
-                probs = tl.where(seen, probs, 0.0)
+                own = by_distance(bias, head, places, first, at + N, M, N, False)
+            probs = _probs_of(
+                scores, row_lse[:, None],
+                first, at, more, left, right, columns, M, N, LEFT, RIGHT, part != 1,
+            )  # fmt: skip
             v_block = _load(
                 _ahead(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1
             )
             dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
-            dscores = probs * (dprobs - row_delta[:, None])
-            if CAP is not None:
-                dscores *= _slope(scores, CAP)
+            dscores = _dscores_of(scores, probs, dprobs, row_delta[:, None], CAP)
             if dq is not None:
                 dq_sums = tl.dot(
                     dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION
@@ -263,17 +269,14 @@ def backward_q(
             if BIAS == BY_SEGMENTS:
                 if keys.alike:
                     if (keys.group != group) | (keys.segment != segment):
-                        add_waiting(bias, head, waiting, queries, group, segment, M)
-                        waiting, group, segment = (
-                            tl.zeros((M,), tl.float32),
-                            keys.group,
-                            keys.segment,
-                        )
-                    waiting += add_near(bias, head, dscores, queries, keys, M)
+                        add_waiting(bias, head, waiting, own, group, segment, M)
+                        waiting = tl.zeros((M,), tl.float32)
+                        group, segment = keys.group, keys.segment
+                    waiting += add_near(bias, head, dscores, own, keys, M)
                 else:
-                    add_by_segments(bias, head, dscores, queries, keys, M, N)
+                    add_by_segments(bias, head, dscores, own, keys, M, N)
     if BIAS == BY_SEGMENTS:
-        add_waiting(bias, head, waiting, queries, group, segment, M)
+        add_waiting(bias, head, waiting, own, group, segment, M)
 
     if dq is not None:
         dq_rows = _token(dq, dq_strides, batch, head, q_start + first)
@@ -282,24 +285,23 @@ def backward_q(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def backward_table(
-    q, k, v, dout, lse, delta, q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
+    q, k, v, dout, lse, delta,
+    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
     walks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the sums of a bias that goes by distance, for blocks of one head along a diagonal.
+    """Add the share of the blocks along one diagonal to the gradient of a bias by distance.
 
-    If positions are EVEN, distances are the same in all blocks, and dscores are summed before they
-    are added. Sequences of the other kind are left alone.
+    If positions are EVEN, all blocks of a diagonal have the same distances. Then dscores are summed
+    over the blocks, and the sums are added once. The program skips sequences that are EVEN where
+    the constant is not, and the other way round.
     """
     head, batch, walk = tl.program_id(1), tl.program_id(2), walks + tl.program_id(0) * 7
     start, steps, ahead = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2)
-    q_start, q_count, kv_start, kv_count = (
-        tl.load(walk + 3),
-        tl.load(walk + 4),
-        tl.load(walk + 5),
-        tl.load(walk + 6),
-    )
+    q_start, q_count = tl.load(walk + 3), tl.load(walk + 4)
+    kv_start, kv_count = tl.load(walk + 5), tl.load(walk + 6)
     more = kv_count - q_count
     q_rows = _token(q, q_strides, batch, head, q_start)
     dout_rows = _token(dout, dout_strides, batch, head, q_start)
@@ -312,23 +314,29 @@ def backward_table(
     added = by_distance(bias, head, places, start, start + ahead, M, N, False)
     sums = tl.zeros((M, N), tl.float32)
     for first in tl.range(start, start + steps * M, M):
-        at = first + ahead  # of keys; some of them may come before the first or after the last
+        at = first + ahead  # the first key, which may be before the sequence
         rows, columns = q_count - first, kv_count - at
         q_block = _load(_ahead(q_rows, q_strides, first), q_strides, rows, D, WIDTH, M, True)
         k_block = _load_between(_ahead(k_rows, k_strides, at), k_strides, -at, columns, D, WIDTH, N)
-        scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION) * (scale * _LOG2_E)
-        if EVEN:
-            scores += added
-        else:
+        scores, _ = _scores_of(
+            q_block, k_block, added, bias, head, kv_start + at, columns, scale,
+            N, BIAS if EVEN else NONE, False, PRECISION, None, True,
+        )  # fmt: skip
+        if not EVEN:
             distances = uneven(places, first, at, M, N, False)
             scores += by_distance(bias, head, places, first, at, M, N, False)
-        probs = tl.exp2(scores - _load_lse(lse_rows, first, rows, M)[:, None])
+        probs = _probs_of(
+            scores, _load_lse(lse_rows, first, rows, M)[:, None],
+            first, at, more, left, right, columns, M, N, LEFT, RIGHT, False,
+        )  # fmt: skip
         dout_block = _load(
             _ahead(dout_rows, dout_strides, first), dout_strides, rows, D, WIDTH, M, True
         )
         v_block = _load_between(_ahead(v_rows, v_strides, at), v_strides, -at, columns, D, WIDTH, N)
         dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
-        dscores = probs * (dprobs - _load_row(delta_rows, first, rows, M)[:, None])
+        dscores = _dscores_of(
+            scores, probs, dprobs, _load_row(delta_rows, first, rows, M)[:, None], None
+        )
         seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (
             tl.arange(0, N)[None, :] >= -at
         )
@@ -347,7 +355,7 @@ def delta_of(
     delta, out, dout, delta_strides, out_strides, dout_strides, tokens,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Fills delta (B, H, S) with rowsum(out * dout) of M tokens of a head."""
+    """Fill delta (B, H, S) with rowsum(out * dout) of M tokens of one head."""
     first, head, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
     rows, row = tokens - first, tl.arange(0, M)
     out_block = _load(
@@ -361,26 +369,78 @@ def delta_of(
 
 
 @triton.jit
-def _scores(products, scale, CAP: tl.constexpr):
-    """The scores, to base 2, of products of queries and keys."""
-    return (
-        products * (scale * _LOG2_E)
-        if CAP is None
-        else _tanh(products * (scale / CAP)) * (CAP * _LOG2_E)
-    )
+def _scores_of(
+    own_block, other_block, own, bias, head, other_first, others, scale, OTHER: tl.constexpr,
+    BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """Compute the scores, to base 2, of a program's own tokens and OTHER tokens of the other side.
+
+    own_block    (OWN, WIDTH): the program's queries or, if TRANSPOSED, its keys
+    other_block  (OTHER, WIDTH): tokens other_first .. of the other side, and zeros after `others`
+    own          BY_DISTANCE (OWN, OTHER): the terms of the bias for this pair of blocks;
+                 BY_SEGMENTS: the fields of the program's own tokens; None without a bias
+
+    Return scores (OWN, OTHER) and the fields of the other tokens; these are () unless
+    BY_SEGMENTS. Scores that are not SCALED lack the factor scale log2(e); they have no bias and no
+    cap.
+    """
+    scores = tl.dot(own_block, tl.trans(other_block), input_precision=PRECISION)
+    if SCALED:
+        if CAP is None:
+            scores *= scale * _LOG2_E
+        else:
+            scores = _tanh(scores * (scale / CAP)) * (CAP * _LOG2_E)
+    other = ()
+    if BIAS == BY_DISTANCE:
+        scores += own
+    if BIAS == BY_SEGMENTS:
+        if TRANSPOSED:
+            other = q_fields(bias, other_first, tl.minimum(others, OTHER), OTHER)
+            scores += by_segments(bias, head, other, own, True)
+        else:
+            other = kv_fields(bias, other_first, tl.minimum(others, OTHER), OTHER)
+            scores += by_segments(bias, head, own, other, False)
+    return scores, other
+
+
+@triton.jit
+def _probs_of(
+    scores, lse, first, at, more, low, high, others, OWN: tl.constexpr, OTHER: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Compute the probabilities of scores (OWN, OTHER) from lse, which broadcasts.
+
+    If MASKED, hidden pairs are 0; see `_visible`.
+    """
+    probs = tl.exp2(scores - lse)
+    if MASKED:
+        seen = _visible(first, at, more, low, high, others, OWN, OTHER, LOW, HIGH)
+        probs = tl.where(seen, probs, 0.0)
+    return probs
+
+
+@triton.jit
+def _dscores_of(scores, probs, dprobs, delta, CAP: tl.constexpr):
+    """Compute the gradient of scores without their cap from the gradient of the probabilities."""
+    dscores = probs * (dprobs - delta)
+    if CAP is not None:
+        dscores *= _slope(scores, CAP)
+    return dscores
 
 
 @triton.jit
 def _slope(scores, CAP: tl.constexpr):
-    """By how much capped scores, to base 2, rise where scores without a cap rise by 1."""
+    """Compute the derivative of the cap at capped scores, which are to base 2."""
     tanh = scores * (1.0 / (CAP * _LOG2_E))
     return 1.0 - tanh * tanh
 
 
 @triton.jit
 def _tanh(x):
-    """To some units in the last place: near 0 by its series, since 1 - 2 / (e^2x + 1) has lost its
-    digits there.
+    """Compute tanh, accurate to a few units in the last place.
+
+    Near 0 use the series, because 1 - 2 / (e^2x + 1) loses its digits there.
     """
     square = x * x
     series = x + x * square * (
@@ -391,8 +451,10 @@ def _tanh(x):
 
 @triton.jit
 def _block(blocks):
-    """This program's block: its first token in its sequence, and on its own and the other side
-    start and length.
+    """Load this program's block.
+
+    Return its first token, counted in its sequence, then start and length of the sequence on its
+    own side, then start and length on the other side.
     """
     at = blocks + tl.program_id(0) * 5
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
@@ -403,11 +465,12 @@ def _edges(
     first, count, more, low, high, other_count,
     SIZE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ALL_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Where, on the other side, the three parts of what tokens first .. first + count - 1 see
-    begin, and the end.
+    """Compute where the three parts of the other side begin, and where the last one ends.
 
-    Token i sees j iff i + more - low <= j <= i + more + high, each where LOW and HIGH. Parts
-    consist of whole blocks of SIZE, the last one's end aside; if ALL_MASKED, the last one has all.
+    The parts together hold what tokens first .. first + count - 1 see. Token i sees token j if
+    i + more - low <= j <= i + more + high; LOW and HIGH say which of the two bounds exist. Parts
+    consist of whole blocks of SIZE tokens, except at the end of the last part. If ALL_MASKED, the
+    last part has all blocks.
     """
     begin, whole, end, stop = 0, 0, other_count // SIZE * SIZE, other_count
     if LOW:
@@ -416,7 +479,7 @@ def _edges(
     if HIGH:
         end = tl.minimum(end, tl.maximum(first + more + high + 1, 0) // SIZE * SIZE)
         stop = tl.minimum(stop, first + count + more + high)
-    # Where no block is visible whole, the first part ends where the last one begins.
+    # If no block is visible whole, the first part ends where the last one begins.
     whole = tl.minimum(whole, tl.cdiv(tl.maximum(stop, 0), SIZE) * SIZE)
     middle = tl.maximum(whole, end)
     if ALL_MASKED:
@@ -427,18 +490,14 @@ def _edges(
 
 @triton.jit
 def _visible(
-    first,
-    at,
-    more,
-    low,
-    high,
-    others,
-    OWN: tl.constexpr,
-    OTHER: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-):
-    """(OWN, OTHER): whether tokens first .. see the other side's at .. of which there are `others`."""
+    first, at, more, low, high, others,
+    OWN: tl.constexpr, OTHER: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
+    """Return which pairs (OWN, OTHER) are visible.
+
+    These are OWN tokens first .. and OTHER tokens at .. of the other side. It has `others` tokens
+    from there on. `_edges` explains the band.
+    """
     other = tl.arange(0, OTHER)[None, :]
     ahead = other - tl.arange(0, OWN)[:, None] + (at - first - more)
     result = tl.broadcast_to(other < others, (OWN, OTHER))
@@ -453,7 +512,7 @@ def _visible(
 def _seeing(
     first, more, left, right, kv_count, M: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):
-    """(M,): whether tokens first .. see any key."""
+    """Return (M,): whether each of the queries first .. sees any key."""
     middle = first + more + tl.arange(0, M)
     lowest = tl.zeros((M,), tl.int32)
     highest = lowest + kv_count - 1
@@ -466,24 +525,28 @@ def _seeing(
 
 @triton.jit
 def _token(x, strides, batch, head, token):
-    """Where a token of x (B, S, H, D) is."""
+    """Return the address of a token of x (B, S, H, D)."""
     return x + _wide(batch) * strides[0] + _wide(token) * strides[1] + _wide(head) * strides[2]
 
 
 @triton.jit
 def _row(x, strides, batch, head, token):
-    """Where a token's number in x (B, H, S) is, of strides `multiply_by_16`; these lie side by side."""
+    """Return the address of a token in x (B, H, S).
+
+    Strides were passed through `multiply_by_16`. Tokens are neighbours in memory.
+    """
     return x + _wide(batch) * (strides[0] // 16) + _wide(head) * (strides[1] // 16) + token
 
 
 @triton.jit
 def _wide(number):
-    """Of 64 bits; in the interpreter, the counters of loops are Python's."""
+    """Convert a number to 64 bits. In the interpreter loop counters are Python's integers."""
     return tl.full((), number, tl.int64)
 
 
 @triton.jit
 def _ahead(at, strides, tokens):
+    """Return the address some tokens after `at`."""
     return at + _wide(tokens) * strides[1]
 
 
@@ -491,8 +554,9 @@ def _ahead(at, strides, tokens):
 def _load(
     at, strides, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr
 ):
-    """(SIZE, WIDTH): the tokens from `at` on, with zeros where D ends and, if CUT, after `count` of
-    them.
+    """Load the tokens from `at` on: (SIZE, WIDTH).
+
+    Columns after D are 0. If CUT, tokens after `count` are 0, too.
     """
     token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
     places = at + token * strides[1] + column
@@ -511,8 +575,9 @@ def _load(
 def _load_between(
     at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
 ):
-    """(SIZE, WIDTH): the tokens from `at` on, with zeros before those from `begin` to `end`, after
-    them and after D.
+    """Load the tokens `at` + begin to `at` + end - 1: (SIZE, WIDTH) from `at` on.
+
+    Tokens before and after these and columns after D are 0.
     """
     token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
     there = (token >= begin) & (token < end)
@@ -521,7 +586,7 @@ def _load_between(
 
 @triton.jit
 def _store(at, strides, x, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Stores the first `count` tokens of x (SIZE, WIDTH)."""
+    """Store the first `count` tokens of x (SIZE, WIDTH)."""
     token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
     tl.store(
         at + token * strides[1] + column,
@@ -532,16 +597,26 @@ def _store(at, strides, x, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl
 
 @triton.jit
 def _load_row(at, first, count, SIZE: tl.constexpr):
-    """(SIZE,): numbers of tokens first .. in (B, H, S), 0 after `count` of them."""
+    """Load (SIZE,) numbers of tokens first .. of a (B, H, S) tensor, 0 after `count` of them."""
     token = tl.arange(0, SIZE)
     return tl.load(at + first + token, mask=token < count, other=0.0)
 
 
 @triton.jit
 def _load_lse(at, first, count, SIZE: tl.constexpr):
-    """(SIZE,): lse to base 2, and inf where there is no token or it sees nothing, so that
-    probabilities are 0.
+    """Load (SIZE,) lse of tokens first .., to base 2.
+
+    It is inf after `count` tokens and for tokens that see nothing. This makes probabilities 0.
     """
     token = tl.arange(0, SIZE)
     lse = tl.load(at + first + token, mask=token < count, other=_INFINITY)
     return tl.where(lse == -_INFINITY, _INFINITY, lse * _LOG2_E)
+
+
+# Name -> kernel. `triton.py` launches them by name.
+KERNELS = {
+    "forward": forward,
+    "backward_kv": backward_kv,
+    "backward_q": backward_q,
+    "backward_table": backward_table,
+}
