@@ -116,8 +116,8 @@ def test_no_kernel_caps_scores_with_a_bias(name):
 @pytest.mark.parametrize(
     ("version", "refusal"),
     [
-        ("2.6.1", "leaves the soft cap out of gradients"),
-        ("2.6.0.post1", "leaves"),
+        ("2.6.1", "does not apply the soft cap to gradients"),
+        ("2.6.0.post1", "does not apply"),
         ("2.6.2", None),
         ("2.8.3", None),
     ],
@@ -220,8 +220,8 @@ def test_kernels_that_know_no_bias_refuse_it(name, monkeypatch):
     [
         ((9, 0), 4, 128, False, None),
         ((9, 0), 4, 72, False, None),
-        ((10, 0), 4, 128, False, "on GPUs of compute capability 9 alone"),
-        ((8, 0), 4, 128, False, "on GPUs of compute capability 9 alone"),
+        ((10, 0), 4, 128, False, "only on GPUs of compute capability 9"),
+        ((8, 0), 4, 128, False, "only on GPUs of compute capability 9"),
         ((9, 0), 2, 128, False, "not 4 and 2"),
         ((9, 0), 4, 192, False, "128 at most, not 192"),
         ((9, 0), 4, 128, True, "in no fixed order"),
@@ -242,7 +242,7 @@ def test_which_biases_fa4_adds(
 
 
 @pytest.mark.parametrize(
-    ("version", "refusal"), [("new", None), ("old", "hands no numbers to functions of scores")]
+    ("version", "refusal"), [("new", None), ("old", "passes no numbers to functions of scores")]
 )
 def test_fa4_adds_biases_if_its_package_hands_them_on(monkeypatch, version, refusal):
     """An older one has no such argument: there triton adds them."""
@@ -265,37 +265,37 @@ def test_fa4_adds_biases_if_its_package_hands_them_on(monkeypatch, version, refu
         (
             "kv_segment",
             torch.zeros(40),
-            "kv_segment is of one dimension, int32, in one piece; got \\(40,\\) torch.float32",
+            "kv_segment of one dimension, int32, contiguous, got \\(40,\\) torch.float32",
         ),
         ("pairs", torch.zeros(2, 2, dtype=torch.int32), "got \\(2, 2\\) torch.int32"),
         (
             "q_position",
             torch.zeros(80, dtype=torch.int32)[::2],
-            "in one piece; got .* of strides \\(2,\\)",
+            "contiguous, got .* of strides \\(2,\\)",
         ),
         (
             "kv_group",
             torch.zeros(40, 2, dtype=torch.int32)[:, 1],
-            "in one piece; got .* of strides \\(2,\\)",
+            "contiguous, got .* of strides \\(2,\\)",
         ),
         (
             "q_base",
             torch.zeros(39, dtype=torch.int32),
-            "each query; got {'q_group': 40, 'q_base': 39, ",
+            "for each query, got {'q_group': 40, 'q_base': 39, ",
         ),
         (
             "kv_group",
             torch.zeros(1, dtype=torch.int32),
-            "each key; got {'kv_group': 1, 'kv_segment': 40, ",
+            "for each key, got {'kv_group': 1, 'kv_segment': 40, ",
         ),
-        ("distances", torch.zeros(4, dtype=torch.int32), "an odd number; got 4"),
+        ("distances", torch.zeros(4, dtype=torch.int32), "an odd number, got 4"),
         (
             "distances",
             torch.zeros(5, 2, dtype=torch.int32)[:, 0],
-            "in one piece; got \\(5,\\) torch.int32 of strides \\(2,\\)",
+            "contiguous, got \\(5,\\) torch.int32 of strides \\(2,\\)",
         ),
-        ("other", 12, "one of the table's 12 rows; got 12"),
-        ("other", -1, "one of the table's 12 rows; got -1"),
+        ("other", 12, "one of the table's 12 rows, got 12"),
+        ("other", -1, "one of the table's 12 rows, got -1"),
     ],
 )
 def test_a_bias_of_wrong_shapes_is_refused(field, value, said):

@@ -1,12 +1,11 @@
-"""Block kernels: attention of some queries to some keys, in the tiles of a `KernelCall`. One
-backend a file.
+"""Block kernels: attention of some queries to some keys, in the tiles of a `KernelCall`.
 
-The contract is `Kernel` below; `reference` is its specification. Kernels know nothing of rings and
-layouts.
+Each file has one kernel. `Kernel` below is the contract, `reference` its specification. Kernels
+know nothing of rings and layouts.
 
-To add one: write `kernels/NAME.py` with a subclass of Kernel, list it in `_BACKENDS`, the fastest
-first. One that knows no tiles is a subclass of `tile_by_tile.PlainKernel`; one of variable-length
-functions finds its arguments in `packed`.
+To add a kernel, write `kernels/NAME.py` with a subclass of Kernel, and add one line to `_BACKENDS`.
+If it knows no tiles, derive it from `tile_by_tile.PlainKernel`. If it calls functions of variable
+length, use `packed` for their arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .bias import CallBias
 
 logger = logging.getLogger("bmt_burst")
 
-# Name -> class, the fastest first: the order in which "auto" tries them.
+# Name -> class, the fastest first. "auto" tries them in this order.
 _BACKENDS = {
     "fa4": "Fa4Kernel",
     "cudnn": "CudnnKernel",
@@ -40,7 +39,7 @@ _BACKENDS = {
     "reference": "ReferenceKernel",
 }
 
-# Names of the official package: what they stand for, the best first.
+# A name of the official package -> the kernels that it stands for, the fastest first.
 _ALIASES = {"cuda": ("fa4", "fa2")}
 
 
@@ -48,17 +47,15 @@ class Kernel(ABC):
     """Attention of q (B, S, H, D) to k, v (B, T, G, D), H a multiple of G, all of one dtype and
     device.
 
-    Query head h attends to kv head h // (H // G). A `KernelCall` says which query sees which key,
-    in each of B alike; S and T are its q_tokens and kv_tokens. A `Spec` says what is computed of
-    what is seen.
+    Query head h attends to kv head h // (H // G). A `KernelCall` says which query sees which key.
+    It is the same for each of B. S and T are its q_tokens and kv_tokens. A `Spec` says how scores
+    are computed.
 
-    takes_delta        whether `backward` can do with delta instead of out
-    writes_new_memory  whether out and lse of `forward` are in memory that is new and that no torch
-                       operator returned with them in it, so that nobody else holds them (a policy
-                       of activation checkpointing may hold what operators return) and the caller
-                       may write there
-    runs_interpreted   whether tests may ask it directly about tensors on the CPU, in Triton's
-                       interpreter
+    takes_delta        whether `backward` accepts delta instead of out
+    writes_new_memory  whether the caller may write to the out and lse that `forward` returns. It
+                       may if their memory is new and no torch operator returned it: activation
+                       checkpointing may keep what operators return
+    runs_interpreted   whether tests may call it with tensors on the CPU, in Triton's interpreter
     """
 
     name: str
@@ -68,17 +65,18 @@ class Kernel(ABC):
 
     @abstractmethod
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
-        """Why this kernel cannot do this for such inputs on this machine, or None if it can,
-        whatever the call.
+        """Return why this kernel cannot compute such inputs on this machine, or None if it can.
+
+        The answer holds for any `KernelCall`.
         """
 
     def broken(self) -> str | None:
-        """Why the package that it needs does not work though it is installed; None if it does."""
+        """Return why the package that it needs is installed but does not work, or None."""
         return None
 
     @abstractmethod
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of out, dq, dk and dv for inputs of `dtype`; at least as precise."""
+        """Return the dtype of out, dq, dk and dv for inputs of `dtype`, at least as precise."""
 
     @abstractmethod
     def forward(
@@ -90,18 +88,20 @@ class Kernel(ABC):
         spec: Spec,
         bias: CallBias | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns out (B, S, H, D) = softmax(scores) v and lse (B, H, S), the natural logsumexp of
-        the scores.
+        """Compute out (B, S, H, D) = softmax(scores) v and lse (B, H, S) = logsumexp(scores).
 
-        scores = scale q k^T, and with a bias + table[row of the pair, head]. A bias comes only
-        where `spec.biased`. With a softcap they are softcap tanh(scale q k^T / softcap), bounded
-        before anything is hidden.
+        scores = scale q k^T. With a bias + table[row of the pair, head]; the caller passes a bias
+        only if `spec.biased`. With a softcap scores = softcap tanh(scale q k^T / softcap), computed
+        before pairs are hidden. The logarithm is natural.
 
-        lse is fp32 (fp64 for fp64 inputs). A query that sees no key has an out of 0 (it may be NaN
-        if some v is not finite) and an lse of -inf. A query that is not finite has an out of NaN
-        and an lse that is NaN or -inf. One whose scores are all -inf has an lse of -inf, and its
-        out counts only where no other call's does. With a softcap scores of inf may be finite, as
-        tanh has them, or NaN.
+        lse is fp32 (fp64 for fp64 inputs).
+
+        - A query that sees no key has an lse of -inf and an out of 0. The out may be NaN if some v
+          is not finite.
+        - A query that is not finite has an out of NaN and an lse of NaN or -inf.
+        - A query whose scores are all -inf has an lse of -inf. Its out is used only if no other
+          call has a finite lse for it.
+        - With a softcap scores of inf may become finite, as tanh does, or NaN.
         """
 
     @abstractmethod
@@ -118,47 +118,51 @@ class Kernel(ABC):
         spec: Spec,
         bias: CallBias | None = None,
     ) -> tuple[Tensor, ...]:
-        """Returns this call's share of dq, dk, dv, given the gradient of the output over *all* keys
-        of the sequence.
+        """Compute this call's share of dq, dk and dv.
 
-        `lse` is the logsumexp over all keys, -inf for a query that sees none. Either `out` is the
-        output over all keys, or any tensor of q's shape and dtype with the same rowsum(out * dout),
-        and `delta` is None; or, for a kernel that takes it, `out` is None and `delta` (B, H, S),
-        fp32 (fp64 for fp64 inputs), is that rowsum. Over the visible pairs, with P = exp(scores -
-        lse) and dP = dout v^T:  dS = P (dP - delta), dq = scale dS k, dk = scale dS^T q, dv = P^T
-        dout  (FlashAttention-2, arXiv 2307.08691, algorithm 2). What sees nothing, or is seen by
-              nothing, has gradients of 0. With a softcap  dS = P (dP - delta) (1 - (scores /
-              softcap)^2)  instead.
+        dout is the gradient of the output over *all* keys of the sequence. `lse` is the logsumexp
+        over all keys, -inf for a query that sees none. "All keys" may include keys that no call
+        has, such as attention sinks. Callers pass one of two:
 
-        "All keys" may include some that no call has, as an attention sink is one.
+        - `out`, the output over all keys, or any tensor of q's shape and dtype with the same
+          rowsum(out * dout). `delta` is None.
+        - `delta` (B, H, S) fp32 (fp64 for fp64 inputs), that rowsum, if the kernel `takes_delta`.
+          `out` is None.
 
-        With a bias it returns a fourth, dtable (R, H) in the table's dtype: for each row and head
-        the sum of dS over the visible pairs with that row, and over B.
+        Over the visible pairs, with P = exp(scores - lse) and dP = dout v^T (FlashAttention-2,
+        arXiv 2307.08691, algorithm 2):
+
+            dS = P (dP - delta), with a softcap times 1 - (scores / softcap)^2
+            dq = scale dS k, dk = scale dS^T q, dv = P^T dout
+
+        A query that sees nothing and a key that nothing sees have gradients of 0.
+
+        With a bias return a fourth tensor, dtable (R, H) in the table's dtype. It is the sum of dS
+        for each row and head, over the visible pairs with that row and over B.
         """
 
 
 def names() -> list[str]:
-    """All kernels, the fastest first."""
+    """Return the names of all kernels, the fastest first."""
     return list(_BACKENDS)
 
 
 @functools.cache
 def load(name: str) -> Kernel:
-    """The kernel called `name`."""
+    """Import and return the kernel called `name`."""
     loaded: Kernel = getattr(importlib.import_module(f"{__name__}.{name}"), _BACKENDS[name])()
     return loaded
 
 
 def pick(name: str, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
-    """The kernel for these inputs and this spec: the one asked for, or for "auto" the fastest that
-    can.
+    """Return the kernel `name` or, for "auto", the fastest kernel that can compute these inputs.
 
-    Raises ValueError, with every candidate's reason, if none can or the name is unknown.
+    Raises ValueError if the name is unknown, or with every candidate's reason if none can.
     """
     candidates = names() if name == "auto" else _ALIASES.get(name, (name,))
     if unknown := [n for n in candidates if n not in _BACKENDS]:
         expected = ["auto", *_ALIASES, *_BACKENDS]
-        raise ValueError(f"unknown kernel flash={unknown[0]!r}; expected one of {expected}")
+        raise ValueError(f"expected flash to be one of {expected}, got {unknown[0]!r}")
     reasons = []
     for candidate in map(load, candidates):
         reason = candidate.refuses(spec, q, k) or candidate.broken()
@@ -174,8 +178,9 @@ def pick(name: str, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
 
 
 def pick_biased(kernel: Kernel, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
-    """The kernel for calls with a `CallBias` beside one for those without: the same if it can, else
-    the fastest.
+    """Return the kernel for calls with a `CallBias`, where `kernel` computes those without.
+
+    It is the same kernel if that knows biases, otherwise the fastest that does.
     """
     biased = replace(spec, biased=True)
     return pick("auto", q, k, biased) if kernel.refuses(biased, q, k) else kernel
@@ -193,10 +198,9 @@ def refuses_half(
     head_sizes: Collection[int],
     caps: bool = False,
 ) -> str | None:
-    """Why a 16-bit kernel for NVIDIA GPUs of a compute capability and above, without biases, cannot
-    do q, or None.
+    """Return why a 16-bit kernel for NVIDIA GPUs, without biases, cannot compute q, or None.
 
-    `caps`: whether it knows a softcap.
+    The kernel needs a compute `capability` or above. `caps` says whether it knows a softcap.
     """
     if spec.biased:
         return NO_BIAS
@@ -217,29 +221,30 @@ def refuses_half(
 
 @functools.cache
 def installed(module: str) -> bool:
-    """Whether a module, and each package that it is in, can be found; cached, since looking takes
-    long.
+    """Return whether a module, and each package that it is in, can be found.
 
-    To look into a package is to import it; where that fails it is there, and to import the module
-    says why it fails.
+    The search imports these packages. If that fails, the answer is True: the import of the module
+    will say why. Searching is slow, therefore the answer is cached.
     """
     parts = module.split(".")
     parents = (".".join(parts[: i + 1]) for i in range(len(parts)))
     try:
         return all(importlib.util.find_spec(name) is not None for name in parents)
-    except Exception:  # noqa: BLE001 - packages fail as they like
+    except Exception:  # noqa: BLE001 - packages raise any error
         return True
 
 
 @functools.cache
 def import_failure(package: str, load: Callable[[], Any]) -> str | None:
-    """Why `load`, which imports what a kernel needs of a package, fails, or None. Cached, so that
-    it is logged once.
+    """Return why `load`, which imports what a kernel needs of a package, fails, or None.
+
+    The answer is cached, so that it is logged once.
     """
     try:
         load()
-    except Exception as error:  # noqa: BLE001 - ImportError, OSError, AttributeError: packages fail as they like
-        reason = f"the package {package} is installed but cannot be used: {type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - packages raise any error, e.g. OSError
+        what = f"{type(error).__name__}: {error}"
+        reason = f"the package {package} is installed but cannot be used: {what}"
         logger.warning(reason)
         return reason
     return None
@@ -247,5 +252,5 @@ def import_failure(package: str, load: Callable[[], Any]) -> str | None:
 
 @functools.cache
 def _announce(kernel: str, dtype: torch.dtype, device: str) -> None:
-    """Cached, so that each choice is logged once."""
+    """Log the kernel that "auto" chose. The cache makes it log each choice once."""
     logger.info("flash='auto' took the %s kernel for %s on %s", kernel, dtype, device)

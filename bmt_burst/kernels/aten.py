@@ -1,6 +1,4 @@
-"""Torch's built-in CUDA flash attention (FlashAttention-2), through torch.ops.aten: nothing to
-install.
-"""
+"""Torch's built-in CUDA flash attention (FlashAttention-2), called through torch.ops.aten."""
 
 from __future__ import annotations
 
@@ -19,6 +17,8 @@ _backward = torch.ops.aten._flash_attention_backward
 
 
 class AtenKernel(PlainKernel):
+    """Torch's FlashAttention-2."""
+
     name = "aten"
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
@@ -43,7 +43,7 @@ class AtenKernel(PlainKernel):
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """Torch's global switch, which the op looks at, for the time of a call."""
+    """Set torch's global switch for deterministic algorithms, which the operator reads."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

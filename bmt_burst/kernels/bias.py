@@ -1,9 +1,8 @@
-"""What a call may add to its scores: for each head a learned number, looked up in a small table of
-rows.
+"""A learned bias of one call's scores: one number for each pair and head, from a small table.
 
-A pair of one segment has a row by its distance, a pair of two segments of one group one by these,
-all others share one row. Groups and segments are contiguous runs of a sequence. Which pairs are
-visible is not said here but by the `KernelCall`.
+The row of a pair depends on its distance if both tokens are of one segment, on the two segments if
+both are of one group; all other pairs share one row. Groups and segments are contiguous runs of a
+sequence. The `KernelCall` says which pairs are visible.
 """
 
 from __future__ import annotations
@@ -18,20 +17,21 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of a call's tokens, and the rows that go by them. Query i and key j of the call
-    have the row
+    """The segments of a call's tokens, and the rows of pairs of segments.
 
-        other                                       if q_group[i] != kv_group[j], else
-        pairs[q_base[i] + kv_segment[j]]            if that is not negative, else one by their
-        distance
+    Query i and key j of the call have this row:
 
-    q_group, q_base       (S,) int32, of the call's queries; alike in each of B
+        other                              if q_group[i] != kv_group[j], otherwise
+        pairs[q_base[i] + kv_segment[j]]   if that is not negative, otherwise
+        the row of their distance
+
+    q_group, q_base       (S,) int32, of the call's queries; the same for each of B
     kv_group, kv_segment  (T,) int32, of its keys
     pairs                 (P,) int32, rows or -1; P may be 0 if no groups are equal
     other                 a row
 
-    q_base + kv_segment is in range of pairs where groups are equal, elsewhere anything. Raises
-    ValueError for tensors of another dtype or shape, or not in one piece.
+    q_base + kv_segment must be a valid index of pairs only where groups are equal. Raises
+    ValueError for tensors that are not contiguous, or of another dtype or shape.
     """
 
     q_group: Tensor
@@ -48,26 +48,24 @@ class Segments:
 
 @dataclass(frozen=True)
 class CallBias:
-    """What is added to the scores of a call: for each pair the number of a row of a table, one for
-    each head.
+    """A bias that is added to the scores of a call: a row of a table for each pair.
 
-    Query i and key j of the call have the row that `segments` say, if there are any, else
-        distances[clamp(kv_position[j] - q_position[i], -reach, reach) + reach]
+    Query i and key j of the call have the row that `segments` give, if there are any, otherwise
+    distances[clamp(kv_position[j] - q_position[i], -reach, reach) + reach].
 
     table        (R, H) fp32 (fp64 for fp64 inputs), H heads of q; any strides
-    q_position   (S,) int32, of the call's queries; alike in each of B. Positions rise within a tile
+    q_position   (S,) int32, of the call's queries; the same for each of B. Positions rise in a tile
     kv_position  (T,) int32, of its keys
     distances    (2 reach + 1,) int32, rows
-    segments     None: all pairs go by distance
-    apart        of each tile of the call, kv_position - q_position of its first tokens, if both
-                 rise by 1 in all tiles and that is known
-    bound        (H,), for a backward: `dscores_bound`, if it is known
-    prepared     what kernels keep for calls with this table and these distances
+    segments     None if all pairs go by distance
+    apart        kv_position - q_position of each tile's first tokens, if it is known that both
+                 rise by 1 in all tiles, otherwise None
+    bound        (H,) `dscores_bound` for a backward, or None if it is not known
+    prepared     what kernels cache for calls with this table and these distances
 
-    All are on the inputs' device. Raises ValueError for tensors of another dtype or shape, and for
-    integers that do not
-    lie in one piece: some kernels know their address alone. Values are not looked at, since they
-    may be on a GPU.
+    All tensors are on the inputs' device. Raises ValueError for tensors of another dtype or shape,
+    and for integers that are not contiguous, because some kernels get only their address. Values
+    are not checked, since they may be on a GPU.
     """
 
     table: Tensor
@@ -81,15 +79,13 @@ class CallBias:
 
     def __post_init__(self):
         if self.table.dim() != 2 or self.table.dtype not in (torch.float32, torch.float64):
-            shape = tuple(self.table.shape)
-            raise ValueError(
-                f"a bias's table is (rows, heads) fp32 or fp64; got {shape} {self.table.dtype}"
-            )
+            got = f"{tuple(self.table.shape)} {self.table.dtype}"
+            raise ValueError(f"expected a bias's table (rows, heads), fp32 or fp64, got {got}")
         for name in ("q_position", "kv_position", "distances"):
             _check_numbers(name, getattr(self, name))
         if len(self.distances) % 2 == 0:
             raise ValueError(
-                f"a bias has 2 reach + 1 distances, an odd number; got {len(self.distances)}"
+                f"expected 2 reach + 1 distances, an odd number, got {len(self.distances)}"
             )
         if self.segments:
             self._check_segments(self.segments)
@@ -101,19 +97,20 @@ class CallBias:
                 position: len(getattr(self, position))
             }
             if len(set(lengths.values())) != 1:
-                raise ValueError(f"a bias has one number for each {side}; got {lengths}")
+                raise ValueError(f"expected one number of a bias for each {side}, got {lengths}")
         if not 0 <= segments.other < len(self.table):
             raise ValueError(
-                f"a bias's other is one of the table's {len(self.table)} rows; got {segments.other}"
+                f"expected other to be one of the table's {len(self.table)} rows, "
+                f"got {segments.other}"
             )
 
     @property
     def reach(self) -> int:
-        """The distance from which on all are alike."""
+        """The distance beyond which all distances have the same row."""
         return len(self.distances) // 2
 
     def rows(self) -> Tensor:
-        """(S, T) int64: the row of each pair. The host waits for no GPU."""
+        """Compute the row of each pair, (S, T) int64. The host waits for no GPU."""
         ahead = (
             (self.kv_position - self.q_position.unsqueeze(1)).clamp(-self.reach, self.reach).long()
         )
@@ -131,13 +128,11 @@ class CallBias:
 
 
 def dscores_bound(dout: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """(H,) in lse's dtype: more than the gradients of a query's scores add up to, whichever it is.
+    """Bound the sum of |dS| of any query: (H,) in lse's dtype.
 
-    Of dout (B, S, H, D), v (B, T, G, D), lse and delta (B, H, S).
-
-    A query's probabilities add up to 1 at most, so their gradients do to no more than |dP - delta|,
-    and dP = dout . v is no more than the product of the norms. Not finite if any of these is not,
-    or if a score was not.
+    The inputs are dout (B, S, H, D), v (B, T, G, D), lse and delta (B, H, S). A query's
+    probabilities sum to 1 at most, so its |dS| sum to max |dP - delta| at most. |dP| = |dout . v|
+    is at most the product of the norms. The bound is not finite if an input or a score is not.
     """
     dout_norm, v_norm = (
         torch.linalg.vector_norm(x, dim=3, dtype=lse.dtype).amax((0, 1)) for x in (dout, v)
@@ -149,4 +144,4 @@ def dscores_bound(dout: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> Tensor
 def _check_numbers(name: str, x: Tensor) -> None:
     if x.dim() != 1 or x.dtype != torch.int32 or not x.is_contiguous():
         got = f"{tuple(x.shape)} {x.dtype} of strides {x.stride()}"
-        raise ValueError(f"a bias's {name} is of one dimension, int32, in one piece; got {got}")
+        raise ValueError(f"expected a bias's {name} of one dimension, int32, contiguous, got {got}")

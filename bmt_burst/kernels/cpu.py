@@ -1,4 +1,7 @@
-"""Torch's own CPU flash attention: any float dtype, any head size, GQA without repeating kv heads."""
+"""Torch's CPU flash attention, for any float dtype and any head size.
+
+Kv heads are not repeated for GQA.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from . import NO_BIAS, NO_SOFTCAP
 from .reference import grouped
 from .tile_by_tile import PlainKernel
 
-_ROWS = 256  # whose scores may be in memory at a time
+_ROWS = 256  # queries whose scores are in memory at the same time
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class CpuKernel(PlainKernel):
+    """Torch's CPU flash attention, with NaN where the operator hides it."""
+
     name = "cpu"
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
@@ -35,7 +40,7 @@ class CpuKernel(PlainKernel):
         suspects = ((lse == 0) | (lse == torch.inf)).flatten(0, 1).any(0).nonzero().squeeze(1)
         if not len(suspects):
             return out, lse
-        # a policy of activation checkpointing may hold what the op returned
+        # activation checkpointing may keep what the operator returned
         out, lse = out.clone(), lse.clone()
         for rows in suspects.split(_ROWS):
             _unhide(out, lse, rows, q, k, spec.scale, causal)
@@ -47,8 +52,9 @@ class CpuKernel(PlainKernel):
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """(B, S, H, D) -> (B, H, S, D), views where the last dimension is dense: the op takes that for
-    granted.
+    """Return (B, H, S, D) of (B, S, H, D), with a dense last dimension, as the operator assumes.
+
+    The results are views if the last dimension is dense already.
     """
     return [(x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in tensors]
 
@@ -56,17 +62,17 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 def _unhide(
     out: Tensor, lse: Tensor, rows: Tensor, q: Tensor, k: Tensor, scale: float, causal: bool
 ) -> None:
-    """Mends, in place, what the op hides of queries `rows` (N,), whose lse is 0 or inf in some
-    head.
+    """Write NaN and -inf in place where the operator hides them, for queries `rows` (N,).
 
-    Where all scores are NaN or -inf the op may say out 0 and lse 0, which is what masked rows get,
-    of which there are none here; where one is inf, out 0 and lse inf. Few others have an lse of 0.
+    `rows` are the queries with an lse of 0 or inf in some head; few correct ones are among them. If
+    all scores are NaN or -inf, the operator may return out 0 and lse 0, as for masked queries,
+    which do not exist here. If one score is inf, it returns out 0 and lse inf.
     """
     scores = grouped(q[:, rows], k.shape[2]) @ grouped(k, k.shape[2]).mT * scale
     if causal:
         scores.masked_fill_(torch.arange(k.shape[1]) > rows.unsqueeze(1), -torch.inf)
     exact = scores.logsumexp(-1).flatten(1, 2)
-    # also among other ranks' keys
+    # these queries are lost with other ranks' keys, too
     lost = ~q[:, rows].isfinite().all(-1).transpose(1, 2) | (exact == torch.inf)
     exact.masked_fill_(lost, torch.nan)
     hidden = ~exact.isfinite()

@@ -1,7 +1,7 @@
-"""cuDNN's fused attention, through torch.ops.aten: nothing to install.
+"""cuDNN's fused attention, called through torch.ops.aten.
 
-Works too where torch.backends.cudnn.enabled is off, as BMTrain leaves it: the op asks cuDNN
-directly.
+It also works if torch.backends.cudnn.enabled is False, as BMTrain leaves it: the operator calls
+cuDNN directly.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
 class CudnnKernel(PlainKernel):
-    """cuDNN knows no sequence of a single key: that block is written out."""
+    """cuDNN's attention. The reference computes blocks of one key, which cuDNN does not support."""
 
     name = "cudnn"
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if spec.deterministic:
-            return "its backward adds up in no fixed order"
+            return "its backward sums in no fixed order"
         return refuses_half(spec, q, capability=(9, 0), head_sizes=range(8, _most(q) + 1, 8))
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -56,6 +56,6 @@ class CudnnKernel(PlainKernel):
 
 
 def _most(q: Tensor) -> int:
-    """The largest head size whose gradient torch asks cuDNN for."""
+    """Return the largest head size for which torch computes gradients with cuDNN."""
     hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
     return 256 if hopper and torch.backends.cudnn.version() >= 91000 else 128

@@ -17,6 +17,8 @@ from .packed import blind_queries, effective_band, pack, pack_rows, sequences, u
 
 
 class Fa2Kernel(Kernel):
+    """FlashAttention-2's functions, dense or of variable length."""
+
     name = "fa2"
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
@@ -29,7 +31,7 @@ class Fa2Kernel(Kernel):
             and not self.broken()
             and not _package().caps_gradients
         ):
-            return "flash-attn before 2.6.2 leaves the soft cap out of gradients"
+            return "flash-attn before 2.6.2 does not apply the soft cap to gradients"
         return reason
 
     def broken(self) -> str | None:
@@ -48,7 +50,7 @@ class Fa2Kernel(Kernel):
         results = package.packed_forward(*tensors, *_sizes(call, q), **options, block_table=None)
         out, lse = _out_and_lse(results)
         out, lse = unpack(out, len(q)), unpack_rows(lse, len(q))
-        if (nothing := blind_queries(call, q.device)) is not None:  # the package says inf
+        if (nothing := blind_queries(call, q.device)) is not None:  # where the package returns inf
             out, lse = (
                 out.masked_fill(nothing[:, None, None], 0.0),
                 lse.masked_fill(nothing, -torch.inf),
@@ -67,8 +69,7 @@ class Fa2Kernel(Kernel):
             grads = tuple(torch.empty_like(x) for x in (q, k, v))
             package.backward(dout, q, k, v, out, lse.contiguous(), *grads, **options)
             return grads
-        # An lse of inf makes all of a query's probabilities 0, whatever the package does with that
-        # of -inf.
+        # With an lse of inf all probabilities of a query are 0. The package does not define -inf.
         lse = pack_rows(lse.masked_fill(lse == -torch.inf, torch.inf)).contiguous()
         tensors = [pack(x) for x in (dout, q, k, v, out)]
         grads = [torch.zeros_like(x) for x in tensors[1:4]]
@@ -77,9 +78,9 @@ class Fa2Kernel(Kernel):
 
 
 class Package(NamedTuple):
-    """What the installed version has.
+    """The functions of the installed version.
 
-    two_arguments   whether a window is two arguments of its functions, as since 2.7
+    two_arguments   whether a window is two arguments, as since 2.7
     caps_gradients  whether the backward knows a softcap, as since 2.6.2
     """
 
@@ -91,9 +92,7 @@ class Package(NamedTuple):
     caps_gradients: bool
 
     def options(self, call: KernelCall, spec: Spec) -> dict[str, Any]:
-        """The band of a call, -1 for no bound, what its scores are, and what is not wanted of the
-        package.
-        """
+        """Return the options for a call's band, with -1 for no bound, and for its scores."""
         left, right = (-1 if x is None else x for x in effective_band(call))
         causal = left == -1 and right == 0
         window = (-1, -1) if causal else (left, right)
@@ -105,12 +104,12 @@ class Package(NamedTuple):
 
 
 def _sizes(call: KernelCall, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Where sequences begin, and how long they are at most.
+    """Return where sequences begin, and how long they are at most, on both sides.
 
-    The package takes a bound of the band that is not below the longest keys for none, and none for
-    a bound of so many: wrong where there are more queries than keys. It also has a way of its own
-    for single queries, which takes for granted that each sequence has one. So it is told that both
-    sides are as long as the longest of either, and two.
+    The package drops a bound of the band that is not below the longest keys, and replaces a missing
+    one by that length. Both are wrong if there are more queries than keys. It also assumes one
+    query in each sequence if the longest has one. Therefore both lengths are the longest of either
+    side, at least 2.
     """
     packed = sequences(call, len(q), q.device)
     longest = max(packed.longest, 2)
@@ -118,25 +117,23 @@ def _sizes(call: KernelCall, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _out_and_lse(results: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """2.6 returns padded copies of the inputs between out and lse."""
+    """Return out and lse. Version 2.6 returns padded copies of the inputs between them."""
     return results[0], results[1] if len(results) == 4 else results[5]
 
 
 @functools.cache
 def _package() -> Package:
+    """Import the package and find out what it supports."""
     import flash_attn
-    from flash_attn import flash_attn_interface
+    from flash_attn import flash_attn_interface as interface
 
-    names = (
-        "_flash_attn_forward",
-        "_flash_attn_backward",
-        "_flash_attn_varlen_forward",
-        "_flash_attn_varlen_backward",
-    )
-    # Torch wraps these functions since 2.7, and then they do not say which arguments they have.
+    # Since 2.7 torch wraps these functions, which hides their arguments. So the version decides.
     version = tuple(int(number) for number in re.findall(r"\d+", flash_attn.__version__)[:3])
-    forward, backward, packed_forward, packed_backward = (
-        getattr(flash_attn_interface, name) for name in names
+    return Package(
+        forward=interface._flash_attn_forward,
+        backward=interface._flash_attn_backward,
+        packed_forward=interface._flash_attn_varlen_forward,
+        packed_backward=interface._flash_attn_varlen_backward,
+        two_arguments=version >= (2, 7),
+        caps_gradients=version >= (2, 6, 2),
     )
-    functions = forward, backward, packed_forward, packed_backward
-    return Package(*functions, two_arguments=version >= (2, 7), caps_gradients=version >= (2, 6, 2))

@@ -1,19 +1,21 @@
 """FlashAttention-4: the `flash-attn-4` package (CuTe DSL), for Hopper and Blackwell.
 
-Kernels are compiled when a process first uses a combination of dtype, head size, mask, packing and
-kind of bias (seconds); the package keeps them on disk if the environment variable
+A process compiles a kernel, in seconds, when it first uses a combination of dtype, head size, mask,
+packing, softcap and kind of bias. The package keeps kernels on disk if the environment variable
 FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
 
-Read in the source of 4.0.0b36 for Hopper: a sequence without keys gets an out of 0 and an lse of
--inf, one without queries a dk and dv of 0; the backward takes an lse of -inf for 0 and relies on
-the mask; blocks of queries and of keys are matched alike in both directions, also where a band
-leaves some of them nothing, so that the backward in a fixed order does not wait for what never
-comes. A softcap bounds scores before they are masked, and P (dP - delta) is multiplied by its
-derivative, of whole tensors and of packed ones. The tanh is the GPU's own, good to 11 bits, and a
-softcap that is new is a kernel to compile.
+The source of 4.0.0b36 for Hopper shows:
 
-A bias is a function of scores too, on Hopper. The gradient of its table is a kernel of our own, in
-Triton.
+- A sequence without keys gets an out of 0 and an lse of -inf. One without queries gets a dk and dv
+  of 0.
+- The backward treats an lse of -inf as 0 and relies on the mask.
+- Forward and backward skip the same pairs of blocks, also where a band hides all of a block.
+  Therefore the backward in a fixed order waits for no block that is never computed.
+- A softcap bounds scores before they are masked. P (dP - delta) is multiplied by its derivative,
+  for dense and for packed tensors. tanh is the GPU's instruction, accurate to 11 bits.
+
+On Hopper a bias is a function of scores. The gradient of its table is computed by our own Triton
+kernel.
 """
 
 from __future__ import annotations
@@ -47,19 +49,20 @@ from .packed import (
 )
 from .triton import table_gradient
 
-# 4.0.0b36 computes wrong gradients for other sizes, 80 among them, and says nothing: those are
-# padded to the next of these. On Blackwell it lacks 192, and for 256 the gradient of lse, by which
-# delta is handed over.
+# 4.0.0b36 silently computes wrong gradients for other sizes, 80 among them. They are padded to the
+# next of these. On Blackwell it lacks 192, and for 256 the gradient of lse, through which delta is
+# passed.
 _HEAD_SIZES = (64, 96, 128)
 _HEAD_SIZES_HOPPER = (*_HEAD_SIZES, 192, 256)
 
-# The package compiles kernels for sequences of one block by themselves. Of short ones it is told
-# that they may be this long, which is allowed and costs nothing, so that lengths that differ from
-# step to step need no kernel more.
+# The package compiles separate kernels for sequences of one block. It is told that short sequences
+# may be this long, which costs nothing. So lengths that vary from step to step need no new kernel.
 _LONGEST_AT_LEAST = 1024
 
 
 class Fa4Kernel(Kernel):
+    """FlashAttention-4's functions, dense or of variable length."""
+
     name = "fa4"
     takes_delta = True
     writes_new_memory = True
@@ -69,7 +72,7 @@ class Fa4Kernel(Kernel):
             return "the package flash-attn-4 is not installed"
         generation = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
         if spec.deterministic and generation == 12:
-            return "its backward adds up in no fixed order on GPUs of compute capability 12"
+            return "its backward sums in no fixed order on GPUs of compute capability 12"
         if spec.biased and (reason := _refuses_biases(spec, q, k, generation)):
             return reason
         largest = (_HEAD_SIZES_HOPPER if generation == 9 else _HEAD_SIZES)[-1]
@@ -81,7 +84,7 @@ class Fa4Kernel(Kernel):
             and not self.broken()
             and not all(map(_takes_scalars, _functions()))
         ):
-            return "this version of flash-attn-4 hands no numbers to functions of scores"
+            return "this version of flash-attn-4 passes no numbers to functions of scores"
         return reason
 
     def broken(self) -> str | None:
@@ -120,8 +123,7 @@ class Fa4Kernel(Kernel):
                 "score_mod_bwd": _scores().gradient_of_sum,
             }
         if out is None:
-            # The kernel works with rowsum(out * dout) - dlse, where dlse is meant for the gradient
-            # of lse.
+            # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
             out = q.new_zeros(1, 1, 1, q.shape[-1]).expand_as(q)
             options["dlse"] = -delta if dense is not None else pack_rows(-delta).contiguous()
         if dense is not None:
@@ -136,9 +138,7 @@ class Fa4Kernel(Kernel):
 
 
 def _padded(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors with head sizes padded with zeros to one that the package does right: that
-    changes no score.
-    """
+    """Pad head sizes with zeros to one that the package computes correctly."""
     [head_size] = {x.shape[-1] for x in tensors if x is not None}
     missing = next(size for size in _HEAD_SIZES_HOPPER if size >= head_size) - head_size
     return (
@@ -149,22 +149,25 @@ def _padded(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _drop_padding(x: Tensor, head_size: int) -> Tensor:
+    """Return the first `head_size` columns of x."""
     return x if x.shape[-1] == head_size else x[..., :head_size]
 
 
 def _score_options(spec: Spec) -> dict[str, float]:
+    """Return the options for the scale and the softcap."""
     return {"softmax_scale": spec.scale} | (
         {} if spec.softcap is None else {"softcap": spec.softcap}
     )
 
 
 def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | None:
+    """Return why the package cannot add a bias to these inputs, or None if it can."""
     if spec.softcap is not None:
         return NOT_BOTH
     if generation != 9:
-        return "it adds biases on GPUs of compute capability 9 alone"
+        return "it adds biases only on GPUs of compute capability 9"
     if spec.deterministic:
-        return "with biases its backward adds up in no fixed order"
+        return "with biases its backward sums in no fixed order"
     if q.shape[2] != k.shape[2]:
         return (
             f"with biases it has as many query heads as kv heads, not {q.shape[2]} and {k.shape[2]}"
@@ -177,8 +180,9 @@ def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | 
 
 
 def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any]:
-    """What is done with scores: see `fa4_scores`. The tensors whose addresses it has are the bias's
-    and the call's.
+    """Return the options for the function of scores, which `fa4_scores` defines.
+
+    It gets addresses of tensors. The bias and the call keep these tensors alive.
     """
     table, distances, biases = bias.prepared.get("fa4", (None, None, None))
     if table is not bias.table or distances is not bias.distances:
@@ -200,7 +204,7 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
     of = bias.segments or prepare_once(
         call, ("one segment",), device, lambda: _one_segment(call, device)
     )
-    pairs = of.pairs if len(of.pairs) else bias.distances  # where no groups are equal
+    pairs = of.pairs if len(of.pairs) else bias.distances  # if no groups are equal
     numbers = biases, width, places, bias.reach, of.other, len(pairs) - 1
     tensors = (
         of.q_group,
@@ -218,8 +222,8 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
 
 
 def _distances(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
-    """`places` of `fa4_scores.add_by_distance`; of what is between tiles anything."""
-    assert bias.apart is not None, "it is asked for where tiles are neighbours"
+    """Compute `places` of `fa4_scores.add_by_distance`. Values between tiles are arbitrary."""
+    assert bias.apart is not None, "only calls whose tokens are neighbours need distances"
     apart = iter(bias.apart)
     first = [next(apart) if length(q) and length(kv) else 0 for q, kv in call.sequences()]
     return torch.tensor(
@@ -228,13 +232,13 @@ def _distances(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
 
 
 def _ends(call: KernelCall, batch: int) -> Tensor:
-    """`places` of `fa4_scores.add_by_segments`."""
+    """Compute `places` of `fa4_scores.add_by_segments`."""
     spans = call.sequences() * batch
     return torch.tensor([(q[0], q[1] - 1, kv[0], kv[1] - 1) for q, kv in spans], dtype=torch.int32)
 
 
 def _one_segment(call: KernelCall, device: torch.device) -> Segments:
-    """Those of a call whose pairs go by distance alone."""
+    """Return the segments of a call whose pairs all go by distance."""
     queries, keys = (
         torch.zeros(count, dtype=torch.int32, device=device)
         for count in (call.q_tokens, call.kv_tokens)
@@ -243,7 +247,7 @@ def _one_segment(call: KernelCall, device: torch.device) -> Segments:
 
 
 def _dense_options(call: KernelCall) -> dict[str, Any] | None:
-    """The options of a call of one tile of everything, None for others."""
+    """Return the options of a call whose only tile is everything, or None for others."""
     if call.is_whole:
         return {"causal": call.is_causal}
     return (
@@ -252,6 +256,7 @@ def _dense_options(call: KernelCall) -> dict[str, Any] | None:
 
 
 def _packed_options(call: KernelCall, q: Tensor) -> dict[str, Any]:
+    """Return the options for packed tokens."""
     packed = sequences(call, len(q), q.device)
     longest = max(packed.longest, _LONGEST_AT_LEAST)
     return {
@@ -264,6 +269,7 @@ def _packed_options(call: KernelCall, q: Tensor) -> dict[str, Any]:
 
 
 def _band_options(call: KernelCall) -> dict[str, Any]:
+    """Return the options for the call's band."""
     left, right = effective_band(call)
     if left is None and right == 0:
         return {"causal": True}
@@ -272,12 +278,13 @@ def _band_options(call: KernelCall) -> dict[str, Any]:
 
 @functools.cache
 def _takes_scalars(function: Callable) -> bool:
-    """Whether it hands a function of scores the numbers that `fa4_scores` has, as 4.0.0b36 does."""
+    """Return whether it passes numbers to a function of scores, as 4.0.0b36 does."""
     return "aux_scalars" in inspect.signature(function).parameters
 
 
 @functools.cache
 def _scores() -> ModuleType:
+    """Import the functions of scores."""
     from . import fa4_scores
 
     return fa4_scores
@@ -285,10 +292,9 @@ def _scores() -> ModuleType:
 
 @functools.cache
 def _functions() -> tuple[Callable, Callable]:
-    """Forward and backward."""
+    """Import the package's forward and backward."""
     from flash_attn.cute import interface
 
-    # Every process says so for every kernel that it compiles, of an argument of the package's own
-    # that is not in use.
+    # Otherwise every process warns about an unused argument for every kernel that it compiles.
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning, module="cutlass")
     return interface._flash_attn_fwd, interface._flash_attn_bwd

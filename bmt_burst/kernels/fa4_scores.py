@@ -1,15 +1,15 @@
-"""What FlashAttention-4 does with scores that have a bias: functions in CuTe DSL, compiled into its
-kernels.
+"""Functions in CuTe DSL that add a bias to scores. FlashAttention-4 compiles them into its kernels.
 
-A bias is a number of `biases` (H, width) fp32: those of all distances, -reach to reach, and behind
-them the table, so that width is 2 reach + 1 + R. The package passes some scores with the indices of
-their queries and keys in a sequence, and the sequence's number. Tensors come as addresses: of those
-that it knows it keeps indices in range by two divisions a score, which takes longer than all that
-is done here. So it is done here.
+A bias is one number of `biases` (H, width) fp32. These are the numbers of all distances, -reach to
+reach, then the table, so that width is 2 reach + 1 + R. The package passes some scores with the
+indices of their queries and keys in a sequence, and the sequence's number.
+
+Tensors are passed as addresses. For tensors that the package knows it limits each index by two
+divisions, which take longer than everything here. These functions limit the indices themselves.
 """
 
-# No `from __future__ import annotations`: CuTe DSL reads the functions as they are. The package
-# passes q_idx, kv_idx, seqlen_info, aux_tensors and aux_scalars by these names.
+# No `from __future__ import annotations`: CuTe DSL reads the annotations themselves. The package
+# passes q_idx, kv_idx, seqlen_info, aux_tensors and aux_scalars by name.
 import hashlib
 from pathlib import Path
 
@@ -17,15 +17,15 @@ import cutlass
 import torch
 from cutlass import cute
 
-_MANY = 1 << 30  # numbers of a tensor that is an address: no bound
+_MANY = 1 << 30  # the size of a tensor whose address alone is known
 
 
 @cute.jit
 def add_by_distance(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
-    """Scores and what they add, where tokens follow one another in each sequence.
+    """Add the bias by distance to scores. Positions of a sequence rise by 1.
 
-    aux_scalars: biases; width; places (sequences, 2) int32: what to add to key's index - query's,
-    and 2 reach.
+    aux_scalars: biases; width; places (sequences, 2) int32: reach + the first key's position - the
+    first query's, and 2 reach.
     """
     biases, width, places = aux_scalars
     biases = _numbers(cutlass.Float32, biases, head[0] * width)
@@ -39,11 +39,11 @@ def add_by_distance(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors,
 
 @cute.jit
 def add_by_segments(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
-    """Scores and what they add, whatever the tokens are.
+    """Add the bias to scores of any tokens.
 
     aux_scalars: biases; width; places (sequences, 4) int32: first and last query, first and last
     key; reach; other; the last of `pairs`; then the tensors of `CallBias` and its `Segments` by
-    name, of which `pairs` is not empty.
+    name. `pairs` must not be empty.
     """
     biases, width, places, reach, other, last, *numbers = aux_scalars
     biases = _numbers(cutlass.Float32, biases, head[0] * width)
@@ -55,7 +55,7 @@ def add_by_segments(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors,
     for i in cutlass.range_constexpr(cute.size(score.shape)):
         query = cutlass.max(cutlass.min(first_query + q_idx[i], last_query), 0)
         key = cutlass.max(cutlass.min(first_key + kv_idx[i], last_key), 0)
-        # Of two groups it is anything, and not used.
+        # For two different groups the entry is arbitrary and not used.
         entry = cutlass.max(cutlass.min(q_base[query] + kv_segment[key], last), 0)
         row = cutlass.select_(q_group[query] == kv_group[key], pairs[entry], other)
         distance = cutlass.max(cutlass.min(kv_position[key] - q_position[query], reach), -reach)
@@ -65,12 +65,12 @@ def add_by_segments(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors,
 
 @cute.jit
 def gradient_of_sum(grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
-    """The gradient of scores without their bias: the same."""
+    """Return the gradient of scores without the bias: it is the same as with the bias."""
     return grad
 
 
 def scalars(*numbers: int | torch.Tensor) -> tuple:
-    """As aux_scalars: a tensor is its address."""
+    """Return aux_scalars from numbers and tensors, whose addresses are passed."""
     return tuple(
         cutlass.Int64(x.data_ptr()) if isinstance(x, torch.Tensor) else cutlass.Int32(x)
         for x in numbers
@@ -78,13 +78,12 @@ def scalars(*numbers: int | torch.Tensor) -> tuple:
 
 
 def _numbers(dtype, address, first=0):
-    """Those of a tensor from the given one on."""
+    """Return a tensor at an address, from entry `first` on."""
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=4)
     return cute.make_tensor(pointer + first, cute.make_layout(_MANY))
 
 
-# The package tells what it has compiled, and keeps on disk, by a function's own source unless it is
-# told by what.
+# The package finds compiled kernels by this key. By default the key is only the function's source.
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 for _function in (add_by_distance, add_by_segments, gradient_of_sum):
     _function.__cute_hash__ = f"{_function.__name__} {_SOURCE}"

@@ -1,9 +1,8 @@
-"""A `KernelCall` as the variable-length functions of FlashAttention take it: packed tokens, cut
-into sequences.
+"""The arguments of FlashAttention's variable-length functions for a `KernelCall`.
 
-The tiles are sequences, and so are the tokens between them: those have no keys, or no queries. Thus
-every token is in one. Batches follow one another. What is made here stays with the call, and the
-host waits for no GPU.
+Tokens are packed and cut into sequences. Each tile is a sequence. The tokens between tiles are
+sequences without keys or without queries, so that each token is in one. Batches follow one another.
+The results are cached in the call. The host waits for no GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ Kept = TypeVar("Kept")
 class Sequences:
     """The sequences of a call on q (B, S, ...) and k, v (B, T, ...).
 
-    cu_seqlens_q, cu_seqlens_k  (sequences + 1,) int32: where each begins in the packed tokens; B S
-                                or B T at the end
-    longest                     tokens of the longest one, of either side
+    cu_seqlens_q, cu_seqlens_k  (sequences + 1,) int32: first token of each in the packed tokens,
+                                then B S or B T
+    longest                     tokens of the longest sequence of either side
     """
 
     cu_seqlens_q: Tensor
@@ -37,18 +36,19 @@ class Sequences:
 
 
 def sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
-    """The sequences of a call, on a device."""
+    """Return the sequences of a call, on a device."""
     return prepare_once(call, ("sequences", batch), device, lambda: _sequences(call, batch, device))
 
 
 def blind_queries(call: KernelCall, device: torch.device) -> Tensor | None:
-    """(S,) bool on a device: the queries that see no key; None if all see some."""
+    """Return which queries see no key, (S,) bool on a device, or None if all see some."""
     return prepare_once(call, ("blind",), device, lambda: _blind(call, device))
 
 
 def effective_band(call: KernelCall) -> tuple[int | None, int | None]:
-    """The call's left and right, but None where that hides nothing, for which there are faster
-    kernels.
+    """Return the call's left and right, with None for a bound that hides nothing.
+
+    Kernels are faster without a bound.
     """
     left, right = call.left, call.right
     if left is not None and left >= max((length(kv) for _, kv in call.tiles), default=0) - 1:
@@ -59,22 +59,22 @@ def effective_band(call: KernelCall) -> tuple[int | None, int | None]:
 
 
 def pack(x: Tensor) -> Tensor:
-    """(B, S, ...) -> (B S, ...)."""
+    """Flatten (B, S, ...) to (B S, ...)."""
     return x.flatten(0, 1)
 
 
 def unpack(x: Tensor, batch: int) -> Tensor:
-    """(B S, ...) -> (B, S, ...)."""
+    """Unflatten (B S, ...) to (B, S, ...)."""
     return x.unflatten(0, (batch, -1))
 
 
 def pack_rows(x: Tensor) -> Tensor:
-    """lse or delta (B, H, S) -> (H, B S)."""
+    """Flatten lse or delta (B, H, S) to (H, B S)."""
     return x.transpose(0, 1).flatten(1)
 
 
 def unpack_rows(x: Tensor, batch: int) -> Tensor:
-    """(H, B S) -> (B, H, S)."""
+    """Unflatten (H, B S) to (B, H, S)."""
     return x.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
@@ -100,7 +100,10 @@ def _blind(call: KernelCall, device: torch.device) -> Tensor | None:
 def prepare_once(
     call: KernelCall, name: tuple[Hashable, ...], device: torch.device, make: Callable[[], Kept]
 ) -> Kept:
-    """What `make` makes, once for each GPU and stream, in whose order it gets there."""
+    """Return what `make` makes. It is called once for each GPU and stream.
+
+    A stream has its own copy, because the copy is made in the stream's order.
+    """
     key = *name, device, current_stream(device)
     if key not in call.prepared:
         call.prepared[key] = make()
@@ -108,10 +111,10 @@ def prepare_once(
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream that work on a device goes to; None where there are none."""
+    """Return the current stream of a device, or None if it has no streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def send_to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, for work on its current stream; the host does not wait."""
+    """Copy a tensor of the host to a device, on its current stream. The host does not wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -1,5 +1,6 @@
-"""The specification: attention written out, any float dtype, any device. Slow, and keeps the S x T
-scores.
+"""The specification of all kernels: attention written out, for any float dtype and device.
+
+It is slow and keeps all S x T scores in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .bias import CallBias
 
 
 class ReferenceKernel(Kernel):
-    """Computes and returns in fp32, or in fp64 for fp64 inputs."""
+    """Attention written out. It computes and returns fp32, or fp64 for fp64 inputs."""
 
     name = "reference"
     takes_delta = True
@@ -34,7 +35,7 @@ class ReferenceKernel(Kernel):
         q, k, v = (grouped(x, k.shape[2]) for x in (q, k, v))
         scores = _scores(q, k, spec, bias).masked_fill(hidden, -torch.inf)
         lse = scores.logsumexp(-1)
-        # as softmax, which is NaN beside an infinite score
+        # softmax is NaN if a score is inf
         lse.masked_fill_(lse == torch.inf, torch.nan)
         probs = (scores - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
         return _ungrouped(probs @ v), lse.flatten(1, 2)
@@ -59,7 +60,7 @@ class ReferenceKernel(Kernel):
 
 
 def _scores(q: Tensor, k: Tensor, spec: Spec, bias: CallBias | None) -> Tensor:
-    """(B, G, H / G, S, T) of queries and keys that are grouped, hidden pairs too."""
+    """Compute the scores (B, G, H / G, S, T) of grouped q and k, hidden pairs included."""
     scores = q @ k.mT * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -71,20 +72,19 @@ def _scores(q: Tensor, k: Tensor, spec: Spec, bias: CallBias | None) -> Tensor:
 
 
 def _table_gradient(dscores: Tensor, bias: CallBias) -> Tensor:
-    """(R, H) of dscores (B, G, H / G, S, T), 0 where hidden."""
+    """Sum dscores (B, G, H / G, S, T), which are 0 for hidden pairs, by rows: (R, H)."""
     by_pairs = dscores.sum(0).flatten(0, 1).flatten(1).T
     total = by_pairs.new_zeros(bias.table.shape)
-    # On GPUs this sorts, so that sums are made in the same order each time, which those of
-    # index_add are not.
+    # On GPUs index_put_ sorts and so sums in the same order each time. index_add_ does not.
     total.index_put_((bias.rows().flatten(),), by_pairs, accumulate=True)
     return total.to(bias.table.dtype)
 
 
 def visible(call: KernelCall, device: torch.device | str | None = None) -> Tensor:
-    """(S, T) bool: True where the query (row) sees the key (column)."""
+    """Return (S, T) bool: True where the query (row) sees the key (column)."""
     result = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.bool, device=device)
     for q, kv in call.tiles:
-        # counted back from the last
+        # indices counted back from the last token
         a, b = (torch.arange(-length(span), 0, device=device) for span in (q, kv))
         ahead = b - a.unsqueeze(1)
         inside = torch.ones_like(ahead, dtype=torch.bool)
@@ -97,12 +97,13 @@ def visible(call: KernelCall, device: torch.device | str | None = None) -> Tenso
 
 
 def grouped(x: Tensor, groups: int) -> Tensor:
-    """(B, S, H, D) -> (B, G, H / G, S, D), in the accumulator's dtype; kv heads broadcast over
-    their query heads.
+    """Reshape (B, S, H, D) to (B, G, H / G, S, D), in the accumulator's dtype.
+
+    Kv heads broadcast over their query heads.
     """
     return x.to(accumulator_dtype(x.dtype)).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
 
 
 def _ungrouped(x: Tensor) -> Tensor:
-    """(B, G, H / G, S, D) -> (B, S, H, D)."""
+    """Reshape (B, G, H / G, S, D) to (B, S, H, D)."""
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,18 +1,16 @@
-"""Any `KernelCall` by kernels that know blocks only: full rectangles, and causal squares.
+"""Any `KernelCall` with kernels that compute only full rectangles and causal squares.
 
-A band that has one edge in a tile is cut into at most two rectangles and a causal square. A left
-edge, read from the end of both the queries and the keys, is a right edge: there the square is
-causal when both sides are reversed. Of a band with two edges as many rows are taken at a time as
-there is a key that all of them see: what lies left of it has the left edge only, the rest the right
-one.
+If one edge of the band cuts a tile, the tile is cut into at most two rectangles and a causal
+square. A left edge becomes a right edge if queries and keys are both reversed: then its square is
+causal. If both edges cut a tile, it is cut into groups of rows that all see one key. Left of this
+key only the left edge matters, right of it only the right edge.
 
     # # # . .       # #       # . .
     . # # # .   =   . #   +   # # .
     . . # # #       . .       # # #
 
-Blocks that are alike and lie at equal distances, as those of a window do, are one call of the
-kernel, in which they lie along the batch. Memory is O(S + T): no mask is made, and partial results
-are added up one after the other.
+Equal blocks at equal distances, as in a window, are one call of the kernel, stacked along the
+batch. Memory is O(S + T): no mask is made, and partial results are added one after the other.
 """
 
 from __future__ import annotations
@@ -25,18 +23,17 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..base.dtypes import accumulator_dtype
-from ..merging.merge import Outputs
+from ..merging.merge import Outputs, accumulator_dtype
 from ..sequence.span import Span, length
 from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import NO_BIAS, Kernel
 
-_ALIKE = 4096  # blocks that may be one call: kernels bound the batch
+_MOST_BLOCKS = 4096  # blocks of one call: kernels limit the batch
 
 
 class BlockKind(Enum):
-    """Which keys b of a block its query a sees."""
+    """The keys b that query a of a block sees."""
 
     FULL = "all"
     CAUSAL = "b <= a"
@@ -45,9 +42,7 @@ class BlockKind(Enum):
 
 @dataclass(frozen=True)
 class Blocks:
-    """`count` blocks of one shape: the first is q x kv, each next one is `step` tokens further on
-    both sides.
-    """
+    """Equal blocks: the first is q x kv, each next one is a step further on both sides."""
 
     shape: BlockKind
     q: Span
@@ -58,14 +53,15 @@ class Blocks:
 
 
 class PlainKernel(Kernel):
-    """A kernel that computes blocks; `delta` is not taken."""
+    """A kernel that computes blocks. It does not accept delta."""
 
     @abstractmethod
     def block_forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, spec: Spec
     ) -> tuple[Tensor, Tensor]:
-        """`Kernel.forward` where every query sees every key or, if `causal`, S is T and query i
-        sees keys 0 to i.
+        """Compute `Kernel.forward` of a block in which every query sees every key.
+
+        If `causal`, S is T, and query i sees keys 0 to i.
         """
 
     @abstractmethod
@@ -80,7 +76,7 @@ class PlainKernel(Kernel):
         causal: bool,
         spec: Spec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`Kernel.backward` of such a block."""
+        """Compute `Kernel.backward` of such a block."""
 
     def forward(self, q, k, v, call, spec, bias=None):
         assert bias is None, NO_BIAS
@@ -91,7 +87,11 @@ class PlainKernel(Kernel):
             (q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=out.dtype, device=q.device
         )
         for blocks in blocks_of(call):
-            queries, keys, values = _queries(q, blocks), _keys(k, blocks), _keys(v, blocks)
+            queries, keys, values = (
+                _stack_queries(q, blocks),
+                _stack_keys(k, blocks),
+                _stack_keys(v, blocks),
+            )
             part, part_lse = self.block_forward(
                 queries, keys, values, blocks.shape is not BlockKind.FULL, spec
             )
@@ -107,52 +107,54 @@ class PlainKernel(Kernel):
             for x in (q, k, v)
         ]
         for blocks in blocks_of(call):
-            douts, queries, outs = (_queries(x, blocks) for x in (dout, q, out))
-            keys, values = _keys(k, blocks), _keys(v, blocks)
-            lses = _queries(lse.transpose(1, 2), blocks).transpose(1, 2)
+            douts, queries, outs = (_stack_queries(x, blocks) for x in (dout, q, out))
+            keys, values = _stack_keys(k, blocks), _stack_keys(v, blocks)
+            lses = _stack_queries(lse.transpose(1, 2), blocks).transpose(1, 2)
             tensors = douts, queries, keys, values, outs, lses
             grads = self.block_backward(*tensors, blocks.shape is not BlockKind.FULL, spec)
             for total, grad, cut in zip(
                 sums, grads, (_cut_queries, _cut_keys, _cut_keys), strict=True
             ):
                 place = cut(total, blocks)
-                place.add_(_forwards(grad, blocks, 1).unflatten(0, place.shape[:2]))
+                place.add_(_reverse_if_needed(grad, blocks, 1).unflatten(0, place.shape[:2]))
         return tuple(
             total.to(self.partial_dtype(x.dtype)) for total, x in zip(sums, (q, k, v), strict=True)
         )
 
 
 def blocks_of(call: KernelCall) -> tuple[Blocks, ...]:
-    """Blocks that hold each visible pair of a call once."""
+    """Return blocks that contain each visible pair of a call once."""
     if "blocks" not in call.prepared:
-        blocks = [block for tile in call.tiles for block in _of_tile(*tile, call.left, call.right)]
-        call.prepared["blocks"] = tuple(_alike(blocks))
+        blocks = [block for tile in call.tiles for block in _cut_tile(*tile, call.left, call.right)]
+        call.prepared["blocks"] = tuple(_join_equal(blocks))
     return call.prepared["blocks"]
 
 
-def _of_tile(q: Span, kv: Span, left: int | None, right: int | None) -> Iterator[Blocks]:
-    """The blocks of a tile whose band is bounded as that of a `KernelCall`."""
+def _cut_tile(q: Span, kv: Span, left: int | None, right: int | None) -> Iterator[Blocks]:
+    """Return the blocks of a tile. left and right are as in `KernelCall`."""
     more = length(kv) - length(q)
     low, high = None if left is None else more - left, None if right is None else more + right
     if low is None or high is None:
-        yield from _of_edge(q, kv, low, high)
+        yield from _cut_at_edge(q, kv, low, high)
         return
-    # Each part has as many rows as fit the band's width, so that all see the key that its last row
-    # begins at.
+    # A part has as many rows as the band is wide. All its rows see the first key of its last row.
     for start in range(0, length(q), high - low + 1):
         stop = min(start + high - low + 1, length(q))
         middle = min(max(kv[0] + stop - 1 + low, kv[0]), kv[1])  # that key
         rows = q[0] + start, q[0] + stop
-        yield from _of_edge(rows, (kv[0], middle), low + start, None)
-        yield from _of_edge(rows, (middle, kv[1]), None, high + start - (middle - kv[0]))
+        yield from _cut_at_edge(rows, (kv[0], middle), low + start, None)
+        yield from _cut_at_edge(rows, (middle, kv[1]), None, high + start - (middle - kv[0]))
 
 
-def _of_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterator[Blocks]:
-    """The blocks of a rectangle of which b - a >= low or b - a <= high is visible, a and b counted
-    from its corner.
+def _cut_at_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterator[Blocks]:
+    """Return the blocks of a rectangle in which b - a >= low, or b - a <= high, is visible.
+
+    a and b are counted from its corner. One of low and high is None.
     """
     if low is not None:
-        for block in _of_edge((-q[1], -q[0]), (-kv[1], -kv[0]), None, length(kv) - length(q) - low):
+        for block in _cut_at_edge(
+            (-q[1], -q[0]), (-kv[1], -kv[0]), None, length(kv) - length(q) - low
+        ):
             shape = BlockKind.REVERSED if block.shape is BlockKind.CAUSAL else block.shape
             yield replace(
                 block, shape=shape, q=(-block.q[1], -block.q[0]), kv=(-block.kv[1], -block.kv[0])
@@ -160,8 +162,8 @@ def _of_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterator[B
         return
     if high is None:
         high = length(kv)
-    first = min(max(q[0] - high, q[0]), q[1])  # of the rows that see any key
-    edge = min(max(kv[0] + high, kv[0]), kv[1])  # of the keys that not all of these see
+    first = min(max(q[0] - high, q[0]), q[1])  # the first row that sees any key
+    edge = min(max(kv[0] + high, kv[0]), kv[1])  # the first key that not all of these rows see
     side = min(q[1] - first, kv[1] - edge)
     for shape, rows, columns in (
         (BlockKind.FULL, (first, q[1]), (kv[0], edge)),
@@ -172,8 +174,8 @@ def _of_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterator[B
             yield Blocks(shape, rows, columns)
 
 
-def _alike(blocks: list[Blocks]) -> Iterator[Blocks]:
-    """The same blocks, single ones, with those that are alike at equal distances in one."""
+def _join_equal(blocks: list[Blocks]) -> Iterator[Blocks]:
+    """Join single blocks of equal shape and size that lie at equal distances."""
     kinds: dict[tuple[BlockKind, int, int], list[Blocks]] = {}
     for block in blocks:
         found = kinds.setdefault((block.shape, length(block.q), length(block.kv)), [])
@@ -186,12 +188,10 @@ def _alike(blocks: list[Blocks]) -> Iterator[Blocks]:
 
 
 def _join_blocks(blocks: Blocks, block: Blocks) -> Blocks | None:
-    """All of them, if one more follows at the same distance and overlaps none on either side; else
-    None.
-    """
+    """Return `blocks` with one more, or None if it is at another distance or overlaps them."""
     q_step = block.q[0] - blocks.q[0] - (blocks.count - 1) * blocks.q_step
     kv_step = block.kv[0] - blocks.kv[0] - (blocks.count - 1) * blocks.kv_step
-    if q_step < length(block.q) or kv_step < length(block.kv) or blocks.count == _ALIKE:
+    if q_step < length(block.q) or kv_step < length(block.kv) or blocks.count == _MOST_BLOCKS:
         return None
     if blocks.count > 1 and (q_step, kv_step) != (blocks.q_step, blocks.kv_step):
         return None
@@ -199,14 +199,15 @@ def _join_blocks(blocks: Blocks, block: Blocks) -> Blocks | None:
 
 
 def _merge(out: Tensor, lse: Tensor, blocks: Blocks, part: Tensor, part_lse: Tensor) -> None:
-    """Merges the results of blocks, (B count, tokens, H, D) and (B count, H, tokens), into out and
-    lse, in place.
+    """Merge the results of blocks into out and lse, in place.
+
+    part is (B count, tokens, H, D), part_lse (B count, H, tokens).
     """
     places = _cut_queries(out, blocks), _cut_queries(lse.transpose(1, 2), blocks).transpose(2, 3)
-    parts = _forwards(part, blocks, 1), _forwards(part_lse, blocks, 2)
+    parts = _reverse_if_needed(part, blocks, 1), _reverse_if_needed(part_lse, blocks, 2)
     by_row = (x.unflatten(0, place.shape[:2]) for x, place in zip(parts, places, strict=True))
-    # Of each of the batch by itself: two batches are no one dimension where the tokens between
-    # blocks are left out.
+    # One row of the batch at a time: with tokens between blocks left out, batch and block cannot
+    # be one dimension of a view.
     for out_at, lse_at, part_at, part_lse_at in zip(*places, *by_row, strict=True):
         spans = [(0, out_at.shape[1])]
         Outputs(
@@ -214,35 +215,33 @@ def _merge(out: Tensor, lse: Tensor, blocks: Blocks, part: Tensor, part_lse: Ten
         ).result()
 
 
-def _queries(x: Tensor, blocks: Blocks) -> Tensor:
-    """The queries of blocks: (B, S, ...) -> (B count, tokens, ...), in the order in which they are
-    causal.
-    """
-    return _forwards(_cut_queries(x, blocks).flatten(0, 1), blocks, 1)
+def _stack_queries(x: Tensor, blocks: Blocks) -> Tensor:
+    """Return the queries (B count, tokens, ...) of blocks, in the order that makes them causal."""
+    return _reverse_if_needed(_cut_queries(x, blocks).flatten(0, 1), blocks, 1)
 
 
-def _keys(x: Tensor, blocks: Blocks) -> Tensor:
-    """The keys of blocks: (B, T, ...) -> (B count, tokens, ...), in the order in which they are
-    causal.
-    """
-    return _forwards(_cut_keys(x, blocks).flatten(0, 1), blocks, 1)
+def _stack_keys(x: Tensor, blocks: Blocks) -> Tensor:
+    """Return the keys (B count, tokens, ...) of blocks, in the order that makes them causal."""
+    return _reverse_if_needed(_cut_keys(x, blocks).flatten(0, 1), blocks, 1)
 
 
-def _forwards(x: Tensor, blocks: Blocks, tokens: int) -> Tensor:
-    """x with the dimension `tokens` reversed if that makes its blocks causal, and back."""
+def _reverse_if_needed(x: Tensor, blocks: Blocks, tokens: int) -> Tensor:
+    """Reverse the dimension `tokens` of x if that makes its blocks causal, or back."""
     return x.flip(tokens) if blocks.shape is BlockKind.REVERSED else x
 
 
 def _cut_queries(x: Tensor, blocks: Blocks) -> Tensor:
+    """Return a view of the queries of blocks, (B, count, tokens, ...)."""
     return _cut_ranges(x, blocks.q, blocks.count, blocks.q_step)
 
 
 def _cut_keys(x: Tensor, blocks: Blocks) -> Tensor:
+    """Return a view of the keys of blocks, (B, count, tokens, ...)."""
     return _cut_ranges(x, blocks.kv, blocks.count, blocks.kv_step)
 
 
 def _cut_ranges(x: Tensor, first: Span, count: int, step: int) -> Tensor:
-    """A view of (B, S, ...) as (B, count, tokens, ...): `count` ranges of tokens, `step` apart."""
+    """Return a view (B, count, tokens, ...) of `count` ranges of x (B, S, ...), `step` apart."""
     if count == 1:
         return x[:, slice(*first)].unsqueeze(1)
     tokens = x[:, first[0] : first[1] + (count - 1) * step]

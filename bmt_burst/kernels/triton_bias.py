@@ -1,8 +1,8 @@
-"""What the Triton kernels of `triton_blocks.py` add to scores, and how the gradient of a bias's
-table adds up.
+"""The bias in the Triton kernels of `triton_blocks.py`: its terms, and its table's gradient.
 
-Rows of the table are found by distance alone, or by segments: see `CallBias`. Sums are of whole
-numbers of 64 bits, the same in any order. Letters are those of `triton_blocks.py`.
+A pair's row of the table depends on its distance alone, or on segments: see `CallBias`. The
+gradient is summed in 64-bit integers, so that the result does not depend on the order. Letters are
+those of `triton_blocks.py`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# What BIAS says of a call's biases. Pairs that go by distance alone are many; the others are few.
+# Values of the constant BIAS. Most pairs go by distance alone, few by segments.
 NONE = tl.constexpr(0)
 BY_DISTANCE = tl.constexpr(1)
 BY_SEGMENTS = tl.constexpr(2)
 
-# of a table: to sum a block's pairs of each is faster than to add each pair
+# Up to so many rows, summing a block's pairs of each row is faster than adding each pair.
 _FEW_ROWS = tl.constexpr(48)
 
 
 class BiasArguments(NamedTuple):
-    """A `CallBias` as the kernels take it; `()` where there is none.
+    """The arguments that the kernels take for a `CallBias`. Calls without a bias take `()`.
 
-    distances    (2 reach + 1,) int32: rows, from reach on alike
-    biases       (H, R + 2 reach + 1) fp32, to base 2: the table, and behind it its rows of
-                 `distances`
-    sums         (H, R) int64: what the gradient adds up, 1 / unit each
+    distances    (2 reach + 1,) int32: rows; reach includes a padding of equal rows at both ends
+    biases       (H, R + 2 reach + 1) fp32, to base 2: the table, then its rows by distance
+    sums         (H, R) int64: the gradient times unit
     unit         (H,) fp32
-    others       None where all goes by distance
+    others       None if all pairs go by distance
     """
 
     q_position: tl.tensor
@@ -51,9 +50,9 @@ class BiasArguments(NamedTuple):
 class Distances(NamedTuple):
     """The positions of a sequence's queries and keys.
 
-    q_position, kv_position  where those of its first tokens are
-    apart                    of its first key from its first query
-    even                     whether neighbours are one apart on both sides
+    q_position, kv_position  addresses of the positions of its first tokens
+    apart                    position of its first key minus position of its first query
+    even                     whether positions rise by 1 on both sides
     """
 
     q_position: tl.tensor
@@ -66,7 +65,7 @@ class Distances(NamedTuple):
 
 @triton.jit
 def distances_of(bias, q_start, q_count, kv_start, kv_count):
-    """Positions rise in a sequence: they are even if the last one is."""
+    """Load a sequence's positions. They rise, so that they are even if the last one is."""
     queries, keys = bias.q_position + q_start, bias.kv_position + kv_start
     query, key = (
         tl.load(queries, mask=q_count > 0, other=0),
@@ -80,14 +79,14 @@ def distances_of(bias, q_start, q_count, kv_start, kv_count):
 
 @triton.jit
 def _positions(positions, first, count, SIZE: tl.constexpr):
-    """(SIZE,): those of tokens first .. of a sequence of `count`, and 0."""
+    """Load (SIZE,) positions of tokens first .. of a sequence of `count` tokens, 0 outside it."""
     token = first + tl.arange(0, SIZE)
     return tl.load(positions + token, mask=(token >= 0) & (token < count), other=0)
 
 
 @triton.jit
 def _spread(queries, keys, TRANSPOSED: tl.constexpr):
-    """Numbers of queries and of keys as a column and a row, or the other way round."""
+    """Return queries as a column and keys as a row, or the other way round if TRANSPOSED."""
     return tl.expand_dims(queries, 0 if TRANSPOSED else 1), tl.expand_dims(
         keys, 1 if TRANSPOSED else 0
     )
@@ -97,14 +96,14 @@ def _spread(queries, keys, TRANSPOSED: tl.constexpr):
 def by_distance(
     bias, head, places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
-    """(M, N), or (N, M) if TRANSPOSED: what is added to the scores of queries first .. and keys at
-    .., to base 2.
+    """Load the terms, to base 2, of queries first .. and keys at ..: (M, N), or TRANSPOSED.
+
+    Indices of the table become positive before they are added to the pointer, because Triton 3.6
+    computed wrong addresses from negative ones.
     """
-    # Places in the table are made positive before the pointer is added: to add less than 0 went
-    # wrong (Triton 3.6).
     biases, middle = bias.biases + head * (bias.rows + 2 * bias.reach + 1), bias.rows + bias.reach
     if places.even:
-        # A block that is beyond reach may as well be nearer, as long as all of it is beyond that.
+        # A block whose pairs are all beyond reach may be moved nearer, if they all stay beyond it.
         distance = tl.minimum(tl.maximum(places.apart + at - first, M - bias.reach), bias.reach - N)
         query, key = _spread(tl.arange(0, M), tl.arange(0, N), TRANSPOSED)
         result = tl.load(biases + (middle + distance + key - query))
@@ -116,7 +115,7 @@ def by_distance(
 
 @triton.jit
 def uneven(places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """(M, N), or (N, M) if TRANSPOSED: distances, whatever the positions."""
+    """Compute distances (M, N), or (N, M) if TRANSPOSED, from any positions."""
     queries = _positions(places.q_position, first, places.q_count, M)
     keys = _positions(places.kv_position, at, places.kv_count, N)
     query, key = _spread(queries, keys, TRANSPOSED)
@@ -124,11 +123,11 @@ def uneven(places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.c
 
 
 class Fields(NamedTuple):
-    """What a bias says of the tokens first .. first + count - 1 of one side, SIZE of them or fewer.
+    """The bias's fields of tokens first .. first + count - 1 of one side, of SIZE tokens at most.
 
     groups, segments, positions  (SIZE,); segments are bases on the queries' side
     group, segment               of the first token
-    alike                        whether all tokens have these
+    alike                        whether all tokens have this group and segment
     """
 
     groups: tl.tensor
@@ -143,6 +142,7 @@ class Fields(NamedTuple):
 
 @triton.jit
 def _fields(groups, segments, positions, first, count, SIZE: tl.constexpr):
+    """Load the fields of tokens first .. first + count - 1."""
     token = tl.arange(0, SIZE)
     group, segment = tl.load(groups + first), tl.load(segments + first)
     all_groups = tl.load(groups + first + token, mask=token < count, other=group)
@@ -156,17 +156,19 @@ def _fields(groups, segments, positions, first, count, SIZE: tl.constexpr):
 
 @triton.jit
 def q_fields(bias, first, count, M: tl.constexpr):
+    """Load the fields of queries."""
     return _fields(bias.q_group, bias.q_base, bias.q_position, first, count, M)
 
 
 @triton.jit
 def kv_fields(bias, first, count, N: tl.constexpr):
+    """Load the fields of keys."""
     return _fields(bias.kv_group, bias.kv_segment, bias.kv_position, first, count, N)
 
 
 @triton.jit
 def by_segments(bias, head, queries, keys, TRANSPOSED: tl.constexpr):
-    """(M, N), or (N, M) if TRANSPOSED: what is added to the scores, to base 2."""
+    """Load the terms, to base 2: (M, N), or (N, M) if TRANSPOSED."""
     biases = bias.biases + head * (bias.rows + 2 * bias.reach + 1)
     q_positions, kv_positions = _spread(queries.positions, keys.positions, TRANSPOSED)
     near = bias.rows + bias.reach + _clamp(kv_positions - q_positions, bias.reach)
@@ -185,7 +187,7 @@ def by_segments(bias, head, queries, keys, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _pair_rows(bias, queries, keys, TRANSPOSED: tl.constexpr):
-    """The rows of the table, negative where they go by distance."""
+    """Load each pair's row of the table, negative if the pair goes by distance."""
     q_groups, kv_groups = _spread(queries.groups, keys.groups, TRANSPOSED)
     bases, segments = _spread(queries.segments, keys.segments, TRANSPOSED)
     return tl.load(bias.pairs + (bases + segments), mask=q_groups == kv_groups, other=bias.other)
@@ -198,9 +200,7 @@ def _clamp(distance, reach):
 
 @triton.jit
 def add_by_distance(bias, head, dscores, distances):
-    """Adds dscores (M, N) to the sums of their rows, as integers: their sum is the same in any
-    order.
-    """
+    """Add dscores (M, N) to the sums of their rows, which depend on distance."""
     sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit + head)
     rows = tl.load(bias.distances + (bias.reach + _clamp(distances, bias.reach)))
     first, last = tl.min(tl.min(rows, 1), 0), tl.max(tl.max(rows, 1), 0)
@@ -214,8 +214,9 @@ def add_by_distance(bias, head, dscores, distances):
 
 @triton.jit
 def add_near(bias, head, dscores, queries, keys, M: tl.constexpr):
-    """Adds those of dscores (M, N) that go by distance, where keys are of one segment; the sums of
-    the others (M,).
+    """Add the dscores (M, N) of pairs that go by distance, for keys of one segment.
+
+    Return (M,) the sum of each query's other dscores.
     """
     rows = _rows_with(bias, queries, keys.group, keys.segment, queries.groups == keys.group)
     near = _there(queries, M) & (rows < 0)
@@ -227,7 +228,7 @@ def add_near(bias, head, dscores, queries, keys, M: tl.constexpr):
 
 @triton.jit
 def add_waiting(bias, head, waiting, queries, group, segment, M: tl.constexpr):
-    """Adds what queries have with keys of one segment (M,) to the sums of their rows."""
+    """Add the sums (M,) of queries with keys of one segment to the sums of their rows."""
     some = _there(queries, M) & (waiting != 0.0)
     rows = _rows_with(bias, queries, group, segment, some & (queries.groups == group))
     unit = tl.load(bias.unit + head)
@@ -238,23 +239,25 @@ def add_waiting(bias, head, waiting, queries, group, segment, M: tl.constexpr):
 
 @triton.jit
 def _there(fields, SIZE: tl.constexpr):
-    """(SIZE,): which of a block's tokens there are. Beside keys of inf, gradients of the others'
-    scores are NaN.
+    """Return (SIZE,): which tokens of a block exist.
+
+    With a key of inf the gradients of missing tokens' scores are NaN, and must not be added.
     """
     return tl.arange(0, SIZE) < fields.count
 
 
 @triton.jit
 def _rows_with(bias, queries, group, segment, same):
-    """The rows (M,) of queries with keys of a segment, that of other groups' where they are not of
-    the same.
+    """Load the rows (M,) of queries with keys of one segment.
+
+    Queries that are not of the `same` group have the row of other groups.
     """
     return tl.load(bias.pairs + (queries.segments + segment), mask=same, other=bias.other)
 
 
 @triton.jit
 def add_by_segments(bias, head, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """Adds dscores (M, N) to the sums of their rows where these go by segments."""
+    """Add dscores (M, N) to the sums of their rows, which depend on segments."""
     rows = _pair_rows(bias, queries, keys, False)
     near = tl.where(_there(queries, M)[:, None] & (rows < 0), dscores, 0.0)
     if tl.max(tl.max((near != 0.0).to(tl.int32), 1), 0) > 0:
@@ -266,8 +269,9 @@ def add_by_segments(bias, head, dscores, queries, keys, M: tl.constexpr, N: tl.c
 
 @triton.jit
 def _add_by_runs(sums, unit, bias, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """What does not go by distance, with zeros elsewhere. Queries of one run have the same row with
-    a key: they are summed before they are added.
+    """Add dscores (M, N) of pairs that go by segments; those of other pairs are 0.
+
+    All queries of a run have the same row with a key. Sum them before adding.
     """
     token = tl.arange(0, M)
     start = 0
@@ -286,5 +290,5 @@ def _add_by_runs(sums, unit, bias, dscores, queries, keys, M: tl.constexpr, N: t
 
 @triton.jit
 def _whole(x, unit):
-    """The nearest number of units."""
+    """Round x to the nearest number of units."""
     return tl.floor(x * unit + 0.5).to(tl.int64)
