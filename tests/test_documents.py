@@ -106,10 +106,10 @@ def test_labels_end_with_the_documents_of_a_mask():
         (
             {"mask": masks[:1]},
             ValueError,
-            r"1 masks are for as many rows of \(B, S\), got \(2, 10\)",
+            r"got 1 masks, tokens \(2, 10\) and dim",
         ),
-        ({"mask": masks, "dim": 0}, ValueError, r"got \(2, 10\), dim 0"),
-        ({"mask": Mask.causal(9)}, ValueError, "a mask of 9 tokens was given for sequences of 10"),
+        ({"mask": masks, "dim": 0}, ValueError, r"tokens \(2, 10\) and dim 0"),
+        ({"mask": Mask.causal(9)}, ValueError, "expected a mask of 10 tokens, got one of 9"),
         ({"mask": 3}, TypeError, "mask must be a Mask, or one for each row, got int"),
     ):
         with pytest.raises(error, match=message):

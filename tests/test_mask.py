@@ -301,11 +301,11 @@ def test_overlaps_are_found_whenever_there_are_some():
             r"seq_len must be below 2\^63, got a number of 71 bits",
         ),
         (lambda: Mask(8, (SQUARE._replace(low=-1 << 63),)), ValueError, r"low must be below 2\^63"),
-        (lambda: Mask.stacked([]), ValueError, "there is no mask to stack"),
+        (lambda: Mask.stacked([]), ValueError, "expected at least one mask to stack"),
         (
             lambda: Mask.stacked(["causal"]),
             TypeError,
-            "masks of several sequences must be Masks, got str",
+            "expected Masks to stack, got str",
         ),
     ],
 )

@@ -1,3 +1,3 @@
-"""The whole sequence as data: masks, layouts, and the tiles that follow. No tensors of tokens,
-ranks or devices.
+"""The whole sequence as data: masks, layouts, and the tiles that follow. This folder knows no
+tensors of tokens, no ranks and no devices.
 """

@@ -1,20 +1,20 @@
-"""Layouts: which token positions a rank owns.
+"""Layouts: the token positions that each rank owns.
 
-A layout cuts one sequence of `seq_len` tokens over `size` ranks. A rank's shard is a few *runs*,
-arithmetic progressions of positions, in rising order; everything else (positions for RoPE,
-sharding, labels, what a rank sees of another) derives from the runs. Any length works: shards may
-differ by one token, nothing is padded or dropped.
+A layout cuts one sequence of `seq_len` tokens into a shard for each of `size` ranks. A shard
+consists of a few *runs*: arithmetic progressions of positions, in rising order. All else follows
+from the runs: positions for RoPE, sharding, labels, and what a rank sees of another. Any length
+works. Shards may differ by one token; nothing is padded or dropped.
 
-    zigzag      the sequence in 2 * size chunks; rank r owns chunks r and 2 * size - 1 - r (equal
-                causal work)
-    striped     rank r owns positions r, r + size, r + 2 * size, ... (equal work, also with
-                documents; all travels)
-    contiguous  the sequence in size chunks; rank r owns chunk r (equal work for full masks and for
-                windows)
-    balanced    equal tokens and equal work for a mask, with few documents cut: see
-                bmt_burst.sequence.balance
+    zigzag      the sequence in 2 * size chunks; rank r owns chunks r and 2 * size - 1 - r. Equal
+                work for causal masks.
+    striped     rank r owns positions r, r + size, r + 2 * size, ... Equal work, also with
+                documents, but all tokens are sent.
+    contiguous  the sequence in size chunks; rank r owns chunk r. Equal work for full masks and
+                windows.
+    balanced    equal tokens and equal work for a given mask; few documents are cut. See
+                bmt_burst.sequence.balance.
 
-Chunks are cut as torch.tensor_split cuts: the first `seq_len % chunks` are one token longer.
+Chunks are those of torch.tensor_split: the first `seq_len % chunks` are one token longer.
 
 No torch.distributed, no CUDA. Try `print(Layout.zigzag(10, 2))`. A new layout is a class here.
 """
@@ -37,12 +37,12 @@ from .balance import balanced_spans
 from .mask import Mask
 
 IGNORE_INDEX = -100
-SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes that can hold it
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes that can hold IGNORE_INDEX
 
 
 class Run(NamedTuple):
-    """Positions `start, start + step, ...`, `length` of them, stored from index `offset` of the
-    shard on.
+    """Positions `start, start + step, ...`, `length` of them. The shard stores them from index
+    `offset` on.
     """
 
     start: int
@@ -52,18 +52,18 @@ class Run(NamedTuple):
 
     @property
     def stop(self) -> int:
+        """The position that would be next."""
         return self.start + self.step * self.length
 
 
 class Layout(ABC):
-    """How `seq_len` tokens lie on `size` ranks. Made by zigzag, striped, contiguous, balanced, or
-    named.
+    """The positions of `seq_len` tokens on `size` ranks. It prints the positions of each rank.
 
-    Equal to another one of the same kind that puts tokens in the same places. Prints the positions
-    of each rank.
+    Make one with zigzag, striped, contiguous, balanced or named. Layouts are equal if they have the
+    same kind and put all tokens in the same places.
 
-    Raises ValueError for a size below 1 or fewer tokens than ranks, TypeError for what is no whole
-    number.
+    Raises ValueError for a size below 1 or fewer tokens than ranks, TypeError for anything but
+    whole numbers.
     """
 
     name: str
@@ -74,46 +74,48 @@ class Layout(ABC):
             raise ValueError(f"a layout needs at least one rank, got size={self.size}")
         if self.seq_len < self.size:
             raise ValueError(
-                f"a sequence of {self.seq_len} tokens is too short for {self.size} ranks; the smallest is {self.size}"
+                f"a sequence of {self.seq_len} tokens is too short for {self.size} ranks; "
+                f"the smallest is {self.size}"
             )
 
     @staticmethod
     def named(name: str, seq_len: int, size: int) -> Layout:
-        """The layout called `name`, one of LAYOUTS. Raises ValueError for an unknown one, TypeError
-        for no name.
+        """Return the layout called `name`, one of LAYOUTS.
+
+        Raises ValueError for an unknown name, TypeError for anything but a string.
         """
         return layout_class(name)(seq_len, size)
 
     @staticmethod
     def zigzag(seq_len: int, size: int) -> Layout:
-        """Rank r owns chunks r and 2 * size - 1 - r of 2 * size: equal work under a causal mask."""
+        """Return the layout in which rank r owns chunks r and 2 * size - 1 - r of 2 * size."""
         return Zigzag(seq_len, size)
 
     @staticmethod
     def striped(seq_len: int, size: int) -> Layout:
-        """Rank r owns every size-th position from r on: equal work also with documents, but all
-        tokens travel.
-        """
+        """Return the layout in which rank r owns every size-th position from r on."""
         return Striped(seq_len, size)
 
     @staticmethod
     def contiguous(seq_len: int, size: int) -> Layout:
-        """Rank r owns chunk r of size: equal work under a full mask and under windows."""
+        """Return the layout in which rank r owns chunk r of size."""
         return Contiguous(seq_len, size)
 
     @staticmethod
     def balanced(mask: Mask, size: int) -> Layout:
-        """Equal tokens, to one, and nearly equal work under `mask`; whole documents on one rank
-        where that can be.
+        """Return a layout with equal tokens, up to one, and nearly equal work under `mask`.
+
+        Documents stay whole on one rank where possible.
         """
         if not isinstance(mask, Mask):
-            raise TypeError(f"a balanced layout is one of a Mask, got {type(mask).__name__}")
+            raise TypeError(f"expected a Mask, got {type(mask).__name__}")
         return Balanced(mask, size)
 
     @abstractmethod
     def ranges(self, rank: int) -> Sequence[range]:
-        """The positions of `rank`'s shard: rising ranges in rising order, all of one step; empty
-        ones do not count.
+        """Return the positions of `rank`'s shard: rising ranges in rising order.
+
+        All ranges of a layout have the same step. Empty ranges do not count.
         """
 
     @functools.cached_property
@@ -123,8 +125,8 @@ class Layout(ABC):
 
     @functools.cached_property
     def term(self) -> str:
-        """What tells this layout from others of as many tokens on as many ranks, as ranks say it to
-        each other.
+        """A name that tells this layout from others with as many tokens and ranks. Ranks compare
+        it.
         """
         numbers = array("q")
         for ranges in self.shards:
@@ -134,7 +136,7 @@ class Layout(ABC):
         return f"{self.name} {hashlib.blake2b(numbers.tobytes(), digest_size=12).hexdigest()}"
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """The runs of `rank`'s shard, in storage order; positions increase from the first to the
+        """Return the runs of `rank`'s shard, in storage order. Positions rise from the first to the
         last.
         """
         ranges = self._shard(rank)
@@ -144,48 +146,48 @@ class Layout(ABC):
         )
 
     def length(self, rank: int) -> int:
-        """Tokens of `rank`'s shard."""
+        """Return the number of tokens of `rank`'s shard."""
         return sum(map(len, self._shard(rank)))
 
     def _shard(self, rank: int) -> tuple[range, ...]:
         if type(rank) is not int:
             rank = as_int("rank", rank)
         if not 0 <= rank < self.size:
-            raise ValueError(f"rank {rank} is outside a layout of {self.size} ranks")
+            raise ValueError(f"expected a rank from 0 to {self.size - 1}, got {rank}")
         return self.shards[rank]
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Global position ids of `rank`'s shard in storage order: (S_local,) int64."""
+        """Return the positions of `rank`'s shard in the whole sequence: (S_local,) int64, in
+        storage order.
+        """
         return torch.cat(
             [torch.arange(r.start, r.stop, r.step, device=device) for r in self.runs(rank)]
         )
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """The part of `x` that `rank` owns, cut along `dim` (of seq_len entries). Differentiable; a
-        copy.
+        """Return a copy of the part of `x` that `rank` owns. `dim` has seq_len entries.
 
-        Raises ValueError for another number of entries or a rank out of range, TypeError for what
-        is no tensor.
+        Differentiable. Raises ValueError for another number of entries or a rank out of range,
+        TypeError for anything but a tensor.
         """
         dim = check_dim(x, dim)
         if x.shape[dim] != self.seq_len:
             raise ValueError(
-                f"dimension {dim} of {tuple(x.shape)} has {x.shape[dim]} tokens, not {self.seq_len}"
+                f"expected {self.seq_len} tokens in dimension {dim}, got {x.shape[dim]} in shape "
+                f"{tuple(x.shape)}"
             )
         return x.index_select(dim, self.positions(rank, x.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole of what `shard` cut: `shards` of all ranks, in rank order, joined along `dim`.
-        Differentiable.
+        """Join the shards of all ranks along `dim`. They are given in rank order.
 
-        Raises ValueError for shards of other lengths or another number of them.
+        It is the inverse of `shard`, and differentiable. Raises ValueError for shards of other
+        lengths or another number of them.
         """
-        lengths, given = (
-            [self.length(r) for r in range(self.size)],
-            [s.shape[check_dim(s, dim)] for s in shards],
-        )
+        lengths = [self.length(r) for r in range(self.size)]
+        given = [s.shape[check_dim(s, dim)] for s in shards]
         if given != lengths:
-            raise ValueError(f"shards have {given} tokens, expected {lengths}")
+            raise ValueError(f"expected shards of {lengths} tokens, got {given}")
         order = torch.cat([self.positions(r) for r in range(self.size)]).argsort()
         return torch.cat(list(shards), dim).index_select(dim, order.to(shards[0].device))
 
@@ -205,7 +207,7 @@ class Layout(ABC):
 
 
 class _Named(Layout):
-    """One that the name alone tells from others."""
+    """A layout that follows from its name, seq_len and size."""
 
     @property
     def term(self) -> str:
@@ -213,6 +215,8 @@ class _Named(Layout):
 
 
 class Zigzag(_Named):
+    """See `Layout.zigzag`."""
+
     name = "zigzag"
 
     def ranges(self, rank: int) -> Sequence[range]:
@@ -222,6 +226,8 @@ class Zigzag(_Named):
 
 
 class Striped(_Named):
+    """See `Layout.striped`."""
+
     name = "striped"
 
     def ranges(self, rank: int) -> Sequence[range]:
@@ -229,6 +235,8 @@ class Striped(_Named):
 
 
 class Contiguous(_Named):
+    """See `Layout.contiguous`."""
+
     name = "contiguous"
 
     def ranges(self, rank: int) -> Sequence[range]:
@@ -252,11 +260,11 @@ class Balanced(Layout):
 
 
 class Stacked(Layout):
-    """The layouts of the rows of a batch as that of one sequence, in which the rows follow one
+    """The layouts of a batch's rows as the layout of one sequence, in which the rows follow one
     another.
 
-    A rank's shard are its shards of the rows, one after the other: (B, S_local) as (1, B *
-    S_local).
+    A rank's shard consists of its shards of the rows, one after the other. So (B, S_local) becomes
+    (1, B * S_local).
     """
 
     name = "stacked"
@@ -282,8 +290,9 @@ LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Zigzag, S
 
 
 def layout_class(name: str) -> type[Layout]:
-    """The class of the layout called `name`. Raises ValueError for an unknown one, TypeError for no
-    name.
+    """Return the class of the layout called `name`.
+
+    Raises ValueError for an unknown name, TypeError for anything but a string.
     """
     if not isinstance(name, str):
         raise TypeError(f"a layout is one of {sorted(LAYOUTS)}, got {type(name).__name__}")
@@ -293,64 +302,64 @@ def layout_class(name: str) -> type[Layout]:
 
 
 def shard(x: Tensor, rank: int, size: int, dim: int = 1, layout: str = "zigzag") -> Tensor:
-    """Cuts `x` along `dim` and returns the part of `rank` out of `size`. Any dtype, any other
-    dimensions.
+    """Cut `x` along `dim` into `size` shards, and return that of `rank`. Any dtype and shape works.
 
-    `layout` is "zigzag", "striped" or "contiguous"; a Layout has a `shard` of its own.
+    `layout` is "zigzag", "striped" or "contiguous". A Layout has its own `shard`.
     """
     dim = check_dim(x, dim)
     return Layout.named(layout, x.shape[dim], size).shard(x, rank, dim)
 
 
 def unshard(shards: Sequence[Tensor], dim: int = 1, layout: str = "zigzag") -> Tensor:
-    """Joins the shards of all ranks, given in rank order: the inverse of `shard`."""
-    return Layout.named(
-        layout, sum(s.shape[check_dim(s, dim)] for s in shards), len(shards)
-    ).unshard(shards, dim)
+    """Join the shards of all ranks, given in rank order. It is the inverse of `shard`."""
+    seq_len = sum(s.shape[check_dim(s, dim)] for s in shards)
+    return Layout.named(layout, seq_len, len(shards)).unshard(shards, dim)
 
 
 def shift_labels(
     tokens: Tensor, dim: int = -1, *, mask: Mask | Sequence[Mask] | None = None
 ) -> Tensor:
-    """Next-token labels of whole, unsharded sequences: label t is token t + 1, the last is
+    """Return the next-token labels of whole sequences: label t is token t + 1, and the last is
     IGNORE_INDEX (-100).
 
-    tokens  integers of any shape, the tokens of a sequence along `dim`
-    mask    what they see of each other: the last token of each document, a part of the mask that
-            sees nothing of the others, has no target either. One mask for all sequences, or one for
-            each row of tokens (B, S).
+    tokens  integers of any shape, with the tokens of a sequence along `dim`
+    mask    a mask for all sequences, or one for each row of tokens (B, S). The last token of each
+            document also gets IGNORE_INDEX. Documents are the parts of a mask that see nothing of
+            each other.
 
-    Shift first and shard after: a shard's last token has its successor on another rank. Raises
-    TypeError for tokens of a dtype without negative numbers and for a mask that is none, ValueError
-    if there is no dimension `dim` or masks are not of so many tokens, or not as many as rows.
+    Call it before you shard: the successor of a shard's last token is on another rank. Raises
+    TypeError for a dtype without negative numbers or anything but a Mask. Raises ValueError if
+    there is no dimension `dim`, or if masks have another number of tokens or rows.
     """
     dim = check_dim(tokens, dim)
     if tokens.dtype not in SIGNED:
-        raise TypeError(f"labels need a signed integer dtype, got {tokens.dtype}")
+        raise TypeError(f"expected tokens of a signed integer dtype, got {tokens.dtype}")
     last = torch.full_like(tokens.narrow(dim, 0, 1), IGNORE_INDEX)
     labels = torch.cat([tokens.narrow(dim, 1, tokens.shape[dim] - 1), last], dim)
     if isinstance(mask, Sequence):
         if tokens.dim() != 2 or dim != 1 or len(mask) != len(tokens):
             raise ValueError(
-                f"{len(mask)} masks are for as many rows of (B, S), got {tuple(tokens.shape)}, dim {dim}"
+                "expected tokens (B, S) with a mask for each row and dim 1, "
+                f"got {len(mask)} masks, tokens {tuple(tokens.shape)} and dim {dim}"
             )
-        for row, of_row in zip(labels, mask, strict=True):
-            row.index_fill_(0, _last_tokens(of_row, len(row), row.device), IGNORE_INDEX)
+        for row, its_mask in zip(labels, mask, strict=True):
+            row.index_fill_(0, _last_tokens(its_mask, len(row), row.device), IGNORE_INDEX)
     elif mask is not None:
         labels.index_fill_(dim, _last_tokens(mask, tokens.shape[dim], tokens.device), IGNORE_INDEX)
     return labels
 
 
 def _chunk(seq_len: int, chunks: int, index: int) -> range:
+    """Return the positions of one of `chunks` chunks."""
     small, longer = divmod(seq_len, chunks)
     start = index * small + min(index, longer)
     return range(start, start + small + (index < longer))
 
 
 def _last_tokens(mask: Mask, seq_len: int, device: torch.device) -> Tensor:
-    """The last position of each part of a mask: int64."""
+    """Return the last position of each part of a mask: int64."""
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a Mask, or one for each row, got {type(mask).__name__}")
     if mask.seq_len != seq_len:
-        raise ValueError(f"a mask of {mask.seq_len} tokens was given for sequences of {seq_len}")
+        raise ValueError(f"expected a mask of {seq_len} tokens, got one of {mask.seq_len}")
     return torch.tensor([stop - 1 for _, stop in mask.parts], device=device)

@@ -1,7 +1,7 @@
 """Masks: which (query, key) pairs of a whole sequence are visible.
 
-A mask is data: disjoint slices, each a rectangle of positions of which a band along the diagonal is
-visible. Layouts and strategies ask it what a rank's queries see; nothing here knows of ranks.
+A mask is data. It consists of disjoint slices. Each slice is a rectangle of positions in which a
+band along the diagonal is visible. Masks know no ranks.
 
 Try `print(Mask.documents((0, 9, 30, 64)))`.
 """
@@ -24,13 +24,14 @@ from .span import Span, length, shifted
 
 _DRAWN = 32  # rows and columns of a drawing, at most
 _SHADES = " .:+#"
-# of lengths, windows and bounds, which digests hold; x and 1 - x are in reach or neither is
+# the largest length, window or bound: a digest holds 64 bits of x and of 1 - x
 _LARGEST = (1 << 63) - 1
 
 
 class Slice(NamedTuple):
-    """Query i of the positions `q` sees key j of the positions `kv` iff low <= i - j < high; None:
-    no bound.
+    """Query i of the positions `q` sees key j of the positions `kv` if low <= i - j < high.
+
+    None: no bound.
     """
 
     q: Span
@@ -40,7 +41,7 @@ class Slice(NamedTuple):
 
     @property
     def area(self) -> int:
-        """Visible pairs."""
+        """The number of visible pairs."""
         below = (
             length(self.q) * length(self.kv) if self.high is None else _pairs_below(self, self.high)
         )
@@ -49,38 +50,38 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The visible pairs of `seq_len` tokens: those of `slices`, which share none; pairs in no slice
-    are not visible.
+    """The visible pairs of `seq_len` tokens: those in `slices`. No pair may be in two slices.
 
-    Raises ValueError for slices that overlap or reach out of the sequence and for numbers that 64
-    bits do not hold, TypeError for what is no whole number.
+    Raises ValueError for slices that overlap or leave the sequence, and for numbers beyond 64 bits.
+    Raises TypeError for anything but whole numbers.
     """
 
     seq_len: int
     slices: tuple[Slice, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "seq_len", _number("seq_len", self.seq_len))
         if self.seq_len < 1:
             raise ValueError(f"a mask needs at least one token, got {self.seq_len}")
-        slices = sorted((_checked(s, self.seq_len) for s in self.slices), key=_start)
+        slices = sorted((_check_slice(s, self.seq_len) for s in self.slices), key=_start)
         _check_disjoint(slices)
         object.__setattr__(self, "slices", tuple(s for s in slices if s.area))
 
     @staticmethod
     def causal(seq_len: int) -> Mask:
-        """Every token sees itself and all before it."""
+        """Return the mask in which every token sees itself and all earlier tokens."""
         return _mask(seq_len, (Slice((0, n := _positive("seq_len", seq_len)), (0, n), 0),))
 
     @staticmethod
     def full(seq_len: int) -> Mask:
-        """Every token sees every token."""
+        """Return the mask in which every token sees every token."""
         return _mask(seq_len, (Slice((0, n := _positive("seq_len", seq_len)), (0, n)),))
 
     @staticmethod
     def window(seq_len: int, window: int) -> Mask:
-        """Query i sees keys i - window + 1 to i: itself and window - 1 before it, as Mistral and
-        MiniCPM count.
+        """Return the mask in which query i sees keys i - window + 1 to i.
+
+        A window so counts the token itself, as for Mistral and MiniCPM.
         """
         return Mask.documents(
             (0, _positive("seq_len", seq_len)), window=_positive("window", window)
@@ -90,19 +91,20 @@ class Mask:
     def documents(
         cu_seqlens: Sequence[int] | Tensor, causal: bool = True, window: int | None = None
     ) -> Mask:
-        """Tokens see their own document only: document d is positions cu_seqlens[d] to cu_seqlens[d
-        + 1] - 1.
+        """Return the mask in which tokens see only their own document.
 
-        cu_seqlens  (0, ..., seq_len), a sequence or an integer tensor on the CPU; an equal pair is
-                    an empty document
-        causal      tokens see no later ones
-        window      tokens see only those less than so many positions away; with `causal` as
-                    `Mask.window` counts
+        Document d has positions cu_seqlens[d] to cu_seqlens[d + 1] - 1.
 
-        Raises ValueError for cu_seqlens that do not start at 0, that fall or that end at 0, and for
-        a window below 1; TypeError for what is no whole number.
+        cu_seqlens  (0, ..., seq_len), a sequence or an integer tensor on the CPU. Two equal numbers
+                    are an empty document.
+        causal      whether tokens see no later ones
+        window      if given, tokens see only those less than `window` positions away. With
+                    `causal` this is as for `Mask.window`.
+
+        Raises ValueError for cu_seqlens that do not start at 0, decrease or end at 0, and for a
+        window below 1. Raises TypeError for anything but whole numbers.
         """
-        bounds = _bounds(cu_seqlens)
+        bounds = _read_bounds(cu_seqlens)
         high = None if window is None else _positive("window", window)
         low = 0 if as_bool("causal", causal) else None if high is None else 1 - high
         spans = itertools.pairwise(bounds)
@@ -110,24 +112,23 @@ class Mask:
 
     @staticmethod
     def stacked(masks: Sequence[Mask]) -> Mask:
-        """Several sequences as one, in which they follow one another and see nothing of each other.
+        """Return the mask of several sequences as one. They follow one another and do not see each
+        other.
 
-        Raises ValueError without any, TypeError for what is no Mask.
+        Raises ValueError without masks, TypeError for anything but a Mask.
         """
         slices, start = [], 0
         if not masks:
-            raise ValueError("there is no mask to stack")
+            raise ValueError("expected at least one mask to stack, got none")
         for mask in masks:
             if not isinstance(mask, Mask):
-                raise TypeError(
-                    f"masks of several sequences must be Masks, got {type(mask).__name__}"
-                )
-            slices += [_moved(s, start) for s in mask.slices]
+                raise TypeError(f"expected Masks to stack, got {type(mask).__name__}")
+            slices += [_move_slice(s, start) for s in mask.slices]
             start += mask.seq_len
         return _mask(start, tuple(slices))
 
     def windowed(self, window: int) -> Mask:
-        """Of the visible pairs those in which the key is less than `window` positions before the
+        """Return the mask of the visible pairs whose key is less than `window` positions before the
         query.
         """
         high = _positive("window", window)
@@ -138,12 +139,12 @@ class Mask:
 
     @functools.cached_property
     def area(self) -> int:
-        """Visible pairs: what FLOPs count."""
+        """The number of visible pairs, from which FLOPs are counted."""
         return sum(s.area for s in self.slices)
 
     @functools.cached_property
     def digest(self) -> str:
-        """Tells this mask from others, alike in every process."""
+        """A hash of the mask. It is the same in every process."""
         numbers = array("q", [self.seq_len])
         for (a, b), (c, d), low, high in self.slices:
             numbers.extend((a, b, c, d, low is None, low or 0, high is None, high or 0))
@@ -151,10 +152,10 @@ class Mask:
 
     @functools.cached_property
     def parts(self) -> tuple[Span, ...]:
-        """The sequence in as many parts as see nothing of each other: ranges that no slice reaches
-        out of.
+        """The documents: the most parts of the sequence that do not see each other.
 
-        Tokens in no slice are a part for each gap between the others.
+        No slice reaches out of a part. Tokens in no slice are a part for each gap between the
+        others.
         """
         found, at = [], 0
         for start, stop in _connect_slices(self.slices):
@@ -164,7 +165,7 @@ class Mask:
 
     @functools.cached_property
     def transposed(self) -> Mask:
-        """Keys in the place of queries: pair (i, j) is visible iff (j, i) is here."""
+        """The mask with queries and keys exchanged. It has pair (i, j) if this mask has (j, i)."""
         flipped = [
             Slice(kv, q, None if high is None else 1 - high, None if low is None else 1 - low)
             for q, kv, low, high in self.slices
@@ -172,17 +173,19 @@ class Mask:
         return _mask(self.seq_len, tuple(sorted(flipped, key=_start)))
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Of each token within its document, for rotary embedding: (seq_len,) int64.
+        """Return the position of each token in its document, for rotary embedding: (seq_len,)
+        int64.
 
-        A document is a part of the sequence that sees nothing of the rest and is not seen by it.
+        Documents are `parts`.
         """
         starts = torch.tensor([start for start, _ in self.parts])
         lengths = torch.tensor([length(span) for span in self.parts])
         return (torch.arange(self.seq_len) - starts.repeat_interleave(lengths)).to(device)
 
     def dense(self, device: torch.device | str | None = None) -> Tensor:
-        """(seq_len, seq_len) bool, True where query (row) sees key (column). For tests: it takes
-        O(n^2) memory.
+        """Return the mask as (seq_len, seq_len) bool: True where a query (row) sees a key (column).
+
+        For tests: it takes O(n^2) memory.
         """
         visible = torch.zeros(self.seq_len, self.seq_len, dtype=torch.bool, device=device)
         for s in self.slices:
@@ -212,15 +215,15 @@ class Mask:
         return f"Mask({self.seq_len}, ({shown}))"
 
     def __str__(self) -> str:
-        """What it is in a line, and a drawing: a row for some of the queries, a column for some of
-        the keys.
-        """
+        """Describe the mask in a line and draw it. Rows are queries and columns are keys."""
         share = self.area / self.seq_len**2
         parts = len(self.parts)
-        what = f"{self.seq_len:,} tokens, {parts:,} document{'s' * (parts > 1)}, {self.area:,} visible pairs ({share:.1%})"
-        return "\n".join([what, *self._drawing()])
+        documents = f"{parts:,} document{'s' * (parts > 1)}"
+        pairs = f"{self.area:,} visible pairs ({share:.1%})"
+        return "\n".join([f"{self.seq_len:,} tokens, {documents}, {pairs}", *self._draw_rows()])
 
-    def _drawing(self) -> Iterator[str]:
+    def _draw_rows(self) -> Iterator[str]:
+        """Draw squares of the mask, darker where more pairs are visible."""
         cells = min(_DRAWN, self.seq_len)
         cuts = [self.seq_len * i // cells for i in range(cells + 1)]
         for rows in itertools.pairwise(cuts):
@@ -228,7 +231,7 @@ class Mask:
             line = []
             for columns in itertools.pairwise(cuts):
                 visible = sum(
-                    _cropped(s, rows, columns).area for s in crossing if _meet(s.kv, columns)
+                    _crop_slice(s, rows, columns).area for s in crossing if _meet(s.kv, columns)
                 )
                 line.append(
                     _SHADES[-(-visible * (len(_SHADES) - 1) // (length(rows) * length(columns)))]
@@ -237,8 +240,8 @@ class Mask:
 
 
 def prefix(seq_len: int, length: int) -> Mask:
-    """Return a causal mask in which all tokens also see the first `length` ones, as prefix language
-    models have it.
+    """Return a causal mask in which all tokens also see the first `length` ones, as in prefix
+    language models.
 
     Raises ValueError for a length that is not between 0 and seq_len.
     """
@@ -249,11 +252,10 @@ def prefix(seq_len: int, length: int) -> Mask:
 
 
 def sliding_with_sink(seq_len: int, window: int, sink: int) -> Mask:
-    """Return a causal window in which all tokens also see the first `sink` ones before it, as
-    StreamingLLM has it.
+    """Return a causal window in which all tokens also see the first `sink` ones before them, as in
+    StreamingLLM (arXiv 2309.17453).
 
-    Source: arXiv 2309.17453. Raises ValueError for a window below 1 or a sink outside of the
-    sequence.
+    Raises ValueError for a window below 1 or a sink beyond the sequence.
     """
     if not 0 <= (sink := _number("sink", sink)) <= seq_len:
         raise ValueError(f"expected a sink of 0 to {seq_len} tokens, got {sink}")
@@ -261,7 +263,7 @@ def sliding_with_sink(seq_len: int, window: int, sink: int) -> Mask:
     return Mask(n, (Slice((0, n), (0, sink), low=0), Slice((0, n), (sink, n), low=0, high=high)))
 
 
-# An example of each kind of mask, by the number of tokens. examples/masks.py draws them,
+# An example of each kind of mask, by the number of tokens. examples/masks.py draws them, and
 # tests/conformance tests them.
 EXAMPLES: dict[str, Callable[[int], Mask]] = {
     "causal": Mask.causal,
@@ -279,7 +281,7 @@ EXAMPLES: dict[str, Callable[[int], Mask]] = {
 
 
 def _mask(seq_len: int, slices: Sequence[Slice]) -> Mask:
-    """A mask of slices that are known to be right and in order."""
+    """Make a mask of slices that are known to be valid and in order."""
     mask = object.__new__(Mask)
     object.__setattr__(mask, "seq_len", seq_len)
     object.__setattr__(mask, "slices", tuple(slices))
@@ -287,12 +289,12 @@ def _mask(seq_len: int, slices: Sequence[Slice]) -> Mask:
 
 
 def _pairs_below(s: Slice, bound: int) -> int:
-    """Pairs (i, j) of the rectangle with i - j < bound."""
+    """Count the pairs (i, j) of the rectangle with i - j < bound."""
     rows, columns = length(s.q), length(s.kv)
-    # Row a has those columns b with b > q0 - kv0 + a - bound: all while that is negative, then one
-    # less a row.
+    # Row a has the columns b > q0 - kv0 + a - bound: all while that is negative, then one less in
+    # each row.
     hidden_first = s.q[0] - s.kv[0] - bound + 1  # columns that the first row lacks
-    first = max(0, -hidden_first)  # the first row that lacks none is before this one
+    first = max(0, -hidden_first)  # rows before this one lack none
     partial_from, partial_to = min(first, rows), min(max(columns - hidden_first, 0), rows)
     partial_from = min(partial_from, partial_to)
     count = partial_to - partial_from
@@ -301,11 +303,12 @@ def _pairs_below(s: Slice, bound: int) -> int:
 
 
 def _start(s: Slice) -> tuple[int, int]:
+    """Return where a slice starts, by which slices are sorted."""
     return s.q[0], s.kv[0]
 
 
-def _cropped(s: Slice, q: Span, kv: Span) -> Slice:
-    """The part of a slice in a rectangle of positions."""
+def _crop_slice(s: Slice, q: Span, kv: Span) -> Slice:
+    """Return the part of a slice in a rectangle of positions."""
     return Slice(
         (max(s.q[0], q[0]), min(s.q[1], q[1])),
         (max(s.kv[0], kv[0]), min(s.kv[1], kv[1])),
@@ -314,12 +317,12 @@ def _cropped(s: Slice, q: Span, kv: Span) -> Slice:
     )
 
 
-def _moved(s: Slice, by: int) -> Slice:
+def _move_slice(s: Slice, by: int) -> Slice:
     return s._replace(q=shifted(s.q, by), kv=shifted(s.kv, by))
 
 
 def _connect_slices(slices: Sequence[Slice]) -> tuple[Span, ...]:
-    """Ranges of positions that slices connect, rising."""
+    """Return the ranges of positions that slices connect, rising."""
     found: list[Span] = []
     for start, stop in sorted((min(s.q[0], s.kv[0]), max(s.q[1], s.kv[1])) for s in slices):
         if found and start < found[-1][1]:
@@ -346,7 +349,7 @@ def _positive(name: str, value: Any) -> int:
     return number
 
 
-def _bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
+def _read_bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
     if isinstance(cu_seqlens, Tensor):
         if (
             cu_seqlens.dim() != 1
@@ -357,7 +360,8 @@ def _bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
             raise TypeError(f"cu_seqlens must be a tensor of integers of one dimension, got {got}")
         if cu_seqlens.device.type != "cpu":
             raise ValueError(
-                f"cu_seqlens must be on the CPU, where its numbers are read, got {cu_seqlens.device}"
+                "cu_seqlens must be on the CPU, where its numbers are read, "
+                f"got {cu_seqlens.device}"
             )
         cu_seqlens = cu_seqlens.tolist()
     if isinstance(cu_seqlens, str | bytes) or not hasattr(cu_seqlens, "__iter__"):
@@ -366,19 +370,19 @@ def _bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
         )
     bounds = [as_int("cu_seqlens", x) for x in cu_seqlens]
     if len(bounds) < 2 or bounds[0] != 0:
-        raise ValueError(f"cu_seqlens must be (0, ..., tokens), got {_shown(bounds)}")
+        raise ValueError(f"cu_seqlens must be (0, ..., tokens), got {_shorten(bounds)}")
     for before, after in itertools.pairwise(bounds):
         if after < before:
             raise ValueError(f"cu_seqlens must not fall, but {after} comes after {before}")
     _number("cu_seqlens", bounds[-1])
     if not bounds[-1]:
         raise ValueError(
-            f"cu_seqlens must be (0, ..., tokens) with at least one token, got {_shown(bounds)}"
+            f"cu_seqlens must be (0, ..., tokens) with at least one token, got {_shorten(bounds)}"
         )
     return list(dict.fromkeys(bounds))  # without empty documents
 
 
-def _checked(s: Any, seq_len: int) -> Slice:
+def _check_slice(s: Any, seq_len: int) -> Slice:
     if not isinstance(s, Slice):
         raise TypeError(f"a mask is made of Slices, got {type(s).__name__}")
     spans: list[Span] = []
@@ -388,7 +392,8 @@ def _checked(s: Any, seq_len: int) -> Slice:
         start, stop = (as_int(f"{name} of a slice", x) for x in span)
         if not 0 <= start <= stop <= seq_len:
             raise ValueError(
-                f"{name}=({start}, {stop}) of a slice is out of range: the mask has {seq_len} tokens"
+                f"{name}=({start}, {stop}) of a slice is out of range: "
+                f"the mask has {seq_len} tokens"
             )
         spans.append((start, stop))
     low, high = (
@@ -398,15 +403,15 @@ def _checked(s: Any, seq_len: int) -> Slice:
 
 
 def _check_disjoint(slices: Sequence[Slice]) -> None:
-    """Raises ValueError if two slices, which come in the order of their queries, have a pair in
-    common.
+    """Raise ValueError if two slices have a pair in common. Slices are in the order of their
+    queries.
     """
     active: list[Slice] = []
     for start, beginning in itertools.groupby(slices, key=lambda s: s.q[0]):
         active = [s for s in active if s.q[1] > start]
         known = len(active)
         active += beginning
-        # those whose keys meet the next one's: of long masks few, and to compare them takes long
+        # Compare only slices with common keys: long masks have few of them.
         near: list[int] = []
         for i in sorted(range(len(active)), key=lambda i: active[i].kv):
             near = [j for j in near if active[j].kv[1] > active[i].kv[0]]
@@ -417,19 +422,19 @@ def _check_disjoint(slices: Sequence[Slice]) -> None:
 
 
 def _check_pair(a: Slice, b: Slice) -> None:
-    both = Slice(b.q, b.kv, *_tighter(a, b))
-    if _cropped(both, a.q, a.kv).area > 0:
+    both = Slice(b.q, b.kv, *_intersect_bands(a, b))
+    if _crop_slice(both, a.q, a.kv).area > 0:
         raise ValueError(
             f"slices overlap: Slice{tuple(a)} and Slice{tuple(b)} have pairs in common"
         )
 
 
-def _tighter(a: Slice, b: Slice) -> tuple[int | None, int | None]:
+def _intersect_bands(a: Slice, b: Slice) -> tuple[int | None, int | None]:
     lows, highs = (
         [x for x in pair if x is not None] for pair in ((a.low, b.low), (a.high, b.high))
     )
     return max(lows, default=None), min(highs, default=None)
 
 
-def _shown(numbers: Sequence[int]) -> str:
+def _shorten(numbers: Sequence[int]) -> str:
     return f"({', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''})"

@@ -8,22 +8,23 @@ Span = tuple[int, int]
 
 
 def length(span: Span) -> int:
-    """How many numbers are in it; 0 if it stops before it starts."""
+    """Return the length of a span, 0 if it stops before it starts."""
     return max(span[1] - span[0], 0)
 
 
 def overlap(a: Span, b: Span) -> Span:
-    """What is in both, (0, 0) if nothing is."""
+    """Return the span that both have, (0, 0) if they have none."""
     start, stop = max(a[0], b[0]), min(a[1], b[1])
     return (start, stop) if start < stop else (0, 0)
 
 
 def shifted(span: Span, by: int) -> Span:
+    """Return a span moved by a distance."""
     return span[0] + by, span[1] + by
 
 
 def in_turn(spans: Iterable[Span]) -> Iterator[tuple[Span, Span]]:
-    """Each span, and where it lies when they lie one after the other."""
+    """Yield each span with its place if the spans lie one after the other."""
     at = 0
     for span in spans:
         yield span, (at, at + length(span))
@@ -31,13 +32,13 @@ def in_turn(spans: Iterable[Span]) -> Iterator[tuple[Span, Span]]:
 
 
 def hull(spans: Iterable[Span]) -> Span:
-    """From the first start to the last stop, (0, 0) without any span."""
+    """Return the span from the first start to the last stop, (0, 0) without spans."""
     spans = list(spans)
     return (min(start for start, _ in spans), max(stop for _, stop in spans)) if spans else (0, 0)
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """What is in any of the spans, as few rising spans with gaps between them."""
+    """Return the union of the spans, as rising spans with gaps between them."""
     result: list[Span] = []
     for start, stop in sorted(spans):
         if result and start <= result[-1][1]:

@@ -1,9 +1,8 @@
-"""What one kernel call computes: tiles of (query, key) pairs, and the calls that cover any set of
-tiles.
+"""Tiles, and the kernel calls that compute them. Plain numbers, no torch.
 
-A tile is a rectangle of which a band along the diagonal is visible. Tiles that share neither
-queries nor keys and whose bands are cut alike are one call, as the variable-length functions of
-FlashAttention take it. Plain numbers, no torch.
+A tile is a rectangle of (query, key) pairs. A band along its diagonal is visible. Tiles that share
+neither queries nor keys and have the same kind of band form one call. FlashAttention's
+variable-length functions take such calls.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from .span import Span, length
 
 
 class Tile(NamedTuple):
-    """Query a of `q` sees key b of `kv`, counted from the tile's corner, iff low <= a - b < high;
+    """Query a of `q` sees key b of `kv` if low <= a - b < high. Both count from the tile's corner.
+
     None: no bound.
     """
 
@@ -31,10 +31,10 @@ class KernelCall:
 
     q_tokens, kv_tokens  S and T
     tiles                (q span, kv span) of each tile, rising and without overlap on both sides
-    left, right          a tile's query a, counted back from its last one, sees key b, counted back
-                         from its last one, iff a + right >= b and b >= a - left, in negative
-                         numbers: 0 is the last one. None: no bound. So causal is right=0, a sliding
-                             window of w tokens left=w - 1, right=0
+    left, right          the band. Count a tile's queries a and keys b backwards from the last,
+                         which is 0, so that they are negative. Query a sees key b if
+                         a - left <= b <= a + right. None: no bound. Causal is right=0. A sliding
+                         window of w tokens is left=w - 1, right=0.
     """
 
     q_tokens: int
@@ -42,12 +42,12 @@ class KernelCall:
     tiles: tuple[tuple[Span, Span], ...]
     left: int | None = None
     right: int | None = None
-    # what kernels keep for it
+    # results that kernels keep for this call
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def whole(tokens: int, kv_tokens: int | None = None, causal: bool = False) -> KernelCall:
-        """One tile of everything."""
+        """Return the call of one tile with all tokens."""
         kv_tokens = tokens if kv_tokens is None else kv_tokens
         return KernelCall(
             tokens, kv_tokens, (((0, tokens), (0, kv_tokens)),), None, 0 if causal else None
@@ -55,8 +55,8 @@ class KernelCall:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is one tile of everything, with a band that plain kernels know: full, or
-        causal and square.
+        """Whether it is one tile of all tokens with a band that plain kernels know: full, or causal
+        and square.
         """
         if self.left is not None or self.tiles != (((0, self.q_tokens), (0, self.kv_tokens)),):
             return False
@@ -64,13 +64,14 @@ class KernelCall:
 
     @property
     def is_causal(self) -> bool:
+        """Whether its tiles are causal, without a window."""
         return self.right == 0 and self.left is None
 
     def sequences(self) -> tuple[tuple[Span, Span], ...]:
-        """The tiles, and between them the tokens that no tile has, each gap as a tile without
-        tokens on one side.
+        """Return the tiles and the gaps between them, in order. A gap is a tile without tokens on
+        one side.
 
-        Together they are all queries and all keys, in order.
+        Together they have all queries and all keys.
         """
         found: list[tuple[Span, Span]] = []
         q_at = kv_at = 0
