@@ -1,12 +1,12 @@
-"""Tables (Markdown, on stdout) and a plot (PNG, beside the results) of what this folder's scripts
-measured.
+"""Tables (Markdown, on stdout) and a plot (PNG, beside the results) of measured rows.
 
-python bench/report.py bench/results/attention-8-nvidia-h200-*.jsonl
-python bench/report.py --readme        # writes docs/results.md and the README's tables and plot
-anew
+    python bench/report.py bench/results/attention-8-nvidia-h200-*.jsonl
+    python bench/report.py --readme     # rewrites docs/results.md and the README's tables and plot
 
-docs/results.md has all of bench/results: a section for each file, titled by the script that wrote
-it.
+docs/results.md has a section for each file of bench/results.
+
+In the README, `<!-- results: KIND of FILE -->` and `<!-- end -->` enclose what this script writes.
+To show another file there, change FILE, and run this script with --readme.
 """
 
 from __future__ import annotations
@@ -17,17 +17,25 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import tables
-from bench.tables import Row, alone, attention_groups, describe, implementation, read_rows
+from bench.tables import (
+    Row,
+    alone,
+    attention_groups,
+    describe,
+    implementation,
+    measured,
+    read_rows,
+)
 
 _ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = _ROOT / "bench/results", _ROOT / "docs"
 
-# By how a file's name begins: the title of its section, and how it came about.
+# How a file's name begins -> the title of its section, and the command that wrote it.
 SECTIONS = {
     "attention": ("Attention over the GPUs of a host", "`bash bench/bench.sh`"),
     "double-ring": (
@@ -36,7 +44,7 @@ SECTIONS = {
     ),
     "bias": ("Scores with a bias", "`bench/attention.py --masks bee`"),
     "kernels": ("Kernels alone, on one GPU", "`bench/kernels.py`"),
-    "one-rank": ("One rank of a ring whose peers are imagined", "`bench/one_rank.py`"),
+    "one-rank": ("One rank of a ring with imagined peers", "`bench/one_rank.py`"),
     "timeline": ("Where the time of a forward and backward goes", "`bench/timeline.py`"),
     "training": ("Pretraining", "`bench/training.py`, medians over steps"),
     "live-training": (
@@ -49,60 +57,70 @@ SECTIONS = {
 
 _INTRODUCTION = """# Results
 
-Written by `python bench/report.py --readme` from the rows in `bench/results/`, a section for each file; every row says
-which commit, GPU and versions it was measured with. TFLOP/s are per GPU and count visible pairs only: in the forward
-4 D operations for each pair and head, in the backward 2.5 times as many. Times are of the slowest rank, medians of
-three rounds of calls that follow one another. "Kernel alone" is one GPU that computes a rank's tokens in one call (of
-which mask, `bench/masks.py` says), "FA4 varlen" FlashAttention-4's own function that does the same. GiB is the peak
-beyond the inputs. The mask "bee" is a row of CPM-Bee's long-context training with its bias (`bench/live_rows.py`);
-"without a bias" are the same pairs without it, "by table" those that have a row of the table each, and "by segments" of
-them those that do not go by distance alone.
+`python bench/report.py --readme` writes this page from the rows in `bench/results/`, a section for
+each file. Every section names the commits, the GPU and the versions that it was measured with.
+
+- **TFLOP/s** are per GPU and count only visible pairs: 4 D operations for each pair and head in the
+  forward, 2.5 times as many in the backward.
+- **Times** are those of the slowest rank. Each is the median of three rounds, and a round is the
+  mean of consecutive calls.
+- **GiB** is the peak of memory beyond the inputs.
+- **"kernel alone"** is one GPU that computes as many tokens as a rank has, in one call.
+  `bench/masks.py` says with which mask. **"FA4 varlen"** is FlashAttention-4's own function for the
+  same.
+- **The mask "bee"** is a row of CPM-Bee's long-context training with its bias
+  (`bench/live_rows.py`). "without a bias" computes the same pairs without it. The kernel with a
+  bias computes the pairs "by table"; some of these depend on segments ("by segments"), the others
+  on distance alone.
 """
 
 
 def known(file: Path) -> str:
-    """The script's name among SECTIONS that a file of results begins with. Raises ValueError if
-    there is none.
-    """
+    """Return the name in SECTIONS that a file begins with. Raises ValueError if there is none."""
     for name in SECTIONS:
         if file.name.startswith(f"{name}-"):
             return name
-    raise ValueError(f"{file.name} begins with none of {list(SECTIONS)}: which script writes it?")
+    raise ValueError(f"expected a name that begins with one of {list(SECTIONS)}, got {file.name}")
 
 
 def page() -> str:
-    """docs/results.md, whose plots `write_pages` makes."""
+    """Return the text of docs/results.md. `write_pages` makes its plots."""
     order = list(SECTIONS)
     files = sorted(RESULTS.glob("*.jsonl"), key=lambda file: (order.index(known(file)), file.name))
     return "\n".join([_INTRODUCTION, *map(_section, files)])
 
 
 def _section(file: Path) -> str:
+    """Return the page's section of a file."""
     rows, (title, way) = read_rows([file]), SECTIONS[known(file)]
     picture = (
         f"![TFLOP/s over the sequence length]({file.stem}.svg)\n\n" if several_lengths(rows) else ""
     )
-    return f"## {title}\n\n`{file.name}`, by {way}: {where(rows)}.\n\n{picture}{report(rows)}\n"
+    origin = tables.fill(f"`{file.name}`, by {way}: {where(rows)}.")
+    return f"## {title}\n\n{origin}\n\n{picture}{report(rows)}\n"
 
 
 def where(rows: list[Row]) -> str:
-    """GPU and commits that rows were measured with, and the versions of the first."""
-    commits = " and ".join(
-        commit for commit, _ in Counter(row["commit"] for row in rows).most_common()
-    )
+    """Return the GPU and commits that rows were measured with, and the versions of the first."""
     versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
-    return f"{rows[0]['gpu_name']}, commit {commits}, {versions}"
+    return f"{rows[0]['gpu_name']}, {_commits(rows)}, {versions}"
+
+
+def _commits(rows: list[Row]) -> str:
+    """Return the commits of rows, the most frequent first."""
+    found = [commit for commit, _ in Counter(row["commit"][:7] for row in rows).most_common()]
+    return f"commit{'s' * (len(found) > 1)} {' and '.join(found)}"
 
 
 def report(rows: list[Row]) -> str:
-    """All tables of some rows."""
+    """Return all tables of some rows."""
     return "\n\n".join(
         part for part in (tables.attention_tables(rows), tables.other_tables(rows)) if part
     )
 
 
 def several_lengths(rows: list[Row]) -> dict[tuple, list[Row]]:
-    """The cases that are worth a plot, with their rows."""
+    """Return the cases with several lengths, which are worth a plot, with their rows."""
     return {
         case: group
         for case, group in attention_groups(rows).items()
@@ -111,10 +129,9 @@ def several_lengths(rows: list[Row]) -> dict[tuple, list[Row]]:
 
 
 def plot(rows: list[Row], file: Path, most: int | None = None) -> None:
-    """TFLOP/s per GPU of forward and backward over the sequence length: a panel for each case with
-    several lengths.
+    """Plot TFLOP/s per GPU of forward and backward over the sequence length.
 
-    With `most` only the first so many cases.
+    Each case with several lengths has a panel. `most` limits the number of cases.
     """
     groups = dict(list(several_lengths(rows).items())[:most])
     if not groups:
@@ -127,7 +144,7 @@ def plot(rows: list[Row], file: Path, most: int | None = None) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # alike in every run, and small
+    # identical files in every run, and small ones
     matplotlib.rcParams |= {"svg.hashsalt": "bmt_burst", "svg.fonttype": "none"}
     lines = dict.fromkeys(_line(row) for group in groups.values() for row in group)
     colours = {line: f"C{i % 10}" for i, line in enumerate(lines)}
@@ -160,11 +177,12 @@ def plot(rows: list[Row], file: Path, most: int | None = None) -> None:
 
 
 def _line(row: Row) -> tuple[str, str]:
+    """Return which line of a plot a row is a point of."""
     return implementation(row), row["kernel"]
 
 
 def _draw(panel, rows: list[Row], group: list[Row], colours: dict[tuple[str, str], str]) -> None:
-    """The lines of a case, and dashed or dotted those of the yardsticks."""
+    """Draw the lines of a case, and dashed or dotted lines for the yardsticks."""
     lines: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for row in group:
         lines[_line(row)].append((row["seq_len"], row["fwd_bwd_tflops_per_gpu"]))
@@ -187,20 +205,26 @@ _GENERATED = {"peers": tables.peers_table, "masks": tables.masks_table}
 
 
 def with_tables(readme: str) -> str:
-    """The README's text with what stands between its markers: a table of one kind of a file's rows,
-    or "plot".
-    """
+    """Return the README's text with new contents between its markers."""
     return MARKED.sub(lambda m: f"{m[1]}{_generated(m[2], _ROOT / m[3])}\n{m[4]}", readme)
 
 
 def _generated(kind: str, file: Path) -> str:
-    if kind == "plot":
-        return f"![TFLOP/s per GPU over the sequence length](docs/{file.stem}-first.svg)"
-    return _GENERATED[kind](read_rows([file]))
+    """Return a plot or a table of a file's rows, with what they were measured on."""
+    rows = read_rows([file])
+    machine = f"{max(row['gpus'] for row in measured(rows))} {rows[0]['gpu_name']}"
+    if kind != "plot":
+        return f"{machine}, {_commits(rows)}:\n\n{_GENERATED[kind](rows)}"
+    caption = (
+        f"One causal sequence on {machine}, measured at {_commits(rows)}. The dashed line is one "
+        "GPU that computes its share without communication."
+    )
+    picture = f"![TFLOP/s per GPU over the sequence length](docs/{file.stem}-first.svg)"
+    return f"{picture}\n\n{tables.fill(caption)}"
 
 
 def write_pages() -> None:
-    """docs/results.md, the README's generated parts, and their plots."""
+    """Write docs/results.md, the README's generated parts, and their plots."""
     DOCS.mkdir(exist_ok=True)
     (DOCS / "results.md").write_text(page())
     for file in RESULTS.glob("*.jsonl"):
@@ -221,7 +245,7 @@ def main() -> None:
     parser.add_argument(
         "--readme",
         action="store_true",
-        help="write docs/results.md and the README's tables instead",
+        help="write docs/results.md and the README's tables and plot",
     )
     args = parser.parse_args()
     if args.readme == bool(args.results):

@@ -1,11 +1,10 @@
-"""Markdown tables of rows that this folder's scripts measured. bench/report.py prints them and
-writes the pages.
-"""
+"""Markdown tables of measured rows. bench/report.py prints them and writes the pages."""
 
 from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,8 +16,13 @@ YARDSTICKS = ("kernel alone", "FA4 varlen")  # on one GPU
 UNBIASED = "bmt_burst without a bias"
 
 
+def fill(text: str) -> str:
+    """Wrap a paragraph to lines of 100 columns."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+
+
 def read_rows(files: Iterable[Path]) -> list[Row]:
-    """All rows. Those from before there were documents say whether they are causal."""
+    """Read all rows. Old rows have a field `causal` instead of a mask."""
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     for row in rows:
         if "causal" in row:
@@ -27,7 +31,7 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
 
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
-    """A Markdown table; floats with three significant digits."""
+    """Format a Markdown table, floats with three significant digits."""
     cells = [
         [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
     ]
@@ -36,7 +40,7 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
 
 
 def measured(rows: list[Row]) -> list[Row]:
-    """Rows of attention over several ranks, without what could not be measured."""
+    """Return the rows of attention over several ranks that could be measured."""
     return [
         r
         for r in rows
@@ -45,7 +49,7 @@ def measured(rows: list[Row]) -> list[Row]:
 
 
 def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
-    """Measured rows by everything but length and implementation."""
+    """Group measured rows by everything except length and implementation."""
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in measured(rows):
         groups[tuple(row[name] for name in CASE)].append(row)
@@ -53,8 +57,9 @@ def attention_groups(rows: list[Row]) -> dict[tuple, list[Row]]:
 
 
 def alone(rows: list[Row], row: Row, impl: str = "kernel alone") -> Row | None:
-    """A yardstick's measurement that belongs to a row, of the row's own kernel if that was
-    measured, None without.
+    """Return the yardstick's row that belongs to a row, or None if there is none.
+
+    If there are several, it is the one of the row's own kernel.
     """
     same = ("kind", "batch", "heads", "kv_heads", "head_dim", "mask")
     found = [
@@ -70,17 +75,17 @@ def alone(rows: list[Row], row: Row, impl: str = "kernel alone") -> Row | None:
 
 
 def bwd_rate(row: Row) -> float:
-    """TFLOP/s per GPU of the backward: 2.5 times a forward's work, in the time by which both take
-    longer than that.
+    """Compute TFLOP/s per GPU of the backward, which has 2.5 times a forward's work.
 
-    NaN where both took no longer, which is the noise of tiny runs.
+    Its time is that of both minus that of the forward. It is NaN if both took no longer than a
+    forward, as noise makes tiny runs do.
     """
     bwd_ms = row["fwd_bwd_ms"] - row["fwd_ms"]
     return 2.5 * row["fwd_tflops_per_gpu"] * row["fwd_ms"] / bwd_ms if bwd_ms > 0 else math.nan
 
 
 def percents(row: Row, other: Row) -> list[float]:
-    """Of another row's rates in forward, backward and both, those of a row that has the same work."""
+    """Compute a row's rates of forward, backward and both in percent of another row's."""
     rates = [
         (r["fwd_tflops_per_gpu"], bwd_rate(r), r["fwd_bwd_tflops_per_gpu"]) for r in (row, other)
     ]
@@ -88,11 +93,13 @@ def percents(row: Row, other: Row) -> list[float]:
 
 
 def describe(case: tuple) -> str:
+    """Return a case in words."""
     gpus, batch, heads, kv_heads, head_dim, mask = case
     return f"{gpus} ranks, batch {batch}, {heads}:{kv_heads} heads of {head_dim}, {mask}"
 
 
 def attention_tables(rows: list[Row]) -> str:
+    """Format a table of each case, with its yardsticks."""
     parts = []
     rates = ["fwd TFLOP/s", "bwd TFLOP/s", "fwd+bwd TFLOP/s", "% of kernel alone"]
     header = ["tokens", "implementation", "kernel", "fwd ms", "fwd+bwd ms", *rates, "GiB"]
@@ -103,7 +110,7 @@ def attention_tables(rows: list[Row]) -> str:
 
 
 def _line(row: Row, shown: Row, rows: list[Row]) -> list[Any]:
-    """Of what is shown beside a row: the row itself, or a yardstick."""
+    """Return a line for `shown`, which is the row itself or one of its yardsticks."""
     limit = alone(rows, row)
     return [
         tokens(row["seq_len"]),
@@ -120,9 +127,7 @@ def _line(row: Row, shown: Row, rows: list[Row]) -> list[Any]:
 
 
 def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row]]:
-    """The rows of a group, each as (row, row), and before those of a length its yardsticks as (row,
-    yardstick).
-    """
+    """Return pairs (row, row) of a group, and before each length pairs (row, yardstick)."""
     found: dict[tuple, tuple[Row, Row]] = {}
     for row in sorted(group, key=lambda row: row["seq_len"]):
         yardsticks = [alone(rows, row, name) for name in YARDSTICKS]
@@ -132,7 +137,7 @@ def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row
 
 
 def peers_table(rows: list[Row]) -> str:
-    """A causal mask: a line for each implementation, a column for each number of heads."""
+    """Format a causal mask's table: a line for each implementation, a column for each heads."""
     return _compared(
         rows,
         [r for r in measured(rows) if r["mask"] == "causal"],
@@ -141,9 +146,7 @@ def peers_table(rows: list[Row]) -> str:
 
 
 def masks_table(rows: list[Row]) -> str:
-    """Masks under which documents or a window hide pairs: a line for each implementation, a column
-    for each mask.
-    """
+    """Format documents and windows: a line for each implementation, a column for each mask."""
     found = [r for r in measured(rows) if r["mask"] not in ("causal", "full")]
     several = len({heads(row) for row in found}) > 1
     return _compared(
@@ -152,8 +155,9 @@ def masks_table(rows: list[Row]) -> str:
 
 
 def _compared(rows: list[Row], found: list[Row], column: Callable[[Row], str]) -> str:
-    """A batch of one without variants of ours, at the longest sequence that all of these were
-    measured with.
+    """Compare implementations at the longest sequence that all of them were measured with.
+
+    Only batches of one count, and no variants of ours.
     """
     found = [r for r in found if r["batch"] == 1 and not r["impl"].startswith("bmt_burst ")]
     names = {(row["impl"], row["kernel"]) for row in found}
@@ -177,6 +181,7 @@ def _compared(rows: list[Row], found: list[Row], column: Callable[[Row], str]) -
 
 
 def _brief(row: Row, limit: Row | None) -> str:
+    """Return the rates of forward and backward, and the share of the limit for both."""
     rates = f"{row['fwd_tflops_per_gpu']:.0f} / {bwd_rate(row):.0f}"
     if limit is None or limit is row:
         return rates
@@ -184,7 +189,7 @@ def _brief(row: Row, limit: Row | None) -> str:
 
 
 def one_rank_table(rows: list[Row]) -> str:
-    """The slowest of the ranks measured, and the profile of where its time goes."""
+    """Format the slowest of the measured ranks, and how it spends its time."""
     cases: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
         if row["kind"] == "one rank" and "rank" in row:
@@ -213,6 +218,7 @@ def one_rank_table(rows: list[Row]) -> str:
 
 
 def training_table(rows: list[Row]) -> str:
+    """Format the speed and memory of training."""
     lines = [
         [
             *(row[name] for name in ("model", "layers", "engine", "gpus")),
@@ -232,28 +238,30 @@ def training_table(rows: list[Row]) -> str:
 
 
 def implementation(row: Row) -> str:
+    """Return the name of a row's implementation."""
     return row["impl"] + (
         ", double ring" if (row.get("inner_size") or row["gpus"]) < row["gpus"] else ""
     )
 
 
 def checkpointing(row: Row) -> str:
+    """Return a row's checkpointing in words."""
     blocks = row.get("checkpointing_blocks")
     return row["checkpointing"] + ("" if blocks is None else f", {blocks} blocks")
 
 
 def heads(row: Row) -> str:
+    """Return a row's numbers of heads and head size."""
     return f"{row['heads']}:{row['kv_heads']} x {row['head_dim']}"
 
 
 def tokens(length: int) -> str:
+    """Return a length in K, if it is long enough."""
     return f"{length // 1024}K" if length >= 1024 else str(length)
 
 
 def bias_table(rows: list[Row]) -> str:
-    """What attention with a bias reaches of the same pairs without one, and the memory beside that
-    of a dense bias.
-    """
+    """Format attention with a bias, in percent of the same pairs without one."""
     lines = []
     for row in measured(rows):
         plain = next(
@@ -276,6 +284,7 @@ def bias_table(rows: list[Row]) -> str:
 
 
 def _same_work(row: Row, other: Row) -> bool:
+    """Return whether two rows have the same case, length, kernel and commit."""
     return all(
         row.get(name) == other.get(name)
         for name in (*CASE, "seq_len", "inner_size", "kernel", "commit")
@@ -283,7 +292,7 @@ def _same_work(row: Row, other: Row) -> bool:
 
 
 def kernels_table(rows: list[Row]) -> str:
-    """Kernels alone, and what they reach of the first of their case."""
+    """Format kernels alone, in percent of the first kernel of their case."""
     first: dict[tuple, Row] = {}
     lines = []
     for row in rows:
@@ -311,6 +320,7 @@ def kernels_table(rows: list[Row]) -> str:
 
 
 def error_table(rows: list[Row]) -> str:
+    """Format errors against float64."""
     names = ["out", "dq", "dk", "dv", *(["dtable"] if any("dtable" in row for row in rows) else [])]
     lines = [
         [
@@ -332,7 +342,7 @@ def error_table(rows: list[Row]) -> str:
 
 
 def planning_table(rows: list[Row]) -> str:
-    """What a new mask costs a rank on the host: medians in milliseconds."""
+    """Format the milliseconds (medians) that a new mask costs a rank on the host."""
     found = [row for row in rows if row["kind"] == "planning"]
     parts = list(found[0]["ms"]) if found else []
     header = [
@@ -353,6 +363,7 @@ def planning_table(rows: list[Row]) -> str:
 
 
 def memory_table(rows: list[Row]) -> str:
+    """Format the host's memory after many masks."""
     names = ["masks", "blocks", "blocks_more", "resident_kib", "resident_kib_more"]
     lines = [[row[name] for name in names] for row in rows if row["kind"] == "planning memory"]
     header = ["masks", "Python's blocks", "more after them", "resident KiB", "more after them"]
@@ -360,8 +371,9 @@ def memory_table(rows: list[Row]) -> str:
 
 
 def timeline_table(rows: list[Row]) -> str:
-    """Milliseconds of a forward and backward by kind of work: means over the ranks, and the slowest
-    rank's span.
+    """Format the milliseconds of a forward and backward by kind of work.
+
+    They are means over the ranks. The span is the slowest rank's.
     """
     cases: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
@@ -398,6 +410,7 @@ def timeline_table(rows: list[Row]) -> str:
 
 
 def power_table(rows: list[Row]) -> str:
+    """Format the power and clocks of each GPU."""
     names = ["gpu", "median_w", "limit_w", "median_sm_mhz", "max_sm_mhz", "median_celsius"]
     lines = [[round(row[name]) for name in names] for row in rows if row["kind"] == "power"]
     header = ["GPU", "median W", "limit W", "median MHz", "most MHz", "median degrees C"]
@@ -405,16 +418,17 @@ def power_table(rows: list[Row]) -> str:
 
 
 def link_table(rows: list[Row]) -> str:
+    """Format the bandwidth of the links alone."""
     lines = [[r["impl"], r["message_mib"], r["gib_per_s"]] for r in rows if r["kind"] == "links"]
     return table(["way", "message MiB", "GiB/s received"], lines) if lines else ""
 
 
 def other_tables(rows: list[Row]) -> str:
-    """Those of all kinds but attention; and what could not be measured."""
+    """Format all other kinds of rows, and what could not be measured."""
     tables = {
         "Scores with a bias, beside the same pairs without": bias_table(rows),
         "Kernels alone: TFLOP/s": kernels_table(rows),
-        "One rank whose peers are imagined: TFLOP/s": one_rank_table(rows),
+        "One rank with imagined peers: TFLOP/s": one_rank_table(rows),
         "Training": training_table(rows),
         "Where the time goes: ms": timeline_table(rows),
         "Power": power_table(rows),
@@ -425,5 +439,5 @@ def other_tables(rows: list[Row]) -> str:
     }
     parts = [f"### {title}\n\n{text}" for title, text in tables.items() if text]
     missing = sorted({(r["impl"], r["unavailable"]) for r in rows if "unavailable" in r})
-    parts += [f"Not measured: {name}: {reason}" for name, reason in missing]
+    parts += [fill(f"Not measured: {name}: {reason}") for name, reason in missing]
     return "\n\n".join(parts)

@@ -98,8 +98,13 @@ def test_the_page_of_results_is_what_the_results_say():
             (folder / plot).read_text().count("<svg") == 1
             for plot in re.findall(r"!\[.*?\]\((.*?)\)", written)
         )
-    with pytest.raises(ValueError, match=r"guessed-8\.jsonl begins with none of"):
+    with pytest.raises(ValueError, match=r"begins with one of .*, got guessed-8\.jsonl"):
         known(RESULTS / "guessed-8.jsonl")
+
+
+def test_what_is_generated_has_lines_of_100_columns_but_for_tables_and_pictures():
+    lines = "\n".join([page(), *(m[0] for m in MARKED.finditer(README.read_text()))]).splitlines()
+    assert not [x for x in lines if len(x) > 100 and not x.startswith(("| ", "!["))]
 
 
 def test_every_link_leads_somewhere():
