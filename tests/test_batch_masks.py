@@ -32,7 +32,7 @@ def test_masks_equal_their_definition(seed):
         chance.random() < 0.5,
     )
     marks = random_marks(chance, tokens)
-    row = batch._row(Layout.zigzag(tokens, 1), None, marks)
+    row = batch._make_row(Layout.zigzag(tokens, 1), None, marks)
     valid, at = marks["attention_mask"].bool(), torch.arange(tokens)
     before = at.unsqueeze(1) >= at if causal else torch.ones(tokens, tokens, dtype=torch.bool)
     if "context" in marks:
@@ -42,11 +42,13 @@ def test_masks_equal_their_definition(seed):
         expected = (valid | padding_sees).unsqueeze(1) & valid & before
     if "span" in marks:
         expected &= marks["span"].unsqueeze(1) == marks["span"]
-    mask = row.sees(causal, padding_sees)
+    mask = row.visible(causal, padding_sees)
     if mask is None:
         mask = (Mask.causal if causal else Mask.full)(tokens)
     assert mask.dense().equal(expected)
-    assert row.valid == tuple(span for span, [kept] in batch._runs(valid.long()) if kept)
+    assert row.valid == tuple(
+        span for span, [kept] in batch._split_at_changes(valid.long()) if kept
+    )
 
 
 def test_a_packed_row_has_as_many_slices_as_documents():
@@ -55,5 +57,5 @@ def test_a_packed_row_has_as_many_slices_as_documents():
     span, context = torch.arange(tokens) // 10, (torch.arange(tokens) % 10 < 3).long()
     marks = {"attention_mask": torch.ones(tokens, dtype=torch.int64), "span": span}
     for more, slices in (({}, 10_000), ({"context": context}, 20_000)):
-        row = batch._row(Layout.zigzag(tokens, 1), None, marks | more)
-        assert len(row.sees(causal=True, padding_sees=True).slices) == slices
+        row = batch._make_row(Layout.zigzag(tokens, 1), None, marks | more)
+        assert len(row.visible(causal=True, padding_sees=True).slices) == slices

@@ -115,25 +115,24 @@ REFUSED = {
     "no sp": "TypeError: sp must be a SequenceParallel, from init_sequence_parallel, got NoneType",
     "no model": f"TypeError: {KNOWN} Linear",
     "inside": f"TypeError: {KNOWN} ModuleDict: give its lm, a Llama",
-    "twice": "ValueError: this Llama is enabled already, for 2 ranks",
+    "twice": "ValueError: this Llama is already enabled, for 2 ranks",
     "T5": "TypeError: T5 cannot be sequence parallel: its decoder attends to another sequence",
     "CPM2": "TypeError: CPM2 cannot be sequence parallel: its decoder attends to another sequence",
-    "forward": "TypeError: this Other has another forward than Llama, which would be lost",
-    "layer": "TypeError: a layer has another forward than Attention, which would be lost: "
+    "forward": "TypeError: this Other overrides the forward of Llama, which would be lost",
+    "layer": "TypeError: a layer overrides the forward of Attention, which would be lost: "
     "OtherAttention",
     "relative": "ValueError: pos_bias_type must be 'rotary' or 'none' in "
     "this model, got 'relative'",
-    "mask value": "ValueError: att_mask_value=-10.0 would let tokens see what is masked: "
-    "-10000.0 or less",
-    "no rotary": "ValueError: exact_rotary is for models with rotary "
-    "embeddings, which GPT2 has not",
+    "mask value": "ValueError: att_mask_value must be -10000.0 or less, so that tokens do not see "
+    "what is masked, got -10.0",
+    "no rotary": "ValueError: exact_rotary needs a model with rotary embeddings, got a GPT2",
     "dropout": "ValueError: attention over ranks cannot drop probabilities, and dropout_p is 0.1",
     "dropout in eval": "no error",
-    "positions": "ValueError: position 36 is none of the 36 that GPT2 has embeddings for",
+    "positions": "ValueError: this GPT2 has embeddings of 36 positions, got position 36",
     "unknown argument": "TypeError: got an unexpected keyword argument 'position_ids'",
-    "no tokens": "ValueError: no tokens were given: input_ids or inputs_embeds",
-    "shapes": "ValueError: tensors of this rank's tokens must be (B, S_local, ...), alike, got "
-    "{'input_ids': (2, ",
+    "no tokens": "ValueError: expected tokens, as input_ids or inputs_embeds, got none",
+    "shapes": "ValueError: tensors of this rank's tokens must be (B, S_local, ...), with "
+    "equal sizes, got {'input_ids': (2, ",
     "dense mask": "ValueError: attention_mask must be (2, ",
     "two of them": "ValueError: length and mask all say what tokens see: give one of them",
     "length is of ranks": "RanksDisagree: ranks differ in length: rank 0 has [37, 0], rank 1 has "
@@ -145,50 +144,53 @@ REFUSED = {
     "other mask": "ValueError: the mask has 38 tokens, the ranks hold 37: [19, 18]",
     "whole on a rank": "ValueError: the ranks hold [37, 18] tokens, but zigzag cuts 55 into [27, "
     "28]",
-    "cache": "ValueError: use_cache and past_key_values are of whole sequences, and these are cut "
+    "cache": "ValueError: use_cache and past_key_values need whole sequences, and these are cut "
     "over 2 ranks",
-    "past": "ValueError: use_cache and past_key_values are of whole sequences, and these are cut "
+    "past": "ValueError: use_cache and past_key_values need whole sequences, and these are cut "
     "over 2 ranks",
-    "pooler": "ValueError: output_pooler_output is made of the first token, which one of 2 ranks "
-    "has",
-    "copied": "TypeError: an enabled Llama is neither copied nor pickled, as torch.save would: "
-    "save its weights, with",
-    "pickled": "TypeError: an enabled Llama is neither copied nor pickled, as torch.save would: "
-    "save its weights, with",
+    "pooler": "ValueError: output_pooler_output is computed from the first token, which only one "
+    "of 2 ranks has",
+    "copied": "TypeError: an enabled Llama cannot be copied or pickled, as torch.save does: "
+    "save its weights with",
+    "pickled": "TypeError: an enabled Llama cannot be copied or pickled, as torch.save does: "
+    "save its weights with",
     "layers": "TypeError: attention over 2 ranks got a Tensor as its mask: call the model",
 }
 
 # What is wrong on rank 0 alone, and rank 1 hears.
 REFUSED_ON_ONE = {
-    "cache on one": "ValueError: use_cache and past_key_values are of whole sequences, and these "
+    "cache on one": "ValueError: use_cache and past_key_values need whole sequences, and these "
     "are cut over 2 ranks",
-    "pooler on one": "ValueError: output_pooler_output is made of the first token, which "
-    "one of 2 ranks has",
+    "pooler on one": "ValueError: output_pooler_output is computed from the first token, which "
+    "only one of 2 ranks has",
     "unknown on one": "TypeError: got an unexpected keyword argument 'more'",
     "dropout on one": "ValueError: attention over ranks cannot drop probabilities, and "
     "dropout_p is 0.1",
 }
 
-NOT_ALIKE = "ValueError: position_ids do not go on by one at token"
+NOT_RISING = "ValueError: position_ids do not rise by one at token"
 REFUSED_BIASED = {
     "bias type": "ValueError: pos_bias_type must be 'relative' in this model, got 'none'",
-    "buckets": "ValueError: position_bias_max_distance must be beyond the 20 distances that have "
-    "buckets of their own",
-    "mask and context": "ValueError: a mask says all of what tokens see: it does not go with "
-    "context",
+    "buckets": "ValueError: position_bias_max_distance must be above 20, since so many distances "
+    "have their own buckets",
+    "mask and context": "ValueError: a mask says everything that tokens see: give it "
+    "without context",
     "shape": "ValueError: span must be of this rank's tokens, (2, ",
     "dtype": "ValueError: span must be integers, got torch.float32",
     "no tensor": "TypeError: context must be a torch.Tensor, got list",
     "on one rank": "RanksDisagree: ranks differ in span: rank 0 has None, rank 1 has 'given'",
-    "layouts": "ValueError: rows with layouts of their own have length or mask, but no span",
-    "positions": f"{NOT_ALIKE} 1 of a row",
-    "positions of documents": f"{NOT_ALIKE} 9 of a row",
+    "layouts": "ValueError: rows with different layouts take length or mask, got span",
+    "positions": f"{NOT_RISING} 1 of a row",
+    "positions of documents": f"{NOT_RISING} 9 of a row",
     "positions of a mask": "no error",
-    "positions of padding": f"{NOT_ALIKE} 9 of a row",
+    "positions of padding": f"{NOT_RISING} 9 of a row",
     "with a context": "no error",
-    "segments": "ValueError: token_type_ids are segments below 34, token 20 of a row has 34",
-    "negative": "ValueError: token_type_ids are segments below 34, token 0 of a row has -1",
-    "slices": "ValueError: padding, context and spans alternate so often that what tokens see are",
+    "segments": "ValueError: token_type_ids must be segments from 0 to 33, got 34 at token 20 "
+    "of a row",
+    "negative": "ValueError: token_type_ids must be segments from 0 to 33, got -1 at token 0 "
+    "of a row",
+    "slices": "ValueError: padding, context and spans alternate too often: expected a mask of "
+    "at most",
     "still works": "no error",
 }
 

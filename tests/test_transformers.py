@@ -472,7 +472,7 @@ MODELS = {  # what cannot be enabled
     "twice": (
         lambda: enabled(plain("Llama"), SequenceParallel()),
         ValueError,
-        "this LlamaForCausalLM is enabled already, for 1 ranks",
+        "this LlamaForCausalLM is already enabled, for 1 ranks",
     ),
 }
 
@@ -534,7 +534,7 @@ DENIED = {  # by what layers ask for: the model, and what is said of it
     ),
     "sides": (
         layer_that_sees_both_sides,
-        "is_causal is False in a LlamaAttention: attention to both sides is not en",
+        "is_causal is False in a LlamaAttention: attention to both sides is not su",
     ),
 }
 
@@ -551,19 +551,19 @@ REFUSED_BY_SOME = {  # by the model, what is wrong with its configuration, and a
         "GptOss",
         {},
         {"position_ids": packed(30, 7)},
-        "position_ids begin anew, but transformers does not",
+        "position_ids start again, but transformers does not",
     ),
     "routers": (
         "GptOss",
         {"output_router_logits": True},
         {},
-        "output_router_logits: routers have a loss of whole seq",
+        "output_router_logits: the loss of routers needs whole seq",
     ),
     "routers asked": (
         "GptOss",
         {},
         {"output_router_logits": True},
-        "output_router_logits: routers have a loss of who",
+        "output_router_logits: the loss of routers needs who",
     ),
     "both sides": (
         "Gemma2",
@@ -606,12 +606,12 @@ def test_options_are_checked():
         enable(copy.deepcopy(plain("Llama")), SequenceParallel(), balanced="yes")
     ours = enabled(plain("Llama"), SequenceParallel())
     with pytest.raises(
-        ValueError, match="an enabled LlamaForCausalLM does not generate, since caches are of whole"
+        ValueError, match="an enabled LlamaForCausalLM does not generate, since caches need whole"
     ):
         ours.generate(tokens(1, 5))
     with pytest.raises(
         ValueError,
-        match="an enabled LlamaForCausalLM keeps its attention, since others see this rank",
+        match="an enabled LlamaForCausalLM keeps its attention, since others see only this rank",
     ):
         ours.set_attn_implementation("sdpa")
     with pytest.raises(
@@ -621,7 +621,7 @@ def test_options_are_checked():
         ours.model(tokens(1, 5))
     with pytest.raises(
         TypeError,
-        match="another LlamaForCausalLM cannot be made by the class of an enabled one: take",
+        match="the class of an enabled LlamaForCausalLM makes no other models: make one with",
     ):
         type(ours)(ours.config)
     with pytest.raises(
@@ -632,19 +632,19 @@ def test_options_are_checked():
 
 
 REFUSED = {  # by what is wrong on all ranks
-    "cache": ({"use_cache": True}, "use_cache and past_key_values are of whole sequences"),
+    "cache": ({"use_cache": True}, "use_cache and past_key_values need whole sequences"),
     "past": (
         {"past_key_values": hf.DynamicCache()},
-        "use_cache and past_key_values are of whole sequences",
+        "use_cache and past_key_values need whole sequences",
     ),
     "attentions": (
         {"output_attentions": True},
-        "output_attentions: attention over ranks never has its probabilities",
+        "output_attentions: attention over ranks never has all its probabilities",
     ),
     "some logits": ({"logits_to_keep": 1}, "logits_to_keep counts tokens of whole sequences"),
     "unknown": (
         {"cu_seq_lens_q": torch.tensor([0, 37])},
-        "cu_seq_lens_q: it is not known how to cut this over ranks",
+        "cu_seq_lens_q: cannot cut an unknown argument over ranks",
     ),
     "both": (
         {"inputs_embeds": torch.zeros(2, 37, 32)},
@@ -690,25 +690,25 @@ REFUSED = {  # by what is wrong on all ranks
     ),
     "left padding": (
         {"attention_mask": torch.arange(37).expand(2, -1).gt(3)},
-        "attention_mask has padding before tok",
+        "attention_mask has padding before other tok",
     ),
     "padding's labels": (
         {"attention_mask": torch.arange(37).expand(2, -1).lt(30)},
-        "labels of what attention_mask",
+        "labels of padding, as attention_mask",
     ),
     "both of these": (
         {"attention_mask": torch.ones(2, 37), "position_ids": packed(30, 7)},
-        "position_ids begin anew where attention_mask has no padding",
+        "position_ids start again where attention_mask has no padding",
     ),
 }
 DIFFER = {  # by what rank 0 alone is given
     "tokens": (
         {"input_ids": tokens(2, 37) % 63},
-        "ranks differ in input_ids (whole, the same on every rank): rank 0 has",
+        "ranks differ in input_ids (whole, identical on every rank): rank 0 has",
     ),
     "lengths": (
         {"input_ids": tokens(2, 38), "labels": tokens(2, 38)},
-        "ranks differ in input_ids (whole, the same on",
+        "ranks differ in input_ids (whole, identical on",
     ),
     "positions": (
         {"position_ids": packed(30, 7)},
@@ -716,11 +716,11 @@ DIFFER = {  # by what rank 0 alone is given
     ),
     "near items": (
         {"num_items_in_batch": torch.tensor(5.5)},
-        "ranks differ in num_items_in_batch (whole, the same on",
+        "ranks differ in num_items_in_batch (whole, identical on",
     ),
     "items": (
         {"num_items_in_batch": 7},
-        "ranks differ in num_items_in_batch (whole, the same on every rank)",
+        "ranks differ in num_items_in_batch (whole, identical on every rank)",
     ),
 }
 
@@ -838,7 +838,7 @@ def test_what_is_wrong_is_refused_on_all_ranks(processes):
         window = "sliding_window, of the configuration, must be at least 1 or None, got 0"
         assert found["window"] == (heard + window if rank % 2 else window)
         assert found["embeddings"].startswith(
-            "ranks differ in inputs_embeds (whole, alike on every rank): rank 0 has '(2"
+            "ranks differ in inputs_embeds (whole, identical on every rank): rank 0 has '(2"
         )
         assert found["not causal"].startswith("is_causal is False in the configuration")
 

@@ -1,3 +1,1 @@
-"""Sequence parallel attention in models of other packages: a module for each, which needs that
-package.
-"""
+"""Sequence parallel attention in models of other packages. Each module needs its package."""

@@ -1,6 +1,6 @@
-"""The batch of whole sequences that the ranks' arguments of a model's forward are parts of.
+"""The batch of whole sequences, from the parts of it that the ranks pass to a model's forward.
 
-A rank's tensors do not say how long the sequences are, nor where they are padded: the ranks tell
+A rank's tensors say neither how long the sequences are nor where they are padded. The ranks tell
 each other.
 """
 
@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,33 +28,31 @@ from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice
 from ..sequence.span import Span, merged
 
-# ranges of tokens, each with a number that all of its tokens have
-Runs = tuple[tuple[Span, int], ...]
+# spans of tokens, each with the number that all its tokens have
+NumberedSpans = tuple[tuple[Span, int], ...]
+Prepared = TypeVar("Prepared")
 
 _MOST_MASKS = 256  # of padded rows that are kept
-_FEW_ROWS = 16  # of a batch that are told to other ranks one by one
-_MOST_SLICES = 1 << 16  # of a row's mask: of more, a plan would take minutes
+_FEW_ROWS = 16  # the ranks compare up to so many rows one by one, and a digest of more
+_MOST_SLICES = 1 << 16  # of a row's mask: a plan of more would take minutes
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a rank's forward is given of its part of a batch.
+class LocalInputs:
+    """A rank's part of the inputs of a forward.
 
-    tensors         by name, those of this rank's tokens: (B, S_local, ...), or None, but not all of
-                    them
+    tensors         by name, tensors of this rank's tokens: (B, S_local, ...), or None; at least one
     length          (B,) integers: tokens of the whole rows, without the padding after them
     attention_mask  (B, S_local), 0 where this rank's tokens are padding
     mask, layout    one for all rows or one for each; by default no mask, and sp's layout
-    alike           what else must be equal on all ranks, as JSON has it, by the names that errors
-                    say
+    compared        other values that must be equal on all ranks, for JSON. Errors name their keys
 
-    Integers of this rank's tokens, (B, S_local), or (S_local,) or (1, S_local) if rows do not
-    differ:
+    Integers of this rank's tokens, (B, S_local), or (S_local,) or (1, S_local) if rows are equal:
 
-    context         not 0 where all tokens that are no padding see a token, which sees only such
-    span            tokens see those of the same number alone
-    token_type_ids  numbers of any meaning, and
-    position_ids    the same, most of them one more than the one before
+    context         not 0 where all tokens except padding see a token, which sees only such tokens
+    span            tokens see only tokens with the same number
+    token_type_ids  any numbers
+    position_ids    any numbers; most are the one before plus 1
     """
 
     tensors: Mapping[str, Tensor | None]
@@ -66,11 +64,26 @@ class Given:
     span: Tensor | None = None
     token_type_ids: Tensor | None = None
     position_ids: Tensor | None = None
-    alike: Mapping[str, Any] = field(default_factory=dict)
+    compared: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def marks(self) -> dict[str, Tensor]:
+        """The numbers of each token that are given, by name."""
+        found = {
+            "attention_mask": self.attention_mask,
+            "context": self.context,
+            "span": self.span,
+            "token_type_ids": self.token_type_ids,
+            "position_ids": self.position_ids,
+        }
+        return {name: x for name, x in found.items() if x is not None}
+
+
+_MARKS = ("attention_mask", "context", "span", "token_type_ids", "position_ids")
 
 
 class _Kind(NamedTuple):
-    """What is known of some tokens of a row that says what they see."""
+    """A span of tokens that see, and are seen, by the same rule."""
 
     where: Span
     valid: bool
@@ -82,144 +95,142 @@ class _Kind(NamedTuple):
 class Row:
     """A whole sequence of S tokens.
 
-    layout        how it lies on the ranks
-    mask          what its tokens see, if that was given
-    kinds         its tokens in ranges of one kind
-    with_context  whether it was said which are context
-    segments      token_type_ids, if they were given, and
-    shifts        position_ids less the place in the sequence, if they were
+    layout        its layout on the ranks
+    mask          the mask that was given, if any
+    kinds         its tokens in spans of one kind
+    with_context  whether a context was given
+    segments      token_type_ids, if given
+    shifts        position_ids minus the index in the sequence, if given
     """
 
     layout: Layout
     mask: Mask | None
     kinds: tuple[_Kind, ...]
     with_context: bool
-    segments: Runs | None
-    shifts: Runs | None
+    segments: NumberedSpans | None
+    shifts: NumberedSpans | None
 
     @property
     def valid(self) -> tuple[Span, ...]:
-        """Where it is not padding: spans of positions, rising."""
+        """The spans of positions that are not padding, rising."""
         return merged(kind.where for kind in self.kinds if kind.valid)
 
     def positions(self) -> Tensor:
-        """Of each token, which begin anew in each document of a mask: (S,) int64, on the CPU."""
+        """Return the position of each token, (S,) int64 on the CPU. Each document of a mask starts
+        at 0.
+        """
         return torch.arange(self.layout.seq_len) if self.mask is None else self.mask.positions()
 
-    def sees(self, causal: bool, padding_sees: bool) -> Mask | None:
-        """The mask that was given or that padding, context and spans make; None without any of
-        these.
+    def visible(self, causal: bool, padding_sees: bool) -> Mask | None:
+        """Return the mask that was given, or that follows from padding, context and spans. None
+        without any of these.
         """
         if self.mask is not None or (
             len(self.kinds) == 1 and self.kinds[0].valid and not self.with_context
         ):
             return self.mask
-        return _visible(self.kinds, self.layout.seq_len, self.with_context, causal, padding_sees)
+        return _make_mask(self.kinds, self.layout.seq_len, self.with_context, causal, padding_sees)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Whole sequences, which all ranks know alike: a row for each, or one for all if they do not
-    differ.
-    """
+    """Whole sequences, identical on all ranks: a row for each, or one for all if they are equal."""
 
     rank: int
     rows: tuple[Row, ...]
 
-    def cut(self, whole: Iterable[Tensor]) -> Tensor:
-        """This rank's part of a tensor (S,) of each row: (S_local,), or (B, S_local) if rows
-        differ.
+    def shard(self, whole: Iterable[Tensor]) -> Tensor:
+        """Return this rank's part of a tensor (S,) for each row: (S_local,), or (B, S_local) if
+        rows differ.
         """
         parts = [
             row.layout.shard(x, self.rank, dim=0) for row, x in zip(self.rows, whole, strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.stack(parts)
 
-    def masking(self, causal: bool, padding_sees: bool) -> dict[str, Any]:
-        """What burst_attn_func takes: layout, and causal or mask.
+    def mask_options(self, causal: bool, padding_sees: bool) -> dict[str, Any]:
+        """Return options of burst_attn_func: layout, and causal or mask.
 
-        Without a mask or padding tokens see all before them if `causal`, else all. No token sees
-        padding; what is padding sees, if `padding_sees`, what it would see if it were none. With
-        context it sees nothing.
+        Without a mask or padding, tokens see all tokens before them if `causal`, otherwise all. No
+        token sees padding. If `padding_sees`, padding sees what any token in its place would see.
+        With a context it sees nothing.
         """
-        layout = _one([row.layout for row in self.rows])
-        if all(row.sees(causal, padding_sees) is None for row in self.rows):
+        layout = _join_rows([row.layout for row in self.rows])
+        if all(row.visible(causal, padding_sees) is None for row in self.rows):
             return {"causal": causal, "layout": layout}
-        return {"mask": _one(self._masks(causal, padding_sees)), "layout": layout}
+        return {"mask": _join_rows(self._masks(causal, padding_sees)), "layout": layout}
 
-    def scoring(
+    def score_options(
         self, causal: bool, padding_sees: bool, scores: Callable[[Row, Mask], Scores]
     ) -> dict[str, Any]:
-        """What burst_attn_func takes: layout, and the scores that go with each row and its mask."""
+        """Return options of burst_attn_func: layout, and the scores of each row and its mask."""
         masks = self._masks(causal, padding_sees)
-        return {
-            "scores": _one([scores(row, mask) for row, mask in zip(self.rows, masks, strict=True)]),
-            "layout": _one([row.layout for row in self.rows]),
-        }
+        rows = [scores(row, mask) for row, mask in zip(self.rows, masks, strict=True)]
+        return {"scores": _join_rows(rows), "layout": _join_rows([x.layout for x in self.rows])}
 
     def _masks(self, causal: bool, padding_sees: bool) -> list[Mask]:
-        everything = _everything(self.rows[0].layout.seq_len, causal)
-        masks = [row.sees(causal, padding_sees) for row in self.rows]
-        return [everything if mask is None else mask for mask in masks]
+        plain = _plain_mask(self.rows[0].layout.seq_len, causal)
+        masks = [row.visible(causal, padding_sees) for row in self.rows]
+        return [plain if mask is None else mask for mask in masks]
 
 
-def agree(sp: SequenceParallel, doing: str, given: Callable[[], Given]) -> Batch:
-    """The batch of which each rank gives its part; every rank of `sp` must call it.
+def agree_on_batch(
+    sp: SequenceParallel, doing: str, prepare: Callable[[], tuple[LocalInputs, Prepared]]
+) -> tuple[Batch, Prepared]:
+    """Return the batch that the ranks' parts make, and what `prepare` returned beside this rank's
+    part. Every rank of `sp` must call it.
 
-    doing  what the ranks are about to do, for errors
-    given  makes this rank's part, or raises what is wrong with it
+    doing    what the ranks are about to do, for errors
+    prepare  makes this rank's part, or raises what is wrong with it
 
-    Raises, on every rank, ValueError or TypeError for arguments that are wrong on any rank or
-    differ between ranks.
+    Raises on every rank ValueError or TypeError for arguments that are wrong on any rank or differ
+    between ranks.
     """
-    call: _Call | None = None
+    made: list[tuple[_Part, Prepared]] = []
 
     def terms() -> dict[str, Any]:
-        nonlocal call
-        call = _Call(sp, given())
-        return call.terms
+        inputs, prepared = prepare()
+        made.append((_Part(sp, inputs), prepared))
+        return made[0][0].terms
 
-    said = gather_terms(make_rings(sp.process_group, sp.double_group), doing, terms)
-    return call.batch(compare_terms(said))
-
-
-_GATHERED = ("attention_mask", "context", "span", "token_type_ids", "position_ids")
+    replies = gather_terms(make_rings(sp.process_group, sp.double_group), doing, terms)
+    [(part, prepared)] = made
+    return part.make_batch(compare_terms(replies)), prepared
 
 
-class _Call:
-    """A rank's arguments. Raises ValueError or TypeError if they are wrong."""
+class _Part:
+    """A rank's part of a batch, checked. Raises ValueError or TypeError if an argument is wrong."""
 
-    def __init__(self, sp: SequenceParallel, given: Given):
-        self.sp, self.given = sp, given
-        self.size, self.tokens = _shape(given.tensors)
-        if given.attention_mask is not None:
-            _check_padding(given.attention_mask, (self.size, self.tokens))
-        _check_masking(given)
-        self.lengths = None if given.length is None else _lengths(given.length, self.size)
-        self.masks = expand_rows("mask", given.mask, (Mask,), self.size) or (None,) * self.size
+    def __init__(self, sp: SequenceParallel, inputs: LocalInputs):
+        self.sp, self.inputs = sp, inputs
+        self.size, self.tokens = _check_shapes(inputs.tensors)
+        if inputs.attention_mask is not None:
+            _check_padding(inputs.attention_mask, (self.size, self.tokens))
+        _check_exclusive(inputs)
+        self.lengths = None if inputs.length is None else _read_lengths(inputs.length, self.size)
+        self.masks = expand_rows("mask", inputs.mask, (Mask,), self.size) or (None,) * self.size
         layouts: str | Layout | Sequence[str | Layout] = (
-            sp.layout if given.layout is None else given.layout
+            sp.layout if inputs.layout is None else inputs.layout
         )
         self.layouts = expand_rows("layout", layouts, (str, Layout), self.size)
         self.placed = {row: sp.with_layout(row) for row in self.layouts}
-        self.marks = {
-            name: self._mark(name) for name in _GATHERED if getattr(given, name) is not None
-        }
+        self.marks = {name: self._check_mark(name, x) for name, x in inputs.marks.items()}
         if self.marks and len(self.placed) > 1:
-            names = " and ".join(self.marks)
-            raise ValueError(f"rows with layouts of their own have length or mask, but no {names}")
+            raise ValueError(
+                f"rows with different layouts take length or mask, got {' and '.join(self.marks)}"
+            )
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What the call means; all but "tokens" must be equal on all ranks."""
+        """The arguments as JSON. All but "tokens" must be equal on all ranks."""
         return {
-            **self.given.alike,
+            **self.inputs.compared,
             "batch": self.size,
             "tokens": self.tokens,
-            "length": self.lengths and _of_all(self.lengths),
-            **{name: "given" if name in self.marks else None for name in _GATHERED},
-            "mask": _of_all([None if mask is None else mask.digest for mask in self.masks]),
-            "layout": _of_all(
+            "length": self.lengths and _describe_rows(self.lengths),
+            **{name: "given" if name in self.marks else None for name in _MARKS},
+            "mask": _describe_rows([None if mask is None else mask.digest for mask in self.masks]),
+            "layout": _describe_rows(
                 [
                     x if isinstance(x, str) else f"{x.term} of {x.seq_len} tokens"
                     for x in self.layouts
@@ -227,29 +238,31 @@ class _Call:
             ),
         }
 
-    def batch(self, tokens: list[int]) -> Batch:
-        """Of what all ranks said, who have so many tokens. Raises ValueError, alike on every rank."""
+    def make_batch(self, tokens: list[int]) -> Batch:
+        """Return the batch, for the numbers of tokens of all ranks. Raises ValueError, the same on
+        every rank.
+        """
         seq_len = sum(tokens)
         layouts = {row: sp.layout_of(seq_len) for row, sp in self.placed.items()}
-        for row in layouts.values():
-            check_lengths(row, tokens)
+        for layout in layouts.values():
+            check_lengths(layout, tokens)
         for mask in self.masks:
             if mask is not None and mask.seq_len != seq_len:
                 raise ValueError(
                     f"the mask has {mask.seq_len} tokens, the ranks hold {seq_len}: {tokens}"
                 )
-        marks = self._whole_marks(seq_len)
+        marks = self._gather_marks(seq_len)
         if self.lengths is not None:
-            marks["attention_mask"] = self._until_length(seq_len)
+            marks["attention_mask"] = _mark_lengths(self.lengths, seq_len)
         rows = tuple(
-            _row(layouts[layout], mask, {name: x[i] for name, x in marks.items()})
+            _make_row(layouts[layout], mask, {name: x[i] for name, x in marks.items()})
             for i, (layout, mask) in enumerate(zip(self.layouts, self.masks, strict=True))
         )
         return Batch(self.sp.rank, rows[:1] if len(set(rows)) == 1 else rows)
 
-    def _mark(self, name: str) -> Tensor:
-        """(B, S_local) int64."""
-        x, shape = getattr(self.given, name), (self.size, self.tokens)
+    def _check_mark(self, name: str, x: Tensor) -> Tensor:
+        """Return the numbers as (B, S_local) int64."""
+        shape = (self.size, self.tokens)
         check_tensor(name, x)
         if x.is_floating_point() and name != "attention_mask":
             raise ValueError(f"{name} must be integers, got {x.dtype}")
@@ -259,42 +272,38 @@ class _Call:
             )
         return (x.ne(0) if name in ("attention_mask", "context") else x).long().expand(shape)
 
-    def _whole_marks(self, seq_len: int) -> dict[str, Tensor]:
-        """(B, S) int64 of all ranks' tokens, on the CPU."""
+    def _gather_marks(self, seq_len: int) -> dict[str, Tensor]:
+        """Return the numbers of all ranks' tokens, (B, S) int64 on the CPU."""
         if not self.marks:
             return {}
         [sp] = self.placed.values()
-        return dict(
-            zip(
-                self.marks,
-                sp.unshard(torch.stack([*self.marks.values()]), seq_len, 2).cpu(),
-                strict=True,
-            )
+        whole = sp.unshard(torch.stack([*self.marks.values()]), seq_len, 2).cpu()
+        return dict(zip(self.marks, whole, strict=True))
+
+
+def _mark_lengths(lengths: list[int], seq_len: int) -> Tensor:
+    """Return (B, S) int64, 1 up to the length of each row."""
+    if max(lengths) > seq_len:
+        raise ValueError(
+            f"length counts the tokens of whole rows, {seq_len} at most, got {max(lengths)}"
         )
-
-    def _until_length(self, seq_len: int) -> Tensor:
-        """(B, S) int64: 1 up to the length of each row."""
-        if max(self.lengths) > seq_len:
-            raise ValueError(
-                f"length counts the tokens of whole rows, {seq_len} at most, got {max(self.lengths)}"
-            )
-        return torch.arange(seq_len).lt(torch.tensor(self.lengths).unsqueeze(1)).long()
+    return torch.arange(seq_len).lt(torch.tensor(lengths).unsqueeze(1)).long()
 
 
-def _row(layout: Layout, mask: Mask | None, marks: dict[str, Tensor]) -> Row:
-    """Of what is known of its tokens: (S,) int64 each."""
+def _make_row(layout: Layout, mask: Mask | None, marks: dict[str, Tensor]) -> Row:
+    """Return the row of tokens with these numbers, (S,) int64 each."""
     segments, places = marks.get("token_type_ids"), marks.get("position_ids")
     return Row(
         layout,
         mask,
-        _kinds(layout.seq_len, marks),
+        _find_kinds(layout.seq_len, marks),
         with_context="context" in marks,
-        segments=None if segments is None else _numbered(segments),
-        shifts=None if places is None else _numbered(places - torch.arange(layout.seq_len)),
+        segments=None if segments is None else _number_spans(segments),
+        shifts=None if places is None else _number_spans(places - torch.arange(layout.seq_len)),
     )
 
 
-def _kinds(seq_len: int, marks: dict[str, Tensor]) -> tuple[_Kind, ...]:
+def _find_kinds(seq_len: int, marks: dict[str, Tensor]) -> tuple[_Kind, ...]:
     defaults = {"attention_mask": 1, "context": 0, "span": 0}
     if not marks.keys() & defaults.keys():
         return (_Kind((0, seq_len), valid=True, context=False, span=0),)
@@ -303,49 +312,53 @@ def _kinds(seq_len: int, marks: dict[str, Tensor]) -> tuple[_Kind, ...]:
     )
     return tuple(
         _Kind(where, bool(valid), bool(context), span)
-        for where, (valid, context, span) in _runs(*numbers)
+        for where, (valid, context, span) in _split_at_changes(*numbers)
     )
 
 
-def _numbered(numbers: Tensor) -> Runs:
-    return tuple((span, number) for span, [number] in _runs(numbers))
+def _number_spans(numbers: Tensor) -> NumberedSpans:
+    return tuple((span, number) for span, [number] in _split_at_changes(numbers))
 
 
-def _runs(*numbers: Tensor) -> list[tuple[Span, list[int]]]:
-    """Ranges in which none of the numbers (S,) changes, and these."""
+def _split_at_changes(*numbers: Tensor) -> list[tuple[Span, list[int]]]:
+    """Return the longest spans in which none of the numbers (S,) changes, each with its numbers."""
     rows = torch.stack(numbers)
     changes = (rows[:, 1:] != rows[:, :-1]).any(0).nonzero().flatten() + 1
     bounds = [0, *changes.tolist(), rows.shape[1]]
     return list(zip(itertools.pairwise(bounds), rows[:, bounds[:-1]].T.tolist(), strict=True))
 
 
-def _shape(tensors: Mapping[str, Tensor | None]) -> tuple[int, int]:
-    """B and S_local, in which the tensors must agree."""
+def _check_shapes(tensors: Mapping[str, Tensor | None]) -> tuple[int, int]:
+    """Return B and S_local. Raises ValueError if the tensors disagree about them."""
     given = {name: x for name, x in tensors.items() if x is not None}
     if not given:
-        raise ValueError(f"no tokens were given: {' or '.join(tensors)}")
-    shapes = {}
+        raise ValueError(f"expected tokens, as {' or '.join(tensors)}, got none")
     for name, x in given.items():
         check_tensor(name, x)
-        shapes[name] = tuple(x.shape)
-        if x.dim() < 2 or x.shape[:2] != next(iter(given.values())).shape[:2]:
-            raise ValueError(
-                f"tensors of this rank's tokens must be (B, S_local, ...), alike, got {shapes}"
-            )
-    return next(iter(shapes.values()))[:2]
+    shapes = {name: tuple(x.shape) for name, x in given.items()}
+    first = next(iter(shapes.values()))[:2]
+    if any(len(shape) < 2 or shape[:2] != first for shape in shapes.values()):
+        raise ValueError(
+            "tensors of this rank's tokens must be (B, S_local, ...), with equal sizes, "
+            f"got {shapes}"
+        )
+    return first[0], first[1]
 
 
-def _check_masking(given: Given) -> None:
-    """Raises ValueError for what says the same twice."""
-    names = [
-        name for name in ("length", "attention_mask", "mask") if getattr(given, name) is not None
-    ]
+def _check_exclusive(inputs: LocalInputs) -> None:
+    """Raise ValueError for arguments that say the same thing twice."""
+    masking = {
+        "length": inputs.length,
+        "attention_mask": inputs.attention_mask,
+        "mask": inputs.mask,
+    }
+    names = [name for name, x in masking.items() if x is not None]
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} all say what tokens see: give one of them")
-    names = [name for name in ("context", "span") if getattr(given, name) is not None]
-    if names and given.mask is not None:
+    names = [name for name in ("context", "span") if name in inputs.marks]
+    if names and inputs.mask is not None:
         raise ValueError(
-            f"a mask says all of what tokens see: it does not go with {' and '.join(names)}"
+            f"a mask says everything that tokens see: give it without {' and '.join(names)}"
         )
 
 
@@ -354,16 +367,16 @@ def _check_padding(attention_mask: Tensor, shape: tuple[int, int]) -> None:
     if attention_mask.shape != shape:
         raise ValueError(
             f"attention_mask must be {shape}, 0 where this rank's tokens are padding, got shape "
-            f"{tuple(attention_mask.shape)}; for what tokens see of each other give a mask"
+            f"{tuple(attention_mask.shape)}; to hide other tokens give a mask"
         )
 
 
-def _lengths(length: Tensor, size: int) -> list[int]:
+def _read_lengths(length: Tensor, size: int) -> list[int]:
     check_tensor("length", length)
     if length.shape != (size,) or length.is_floating_point() or length.dtype == torch.bool:
         raise ValueError(
-            f"length must be integers ({size},), one for each whole row, got shape {tuple(length.shape)} and "
-            f"{length.dtype}"
+            f"length must be integers ({size},), one for each whole row, "
+            f"got shape {tuple(length.shape)} and {length.dtype}"
         )
     lengths = length.tolist()
     if min(lengths) < 0:
@@ -372,11 +385,11 @@ def _lengths(length: Tensor, size: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)
-def _visible(
+def _make_mask(
     kinds: tuple[_Kind, ...], seq_len: int, with_context: bool, causal: bool, padding_sees: bool
 ) -> Mask:
-    """What is seen of a row with padding, context or spans; made once for all layers and calls, and
-    all that comes of a mask with it.
+    """Return the mask of a row with padding, context or spans. It is made once for all layers and
+    calls, so that plans are found again.
     """
     of_span: dict[int, list[_Kind]] = {}
     for kind in kinds:
@@ -384,13 +397,13 @@ def _visible(
     areas = [
         area
         for same in of_span.values()
-        for area in (_areas(same, with_context, 0 if causal else None, padding_sees))
+        for area in _find_areas(same, with_context, 0 if causal else None, padding_sees)
     ]
     count = sum(len(queries) * len(keys) for queries, keys, _ in areas)
     if count > _MOST_SLICES:
         raise ValueError(
-            f"padding, context and spans alternate so often that what tokens see are {count} ranges of pairs: at most "
-            f"{_MOST_SLICES} are planned"
+            "padding, context and spans alternate too often: expected a mask of at most "
+            f"{_MOST_SLICES} slices, got {count}"
         )
     slices = (
         Slice(q, kv, low)
@@ -400,11 +413,11 @@ def _visible(
     return Mask(seq_len, tuple(slices))
 
 
-def _areas(
+def _find_areas(
     kinds: list[_Kind], with_context: bool, low: int | None, padding_sees: bool
 ) -> list[tuple[tuple[Span, ...], tuple[Span, ...], int | None]]:
-    """Of the tokens of one span: queries, the keys that they see, and how far behind them these
-    must be.
+    """Return areas of the mask of tokens with one span number: queries, the keys that they see, and
+    the lower bound of the distance.
     """
     valid = merged(kind.where for kind in kinds if kind.valid)
     if not with_context:
@@ -417,20 +430,20 @@ def _areas(
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)
-def _everything(seq_len: int, causal: bool) -> Mask:
+def _plain_mask(seq_len: int, causal: bool) -> Mask:
     return (Mask.causal if causal else Mask.full)(seq_len)
 
 
-def _one(rows: list[Any]) -> Any:
-    return rows[0] if len(rows) == 1 else rows
+def _join_rows(rows: Sequence[Any]) -> Any:
+    """Return one value for all rows, or a list of one for each."""
+    return rows[0] if len(rows) == 1 else list(rows)
 
 
-def _of_all(rows: Sequence[Any]) -> Any:
-    """What is said of all rows of a batch: of many that differ a digest, so that a message has few
-    bytes.
-    """
+def _describe_rows(rows: Sequence[Any]) -> Any:
+    """Return a short description of one value for each row, so that a message has few bytes."""
     if len(set(rows)) == 1:
         return rows[0]
     if len(rows) <= _FEW_ROWS:
         return list(rows)
-    return f"{len(rows)} rows, digest {hashlib.blake2b(repr(rows).encode(), digest_size=12).hexdigest()}"
+    digest = hashlib.blake2b(repr(rows).encode(), digest_size=12).hexdigest()
+    return f"{len(rows)} rows, digest {digest}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..adapters.transformers.attention import AttentionInterface, Sight, attention
+from ..adapters.transformers.attention import AttentionInterface, ForwardContext, attention
 from ..base.compiled import not_compiled
 from ..calls.refusal import refuse_call
 from ..ranks.rings import Group, Rings, make_rings
@@ -27,12 +27,12 @@ class _Now:
     """The state of ring-flash-attention's two functions, which is one for the process.
 
     rings, group  the ranks of the attention, after `substitute`
-    sight         what tokens of the next forward see, after `update`
+    context       the documents of the next forward, after `update`
     """
 
     rings: Rings | None = None
     group: Group | None = None
-    sight: Sight | None = None
+    context: ForwardContext | None = None
 
 
 _now = _Now()
@@ -40,7 +40,7 @@ _now = _Now()
 
 def substitute(group: Group | None) -> None:
     """Implement substitute_hf_flash_attn."""
-    _now.rings, _now.group, _now.sight = make_rings(group, _NO_DOUBLE_GROUP), group, None
+    _now.rings, _now.group, _now.context = make_rings(group, _NO_DOUBLE_GROUP), group, None
     AttentionInterface.register(_REPLACED, _attention)
 
 
@@ -62,7 +62,7 @@ def update(bounds: Bounds, group: Group | None) -> None:
         raise ValueError(f"the {bounds[-1]} tokens of cu_seqlens do not divide by {given[1]} ranks")
     options = {"mask": Mask.documents(bounds), "layout": "contiguous"}
     groups = {"process_group": _now.group, "double_group": _NO_DOUBLE_GROUP}
-    _now.sight = Sight(options | groups, bounds[-1], None)
+    _now.context = ForwardContext(options | groups, bounds[-1])
 
 
 @not_compiled
@@ -85,12 +85,12 @@ def _attention(
     except (ValueError, RuntimeError) as error:
         refuse_call(error, _now.group, _NO_DOUBLE_GROUP)
     return attention(
-        module, query, key, value, named.get("sliding_window"), **named, bmt_burst=_now.sight
+        module, query, key, value, named.get("sliding_window"), **named, bmt_burst=_now.context
     )
 
 
 def _check(query: Tensor, attention_mask: Tensor | None, is_causal: bool) -> None:
-    if _now.sight is None:
+    if _now.context is None:
         raise RuntimeError(
             "call update_ring_flash_attn_params before a model: it says where documents begin"
         )

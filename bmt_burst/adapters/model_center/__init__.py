@@ -1,42 +1,45 @@
-"""Makes models of ModelCenter 1.0.2, the package model-center, sequence parallel, in place.
+"""Sequence parallel models of ModelCenter 1.0.2, the package model-center, changed in place.
+
+    from bmt_burst.adapters import model_center
 
     bmt.init_distributed()
     sp = bmt_burst.init_sequence_parallel(sp_size=2)
-    model = model_center.enable(Llama.from_pretrained(path), sp)  # from bmt_burst.adapters import
-    model_center logits = model(sp.shard(input_ids), length=length).logits  # of this rank's tokens
+    model = model_center.enable(Llama.from_pretrained(path), sp)
+    logits = model(sp.shard(input_ids), length=length).logits  # of this rank's tokens
 
-Llama, GPT2, GPTj, OPT, CPM1 and CPM3, which are causal, Bert and Roberta, which are not, and
-subclasses that leave their forward as it is. Other models are refused, with the reason.
+`enable` takes Llama, GPT2, GPTj, OPT, CPM1 and CPM3, which are causal, Bert and Roberta, which are
+not, and subclasses that do not override forward. It refuses other models, with the reason.
 
-Parameters, their names and checkpoints stay as they are, and so does the checkpointing of layers.
-An enabled model is
-not pickled: its weights are what bmtrain.save writes. What changes is the model's forward: it makes
-no mask of S x S, positions are those of the whole sequence, and attention goes over the ranks of
-`sp`. It takes what it took, and two arguments more:
+Parameters, their names, checkpoints and the checkpointing of layers do not change. An enabled model
+cannot be pickled: save its weights, with bmtrain.save. Its forward makes no mask of S x S, uses
+positions of the whole sequence, and computes attention over the ranks of `sp`. It takes its own
+arguments and two more:
 
     input_ids, inputs_embeds, position_ids, token_type_ids, attention_mask
             (B, S_local, ...), this rank's part, as sp.shard cuts it
     context, span
             (B, S_local), the same, of CPM1 and CPM3
     length  (B,), the tokens of the whole rows, without the padding after them
-    mask    what tokens of the whole sequence see, a Mask or one for each row, in place of length
-            and attention_mask; positions begin anew in each of its documents
-    layout  how the sequences of this call lie on the ranks, if not as sp says; or one for each row
+    mask    what tokens of the whole sequence see, instead of length and attention_mask: a Mask, or
+            one for each row. Positions start again in each of its documents
+    layout  the layout of this call's sequences on the ranks, if it is not that of sp; or one for
+            each row
 
-Without length, attention_mask and mask there is no padding. What comes back is of this rank's
-tokens. So its loss is a
-share: the sum over its targets, which one rank has more of than another, divided by how many there
-are on all ranks of the batch, never a mean over its own. BMTrain's OptimManager averages over
-ranks, so that is times their number:
+Without length, attention_mask and mask there is no padding. The results are those of this rank's
+tokens. Ranks have different numbers of targets, so never take the mean over this rank's. Divide the
+sum over them by the number of targets on all ranks of the batch. BMTrain's OptimManager averages
+over ranks, so multiply by their number:
 
-    total, count = cross_entropy_sum(logits, labels)  # of bmt_burst.loss; labels =
-    sp.shard(shift_labels(input_ids)) manager.backward(bmt.world_size() * total /
-    bmt.distributed.all_reduce(count, "sum"))
+    # cross_entropy_sum is in bmt_burst.loss; labels = sp.shard(shift_labels(input_ids))
+    total, count = cross_entropy_sum(logits, labels)
+    loss = bmt.world_size() * total / bmt.distributed.all_reduce(count, "sum")
+    manager.backward(loss)
 
 CPM1 and CPM3 add learned numbers to their scores, by the distance of tokens in the sequence. So
-their position_ids, (B, S_local) or (S_local,), must count on between tokens that see each other.
+their position_ids, (B, S_local) or (S_local,), must rise by one from token to token where these see
+each other.
 
-Letters: B batch, S tokens of the whole sequence, S_local those of this rank, H heads, D head size,
+Letters: B batch, S tokens of the whole sequence, S_local tokens of this rank, H heads, D head size,
 E model width.
 """
 
@@ -46,9 +49,9 @@ from model_center.layer import Attention
 from torch import nn
 
 from ...ranks.groups import SequenceParallel
-from .attention import _Attention
-from .models import _Rotary
-from .supported import _check_layer, _enabled, _family
+from .attention import RingAttention
+from .models import EnabledModel, RotaryModel
+from .supported import check_layer, enabled_class, find_family
 
 __all__ = ["enable"]
 
@@ -61,40 +64,39 @@ def enable(
     flash: str = "auto",
     deterministic: bool = False,
 ) -> nn.Module:
-    """Puts attention over the ranks of `sp` in the place of the model's own; returns the model.
+    """Replace the attention of `model` by attention over the ranks of `sp`, and return the model.
 
-    exact_rotary   form the angles of rotary embeddings in fp64. By default they are formed in the
-                   model's dtype, as ModelCenter does: fp16 rounds positions from 2048 on, bf16 from
-                   256 on, and what fp16 does not hold, positions beyond 65504, is refused
-    flash          the block kernel, and
-    deterministic  equal bits between runs, as of burst_attn_func
+    exact_rotary   compute the angles of rotary embeddings in fp64. By default they are computed in
+                   the model's dtype, as in ModelCenter: fp16 rounds positions from 2048 on, and
+                   bf16 from 256 on. fp16 cannot hold positions beyond 65504: they are refused
+    flash          the block kernel, as in burst_attn_func
+    deterministic  equal bits between runs, as in burst_attn_func
 
-    A model of one rank works too, and generates as before. With more ranks use_cache and
-    past_key_values are refused, and with any number in training dropout of the attention's
-    probabilities.
+    A model for one rank works too, and generates as before. With more ranks, use_cache and
+    past_key_values are refused. Dropout of attention probabilities in training is always refused.
 
-    Raises TypeError for an sp that is none, for models that are not known and those that cannot be
-    sequence parallel; ValueError for options that cannot, and if the model is enabled already. The
-    model is then as it was.
+    Raises TypeError if sp is not a SequenceParallel, and for unknown models and models that cannot
+    be sequence parallel. Raises ValueError for unsupported options of a model, and if the model is
+    already enabled. The model is then unchanged.
     """
     if not isinstance(sp, SequenceParallel):
         raise TypeError(
             f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
         )
-    family = _family(model)
-    if exact_rotary and not issubclass(family, _Rotary):
+    family = find_family(model)
+    if exact_rotary and not issubclass(family, RotaryModel):
         raise ValueError(
-            f"exact_rotary is for models with rotary embeddings, which {type(model).__name__} has not"
+            f"exact_rotary needs a model with rotary embeddings, got a {type(model).__name__}"
         )
     layers = [part for part in model.modules() if isinstance(part, Attention)]
     for layer in layers:
-        _check_layer(layer, family)
+        check_layer(layer, family)
     family.check(model)
     for layer in layers:
         layer._sp = sp
-        layer.__class__ = _Attention
-    model._sp = sp
-    model._exact_rotary = exact_rotary
+        layer.__class__ = RingAttention
+    model.__class__ = enabled_class(type(model), family)
+    assert isinstance(model, EnabledModel)
+    model._sp, model._exact_rotary = sp, exact_rotary
     model._options = {"flash": flash, "deterministic": deterministic}
-    model.__class__ = _enabled(type(model), family)
     return model

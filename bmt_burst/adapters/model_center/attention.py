@@ -1,4 +1,4 @@
-"""ModelCenter's attention over ranks."""
+"""ModelCenter's attention layer, over ranks."""
 
 from __future__ import annotations
 
@@ -12,51 +12,49 @@ from torch import Tensor
 from ...attention import burst_attn_func
 from ...calls.refusal import refuse_call
 
-_MASKED = -1e4  # a score that softmax makes 0 of
-
 
 @dataclass(frozen=True)
-class _Sight:
-    """What layers are given in place of a mask.
+class ForwardContext:
+    """The argument that layers get instead of a mask.
 
-    options  of burst_attn_func
-    rotate   turns q or k (B, S_local, H, D) by the positions of their tokens, in models that do
+    options  options of burst_attn_func
+    rotate   applies rotary embeddings to q or k (B, S_local, H, D)
     """
 
     options: dict[str, Any]
-    rotate: Callable[[Tensor], Tensor] | None
+    rotate: Callable[[Tensor], Tensor]
 
 
-class _Attention(Attention):
-    """ModelCenter's attention, with its parameters, over the ranks of `_sp`."""
+class RingAttention(Attention):
+    """ModelCenter's attention with its parameters, over the ranks of `_sp`."""
 
     def forward(
         self,
         query: Tensor,
         key_value: Tensor,
-        attention_mask: _Sight | Tensor,
+        attention_mask: ForwardContext | Tensor,
         position_bias: Any = None,
         use_cache: bool = False,
         past_key_value: Any = None,
     ) -> Any:
-        """query and key_value (B, S_local, E) to (B, S_local, E). Without a _Sight as before, for
-        one rank.
+        """Compute query and key_value (B, S_local, E) to (B, S_local, E). With a mask that is a
+        tensor, call the attention of one rank.
 
-        position_bias  the table (R, H) of what the _Sight's scores add, if there is one
+        position_bias  the table (R, H) for the scores in the ForwardContext, if there are any
         """
-        if not isinstance(attention_mask, _Sight):
+        if not isinstance(attention_mask, ForwardContext):
             if self._sp.size > 1:
                 raise TypeError(
-                    f"attention over {self._sp.size} ranks got a {type(attention_mask).__name__} as its mask: call the "
-                    "model, which knows what its layers see, not its layers"
+                    f"attention over {self._sp.size} ranks got a {type(attention_mask).__name__} "
+                    "as its mask: call the model, which knows what its layers see, not its layers"
                 )
             return super().forward(
                 query, key_value, attention_mask, position_bias, use_cache, past_key_value
             )
         if self.training and self.attention_dropout is not None and self.attention_dropout.p:
             error = ValueError(
-                f"attention over ranks cannot drop probabilities, and dropout_p is {self.attention_dropout.p}: build "
-                "the model with dropout_p=0, or call its eval()"
+                "attention over ranks cannot drop probabilities, and dropout_p is "
+                f"{self.attention_dropout.p}: build the model with dropout_p=0, or call its eval()"
             )
             refuse_call(error, self._sp.process_group, self._sp.double_group)
         projected = self.project_q(query), self.project_k(key_value), self.project_v(key_value)

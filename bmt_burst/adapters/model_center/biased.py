@@ -4,84 +4,102 @@ from __future__ import annotations
 
 import bisect
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 from model_center.layer import SegmentPositionEmbedding
-from torch import Tensor, nn
+from torch import Tensor
 
+from ...nn import Layouts, Masks
 from ...scores import BY_DISTANCE, Scores
 from ...sequence.mask import Mask
-from ..batch import Batch, Row, Runs
-from .models import _Model
+from ..batch import Batch, LocalInputs, NumberedSpans, Row
+from .models import EnabledModel
 
-_MOST_SCORES = 16  # of rows and of what is seen of them that are kept
+_MOST_SCORES = 16  # scores of rows that are kept
 
 
-class _Biased(_Model):
-    """One that adds a learned bias of relative positions to its scores, and sees a context as a
-    whole.
-
-    Subclasses have _rows, the table in the model's dtype, and _scores, which of its rows a
-    sequence's pairs have.
+class BiasedModel(EnabledModel):
+    """A model that adds a learned bias of relative positions to its scores. All tokens see the
+    tokens of a context.
     """
+
+    position_bias: Any
 
     of_tokens = ("input_ids", "inputs_embeds")
     pos_bias_types = ("relative",)
 
-    def _marks(self, given: dict[str, Any]) -> dict[str, Tensor | None]:
-        return {name: given[name] for name in ("context", "span", "position_ids")}
+    def _local_inputs(
+        self, given: dict[str, Any], mask: Masks | None, layout: Layouts | None
+    ) -> LocalInputs:
+        return replace(
+            super()._local_inputs(given, mask, layout),
+            context=given["context"],
+            span=given["span"],
+            position_ids=given["position_ids"],
+        )
 
-    def _masking(self, batch: Batch, device: torch.device) -> dict[str, Any]:
+    def _mask_options(self, batch: Batch, device: torch.device) -> dict[str, Any]:
         def scores(row: Row, mask: Mask) -> Scores:
             _check_distances(row, mask)
             return self._scores(row, mask, device)
 
-        return batch.scoring(self.causal, self.padding_sees, scores)
+        return batch.score_options(self.causal, self.padding_sees, scores)
 
-    def _table(self, device: torch.device) -> Tensor:
-        """In fp32, so that its gradient is not rounded to 16 bits in each layer."""
+    def _bias_table(self, device: torch.device) -> Tensor:
+        """Return the table in fp32. In 16 bits each layer would round its gradient."""
         table = self._rows(device)
         return table.to(torch.promote_types(table.dtype, torch.float32))
 
+    def _scores(self, row: Row, mask: Mask, device: torch.device) -> Scores:
+        """Return the row of the table that each pair of tokens adds."""
+        raise NotImplementedError
 
-class _CPM1(_Biased):
-    """The table has a row for each distance, up to where all are alike: what the model itself looks
-    up for it.
+    def _rows(self, device: torch.device) -> Tensor:
+        """Return the table (R, H) in the model's dtype."""
+        raise NotImplementedError
+
+
+class CPM1(BiasedModel):
+    """CPM1. Its table has a row for each distance, up to the distance from which all rows are
+    equal. The model's own embedding computes the rows.
     """
 
     @property
     def _reach(self) -> int:
         return max(self.position_bias.max_distance, self.position_bias.num_buckets)
 
-    def _scores(self, _row: Row, mask: Mask, _device: torch.device) -> Scores:
+    def _scores(self, row: Row, mask: Mask, device: torch.device) -> Scores:
         return _by_distance(mask, self._reach)
 
     def _rows(self, device: torch.device) -> Tensor:
         queries = torch.arange(self._reach, -self._reach - 1, -1, device=device)
-        return (
-            self.position_bias(queries, torch.zeros(1, dtype=torch.int64, device=device))
-            .squeeze(2)
-            .T
-        )
+        keys = torch.zeros(1, dtype=torch.int64, device=device)
+        return self.position_bias(queries, keys).squeeze(2).T
 
 
-class _CPM3(_Biased):
-    """The table is the model's: rows of distances within a segment, then one for each pair of
-    segments.
+class CPM3(BiasedModel):
+    """CPM3. Its table is the model's: rows for distances within a segment, then a row for each pair
+    of segments.
     """
 
+    prompt_embedding: Any
+
     @staticmethod
-    def check(model: nn.Module) -> None:
+    def check(model: Any) -> None:
         exact = model.position_bias.num_buckets // 4
         if model.position_bias.max_distance <= exact:
             raise ValueError(
-                f"position_bias_max_distance must be beyond the {exact} distances that have buckets of their own, got "
-                f"{model.position_bias.max_distance}"
+                f"position_bias_max_distance must be above {exact}, since so many distances have "
+                f"their own buckets, got {model.position_bias.max_distance}"
             )
 
-    def _marks(self, given: dict[str, Any]) -> dict[str, Tensor | None]:
-        return super()._marks(given) | {"token_type_ids": given["token_type_ids"]}
+    def _local_inputs(
+        self, given: dict[str, Any], mask: Masks | None, layout: Layouts | None
+    ) -> LocalInputs:
+        inputs = super()._local_inputs(given, mask, layout)
+        return replace(inputs, token_type_ids=given["token_type_ids"])
 
     def _scores(self, row: Row, mask: Mask, device: torch.device) -> Scores:
         bias = self.position_bias
@@ -89,46 +107,43 @@ class _CPM3(_Biased):
         for (start, _), number in segments:
             if not 0 <= number < bias.num_segments:
                 raise ValueError(
-                    f"token_type_ids are segments below {bias.num_segments}, token {start} of a row has {number}"
+                    f"token_type_ids must be segments from 0 to {bias.num_segments - 1}, got "
+                    f"{number} at token {start} of a row"
                 )
         distances = bias.num_buckets, bias.max_distance, bias.bidirectional, device
         return _by_segment(
             mask, segments, bias.num_segments, bias.absolute_inner_segment, distances
         )
 
-    def _rows(self, _device: torch.device) -> Tensor:
+    def _rows(self, device: torch.device) -> Tensor:
         return self.position_bias.relative_attention_bias
 
     def _embed(self, given: dict[str, Any], batch: Batch) -> Tensor:
-        """The first tokens of a sequence are prompts, which have embeddings of their own."""
+        """Embed tokens. The first tokens of a sequence are prompts, with their own embeddings."""
         ids = given["input_ids"]
         if given["inputs_embeds"] is not None:
             return given["inputs_embeds"]
-        places = batch.cut(torch.arange(row.layout.seq_len) for row in batch.rows).to(ids.device)
+        places = batch.shard(torch.arange(row.layout.seq_len) for row in batch.rows).to(ids.device)
         is_prompt = (places < self.config.prompt_length).expand(ids.shape)
-        prompts, others = (
-            embedding(ids.where(chosen, 0))
-            for embedding, chosen in (
-                (self.prompt_embedding, is_prompt),
-                (self.input_embedding, ~is_prompt),
-            )
-        )
+        prompts = self.prompt_embedding(ids.where(is_prompt, 0))
+        others = self.input_embedding(ids.where(~is_prompt, 0))
         return prompts.where(is_prompt.unsqueeze(-1), others)
 
 
 def _check_distances(row: Row, mask: Mask) -> None:
-    """Raises ValueError if tokens that see each other are not as far apart by position_ids as they
-    are.
+    """Raise ValueError if tokens see each other whose distance differs from that of their
+    position_ids.
     """
     jumps = [start for (start, _), _ in row.shifts[1:]] if row.shifts else []
-    # where parts begin that are more than padding
+    # the starts of parts that are more than padding
     seeing = {min(s.q[0], s.kv[0]) for s in mask.slices}
     for start, stop in mask.parts if jumps else ():
         first = bisect.bisect_right(jumps, start)
         if start in seeing and first < len(jumps) and jumps[first] < stop:
             raise ValueError(
-                f"position_ids do not go on by one at token {jumps[first]} of a row, which tokens before it see or "
-                "are seen by: leave them out, or give span or mask if sequences are packed"
+                f"position_ids do not rise by one at token {jumps[first]} of a row, and tokens "
+                "before it see it or are seen by it: leave them out, or give span or mask if "
+                "sequences are packed"
             )
 
 
@@ -140,13 +155,13 @@ def _by_distance(mask: Mask, reach: int) -> Scores:
 @functools.lru_cache(maxsize=_MOST_SCORES)
 def _by_segment(
     mask: Mask,
-    segments: Runs,
+    segments: NumberedSpans,
     count: int,
     by_distance: bool,
     distances: tuple[int, int, bool, torch.device],
 ) -> Scores:
-    """Of `count` segments; pairs of one segment have rows by their distance, or one for each
-    segment.
+    """Return the scores of a row with `count` segments. Pairs within one segment have rows by
+    distance, or one row for each segment.
     """
     segment = torch.cat(
         [torch.full((stop - start,), number) for (start, stop), number in segments]
@@ -169,8 +184,8 @@ def _by_segment(
 def _distance_rows(
     num_buckets: int, max_distance: int, bidirectional: bool, device: torch.device
 ) -> Tensor:
-    """Of the distances from -max_distance on: (2 max_distance + 1,) int32 on the CPU, as models
-    round on `device`.
+    """Return the rows of the distances from -max_distance to max_distance, (2 max_distance + 1,)
+    int32 on the CPU. They are rounded as models round on `device`.
     """
     ahead = torch.arange(-max_distance, max_distance + 1, device=device)
     bucket_of = SegmentPositionEmbedding._absolute_position_bucket

@@ -1,102 +1,124 @@
-"""The forwards of models of ModelCenter, family by family."""
+"""The forwards of enabled models, family by family.
+
+Each class is put before the model's own class, and shares its attributes.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import model_center.model as zoo
 import torch
 from torch import Tensor, nn
 
 from ...nn import Layouts, Masks, apply_rope, rope_tables
-from ..batch import Batch, Given, agree
-from .attention import _Sight
+from ...ranks.groups import SequenceParallel
+from ..batch import Batch, LocalInputs, agree_on_batch
+from .attention import ForwardContext
 
 
-class _Model:
-    """What comes before a model's own class once it is enabled; a subclass for each family.
+class EnabledModel(nn.Module):
+    """The forward of an enabled model over the ranks of `_sp`.
 
-    layers          the name of its Encoder
-    of_tokens       arguments of its forward, each of a rank's tokens by themselves
-    causal          tokens see those before them, or all
-    padding_sees    tokens that are padding see those that are not
-    pos_bias_types  of its attention layers
+    of_tokens       the arguments of the model's forward with values for each token
+    causal          tokens see the tokens before them, otherwise all
+    padding_sees    padding sees the tokens that are not padding
+    pos_bias_types  the values that its attention layers may have
     """
 
-    layers = "encoder"
+    # set by enable
+    _sp: SequenceParallel
+    _exact_rotary: bool
+    _options: dict[str, Any]
+    # those of the model
+    config: Any
+    encoder: Any
+    input_embedding: Any
+    output_projection: Any
+    cls_projection: Any
+
     of_tokens: tuple[str, ...] = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
     causal = True
     padding_sees = True
     pos_bias_types: tuple[str, ...] = ("none",)
 
     @staticmethod
-    def check(model: nn.Module) -> None:
-        """Raises ValueError for a model whose options cannot be enabled."""
+    def check(model: Any) -> None:
+        """Raise ValueError if the options of a model are not supported."""
 
     def forward(
         self, *args: Any, mask: Masks | None = None, layout: Layouts | None = None, **named: Any
     ) -> Any:
-        """The model's own forward, of this rank's tokens; see the module."""
-        own, given = super().forward, {}
-        if self._sp.size == 1 and _generates(_bound(own, args, named)):
+        """Run the model's own forward on this rank's tokens; see the module."""
+        own = super().forward
+        if self._sp.size == 1 and _generates(_bind(own, args, named)):
             if mask is not None or layout is not None:
                 raise ValueError("mask and layout do not go with use_cache and past_key_values")
             return own(*args, **named)
 
-        def part() -> Given:
-            given.update(_bound(own, args, named))
+        def prepare() -> tuple[LocalInputs, dict[str, Any]]:
+            given = _bind(own, args, named)
             self._check(given)
-            tensors = {name: given[name] for name in self.of_tokens if name in given}
-            padding = {name: given[name] for name in ("length", "attention_mask")}
-            return Given(tensors, **padding, mask=mask, layout=layout, **self._marks(given))
+            return self._local_inputs(given, mask, layout), given
 
-        batch = agree(self._sp, f"the forward of a {type(self).__name__}", part)
+        batch, given = agree_on_batch(self._sp, f"the forward of a {type(self).__name__}", prepare)
         hidden = self._embed(given, batch)
-        options = self._options | self._sp.groups | self._masking(batch, hidden.device)
-        sight = _Sight(options, self._rotation(batch, hidden))
+        options = self._options | self._sp.groups | self._mask_options(batch, hidden.device)
+        context = ForwardContext(options, self._rotation(batch, hidden))
         return self._output(
-            given, getattr(self, self.layers)(hidden, sight, self._table(hidden.device))
+            given, self._run_layers(hidden, context, self._bias_table(hidden.device))
         )
 
-    def __reduce_ex__(self, _protocol: int) -> NoReturn:
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            f"an enabled {type(self).__name__} is neither copied nor pickled, as torch.save would: save its weights, "
-            "with bmtrain.save, and load them into a model that is enabled then"
+            f"an enabled {type(self).__name__} cannot be copied or pickled, as torch.save does: "
+            "save its weights with bmtrain.save, and load them into a model before it is enabled"
         )
 
     def _check(self, given: dict[str, Any]) -> None:
-        """Raises ValueError for what only a whole sequence has."""
+        """Raise ValueError for arguments that only a whole sequence can have."""
         if _generates(given):
             raise ValueError(
-                f"use_cache and past_key_values are of whole sequences, and these are cut over {self._sp.size} ranks: "
-                "generate with a model that is not enabled, or is for one rank"
+                "use_cache and past_key_values need whole sequences, and these are cut over "
+                f"{self._sp.size} ranks: generate with a model that is not enabled, or that is "
+                "enabled for one rank"
             )
 
-    def _marks(self, _given: dict[str, Any]) -> dict[str, Tensor | None]:
-        """What all ranks are to know of all tokens, as Given has it."""
-        return {}
+    def _local_inputs(
+        self, given: dict[str, Any], mask: Masks | None, layout: Layouts | None
+    ) -> LocalInputs:
+        return LocalInputs(
+            {name: given[name] for name in self.of_tokens if name in given},
+            length=given["length"],
+            attention_mask=given["attention_mask"],
+            mask=mask,
+            layout=layout,
+        )
 
-    def _masking(self, batch: Batch, _device: torch.device) -> dict[str, Any]:
-        """What burst_attn_func is told of what tokens see."""
-        return batch.masking(self.causal, self.padding_sees)
+    def _mask_options(self, batch: Batch, device: torch.device) -> dict[str, Any]:
+        """Return the options of burst_attn_func that say what tokens see."""
+        return batch.mask_options(self.causal, self.padding_sees)
 
-    def _table(self, _device: torch.device) -> Tensor | None:
-        """The bias of the scores that _masking has: (R, H), or None."""
+    def _bias_table(self, device: torch.device) -> Tensor | None:
+        """Return the bias (R, H) for the scores of _mask_options, if there are any."""
         return None
 
-    def _embed(self, given: dict[str, Any], _batch: Batch) -> Tensor:
-        """What goes into the layers: (B, S_local, E)."""
+    def _embed(self, given: dict[str, Any], batch: Batch) -> Tensor:
+        """Return the input of the layers, (B, S_local, E)."""
         return self._embed_tokens(given)
 
     def _embed_tokens(self, given: dict[str, Any]) -> Tensor:
         embeds = given["inputs_embeds"]
         return self.input_embedding(given["input_ids"]) if embeds is None else embeds
 
-    def _rotation(self, _batch: Batch, _hidden: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """Of q and k, for hidden states on their device and in their dtype."""
-        return None
+    def _rotation(self, batch: Batch, hidden: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the rotation of q and k, for hidden states on their device and in their dtype."""
+        return lambda x: x
+
+    def _run_layers(self, hidden: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
+        return self.encoder(hidden, context, bias)
 
     def _output(self, given: dict[str, Any], hidden: Tensor) -> Any:
         logits = self._logits(hidden) if given["output_logits"] else None
@@ -112,8 +134,10 @@ class _Model:
         return self.input_embedding.projection(hidden)
 
 
-class _Rotary(_Model):
-    """One that turns queries and keys by their positions."""
+class RotaryModel(EnabledModel):
+    """A model with rotary embeddings of positions."""
+
+    position_bias: Any
 
     pos_bias_types = ("rotary", "none")
 
@@ -122,25 +146,35 @@ class _Rotary(_Model):
         last, dtype = max(int(x.max()) for x in whole), self._angle_dtype(hidden)
         if last > torch.finfo(dtype).max and not self._exact_rotary:
             raise ValueError(
-                f"position {last} is infinite in {dtype}, in which ModelCenter forms the angles of rotary embeddings: "
-                "enable the model with exact_rotary=True"
+                f"position {last} is infinite in {dtype}, in which ModelCenter computes the angles "
+                "of rotary embeddings: enable the model with exact_rotary=True"
             )
         tables = self._exact_tables if self._exact_rotary else self._tables
-        cos, sin = tables(batch.cut(whole).to(hidden.device), dtype)
+        cos, sin = tables(batch.shard(whole).to(hidden.device), dtype)
         return lambda x: self._rotate(x, cos, sin)
 
     def _angle_dtype(self, hidden: Tensor) -> torch.dtype:
-        """In which ModelCenter forms angles."""
+        """Return the dtype in which ModelCenter computes angles."""
         return hidden.dtype
 
+    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the angles as ModelCenter rounds them."""
+        raise NotImplementedError
 
-class _Llama(_Rotary):
-    """Angles are rounded to the dtype of its frequencies, and so are positions."""
+    def _exact_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the exact angles."""
+        raise NotImplementedError
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Llama(RotaryModel):
+    """Llama. Positions and angles are rounded to the dtype of the frequencies."""
 
     padding_sees = False
-    _rotate = staticmethod(apply_rope)
 
-    def _angle_dtype(self, _hidden: Tensor) -> torch.dtype:
+    def _angle_dtype(self, hidden: Tensor) -> torch.dtype:
         return self.position_bias.inv_freq.dtype
 
     def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -148,41 +182,44 @@ class _Llama(_Rotary):
         angles = scaled.unsqueeze(-1) * self.position_bias.inv_freq.to(positions.device)
         return angles.cos().float(), angles.sin().float()
 
-    def _exact_tables(self, positions: Tensor, _dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _exact_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rotary = self.position_bias
         return rope_tables(positions * rotary.distance_scale, 2 * len(rotary.inv_freq), rotary.base)
 
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return apply_rope(x, cos, sin)
 
-class _GPTj(_Rotary):
-    """Angles are rounded to the dtype of what is turned: the first entries of a head, in pairs of
-    neighbours.
+
+class GPTj(RotaryModel):
+    """GPTj. It rotates the first entries of a head, in pairs of neighbours. Angles are rounded to
+    the dtype of the heads.
     """
 
     @property
-    def _turned(self) -> int:
+    def _rotated(self) -> int:
         return min(self.position_bias.rotary_dim, self.config.dim_head)
 
     def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        frequencies = 1.0 / 10000 ** (
-            torch.arange(0, self._turned, 2) / self._turned
-        )  # on the CPU: GPUs round otherwise
+        # on the CPU, since GPUs round differently
+        frequencies = 1.0 / 10000 ** (torch.arange(0, self._rotated, 2) / self._rotated)
         angles = (positions.float().unsqueeze(-1) * frequencies.to(positions.device)).to(dtype)
         return angles.cos().float(), angles.sin().float()
 
-    def _exact_tables(self, positions: Tensor, _dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return rope_tables(positions, self._turned)
+    def _exact_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rope_tables(positions, self._rotated)
 
-    @staticmethod
-    def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, rest = x.tensor_split([2 * cos.shape[-1]], dim=-1)
-        # The entries of q and k change places alike, so their products stay.
-        return torch.cat(
-            (apply_rope(torch.cat((turned[..., ::2], turned[..., 1::2]), -1), cos, sin), rest), -1
-        )
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rotated, rest = x.tensor_split([2 * cos.shape[-1]], dim=-1)
+        # This reorders the entries of q and of k in the same way, so their products stay.
+        halves = torch.cat((rotated[..., ::2], rotated[..., 1::2]), -1)
+        return torch.cat((apply_rope(halves, cos, sin), rest), -1)
 
 
-class _Learned(_Model):
-    """One that adds learned embeddings of positions to those of tokens."""
+class LearnedPositionModel(EnabledModel):
+    """A model that adds learned embeddings of positions to those of tokens."""
+
+    embed_dropout: Any
+    position_embedding: Any
 
     def _embed(self, given: dict[str, Any], batch: Batch) -> Tensor:
         hidden = self._embed_tokens(given)
@@ -192,31 +229,33 @@ class _Learned(_Model):
         return self.embed_dropout(hidden + self.position_embedding(ids))
 
     def _position_ids(self, batch: Batch) -> Tensor:
-        """(S_local,), or (B, S_local) if rows differ; on the CPU."""
+        """Return (S_local,), or (B, S_local) if rows differ, on the CPU."""
         whole = list(self._whole_position_ids(batch))
-        last, count = (
-            max(int(x.max()) for x in whole),
-            self.position_embedding._parameters["weight"]._original_shape[0],
-        )
+        last = max(int(x.max()) for x in whole)
+        count = self.position_embedding._parameters["weight"]._original_shape[0]
         if last >= count:
             raise ValueError(
-                f"position {last} is none of the {count} that {type(self).__name__} has embeddings for"
+                f"this {type(self).__name__} has embeddings of {count} positions, got position "
+                f"{last}"
             )
-        return batch.cut(whole)
+        return batch.shard(whole)
 
     def _whole_position_ids(self, batch: Batch) -> Iterator[Tensor]:
-        """(S,) for each row."""
+        """Return (S,) for each row."""
         return (row.positions() for row in batch.rows)
 
 
-class _GPT2(_Learned):
-    pass
+class GPT2(LearnedPositionModel):
+    """GPT2."""
 
 
-class _OPT(_Learned):
-    """Counts only tokens that are no padding, from 2 on; padding has 1."""
+class OPT(LearnedPositionModel):
+    """OPT. It counts only tokens that are not padding, from 2. Padding has position 1."""
 
-    layers = "decoder"
+    decoder: Any
+
+    def _run_layers(self, hidden: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
+        return self.decoder(hidden, context, bias)
 
     def _whole_position_ids(self, batch: Batch) -> Iterator[Tensor]:
         for row in batch.rows:
@@ -227,7 +266,13 @@ class _OPT(_Learned):
             yield (positions + 2).masked_fill(padding, 1)
 
 
-class _Bert(_Learned):
+class Bert(LearnedPositionModel):
+    """Bert, which is not causal and adds embeddings of token types."""
+
+    lm_head: Any
+    pooler: Any
+    token_type_embedding: Any
+
     causal = False
     padding_sees = False
 
@@ -241,7 +286,8 @@ class _Bert(_Learned):
         super()._check(given)
         if given["output_pooler_output"] and self._sp.size > 1:
             raise ValueError(
-                f"output_pooler_output is made of the first token, which one of {self._sp.size} ranks has"
+                "output_pooler_output is computed from the first token, which only one of "
+                f"{self._sp.size} ranks has"
             )
 
     def _output(self, given: dict[str, Any], hidden: Tensor) -> Any:
@@ -256,12 +302,16 @@ class _Bert(_Learned):
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.config.cls_head:
             return self.cls_projection(hidden)
-        return (
-            self.lm_head(hidden, self.input_embedding) if self.config.tied else self.lm_head(hidden)
-        )
+        if self.config.tied:
+            return self.lm_head(hidden, self.input_embedding)
+        return self.lm_head(hidden)
 
 
-class _Roberta(_Bert):
+class Roberta(Bert):
+    """Roberta. Its positions start after padding_idx."""
+
+    padding_idx: Any
+
     def _whole_position_ids(self, batch: Batch) -> Iterator[Tensor]:
         return (row.positions() + self.padding_idx + 1 for row in batch.rows)
 
@@ -270,8 +320,8 @@ def _generates(given: dict[str, Any]) -> bool:
     return bool(given["use_cache"]) or given["past_key_values"] is not None
 
 
-def _bound(function: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name, with defaults."""
+def _bind(function: Callable[..., Any], args: tuple, named: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, with defaults."""
     bound = inspect.signature(function).bind(*args, **named)
     bound.apply_defaults()
     return bound.arguments

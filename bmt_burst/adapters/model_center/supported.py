@@ -9,38 +9,38 @@ import model_center.model as zoo
 from model_center.layer import Attention
 from torch import nn
 
-from .attention import _MASKED
-from .biased import _CPM1, _CPM3
-from .models import _GPT2, _OPT, _Bert, _GPTj, _Llama, _Model, _Roberta
+from .biased import CPM1, CPM3
+from .models import GPT2, OPT, Bert, EnabledModel, GPTj, Llama, Roberta
 
-_FAMILIES: dict[type[nn.Module], type[_Model]] = {
-    zoo.Llama: _Llama,
-    zoo.GPTj: _GPTj,
-    zoo.GPT2: _GPT2,
-    zoo.OPT: _OPT,
-    zoo.Bert: _Bert,
-    zoo.Roberta: _Roberta,
-    zoo.CPM1: _CPM1,
-    zoo.CPM3: _CPM3,
+_MASKED = -1e4  # softmax makes 0 of this score
+
+_FAMILIES: dict[type[nn.Module], type[EnabledModel]] = {
+    zoo.Llama: Llama,
+    zoo.GPTj: GPTj,
+    zoo.GPT2: GPT2,
+    zoo.OPT: OPT,
+    zoo.Bert: Bert,
+    zoo.Roberta: Roberta,
+    zoo.CPM1: CPM1,
+    zoo.CPM3: CPM3,
 }
-
 
 _REFUSED: dict[type[nn.Module], str] = {
     zoo.CPM2: "its decoder attends to another sequence",
     zoo.T5: "its decoder attends to another sequence",
-    zoo.GLM: "its prefix and its positions are read off the whole input",
+    zoo.GLM: "it reads its prefix and its positions off the whole input",
     zoo.Longformer: "its attention is sparse, over chunks of a sequence that it pads",
-    zoo.ViT: "its sequence is made inside of it, of an image",
+    zoo.ViT: "it makes its sequence inside, from an image",
 }
 
 
-def _family(model: nn.Module) -> type[_Model]:
-    """What the model becomes. Raises ValueError if it is that already, TypeError if it can be
-    nothing.
+def find_family(model: Any) -> type[EnabledModel]:
+    """Return the class that enables `model`. Raises ValueError if it is already enabled, and
+    TypeError if it cannot be.
     """
     name = type(model).__name__
-    if isinstance(model, _Model):
-        raise ValueError(f"this {name} is enabled already, for {model._sp.size} ranks")
+    if isinstance(model, EnabledModel):
+        raise ValueError(f"this {name} is already enabled, for {model._sp.size} ranks")
     for base, reason in _REFUSED.items():
         if isinstance(model, base):
             raise TypeError(f"{name} cannot be sequence parallel: {reason}")
@@ -48,7 +48,7 @@ def _family(model: nn.Module) -> type[_Model]:
         if isinstance(model, base):
             if type(model).forward is not base.forward or "forward" in vars(model):
                 raise TypeError(
-                    f"this {name} has another forward than {base.__name__}, which would be lost"
+                    f"this {name} overrides the forward of {base.__name__}, which would be lost"
                 )
             return family
     known = ", ".join(base.__name__ for base in _FAMILIES)
@@ -56,17 +56,19 @@ def _family(model: nn.Module) -> type[_Model]:
 
 
 def _hint(model: Any) -> str:
-    """Which of its modules could be enabled."""
+    """Name a module of `model` that can be enabled, if there is one."""
     for path, part in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(part, tuple(_FAMILIES)):
             return f": give its {path}, a {type(part).__name__}"
     return ""
 
 
-def _check_layer(layer: Attention, family: type[_Model]) -> None:
+def check_layer(layer: Attention, family: type[EnabledModel]) -> None:
+    """Raise TypeError or ValueError if the attention of this layer cannot be replaced."""
     if type(layer) is not Attention or "forward" in vars(layer):
         raise TypeError(
-            f"a layer has another forward than Attention, which would be lost: {type(layer).__name__}"
+            "a layer overrides the forward of Attention, which would be lost: "
+            f"{type(layer).__name__}"
         )
     if layer.pos_bias_type not in family.pos_bias_types:
         expected = " or ".join(map(repr, family.pos_bias_types))
@@ -75,10 +77,16 @@ def _check_layer(layer: Attention, family: type[_Model]) -> None:
         )
     if layer.mask_value > _MASKED:
         raise ValueError(
-            f"att_mask_value={layer.mask_value} would let tokens see what is masked: {_MASKED} or less"
+            f"att_mask_value must be {_MASKED} or less, so that tokens do not see what is masked, "
+            f"got {layer.mask_value}"
         )
 
 
+def enabled_class(cls: type, family: type) -> type[nn.Module]:
+    """Return the class `cls` with the forward of `family`, always the same one."""
+    return _make_class(cls, family)
+
+
 @functools.cache
-def _enabled(cls: type[nn.Module], family: type[_Model]) -> type[nn.Module]:
+def _make_class(cls: type, family: type) -> type[nn.Module]:
     return type(cls.__name__, (family, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})

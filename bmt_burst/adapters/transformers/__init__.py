@@ -1,42 +1,42 @@
-"""Makes causal language models of transformers 5 sequence parallel, in place.
+"""Sequence parallel causal language models of transformers 5, changed in place.
+
+    from bmt_burst.adapters.transformers import enable
 
     sp = bmt_burst.init_sequence_parallel(sp_size=2)  # after dist.init_process_group
-    model = enable(LlamaForCausalLM.from_pretrained(path), sp)  # from
-    bmt_burst.adapters.transformers import enable
-    model(input_ids=tokens, labels=tokens).loss.backward()  # whole sequences, the same on every
-                                                            rank of sp
+    model = enable(LlamaForCausalLM.from_pretrained(path), sp)
+    # whole sequences, identical on every rank of sp
+    model(input_ids=tokens, labels=tokens).loss.backward()
 
-Llama, Mistral, Qwen2, Qwen3, Phi3, MiniCPM3, Gemma2 and GptOss, and subclasses that leave their
-forward as it is. Other models are refused, with the reason.
+`enable` takes Llama, Mistral, Qwen2, Qwen3, Phi3, MiniCPM3, Gemma2 and GptOss, and subclasses that
+do not override forward. It refuses other models, with the reason.
 
-A forward takes what it took, of whole sequences, and cuts it itself:
+A forward takes its own arguments, of whole sequences, and cuts them itself:
 
     input_ids, inputs_embeds, labels, shift_labels
-            (B, S, ...); of integers ranks compare a digest, since unlike sequences would train and
-            say nothing
+            (B, S, ...). Ranks compare a digest of integers, since training on different sequences
+            would raise no error
     position_ids
-            (B, S) or (1, S). Where they do not go on by one a document begins, which sees nothing
-            of those before it. In GptOss they must go on, since transformers would let documents
-            see each other there
+            (B, S) or (1, S). A document begins where they do not rise by one. It sees nothing of
+            the documents before it. In GptOss they must always rise by one, since transformers
+            would let documents see each other there
     attention_mask
-            (B, S), 0 where a row is padded, on the right only. What a model returns of padding is
-            of no use, and its labels must be -100. With it position_ids may not begin anew:
-            transformers ignores that then
+            (B, S), 0 where a row is padded, on the right only. Ignore what a model returns for
+            padding. Labels of padding must be -100. With an attention_mask position_ids may not
+            start again, since transformers then ignores that
     num_items_in_batch
-            what the sum of the losses is divided by, in place of the number of targets: a number or
-            a tensor of one
+            divides the sum of the losses, instead of the number of targets: a number or a tensor of
+            one element
 
-What comes back is of this rank's tokens, as sp.shard cuts them: logits and hidden states. The loss
-is that of the whole sequences, the same on every rank of sp. Its gradients are such that their mean
-over the ranks of sp is the gradient of
-the loss: DDP and FSDP, which average over all ranks, need nothing else, and the ranks of one sp
-count for them as one process with its own sequences would.
+Logits and hidden states are those of this rank's tokens, as sp.shard cuts them. The loss is that of
+the whole sequences, and identical on every rank of sp. The mean of the gradients over the ranks of
+sp is the gradient of the loss. So DDP and FSDP, which average over all ranks, work unchanged: the
+ranks of one sp count as one process with its own sequences.
 
-Parameters, their names and checkpoints stay as they are, as do gradient checkpointing and the
-windows that a configuration has. Copies and pickles of an enabled model are enabled too;
-save_pretrained writes a plain one.
+Parameters, their names, checkpoints, gradient checkpointing and the windows of a configuration do
+not change. Copies and pickles of an enabled model are enabled too. save_pretrained writes a plain
+model.
 
-Letters: B batch, S tokens of the whole sequence, S_local those of this rank, H query heads, G kv
+Letters: B batch, S tokens of the whole sequence, S_local tokens of this rank, H query heads, G kv
 heads, D head size.
 """
 
@@ -47,13 +47,13 @@ from transformers import PreTrainedModel
 from ...base.arguments import as_bool
 from ...ranks.groups import SequenceParallel
 from .attention import ATTENTION
-from .configs import _give_own_configs
-from .model import _enabled, _Model, _Rotary
-from .supported import _check_model
+from .configs import give_own_configs
+from .model import EnabledModel, EnabledRotary, enabled_class
+from .supported import check_model
 
 __all__ = ["ATTENTION", "enable"]
 
-# rotary embeddings whose angles depend on the longest sequence
+# rotary embeddings with angles that depend on the longest sequence
 _BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -65,20 +65,19 @@ def enable(
     flash: str = "auto",
     deterministic: bool = False,
 ) -> PreTrainedModel:
-    """Puts attention over the ranks of `sp` in the place of the model's own; returns the model.
+    """Replace the attention of `model` by attention over the ranks of `sp`, and return the model.
 
-    balanced       lay the sequences on the ranks as Layout.balanced does for the documents of each
-                   batch, not as sp says: equal work also where documents are short
-    flash          the block kernel, and
-    deterministic  equal bits between runs, as of burst_attn_func
+    balanced       lay out the sequences as Layout.balanced does for the documents of each batch,
+                   not as sp says: equal work also where documents are short
+    flash          the block kernel, as in burst_attn_func
+    deterministic  equal bits between runs, as in burst_attn_func
 
-    Enable a model before it is wrapped, by DDP or an Accelerator, as what is wrapped has another
-    forward.
+    Enable a model before DDP or an Accelerator wraps it, since a wrapped model has another forward.
 
-    Raises TypeError for an sp that is none, and for models that are not known or whose forward or
-    attention is not transformers' own, also where a package has replaced it in the class;
-    ValueError for a loss that is not, and if the model is enabled already. The model is then as it
-    was.
+    Raises TypeError if sp is not a SequenceParallel, for unknown models, and if the forward or the
+    attention of a model is not transformers' own, also where a package has replaced it in the
+    class. Raises ValueError if its loss is not transformers' own, and if the model is already
+    enabled. The model is then unchanged.
     """
     if not isinstance(sp, SequenceParallel):
         raise TypeError(
@@ -86,11 +85,13 @@ def enable(
         )
     options = {"flash": flash, "deterministic": as_bool("deterministic", deterministic)}
     balanced = as_bool("balanced", balanced)
-    _check_model(model)
-    _give_own_configs(model)
+    check_model(model)
+    give_own_configs(model)
     for part in model.modules():
         if getattr(part, "rope_type", None) in _BY_LENGTH:
-            part.__class__ = _enabled(_Rotary, type(part))
-    model._sp, model._balanced, model._options = sp, balanced, options
-    model.__class__ = _enabled(_Model, type(model))
+            part.__class__ = enabled_class(EnabledRotary, type(part))
+    changed: object = model
+    changed.__class__ = enabled_class(EnabledModel, type(model))
+    assert isinstance(changed, EnabledModel)
+    changed._sp, changed._balanced, changed._options = sp, balanced, options
     return model

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-)
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...attention import burst_attn_func
 from ...base.compiled import not_compiled
@@ -19,34 +16,32 @@ from ...calls.refusal import refuse_call
 from ...sequence.mask import Mask
 
 ATTENTION = "bmt_burst"  # the name under which transformers knows this attention
+MOST_MASKS = 256  # that are kept
 
 
-_MOST_MASKS = 256  # that are kept with a window
+class ForwardContext:
+    """The argument that layers get instead of a mask. It is not a dataclass, since wrappers would
+    rebuild it to move its tensors.
 
-
-class Sight:
-    """What layers are given in place of a mask. Not a dataclass: wrappers would rebuild it to move
-    its tensors.
-
-    options  of burst_attn_func, with a mask or causal=True
-    seq_len  S
-    targets  of the whole batch, if there are labels: an int64 scalar
+    options      options of burst_attn_func, with a mask or causal=True
+    seq_len      S
+    num_targets  the number of targets in the whole batch, an int64 scalar; 0 without labels
     """
 
-    def __init__(self, options: dict[str, Any], seq_len: int, targets: Tensor | None):
-        self.options, self.seq_len, self.targets = options, seq_len, targets
+    def __init__(self, options: dict[str, Any], seq_len: int, num_targets: Tensor | int = 0):
+        self.options, self.seq_len, self.num_targets = options, seq_len, num_targets
 
-    def within(self, window: int | None) -> dict[str, Any]:
-        """The options for a layer where a token sees itself and the window - 1 before it."""
+    def with_window(self, window: int | None) -> dict[str, Any]:
+        """Return the options for a layer where each token sees itself and the window - 1 tokens
+        before it.
+        """
         if window is None or window >= self.seq_len:
             return self.options
         rest = {name: option for name, option in self.options.items() if name != "causal"}
-        seen = self.options.get("mask", _causal(self.seq_len))
-        return rest | {
-            "mask": _windowed(seen, window)
-            if isinstance(seen, Mask)
-            else [_windowed(x, window) for x in seen]
-        }
+        mask = self.options.get("mask", causal_mask(self.seq_len))
+        if isinstance(mask, Mask):
+            return rest | {"mask": _windowed_mask(mask, window)}
+        return rest | {"mask": [_windowed_mask(row, window) for row in mask]}
 
 
 @not_compiled
@@ -61,18 +56,19 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    bmt_burst: Sight | None = None,
+    bmt_burst: ForwardContext | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
-    """What layers call: query (B, H, S_local, D), key and value (B, G, S_local, D) to (B, S_local,
-    H, D).
+    """Compute the attention of a layer: query (B, H, S_local, D), key and value (B, G, S_local, D)
+    to (B, S_local, H, D).
 
     Values may have smaller heads than keys, as in MiniCPM3. `s_aux` (H,) are sinks, as in GptOss.
-    `attention_mask` is what `_window_of_masks` returns.
+    `attention_mask` is what `_make_window` returned.
     """
     if bmt_burst is None:
         raise TypeError(
-            f"a {type(module).__name__} was called without what its tokens see: call the model that was enabled"
+            f"a {type(module).__name__} was called without what its tokens see: call the model "
+            "that was enabled"
         )
     try:
         _check_layer(module, dropout, sliding_window, attention_mask)
@@ -82,23 +78,23 @@ def attention(
     padded = F.pad(value, (0, narrower)) if narrower else value
     q, k, v = (x.transpose(1, 2) for x in (query, key, padded))
     sinks = None if s_aux is None else s_aux.to(accumulator_dtype(q.dtype))
-    options = {**bmt_burst.within(sliding_window), "softcap": softcap, "sinks": sinks}
+    options = {**bmt_burst.with_window(sliding_window), "softcap": softcap, "sinks": sinks}
     return burst_attn_func(q, k, v, scaling, **options)[..., : value.shape[-1]], None
 
 
-def _window_of_masks(*_args: Any, local_size: int | None = None, **_named: Any) -> int | None:
-    """What models make in place of a mask: the window that it would have."""
+def _make_window(*_args: Any, local_size: int | None = None, **_named: Any) -> int | None:
+    """Return the window of a mask. Models call this to make a mask, and pass the result on."""
     return local_size
 
 
 def _check_layer(
     module: nn.Module, dropout: float, window: int | None, window_of_model: int | None
 ) -> None:
-    """Raises ValueError for what a layer or its configuration asks for that is not computed."""
+    """Raise ValueError if a layer or its configuration asks for something that is not supported."""
     if dropout:
         raise ValueError(
-            f"attention over ranks cannot drop probabilities, and attention_dropout is {dropout}: set it to 0 in the "
-            "configuration, or call the model's eval()"
+            f"attention over ranks cannot drop probabilities, and attention_dropout is {dropout}: "
+            "set it to 0 in the configuration, or call the model's eval()"
         )
     if window is not None and window < 1:
         raise ValueError(
@@ -106,27 +102,30 @@ def _check_layer(
         )
     if window != window_of_model:
         raise ValueError(
-            f"a {type(module).__name__} has a window of {window}, and its model makes masks with one of "
-            f"{window_of_model}: some of transformers' attentions follow the layer and some the mask; make them equal"
+            f"a {type(module).__name__} has a window of {window}, and its model makes masks with "
+            f"one of {window_of_model}: some of transformers' attentions follow the layer and some "
+            "the mask; make them equal"
         )
     if not getattr(module, "is_causal", True):
         raise ValueError(
-            f"is_causal is False in a {type(module).__name__}: attention to both sides is not enabled"
+            f"is_causal is False in a {type(module).__name__}: attention to both sides is not "
+            "supported"
         )
 
 
-AttentionInterface.register(ATTENTION, attention)
-
-
-AttentionMaskInterface.register(ATTENTION, _window_of_masks)
-
-
-@functools.lru_cache(maxsize=_MOST_MASKS)
-def _causal(seq_len: int) -> Mask:
+@functools.lru_cache(maxsize=MOST_MASKS)
+def causal_mask(seq_len: int) -> Mask:
+    """Return Mask.causal, made once."""
     return Mask.causal(seq_len)
 
 
-@functools.lru_cache(maxsize=_MOST_MASKS)
-def _windowed(mask: Mask, window: int) -> Mask:
-    """Made once for all layers and calls, and all that comes of a mask with it."""
+@functools.lru_cache(maxsize=MOST_MASKS)
+def _windowed_mask(mask: Mask, window: int) -> Mask:
+    """Return the mask with a window. It is made once for all layers and calls, so that plans are
+    found again.
+    """
     return mask.windowed(window)
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, _make_window)

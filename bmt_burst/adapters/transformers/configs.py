@@ -6,19 +6,16 @@ import copy
 from typing import Any
 
 from torch import nn
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig
 
 from .attention import ATTENTION
 
 
 class _LayerConfig:
-    """The configuration of a module inside an enabled model, which names ATTENTION.
+    """The configuration of a module inside an enabled model, which asks for ATTENTION.
 
-    All else is read from `config`, and written to it. That one may be the model's own, and other
-    models can be made of it, since it names an attention of transformers.
+    All other attributes are read from `config` and written to it. `config` may be the model's own.
+    It still asks for an attention of transformers, so that other models can be made from it.
     """
 
     _attn_implementation = ATTENTION
@@ -36,35 +33,36 @@ class _LayerConfig:
         return _LayerConfig, (self.config,)
 
 
-def _give_own_configs(model: PreTrainedModel) -> None:
-    """Let the modules inside `model` name their attention, without other models that have the same
-    configurations.
+def give_own_configs(model: Any) -> None:
+    """Let the modules inside `model` ask for ATTENTION, without a change in other models that share
+    their configurations.
 
-    Modules that share a configuration still do. A model need not have that of its layers, which may
-    come from elsewhere.
+    Modules of this model that share a configuration still share one. A layer may have another
+    configuration than its model.
     """
     known: dict[int, Any] = {}
-    for module, config in _configs(model):
+    for module, config in _find_configs(model):
         own = copy.deepcopy(config, known)
         module.config = own if module is model else _LayerConfig(own)
     model._attention = model.config._attn_implementation
 
 
-def _check_configs(model: PreTrainedModel) -> None:
-    """Raise ValueError if a module would ask for another attention, which sees this rank's tokens
-    alone.
+def check_configs(model: Any) -> None:
+    """Raise ValueError if a module asks for another attention, which would see only this rank's
+    tokens.
     """
-    for module, config in _configs(model):
+    for module, config in _find_configs(model):
         if config._attn_implementation != (model._attention if module is model else ATTENTION):
             raise ValueError(
-                f"the configuration of a {type(module).__name__} asks for {config._attn_implementation!r} attention, "
-                "which would see this rank's tokens alone: neither replace modules and configurations of an enabled "
-                "model nor set their _attn_implementation"
+                f"the configuration of a {type(module).__name__} asks for "
+                f"{config._attn_implementation!r} attention, which would see only this rank's "
+                "tokens: neither replace modules and configurations of an enabled model nor set "
+                "their _attn_implementation"
             )
 
 
-def _configs(model: PreTrainedModel) -> list[tuple[nn.Module, Any]]:
-    """The modules that have a configuration, each with its own."""
+def _find_configs(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the modules that have a configuration, each with its configuration."""
     found = ((module, vars(module).get("config")) for module in model.modules())
     return [
         (module, config)

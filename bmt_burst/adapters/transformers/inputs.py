@@ -8,9 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import (
-    PreTrainedConfig,
-)
+from transformers import PreTrainedConfig
 
 from ...base.arguments import as_float, check_tensor
 from ...calls.masking import balanced_layout
@@ -18,12 +16,10 @@ from ...loss import count_targets
 from ...ranks.groups import SequenceParallel
 from ...sequence.layout import IGNORE_INDEX, Layout
 from ...sequence.mask import Mask
-from ..batch import Given
-from .attention import _MOST_MASKS, _causal
+from ..batch import LocalInputs
+from .attention import MOST_MASKS, causal_mask
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
-
-
 _COMPARED = (
     "input_ids",
     "labels",
@@ -32,8 +28,6 @@ _COMPARED = (
     "attention_mask",
     "num_items_in_batch",
 )
-
-
 _KNOWN = {
     *_OF_TOKENS,
     *_COMPARED,
@@ -42,18 +36,16 @@ _KNOWN = {
     "output_hidden_states",
     "return_dict",
 }
+_OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore position_ids
 
 
-_OF_ONE_DOCUMENT = ("gpt_oss",)  # models whose masks do not know position_ids
-
-
-class _Call:
+class ForwardInputs:
     """A forward's arguments, of whole sequences. Raises ValueError or TypeError if they are wrong.
 
-    part           the same with this rank's part of them: what the model's own forward takes
-    given          what ranks are to agree on
-    targets        how many there are, an int64 scalar, if there are labels
-    last_position  the largest of all: an int64 scalar
+    part           the arguments of the model's own forward: this rank's part of them
+    local          this rank's part, for the agreement of the ranks
+    num_targets    the number of targets, an int64 scalar; 0 without labels
+    last_position  the largest position, an int64 scalar
     """
 
     def __init__(
@@ -66,26 +58,29 @@ class _Call:
     ):
         _check_arguments(arguments, config)
         self.arguments = {name: x for name, x in arguments.items() if x is not None}
-        self.size, self.seq_len = _shape(
+        self.size, self.seq_len = _check_tokens(
             {name: x for name, x in self.arguments.items() if name in _OF_TOKENS}
         )
         self._check_shapes()
         padding, places = self.arguments.get("attention_mask"), self.arguments.get("position_ids")
-        documents = None if places is None else _documents(places, padding)
+        documents = None if places is None else _find_documents(places, padding)
         if documents is not None and config.model_type in _OF_ONE_DOCUMENT:
             raise ValueError(
-                f"position_ids begin anew, but transformers does not tell documents of a {config.model_type} apart"
+                "position_ids start again, but transformers does not keep documents of a "
+                f"{config.model_type} apart"
             )
-        self._layouts = _layouts(sp, balanced, documents, self.seq_len)
-        self._rank, labels = sp.rank, self._targets()
+        self._layouts = _choose_layouts(sp, balanced, documents, self.seq_len)
+        self._rank, targets = sp.rank, self._targets()
         if padding is not None:
-            _check_padding(padding, labels)
-        self.targets = None if labels is None else count_targets(labels)
-        self.part = self._part(labels)
+            _check_padding(padding, targets)
+        self.num_targets: Tensor | int = 0 if targets is None else count_targets(targets)
+        self.part = self._shard_arguments(targets)
         self.last_position = torch.tensor(self.seq_len - 1) if places is None else places.amax()
-        tensors = {name: self.part[name] for name in _OF_TOKENS if name in self.part}
-        self.given = Given(
-            tensors, mask=documents, layout=self._layouts, alike=self._alike(vocabulary)
+        self.local = LocalInputs(
+            {name: self.part[name] for name in _OF_TOKENS if name in self.part},
+            mask=documents,
+            layout=self._layouts,
+            compared=self._describe(vocabulary),
         )
 
     def _check_shapes(self) -> None:
@@ -98,20 +93,22 @@ class _Call:
             expected = (whole, (1, self.seq_len)) if name == "position_ids" else (whole,)
             if tuple(x.shape) not in expected:
                 raise ValueError(
-                    f"{name} must be of whole sequences, {' or '.join(map(str, expected))}, got shape {tuple(x.shape)}"
+                    f"{name} must be of whole sequences, {' or '.join(map(str, expected))}, "
+                    f"got shape {tuple(x.shape)}"
                 )
 
     def _targets(self) -> Tensor | None:
-        """(B, S), as transformers shifts labels: not across rows, but across documents."""
+        """Return targets (B, S). As in transformers, labels are shifted within each row, but across
+        documents.
+        """
         labels = self.arguments.get("labels")
         if labels is None or "shift_labels" in self.arguments:
             return None if labels is None else self.arguments["shift_labels"]
         return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
-    def _part(self, targets: Tensor | None) -> dict[str, Any]:
-        # what the model's own forward need not know
-        own = ("attention_mask", "shift_labels", "logits_to_keep")
-        part = {name: x for name, x in self.arguments.items() if name not in own} | {
+    def _shard_arguments(self, targets: Tensor | None) -> dict[str, Any]:
+        unneeded = ("attention_mask", "shift_labels", "logits_to_keep")
+        part = {name: x for name, x in self.arguments.items() if name not in unneeded} | {
             "use_cache": False
         }
         for name in _OF_TOKENS:
@@ -125,7 +122,7 @@ class _Call:
         return part if targets is None else part | {"labels": self._shard_rows(targets)}
 
     def _shard_rows(self, x: Tensor) -> Tensor:
-        """This rank's part of x (B, S, ...) or (1, S)."""
+        """Return this rank's part of x (B, S, ...) or (1, S)."""
         if isinstance(self._layouts, Layout):
             return self._layouts.shard(x, self._rank, 1)
         rows = x.expand(self.size, *x.shape[1:])
@@ -133,64 +130,67 @@ class _Call:
             [row.shard(y, self._rank, 0) for row, y in zip(self._layouts, rows, strict=True)]
         )
 
-    def _alike(self, vocabulary: int | None) -> dict[str, Any]:
-        """What ranks compare. Raises ValueError for tokens that are not in the vocabulary, on any
+    def _describe(self, vocabulary: int | None) -> dict[str, Any]:
+        """Return what ranks compare. Raises ValueError for tokens outside the vocabulary, in any
         rank's part.
         """
-        alike: dict[str, Any] = {"arguments": sorted(self.arguments)}
+        terms: dict[str, Any] = {"arguments": sorted(self.arguments)}
         if "inputs_embeds" in self.arguments:
             x = self.arguments["inputs_embeds"]
-            alike["inputs_embeds (whole, alike on every rank)"] = f"{tuple(x.shape)}, {x.dtype}"
+            terms["inputs_embeds (whole, identical on every rank)"] = f"{tuple(x.shape)}, {x.dtype}"
         for name in (name for name in _COMPARED if name in self.arguments):
             x = self.arguments[name]
-            alike[f"{name} (whole, the same on every rank)"] = (
-                _number(name, x)
+            terms[f"{name} (whole, identical on every rank)"] = (
+                _format_number(name, x)
                 if name == "num_items_in_batch"
                 else _digest(x, vocabulary if name == "input_ids" else None)
             )
-        return alike
+        return terms
 
 
 def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Raises ValueError for what cannot be said of a part of a sequence."""
+    """Raise ValueError for arguments that are not supported for a part of a sequence."""
     if arguments.get("use_cache") or arguments.get("past_key_values") is not None:
         raise ValueError(
-            "use_cache and past_key_values are of whole sequences, and these are cut over ranks"
+            "use_cache and past_key_values need whole sequences, and these are cut over ranks"
         )
     if arguments.pop("output_attentions", None) or config.output_attentions:
         raise ValueError(
-            "output_attentions: attention over ranks never has its probabilities as a whole"
+            "output_attentions: attention over ranks never has all its probabilities at once"
         )
     if not getattr(config, "is_causal", True):
         raise ValueError(
-            "is_causal is False in the configuration: attention to both sides is not enabled"
+            "is_causal is False in the configuration: attention to both sides is not supported"
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(
-            "use_bidirectional_attention in the configuration: attention to both sides is not enabled"
+            "use_bidirectional_attention in the configuration: attention to both sides is not "
+            "supported"
         )
     if arguments.pop("output_router_logits", None) or getattr(
         config, "output_router_logits", False
     ):
         raise ValueError(
-            "output_router_logits: routers have a loss of whole sequences, and these are cut over ranks"
+            "output_router_logits: the loss of routers needs whole sequences, and these are cut "
+            "over ranks"
         )
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise ValueError(
-            f"logits_to_keep counts tokens of whole sequences, and these are cut over ranks: got {keep}"
+            "logits_to_keep counts tokens of whole sequences, and these are cut over ranks: "
+            f"got {keep}"
         )
     if unknown := sorted(
         name for name, x in arguments.items() if x is not None and name not in _KNOWN
     ):
         raise ValueError(
-            f"{' and '.join(unknown)}: it is not known how to cut this over ranks; documents are said by position_ids "
-            "that begin anew"
+            f"{' and '.join(unknown)}: cannot cut an unknown argument over ranks; to separate "
+            "documents, give position_ids that start again"
         )
 
 
-def _shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
-    """B and S."""
+def _check_tokens(tensors: dict[str, Tensor]) -> tuple[int, int]:
+    """Return B and S. Raises ValueError or TypeError for wrong tokens."""
     if len(tensors) != 1:
         raise ValueError(
             f"give either input_ids or inputs_embeds, got {' and '.join(tensors) or 'neither'}"
@@ -201,21 +201,21 @@ def _shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
         raise ValueError(
             f"{name} must be (B, S{', E' * (name != 'input_ids')}), got shape {tuple(x.shape)}"
         )
-    if name == "input_ids" and x.dtype not in (torch.int64, torch.int32):  # what embeddings look up
+    if name == "input_ids" and x.dtype not in (torch.int64, torch.int32):  # as embeddings need
         raise TypeError(f"input_ids must be int64 or int32, got {x.dtype}")
     return x.shape[0], x.shape[1]
 
 
-def _documents(places: Tensor, padding: Tensor | None) -> Mask | list[Mask] | None:
-    """What tokens see that have these position_ids, if it is not all before them: of all rows, or
-    of each.
+def _find_documents(places: Tensor, padding: Tensor | None) -> Mask | list[Mask] | None:
+    """Return the mask of tokens with these position_ids, for all rows or for each. None if each row
+    is one document.
     """
     begins = places.diff(dim=-1).ne(1)
     if padding is not None:
         if (begins & padding[:, 1:].ne(0)).any():
             raise ValueError(
-                "position_ids begin anew where attention_mask has no padding: with an attention_mask transformers does "
-                "not tell documents apart; leave it out"
+                "position_ids start again where attention_mask has no padding: with an "
+                "attention_mask transformers does not keep documents apart; leave it out"
             )
         return None
     starts: list[list[int]] = [[0] for _ in places]
@@ -223,35 +223,35 @@ def _documents(places: Tensor, padding: Tensor | None) -> Mask | list[Mask] | No
         starts[row].append(place + 1)
     if all(len(row) == 1 for row in starts):
         return None
-    masks = [_of_documents((*row, places.shape[1])) for row in starts]
+    masks = [_documents_mask((*row, places.shape[1])) for row in starts]
     return masks[0] if len(masks) == 1 else masks
 
 
-def _layouts(
+def _choose_layouts(
     sp: SequenceParallel, balanced: bool, documents: Mask | list[Mask] | None, seq_len: int
 ) -> Layout | list[Layout]:
-    """Of all rows, or of each."""
+    """Return the layout of all rows, or one for each."""
     if not balanced:
         return sp.layout_of(seq_len)
     if isinstance(documents, list):
         return [balanced_layout(mask, sp.size) for mask in documents]
-    return balanced_layout(documents or _causal(seq_len), sp.size)
+    return balanced_layout(documents or causal_mask(seq_len), sp.size)
 
 
 def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
-    """Raises ValueError unless rows end with their padding, and padding has no targets."""
+    """Raise ValueError unless padding is at the end of rows, without targets."""
     valid = padding.ne(0)
     if (valid[:, 1:] & ~valid[:, :-1]).any():
         raise ValueError(
-            "attention_mask has padding before tokens that are none: rows must be padded on the right"
+            "attention_mask has padding before other tokens: rows must be padded on the right"
         )
     if targets is not None and (targets.to(valid.device).ne(IGNORE_INDEX) & ~valid).any():
-        raise ValueError(f"labels of what attention_mask says is padding must be {IGNORE_INDEX}")
+        raise ValueError(f"labels of padding, as attention_mask says it, must be {IGNORE_INDEX}")
 
 
-def _number(name: str, x: Any) -> str:
-    """A number, or that of a tensor of one element, for which the host waits: 10, 10.0 and
-    tensor(10) are the same.
+def _format_number(name: str, x: Any) -> str:
+    """Format a number, or a tensor of one element, for which the host waits. 10, 10.0 and
+    tensor(10) give the same text.
     """
     if isinstance(x, Tensor):
         check_tensor(name, x)
@@ -263,8 +263,8 @@ def _number(name: str, x: Any) -> str:
 
 
 def _digest(x: Tensor, vocabulary: int | None = None) -> str:
-    """Shape and contents, for which the host waits once. Raises ValueError for a token beyond a
-    vocabulary.
+    """Describe shape and contents. The host waits for it once. Raises ValueError for a token
+    outside a vocabulary.
     """
     numbers = x.flatten()
     bits = numbers.double().view(torch.int64) if x.is_floating_point() else numbers.long()
@@ -277,6 +277,6 @@ def _digest(x: Tensor, vocabulary: int | None = None) -> str:
     return f"{tuple(x.shape)}, digest {digest % (1 << 64):016x}"
 
 
-@functools.lru_cache(maxsize=_MOST_MASKS)
-def _of_documents(cu_seqlens: tuple[int, ...]) -> Mask:
+@functools.lru_cache(maxsize=MOST_MASKS)
+def _documents_mask(cu_seqlens: tuple[int, ...]) -> Mask:
     return Mask.documents(cu_seqlens)

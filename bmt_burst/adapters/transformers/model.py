@@ -1,11 +1,14 @@
-"""Models and modules of transformers that are enabled."""
+"""Models and modules of transformers that are enabled.
+
+Each class is put before the object's own class, and shares its attributes.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -15,64 +18,70 @@ from ...loss import cross_entropy_sum
 from ...ranks.agreement import run_together
 from ...ranks.groups import SequenceParallel
 from ...ranks.rings import make_rings
-from ..batch import Given, agree
-from .attention import Sight
-from .configs import _check_configs
-from .inputs import _Call
+from ..batch import LocalInputs, agree_on_batch
+from .attention import ForwardContext
+from .configs import check_configs
+from .inputs import ForwardInputs
 
 
-class _InPlace:
-    """Comes before the class of an object that is enabled. Copies, and what is read from pickles,
-    are enabled too.
-    """
+class Enabled(nn.Module):
+    """An enabled object. Copies of it, and what is read from its pickles, are enabled too."""
 
-    def __reduce_ex__(self, _protocol: int) -> tuple:
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> tuple:
         return _new, type(self).__bases__, self.__getstate__()
 
 
-class _Model(_InPlace):
+class EnabledModel(Enabled):
     """A causal language model over the ranks of `_sp`."""
+
+    # set by enable
+    _sp: SequenceParallel
+    _balanced: bool
+    _options: dict[str, Any]
+    # those of the model
+    config: Any
+    get_input_embeddings: Callable[[], nn.Module]
 
     def __init__(self, *_args: Any, **_named: Any):
         raise TypeError(
-            f"another {type(self).__name__} cannot be made by the class of an enabled one: take transformers' own, and "
-            "enable what it makes"
+            f"the class of an enabled {type(self).__name__} makes no other models: make one with "
+            "transformers' own class, and enable it"
         )
 
-    def _over_ranks(self, own: Callable, args: tuple, named: dict[str, Any]) -> Any:
-        """The model's own forward, of this rank's tokens; see the module."""
-        return own(**self._part(own, args, named))
+    def _run(self, own: Callable, args: tuple, named: dict[str, Any]) -> Any:
+        """Run the model's own forward on this rank's tokens; see the module."""
+        return own(**self._prepare(own, args, named))
 
     @not_compiled
-    def _part(self, own: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
-        """What the model's own forward takes, once all ranks agree."""
-        call: _Call | None = None
+    def _prepare(self, own: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the model's own forward, after all ranks agree."""
 
-        def part() -> Given:
-            nonlocal call
-            _check_configs(self)
-            call = _Call(
-                self._sp, self._balanced, self.config, self._vocabulary(), _bound(own, args, named)
+        def prepare() -> tuple[LocalInputs, ForwardInputs]:
+            check_configs(self)
+            arguments = _bind(own, args, named)
+            inputs = ForwardInputs(
+                self._sp, self._balanced, self.config, self._vocabulary(), arguments
             )
-            return call.given
+            return inputs.local, inputs
 
-        batch = agree(self._sp, f"the forward of a {type(self).__name__}", part)
-        options = self._options | self._sp.groups | batch.masking(causal=True, padding_sees=False)
+        batch, inputs = agree_on_batch(self._sp, f"the forward of a {type(self).__name__}", prepare)
+        masking = batch.mask_options(causal=True, padding_sees=False)
         for module in self.modules():
-            if isinstance(module, _Rotary):
-                module._last = call.last_position
-        return call.part | {"bmt_burst": Sight(options, call.seq_len, call.targets)}
+            if isinstance(module, EnabledRotary):
+                module._last = inputs.last_position
+        context = ForwardContext(
+            self._options | self._sp.groups | masking, inputs.seq_len, inputs.num_targets
+        )
+        return inputs.part | {"bmt_burst": context}
 
     def _vocabulary(self) -> int | None:
-        """How many tokens there are embeddings of; None if it is not torch's Embedding that looks
-        them up.
-        """
+        """Return the number of embeddings. None if torch's Embedding does not look them up."""
         embedding = self.get_input_embeddings()
         return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
     @property
     def loss_function(self) -> Callable:
-        """What the model's forward calls with this rank's part."""
+        """The loss, which the model's forward calls with this rank's part."""
         return self._loss
 
     @not_compiled
@@ -81,39 +90,40 @@ class _Model(_InPlace):
         logits: Tensor,
         labels: Tensor,
         vocab_size: int,
-        bmt_burst: Sight,
+        bmt_burst: ForwardContext,
         num_items_in_batch: Tensor | int | None = None,
         **_others: Any,
     ) -> Tensor:
-        """logits (B, S_local, V) and their targets (B, S_local), shifted, to the mean over the
-        targets of all ranks.
+        """Compute the mean over the targets of all ranks, of logits (B, S_local, V) and shifted
+        targets (B, S_local).
         """
         rings = make_rings(self._sp.process_group, self._sp.double_group)
         doing = f"the loss of a {type(self).__name__}"
         total, _ = run_together(
             rings, doing, lambda: cross_entropy_sum(logits, labels.to(logits.device))
         )
-        count = bmt_burst.targets if num_items_in_batch is None else num_items_in_batch
+        count = bmt_burst.num_targets if num_items_in_batch is None else num_items_in_batch
         count = count.to(total.device).reshape(()) if isinstance(count, Tensor) else count
-        return _Joined.apply(total / count, self._sp)
+        return _SumOverRanks.apply(total / count, self._sp)
 
     def generate(self, *_args: Any, **_named: Any) -> NoReturn:
         raise ValueError(
-            f"an enabled {type(self).__name__} does not generate, since caches are of whole sequences: load what "
-            "save_pretrained writes into a model that is not enabled"
+            f"an enabled {type(self).__name__} does not generate, since caches need whole "
+            "sequences: load what save_pretrained writes into a model that is not enabled"
         )
 
     def set_attn_implementation(self, *_args: Any, **_named: Any) -> NoReturn:
         raise ValueError(
-            f"an enabled {type(self).__name__} keeps its attention, since others see this rank's tokens alone: choose "
-            "kernels by the flash of enable, or load what save_pretrained writes into a model that is not enabled"
+            f"an enabled {type(self).__name__} keeps its attention, since others see only this "
+            "rank's tokens: choose kernels by the flash of enable, or load what save_pretrained "
+            "writes into a model that is not enabled"
         )
 
 
-class _Rotary(_InPlace):
-    """One whose angles depend on how long the longest sequence is, of which this rank has a part.
+class EnabledRotary(Enabled):
+    """Rotary embeddings with angles that depend on the longest sequence, which is cut over ranks.
 
-    `_last` is the last position of all.
+    `_last` is the last position of all sequences, once the model was called.
     """
 
     _last: Tensor | None = None
@@ -128,8 +138,8 @@ class _Rotary(_InPlace):
         return cos[:, :-1], sin[:, :-1]
 
 
-class _Joined(torch.autograd.Function):
-    """The sum of what the ranks of sp have, on each of them. Gradients are the ranks' own, times
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a scalar over the ranks of sp, on each of them. Gradients are the ranks' own times
     their number.
     """
 
@@ -143,27 +153,39 @@ class _Joined(torch.autograd.Function):
         return dsum * ctx.size, None
 
 
+def enabled_class(own: type, base: type) -> type[nn.Module]:
+    """Return the class `base` with the methods of `own` before it, always the same one."""
+    return _make_class(own, base)
+
+
 @functools.cache
-def _enabled(own: type[_InPlace], base: type[nn.Module]) -> type[nn.Module]:
-    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    if own is _Model:
+def _make_class(own: type, base: Any) -> type[nn.Module]:
+    names: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    if own is EnabledModel:
 
         @functools.wraps(base.forward)  # Trainers read its signature
-        def forward(self, *args: Any, **named: Any) -> Any:
-            return self._over_ranks(functools.partial(base.forward, self), args, named)
+        def forward(self: EnabledModel, *args: Any, **named: Any) -> Any:
+            return self._run(functools.partial(base.forward, self), args, named)
 
         names["forward"] = forward
     return type(base.__name__, (own, base), names)
 
 
-def _new(own: type[_InPlace], base: type[nn.Module]) -> nn.Module:
-    enabled = _enabled(own, base)
+def _new(own: type, base: type) -> nn.Module:
+    enabled = enabled_class(own, base)
     return enabled.__new__(enabled)
 
 
-def _bound(function: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name."""
+def _bind(function: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
     signature = inspect.signature(function)
     arguments = signature.bind(*args, **named).arguments
-    rest = next((x.name for x in signature.parameters.values() if x.kind is x.VAR_KEYWORD), None)
-    return {**{name: x for name, x in arguments.items() if name != rest}, **arguments.get(rest, {})}
+    rest: dict[str, Any] = {}
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            rest = arguments.pop(parameter.name, {})
+    return arguments | rest

@@ -1,4 +1,4 @@
-"""The models that can be enabled."""
+"""The models that can be enabled, and why others cannot."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from .model import _Model
+from .model import EnabledModel
 
 _NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "MiniCPM3", "Gemma2", "GptOss")
 
 
-def _families() -> dict[type[PreTrainedModel], type[nn.Module]]:
-    """The models that are known, those of them that this transformers has, and their attention."""
+def _find_families() -> dict[type[PreTrainedModel], type[nn.Module]]:
+    """Return the known models that this transformers has, and the classes of their attention."""
     models = [
         getattr(transformers, f"{name}ForCausalLM")
         for name in _NAMES
@@ -30,20 +28,19 @@ def _families() -> dict[type[PreTrainedModel], type[nn.Module]]:
     }
 
 
-_FAMILIES = _families()
-
+_FAMILIES = _find_families()
 
 _REFUSED = {
-    "MiniCPMForCausalLM": "the code that comes with its weights does not ask transformers for its attention; "
-    "train/export.py without --keep-scalings makes a Llama of a MiniCPM",
+    "MiniCPMForCausalLM": "the code that comes with its weights does not ask transformers for its "
+    "attention; train/export.py without --keep-scalings makes a Llama of a MiniCPM",
 }
 
 
-def _check_model(model: Any) -> None:
-    """Raises TypeError or ValueError for what cannot be enabled."""
+def check_model(model: Any) -> None:
+    """Raise TypeError or ValueError if `model` cannot be enabled."""
     name = type(model).__name__
-    if isinstance(model, _Model):
-        raise ValueError(f"this {name} is enabled already, for {model._sp.size} ranks")
+    if isinstance(model, EnabledModel):
+        raise ValueError(f"this {name} is already enabled, for {model._sp.size} ranks")
     base = next((base for base in _FAMILIES if isinstance(model, base)), None)
     if base is None:
         if name in _REFUSED:
@@ -52,14 +49,15 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"expected one of transformers' {known}, got a {name}{_hint(model)}")
     if not _has_forward_of(base, model):
         raise TypeError(
-            f"this {name} has another forward than transformers' {base.__name__}, which would be lost"
+            f"this {name} has another forward than transformers' {base.__name__}, which would be "
+            "lost"
         )
     for layer in model.model.layers:
         attention = getattr(layer, "self_attn", None)
         if not _has_forward_of(_FAMILIES[base], attention):
             raise TypeError(
-                f"a layer's attention, a {type(attention).__name__}, has another forward than transformers' "
-                f"{_FAMILIES[base].__name__}, which is known to ask for its attention by name"
+                f"a layer's attention, a {type(attention).__name__}, has another forward than "
+                f"transformers' {_FAMILIES[base].__name__}, which asks for its attention by name"
             )
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(
@@ -68,8 +66,8 @@ def _check_model(model: Any) -> None:
 
 
 def _has_forward_of(base: type[nn.Module], module: Any) -> bool:
-    """Whether it is a `base` with the forward that transformers gives it, which some packages
-    replace in the class.
+    """Whether the module is a `base` with the forward that transformers defines. Some packages
+    replace the forward in the class.
     """
     own = (
         isinstance(module, base)
@@ -80,7 +78,7 @@ def _has_forward_of(base: type[nn.Module], module: Any) -> bool:
 
 
 def _hint(model: Any) -> str:
-    """Which of its modules could be enabled."""
+    """Name a module of `model` that can be enabled, if there is one."""
     for path, part in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(part, tuple(_FAMILIES)):
             return f": give its {path}, a {type(part).__name__}"
