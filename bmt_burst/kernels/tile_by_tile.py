@@ -23,7 +23,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..merging.merge import Outputs, accumulator_dtype
+from ..base.dtypes import accumulator_dtype
+from ..merging.merge import Outputs
 from ..sequence.span import Span, length
 from ..sequence.tile import KernelCall
 from ..spec import Spec
