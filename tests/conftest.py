@@ -5,6 +5,7 @@ tested.
 import importlib.util
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -91,7 +92,16 @@ def _processes_hang_up():
     let_processes_hang_up()
 
 
+def pytest_collection_finish(session):
+    """Start the process that ranks are forked from, while this one has only imported modules."""
+    if WORKER and not torch.cuda.is_available() and "train.pretrain" in sys.modules:
+        from tests.helpers import fork_the_forkserver
+
+        fork_the_forkserver()
+
+
 LONGEST = (  # files, by how long they take
+    "test_interrupts.py",
     "test_train.py",
     "test_bench.py",
     "test_triton.py",

@@ -4,9 +4,13 @@ processes.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import importlib
 import itertools
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import runpy
@@ -17,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -26,7 +31,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, simulate
-from bmt_burst.kernels import Kernel, load
+from bmt_burst.kernels import Kernel, load, names
 from bmt_burst.kernels.bias import CallBias, Segments
 from bmt_burst.kernels.reference import visible
 from bmt_burst.sequence.tile import KernelCall
@@ -51,6 +56,15 @@ _PRELOADED = [
 _PRELOADED += ["transformers.models.llama.modeling_llama"]  # if it is there
 # Ranks that NCCL can make here: it wants a GPU for each, but for recent versions with this set.
 RANKS = max(GPUS, 4) if GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else GPUS
+
+
+def cpu_kernels(spec: Spec) -> list[str]:
+    """Return the names of the kernels that attend to fp64 tensors on CPUs with such scores."""
+    q = torch.empty(1, 4, 2, 8, dtype=torch.float64)
+    return [name for name in names() if load(name).refuses(spec, q, q) is None]
+
+
+CPU_KERNELS = cpu_kernels(Spec(0.3))
 
 
 def needs_ranks(count: int):
@@ -539,8 +553,7 @@ def run_script(
     environments of their own. Returns the exit code of one that failed, or 0, and what they said to
     both of their streams.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = forkserver()
     with tempfile.NamedTemporaryFile(mode="r", errors="replace") as said:
         line, port = [str(ROOT / script), *map(str, arguments)], free_port()
         places = [_places(rank, size, port) for rank in range(size)] if size else [{}]
@@ -561,6 +574,49 @@ def run_script(
         return next((rank.exitcode for rank in ranks if rank.exitcode), 0), said.read()
 
 
+def fork_the_forkserver() -> None:
+    """Start the forkserver as a fork of this process, which has imported what ranks need.
+
+    A forkserver is a new process otherwise, which takes seconds to import the same again.
+    """
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    for name in _PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    spawn, util.spawnv_passfds = util.spawnv_passfds, _fork
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _fork(_path: object, args: Sequence[str | bytes], passed: Sequence[int]) -> int:
+    """Fork a process that has only the files that are passed, and run `python -c`'s argument."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        opened = [-1, 0, 1, 2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
+        for before, after in itertools.pairwise(opened):
+            os.closerange(before + 1, after)
+        faulthandler.disable()
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+        sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1) for descriptor in (1, 2))
+        exec(os.fsdecode(args[-1]), {})
+    except Exception:
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(0)
+
+
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Return a context for processes that are forked from one which has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
 def _places(rank: int, size: int, port: int) -> dict[str, str]:
     """What a launcher tells a rank."""
     places = {
@@ -578,11 +634,16 @@ def _script_main(line: list[str], said: str, places: dict[str, str]) -> None:
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.environ.update(places)
+    run_as_main(line)
+
+
+def run_as_main(line: list[str]) -> None:
+    """Run a script with its arguments in this process, as Python does."""
     # tensors are tiny: several would wait for each other where other processes run too
     torch.set_num_threads(1)
     os.chdir(ROOT)
     sys.argv = line
-    sys.path.insert(0, str(Path(line[0]).parent))  # as Python does
+    sys.path.insert(0, str(Path(line[0]).parent))
     runpy.run_path(line[0], run_name="__main__")
 
 

@@ -305,7 +305,8 @@ def test_a_rank_inside_a_transform_tells_the_others():
     for theirs, mine in zip(first[:2], second[:2], strict=True):
         assert mine.startswith("RuntimeError: burst_attn_func cannot be transformed by torch.func")
         assert theirs.startswith(
-            "RanksDisagree: rank 1 of the group failed before a call of burst_attn_func: RuntimeError"
+            "RanksDisagree: rank 1 of the group failed before a call of "
+            "burst_attn_func: RuntimeError"
         )
 
 

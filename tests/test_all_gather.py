@@ -8,6 +8,7 @@ from bmt_burst import Layout, Mask, burst_attn_func, simulate
 from bmt_burst.strategies import choose, load
 from bmt_burst.strategies import ring as ring_strategy
 from tests.helpers import (
+    CPU_KERNELS,
     dense_results,
     problem,
     random_layout,
@@ -36,7 +37,7 @@ def test_any_mask_and_layout_equals_dense(part):
             chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed
         )
         options = {
-            "flash": chance.choice(("cpu", "reference")),
+            "flash": chance.choice(CPU_KERNELS),
             "backward": chance.choice(("auto", "q", "kv")),
         }
         options |= {

@@ -36,7 +36,7 @@ from bmt_burst.calls.inputs import unpack_tensor
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.strategies.ring.payload import surrogate_out
 from bmt_burst.transport import ALONE
-from tests.helpers import ROOT, dense_attention, random_qkv, relative_error
+from tests.helpers import CPU_KERNELS, ROOT, dense_attention, random_qkv, relative_error
 
 
 def qkv(**changes):
@@ -305,7 +305,7 @@ def test_numbers_of_numpy_are_numbers():
     assert first.shape == second.shape
 
 
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_every_scale_is_computed_with_or_refused(flash, dtype):
     """What counts is the dtype in which scores are scaled: fp16 takes scales above its own largest
@@ -411,7 +411,7 @@ def test_without_numpy_it_still_runs():
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 def test_inputs_are_never_written_to(backward, flash):
     def work(ring):
         *inputs, dout = random_qkv(2, 7, 4, 2, 8)
@@ -469,7 +469,7 @@ def test_transposed_inputs_work():
     assert relative_error(burst_attn_func(*transposed, causal=True), expected) < 1e-6
 
 
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 def test_gradients_by_finite_differences(flash):
     inputs = [x.requires_grad_() for x in random_qkv(1, 5, 2, 1, 4)[:3]]
     assert gradcheck(lambda *x: burst_attn_func(*x, causal=True, flash=flash), inputs)

@@ -151,7 +151,7 @@ def engine_ring(ring, arenas, one_queue):
 
 
 @pytest.mark.parametrize(("one_queue", "enough"), [(True, 1), (True, 1 << 18), (False, 1 << 18)])
-@pytest.mark.parametrize(("inner", "outer"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("inner", "outer"), [(2, 1), (3, 1), (3, 2)])
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, enough, monkeypatch):
     """Several calls after each other, of growing and shrinking size, with all group sizes, in one
@@ -238,7 +238,7 @@ def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait(count):
 @pytest.mark.parametrize(
     ("method", "backward"), [("forward", "kv"), ("backward", "q"), ("backward", "kv")]
 )
-@pytest.mark.parametrize("failing_call", [1, 2, 3, 5])
+@pytest.mark.parametrize("failing_call", [1, 3])
 def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
     inner, method, backward, failing_call, monkeypatch
 ):

@@ -414,7 +414,7 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
                 "--seq-len",
                 "32768",
             ],
-            "--strategy usp with --layout striped, --seq-len 32768 and --sp-size 4: in a striped",
+            "--strategy usp with --layout striped, --seq-len 32768 and --sp-size 4: it takes at",
         ),
         (
             ["--strategy", "plain-ring", "--sp-size", "4", "--inner-size", "2"],

@@ -54,7 +54,7 @@ def faulty(folder, output, fault, when, everywhere="pass", **options):  # noqa: 
     script.write_text(
         PATCHED.format(root=str(ROOT), steps=when, fault=fault, everywhere=everywhere)
     )
-    [_, _, *flags] = command(folder, output, sp_size=2, batch_size=1, **options)
+    [_, _, *flags] = command(folder, output, sp_size=2, batch_size=1, micro_batch_size=1, **options)
     return script, *flags
 
 
@@ -76,15 +76,17 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(folder):  # noqa: F811
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_with_everyones_stacks(folder):  # noqa: F811
-    done = torchrun(2, *faulty(folder, "hang", SLEEP, (2,), LOSE_PATIENCE))
-    assert done.returncode != 0
-    assert f"exitcode  : {EXIT_CODE}" in done.stderr
+    reasons = [folder / f"reason-{rank}.json" for rank in range(2)]
+    torchruns = [{"TORCHELASTIC_ERROR_FILE": str(file)} for file in reasons]
+    script, *flags = faulty(folder, "hang", SLEEP, (2,), LOSE_PATIENCE)
+    code, _ = run_script(2, script, *flags, environments=torchruns)
+    assert code == EXIT_CODE
     for rank in range(2):
         text = (folder / f"hang/stacks/rank_{rank:05d}.txt").read_text()
         assert f"rank {rank}: no sign of life for" in text
         assert "in step 2" in text
         assert "pretrain.py" in text
-        assert f"rank {rank}: no sign of life for" in summary(done.stderr)
+        assert f"rank {rank}: no sign of life for" in reasons[rank].read_text()
     assert "in backward" in text  # where rank 1 sleeps
 
 

@@ -21,6 +21,7 @@ from bmt_burst.sequence.span import length, shifted
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from tests.helpers import (
+    CPU_KERNELS,
     call_tensors,
     kernel_errors,
     named_calls,
@@ -63,7 +64,7 @@ def test_what_a_query_sees(kind):
     assert visible(call).equal(expected)
 
 
-@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("name", CPU_KERNELS)
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 4, 8), (4, 2, 24), (6, 1, 40)])
 def test_calls_against_autograd(name, kind, heads, kv_heads, head_size):
@@ -353,7 +354,7 @@ def test_rows_that_see_nothing_anywhere_have_no_gradient():
     them.
     """
     call = KernelCall(6, 3, (((0, 6), (0, 3)),), right=0)
-    for name in ("cpu", "reference"):
+    for name in CPU_KERNELS:
         q, k, v, dout = call_tensors(call, 1, 2, 2, 8)
         out, lse = kernels.load(name).forward(q, k, v, call, SPEC)
         assert lse[:, :, :3].eq(-torch.inf).all()
@@ -364,7 +365,7 @@ def test_rows_that_see_nothing_anywhere_have_no_gradient():
         assert dv.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("name", CPU_KERNELS)
 @pytest.mark.parametrize("kind", ["full, fewer keys", "a window", "tiles apart"])
 def test_views_are_fine(name, kind):
     """Slices along the tokens, as the ring cuts them: strided inputs, lse included."""
@@ -383,7 +384,7 @@ def test_views_are_fine(name, kind):
     assert all(relative_error(a, b) < 1e-14 for a, b in zip(grads, again, strict=True))
 
 
-@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("name", CPU_KERNELS)
 @pytest.mark.parametrize("kind", ["causal", "a window"])
 def test_any_strides_are_fine(name, kind):
     kernel, call = kernels.load(name), CALLS[kind]
@@ -419,7 +420,7 @@ def test_shares_of_all_keys_add_up():
     out, lse = reference.forward(q, k, v, whole, SPEC)
     expected = reference.backward(dout, q, k, v, out, lse, None, whole, SPEC)
     seen = torch.zeros(40, 40, dtype=torch.int)
-    for name in ("cpu", "reference"):
+    for name in CPU_KERNELS:
         sums = [torch.zeros_like(x) for x in (q, k, v)]
         for rows, columns, call in halves:
             rows, columns = slice(*rows), slice(*columns)
@@ -447,7 +448,7 @@ def test_a_query_that_is_not_finite_is_nan_and_no_other(kind, value):
     q, k, v, dout = call_tensors(call, 1, 4, 2, 8, torch.float32)
     at = int(visible(call).any(1).nonzero()[-1])
     q[0, at, 0, 3] = value
-    for name in ("cpu", "reference"):
+    for name in CPU_KERNELS:
         out, lse = kernels.load(name).forward(q, k, v, call, SPEC)
         lost = torch.zeros_like(out, dtype=torch.bool)
         lost[0, at, 0] = True

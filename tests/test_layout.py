@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from bmt_burst import IGNORE_INDEX, Layout, Mask, SequenceParallel, shard, shift_labels, unshard
+from bmt_burst.sequence.layout import LAYOUTS
 
-NAMES = ("zigzag", "striped", "contiguous")
 CASES = [
     (name, size, length)
-    for name, size in itertools.product(NAMES, (1, 2, 3, 4, 5, 8))
+    for name, size in itertools.product(LAYOUTS, (1, 2, 3, 4, 5, 8))
     for length in {size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, 4 * size + 3, 41}
 ]
 
@@ -58,7 +58,7 @@ def test_layouts_are_equal_if_they_put_tokens_in_the_same_places():
     assert Layout.zigzag(8, 2) != "zigzag"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_unshard_undoes_shard(name, dim):
     x = torch.arange(7 * 11 * 13).view(7, 11, 13)

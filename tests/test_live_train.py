@@ -149,11 +149,9 @@ def records(folder, name) -> list[dict]:
     [
         ("bee", 2, {"sp_size": 2}),
         ("bee", 4, {"sp_size": 2, "layout": "striped", "strategy": "ulysses"}),
-        ("bee", 2, {"sp_size": 1}),
         ("ant", 4, {"sp_size": 4, "ulysses_size": 2}),
-        ("ant", 4, {"sp_size": 2}),
     ],
-    ids=["bee-sp2", "bee-dp2xsp2-ulysses", "bee-dp2", "ant-usp", "ant-dp2xsp2"],
+    ids=["bee-sp2", "bee-dp2xsp2-ulysses", "ant-usp"],
 )
 def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole, name, processes, more):
     """In fp32: sums in other orders, which the steps before have carried on."""
@@ -196,8 +194,8 @@ def test_resuming_is_as_not_stopping(folder, whole, name):
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="with GPUs test_gpu_train.py runs BMTrain as it is"
 )
-@BOTH
-def test_bmtrain_gives_the_same(folder, whole, tmp_path, name):
+def test_bmtrain_gives_the_same(folder, whole, tmp_path):
+    name = "bee"
     said = run_pretrain(
         2, tmp_path, command(folder, f"{name}-bmtrain", sp_size=2, **options(folder, name))
     )

@@ -10,7 +10,7 @@ import torch
 from bmt_burst import Layout, burst_attn_func, kernels, simulate
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from tests.helpers import dense_attention, random_qkv
+from tests.helpers import CPU_KERNELS, dense_attention, random_qkv
 
 VALUES = [float("nan"), float("inf"), -float("inf")]
 BLOCKS = (1, 2, 7, 8, 16, 17, 33, 100)
@@ -25,7 +25,7 @@ def spoilt(tokens, name, at, value, dtype):
     return tensors, [x.double() for x in tensors[:3]]
 
 
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -41,7 +41,7 @@ def test_a_block_is_nan_where_dense_attention_is(flash, dtype, name, value):
             assert lse.isfinite().equal(expected_lse.isfinite()), (tokens, causal, at)
 
 
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("name", ["q", "k"])
@@ -66,7 +66,7 @@ def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):
             )
 
 
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("value", VALUES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask
+from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tile import Tile
 from bmt_burst.sequence.tiling import Tiling
@@ -86,7 +87,7 @@ def rings(inner, outer):
         yield ring_of(
             mask, random_layout(chance, mask, size), inner, outer, limits, chance.random() < 0.5
         )
-    for name, limit in itertools.product(("zigzag", "striped", "contiguous"), (None, 9)):
+    for name, limit in itertools.product(LAYOUTS, (None, 9)):
         mask = Mask.causal(7 * size + size // 2)
         yield ring_of(mask, Layout.named(name, mask.seq_len, size), inner, outer, (limit, limit))
 

@@ -12,6 +12,7 @@ from bmt_burst import Layout, Mask, Slice, burst_attn_func, burst_attn_varlen_fu
 from bmt_burst.calls.call import _MOST_PLANS
 from bmt_burst.transport import MESSAGE_BYTES
 from tests.helpers import (
+    CPU_KERNELS,
     attention_errors,
     dense_results,
     random_layout,
@@ -261,7 +262,7 @@ BLIND = Mask(24, (Slice((3, 11), (0, 9), 2), Slice((20, 22), (12, 24))))
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize(("size", "inner"), [(1, 1), (3, 3), (4, 2)])
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 def test_queries_that_see_nothing_give_nothing(backward, size, inner, flash):
     """An out and gradients of exactly 0, an lse of -inf; keys that nobody sees have gradients of
     exactly 0.

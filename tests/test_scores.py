@@ -24,6 +24,7 @@ from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.ring import Program, RingPlan
 from tests.helpers import (
+    CPU_KERNELS,
     attention_errors,
     dense_results,
     random_layout,
@@ -147,7 +148,7 @@ def test_any_scores_equal_dense(part, monkeypatch):
             "scores": added,
             "strategy": "ulysses" if inner == size and chance.random() < 0.3 else "ring",
             "backward": chance.choice(("q", "kv")),
-            "flash": chance.choice(("cpu", "cpu", "reference")),
+            "flash": chance.choice(CPU_KERNELS),
             "optimize_bwd_comm": chance.random() < 0.7,
             "group_bytes": chance.choice((0, 5_000, 1 << 30)),
         }
@@ -380,7 +381,7 @@ def test_what_kernels_know_of_tokens_is_not_kept_for_all_plans(monkeypatch):
     assert sum(x() is not None for x in made) <= 8
 
 
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize(
     "mask", [Mask.full(12), Mask.causal(12), Mask(12, (Slice((0, 6), (6, 12)),))]
@@ -407,7 +408,7 @@ def test_a_bias_that_is_not_finite_is_not_hidden(flash, strategy, mask, monkeypa
         assert dbias[OTHER].isnan().tolist() == [True, False]
 
 
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 def test_rows_of_minus_infinity_count_for_nothing(flash, monkeypatch):
     monkeypatch.setattr(scores, "_LONG", 1)
     added, bias = small_scores(mask=Mask.full(6)), torch.zeros(8, 2, dtype=torch.float64)
@@ -421,7 +422,7 @@ def test_rows_of_minus_infinity_count_for_nothing(flash, monkeypatch):
 
 
 @pytest.mark.parametrize("long", [1, 100])
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 def test_who_sees_rows_of_minus_infinity_alone_has_no_lse_and_no_gradient(flash, long, monkeypatch):
     """Whether they are an area or not; what out is then is not said."""
     monkeypatch.setattr(scores, "_LONG", long)
@@ -474,7 +475,7 @@ def test_in_bf16_areas_cost_a_table_little_of_its_precision(backward, monkeypatc
         tensors = random_qkv(1, 192, 2, 2, 32, torch.bfloat16, seed=seed)
         bias = torch.randn(11, 2, generator=torch.Generator().manual_seed(seed))
         exact = dense_results(added.mask, tensors, SCALE, added.dense(), bias)[-1]
-        for flash in ("cpu", "reference"):  # with areas, and without
+        for flash in CPU_KERNELS:  # with areas, and without
             options = {"scores": added, "backward": backward, "flash": flash}
             grad = ring_results(Layout.zigzag(192, 2), tensors, SCALE, bias=bias, **options)[-1]
             # three times bf16's 2^-8; measured: up to 0.006

@@ -21,6 +21,7 @@ from bmt_burst import (
     simulate,
 )
 from tests.helpers import (
+    CPU_KERNELS,
     attention_errors,
     dense_results,
     random_layout,
@@ -65,7 +66,7 @@ def test_both_equal_dense(part):
         options = {
             "strategy": "ulysses" if inner == size and chance.random() < 0.4 else "ring",
             "backward": chance.choice(("q", "kv")),
-            "flash": "reference" if softcap else chance.choice(("cpu", "reference")),
+            "flash": "reference" if softcap else chance.choice(CPU_KERNELS),
             "optimize_bwd_comm": chance.random() < 0.7,
             "group_bytes": chance.choice((0, 5_000, 1 << 30)),
             "softcap": softcap,
@@ -75,7 +76,7 @@ def test_both_equal_dense(part):
         check(got, expected, tensors[3], 1e-10, (seed, layout, options))
 
 
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_who_sees_nothing_has_an_out_of_0_and_the_lse_of_its_sink(flash, strategy):
     mask, sinks = Mask(12, (Slice((3, 8), (0, 5)),)), random_sinks(2)
@@ -100,7 +101,7 @@ def test_sinks_of_minus_infinity_are_none():
     assert dsinks.eq(0).all()
 
 
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 @pytest.mark.parametrize(
     "options", [{"backward": "kv"}, {"backward": "q"}, {"strategy": "ulysses"}], ids=str
 )
@@ -132,7 +133,7 @@ def test_sinks_of_any_size(size):
         assert torch.allclose(mine.double(), exact, rtol=1e-4, atol=1e-6)  # fp32 rounds at 6e-8
 
 
-@pytest.mark.parametrize("flash", ["cpu", "reference"])
+@pytest.mark.parametrize("flash", CPU_KERNELS)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_sinks_go_with_a_bias(flash, strategy):
     mask, tensors, sinks = Mask.causal(21), random_qkv(1, 21, 2, 2, 8), random_sinks(2)

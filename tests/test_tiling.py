@@ -10,6 +10,7 @@ import torch
 
 from bmt_burst import Layout, Mask, Slice
 from bmt_burst.sequence import tiling
+from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import length, merged
 from bmt_burst.sequence.tile import Tile
 from bmt_burst.sequence.tiling import Tiling, by_columns, flipped, kernel_calls
@@ -17,7 +18,6 @@ from tests.helpers import random_layout, random_mask
 
 CASES = 480
 PARTS = 6  # tests that share them
-NAMES = ("zigzag", "striped", "contiguous")
 
 
 def painted(tiles, rows, columns):
@@ -123,7 +123,7 @@ def test_every_visible_pair_is_in_one_tile_and_one_kernel_call(part, monkeypatch
         check(mask, random_layout(chance, mask, size))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_so_it_is_for_every_length(name, size):
     for tokens in {size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, 4 * size + 3, 41}:

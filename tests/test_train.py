@@ -1,15 +1,11 @@
-"""The application as its users run it: pretrain.py with real processes, stopped, killed and
-resumed.
+"""The application as its users run it: pretrain.py with real processes, and resumed runs.
+
+test_interrupts.py has runs that are stopped and killed.
 """
 
 import itertools
 import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +17,6 @@ from tests.test_data import prepare
 from tests.test_documents import WINDOWED
 from tests.test_model import SMALL, initialized
 from train import export, generate
-from train.base.lock import lock
 from train.checkpoints import checkpoint
 from train.checkpoints.checkpoint import Checkpoint
 
@@ -56,7 +51,7 @@ def command(folder: Path, output: str, **options) -> list[str]:
         "batch_size": 4,
         "steps": STEPS,
     }
-    defaults |= {"micro_batch_size": 1, "save_every": 0, "lr": 0.003}
+    defaults |= {"micro_batch_size": 2, "save_every": 0, "lr": 0.003}
     pairs = {**defaults, "output": folder / output, **options}.items()
     flags = [text for name, value in pairs for text in ("--" + name.replace("_", "-"), str(value))]
     return [sys.executable, str(ROOT / "train/pretrain.py"), *flags]
@@ -82,7 +77,8 @@ def whole_run(folder) -> list[tuple]:
     """Losses and gradient norms of one process, with documents and windows: what all other ways
     must reproduce.
     """
-    said = train(folder, "whole", val_data=folder / "data/train", eval_every=6, eval_sequences=5)
+    evaluated = {"val_data": folder / "data/train", "eval_every": 6, "eval_sequences": 5}
+    said = train(folder, "whole", micro_batch_size=1, **evaluated)
     assert (
         "documents told apart by documents.bin, each after begin token 256, a window of 6 "
         "tokens in 2 of 3 layers" in said
@@ -94,13 +90,10 @@ def whole_run(folder) -> list[tuple]:
     ("processes", "options"),
     [
         (2, {"sp_size": 2, "layout": "contiguous"}),
-        (4, {"sp_size": 4, "micro_batch_size": 2}),
-        (4, {"sp_size": 4, "inner_size": 2, "micro_batch_size": 4}),
         (4, {"sp_size": 2, "micro_batch_size": 2, "strategy": "all-gather"}),
-        (2, {"sp_size": 1}),
         (4, {"sp_size": 4, "ulysses_size": 2, "micro_batch_size": 4}),
     ],
-    ids=["sp2-contiguous", "sp4", "double-ring", "dp2xsp2", "dp2", "usp"],
+    ids=["sp2-contiguous", "dp2xsp2", "usp"],
 )
 def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(
     folder, whole_run, processes, options
@@ -178,15 +171,17 @@ def test_resuming_is_as_not_stopping(folder, whole_run):
 
 
 def test_resuming_on_other_ranks_keeps_everything(folder, whole_run):
-    """From 2 sequence parallel ranks to 2 data parallel ones, to 4 of both, with no sample lost or
-    repeated.
+    """Go from 2 sequence parallel ranks to 2 data parallel ones, then to a double ring of 4.
+
+    No sample is lost or repeated.
     """
     train(folder, "moved", processes=2, sp_size=2, save_every=3, keep_last=9)
     for step in (6, 9, 12):
         checkpoint._remove(folder / f"moved/step_{step:08d}")
     train(folder, "moved", processes=2, sp_size=1, save_every=7, resume="auto", keep_last=9)
     checkpoint._remove(folder / "moved/step_00000012")
-    train(folder, "moved", processes=4, sp_size=2, micro_batch_size=2, resume="auto", keep_last=9)
+    options = {"sp_size": 4, "inner_size": 2, "micro_batch_size": 4}
+    train(folder, "moved", processes=4, resume="auto", keep_last=9, **options)
     for mine, expected in zip(curve(folder, "moved", "loss", "grad_norm"), whole_run, strict=True):
         assert mine == pytest.approx(expected, rel=1e-5)
 
@@ -256,274 +251,6 @@ def test_a_run_that_ends_in_skipped_steps_keeps_all_it_has_and_is_no_success(fol
     said = train(folder, "poisoned", code=2, steps=20, max_skips=7, resume="auto", **options)
     assert "7 steps in a row were skipped: " in said
     assert f"; the last good checkpoint is {saved}" in said
-
-
-def test_a_folder_has_one_run_at_a_time(folder):
-    first = start(command(folder, "shared", steps=100_000))
-    wait_for_steps(folder / "shared", 3, first)
-    before = (folder / "shared/metrics.jsonl").read_text()
-    said = train(folder, "shared", code=2, processes=2, resume="auto")
-    assert f"{folder}/shared is in use by process {first.pid} on " in said
-    assert (folder / "shared/metrics.jsonl").read_text().startswith(before)
-    first.send_signal(signal.SIGHUP)
-    assert "to go on, run the same command with --resume auto" in first.communicate(timeout=600)[0]
-    assert first.returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("signum", "processes", "times"),
-    [(signal.SIGTERM, 2, 1), (signal.SIGINT, 2, 2), (signal.SIGINT, 1, 2)],
-)
-def test_a_signal_ends_the_run_in_order(folder, signum, processes, times):
-    """Once for all, though a terminal sends it to the launcher and to the ranks, and some launchers
-    twice.
-    """
-    name = f"signal-{signum}-{processes}"
-    arguments = command(folder, name, processes=processes, sp_size=processes, steps=100_000)
-    run = start(arguments)
-    wait_for_steps(folder / name, 3, run)
-    for _ in range(times):
-        os.killpg(run.pid, signum)
-    said, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, said
-    assert said.count("stopping after this step; Ctrl-C once more ends the run now") == 1
-    steps = len(curve(folder, name))
-    assert f"stopped after step {steps}; to go on, run the same command with --resume auto" in said
-    assert checkpoint.newest(folder / name) == folder / name / f"step_{steps:08d}"
-
-
-def test_a_signal_before_training_ends_the_run_too(folder):
-    arguments = command(folder, "early", processes=2, sp_size=2, steps=100_000)
-    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while len(children(run.pid)) < 2:
-        time.sleep(0.02)
-    run.send_signal(signal.SIGTERM)
-    said, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, said
-    assert "stopped before training began" in said or "to go on" in said
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_second_interrupt_ends_the_run_now(folder, whole_run, processes):
-    """In a step that takes minutes, from which Python's own handlers would not be called."""
-    name = f"insisted-{processes}"
-    last = folder / name / f"step_{STEPS:08d}"
-    shutil.copytree(folder / "whole", folder / name)
-    long = {"steps": 30, "batch_size": 100_000, "resume": "auto"}
-    run = start(command(folder, name, processes=processes, sp_size=processes, **long))
-    said = read_until(run, f"resumed after step {STEPS}")
-    time.sleep(3)  # until it is in the step
-    os.killpg(run.pid, signal.SIGINT)
-    said += read_until(run, "stopping after this step")
-    time.sleep(1)
-    assert run.poll() is None
-    os.killpg(run.pid, signal.SIGINT)
-    said += run.communicate(timeout=600)[0]
-    assert run.returncode == 130, said
-    assert said.count("stopping after this step") == 1
-    assert (
-        f"the last good checkpoint is {last}; to go on from it, run the same command with "
-        "--resume auto" in said
-    )
-    assert "Traceback" not in said
-
-
-def read_until(run: subprocess.Popen, text: str) -> str:
-    """What a run says up to the line with `text`."""
-    lines = []
-    while not lines or text not in lines[-1]:
-        lines.append(run.stdout.readline())
-        assert lines[-1], "".join(lines)
-    return "".join(lines)
-
-
-def start(arguments: list[str]) -> subprocess.Popen:
-    """In a process group of its own, as a shell does."""
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(
-        arguments, **options, env=os.environ | {"OMP_NUM_THREADS": "1"}, process_group=0
-    )
-
-
-def wait_for_steps(output: Path, steps: int, run: subprocess.Popen) -> None:
-    metrics, deadline = output / "metrics.jsonl", time.monotonic() + 600
-    while not (metrics.is_file() and metrics.read_text().count("\n") >= steps):
-        assert run.poll() is None, run.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_a_killed_run_resumes_where_it_saved(folder):
-    """SIGKILL to the launcher takes the ranks with it, and to a rank the others. The curve is the
-    same to the bit.
-    """
-    options = {
-        "processes": 2,
-        "sp_size": 2,
-        "micro_batch_size": 2,
-        "save_every": 1,
-        "resume": "auto",
-        "steps": 12,
-    }
-    train(folder, "not-killed", **options)
-    run = start(command(folder, "killed", **options))
-    wait_for_steps(folder / "killed", 2, run)
-    ranks = children(run.pid)
-    assert len(ranks) == 2
-    run.kill()
-    run.communicate()
-    wait_until_ended(ranks)
-    run = start(command(folder, "killed", **options))
-    wait_for_steps(folder / "killed", 5, run)
-    said = kill_rank(run, 1)
-    assert f"the last good checkpoint is {checkpoint.newest(folder / 'killed')}" in said
-    train(folder, "killed", **options)
-    assert curve(folder, "killed", "loss", "grad_norm") == curve(
-        folder, "not-killed", "loss", "grad_norm"
-    )
-
-
-# Forks runs of one rank: one that is spared, then some that are killed within the time that it
-# took, then the last. A
-# machine may be slower by then: as long as nothing was saved they get more time.
-# Torch is imported once and not used before a fork; no curve is drawn, which would be most of the
-# time.
-KILLER = """
-import os, random, signal, sys, time
-from pathlib import Path
-from train import pretrain
-from train.run import metrics
-
-metrics.plot_losses = lambda records, file: None
-kills, spared, killed, *flags = sys.argv[1:]
-
-def forked(output):
-    pid = os.fork()
-    if pid == 0:
-        os._exit(pretrain.main([*flags, "--output", output]))
-    return pid
-
-began = time.monotonic()
-assert os.waitpid(forked(spared), 0)[1] == 0
-whole = time.monotonic() - began
-random.seed(0)
-for _ in range(int(kills)):
-    pid = forked(killed)
-    time.sleep(random.random() * 0.8 * whole)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    if not any(Path(killed).glob("step_*")):
-        whole *= 2
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(forked(killed), 0)[1]))
-"""
-
-
-def test_kills_at_random_moments_leave_no_trace_in_the_curve(folder):
-    """While it starts, trains, saves or evaluates."""
-    options = {
-        "save_every": 1,
-        "resume": "auto",
-        "steps": 24,
-        "eval_every": 3,
-        "val_data": folder / "data/train",
-    }
-    options |= {"eval_sequences": 3, "batch_size": 2}
-    [_, _, *flags] = command(folder, "killed-often", **options)
-    line = [sys.executable, "-c", KILLER, "6", folder / "spared", folder / "killed-often", *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "resumed after step" in done.stdout
-    for name in ("loss", "val_loss"):
-        both = [values(folder / output, name) for output in ("spared", "killed-often")]
-        assert both[0] == both[1]
-
-
-def values(output: Path, name: str) -> dict[int, float]:
-    """Values of `name` by step."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record[name] for record in records if name in record}
-
-
-def test_a_failing_rank_ends_the_run(folder):
-    """Ranks that share sequences may wait for it in memory that they share: for those see the
-    killed run above.
-    """
-    run = start(command(folder, "failing", processes=2, sp_size=1, steps=100_000))
-    wait_for_steps(folder / "failing", 2, run)
-    assert "the last good checkpoint is none" in kill_rank(run, 1)
-
-
-def kill_rank(run: subprocess.Popen, rank: int) -> str:
-    """Kills one of two ranks, which ends the run; returns what it said."""
-    os.kill(children(run.pid)[rank], signal.SIGKILL)
-    said, _ = run.communicate(timeout=600)
-    assert run.returncode == 137
-    assert f"rank {rank} ended with code 137 (SIGKILL)" in said
-    assert f"rank {1 - rank} lost contact with another rank" in said
-    assert "Traceback" not in said
-    return said
-
-
-def test_ranks_die_with_torchruns_agent(folder):
-    """And let go of the folder."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    arguments = command(folder, "agent", sp_size=2, steps=100_000)
-    agent = start([*launcher, *arguments[1:]])
-    wait_for_steps(folder / "agent", 2, agent)
-    ranks = children(agent.pid)
-    assert len(ranks) == 2
-    agent.kill()
-    agent.communicate()
-    wait_until_ended(ranks)
-    lock(folder / "agent").close()
-
-
-def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):
-    arguments = command(folder, "hanging", processes=2, sp_size=2, timeout=6)
-    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while not (
-        started := [pid for pid in children(run.pid) if b"LOCAL_RANK=1" in environment(pid)]
-    ):
-        time.sleep(0.02)  # until it is more than the launcher's fork, which waits for it to be that
-    os.kill(started[0], signal.SIGSTOP)
-    said, _ = run.communicate(timeout=600)
-    assert run.returncode != 0
-    assert "rank 0: no sign of life for" in said
-    assert "in waiting for the other ranks to join" in said
-    assert "init_process_group" in said  # where it waits
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def environment(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
-
-
-def wait_until_ended(pids: list[int]) -> None:
-    """Within a time that is short beside those for which ranks wait for each other."""
-    deadline = time.monotonic() + 60
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_any_strides(subject):
     expected = _results(subject, call, tensors)
     padded = [torch.nn.functional.pad(x, (0, 0, 1, 2, 3, 4))[:, 3:-4, 1:-2] for x in tensors]
     heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    for strided in (padded, heads_first):
+    for strided in (heads_first,) if subject.is_interpreted else (padded, heads_first):
         for x, y in zip(_results(subject, call, strided), expected, strict=True):
             assert _distance(x, y) <= subject.bound
 
@@ -332,7 +332,7 @@ def test_a_softcap_is_applied_or_refused(subject):
     if reason := subject.refuses(CAPPED):
         assert "soft cap" in reason or "softcap" in reason, reason
         return
-    for kind in list(calls_of(subject))[:6]:
+    for kind in list(calls_of(subject))[: 2 if subject.is_interpreted else 6]:
         assert_right(subject, CALLS[kind], subject.tensors(CALLS[kind]), CAPPED, kind)
 
 
@@ -341,7 +341,7 @@ def test_a_bias_is_added_or_refused(subject):
     if reason := subject.refuses(BIASED, kv_heads=4):
         assert "bias" in reason, reason
         return
-    for number, kind in enumerate(list(calls_of(subject))[:6]):
+    for number, kind in enumerate(list(calls_of(subject))[: 2 if subject.is_interpreted else 6]):
         call = CALLS[kind]
         dtype = torch.float64 if subject.dtype == torch.float64 else torch.float32
         bias = moved(random_bias(call, 4, number, dtype), subject.device)

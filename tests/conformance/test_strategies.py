@@ -16,6 +16,7 @@ import torch
 from bmt_burst import Layout, Mask, Scores, burst_attn_func, simulate, strategies
 from bmt_burst.strategies import Problem, load
 from tests.helpers import (
+    CPU_KERNELS,
     dense_results,
     problem,
     random_layout,
@@ -85,7 +86,7 @@ def test_equals_dense_attention(name):
             mask, layout, inner, _, tensors = found
             chance = random.Random(seed)
             options = {
-                "flash": chance.choice(("cpu", "reference")),
+                "flash": chance.choice(CPU_KERNELS),
                 "backward": chance.choice(("auto", "q", "kv")),
                 "optimize_bwd_comm": chance.random() < 0.5,
                 "group_bytes": chance.choice((0, 3_000, 1 << 30)),

@@ -1,0 +1,359 @@
+"""Runs of pretrain.py that are stopped, interrupted and killed, with real processes."""
+
+# ruff: noqa: F811 - folder is a fixture
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers import ROOT, forkserver, run_as_main
+from tests.test_train import command, curve, folder, train  # noqa: F401
+from train.base.lock import lock
+from train.checkpoints import checkpoint
+from train.run import launch
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_folder_has_one_run_at_a_time(folder):
+    first = start(command(folder, "shared", steps=100_000))
+    wait_for_steps(folder / "shared", 3, first)
+    before = (folder / "shared/metrics.jsonl").read_text()
+    said = train(folder, "shared", code=2, processes=2, resume="auto")
+    assert f"{folder}/shared is in use by process {first.pid} on " in said
+    assert (folder / "shared/metrics.jsonl").read_text().startswith(before)
+    first.send_signal(signal.SIGHUP)
+    assert "to go on, run the same command with --resume auto" in first.communicate(timeout=600)[0]
+    assert first.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("signum", "processes", "times"),
+    [(signal.SIGINT, 2, 2), (signal.SIGINT, 1, 2)],
+)
+def test_a_signal_ends_the_run_in_order(folder, signum, processes, times):
+    """Once for all, though a terminal sends it to the launcher and to the ranks, and some launchers
+    twice.
+    """
+    name = f"signal-{signum}-{processes}"
+    arguments = command(folder, name, processes=processes, sp_size=processes, steps=100_000)
+    run = start(arguments)
+    wait_for_steps(folder / name, 3, run)
+    for _ in range(times):
+        os.killpg(run.pid, signum)
+    said, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, said
+    assert said.count("stopping after this step; Ctrl-C once more ends the run now") == 1
+    steps = len(curve(folder, name))
+    assert f"stopped after step {steps}; to go on, run the same command with --resume auto" in said
+    assert checkpoint.newest(folder / name) == folder / name / f"step_{steps:08d}"
+
+
+def test_a_signal_before_training_ends_the_run_too(folder):
+    arguments = command(folder, "early", processes=2, sp_size=2, steps=100_000)
+    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while len(children(run.pid)) < 2:
+        time.sleep(0.02)
+    run.send_signal(signal.SIGTERM)
+    said, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, said
+    assert "stopped before training began" in said or "to go on" in said
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_interrupt_ends_the_run_now(folder, processes):
+    """In a step that takes minutes, from which Python's own handlers would not be called."""
+    name = f"insisted-{processes}"
+    last = folder / name / "step_00000002"
+    train(folder, name, steps=2)
+    long = {"steps": 30, "batch_size": 100_000, "resume": "auto"}
+    run = start(command(folder, name, processes=processes, sp_size=processes, **long))
+    said = read_until(run, "resumed after step 2")
+    time.sleep(3)  # until it is in the step
+    os.killpg(run.pid, signal.SIGINT)
+    said += read_until(run, "stopping after this step")
+    time.sleep(1)
+    assert run.poll() is None
+    os.killpg(run.pid, signal.SIGINT)
+    said += run.communicate(timeout=600)[0]
+    assert run.returncode == 130, said
+    assert said.count("stopping after this step") == 1
+    assert (
+        f"the last good checkpoint is {last}; to go on from it, run the same command with "
+        "--resume auto" in said
+    )
+    assert "Traceback" not in said
+
+
+class Started:
+    """A Python script in its own process group, used like subprocess.Popen.
+
+    It and the ranks that it launches are forked from a process that has imported torch, because
+    importing takes seconds.
+    """
+
+    def __init__(self, line: list[str]):
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        self._process = forkserver().Process(target=_main_of_group, args=(line, writer))
+        self._process.start()
+        writer.close()
+        self._reader, self.pid = reader, self._process.pid
+        self.stdout = os.fdopen(os.dup(reader.fileno()), errors="replace")
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, signum: int) -> None:
+        os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float = 600) -> tuple[str, None]:
+        """Wait for the end and return what was said. After `timeout` seconds all are killed."""
+        patience = threading.Timer(timeout, os.killpg, (self.pid, signal.SIGKILL))
+        patience.start()
+        said = self.stdout.read()
+        self._process.join()
+        patience.cancel()
+        self._reader.close()
+        return said, None
+
+
+class ForkedRank:
+    """A rank, in place of the subprocess.Popen of a launcher."""
+
+    def __init__(self, command: list[str], env: dict[str, str], preexec_fn: Callable[[], None]):
+        fork = multiprocessing.get_context("fork")
+        self._process = fork.Process(target=_main_of_rank, args=(command[1:], env, preexec_fn))
+        self._process.start()
+        self.terminate, self.kill, self.wait = (
+            self._process.terminate,
+            self._process.kill,
+            self._process.join,
+        )
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+
+def _main_of_group(line: list[str], writer: Connection) -> None:
+    os.setpgid(0, 0)
+    for descriptor in (1, 2):
+        os.dup2(writer.fileno(), descriptor)
+    writer.close()
+    launch.subprocess = SimpleNamespace(Popen=ForkedRank)
+    run_as_main(line)
+
+
+def _main_of_rank(line: list[str], env: dict[str, str], prepare: Callable[[], None]) -> None:
+    """Be as a new process is: without the launcher's signal handlers, files and environment."""
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
+    prepare()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(env)
+    run_as_main(line)
+
+
+def start(arguments: list[str]) -> Started:
+    return Started(arguments[1:])
+
+
+def read_until(run: Started, text: str) -> str:
+    """What a run says up to the line with `text`."""
+    lines = []
+    while not lines or text not in lines[-1]:
+        lines.append(run.stdout.readline())
+        assert lines[-1], "".join(lines)
+    return "".join(lines)
+
+
+def wait_for_steps(output: Path, steps: int, run: Started) -> None:
+    metrics, deadline = output / "metrics.jsonl", time.monotonic() + 600
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= steps):
+        assert run.poll() is None, run.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_killed_run_resumes_where_it_saved(folder):
+    """SIGKILL to the launcher takes the ranks with it, and to a rank the others. The curve is the
+    same to the bit.
+    """
+    options = {"processes": 2, "sp_size": 2, "save_every": 2, "resume": "auto", "steps": 12}
+    train(folder, "not-killed", **options)
+    run = start(command(folder, "killed", **options))
+    wait_for_steps(folder / "killed", 2, run)
+    ranks = children(run.pid)
+    assert len(ranks) == 2
+    run.kill()
+    run.communicate()
+    wait_until_ended(ranks)
+    run = start(command(folder, "killed", **options))
+    wait_for_steps(folder / "killed", 5, run)
+    said = kill_rank(run, 1)
+    assert f"the last good checkpoint is {checkpoint.newest(folder / 'killed')}" in said
+    train(folder, "killed", **options)
+    assert curve(folder, "killed", "loss", "grad_norm") == curve(
+        folder, "not-killed", "loss", "grad_norm"
+    )
+
+
+# Forks runs of one rank: one that is spared, then some that are killed within the time that it
+# took, then the last. A
+# machine may be slower by then: as long as nothing was saved they get more time.
+# Torch is imported once and not used before a fork; no curve is drawn, which would be most of the
+# time.
+KILLER = """
+import os, random, signal, sys, time
+from pathlib import Path
+from train import pretrain
+from train.run import metrics
+
+metrics.plot_losses = lambda records, file: None
+kills, spared, killed, *flags = sys.argv[1:]
+
+def forked(output):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(pretrain.main([*flags, "--output", output]))
+    return pid
+
+began = time.monotonic()
+assert os.waitpid(forked(spared), 0)[1] == 0
+whole = time.monotonic() - began
+random.seed(0)
+for _ in range(int(kills)):
+    pid = forked(killed)
+    time.sleep(random.random() * 0.8 * whole)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    if not any(Path(killed).glob("step_*")):
+        whole *= 2
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(forked(killed), 0)[1]))
+"""
+
+
+def test_kills_at_random_moments_leave_no_trace_in_the_curve(folder):
+    """While it starts, trains, saves or evaluates."""
+    options = {
+        "save_every": 1,
+        "resume": "auto",
+        "steps": 24,
+        "eval_every": 3,
+        "val_data": folder / "data/train",
+    }
+    options |= {"eval_sequences": 3, "batch_size": 2}
+    [_, _, *flags] = command(folder, "killed-often", **options)
+    line = [sys.executable, "-c", KILLER, "6", folder / "spared", folder / "killed-often", *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed after step" in done.stdout
+    for name in ("loss", "val_loss"):
+        both = [values(folder / output, name) for output in ("spared", "killed-often")]
+        assert both[0] == both[1]
+
+
+def values(output: Path, name: str) -> dict[int, float]:
+    """Values of `name` by step."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record[name] for record in records if name in record}
+
+
+def test_a_failing_rank_ends_the_run(folder):
+    """Ranks that share sequences may wait for it in memory that they share: for those see the
+    killed run above.
+    """
+    run = start(command(folder, "failing", processes=2, sp_size=1, steps=100_000))
+    wait_for_steps(folder / "failing", 2, run)
+    assert "the last good checkpoint is none" in kill_rank(run, 1)
+
+
+def kill_rank(run: Started, rank: int) -> str:
+    """Kills one of two ranks, which ends the run; returns what it said."""
+    os.kill(children(run.pid)[rank], signal.SIGKILL)
+    said, _ = run.communicate(timeout=600)
+    assert run.returncode == 137
+    assert f"rank {rank} ended with code 137 (SIGKILL)" in said
+    assert f"rank {1 - rank} lost contact with another rank" in said
+    assert "Traceback" not in said
+    return said
+
+
+def test_ranks_die_with_torchruns_agent(folder):
+    """And let go of the folder."""
+    [python, *line] = command(folder, "agent", sp_size=2, steps=100_000)
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    agent = subprocess.Popen([*launcher, *line], **options, process_group=0)
+    wait_for_steps(folder / "agent", 2, agent)
+    ranks = children(agent.pid)
+    assert len(ranks) == 2
+    agent.kill()
+    agent.communicate()
+    wait_until_ended(ranks)
+    lock(folder / "agent").close()
+
+
+def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):
+    arguments = command(folder, "hanging", processes=2, sp_size=2, timeout=6)
+    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not (
+        started := [pid for pid in children(run.pid) if b"LOCAL_RANK=1" in environment(pid)]
+    ):
+        time.sleep(0.02)  # until it is more than the launcher's fork, which waits for it to be that
+    os.kill(started[0], signal.SIGSTOP)
+    said, _ = run.communicate(timeout=600)
+    assert run.returncode != 0
+    assert "rank 0: no sign of life for" in said
+    assert "in waiting for the other ranks to join" in said
+    assert "init_process_group" in said  # where it waits
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def environment(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def wait_until_ended(pids: list[int]) -> None:
+    """Within a time that is short beside those for which ranks wait for each other."""
+    deadline = time.monotonic() + 60
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
