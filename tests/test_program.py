@@ -400,10 +400,11 @@ def test_what_comes_next_is_on_its_way_before_something_is_computed():
             assert all(at["cross"][h, n, 0] < i for i in before)
 
 
-def striped_plan(documents: int, tokens: int, inner: int) -> RingPlan:
-    """A rank's of eight, of documents of so many tokens."""
+def striped_plan(documents: int, tokens: int, inner: int, size: int = 8) -> RingPlan:
+    """The plan of a rank in the middle, for documents of so many tokens."""
     mask = Mask.documents(range(0, documents * tokens + 1, tokens))
-    return RingPlan(problem(mask, Layout.striped(mask.seq_len, 8), inner, backward="q"), 4)
+    layout = Layout.striped(mask.seq_len, size)
+    return RingPlan(problem(mask, layout, inner, backward="q"), size // 2)
 
 
 def work_of(plan: RingPlan) -> collections.Counter[str]:
@@ -424,17 +425,13 @@ def work_of(plan: RingPlan) -> collections.Counter[str]:
     return events
 
 
-@pytest.mark.parametrize("tokens", [10, 64])
-def test_each_piece_of_a_document_takes_little_work(tokens):
-    """In a striped layout each rank sees a piece of each document from each other rank, and all
-    ranks' are planned.
+def test_four_times_as_many_ranks_take_four_times_the_work():
+    """Each rank sees a piece of each document from each other rank: ranks x ranks pieces in all.
+
+    A rank works with those that it sees and those that it owns.
     """
-    plan = striped_plan(128, tokens, 8)
-    pieces = sum(
-        len(t.seen(rank)) for t in (plan._tiling, plan._tiling.transposed) for rank in range(8)
-    )
-    assert pieces > 128 * 8 * 5
-    assert work_of(plan)["call"] < 15 * pieces
+    few, many = (work_of(striped_plan(48, 64, size, size))["line"] for size in (8, 32))
+    assert many < 5.5 * few
 
 
 @pytest.mark.parametrize("tokens", [10, 64])

@@ -4,7 +4,6 @@ top of another.
 
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +14,8 @@ from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tile import Tile
 from bmt_burst.sequence.tiling import Tiling
-from bmt_burst.strategies.ring.routes import Landing, Round, Routes, Stage
+from bmt_burst.strategies import ring as ring_strategy
+from bmt_burst.strategies.ring.routes import Landings, Round, Routes, Stage
 from bmt_burst.strategies.ring.schedule import Schedule
 from bmt_burst.transport.packing import Packing
 from tests.helpers import random_layout, random_mask
@@ -39,9 +39,9 @@ class Ring:
         """The names of the tokens that are there of a round's root."""
         return [(round_.root, t) for span in round_.held for t in range(*span)]
 
-    def tiles(self, rank: int, landings: Sequence[Landing]) -> list[Tile]:
+    def tiles(self, rank: int, landings: Landings) -> list[Tile]:
         """How a rank looks at what lies in memory."""
-        return self.tiling.tiles(rank, [x.piece for x in landings], [x.at for x in landings])
+        return self.tiling.tiles(rank, landings.pieces, landings.places)
 
     def stages(self):
         """(rank, number of the round, the same stage of all ranks of its host) of all."""
@@ -186,7 +186,7 @@ def test_hosts_borrow_what_they_look_at(inner, outer):
             for number, round_ in enumerate(rounds):
                 assert round_.root == ring.schedule.block(rank, number, 0)
                 if not number:
-                    assert round_.lent == round_.landings == ()
+                    assert not round_.lent and not round_.landings
                     continue
                 owner = ring.rounds[round_.root][number]
                 assert (owner.lent, owner.lent_to) == (round_.held, host)
@@ -274,6 +274,17 @@ def test_only_what_is_looked_at_travels():
     for [round_] in ring_of(Mask.documents(range(0, 65, 8)), layout, 4, 1).rounds:
         assert round_.stages == ()
         assert round_.held_tokens == 0
+
+
+@pytest.mark.parametrize(("inner", "outer"), GRIDS)
+def test_columns_of_numbers_give_the_same_routes(inner, outer, monkeypatch):
+    """Few pieces are objects, and many are columns."""
+
+    def found(few):
+        monkeypatch.setattr(ring_strategy.routes, "_FEW_SPANS", few)
+        return [repr(ring.rounds) for ring in rings(inner, outer)]
+
+    assert found(-1) == found(1 << 30)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -1,9 +1,11 @@
-"""What ranks see of each other: a mask cut by a layout, in tiles.
+"""A tiling: a mask cut by a layout, as tiles of queries and keys that ranks have.
 
-`seen` says which tokens of which ranks a rank's queries look at, `tiles` how they look at tokens
-that lie somewhere in memory, `kernel_calls` in which kernel calls tiles are computed. All is local
-to the ranks that are asked about. For the other way round, which queries look at a rank's keys,
-take the tiling of the transposed mask. Plain numbers.
+`seen` finds which tokens of which ranks a rank's queries look at. `tiles` finds how they look at
+tokens that lie somewhere in memory. `kernel_calls` groups tiles into kernel calls. The work grows
+with what the asked ranks look at, not with the whole mask. To find which queries look at a rank's
+keys, take the tiling of the transposed mask.
+
+Numbers are plain, except that `seen_table` returns columns of them as a tensor on the CPU.
 """
 
 from __future__ import annotations
@@ -11,25 +13,30 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from .layout import Layout
 from .mask import Mask, Slice
 from .span import Span, length, merged, shifted
 from .tile import KernelCall, Tile
 
-_GAP = 256  # tokens between two tiles that one kernel call may as well go over
-# tokens of queries, or keys, that are worth being joined with others that see, or are seen by, the
-# same
+# Tokens between two tiles that one kernel call may take along, rather than copy the tiles together.
+_GAP = 256
+# A rectangle with at most this many queries is joined with others that see the same keys, and one
+# with at most this many keys with others that are seen by the same queries.
 _NARROW = 256
-# that are copied together for one kernel call; more are taken with the gaps between them
+# Spans that are copied together for one kernel call. More are taken with the gaps between them.
 _MOST_SPANS = 8
 
 
 class Piece(NamedTuple):
-    """Tokens `span` of the shard of `owner`; the first has position `start`, the next ones are
-    `step` apart.
+    """Tokens `span` of the shard of `owner`. The first has position `start`, the next `start +
+    step`, and so on.
     """
 
     start: int
@@ -42,14 +49,18 @@ class Piece(NamedTuple):
         return self.start + self.step * length(self.span)
 
 
-# A piece as a plain tuple (start, step, owner, span). Striped layouts have very many of them, and
-# named tuples are scanned by every run of the garbage collector, while plain tuples of numbers are
-# not.
+# A piece and a tile as plain tuples. Functions accept either. Striped layouts have very many of
+# them, and the garbage collector scans named tuples again and again, but plain ones only once or
+# twice.
 Fields = tuple[int, int, int, Span]
+TileFields = tuple[Span, Span, int | None, int | None]
+
+
+_Band = tuple[int | None, int | None]  # left and right of a kernel call
 
 
 class _Part(NamedTuple):
-    """The queries of a run that are in a slice: local tokens `span`, from position `first` on."""
+    """The queries of a run that are in a slice: tokens `span`, from position `first` on."""
 
     slice: Slice
     first: int
@@ -58,20 +69,47 @@ class _Part(NamedTuple):
 
     @property
     def visible(self) -> Span:
-        """Positions that any of the queries sees."""
+        """The positions that any of the queries sees."""
         return _visible(self.slice, self.first, self.first + self.step * (length(self.span) - 1))
 
 
 class _Sorted:
-    """Ranges in the order of their starts, to be found by what they overlap."""
+    """Ranges in the order of their starts, for finding those that overlap a range."""
 
     def __init__(self, spans: Sequence[Span]):
         self.starts = [start for start, _ in spans]
         self.reach = list(itertools.accumulate((stop for _, stop in spans), max))
 
+    @functools.cached_property
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        return column(self.starts), column(self.reach)
+
     def around(self, start: int, stop: int) -> range:
-        """Indices of a few ranges, among them all that overlap start..stop."""
+        """Return indices of a few ranges, which include all that overlap start..stop."""
         return range(bisect.bisect_right(self.reach, start), bisect.bisect_left(self.starts, stop))
+
+    def pairs_around(self, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `around` does for many ranges, as two columns: pairs (which range, index)."""
+        starts, reach = self._columns
+        first = torch.searchsorted(reach, start, right=True)
+        count = (torch.searchsorted(starts, stop) - first).clamp_(min=0)
+        asked = torch.repeat_interleave(count)
+        shift = first - (count.cumsum(0) - count)
+        return asked, torch.arange(len(asked), device="cpu") + shift[asked]
+
+
+class _Owners:
+    """The runs of all ranks in the order of their starts."""
+
+    def __init__(self, runs: Iterable[Piece]):
+        self.runs = sorted(runs)
+        self.order = _Sorted([(run.start, run.stop) for run in self.runs])
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """(runs, 5) int64: start, step, owner, and the span's first and stop."""
+        fields = [(start, step, owner, *span) for start, step, owner, span in self.runs]
+        return column(list(itertools.chain(*fields))).view(-1, 5)
 
 
 class Tiling:
@@ -89,45 +127,59 @@ class Tiling:
         return self.of(self.mask.transposed)
 
     def of(self, mask: Mask) -> Tiling:
-        """The tiling of another mask by the same layout; what is known of that is shared."""
+        """Return the tiling of another mask by the same layout. Both share the layout's runs."""
         other = Tiling(mask, self.layout)
         other._owners = self._owners
         return other
 
     def seen(self, rank: int) -> list[Piece]:
-        """The tokens of other ranks that queries of `rank` look at, in the order of their
-        positions.
+        """Return the tokens of other ranks that queries of `rank` look at, in order of position.
 
-        Every piece is part of one run; of runs with steps there may be tokens among them that
-        nobody looks at.
+        Every piece is part of one run. In a run with steps, a piece may include tokens that no
+        query looks at.
         """
-        return [Piece(*fields) for fields in self.seen_fields(rank)]
-
-    def seen_fields(self, rank: int) -> list[Fields]:
-        """Return the fields of the pieces that `rank` sees, in the same order."""
-        runs, order, side_by_side = self._owners
-        found: list[Fields] = []
-        for start, stop in self._looks_at(rank):
+        runs, order = self._owners.runs, self._owners.order
+        found: list[Piece] = []
+        for start, stop in self.looks_at(rank):
             near = order.around(start, stop)
-            if side_by_side or len(near) < 3:
-                found += filter(None, [_within(runs[index], start, stop) for index in near])
-            else:  # between the first and the last whole runs
-                found += filter(None, (_within(runs[near[0]], start, stop),))
-                found += runs[near[1] : near[-1]]
-                found += filter(None, (_within(runs[near[-1]], start, stop),))
-        return sorted([fields for fields in found if fields[2] != rank])
+            for run in runs[near.start : near.stop]:
+                span = _within(run, start, stop)
+                if length(span) and run.owner != rank:
+                    first, step, owner, (offset, _) = run
+                    found.append(Piece(first + step * (span[0] - offset), step, owner, span))
+        return sorted(found)
+
+    def seen_table(self, ranks: Sequence[int]) -> Tensor:
+        """Return `seen` of several ranks as one table, (pieces, 6) int64, in no order.
+
+        Its columns are viewer, start, step, owner, and where the span starts and stops. For
+        thousands of pieces this is far quicker than `seen`, for a few it is slower.
+        """
+        spans = [self.looks_at(rank) for rank in ranks]
+        viewer = column([rank for rank, found in zip(ranks, spans, strict=True) for _ in found])
+        start = column([start for found in spans for start, _ in found])
+        stop = column([stop for found in spans for _, stop in found])
+        asked, index = self._owners.order.pairs_around(start, stop)
+        viewer, start, stop = viewer[asked], start[asked], stop[asked]
+        position, step, owner, offset, end = self._owners.table[index].unbind(1)
+        first = (-((position - start) // step)).clamp_(min=0)  # as `_inside` does
+        last = torch.minimum(-((position - stop) // step), end - offset)
+        columns = viewer, position + step * first, step, owner, offset + first, offset + last
+        return torch.stack(columns, 1)[(first < last) & (owner != viewer)]
 
     def shard(self, rank: int) -> list[Piece]:
-        """Return all tokens of a rank's shard, in the order of their positions: what `tiles` takes
-        of a whole block.
+        """Return all tokens of a rank's shard, in the order of their positions.
+
+        `tiles` takes them for a whole block.
         """
         return sorted(self._runs(rank))
 
     def seen_by(self, rank: int, inner: int) -> dict[int, tuple[Span, ...]]:
-        """The tokens of `rank`'s shard that other ranks look at, by host of `inner` ranks: spans of
-        it, rising.
+        """Return the tokens of `rank`'s shard that other ranks look at, as rising spans of it.
+
+        They are sorted by the host of the viewer, if a host has `inner` ranks.
         """
-        runs, order, _ = self._owners
+        runs, order = self._owners.runs, self._owners.order
         found: dict[int, set[Span]] = {}
         for own in self._runs(rank):
             for index in self._keys.around(own.start, own.stop):
@@ -137,17 +189,17 @@ class Tiling:
                 for near in order.around(first, last):
                     viewer = runs[near]
                     part = _part(s, viewer) if viewer.owner != rank else None
-                    if part and (fields := _within(own, *part.visible)):
-                        found.setdefault(viewer.owner // inner, set()).add(fields[3])
+                    if part and length(span := _within(own, *part.visible)):
+                        found.setdefault(viewer.owner // inner, set()).add(span)
         return {host: merged(spans) for host, spans in found.items()}
 
-    def own_tiles(self, rank: int) -> list[Tile]:
-        """How queries of `rank` look at its own keys, in tokens of its shard."""
+    def own_tiles(self, rank: int) -> list[TileFields]:
+        """Return how queries of `rank` look at its own keys, in tokens of its shard."""
         runs = list(self._runs(rank))
-        tiles: list[Tile] = []
-        for s, parts in itertools.groupby(self._parts(rank), lambda part: part.slice):
-            parts = list(parts)
-            # positions rise: one triangle, whatever is between them
+        tiles: list[TileFields] = []
+        for s, of_slice in itertools.groupby(self._parts(rank), lambda part: part.slice):
+            parts = list(of_slice)
+            # Positions rise within a shard, so a causal slice is one triangle of the shard.
             if s.q == s.kv and s.low == 0 and s.high is None:
                 span = parts[0].span[0], parts[-1].span[1]
                 tiles.append(Tile(span, span, 0 if length(span) > 1 else None))
@@ -155,45 +207,46 @@ class Tiling:
                 tiles += _tiles(parts, runs, [run.span for run in runs])
         return tiles
 
-    def tiles(self, rank: int, pieces: Sequence[Fields], places: Sequence[Span]) -> list[Tile]:
-        """How queries of `rank` look at keys that lie in memory: pieces in the order of positions,
-        at `places`.
+    def tiles(
+        self, rank: int, pieces: Sequence[Fields], places: Sequence[Span]
+    ) -> list[TileFields]:
+        """Return how queries of `rank` look at pieces that lie at `places` in memory.
+
+        Pieces are in the order of their positions.
         """
         return _tiles(self._parts(rank), pieces, places)
 
-    def _looks_at(self, rank: int) -> tuple[Span, ...]:
-        """Positions that queries of `rank` see, but for those that a run sees of nothing but
-        itself.
+    def looks_at(self, rank: int) -> tuple[Span, ...]:
+        """Return the positions that queries of `rank` see, in rising spans with gaps between them.
+
+        What a run sees of nothing but itself, as of a whole document, is left out.
         """
-        found = self._reach.get(rank)
-        if found is None:
-            spans = []
-            for positions in self.layout.shards[rank]:
-                start, stop, step, tokens = (
-                    positions.start,
-                    positions.stop,
-                    positions.step,
-                    len(positions),
-                )
-                for index in self._slices.around(start, stop):
-                    s = self.mask.slices[index]
-                    if step == 1 and start <= s.kv[0] and s.kv[1] <= stop:
-                        continue  # as with a whole document
-                    first, last = _inside(start, step, tokens, *s.q)
-                    if first < last:
-                        spans.append(_visible(s, start + step * first, start + step * (last - 1)))
-            found = self._reach[rank] = merged(spans)
-        return found
+        if rank in self._reach:
+            return self._reach[rank]
+        spans: list[Span] = []
+        for positions in self.layout.shards[rank]:
+            start, stop, step = positions.start, positions.stop, positions.step
+            tokens = len(positions)
+            near = self._slices.around(start, stop)
+            for s in self.mask.slices[near.start : near.stop]:
+                q, kv, _, _ = s
+                if step == 1 and start <= kv[0] and kv[1] <= stop:
+                    continue  # as with a whole document
+                first, last = _inside(start, step, tokens, *q)
+                if first < last:
+                    spans.append(_visible(s, start + step * first, start + step * (last - 1)))
+        self._reach[rank] = merged(spans)
+        return self._reach[rank]
 
     def _parts(self, rank: int) -> list[_Part]:
-        """The queries of a rank, by slice."""
+        """Return the queries of a rank, by slice."""
         if rank not in self._parts_of:
             found = []
             for run in self._runs(rank):
                 for index in self._slices.around(run.start, run.stop):
                     if part := _part(self.mask.slices[index], run):
                         found.append((index, part))
-            found.sort(key=_first)
+            found.sort(key=operator.itemgetter(0))
             self._parts_of[rank] = [part for _, part in found]
         return self._parts_of[rank]
 
@@ -205,13 +258,8 @@ class Tiling:
             )
 
     @functools.cached_property
-    def _owners(self) -> tuple[list[Piece], _Sorted, bool]:
-        """The runs of all ranks in the order of their starts, and whether any lie side by side."""
-        runs = sorted(run for rank in range(self.layout.size) for run in self._runs(rank))
-        order = _Sorted(
-            [(start, start + step * (stop - first)) for start, step, _, (first, stop) in runs]
-        )
-        return runs, order, any(step > 1 for _, step, _, _ in runs)
+    def _owners(self) -> _Owners:
+        return _Owners(run for rank in range(self.layout.size) for run in self._runs(rank))
 
     @functools.cached_property
     def _slices_by_key(self) -> Sequence[Slice]:
@@ -222,12 +270,8 @@ class Tiling:
         return _Sorted([s.kv for s in self._slices_by_key])
 
 
-def _first(entry: tuple) -> int:
-    return entry[0]
-
-
 def _part(s: Slice, run: Piece) -> _Part | None:
-    """The queries of a run in a slice."""
+    """Return the queries of a run that are in a slice, if there are any."""
     start, step, _, (offset, end) = run
     first, stop = _inside(start, step, end - offset, *s.q)
     return (
@@ -247,38 +291,41 @@ def _visible(s: Slice, first: int, last: int) -> Span:
     return start, stop
 
 
-def _within(run: Piece, start: int, stop: int) -> Fields | None:
-    """The part of a run with positions start..stop - 1."""
-    position, step, owner, (offset, end) = run
+def _within(run: Piece, start: int, stop: int) -> Span:
+    """Return the span of a run with positions start..stop - 1. It may be empty."""
+    position, step, _, (offset, end) = run
     first, last = _inside(position, step, end - offset, start, stop)
-    return (
-        (position + step * first, step, owner, (offset + first, offset + last))
-        if first < last
-        else None
-    )
+    return offset + first, offset + last
 
 
 def _inside(position: int, step: int, tokens: int, start: int, stop: int) -> Span:
-    """Which of `tokens` tokens at `position`, position + step, ... lie in start..stop - 1.
+    """Return which of `tokens` tokens at `position`, position + step, ... lie in start..stop - 1.
 
-    The span stops before it starts, or where it does, if none of them do.
+    If none do, the span's stop is not after its start.
     """
     first, last = -((position - start) // step), -((position - stop) // step)
     return first if first > 0 else 0, last if last < tokens else tokens
 
 
-def _tiles(parts: Iterable[_Part], pieces: Sequence[Fields], places: Sequence[Span]) -> list[Tile]:
-    positions = [(start, start + step * length(span)) for start, step, _, span in pieces]
+def column(numbers: Sequence[int]) -> Tensor:
+    """Return numbers as (numbers,) int64 on the CPU, whatever the default device is."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _tiles(
+    parts: Iterable[_Part], pieces: Sequence[Fields], places: Sequence[Span]
+) -> list[TileFields]:
+    positions = [(start, start + step * (stop - at)) for start, step, _, (at, stop) in pieces]
     order = _Sorted(positions)
     side_by_side = any(step > 1 for _, step, _, _ in pieces)
-    tiles: list[Tile] = []
+    tiles: list[TileFields] = []
     for part in parts:
         start, stop = part.visible
         nearby = order.around(start, stop) if start < stop else range(0)
         whole = range(0) if side_by_side else _seen_by_all(part, positions, nearby)
         for index in nearby:
             tile = (
-                Tile(part.span, places[index])
+                (part.span, places[index], None, None)
                 if index in whole
                 else _tile(part, pieces[index], places[index])
             )
@@ -288,10 +335,11 @@ def _tiles(parts: Iterable[_Part], pieces: Sequence[Fields], places: Sequence[Sp
 
 
 def _seen_by_all(part: _Part, positions: Sequence[Span], nearby: range) -> range:
-    """Those of the `nearby` pieces without steps, next to each other, that every query of the part
-    sees whole.
+    """Return which of the `nearby` pieces every query of the part sees whole.
+
+    The pieces have no steps, so these are neighbours.
     """
-    # for all of them
+    # what the last query sees at least, and the first at most
     start, stop = _visible(part.slice, part.first + part.step * (length(part.span) - 1), part.first)
     first, end = nearby.start, nearby.stop
     while first < end and positions[first][0] < start:
@@ -301,67 +349,65 @@ def _seen_by_all(part: _Part, positions: Sequence[Span], nearby: range) -> range
     return range(first, end)
 
 
-def _tile(part: _Part, piece: Fields, place: Span) -> Tile | None:
-    """How a part's queries see a piece whose tokens lie at `place`; None if they see nothing of it.
+def _tile(part: _Part, piece: Fields, place: Span) -> TileFields | None:
+    """Return the smallest tile with all that a part's queries see of a piece that lies at `place`.
 
-    Of positions i = i0 + step a and j = j0 + step b, low <= i - j < high is a band of a - b.
+    Return None if they see nothing. For positions i = i0 + step a and j = j0 + step b, the band
+    low <= i - j < high is a band of a - b. Bounds of the tile that hide nothing are None. This is
+    the innermost loop of planning, so it is one function.
     """
-    (_, kv, low, high), first, step, q = part
+    (_, (kv_start, kv_stop), low, high), first_position, step, (q_start, q_stop) = part
     position, its_step, _, _ = piece
-    left, right = _inside(position, its_step, length(place), *kv)
-    if left >= right:
-        return None
+    kv_place, kv_end = place
     assert its_step == step, (
         f"a run of step {step} sees one of step {its_step}: a layout's ranges have one step"
     )
-    ahead = first - position - step * left
-    low = left - right if low is None else -((ahead - low) // step)
-    high = length(q) + 1 if high is None else -((ahead - high) // step)
-    return _tight(q, (place[0] + left, place[0] + right), low, high)
-
-
-def _tight(q: Span, kv: Span, low: int, high: int) -> Tile | None:
-    """The smallest tile with what is visible of one, without bounds that hide nothing."""
-    rows, columns = length(q), length(kv)
-    if low >= high:
+    # Keep the tokens of the piece that are in the slice.
+    begin, end = -((position - kv_start) // step), -((position - kv_stop) // step)
+    if begin > 0:
+        kv_place, position = kv_place + begin, position + step * begin
+    else:
+        begin = 0
+    columns, rows = min(end, kv_end - place[0]) - begin, q_stop - q_start
+    if columns <= 0:
         return None
-    first, last = max(0, low), min(rows, columns + high - 1)
-    if first >= last:
+    ahead = first_position - position
+    below = -columns if low is None else -((ahead - low) // step)
+    above = rows + 1 if high is None else -((ahead - high) // step)
+    # Drop rows that see nothing and columns that nobody sees.
+    first, last = max(0, below), min(rows, columns + above - 1)
+    left, right = max(0, first - above + 1), min(columns, last - below)
+    if below >= above or first >= last or left >= right:
         return None
-    left, right = max(0, first - high + 1), min(columns, last - low)
-    if left >= right:
-        return None
-    low, high = low - first + left, high - first + left
-    rows, columns = last - first, right - left
-    return Tile(
-        (q[0] + first, q[0] + last),
-        (kv[0] + left, kv[0] + right),
-        None if low <= 1 - columns else low,
-        None if high >= rows else high,
+    below, above = below - first + left, above - first + left
+    return (
+        (q_start + first, q_start + last),
+        (kv_place + left, kv_place + right),
+        None if below <= 1 - (right - left) else below,
+        None if above >= last - first else above,
     )
 
 
-def _append(tiles: list[Tile], tile: Tile) -> None:
-    """Adds a tile, as a part of the last one if both are rectangles side by side."""
+def _append(tiles: list[TileFields], tile: TileFields) -> None:
+    """Add a tile. If it is a rectangle beside the last one, join the two."""
     if tiles and tile[2:] == tiles[-1][2:] == (None, None):
-        q, kv, _, _ = tiles[-1]
-        if q == tile.q and kv[1] == tile.kv[0]:
-            tiles[-1] = Tile(q, (kv[0], tile.kv[1]))
+        (q, kv, _, _), (next_q, next_kv, _, _) = tiles[-1], tile
+        if q == next_q and kv[1] == next_kv[0]:
+            tiles[-1] = q, (kv[0], next_kv[1]), None, None
             return
-        if kv == tile.kv and q[1] == tile.q[0]:
-            tiles[-1] = Tile((q[0], tile.q[1]), kv)
+        if kv == next_kv and q[1] == next_q[0]:
+            tiles[-1] = (q[0], next_q[1]), kv, None, None
             return
     tiles.append(tile)
 
 
 class Cut(NamedTuple):
-    """A kernel call and what it is about: queries and keys at these spans, one after the other.
+    """A kernel call and its tokens: the queries at spans `rows` and the keys at spans `columns`.
 
-    row   of the `Term` that it is part of; None too where there is no bias, and where kernels
-          cannot go by distance
-    apart of each tile, how far its first key is ahead of its first query, if queries that lie side
-          by side in tiles are neighbours in the sequence, and keys too; said where it matters, of
-          what goes by distance
+    row    the row of the `Term` that the call is part of. None without a bias, and where kernels
+           cannot compute the bias from distances.
+    apart  how far the first key of each tile is ahead of its first query. It is given only for
+           biases by distance, and only if neighbours in a tile are neighbours in the sequence.
     """
 
     rows: tuple[Span, ...]
@@ -371,16 +417,18 @@ class Cut(NamedTuple):
     apart: tuple[int, ...] | None = None
 
 
-def flipped(tile: Tile) -> Tile:
-    """Queries in the place of keys."""
-    return Tile(tile.kv, tile.q, *(None if x is None else 1 - x for x in (tile.high, tile.low)))
+def flipped(tile: TileFields) -> TileFields:
+    """Exchange queries and keys."""
+    q, kv, low, high = tile
+    return kv, q, None if high is None else 1 - high, None if low is None else 1 - low
 
 
-def by_columns(tiles: Sequence[Tile]) -> list[Tile]:
-    """The same pairs, with rectangles that share no keys where they can: queries that see the same
-    keys are joined.
+def by_columns(tiles: Sequence[TileFields]) -> list[TileFields]:
+    """Return tiles of the same pairs, in which queries that see the same keys are joined.
+
+    Their rectangles share as few keys as possible.
     """
-    rectangles = sorted((t for t in tiles if t[2:] == (None, None)), key=lambda t: t.kv)
+    rectangles = sorted((Tile(*t) for t in tiles if t[2:] == (None, None)), key=lambda t: t.kv)
     if len(rectangles) < 2:
         return list(tiles)
     joined: dict[tuple[Span, int], Tile] = {}  # by queries and where the keys end
@@ -398,9 +446,9 @@ def by_columns(tiles: Sequence[Tile]) -> list[Tile]:
     return [*(t for t in tiles if t[2:] != (None, None)), *joined.values()]
 
 
-def kernel_calls(tiles: Iterable[Tile], row: int | None = None) -> list[Cut]:
-    """As few kernel calls as compute the tiles, each of tiles that share neither queries nor keys."""
-    kinds: dict[tuple[int | None, int | None], list[tuple[Span, Span]]] = {}
+def kernel_calls(tiles: Iterable[TileFields], row: int | None = None) -> list[Cut]:
+    """Group tiles into few kernel calls. The tiles of a call share neither queries nor keys."""
+    kinds: dict[_Band, list[tuple[Span, Span]]] = {}
     for tile in tiles:
         for q, kv, left, right in _aligned(tile):
             kinds.setdefault((left, right), []).append((q, kv))
@@ -414,12 +462,10 @@ def kernel_calls(tiles: Iterable[Tile], row: int | None = None) -> list[Cut]:
     ]
 
 
-def _aligned(tile: Tile) -> Iterator[tuple[Span, Span, int | None, int | None]]:
-    """A tile, or the parts of one, as (q, kv, left, right): bands counted from the last query and
-    the last key.
+def _aligned(tile: TileFields) -> Iterator[tuple[Span, Span, int | None, int | None]]:
+    """Return a tile as (q, kv, left, right): a band counted from the last query and the last key.
 
-    A causal tile in which the last queries see all keys is one that they do not, and a rectangle
-    below it.
+    If the last queries of a causal tile see all keys, return two: those queries are a rectangle.
     """
     (a, b), kv, low, high = tile
     rows, columns = b - a, length(kv)
@@ -436,24 +482,28 @@ def _aligned(tile: Tile) -> Iterator[tuple[Span, Span, int | None, int | None]]:
     )
 
 
-def _join(kinds: dict[tuple[int | None, int | None], list[tuple[Span, Span]]]) -> None:
-    """Puts tiles that a window or a triangle does not cut among those of one that does, to be one
-    call with them.
+def _join(kinds: dict[_Band, list[tuple[Span, Span]]]) -> None:
+    """Move tiles to a kind with a tighter band, if that hides nothing of them.
+
+    They become one call with the tiles of that kind.
     """
 
-    def move(source: tuple, target: tuple, fits: Callable[[Span, Span], bool]) -> None:
+    def move(source: _Band, target: _Band, fits: Callable[[Span, Span], bool]) -> None:
         if source in kinds and target in kinds:
             kinds[target] += [entry for entry in kinds[source] if fits(*entry)]
             kinds[source] = [entry for entry in kinds[source] if not fits(*entry)]
 
-    move((None, None), (None, 0), lambda q, kv: length(q) == 1)
+    def has_keys(most: int) -> Callable[[Span, Span], bool]:
+        return lambda _, kv: length(kv) <= most
+
+    move((None, None), (None, 0), lambda q, _: length(q) == 1)
     for left, right in list(kinds):
         if left is not None and right == 0:
-            move((None, 0), (left, 0), lambda q, kv, left=left: length(kv) <= left + 1)
+            move((None, 0), (left, 0), has_keys(left + 1))
 
 
-# A tile of which each side may be several rising spans, q and kv: it is one where these lie one
-# after the other.
+# A tile, as its queries and its keys. Each may be several rising spans, which become one when they
+# are copied one after the other.
 _Sides = tuple[tuple[Span, ...], tuple[Span, ...]]
 
 
@@ -463,9 +513,7 @@ def _alone(entry: tuple[Span, Span]) -> _Sides:
 
 
 def _without_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
-    """Rectangles, of which narrow ones with the same keys are one, and then those with the same
-    queries.
-    """
+    """Join narrow rectangles that have the same keys, and then those that have the same queries."""
     by_keys: dict[Span, list[Span]] = {}
     found: list[_Sides] = []
     for q, kv in sorted(rectangles):
@@ -485,11 +533,12 @@ def _without_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
 
 
 def _disjoint(tiles: Iterable[_Sides]) -> list[list[_Sides]]:
-    """Groups in which both sides rise without overlap; each tile is in the first that it may
-    follow.
+    """Group tiles so that queries and keys rise without overlap in each group.
+
+    Each tile joins the first group whose last tile it may follow.
     """
     groups: list[list[_Sides]] = []
-    ends: list[Span] = []  # of each group: where its queries and its keys stop
+    ends: list[Span] = []  # where the queries and the keys of each group stop
     for tile in tiles:
         q, kv = tile
         end = q[-1][1], kv[-1][1]
@@ -513,10 +562,11 @@ def _cut(tiles: Sequence[_Sides], left: int | None, right: int | None, row: int 
 
 
 def _gathered(sides: Sequence[tuple[Span, ...]]) -> tuple[tuple[Span, ...], list[Span]]:
-    """Spans that hold one side of rising tiles, and where the tiles lie when those lie one after
-    the other.
+    """Return spans that hold one side of rising tiles, and where each tile lies in them.
+
+    The spans lie one after the other. They may include gaps between tiles.
     """
-    if any(len(side) > 1 for side in sides):  # just these
+    if any(len(side) > 1 for side in sides):  # without gaps
         spans = [span for side in sides for span in side]
         ends = itertools.accumulate((sum(map(length, side)) for side in sides), initial=0)
         return tuple(spans), list(itertools.pairwise(ends))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from ..compute import Keys, Queries, QueryGradients
 from .executor import Backward, Forward, Pass, Program, find_landing_positions
 from .payload import KeysValues, Payload, QueriesTravel, backward_payload, select_heads
 from .program import order_events
-from .routes import Landing, Routes
+from .routes import Landings, Routes
 from .schedule import Schedule
 from .timeline import Rates, Timeline, timeline
 
@@ -177,12 +177,10 @@ class RingPlan(Plan):
             (row, tiling.transposed if queries_travel else tiling) for row, tiling in self._terms
         ]
 
-        def calls(landings: Sequence[Landing], tokens: int) -> list[Cut]:
+        def calls(landings: Landings, tokens: int) -> list[Cut]:
             found: list[Cut] = []
             for row, tiling in terms if landings else ():
-                tiles = tiling.tiles(
-                    self.rank, [x.piece for x in landings], [x.at for x in landings]
-                )
+                tiles = tiling.tiles(self.rank, landings.pieces, landings.places)
                 tiles = by_columns(tiles) if returning else tiles
                 found += kernel_calls(map(flipped, tiles) if queries_travel else tiles, row)
 

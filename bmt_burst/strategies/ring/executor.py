@@ -41,7 +41,7 @@ from ..compute import (
 )
 from .payload import KeysValues, Payload, QueriesTravel
 from .program import Event
-from .routes import Landing, Outgoing, Round, Stage
+from .routes import Landings, Outgoing, Round, Stage
 
 # Partial results are read again each time they are folded, and hold memory until then. So this many
 # times group_bytes of them may wait. In the backward memory is short and kernels take longer.
@@ -184,7 +184,7 @@ def _find_positions(program: Program, number: int, stage: int) -> Tensor:
     return find_landing_positions(round_.stages[stage].landings, round_.stages[stage].tokens)
 
 
-def find_landing_positions(landings: Sequence[Landing], tokens: int) -> Tensor:
+def find_landing_positions(landings: Landings, tokens: int) -> Tensor:
     """Return the positions (tokens,) of a stage or a root as its tokens lie in memory.
 
     Tokens that nobody here sees get 0.

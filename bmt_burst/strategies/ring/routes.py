@@ -1,13 +1,13 @@
-"""Routes: which tokens go to whom in each stage of a ring, and where in the receiver's memory they
-land.
+"""Routes: which tokens a rank sends to which other rank in a stage of a ring, and where they land.
 
-A round's hops come in stages. The tokens of a stage that a rank looks at land one after the other,
-in the order of their positions, so that what looks at them alike is one kernel call. Gradients of a
-stage go home the same way: at home they land one sender's after the other. Both ends of a message
-compute its place from the same data, so a transport may write it there without asking.
+The hops of a round are grouped into stages. The tokens of a stage that a rank looks at land one
+after the other, in the order of their positions, so that tiles that are cut in the same way are one
+kernel call. Gradients of a stage return to the owners of its tokens. There they land by sender.
+Both ends of a message compute its place from the same data, so a transport may write it there
+without asking.
 
 A rank knows what the ranks of its own host look at, and what each other host looks at of its own
-tokens; no more. No tensors. Try
+tokens. It knows nothing else. No tensors are sent here. Try
 `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Schedule(4), 1).rounds())`.
 """
 
@@ -16,20 +16,28 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ...sequence.span import Span, hull, in_turn, length, merged
-from ...sequence.tiling import Fields, Tiling
+from ...sequence.tiling import Fields, Piece, Tiling
 from .schedule import Schedule
+
+# Spans of positions that the ranks of a host look at, each of which may be cut over all ranks. Up
+# to this number, an object for each piece is quicker than columns of numbers. At 64 spans over 8
+# ranks both take half a millisecond.
+_FEW_SPANS = 64
 
 
 class Outgoing(NamedTuple):
-    """Tokens `span` of what the sender has, for place `peer` of its host, where `total` tokens land
-    in all.
+    """Tokens `span` of what the sender has, which land from token `at` on at place `peer` of its
+    host.
 
-    They land from token `at` on.
+    `total` tokens land there in the stage.
     """
 
     peer: int
@@ -39,8 +47,9 @@ class Outgoing(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Tokens from place `peer` of the host that land at tokens `at`; they are tokens `span` of the
-    receiver's root.
+    """Gradients from place `peer` of the host, which land at tokens `at`.
+
+    They belong to tokens `span` of what the receiver has of its root.
     """
 
     peer: int
@@ -49,60 +58,124 @@ class Incoming(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Tokens of another rank, the place of the host they come from, and where they lie one after
-    the other.
-    """
+    """Tokens of another rank, the place of the host that sends them, and where they land."""
 
-    piece: Fields
+    piece: Piece
     peer: int
     at: Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
+class Landings:
+    """Landings as three lists: pieces, the places that send them, and where they land.
+
+    Iterating gives each as a `Landing`. Plans do not keep these: with many short documents there
+    are so many that the garbage collector would take longer than the planning.
+    """
+
+    pieces: Sequence[Fields] = ()
+    peers: Sequence[int] = ()
+    places: Sequence[Span] = ()
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __iter__(self) -> Iterator[Landing]:
+        return map(Landing, itertools.starmap(Piece, self.pieces), self.peers, self.places)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 class Stage:
     """The blocks of one or more hops, as one rank sees them.
 
-    landings    what comes in, in the order of positions, and where it lands in the stage's memory
-    tokens      that land
-    sends       parts of this rank's root that others look at; spans count from the start of what is
-                there of it
-    returns     gradients of the stage's tokens, for the ranks they came from
-    homecoming  gradients of the root from those who looked at it
+    landings    what this rank receives, in the order of positions, and where it lands
+    tokens      how many tokens land
+    sends       parts of this rank's root that others look at; spans count tokens of what this rank
+                has of the root
+    returns     gradients of the stage's tokens, for the ranks that sent these
+    homecoming  gradients of the root, from the ranks that looked at it
+    home_tokens how many tokens these are of
+
+    Planning needs only the landings. The messages (sends, returns, homecoming) are found when they
+    are first asked for.
     """
 
-    hops: tuple[int, ...]
-    landings: tuple[Landing, ...]
-    tokens: int
-    sends: tuple[Outgoing, ...]
-    returns: tuple[Outgoing, ...]
-    homecoming: tuple[Incoming, ...]
+    def __init__(self, sight: _Sight, held: _Held, hops: tuple[int, ...]):
+        self._sight, self._held, self.hops = sight, held, hops
+        self._inner, self._place = len(sight.tokens), sight.place
+        self._landing, self._home = sight.sizes(hops)  # by place
+        self.tokens, self.home_tokens = self._landing[sight.place], self._home[sight.place]
+        pieces = sight.own_pieces(hops)
+        peers = [owner % self._inner for _, _, owner, _ in pieces]
+        places = [at for _, at in in_turn(span for *_, span in pieces)]
+        self.landings = Landings(pieces, peers, places)
 
     @property
     def sources(self) -> list[tuple[int, Span]]:
-        """From which place of the host the tokens of which part come."""
-        return [(landing.peer, landing.at) for landing in self.landings]
+        """Return the place of the host that sends each part of the tokens, and the part."""
+        return list(zip(self.landings.peers, self.landings.places, strict=True))
 
-    @property
-    def home_tokens(self) -> int:
-        return self.homecoming[-1].at[1] if self.homecoming else 0
+    @functools.cached_property
+    def sends(self) -> tuple[Outgoing, ...]:
+        earlier = itertools.chain(*(self._sight.earlier[hop] for hop in self.hops))
+        return tuple(
+            Outgoing(peer, span, sum([tokens[h] for h in self.hops]), self._landing[peer])
+            for (peer, span, _), tokens in zip(self.homecoming, earlier, strict=True)
+        )
+
+    @functools.cached_property
+    def returns(self) -> tuple[Outgoing, ...]:
+        """Send back what landed. At each peer, what nearer places return lies first."""
+        of_peer: dict[int, list[Span]] = {}
+        for peer, at in self.sources:
+            of_peer.setdefault(peer, []).append(at)
+        found: list[Outgoing] = []
+        for hop in self.hops:
+            peer = (self._place - hop) % self._inner
+            nearer = (h for h in self.hops if h < hop)
+            first = sum(self._sight.tokens[(peer + h) % self._inner][h] for h in nearer)
+            for span in of_peer.get(peer, ()):
+                found.append(Outgoing(peer, span, first, self._home[peer]))
+                first += length(span)
+        return tuple(found)
+
+    @functools.cached_property
+    def homecoming(self) -> tuple[Incoming, ...]:
+        peers = [
+            (self._place + hop) % self._inner for hop in self.hops for _ in self._sight.spans[hop]
+        ]
+        places = in_turn(span for hop in self.hops for span in self._sight.spans[hop])
+        return tuple(
+            Incoming(peer, self._held.place(span), at)
+            for peer, (span, at) in zip(peers, places, strict=True)
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Stage(hops={self.hops}, landings={self.landings}, tokens={self.tokens}, "
+            f"sends={self.sends}, returns={self.returns}, homecoming={self.homecoming})"
+        )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Round:
-    """What a rank does with the blocks of one host.
+    """The blocks of one host, as one rank sees them.
 
     root     owner of the block that the rank opens the round with; in round 0 itself
-    held     the tokens of the root that are there: rising spans of its shard, one after the other
-    landings what this rank looks at of those, and where it lies; in round 0 nothing, the own block
-    comes first
-    stages   of the other blocks, of which there are parts that anybody on this host looks at
+    held     the tokens of the root that this rank has: rising spans of its shard, one after the
+             other
+    landings what this rank looks at of those, and where it lies; empty in round 0, since the own
+             block is not received
+    stages   the other blocks, as far as a rank of this host looks at them
     lent     own tokens that ranks of another host look at in this round
     lent_to  that host
     """
 
     root: int
     held: tuple[Span, ...]
-    landings: tuple[Landing, ...]
+    landings: Landings
     stages: tuple[Stage, ...]
     lent: tuple[Span, ...] = ()
     lent_to: int = 0
@@ -122,46 +195,34 @@ class Routes:
     def __init__(self, tiling: Tiling, schedule: Schedule, rank: int):
         self.tiling, self.schedule, self.rank = tiling, schedule, rank
         self.host, self.place = divmod(rank, schedule.inner)
-        viewers = enumerate(schedule.ranks(self.host))
         self._stages: dict[tuple[int, tuple[int, ...]], Stage] = {}
-        self.sights = [
-            _Sight(tiling.seen_fields(viewer), place, schedule.inner) for place, viewer in viewers
-        ]
+        self._sights = _sights(tiling, schedule, rank)
 
     def traffic(self) -> bool:
-        """Whether this rank has a part in what travels: to any rank of its host, or from it to
-        another host.
-        """
-        return any(sight.pieces for sight in self.sights) or bool(self._lent)
+        """Whether a rank of this host looks at another rank, or another host at this rank."""
+        return bool(self._sights) or bool(self._lent)
 
     def landing_tokens(self, hops: Sequence[int]) -> int:
-        """The most tokens that land on a rank of this host at once if these hops of a round are one
-        stage.
-        """
-        return max((self._sizes(host, hops)[0] for host in self._hosts), default=0)
+        """Return the most tokens that land on a rank of this host if these hops are one stage."""
+        return max((max(sight.sizes(hops)[0]) for sight in self._sights.values()), default=0)
 
     def rounds(
         self, limit: int | None = None, return_limit: int | None = None
     ) -> tuple[Round, ...]:
-        """All rounds, also those in which nothing comes or goes: hosts count them alike.
+        """Return all rounds. Those in which nothing is sent count too, as they do on other hosts.
 
-        A stage has as many hops as let at most `limit` tokens land, and `return_limit` come home.
-        Without a return limit no gradients come back. With one the last stage, of which they come
-        back with nothing left to compute meanwhile, is not the longest; else the first, which has
-        but the own block's time to arrive.
+        A stage has as many hops as let at most `limit` tokens land, and gradients of `return_limit`
+        tokens return. Without a return limit, no gradients return, and the first stage is not the
+        longest: it must arrive while the own block is computed. With one, the last stage is not the
+        longest: its gradients return when nothing is left to compute.
         """
         return tuple(
             self._round(number, limit, return_limit) for number in range(self.schedule.outer)
         )
 
     @functools.cached_property
-    def _hosts(self) -> set[int]:
-        """Those that ranks of this host look at tokens of."""
-        return {host for sight in self.sights for host in sight.pieces}
-
-    @functools.cached_property
     def _lent(self) -> dict[int, tuple[Span, ...]]:
-        """By host, the own tokens that its ranks look at; for other hosts that do."""
+        """The own tokens that other hosts look at, by host."""
         if self.schedule.outer == 1:
             return {}
         found = self.tiling.seen_by(self.rank, self.schedule.inner)
@@ -169,47 +230,84 @@ class Routes:
         return found
 
     def _round(self, number: int, limit: int | None, return_limit: int | None) -> Round:
-        host = self.schedule.host_of_round(self.host, number)
-        held = _Held(self._held(host) if number else [hull(self._held(host))])
-        looked_at = {hop for sight in self.sights for hop in sight.pieces.get(host, ())} - {0}
-        hops = self._cut(host, sorted(looked_at), limit, return_limit)
-        stages = tuple(self._known_stage(host, held, tuple(part)) for part in hops)
-        if not number:  # of the own block is there what others look at, and what is between that
-            return Round(self.rank, held.spans, (), stages)
         root = self.schedule.block(self.rank, number, 0)
-        pieces = self.sights[self.place].of(host, 0)
-        landings = tuple(Landing(piece, self.place, held.place(piece[3])) for piece in pieces)
+        host = root // self.schedule.inner
+        sight = self._sights.get(host) or _Sight(self.schedule.inner, root)
+        seen = list(itertools.chain(*sight.spans))
+        held = _Held(merged(seen) if number else [hull(seen)])
+        hops = sight.cut(limit, return_limit)
+        stages = tuple(self._known_stage(sight, held, tuple(part)) for part in hops)
+        if not number:  # the root is the own block, held from the first to the last token in use
+            return Round(self.rank, held.spans, Landings(), stages)
+        pieces = sight.own_pieces([0])
+        places = [held.place(span) for *_, span in pieces]
+        landings = Landings(pieces, [self.place] * len(pieces), places)
         lent_to = self.schedule.host_of_round(self.host, -number)
         return Round(root, held.spans, landings, stages, self._lent.get(lent_to, ()), lent_to)
 
-    def _held(self, host: int) -> tuple[Span, ...]:
-        """What any rank of this host looks at of the root of the round with `host`."""
-        inner = self.schedule.inner
-        sights = enumerate(self.sights)
-        return merged(
-            span for viewer, s in sights for *_, span in s.of(host, (viewer - self.place) % inner)
-        )
+    def _known_stage(self, sight: _Sight, held: _Held, hops: tuple[int, ...]) -> Stage:
+        """Return a stage, made only once: forward and backward often share their stages."""
+        key = sight.root, hops
+        if key not in self._stages:
+            self._stages[key] = Stage(sight, held, hops)
+        return self._stages[key]
 
-    def _sizes(self, host: int, hops: Sequence[int]) -> tuple[int, int]:
-        """The most tokens that land on a rank of this host, and that come home to one, in the stage
-        of some hops.
+
+class _Sight:
+    """All pieces of one host that the ranks of this host look at, as far as one rank needs them.
+
+    The rank is the one at the place of `root`, which is its root in the round with that host.
+
+    tokens   how many tokens each looks at, by place of the viewer and by hop
+    own      pieces that the rank itself looks at, in the order of positions
+    spans    spans of the root that others look at, by hop
+    earlier  for each of those, how many tokens with lower positions its viewer looks at, by hop
+    """
+
+    def __init__(self, inner: int, root: int):
+        self.root, self.place = root, root % inner
+        self.tokens = [[0] * inner for _ in range(inner)]
+        self.own: list[Fields] = []
+        self.spans: list[list[Span]] = [[] for _ in range(inner)]
+        self.earlier: list[list[tuple[int, ...]]] = [[] for _ in range(inner)]
+
+    def add(self, viewer: int, piece: Fields) -> None:
+        """Add a piece that a rank looks at. Its pieces of lower positions come before."""
+        inner = len(self.tokens)
+        _, _, owner, span = piece
+        tokens, hop = self.tokens[viewer % inner], (viewer - owner) % inner
+        if viewer % inner == self.place:
+            self.own.append(piece)
+        if owner == self.root:
+            self.spans[hop].append(span)
+            self.earlier[hop].append(tuple(tokens))
+        tokens[hop] += length(span)
+
+    def own_pieces(self, hops: Sequence[int]) -> list[Fields]:
+        """Return the pieces of some hops that the rank itself looks at."""
+        inner = len(self.tokens)
+        owners = [(self.place - hop) % inner for hop in hops]
+        return [piece for piece in self.own if piece[2] % inner in owners]
+
+    def sizes(self, hops: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Count, for a stage of some hops, the tokens that land at each place, and the tokens that
+        gradients return to.
         """
-        inner = self.schedule.inner
-        landing, home = [0] * inner, [0] * inner
-        for viewer, sight in enumerate(self.sights):
-            if tokens := sight.counts.get(host):
-                for hop in hops:
-                    landing[viewer] += tokens[hop]
-                    home[(viewer - hop) % inner] += tokens[hop]
-        return max(landing), max(home)
+        inner = len(self.tokens)
+        landing = [sum([tokens[hop] for hop in hops]) for tokens in self.tokens]
+        home = [
+            sum([self.tokens[(place + hop) % inner][hop] for hop in hops]) for place in range(inner)
+        ]
+        return landing, home
 
-    def _cut(
-        self, host: int, hops: Sequence[int], limit: int | None, return_limit: int | None
-    ) -> list[Sequence[int]]:
-        """The hops in as few stages as the limits allow, nearly equal ones."""
+    def cut(self, limit: int | None, return_limit: int | None) -> list[list[int]]:
+        """Cut the hops that are looked at into as few stages as the limits allow, of nearly equal
+        numbers of hops.
+        """
+        hops = [hop for hop in range(1, len(self.tokens)) if any(seen[hop] for seen in self.tokens)]
 
         def fits(part: Sequence[int]) -> bool:
-            landing, home = self._sizes(host, part)
+            landing, home = map(max, self.sizes(part))
             return len(part) == 1 or (
                 landing <= (limit or landing) and home <= (return_limit or home)
             )
@@ -222,97 +320,71 @@ class Routes:
                 return parts
         return []
 
-    def _known_stage(self, host: int, held: _Held, hops: tuple[int, ...]) -> Stage:
-        """Return a stage, which is made once: a backward often has those of its forward."""
-        if (host, hops) not in self._stages:
-            self._stages[host, hops] = self._stage(host, held, hops)
-        return self._stages[host, hops]
 
-    def _stage(self, host: int, held: _Held, hops: tuple[int, ...]) -> Stage:
-        pieces = self.sights[self.place].landing(host, hops)
-        peers = (owner % self.schedule.inner for _, _, owner, _ in pieces)
-        landings = tuple(
-            map(Landing, pieces, peers, (at for _, at in in_turn(span for *_, span in pieces)))
-        )
-        return Stage(
-            hops=hops,
-            landings=landings,
-            tokens=landings[-1].at[1] if landings else 0,
-            sends=tuple(self._sends(host, held, hops)),
-            returns=tuple(self._returns(host, hops, landings)),
-            homecoming=tuple(self._homecoming(host, held, hops)),
-        )
-
-    def _sends(self, host: int, held: _Held, hops: Sequence[int]) -> Iterator[Outgoing]:
-        root = host * self.schedule.inner + self.place
-        for hop in hops:
-            viewer = (self.place + hop) % self.schedule.inner
-            sight = self.sights[viewer]
-            if not sight.tokens(host, hop):
-                continue
-            at, total = 0, sum(sight.tokens(host, h) for h in hops)
-            for _, _, owner, span in sight.landing(host, hops):
-                if owner == root:
-                    yield Outgoing(viewer, held.place(span), at, total)
-                at += span[1] - span[0]
-
-    def _returns(
-        self, host: int, hops: Sequence[int], landings: Sequence[Landing]
-    ) -> Iterator[Outgoing]:
-        """What landed goes back; with each peer lies first what comes home from nearer places."""
-        inner = self.schedule.inner
-        of_peer: dict[int, list[Span]] = {}
-        for landing in landings:
-            of_peer.setdefault(landing.peer, []).append(landing.at)
-        for hop in hops:
-            peer = (self.place - hop) % inner
-            sizes = [self.sights[(peer + h) % inner].tokens(host, h) for h in hops]
-            at, total = (
-                sum(size for h, size in zip(hops, sizes, strict=True) if h < hop),
-                sum(sizes),
-            )
-            for span in of_peer.get(peer, ()):
-                yield Outgoing(peer, span, at, total)
-                at += length(span)
-
-    def _homecoming(self, host: int, held: _Held, hops: Sequence[int]) -> Iterator[Incoming]:
-        at = 0
-        for hop in hops:
-            viewer = (self.place + hop) % self.schedule.inner
-            for *_, span in self.sights[viewer].of(host, hop):
-                yield Incoming(viewer, held.place(span), (at, at := at + length(span)))
+def _sights(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, _Sight]:
+    """Return what the ranks of a rank's host look at, by the host that it is of."""
+    host, place = divmod(rank, schedule.inner)
+    viewers = schedule.ranks(host)
+    if sum(len(tiling.looks_at(viewer)) for viewer in viewers) > _FEW_SPANS:
+        return _sights_of_many(tiling, schedule, rank)
+    sights: dict[int, _Sight] = {}
+    for viewer in viewers:
+        for piece in tiling.seen(viewer):
+            of = piece.owner // schedule.inner
+            if of not in sights:
+                sights[of] = _Sight(schedule.inner, of * schedule.inner + place)
+            sights[of].add(viewer, piece)
+    return sights
 
 
-class _Sight:
-    """What a place of this host looks at, by the host it is of and by hop, and how many tokens."""
+def _sights_of_many(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, _Sight]:
+    """Return `_sights`, computed with columns of numbers instead of an object for each piece.
 
-    def __init__(self, seen: Sequence[Fields], place: int, inner: int):
-        self.pieces: dict[int, dict[int, list[Fields]]] = {}
-        self.counts: dict[int, list[int]] = {}
-        of_owner: dict[int, list[Fields]] = {}
-        for fields in seen:
-            of_owner.setdefault(fields[2], []).append(fields)
-        for rank, pieces in of_owner.items():
-            host, owner = divmod(rank, inner)
-            hop = (place - owner) % inner
-            self.pieces.setdefault(host, {})[hop] = pieces
-            self.counts.setdefault(host, [0] * inner)[hop] = sum(
-                [stop - start for _, _, _, (start, stop) in pieces]
-            )
+    A rank needs the pieces that it looks at, and the pieces of its roots. Of all others it needs
+    only counts of tokens, and these are `inner` times as many: a striped layout has documents x
+    ranks x ranks pieces.
+    """
+    inner, place = schedule.inner, rank % schedule.inner
+    table = tiling.seen_table(schedule.ranks(rank // inner))
+    viewer, start, _, owner, _, _ = table.unbind(1)
+    group = owner // inner * inner + viewer % inner  # a host and a viewer
+    order = (group * tiling.mask.seq_len + start).argsort()
+    table, group = table[order], group[order]
+    viewer, start, step, owner, first, stop = table.unbind(1)
+    hop, tokens = (viewer - owner) % inner, stop - first
 
-    def of(self, host: int, hop: int) -> Sequence[Fields]:
-        return self.pieces[host].get(hop, ()) if host in self.pieces else ()
+    counts = torch.zeros(schedule.size * inner, dtype=torch.int64, device="cpu")
+    counts = counts.index_add_(0, group * inner + hop, tokens).view(-1, inner, inner)
+    sights: dict[int, _Sight] = {}
+    for of in set((owner // inner).tolist()):
+        sights[of] = _Sight(inner, of * inner + place)
+        sights[of].tokens = counts[of].tolist()
 
-    def tokens(self, host: int, hop: int) -> int:
-        return self.counts[host][hop] if host in self.counts else 0
+    mine = viewer == rank
+    for at, by, of, a, b in _rows(x[mine] for x in (start, step, owner, first, stop)):
+        sights[of // inner].own.append((at, by, of, (a, b)))
 
-    def landing(self, host: int, hops: Sequence[int]) -> list[Fields]:
-        """What lands in the stage of some hops, in the order of positions."""
-        return sorted(fields for hop in hops for fields in self.of(host, hop))
+    of_root = (owner % inner == place).nonzero().squeeze(1)
+    group_start = torch.searchsorted(group, group[of_root])
+    earlier = []
+    for each in range(inner):
+        of_hop = tokens * (hop == each)
+        before = of_hop.cumsum(0) - of_hop
+        earlier.append(before[of_root] - before[group_start])
+    columns = [x[of_root] for x in (hop, owner, first, stop)]
+    for (h, of, a, b), counted in zip(_rows(columns), _rows(earlier), strict=True):
+        sights[of // inner].spans[h].append((a, b))
+        sights[of // inner].earlier[h].append(counted)
+    return sights
+
+
+def _rows(columns: Iterable[Tensor]) -> Iterator[tuple[int, ...]]:
+    """Iterate over the rows of a table, given by columns."""
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 class _Held:
-    """Rising spans of a shard that are there, one after the other."""
+    """The rising spans of a shard that a rank has, one after the other in its memory."""
 
     def __init__(self, spans: Sequence[Span]):
         self.spans = tuple(spans)
@@ -320,7 +392,7 @@ class _Held:
         self._places = [at for _, (at, _) in in_turn(spans)]
 
     def place(self, span: Span) -> Span:
-        """Where tokens `span` of the shard, which are within one of the spans, are there."""
+        """Return where tokens `span` of the shard lie. They are within one of the held spans."""
         index = bisect.bisect_right(self._starts, span[0]) - 1
         start, stop = self.spans[index]
         assert start <= span[0] and span[1] <= stop, f"{span} is not within {self.spans}"
