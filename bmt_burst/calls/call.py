@@ -1,4 +1,12 @@
-"""The steps of a call: check the arguments, tell the other ranks, find the plan, compute."""
+"""The steps of a call.
+
+1. `check_inputs` checks the tensors of this rank.
+2. `find_terms` checks the options, and finds everything that ranks must agree on.
+3. `gather_terms` tells the terms to the other ranks. It also tells them if a check failed here.
+4. `make_problem` makes the problem from the terms of all ranks. A strategy makes a plan of it.
+
+Terms and plans are kept, so a call that repeats another one only checks, tells and computes.
+"""
 
 from __future__ import annotations
 

@@ -63,13 +63,12 @@ def check_inputs(
     Raises TypeError or ValueError for tensors that do not fit or do not fit together, RuntimeError
     inside transforms of torch.func and in forward mode.
     """
-    check_tensor("q", q)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_one(name, x, is_packed)
+    if is_packed:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     autocast = autocast_dtype(q)
-    q, k, v = (
-        _check_one("q", q, autocast, is_packed),
-        _check_one("k", k, autocast, is_packed),
-        _check_one("v", v, autocast, is_packed),
-    )
+    q, k, v = cast(q, autocast), cast(k, autocast), cast(v, autocast)
     _check_together(q, k, v)
     _check_bias(bias, q)
     _check_sinks(sinks, q)
@@ -77,7 +76,7 @@ def check_inputs(
     return Inputs(q, k, v, bias, sinks, autocast)
 
 
-def _check_one(name: str, x: Tensor, autocast: torch.dtype | None, is_packed: bool) -> Tensor:
+def _check_one(name: str, x: Tensor, is_packed: bool) -> None:
     check_tensor(name, x)
     if x.dim() != (3 if is_packed else 4):
         expected = "packed, (tokens" if is_packed else "(batch, tokens"
@@ -86,11 +85,9 @@ def _check_one(name: str, x: Tensor, autocast: torch.dtype | None, is_packed: bo
         )
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
-    x = cast(x.unsqueeze(0) if is_packed else x, autocast)
-    batch, _, heads, head_size = x.shape
-    if not (batch and heads and head_size):
+    *batch, _tokens, heads, head_size = x.shape
+    if 0 in (*batch, heads, head_size):
         raise ValueError(f"{name} has an empty dimension: shape {tuple(x.shape)}")
-    return x
 
 
 def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:

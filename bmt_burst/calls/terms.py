@@ -18,7 +18,6 @@ from ..kernels import Kernel, pick, pick_biased
 from ..ranks.agreement import read_terms
 from ..ranks.rings import Rings, check_device
 from ..sequence.layout import Layout
-from ..sequence.mask import Mask
 from ..spec import Spec
 from .inputs import Inputs
 from .masking import Masking, find_masking
@@ -74,7 +73,7 @@ class Terms:
             "softcap": self.spec.softcap,
             "sinks": self.has_sinks,
             "mask": _describe_mask(masking),
-            "layout": describe_layout(masking.layout),
+            "layout": _describe_layout(masking.layout),
             "scores": masking.scores and masking.scores.digest,
             "rows of the bias": self.bias_rows,
             "kernel of the bias": self.biased_kernel and self.biased_kernel.name,
@@ -157,13 +156,13 @@ def _make_spec(options: Options, head_size: int, dtype: torch.dtype) -> Spec:
 
 
 def _describe_mask(masking: Masking) -> str:
-    mask: Mask | None = masking.mask
+    mask = masking.mask
     if mask is None:
         return "causal" if masking.causal else "full"
     return f"{mask.seq_len} tokens in {len(mask.slices)} slices, digest {mask.digest}"
 
 
-def describe_layout(layout: str | Layout) -> str:
+def _describe_layout(layout: str | Layout) -> str:
     """Return a line that is equal for equal layouts, in every process."""
     return layout if isinstance(layout, str) else f"{layout.term} of {layout.seq_len} tokens"
 
