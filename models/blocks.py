@@ -1,4 +1,4 @@
-"""A model's blocks: applied in turn, and what they keep from their forward for their backward."""
+"""A model's blocks, applied in turn, and what their forward saves for their backward."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ CHECKPOINTING = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Saving:
-    """What blocks keep from their forward for their backward.
+    """The tensors that blocks save in their forward for their backward.
 
-    checkpointing  "none": all; "selective": its input and q, k, v, out and lse of the attention,
-                   all else is computed again (the ring is not); "full": its input only
-    offload        keep that in host memory; not with "none", which would move the weights too
-    blocks         how many of a model's blocks this is for, the first ones; the others, whose
-                   backward comes first, keep all. None: for all
+    checkpointing  "none": all tensors. "selective": a block's input, and q, k, v, out and lse of
+                   its attention; the rest is computed again, without the ring. "full": only its
+                   input
+    offload        save them in host memory. Not with "none", which would move the weights, too
+    blocks         how many of a model's first blocks this applies to; the last ones, whose backward
+                   runs first, save everything. None: it applies to all
     """
 
     checkpointing: str = "none"
@@ -34,50 +35,53 @@ class Saving:
     def __post_init__(self):
         if self.checkpointing not in CHECKPOINTING:
             raise ValueError(
-                f"checkpointing must be one of {', '.join(CHECKPOINTING)}, got {self.checkpointing!r}"
+                f"checkpointing must be one of {', '.join(CHECKPOINTING)}, "
+                f"got {self.checkpointing!r}"
             )
         if self.offload and self.checkpointing == "none":
             raise ValueError("offloading needs checkpointing, selective or full")
         if self.blocks is not None and (self.blocks < 0 or self.checkpointing == "none"):
             raise ValueError(
-                f"checkpointing of some blocks needs a mode, selective or full, and a number of blocks, got "
-                f"{self.checkpointing!r} for {self.blocks}"
+                "checkpointing of some blocks needs a mode, selective or full, and a number of "
+                f"blocks, got {self.checkpointing!r} for {self.blocks}"
             )
 
-    def of(self, layer: int) -> Saving:
-        """What block number `layer` keeps."""
+    def for_block(self, layer: int) -> Saving:
+        """Return what block number `layer` saves."""
         return self if self.blocks is None or layer < self.blocks else Saving()
 
     def run(self, whole: Callable, *args: Any, keep: Sequence[Tensor] = ()) -> Any:
-        """A block's forward: whole(run, *args), which calls its parts, all but the attention, as
-        run(part, *inputs).
+        """Compute a block's forward, whole(run, *args).
 
-        keep  tensors that all blocks save, which are not moved to host memory
+        `whole` calls the block's parts, except the attention, as run(part, *inputs). `keep` are
+        tensors that all blocks save. They are not moved to host memory.
         """
         if not torch.is_grad_enabled():
-            return whole(_called, *args)
+            return whole(_call, *args)
         with self._around(keep):
             if self.checkpointing == "full":
-                return recomputed(whole, _called, *args)
-            return whole(recomputed if self.checkpointing == "selective" else _called, *args)
+                return recompute(whole, _call, *args)
+            return whole(recompute if self.checkpointing == "selective" else _call, *args)
 
     def _around(self, keep: Sequence[Tensor]) -> AbstractContextManager:
+        """Return the context in which a block's forward runs."""
         return self.offload.block(keep=keep) if self.offload else nullcontext()
 
 
 class Layers(nn.ModuleList):
     """The blocks, applied in turn."""
 
-    def forward(self, x: Tensor, *args) -> Tensor:
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        """Apply all blocks to x."""
         for block in self:
             x = block(x, *args)
         return x
 
 
-def recomputed(function: Callable, *args):
-    """function(*args), of which only `args` are kept for the backward."""
+def recompute(function: Callable, *args: Any) -> Any:
+    """Call function(*args), and save only `args` for the backward."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def _called(function: Callable, *args):
+def _call(function: Callable, *args: Any) -> Any:
     return function(*args)

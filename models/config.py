@@ -11,32 +11,33 @@ from .minicpm4 import FACTORS_OF_64, FACTORS_OF_128
 from .rope import Llama3, LongRope, RopeScaling
 
 _KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str}
-_MOST_PARAMETERS = 10**15  # sizes beyond are a slip, and overflow torch's
+_MOST_PARAMETERS = 10**15  # larger sizes are mistakes, and overflow torch's
 
 
 @dataclass(frozen=True)
 class CPMConfig:
-    """Shape and scalings of a dense CPM (the MiniCPM family; with its scalings off, a Llama, Qwen2
-    or Qwen3).
+    """The shape and scalings of a dense CPM.
 
-    rope_scaling    how rotary positions are scaled: a RopeScaling, or what its to_dict gives
-    qkv_bias        whether the projections to q, k and v have a bias, o_bias the one after the
-                    attention, mlp_bias those of the feed-forward
+    This is the MiniCPM family. With its scalings off it is a Llama, Qwen2 or Qwen3.
+
+    rope_scaling    how rotary positions are scaled: a RopeScaling, or its to_dict
+    qkv_bias        whether the projections to q, k and v have a bias; o_bias is the same for the
+                    projection after the attention, mlp_bias for the feed-forward
     qk_norm         whether q and k are normalized in each head before they are rotated
     scale_emb       factor of the embeddings
     scale_depth     every residual branch is scaled by scale_depth / sqrt(num_layers); None: by 1
     dim_model_base  logits are divided by hidden_size / dim_model_base; None: by 1
-    init_std        standard deviation of embeddings and, divided by sqrt(hidden_size /
-                    dim_model_base), of matrices
-    window          tokens that a token sees in layers with a window, itself among them; None: no
+    init_std        standard deviation of embeddings; matrices have this, divided by
+                    sqrt(hidden_size / dim_model_base)
+    window          how many tokens a token sees, itself included, in layers with a window; None: no
                     layer has one
-    window_pattern  which layers have it, a letter a layer, "w", or "f" for a full one; repeated as
-                    often as there are layers. "w" is all, "wwwf" all but every fourth
-    max_position_embeddings  tokens of the longest sequence that the weights were made for; None:
-                    not known. Nothing is computed by it
+    window_pattern  which layers have a window: a letter for each layer, "w", or "f" for a full
+                    layer, repeated. "w" is all layers, "wwwf" all except every fourth
+    max_position_embeddings  tokens of the longest sequence that the weights were made for, or None
+                    if that is not known. It changes no result
 
-    The scalings and where they enter: MiniCPM, arXiv 2404.06395, appendix A.1 (tensor programs).
-    Raises ValueError for values of another type, out of range, or that do not fit together.
+    MiniCPM, arXiv 2404.06395, appendix A.1, defines the scalings. Raises ValueError for values of
+    another type, out of range, or that contradict each other.
     """
 
     vocab_size: int
@@ -73,15 +74,18 @@ class CPMConfig:
         self._check_rope_scaling()
         if not self.window_pattern or not {"w"} <= set(self.window_pattern) <= {"w", "f"}:
             raise ValueError(
-                f"window_pattern must be letters w and f, at least one w, got {self.window_pattern!r}"
+                "window_pattern must be letters w and f, at least one w, "
+                f"got {self.window_pattern!r}"
             )
         if len(self.window_pattern) > self.num_layers:
             raise ValueError(
-                f"window_pattern={self.window_pattern!r} is longer than num_layers={self.num_layers}"
+                f"window_pattern={self.window_pattern!r} is longer than "
+                f"num_layers={self.num_layers}"
             )
         if self.window is None and "f" in self.window_pattern:
             raise ValueError(
-                f"window_pattern={self.window_pattern!r} says which layers have a window: give window too"
+                f"window_pattern={self.window_pattern!r} says which layers have a window: "
+                "give window too"
             )
         check_size(self.num_parameters)
 
@@ -108,7 +112,7 @@ class CPMConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer its window, None where it is full."""
+        """The window of each layer, None for a full layer."""
         pattern = self.window_pattern
         return tuple(
             self.window if pattern[i % len(pattern)] == "w" else None
@@ -117,9 +121,7 @@ class CPMConfig:
 
     @property
     def longest_sequence(self) -> int | None:
-        """Tokens of the longest sequence that the weights were made for, or their rotary scaling
-        extends them to.
-        """
+        """The longest sequence that the weights were made for, or that their scaling extends to."""
         extended = self.rope_scaling and self.rope_scaling.extended_length
         return (
             max(self.max_position_embeddings, extended or 0)
@@ -136,7 +138,7 @@ class CPMConfig:
 
     @property
     def num_vector_parameters(self) -> int:
-        """Those of norms and biases, which no token is multiplied with as with a matrix."""
+        """Parameters of norms and biases, which are not matrices."""
         layer = 2 * self.hidden_size
         layer += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
         layer += self.o_bias * self.hidden_size + self.mlp_bias * (
@@ -147,14 +149,12 @@ class CPMConfig:
 
     @property
     def num_multiplied(self) -> int:
-        """Entries of matrices that each token is multiplied with: parameters but for vectors and
-        looked up rows.
-        """
+        """Entries of the matrices that multiply each token: no vectors, no looked up rows."""
         looked_up = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
         return self.num_parameters - self.num_vector_parameters - looked_up
 
     def to_dict(self) -> dict[str, Any]:
-        """What CPMConfig(**values) takes, in JSON's types."""
+        """Return the arguments of CPMConfig, in JSON's types."""
         scaling = self.rope_scaling
         return dataclasses.asdict(self) | {
             "rope_scaling": None if scaling is None else scaling.to_dict()
@@ -162,10 +162,9 @@ class CPMConfig:
 
 
 def check_fields(config: Any) -> None:
-    """Raises ValueError for fields of a dataclass that are not of their type, or numbers that are
-    not positive.
+    """Check the types of a dataclass's fields, and that numbers are positive and finite.
 
-    Types are int, float, bool, str, and those with None; others are not looked at.
+    Checked types are int, float, bool and str, also with None. Raises ValueError.
     """
     for field in dataclasses.fields(config):
         kind: str = str(field.type).removesuffix(" | None")
@@ -179,7 +178,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_size(num_parameters: int) -> None:
-    """Raises ValueError for more parameters than anyone means."""
+    """Check that a model is not absurdly large. Raises ValueError."""
     if num_parameters >= _MOST_PARAMETERS:
         raise ValueError(
             f"these sizes make {float(num_parameters):.0e} parameters, expected less than 1e15"
@@ -204,13 +203,18 @@ _QWEN3: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": Tr
 _UNTIED: dict[str, Any] = {"tie_embeddings": False}
 # fmt: off
 PRESETS = {
-    # A laptop's: trains in minutes on two cores, bytes as tokens.
-    "cpm-tiny": CPMConfig(320, 128, 384, 4, 4, 2, 32, scale_emb=12.0, scale_depth=1.4, dim_model_base=64, init_std=0.1),
+    # For a laptop: trains in minutes on two cores, bytes as tokens.
+    "cpm-tiny": CPMConfig(
+        320, 128, 384, 4, 4, 2, 32, scale_emb=12.0, scale_depth=1.4, dim_model_base=64, init_std=0.1
+    ),
     "minicpm-1b": CPMConfig(73440, 1536, 3840, 52, 24, 8, 64, **_MINICPM),
     "minicpm-2b": CPMConfig(122753, 2304, 5760, 40, 36, 36, 64, **_MINICPM),
-    "minicpm4-0.5b": CPMConfig(73448, 1024, 4096, 24, 16, 2, 64, rope_scaling=_MINICPM4_SMALL, **_MINICPM),
+    "minicpm4-0.5b": CPMConfig(
+        73448, 1024, 4096, 24, 16, 2, 64, rope_scaling=_MINICPM4_SMALL, **_MINICPM
+    ),
     "minicpm4-8b": CPMConfig(
-        73448, 4096, 16384, 32, 32, 2, 128, rms_norm_eps=1e-6, rope_scaling=_MINICPM4, **_UNTIED, **_MINICPM
+        73448, 4096, 16384, 32, 32, 2, 128,
+        rms_norm_eps=1e-6, rope_scaling=_MINICPM4, **_UNTIED, **_MINICPM,
     ),
     "minicpm5-1b": CPMConfig(130560, 1536, 4608, 24, 16, 2, 128, **_MINICPM5),
     "llama3-8b": CPMConfig(128256, 4096, 14336, 32, 32, 8, 128, **_LLAMA3, **_UNTIED),
@@ -222,8 +226,7 @@ PRESETS = {
     "qwen3-1.7b": CPMConfig(151936, 2048, 6144, 28, 16, 8, 128, **_QWEN3),
     "qwen3-4b": CPMConfig(151936, 2560, 9728, 36, 32, 8, 128, **_QWEN3),
     "qwen3-8b": CPMConfig(151936, 4096, 12288, 36, 32, 8, 128, **_QWEN3, **_UNTIED),
-    # The shapes that papers on long contexts train: Llama 7B, and its 13B with a vocabulary of
-    # 120K.
+    # Shapes of papers on long contexts: Llama 7B, and its 13B with a vocabulary of 120K.
     "7b": CPMConfig(32000, 4096, 11008, 32, 32, 32, 128, **_UNTIED),
     "14b": CPMConfig(120000, 5120, 13824, 40, 40, 40, 128, **_UNTIED),
 }

@@ -1,9 +1,9 @@
 """The dense CPM: pre-norm RMSNorm, rotary positions, GQA, SwiGLU, MiniCPM's scalings, Qwen's biases
 and norms.
 
-Plain torch modules, for every engine of train.engine: an engine shards the parameters and the
-blocks in `layers`, which therefore take positional arguments only. Parameter names are those of
-Hugging Face's Llama, Qwen and MiniCPM, without the leading "model.".
+The modules are plain torch. Engines shard the parameters and the blocks in `layers`. Therefore
+blocks take only positional arguments. Parameters have the names of Hugging Face's Llama, Qwen and
+MiniCPM, without the leading "model.".
 
 Letters: B batch, S tokens of this rank, E hidden size, F intermediate size, V vocabulary.
 """
@@ -38,6 +38,8 @@ class RMSNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """The feed-forward: down(silu(gate(x)) * up(x))."""
+
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
@@ -90,8 +92,9 @@ class CPMBlock(nn.Module):
         return saving.run(self._whole, x, cos, sin, cache, mask, layout, keep=(cos, sin))
 
     def _whole(self, run: Callable, x: Tensor, cos: Tensor, sin: Tensor, *seen) -> Tensor:
-        """The block, its parts but the attention called by `run`; `seen` is what the attention
-        takes beside q, k, v.
+        """Compute the block. `run` calls all parts except the attention.
+
+        `seen` are the arguments of the attention after q, k and v.
         """
         q, k, v = run(self._before, x, cos, sin)
         return run(self._after, x, self.self_attn.attend(q, k, v, *seen))
@@ -107,7 +110,7 @@ class CPMBlock(nn.Module):
 class CPM(nn.Module):
     """A decoder-only language model over this rank's part of a sequence.
 
-    `saving` says what blocks save for the backward, `attention` are options of BurstAttention:
+    `saving` says what blocks save for the backward. `attention` are options of BurstAttention:
     flash, deterministic, strategy.
     """
 
@@ -125,7 +128,7 @@ class CPM(nn.Module):
         saving = saving or Saving()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = Layers(
-            CPMBlock(config, self.sp, layer, saving.of(layer), **attention)
+            CPMBlock(config, self.sp, layer, saving.for_block(layer), **attention)
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -141,19 +144,20 @@ class CPM(nn.Module):
         mask: Masks | None = None,
         layout: Layouts | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens (B, S) int64 at `positions`, (S,) or (B, S) int64, to logits (B, S, V).
+        """Compute logits (B, S, V), or the loss if there are labels.
 
-        With `labels` (B, S), already shifted, IGNORE_INDEX where there is no target: to the sum of
-        token losses (fp32) and the number of targets instead.
+        tokens     (B, S) int64
+        positions  (S,) or (B, S) int64
+        labels     (B, S), already shifted, IGNORE_INDEX where there is no target: return the sum of
+                   token losses (fp32) and the number of targets instead of logits
+        mask       the mask of the whole sequence, or one for each row; by default causal. Layers
+                   with a window see its part in the window
+        layout     how the sequence lies on the ranks, or one for each row; by default sp's
 
-        mask    what tokens of the whole sequence see, or one for each row, by default all before
-                them; in layers with a window that of it which is in the window
-        layout  how the sequence lies on the ranks, or one for each row; by default sp's
-
-        Where rotary positions are scaled by a length (dynamic, longrope), that is one more than a
-        row's largest position on any rank, which the ranks tell each other: a sequence's length, or
-        its longest document's. With a cache it is the number of tokens so far; what the cache holds
-        stays as it was rotated, as in transformers.
+        Some rotary scalings depend on a length (dynamic, longrope). It is one more than a row's
+        largest position on any rank: the sequence's length, or its longest document's. The ranks
+        exchange it. With a cache it is the number of tokens so far. As in transformers, cached keys
+        stay rotated as they were.
         """
         x = self.embed_tokens(tokens) * self.config.scale_emb
         cos, sin = self._rope_tables(positions)
@@ -164,6 +168,7 @@ class CPM(nn.Module):
         return linear_cross_entropy_sum(x, head.weight, labels)
 
     def _rope_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute cos and sin of the rotation at `positions`."""
         scaling, shape = self.config.rope_scaling, (self.config.head_dim, self.config.rope_theta)
         if scaling is None:
             return rope_tables(positions, *shape)
@@ -175,7 +180,7 @@ class CPM(nn.Module):
         )
 
     def init_parameter(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Fills the whole parameter called `name`, in place, with its starting values."""
+        """Fill the whole parameter called `name`, in place, with its initial values."""
         if weight.dim() == 1:
             weight.fill_(0.0 if name.endswith("bias") else 1.0)
             return

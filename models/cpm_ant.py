@@ -1,4 +1,4 @@
-"""CPM-Ant: text in segments of some types, after a learned prompt that says what the task is.
+"""CPM-Ant: text in segments of several types, after a learned prompt for the task.
 
     scores = [ant_scores(config, *fields_of_row) for ...]       # of whole rows, on the CPU
     loss, count = model(tokens, segments, positions, scores, labels)
@@ -21,7 +21,7 @@ __all__ = ["AntConfig", "CPMAnt", "ant_scores"]
 
 
 class CPMAnt(LiveModel):
-    """CPM-Ant over this rank's part of rows; see LiveModel for what it is made of."""
+    """CPM-Ant over this rank's part of rows. LiveModel has its parts."""
 
     config: AntConfig
 
@@ -43,29 +43,27 @@ class CPMAnt(LiveModel):
         cache: KVCache | None = None,
         rows: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens and types of their segments (B, S) to logits (B, S, V).
+        """Compute logits (B, S, V), or the loss if there are labels. All inputs are integers.
 
-        With `labels` (B, S), already shifted, IGNORE_INDEX where there is no target: to the sum of
-        token losses (fp32) and the number of targets instead. All are integers.
-
-        positions    of the tokens in the whole rows, (S,) or (B, S): the first prompt_length tokens
-                     are looked up among the prompts, and only those
-        scores       `ant_scores` of the whole rows, for each
-        layout       how the rows lie on the ranks, or one for each row; by default sp's
-        cache, rows  for generation, see LiveModel.encoded
+        tokens, segments  (B, S) and the types of their segments
+        positions         (S,) or (B, S), positions in the whole rows: only the first prompt_length
+                          tokens are looked up among the prompts
+        scores            `ant_scores` of each whole row
+        labels            (B, S), already shifted, IGNORE_INDEX where there is no target: return the
+                          sum of token losses (fp32) and the number of targets instead of logits
+        layout            how the rows lie on the ranks, or one for each row; by default sp's
+        cache, rows       for generation, see LiveModel.encode
         """
         words = self.input_embedding.weight
-        hidden = self.encoded(
-            self.embedded(tokens, segments, positions, words), scores, layout, cache, rows
+        hidden = self.encode(
+            self.embed(tokens, segments, positions, words), scores, layout, cache, rows
         )
-        return self.predicted(hidden, [words], labels)
+        return self.predict(hidden, [words], labels)
 
-    def embedded(
-        self, tokens: Tensor, segments: Tensor, positions: Tensor, words: Tensor
-    ) -> Tensor:
-        """To what the encoder takes, (B, S, E)."""
+    def embed(self, tokens: Tensor, segments: Tensor, positions: Tensor, words: Tensor) -> Tensor:
+        """Compute the encoder's input, (B, S, E)."""
         is_prompt = positions < self.config.prompt_length
-        from_words = self.looked_up(tokens.where(~is_prompt, 0), words)
-        from_prompts = self.looked_up(tokens.where(is_prompt, 0), self.prompt_embedding.weight)
+        from_words = self.look_up(tokens.where(~is_prompt, 0), words)
+        from_prompts = self.look_up(tokens.where(is_prompt, 0), self.prompt_embedding.weight)
         x = from_prompts.where(is_prompt.unsqueeze(-1), from_words)
-        return x + self.looked_up(segments, self.segment_embedding.weight)
+        return x + self.look_up(segments, self.segment_embedding.weight)

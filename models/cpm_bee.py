@@ -1,5 +1,4 @@
-"""CPM-Bee: nested data as text. Every token has a segment in a tree, and special tokens have
-sub-ids that rotate them.
+"""CPM-Bee: nested data as text. Each token has a segment in a tree. Sub-ids rotate special tokens.
 
     scores = [bee_scores(config, *fields_of_row) for ...]       # of whole rows, on the CPU
     loss, count = model(tokens, subs, ext_tokens, ext_subs, scores, labels)
@@ -16,21 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmt_burst.nn import KVCache, Layouts, apply_rope, rope_tables
-from models.blocks import recomputed
+from models.blocks import recompute
 from models.cpm_live.config import BeeConfig
 from models.cpm_live.layers import LiveModel, RowScores
 from models.cpm_live.scores import bee_scores
 
 __all__ = ["BeeConfig", "CPMBee", "bee_scores", "check_subs"]
 
-_STEP = 16  # positions that a sub-id turns a token by
+_STEP = 16  # positions by which a sub-id of 1 rotates
 _THETA = 10000.0
-_FP16_SUBS = 4095  # whose 16-fold is rounded to infinity
-_TURNED_AT_ONCE = 4096  # tokens
+_FP16_SUBS = 4095  # 16 times this is inf in fp16
+_ROTATED_AT_ONCE = 4096  # tokens
 
 
 class CPMBee(LiveModel):
-    """CPM-Bee over this rank's part of rows; see LiveModel for what it is made of."""
+    """CPM-Bee over this rank's part of rows. LiveModel has its parts."""
 
     config: BeeConfig
 
@@ -46,51 +45,51 @@ class CPMBee(LiveModel):
         cache: KVCache | None = None,
         rows: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens and their sub-ids (B, S) to logits (B, S, V + N): those of words, then those of
-        the N extended ones.
+        """Compute logits (B, S, V + N), or the loss if there are labels. All inputs are integers.
 
-        With `labels` (B, S), already shifted, IGNORE_INDEX where there is no target: to the sum of
-        token losses (fp32) and the number of targets instead. All are integers.
+        The first V logits are those of words, the others those of the N tokens with sub-ids.
 
-        ext_tokens, ext_subs  (N,), the same on all ranks that share rows: tokens with sub-ids that
-                              can be predicted; label V + i is the i-th
-        scores                `bee_scores` of the whole rows, for each
+        tokens, subs          (B, S) and their sub-ids
+        ext_tokens, ext_subs  (N,), identical on all ranks that share rows: tokens with sub-ids that
+                              can be predicted. Label V + i is the i-th
+        scores                `bee_scores` of each whole row
+        labels                (B, S), already shifted, IGNORE_INDEX where there is no target: return
+                              the sum of token losses (fp32) and the number of targets
         layout                how the rows lie on the ranks, or one for each row; by default sp's
-        cache, rows           for generation, see LiveModel.encoded
+        cache, rows           for generation, see LiveModel.encode
 
         Raises as check_subs, for ext_subs on all ranks.
         """
         for each in (ext_subs, subs):
             check_subs(self.config, each)
         words = self.input_embedding.weight
-        hidden = self.encoded(self.embedded(tokens, subs, words), scores, layout, cache, rows)
-        extended = self._turned(F.embedding(ext_tokens, words), ext_subs)
-        return self.predicted(hidden, [words, extended], labels)
+        hidden = self.encode(self.embed(tokens, subs, words), scores, layout, cache, rows)
+        extended = self._rotate(F.embedding(ext_tokens, words), ext_subs)
+        return self.predict(hidden, [words, extended], labels)
 
-    def embedded(self, tokens: Tensor, subs: Tensor, words: Tensor) -> Tensor:
-        """tokens and sub-ids (B, S) to what the encoder takes, (B, S, E)."""
-        return self._turned(self.looked_up(tokens, words), subs)
+    def embed(self, tokens: Tensor, subs: Tensor, words: Tensor) -> Tensor:
+        """Compute the encoder's input, (B, S, E), from tokens and sub-ids (B, S)."""
+        return self._rotate(self.look_up(tokens, words), subs)
 
-    def _turned(self, x: Tensor, subs: Tensor) -> Tensor:
-        """x (..., E) turned by its sub-ids (...).
+    def _rotate(self, x: Tensor, subs: Tensor) -> Tensor:
+        """Rotate x (..., E) by its sub-ids (...).
 
-        Angles are fp64, with their sines and cosines many times the memory of x: they are made of
-        some tokens at a time, and again in the backward.
+        Angles are fp64. With their sines and cosines they take many times the memory of x.
+        Therefore only some tokens are rotated at a time, and again in the backward.
         """
         parts = zip(
-            x.flatten(0, -2).split(_TURNED_AT_ONCE),
-            subs.flatten().split(_TURNED_AT_ONCE),
+            x.flatten(0, -2).split(_ROTATED_AT_ONCE),
+            subs.flatten().split(_ROTATED_AT_ONCE),
             strict=True,
         )
-        turned = [recomputed(_turned, part, its, self.config.fp16_rotary) for part, its in parts]
-        return torch.cat(turned).view(x.shape)
+        rotated = [recompute(_rotate, part, its, self.config.fp16_rotary) for part, its in parts]
+        return torch.cat(rotated).view(x.shape)
 
 
 def check_subs(config: BeeConfig, subs: Tensor) -> None:
-    """Raises ValueError for sub-ids (any shape) that fp16_rotary does not hold: their sines would
-    be NaN.
+    """Check that fp16_rotary can represent sub-ids of any shape. Otherwise their sines are NaN.
 
-    On GPUs, where the host does not wait for it, that is a device-side assertion.
+    Raises ValueError. On GPUs it is a device-side assertion, for which the host does not wait.
     """
     if not config.fp16_rotary:
         return
@@ -99,17 +98,22 @@ def check_subs(config: BeeConfig, subs: Tensor) -> None:
         torch._assert_async(fits, limit)
     elif not fits:
         raise ValueError(
-            f"{limit}, got {int(subs.max())}: train with fp16_rotary false in the model's configuration"
+            f"{limit}, got {int(subs.max())}: train with fp16_rotary false in the model's "
+            "configuration"
         )
 
 
-def _turned(x: Tensor, subs: Tensor, in_fp16: bool) -> Tensor:
+def _rotate(x: Tensor, subs: Tensor, in_fp16: bool) -> Tensor:
+    """Rotate x (N, E) by sub-ids (N,)."""
     tables = _fp16_tables if in_fp16 else rope_tables
     return apply_rope(x.unsqueeze(-2), *tables(subs * _STEP, x.shape[-1], _THETA)).squeeze(-2)
 
 
 def _fp16_tables(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """`rope_tables` with every step rounded to fp16: angles are off by up to 0.25 rad at sub-id 64."""
+    """Compute `rope_tables` with each step rounded to fp16.
+
+    At sub-id 64 angles are off by up to 0.25 rad.
+    """
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     phases = (positions.half().unsqueeze(-1) * (theta**-exponents).half()).float()
     return phases.cos().half().float(), phases.sin().half().float()

@@ -1,19 +1,21 @@
 """config.json of Hugging Face's folders, to CPMConfig and back.
 
-| model_type         | what CPMConfig says of it                                                             |
-| ------------------ | ------------------------------------------------------------------------------------- |
-| llama              | biases if attention_bias, mlp_bias; MiniCPM5's folders are Llamas                     |
-| mistral, ministral | a Llama with a window in all, or in some layers                                       |
-| qwen2              | biases of q, k and v; a window in the layers of layer_types or from max_window_layers |
-| qwen3              | norms of q and k, biases if attention_bias; windows as Qwen2's                        |
-| minicpm            | MiniCPM's scalings; MiniCPM 1, 2 and 4                                                |
+| model_type         | what CPMConfig has |
+| --- | --- |
+| llama              | biases if attention_bias, mlp_bias; folders of MiniCPM5 are Llamas |
+| mistral, ministral | a Llama with a window in all, or in some layers |
+| qwen2              | biases of q, k, v; windows by layer_types or from max_window_layers on |
+| qwen3              | norms of q and k, biases if attention_bias; windows as in Qwen2 |
+| minicpm            | MiniCPM's scalings; MiniCPM 1, 2 and 4 |
 
-Written is the first of them that can say what a CPMConfig says: a Mistral without a window becomes
-a Llama, if its heads divide its hidden size, as transformers asks of Llamas. Rotary scalings are
-those of models/rope.py, under transformers 4's and 5's names. All else is refused by name: mixtures
-of experts, sparse attention (sparse_config), windows of other kinds, other rotary scalings, partial
-rotary positions or none, MiniCPM's scalings in part, switched off (use_mup) or by another depth
-than the layers' (mup_denominator).
+`config_to_hf` writes the first model type that fits a CPMConfig. A Mistral without a window becomes
+a Llama if its heads divide its hidden size, as transformers requires of Llamas. models/rope.py has
+the rotary scalings, which are read under the names of transformers 4 and 5.
+
+Other models are refused, and the error names the field: mixtures of experts, sparse attention
+(sparse_config), other kinds of windows, other rotary scalings, partial rotary positions or none,
+and MiniCPM's scalings if some are missing, if they are switched off (use_mup), or if their depth is
+not the number of layers (mup_denominator).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _ARCHITECTURES = {
     "minicpm": "MiniCPMForCausalLM",
 }
 _QWEN = ("qwen2", "qwen3")
-# models with windows: what says which layers have it
+# models with windows -> the fields that say which layers have one
 _WINDOWED = {"mistral": set(), "ministral": {"layer_types"}}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -52,10 +54,10 @@ _OF_OTHERS = (
     "final_logit_softcapping",
 )
 _SCALINGS = ("scale_emb", "scale_depth", "dim_model_base")
-_QWEN3_HEAD_DIM = 128  # where a Qwen3's config.json does not say it
+_QWEN3_HEAD_DIM = 128  # if a Qwen3's config.json does not say it
 
-# Of rope_scaling and rope_parameters: what all kinds may have, what kinds have, and what other
-# kinds have and transformers does not mind.
+# Names in rope_scaling and rope_parameters: those that all kinds may have, those of each kind, and
+# those of other kinds, which transformers ignores.
 _OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 _OF_KIND = {
     "linear": {"factor"},
@@ -76,8 +78,9 @@ _NO_MATTER = {"original_max_position_embeddings", "finetuned"}.union(*_OF_KIND.v
 
 
 def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
-    """CPMConfig of a config.json. Raises ValueError if CPM does not compute that model, or if it is
-    broken.
+    """Make a CPMConfig from a config.json.
+
+    Raises ValueError if CPM does not compute that model, or if the file is broken.
     """
     hf = {"model_type": _by_architecture(hf), **hf}
     whole = hf
@@ -86,7 +89,7 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     _refuse_others(hf, rope)
     required = {*_SAME_NAME, *_RENAMED.values()} - {"num_key_value_heads"}
     if hf["model_type"] == "minicpm":
-        # MiniCPM's own code takes 1 for each, transformers' 12, 1.4 and 256
+        # without these MiniCPM's own code uses 1, transformers 12, 1.4 and 256
         required |= {*_SCALINGS}
     if missing := sorted(required - hf.keys()):
         raise ValueError(f"config.json lacks {missing}")
@@ -115,14 +118,14 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
 
 
 def _by_architecture(hf: dict[str, Any]) -> str | None:
-    """The model_type of a config.json that does not say it, as MiniCPM 1's and 2's."""
+    """Return the model_type of a config.json that lacks it, as MiniCPM 1's and 2's do."""
     return next(
         (kind for kind, name in _ARCHITECTURES.items() if hf.get("architectures") == [name]), None
     )
 
 
 def _refuse_others(hf: dict[str, Any], rope: dict[str, Any]) -> None:
-    """Raises ValueError for models that CPM does not compute."""
+    """Refuse models that CPM does not compute. Raises ValueError."""
     kind = hf.get("model_type")
     scales, layers = kind == "minicpm", hf.get("num_hidden_layers")
     unsupported = {
@@ -147,9 +150,9 @@ def _refuse_others(hf: dict[str, Any], rope: dict[str, Any]) -> None:
 
 
 def _windows(hf: dict[str, Any]) -> dict[str, Any]:
-    """The window of a config.json and the layers that have it, as fields of CPMConfig.
+    """Return the window of a config.json and its layers, as fields of CPMConfig.
 
-    `sliding_window` counts as CPMConfig's window does. Raises ValueError where it is not plain
+    `sliding_window` counts tokens as CPMConfig's window does. Raises ValueError if it is ambiguous
     which layers have it.
     """
     window, kind, layers = hf.get("sliding_window"), hf["model_type"], hf.get("layer_types")
@@ -176,8 +179,9 @@ def _windows(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_windows(hf: dict[str, Any]) -> dict[str, Any]:
-    """As `_windows`: layers from max_window_layers on have it if use_sliding_window, unless
-    layer_types say which.
+    """Return the window of a Qwen and its layers, as fields of CPMConfig.
+
+    If use_sliding_window, the layers from max_window_layers on have it, or those in layer_types.
     """
     count, layers = hf["num_hidden_layers"], hf.get("layer_types")
     if not hf.get("use_sliding_window"):
@@ -186,14 +190,15 @@ def _qwen_windows(hf: dict[str, Any]) -> dict[str, Any]:
         first = hf.get("max_window_layers")
         if type(first) is not int or first < 0:
             raise ValueError(
-                f"max_window_layers must be a whole number, the layers without a window, got {first!r}"
+                "max_window_layers must be a whole number, the layers without a window, "
+                f"got {first!r}"
             )
         layers = [_SLIDING if layer >= first else _FULL for layer in range(count)]
     return _window_fields(hf.get("sliding_window"), _pattern(layers, count))
 
 
 def _pattern(layers: Any, count: int) -> str:
-    """CPMConfig's letter for each of layer_types."""
+    """Return CPMConfig's letter for each entry of layer_types."""
     known = [_SLIDING, _FULL]
     if (
         not isinstance(layers, list)
@@ -207,6 +212,7 @@ def _pattern(layers: Any, count: int) -> str:
 
 
 def _window_fields(window: Any, pattern: str) -> dict[str, Any]:
+    """Return CPMConfig's fields for a window in the layers of a pattern."""
     if "w" not in pattern:
         return {}
     if type(window) is not int or window < 1:
@@ -219,29 +225,28 @@ def _window_fields(window: Any, pattern: str) -> dict[str, Any]:
 
 
 def _rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of rotary positions: rope_scaling (transformers 4), or else
-    rope_parameters (5).
-    """
+    """Return rope_scaling (transformers 4) or, without that, rope_parameters (5)."""
     for name in ("rope_scaling", "rope_parameters"):
         rope = hf.get(name, {})
         if not isinstance(rope, dict):
             raise ValueError(f"{name} must hold names and values, got {rope!r}")
         if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
             raise ValueError(
-                f"{name} has rotary positions for {nested} apart, CPM the same for all layers"
+                f"{name} has separate rotary positions for {nested}, CPM the same for all layers"
             )
     return hf.get("rope_scaling") or hf.get("rope_parameters", {})
 
 
 def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | None:
-    """The scaling that `rope` says, with what transformers takes from beside it and by default."""
+    """Make the scaling in `rope`, with transformers' defaults and other fields of config.json."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if not isinstance(kind, str) or kind not in _OF_KIND:
         known = ", ".join(_OF_KIND)
         raise ValueError(
-            f"rotary positions are scaled by {kind!r}, which CPM does not compute (but {known}): {rope}"
+            f"rotary positions are scaled by {kind!r}, which CPM does not compute (but {known}): "
+            f"{rope}"
         )
     if unknown := sorted(rope.keys() - _OF_ALL - _NO_MATTER):
         raise ValueError(
@@ -277,9 +282,7 @@ def _length(place: dict[str, Any], name: str) -> int:
 
 
 def _without_mscale(said: dict[str, Any]) -> dict[str, Any]:
-    """YaRN's numbers with an attention_factor in the place of mscale and mscale_all_dim, where both
-    are there.
-    """
+    """Replace YaRN's mscale and mscale_all_dim by an attention_factor, if both are given."""
     said = dict(said)
     pair = [said.pop(name, 0) for name in ("mscale", "mscale_all_dim")]
     if wrong := [
@@ -296,16 +299,15 @@ def _without_mscale(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any]:
-    """config.json's content for `config`; `longest` is the number of tokens that a sequence should
-    not exceed.
+    """Return the content of config.json for `config`.
 
-    If `config` was made for longer sequences, that number is written instead. If it was made for
-    shorter ones and its rotary positions are not scaled by an original length, its own is written
-    as original_max_position_embeddings.
+    `longest` is the number of tokens of the longest sequence. If `config` was made for longer ones,
+    its own number is written instead. If it was made for shorter ones, and its rotary scaling has
+    no original length, its own number is written as original_max_position_embeddings.
 
-    Raises ValueError for what no model there has: windows, biases, norms of q and k or a LongRoPE
-    with an attention_factor of its own beside MiniCPM's scalings, and biases, windows or numbers of
-    heads that do not go together.
+    Raises ValueError if no Hugging Face model fits. With MiniCPM's scalings these are windows,
+    biases, norms of q and k, and a LongRoPE with another attention_factor. Without them these are
+    some combinations of biases, windows and numbers of heads.
     """
     kind = _kind(config)
     hf: dict[str, Any] = {
@@ -346,13 +348,14 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
 
 
 def _kind(config: CPMConfig) -> str:
-    """The model_type that says what `config` says."""
+    """Return the model_type that fits `config`."""
     biases = [name for name in ("qkv_bias", "o_bias", "mlp_bias") if getattr(config, name)]
     has = biases + ["qk_norm"] * config.qk_norm
     if (config.scale_emb, config.residual_scale, config.width_scale) != (1.0, 1.0, 1.0):
         if config.window:
             raise ValueError(
-                f"a MiniCPM with scalings has no window there, this one has {config.window}: fold them"
+                "a MiniCPM with scalings has no window there, this one has "
+                f"{config.window}: fold them"
             )
         if has:
             raise ValueError(f"a MiniCPM with scalings has none of {has} there: fold them")
@@ -375,9 +378,7 @@ def _kind(config: CPMConfig) -> str:
 
 
 def _check_longrope(scaling: RopeScaling | None) -> None:
-    """Raises ValueError for an attention_factor that is not what MiniCPM's own code takes from the
-    lengths.
-    """
+    """Check that attention_factor is what MiniCPM's own code computes. Raises ValueError."""
     if isinstance(scaling, LongRope):
         expected, scale = (
             dataclasses.replace(scaling, attention_factor=None).attention_scale,
@@ -385,12 +386,13 @@ def _check_longrope(scaling: RopeScaling | None) -> None:
         )
         if not math.isclose(expected, scale, rel_tol=1e-6):
             raise ValueError(
-                f"the longrope of a MiniCPM with scalings has the attention_factor that follows from its factor there, "
-                f"{expected:.6g}, this one has {scale:.6g}: fold them"
+                "the longrope of a MiniCPM with scalings has the attention_factor that follows "
+                f"from its factor there, {expected:.6g}, this one has {scale:.6g}: fold them"
             )
 
 
 def _windows_to_hf(config: CPMConfig, kind: str) -> dict[str, Any]:
+    """Return the fields of config.json for windows."""
     layers = [_SLIDING if window else _FULL for window in config.windows]
     if kind in _QWEN:
         first = layers.index(_SLIDING) if config.window else config.num_layers
@@ -402,7 +404,7 @@ def _windows_to_hf(config: CPMConfig, kind: str) -> dict[str, Any]:
 
 
 def _rope_to_hf(config: CPMConfig) -> dict[str, Any]:
-    """Rotary positions as transformers 5 and 4 read them, and MiniCPM's own code."""
+    """Return rotary positions for transformers 5 and 4, and for MiniCPM's own code."""
     scaling, theta = config.rope_scaling, config.rope_theta
     if scaling is None:
         return {
@@ -426,8 +428,8 @@ def _max_position_embeddings(
 ) -> int | None:
     """Return `longest`, or the length that a scaling extends to if that is more.
 
-    A dynamic scaling's original length is read from this number, and for MiniCPM LongRoPE's factor:
-    it says those then.
+    transformers reads a dynamic scaling's original length from this number, and MiniCPM's code
+    LongRoPE's factor. In these two cases return what makes them right.
     """
     if scaling is None or isinstance(scaling, Linear):
         return longest

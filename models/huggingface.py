@@ -1,12 +1,11 @@
-"""Weights from and to folders as Hugging Face keeps them: config.json and *.safetensors.
+"""Weights in Hugging Face's folders: config.json and *.safetensors.
 
-    model = load_cpm("MiniCPM4-8B")                    # Llama's, Mistral's, Qwen2's and Qwen3's
-    folders too save_weights("exported", model.config, model.state_dict())
+    model = load_cpm("MiniCPM4-8B")  # also folders of Llama, Mistral, Qwen2 and Qwen3
+    save_weights("exported", model.config, model.state_dict())
     save_weights("as-llama", *fold_scalings(model.config, model.state_dict()))
 
-Parameters keep Hugging Face's names but for the leading "model.", so a conversion is a renaming.
-models/hf_config.py says which models these are. `fold_scalings` makes a config with MiniCPM's
-scalings one without.
+Parameters have Hugging Face's names without the leading "model.", so a conversion only renames.
+models/hf_config.py lists the models. `fold_scalings` removes MiniCPM's scalings.
 """
 
 from __future__ import annotations
@@ -31,18 +30,19 @@ _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _PREFIX = "model."
 _OUTSIDE_PREFIX = "lm_head."
-_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors calls those that weights may have
+_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names of the dtypes that weights may have
 
 
 class HFWeights(Mapping[str, Tensor]):
-    """The weights in a folder under this project's names, each read when it is asked for.
+    """The weights in a folder under this project's names. Each is read when it is requested.
 
-    With model.safetensors.index.json in it, those of the files that this names. Without, those of
-    model.safetensors, or if there is none, of all *.safetensors. What lies beside them is not read.
+    If the folder has a model.safetensors.index.json, the weights are in the files that it names.
+    Otherwise they are in model.safetensors or, without that, in all *.safetensors. Other files are
+    not read.
 
-    Raises ValueError if the folder's config is of a model that CPM does not compute, if files are
-    missing, damaged or hold the same weight twice, or if the weights are not exactly those of the
-    config, in a floating-point dtype of 16 bits or more; OSError if it may not be read.
+    Raises ValueError if CPM does not compute the model of the folder's config, if files are
+    missing, damaged or have the same weight twice, or if the weights are not exactly those of the
+    config, in a floating-point dtype of 16 bits or more. Raises OSError if it may not be read.
     """
 
     def __init__(self, folder: str | Path):
@@ -61,7 +61,7 @@ class HFWeights(Mapping[str, Tensor]):
         return len(self._expected)
 
     def _indexed(self) -> dict[str, safe_open]:
-        """The file of each weight, as the index says."""
+        """Find the file of each weight in the index."""
         index = self.folder / _INDEX
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not places:
@@ -83,7 +83,7 @@ class HFWeights(Mapping[str, Tensor]):
         return {name: files[file] for name, file in places.items()}
 
     def _found(self) -> dict[str, safe_open]:
-        """The file of each weight, where no index says it."""
+        """Find the file of each weight without an index."""
         paths = [
             path
             for path in sorted(self.folder.glob("*.safetensors"))
@@ -95,15 +95,17 @@ class HFWeights(Mapping[str, Tensor]):
         places: dict[str, str] = {}
         for path in [self.folder / _WHOLE] if self.folder / _WHOLE in paths else paths:
             opened = _open(path)
-            for name in opened.keys():  # noqa: SIM118 - it is no dict
+            for name in opened.keys():  # noqa: SIM118 - not a dict
                 if name in files:
                     raise ValueError(
-                        f"{places[name]} and {path.name} in {self.folder} both hold {name}; no {_INDEX}"
+                        f"{places[name]} and {path.name} in {self.folder} both hold {name}; "
+                        f"no {_INDEX}"
                     )
                 files[name], places[name] = opened, path.name
         return files
 
     def _without_safetensors(self) -> str:
+        """Return the message for a folder without *.safetensors."""
         others = [
             path.name
             for ending in ("bin", "pt", "pth")
@@ -112,19 +114,22 @@ class HFWeights(Mapping[str, Tensor]):
         if not others:
             return f"{self.folder} has no weights (*.safetensors)"
         return (
-            f"{self.folder} has its weights in {others[0]}, but only safetensors are read; transformers converts: "
+            f"{self.folder} has its weights in {others[0]}, but only safetensors are read; "
+            "transformers converts: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
         )
 
     def _check(self) -> None:
+        """Check that the weights are those of the config."""
         found = {
             _from_hf(name): file.get_slice(name)
             for name, file in self._files.items()
             if "rotary_emb" not in name
         }
-        if self.config.num_layers > len(found):  # before a model of that size is laid out
+        if self.config.num_layers > len(found):  # before a model of that size is made
             raise ValueError(
-                f"{self.folder}: num_hidden_layers is {self.config.num_layers} for {len(found)} weights"
+                f"{self.folder}: num_hidden_layers is {self.config.num_layers} for "
+                f"{len(found)} weights"
             )
         self._expected = {
             name: tuple(p.shape) for name, p in _meta_model(self.config).named_parameters()
@@ -148,12 +153,13 @@ class HFWeights(Mapping[str, Tensor]):
             if found[name].get_dtype() not in _DTYPES:
                 kinds = ", ".join(_DTYPES)
                 raise ValueError(
-                    f"{self.folder}: {name} has dtype {found[name].get_dtype()}, expected one of {kinds}"
+                    f"{self.folder}: {name} has dtype {found[name].get_dtype()}, "
+                    f"expected one of {kinds}"
                 )
 
 
 def load_cpm(folder: str | Path, dtype: torch.dtype = torch.float32) -> CPM:
-    """The model in a Hugging Face folder, whole, on the CPU. Raises as HFWeights."""
+    """Load the whole model in a Hugging Face folder, on the CPU. Raises as HFWeights."""
     weights = HFWeights(folder)
     model = _meta_model(weights.config)
     model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
@@ -168,13 +174,12 @@ def save_weights(
     max_position_embeddings: int | None = None,
     **settings: Any,
 ) -> None:
-    """Writes config.json and *.safetensors (split at 5 GB) for `weights` under this project's
-    names, in `dtype`.
+    """Write config.json and *.safetensors (split at 5 GB) in `dtype`.
 
-    `max_position_embeddings` is the number of tokens that a sequence should not exceed, if `config`
-    does not say a larger one, or its rotary scaling another; `settings` go into config.json beside
-    the shape: eos_token_id and the like. Raises ValueError if a weight is too large for the dtype
-    or if no model there is like `config`, OSError if writing fails.
+    `weights` have this project's names. `max_position_embeddings` is the longest sequence, unless
+    `config` has a longer one or its rotary scaling another. `settings` are added to config.json,
+    eos_token_id for example. Raises ValueError if a weight is too large for the dtype, or if
+    Hugging Face has no model like `config`. Raises OSError if writing fails.
     """
     shape = config_to_hf(config, max_position_embeddings)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -186,19 +191,24 @@ def save_weights(
     for file in Path(folder).glob("*.safetensors"):
         _let_umask_decide(file)
     kind = str(dtype).removeprefix("torch.")
-    written = {**shape, "dtype": kind, "torch_dtype": kind, **settings}  # of transformers 5 and 4
+    written = {
+        **shape,
+        "dtype": kind,
+        "torch_dtype": kind,
+        **settings,
+    }  # names of transformers 5 and 4
     (Path(folder) / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 def fold_scalings(
     config: CPMConfig, weights: Mapping[str, Tensor]
 ) -> tuple[CPMConfig, dict[str, Tensor]]:
-    """The model without MiniCPM's scalings that computes what `config` with `weights` does, folded
-    weights in fp32.
+    """Fold MiniCPM's scalings into the weights. The result computes the same without scalings.
 
-    Embeddings take scale_emb, what ends a residual branch takes the branch's scale, and the last
-    norm's weight takes the logits' divisor; where the head is the embeddings, also theirs, so tied
-    weights stay tied. Exact but for the rounding of the products, 6e-8 of each.
+    Embeddings are multiplied by scale_emb, the last weights of a residual branch by the branch's
+    scale. The last norm's weight is divided by the logits' divisor. If the head is tied to the
+    embeddings, it is also divided by scale_emb, so that tied weights stay tied. Folded weights are
+    fp32. The only error is the rounding of the products, 6e-8 of each.
     """
     plain = dataclasses.replace(config, scale_emb=1.0, scale_depth=None, dim_model_base=None)
     head_scale = config.scale_emb if config.tie_embeddings else 1.0
@@ -217,8 +227,9 @@ def fold_scalings(
 
 
 def read_config(folder: Path) -> CPMConfig:
-    """The configuration in a Hugging Face folder. Raises ValueError if CPM does not compute that
-    model.
+    """Read the configuration in a Hugging Face folder.
+
+    Raises ValueError if CPM does not compute that model.
     """
     file = folder / "config.json"
     if folder.is_file():
@@ -235,8 +246,9 @@ def read_config(folder: Path) -> CPMConfig:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The names and values in a JSON file. Raises ValueError if it holds anything else, OSError if
-    it is not read.
+    """Read names and values from a JSON file.
+
+    Raises ValueError if it has anything else, OSError if it cannot be read.
     """
     try:
         content = json.loads(file.read_text())
@@ -255,9 +267,7 @@ def _open(path: Path) -> safe_open:
 
 
 def round_weight(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`weight`, which is called `name`, in `dtype`. Raises ValueError if an entry is too large for
-    that.
-    """
+    """Convert a weight to `dtype`. Raises ValueError with its name if an entry is too large."""
     rounded = weight.to(dtype).contiguous()
     if not rounded.isfinite().all():
         largest = float(weight.abs().max())
@@ -268,9 +278,7 @@ def round_weight(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _let_umask_decide(file: Path) -> None:
-    """Gives a file the mode that open() would: safetensors makes files that their owner alone can
-    read.
-    """
+    """Give a file the mode that open() would. Only the owner can read safetensors' files."""
     umask = os.umask(0o077)
     os.umask(umask)
     file.chmod(0o666 & ~umask)

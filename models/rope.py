@@ -1,21 +1,19 @@
 """Scalings of rotary positions, for sequences longer than those that a model was first trained on.
 
-    linear    positions are divided by a factor                                            (arXiv
-              2306.15595)
-    dynamic   the base grows with the length, beyond the original one: "dynamic NTK"
-    yarn      slow rotations are divided by a factor, fast ones are not, a ramp between    (arXiv
-              2309.00071)
-    llama3    the same with bounds on wavelengths, as Llama 3.1 does
-    longrope  a divisor for each rotation, in two sets: for short and for long sequences   (arXiv
-              2402.13753)
+- linear (arXiv 2306.15595) divides positions by a factor.
+- dynamic ("dynamic NTK") increases the base with the length, beyond the original length.
+- yarn (arXiv 2309.00071) divides slow rotations by a factor, fast ones not, with a ramp between.
+- llama3 is the same with bounds on wavelengths, as in Llama 3.1.
+- longrope (arXiv 2402.13753) has a divisor for each rotation, in two sets: for short and for long
+  sequences.
 
-All give what transformers 5 computes from the same numbers (its modeling_rope_utils), here in fp64.
+All compute what transformers 5 computes from the same numbers (its modeling_rope_utils), in fp64.
 
-The frequencies of dynamic and longrope depend on a length. That is one more than the largest
-position of a row on any
-rank: of a whole sequence its length, of packed documents, in which positions begin anew, the
-longest document's. transformers takes the longest of all rows of a batch and, for dynamic, of calls
-before; here a row has the frequencies that it would have alone.
+The frequencies of dynamic and longrope depend on a length. It is one more than a row's largest
+position on any rank. For a whole sequence this is its length. Positions start again in each packed
+document, so there it is the longest document's length. transformers takes the longest of all rows
+of a batch and, for dynamic, of earlier calls. Here each row has the frequencies that it would have
+alone.
 
 Letters: B batch, S tokens of this rank, D head size.
 """
@@ -36,15 +34,16 @@ from bmt_burst.nn import rope_frequencies
 
 @dataclass(frozen=True)
 class RopeScaling(ABC):
-    """One way to scale. Raises ValueError for numbers of another type or out of range."""
+    """A way to scale. Raises ValueError for numbers of another type or out of range."""
 
     kind: ClassVar[str]
     by_length: ClassVar[bool] = False  # whether frequencies depend on how long the sequence is
 
     @staticmethod
     def from_dict(said: dict[str, Any]) -> RopeScaling:
-        """What `to_dict` gave. Raises ValueError for an unknown kind, and for names that are
-        missing or unknown.
+        """Make a scaling from its `to_dict`.
+
+        Raises ValueError for an unknown kind, and for missing or unknown names.
         """
         said = dict(said)
         kind = said.pop("kind", None)
@@ -63,7 +62,7 @@ class RopeScaling(ABC):
         return KINDS[kind](**said)
 
     def to_dict(self) -> dict[str, Any]:
-        """The kind and its numbers, in JSON's types."""
+        """Return the kind and its numbers, in JSON's types."""
         numbers = dataclasses.asdict(self)
         return {"kind": self.kind} | {
             k: list(v) if isinstance(v, tuple) else v for k, v in numbers.items()
@@ -71,28 +70,30 @@ class RopeScaling(ABC):
 
     @property
     def attention_scale(self) -> float:
-        """What cos and sin are multiplied with."""
+        """The factor of cos and sin."""
         return 1.0
 
     @property
     def extended_length(self) -> int | None:
-        """Tokens of the longest sequence that it is for; None if its numbers do not say that."""
+        """Tokens of the longest sequence that it is for, or None if its numbers do not say it."""
         return None
 
     @abstractmethod
     def frequencies(
         self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
     ) -> Tensor:
-        """(D / 2,) fp64, radians from one position to the next; by_length (..., D / 2) for `length`
-        (...) int64.
+        """Compute radians from one position to the next: (D / 2,) fp64.
+
+        If by_length, it is (..., D / 2) for `length` (...) int64.
         """
 
-    def check(self, head_dim: int, theta: float) -> None:  # noqa: B027 - most go with any
-        """Raises ValueError if this does not go with heads of that size and that base."""
+    def check(self, head_dim: int, theta: float) -> None:  # noqa: B027 - most accept any
+        """Check that it supports heads of this size and this base. Raises ValueError."""
 
     def _check_numbers(self, **least: float) -> None:
-        """Raises ValueError for numbers below their `least`, not finite, or of other types than
-        their field's.
+        """Check that numbers are finite, of their field's type, and not below their `least`.
+
+        Raises ValueError.
         """
         types = {field.name: str(field.type) for field in dataclasses.fields(self)}
         for name, lowest in least.items():
@@ -109,11 +110,11 @@ class RopeScaling(ABC):
                 )
 
 
-_SMALLEST = 1e-9  # of what must be positive
+_SMALLEST = 1e-9  # the least value of numbers that must be positive
 
 
 class _Extension(RopeScaling):
-    """One that makes sequences of `original_length` tokens `factor` times longer."""
+    """A scaling that makes sequences of `original_length` tokens `factor` times longer."""
 
     factor: float
     original_length: int
@@ -125,7 +126,7 @@ class _Extension(RopeScaling):
 
 @dataclass(frozen=True)
 class Linear(RopeScaling):
-    """Rotations are `factor` times slower."""
+    """Rotations that are `factor` times slower."""
 
     kind = "linear"
     factor: float
@@ -141,8 +142,9 @@ class Linear(RopeScaling):
 
 @dataclass(frozen=True)
 class DynamicNTK(RopeScaling):
-    """For sequences of more than `original_length` tokens, a base that makes the slowest rotation
-    of a sequence 1 + factor * (length / original_length - 1) times slower.
+    """A base that grows for sequences of more than `original_length` tokens.
+
+    The slowest rotation becomes 1 + factor * (length / original_length - 1) times slower.
     """
 
     kind = "dynamic"
@@ -155,9 +157,7 @@ class DynamicNTK(RopeScaling):
 
     def check(self, head_dim: int, theta: float) -> None:
         if head_dim == 2:
-            raise ValueError(
-                "dynamic needs a head_dim above 2, whose slowest rotation is not its fastest"
-            )
+            raise ValueError("dynamic needs a head_dim above 2: with 2 there is only one rotation")
 
     def frequencies(
         self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
@@ -174,12 +174,13 @@ class DynamicNTK(RopeScaling):
 
 @dataclass(frozen=True)
 class Yarn(_Extension):
-    """Rotations that turn less than `beta_slow` times in `original_length` tokens are `factor`
-    times slower, those that turn more than `beta_fast` times are not; between, by a ramp over their
-    index.
+    """YaRN: slow rotations become `factor` times slower.
+
+    Slow ones turn less than `beta_slow` times in `original_length` tokens. Those that turn more
+    than `beta_fast` times stay as they are. Between them is a ramp over their index.
 
     truncate          whether the ramp begins and ends at whole indices
-    attention_factor  what cos and sin are multiplied with, by default 0.1 ln(factor) + 1
+    attention_factor  the factor of cos and sin, by default 0.1 ln(factor) + 1
     """
 
     kind = "yarn"
@@ -221,13 +222,13 @@ class Yarn(_Extension):
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
-        width = last - first or 0.001  # transformers' step, where the ramp has no width
+        width = last - first or 0.001  # transformers' step if the ramp has no width
         ramp = (torch.arange(head_dim // 2, device=device, dtype=torch.float64) - first) / width
         slowed = ramp.clamp(0, 1)
         return rope_frequencies(head_dim, theta, device) * (1 - slowed + slowed / self.factor)
 
     def _index(self, turns: float, head_dim: int, theta: float) -> float:
-        """Of the rotation that turns so many times in the original length."""
+        """Compute the index of the rotation that turns so many times in the original length."""
         return (
             head_dim
             * math.log(self.original_length / (turns * 2 * math.pi))
@@ -237,9 +238,11 @@ class Yarn(_Extension):
 
 @dataclass(frozen=True)
 class Llama3(_Extension):
-    """Wavelengths above original_length / low_freq_factor are `factor` times longer, those below
-    original_length / high_freq_factor are not; between, frequencies are mixed by how often they
-    turn in the original length.
+    """Llama 3's scaling: long wavelengths become `factor` times longer.
+
+    Long ones are above original_length / low_freq_factor. Those below original_length /
+    high_freq_factor stay as they are. Frequencies between are mixed, by how often they turn in the
+    original length.
     """
 
     kind = "llama3"
@@ -271,11 +274,12 @@ class Llama3(_Extension):
 
 @dataclass(frozen=True)
 class LongRope(_Extension):
-    """Rotation j is slower by long_factor[j] in sequences of more than `original_length` tokens, by
-    short_factor[j] in others.
+    """LongRoPE: rotation j becomes slower by long_factor[j] or short_factor[j].
+
+    Sequences of more than `original_length` tokens are long.
 
     factor            how many times longer than the original ones sequences may become
-    attention_factor  what cos and sin are multiplied with, by default sqrt(1 + ln(factor) /
+    attention_factor  the factor of cos and sin, by default sqrt(1 + ln(factor) /
                       ln(original_length))
     """
 
@@ -304,7 +308,8 @@ class LongRope(_Extension):
             expected, got = head_dim // 2, len(getattr(self, name))
             if got != expected:
                 raise ValueError(
-                    f"{name} of longrope must have {expected} numbers for head_dim={head_dim}, got {got}"
+                    f"{name} of longrope must have {expected} numbers for head_dim={head_dim}, "
+                    f"got {got}"
                 )
 
     @property

@@ -212,7 +212,7 @@ def test_a_rotation_in_fp16_is_that_of_cpm_lives_fp16_weights():
     assert int(case.input["input_sub"].max()) > 0
     model = case.model(torch.float16, dataclasses.replace(case.config, fp16_rotary=True))
     words = model.input_embedding.weight
-    found = model.embedded(case.input["input"], case.input["input_sub"], words)
+    found = model.embed(case.input["input"], case.input["input_sub"], words)
     expected = case.tensors["mid.embed_f16"]
     unit = 2.0 ** (expected.abs().max().log2().floor() - 10)  # of the last place of the largest
     assert (found - expected).abs().max() <= unit
@@ -258,10 +258,10 @@ def test_rotations_need_little_memory(monkeypatch):
     """Angles are fp64, and only of so many tokens at a time; results are the same bits."""
     found, most = {}, {}
     for at_once in (10**6, 8):
-        monkeypatch.setattr(cpm_bee, "_TURNED_AT_ONCE", at_once)
+        monkeypatch.setattr(cpm_bee, "_ROTATED_AT_ONCE", at_once)
         model, case = golden("bee").model(), golden("bee")
         with Largest(torch.float64) as largest:
-            turned = model.embedded(
+            turned = model.embed(
                 case.input["input"], case.input["input_sub"], model.input_embedding.weight
             )
             turned.square().sum().backward()
@@ -280,16 +280,14 @@ def test_rotations_in_fp16_and_exact_ones_part_far_out():
         model = golden("bee").model(
             config=dataclasses.replace(golden("bee").config, fp16_rotary=in_fp16)
         )
-        found[in_fp16] = model.embedded(torch.full((1, 4), 9), subs, model.input_embedding.weight)[
-            0
-        ]
+        found[in_fp16] = model.embed(torch.full((1, 4), 9), subs, model.input_embedding.weight)[0]
     away = [relative_error(a, b) for a, b in zip(found[True], found[False], strict=True)]
     assert away[0] == 0
     assert 0 < away[1] < 4e-3 < away[2] < away[3] < 1
     word = (
         golden("bee")
         .model()
-        .looked_up(torch.tensor(9), golden("bee").tensors["param.input_embedding.weight"])
+        .look_up(torch.tensor(9), golden("bee").tensors["param.input_embedding.weight"])
     )
     assert found[False][0].equal(word)
     exact = 16 * 64 * 10000.0 ** (-torch.arange(32, dtype=torch.float64) / 32)
@@ -512,7 +510,7 @@ def bee_row(tokens: int) -> dict[str, torch.Tensor]:
     ("change", "message"),
     [
         ({"length": 9}, "length must be at most the 8 tokens of the row, got 9"),
-        ({"span": torch.zeros(7)}, r"span must be one number .* \(8,\) on the CPU; got \(7,\)"),
+        ({"span": torch.zeros(7)}, r"span must be one number .* \(8,\) on the CPU, got \(7,\)"),
         ({"context": torch.ones(8)}, "context must be bool, got torch.float32"),
         (
             {"segment": torch.ones(8, dtype=torch.int32)},
@@ -586,7 +584,7 @@ def test_samples_of_a_bee_see_themselves_and_the_main_one_sees_all():
 @BOTH
 def test_tokens_need_scores_or_a_cache(name):
     case = golden(name)
-    with pytest.raises(ValueError, match="tokens need scores, or, where they continue a cache"):
+    with pytest.raises(ValueError, match="expected scores or, for tokens that continue a cache"):
         case.model()(*case.arguments(ALONE, 0))
 
 

@@ -557,7 +557,7 @@ def test_other_models_are_refused_by_name(family, change, message):
         (
             "yarn",
             {"full_attention": {"rope_type": "default"}},
-            "has rotary positions for .'full_attention'. apart",
+            "has separate rotary positions for .'full_attention'.",
         ),
         ("yarn", {"rope_theta": 1}, "yarn needs a rope_theta above 1, got 1"),
         ("dynamic", {"factor": math.inf}, "factor of dynamic must be a finite number"),

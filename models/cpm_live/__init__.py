@@ -1,1 +1,1 @@
-"""What CPM-Bee and CPM-Ant, CPM-Live's own two models, have in common."""
+"""The common parts of CPM-Live's two models, CPM-Bee and CPM-Ant."""

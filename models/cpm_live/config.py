@@ -12,26 +12,25 @@ from models.config import check_fields, check_size
 
 MaskModules = tuple[tuple[bool, bool], ...]
 
-# Of CPM-Live's own fields those that are none here: the engine has the dtype.
+# CPM-Live's fields that are not used here. The engine decides the dtype.
 _NOT_OURS = ("dropout_p", "half")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConfig(ABC):
-    """Shape of a CPM-Live model; as keywords only.
+    """The shape of a CPM-Live model. All arguments are keywords.
 
-    dim_model, dim_ff             width of the hidden states, and inside of the feed-forward part
+    dim_model, dim_ff             width of the hidden states, and inside the feed-forward
     num_heads, dim_head           of the attention; their product need not be dim_model
     position_bias_num_buckets     rows of the bias table for pairs of one segment, by distance; see
     position_bias_max_distance    bmt_burst.scores.distance_rows
     eps                           of the norms
-    mask_modules                  for each layer whether its attention, and whether its feed-forward
-                                  part, is left out
-    residual_divisor              each residual sum is divided by it: a CPM-Bee's by 1.05, a
-                                  CPM-Ant's by 1.0 as in its released weights, which CPM-Live's own
-                                  files do not say
+    mask_modules                  for each layer whether its attention is left out, and whether its
+                                  feed-forward is
+    residual_divisor              divides each residual sum: 1.05 for CPM-Bee; 1.0 for CPM-Ant, as
+                                  its released weights need, though CPM-Live's files do not say it
 
-    Raises ValueError for values of another type, out of range, or that do not fit together.
+    Raises ValueError for values of another type, out of range, or that contradict each other.
     """
 
     model_type: ClassVar[str]
@@ -52,12 +51,14 @@ class LiveConfig(ABC):
         check_fields(self)
         if self.position_bias_num_buckets < 4:
             raise ValueError(
-                f"position_bias_num_buckets must be at least 4, got {self.position_bias_num_buckets}"
+                "position_bias_num_buckets must be at least 4, "
+                f"got {self.position_bias_num_buckets}"
             )
         if self.position_bias_max_distance <= self.position_bias_num_buckets // 4:
             raise ValueError(
-                f"position_bias_max_distance must be beyond the {self.position_bias_num_buckets // 4} distances that "
-                f"have a bucket each, got {self.position_bias_max_distance}"
+                "position_bias_max_distance must be more than the "
+                f"{self.position_bias_num_buckets // 4} distances that have a bucket each, got "
+                f"{self.position_bias_max_distance}"
             )
         if self.mask_modules is not None:
             object.__setattr__(
@@ -67,10 +68,9 @@ class LiveConfig(ABC):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The configuration in a JSON file of CPM-Live, or in `to_dict`.
+        """Make a configuration from a JSON file of CPM-Live, or from `to_dict`.
 
-        Raises ValueError for one with dropout, of another model, or with fields that are wrong or
-        not known.
+        Raises ValueError for dropout, for another model, and for wrong or unknown fields.
         """
         values = dict(values)
         if (found := values.pop("model_type", cls.model_type)) != cls.model_type:
@@ -78,23 +78,26 @@ class LiveConfig(ABC):
                 f"this is a configuration of {found!r}, expected one of {cls.model_type!r}"
             )
         if dropout := values.get("dropout_p"):
-            raise ValueError(f"dropout_p must be 0: there is no dropout here, got {dropout!r}")
+            raise ValueError(
+                f"dropout_p must be 0, since dropout is not supported, got {dropout!r}"
+            )
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{k: v for k, v in cls._accepted(values, known).items() if k not in _NOT_OURS})
 
     @classmethod
     def _accepted(cls, values: dict[str, Any], known: set[str]) -> dict[str, Any]:
+        """Return the values of known fields. Raises ValueError for others."""
         if unknown := sorted(values.keys() - known - {*_NOT_OURS}):
             raise ValueError(f"a configuration of {cls.model_type} has no fields {unknown}")
         return values
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields and `model_type`, to be written as JSON."""
+        """Return all fields and `model_type`, in JSON's types."""
         return {"model_type": self.model_type, **dataclasses.asdict(self)}
 
     @property
     def parts(self) -> MaskModules:
-        """Of each layer whether it has an attention, and whether it has a feed-forward part."""
+        """For each layer whether it has an attention, and whether it has a feed-forward."""
         dropped = self.mask_modules or ((False, False),) * self.num_layers
         return tuple((not attention, not feed_forward) for attention, feed_forward in dropped)
 
@@ -105,7 +108,7 @@ class LiveConfig(ABC):
 
     @property
     def num_looked_up(self) -> int:
-        """Parameters of tables of which rows are looked up and that nothing is multiplied with."""
+        """Parameters of tables whose rows are only looked up."""
         return 0
 
     @property
@@ -115,7 +118,7 @@ class LiveConfig(ABC):
 
     @property
     def num_multiplied(self) -> int:
-        """Entries of matrices that each token is multiplied with."""
+        """Entries of the matrices that multiply each token."""
         attention, feed_forward = 4 * self.num_heads * self.dim_head, 3 * self.dim_ff
         layers = sum(a * attention + f * feed_forward for a, f in self.parts)
         return self.dim_model * (layers + self.vocab_size)
@@ -129,7 +132,7 @@ class LiveConfig(ABC):
 
     @property
     def head_dim(self) -> int:
-        """dim_head, as it is called elsewhere; and so are the next."""
+        """dim_head. This name and the next ones are those of other configurations."""
         return self.dim_head
 
     @property
@@ -143,17 +146,16 @@ class LiveConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BeeConfig(LiveConfig):
-    """Shape of a CPM-Bee.
+    """The shape of a CPM-Bee.
 
     position_bias_num_segment_buckets  rows of the bias table for pairs of different segments
-    fp16_rotary                        the rotation by sub-ids has its frequencies, angles, sines
-                                       and cosines rounded to fp16, which holds sub-ids below 4095;
-                                       else they are exact
+    fp16_rotary                        whether the rotation by sub-ids rounds its frequencies,
+                                       angles, sines and cosines to fp16; sub-ids must be below 4095
 
-    CPM-Live rounds so in a model that is `half`: both released ones, cpm-bee-3b and cpm-bee-10b,
+    CPM-Live rounds so in a model that is `half`. Both released models, cpm-bee-3b and cpm-bee-10b,
     were trained with it, and their presets and files have it. An angle is off by 0.004 at sub-id 1,
-    by 0.25 at 64, by 1 at 256: new training is better without, and with sub-ids from 4095 on has to
-    be.
+    by 0.25 at 64, by 1 at 256. New training is better without it, and must be without it for
+    sub-ids of 4095 and more.
     """
 
     model_type: ClassVar[str] = "cpm-bee"
@@ -165,12 +167,12 @@ class BeeConfig(LiveConfig):
         super().__post_init__()
         if self.dim_model % 2:
             raise ValueError(
-                f"dim_model must be even, its halves are rotated by sub-ids; got {self.dim_model}"
+                f"dim_model must be even, since sub-ids rotate its halves, got {self.dim_model}"
             )
 
     @classmethod
     def _accepted(cls, values: dict[str, Any], known: set[str]) -> dict[str, Any]:
-        """CPM-Live's `half` says in what the rotation is formed, too."""
+        """Return the values of known fields. CPM-Live's `half` also decides fp16_rotary."""
         rotary = {"fp16_rotary": values["half"]} if "half" in values else {}
         return super()._accepted(rotary | values, known)
 
@@ -181,11 +183,11 @@ class BeeConfig(LiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AntConfig(LiveConfig):
-    """Shape of a CPM-Ant.
+    """The shape of a CPM-Ant.
 
-    prompt_types, prompt_length  tasks with a learned prompt, and how many tokens a prompt has
-    segment_types                types of segments; pairs of different ones have a row of the bias
-                                 table each
+    prompt_types, prompt_length  the number of learned prompts, one for each task, and their tokens
+    segment_types                types of segments; each pair of different types has a row of the
+                                 bias table
     """
 
     model_type: ClassVar[str] = "cpm-ant"
@@ -198,7 +200,7 @@ class AntConfig(LiveConfig):
 
     @classmethod
     def _accepted(cls, values: dict[str, Any], known: set[str]) -> dict[str, Any]:
-        """Those that it knows: CPM-Live's own class ignores others, and files have some."""
+        """Return the values of known fields. Files have others, which CPM-Live ignores, too."""
         return {name: value for name, value in values.items() if name in known}
 
     @property
@@ -211,12 +213,13 @@ class AntConfig(LiveConfig):
 
 
 def _mask_modules(value: Any, num_layers: int) -> MaskModules:
-    """As tuples. Raises ValueError for anything but a pair of bools or of 0 and 1 for each layer."""
+    """Convert to tuples. Raises ValueError unless each layer has a pair of bools, or of 0 and 1."""
     given = value if isinstance(value, list | tuple) else ()
     pairs = [tuple(pair) if isinstance(pair, list | tuple) else () for pair in given]
     if len(pairs) != num_layers or any(len(pair) != 2 or not {*pair} <= {0, 1} for pair in pairs):
         raise ValueError(
-            f"mask_modules must be (no attention, no feed-forward) for each of {num_layers}, got {value}"
+            "mask_modules must be (no attention, no feed-forward) for each of "
+            f"{num_layers} layers, got {value}"
         )
     return tuple((bool(attention), bool(feed_forward)) for attention, feed_forward in pairs)
 
@@ -246,10 +249,10 @@ _BIG: dict[str, Any] = {
 }
 # fmt: off
 PRESETS: dict[str, LiveConfig] = {
-    # A laptop's: bytes as tokens.
+    # For a laptop: bytes as tokens.
     "cpm-bee-tiny": BeeConfig(**_TINY, position_bias_num_segment_buckets=64),
     "cpm-ant-tiny": AntConfig(**_TINY, prompt_types=4, prompt_length=8, segment_types=4),
-    # As released, with what their weights were trained with.
+    # The released models, with the options of their training.
     "cpm-bee-3b": BeeConfig(vocab_size=86580, **_BEE_3B, fp16_rotary=True),
     "cpm-bee-10b": BeeConfig(vocab_size=86583, **_BIG, fp16_rotary=True),
     "cpm-ant-10b": AntConfig(vocab_size=30720, **_BIG),

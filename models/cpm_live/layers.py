@@ -1,9 +1,8 @@
-"""The blocks of CPM-Bee and CPM-Ant: pre-norm, biases on the scores, gated GELU, no bias on
-anything else.
+"""The blocks of CPM-Bee and CPM-Ant: pre-norm, gated GELU, and a bias only on the scores.
 
-A linear layer has weights of size 1 and divides what it gives by sqrt(entries of its input). Names
-of modules are those of CPM-Live's checkpoints. Engines shard the blocks, which take positional
-arguments only.
+A linear layer has weights of size 1, and divides its result by sqrt(entries of its input). Modules
+have the names of CPM-Live's checkpoints. Engines shard the blocks, which take only positional
+arguments.
 
 Letters: B batch, S tokens of this rank, T tokens so far, H heads, D head size, E dim_model, F
 dim_ff, R rows of the bias table.
@@ -57,7 +56,7 @@ def _linear(size: int, to: int) -> nn.Linear:
 
 
 class Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) in fp32, rounded to x's dtype and then multiplied with the weight."""
+    """x / sqrt(mean(x^2) + eps) in fp32, rounded to x's dtype, then multiplied by the weight."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -69,9 +68,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention over the ranks of `sp`, or to what a KVCache holds; `options` are some of
-    burst_attn_func.
-    """
+    """Attention over the ranks of `sp`, or to a KVCache. `options` are those of burst_attn_func."""
 
     def __init__(
         self, config: LiveConfig, sp: SequenceParallel, layer: int, options: dict[str, Any]
@@ -85,7 +82,7 @@ class Attention(nn.Module):
         self.attention_out = _linear(width, config.dim_model)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x (B, S, E) to q, k, v (B, S, H, D)."""
+        """Compute q, k, v (B, S, H, D) of x (B, S, E)."""
         projections = self.project_q, self.project_k, self.project_v
         return tuple(
             (proj(x) / _divisor(proj)).unflatten(-1, (-1, self.head_size)) for proj in projections
@@ -101,15 +98,14 @@ class Attention(nn.Module):
         layout: Layouts | None,
         cache: KVCache | None,
     ) -> Tensor:
-        """The attention itself, with heads side by side: (B, S, H * D).
+        """Compute the attention: (B, S, H * D).
 
-        added   the table (R, H) of `scores`; without these (H, S, T), what each pair adds to its
-                score
-        scores  of the whole sequences; their rows begin with q's, and so does the cache
-        layout  how they lie on the ranks; by default as sp says
-        cache   what holds k and v so far
+        added   the table (R, H) of `scores`; without scores the bias of each pair, (H, S, T)
+        scores  of the whole sequences
+        layout  how they lie on the ranks; by default sp's
+        cache   k and v of the tokens so far
 
-        Raises ValueError for a cache where `sp` has more than one rank.
+        Raises ValueError for a cache if `sp` has more than one rank.
         """
         if cache is not None:
             if self.sp.size > 1:
@@ -140,15 +136,17 @@ class SelfAttention(nn.Module):
         self.self_attention = Attention(config, *attention)
 
     def before(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Compute q, k, v of x (B, S, E)."""
         return self.self_attention.project(self.layernorm_before_attention(x))
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Add the attention's result, (B, S, H * D), to x."""
         out = self.self_attention.attention_out
         return _residual(x, out(attended), _divisor(out), self.divisor)
 
 
 class GatedInput(nn.Module):
-    """gelu(w_0 x) * (w_1 x), (..., E) to (..., F)."""
+    """gelu(w_0 x) * (w_1 x), from (..., E) to (..., F)."""
 
     def __init__(self, config: LiveConfig):
         super().__init__()
@@ -160,6 +158,8 @@ class GatedInput(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """The weights of the feed-forward."""
+
     def __init__(self, config: LiveConfig):
         super().__init__()
         self.w_in = GatedInput(config)
@@ -205,34 +205,37 @@ class Block(nn.Module):
         layout: Layouts | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """x (B, S, E) to the same; the others as of Attention.attend."""
+        """Apply the block to x (B, S, E). Attention.attend explains the other arguments."""
         saving = self.saving if cache is None else Saving()
         return saving.run(self._whole, x, added, scores, layout, cache, keep=(added,))
 
     def _whole(self, run: Callable, x: Tensor, *seen) -> Tensor:
-        """The block, its parts but the attention called by `run`; `seen` is what the attention
-        takes beside q, k, v.
+        """Compute the block. `run` calls all parts except the attention.
+
+        `seen` are the arguments of the attention after q, k and v.
         """
         if self.self_att is None:
-            return run(self._fed, x)
+            return run(self._feed_forward, x)
         q, k, v = run(self.self_att.before, x)
         return run(self._after, x, self.self_att.self_attention.attend(q, k, v, *seen))
 
     def _after(self, x: Tensor, attended: Tensor) -> Tensor:
-        assert self.self_att is not None, "what it attended to comes from it"
-        return self._fed(self.self_att.after(x, attended))
+        assert self.self_att is not None, "a block without attention has no result of one"
+        return self._feed_forward(self.self_att.after(x, attended))
 
-    def _fed(self, x: Tensor) -> Tensor:
+    def _feed_forward(self, x: Tensor) -> Tensor:
         return x if self.ffn is None else self.ffn(x)
 
 
 class Encoder(nn.Module):
+    """The blocks and the norm after them."""
+
     def __init__(
         self, config: LiveConfig, sp: SequenceParallel, saving: Saving, options: dict[str, Any]
     ):
         super().__init__()
         self.layers = Layers(
-            Block(config, sp, i, saving.of(i), options) for i in range(config.num_layers)
+            Block(config, sp, i, saving.for_block(i), options) for i in range(config.num_layers)
         )
         self.output_layernorm = Norm(config.dim_model, config.eps)
 
@@ -241,7 +244,7 @@ class Encoder(nn.Module):
 
 
 class PositionBias(nn.Module):
-    """The table of what pairs add to their scores, one for all layers."""
+    """The table of the bias, which all layers share."""
 
     def __init__(self, config: LiveConfig):
         super().__init__()
@@ -250,17 +253,17 @@ class PositionBias(nn.Module):
         )
 
     def table(self) -> Tensor:
-        """(R, H) in fp32 (fp64 if it is fp64), in which its gradients of all layers add up."""
+        """Return the table (R, H) in fp32, or fp64 if it is fp64, in which gradients are summed."""
         return self.relative_attention_bias.to(
             accumulator_dtype(self.relative_attention_bias.dtype)
         )
 
 
 class LiveModel(nn.Module):
-    """What both models have: words, a bias table, an encoder, and words again as the head.
+    """The common parts of both models: words, a bias table, an encoder, and words as the head.
 
-    `saving` says what blocks save for the backward; `attention` are options of burst_attn_func such
-    as flash, deterministic or strategy.
+    `saving` says what blocks save for the backward. `attention` are options of burst_attn_func:
+    flash, deterministic, strategy.
     """
 
     layers_at = "encoder.layers"
@@ -278,13 +281,14 @@ class LiveModel(nn.Module):
         self.input_embedding = nn.Embedding(config.vocab_size, config.dim_model)
         self.position_bias = PositionBias(config)
 
-    def looked_up(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of a table (any, E), in which they have entries of size sqrt(E): ids (...) to (...,
-        E).
+    def look_up(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Look up rows of a table (any, E): (..., E) of ids (...).
+
+        The table's entries have size sqrt(E), the results size 1.
         """
         return F.embedding(ids, table) / math.sqrt(self.config.dim_model)
 
-    def encoded(
+    def encode(
         self,
         x: Tensor,
         scores: RowScores | None,
@@ -292,31 +296,31 @@ class LiveModel(nn.Module):
         cache: KVCache | None,
         rows: Tensor | None,
     ) -> Tensor:
-        """What the encoder makes of x (B, S, E): hidden states, after its norm.
+        """Compute the encoder's hidden states of x (B, S, E), after its norm.
 
-        scores  of the whole rows; or, with a cache, in their place
-        rows    (S, T) int64: for each of these tokens and each that the cache has then, all
-                visible, a row of the table
+        scores  of the whole rows
+        rows    (S, T) int64, with a cache, instead of scores: a row of the table for each of these
+                tokens and each token in the extended cache. All these pairs are visible
 
         Raises ValueError for both or neither.
         """
         if (scores is None) == (rows is None) or (rows is not None and cache is None):
             raise ValueError(
-                "tokens need scores, or, where they continue a cache, rows of the bias table instead"
+                "expected scores or, for tokens that continue a cache, rows of the bias table"
             )
         table = self.position_bias.table()
         return self.encoder(
             x, table if rows is None else table[rows].permute(2, 0, 1), scores, layout, cache
         )
 
-    def predicted(
+    def predict(
         self, hidden: Tensor, words: list[Tensor], labels: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits of `words` (any, E), one part after the other, or with `labels` (B, S), which
-        count in this order, the sum of token losses (fp32) and the number of targets.
+        """Compute the logits of several parts of words, each (any, E), or the loss.
 
-        Each word's logit is hidden . word / sqrt(E). With labels whole logits are never made, nor
-        are the parts copied.
+        Each word's logit is hidden . word / sqrt(E). With `labels` (B, S), which number the words
+        of all parts in order, return the sum of token losses (fp32) and the number of targets. Then
+        whole logits are never in memory, and the parts are not copied.
         """
         hidden = hidden / math.sqrt(self.config.dim_model)
         if labels is None:
@@ -324,7 +328,7 @@ class LiveModel(nn.Module):
         return linear_cross_entropy_sum(hidden, words, labels.long())
 
     def init_parameter(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Fills the whole parameter called `name`, in place, with its starting values."""
+        """Fill the whole parameter called `name`, in place, with its initial values."""
         if weight.dim() == 1:
             weight.fill_(1.0)
         else:

@@ -1,10 +1,9 @@
-"""What tokens of CPM-Live's rows see of each other, and which row of the bias table each pair adds
-to its scores.
+"""The masks and biases of CPM-Live's rows: which pairs are visible, and their rows of the table.
 
-A row is packed with spans, which see nothing of each other; padding follows. Of a span some tokens
-are context, which all see, and the others are to be predicted: they are seen by those that are to
-be predicted too and come later, and by themselves. In a Bee's span there may be samples beside the
-main one, which see only themselves and are seen by it.
+A row is packed with spans, then padding. Tokens see only their own span. Some tokens of a span are
+context, which all its tokens see. The others are to be predicted: they see themselves and earlier
+tokens to be predicted. A Bee's span may have samples beside the main one. These see only
+themselves, and the main sample sees them.
 
 Letters: S tokens of a whole row.
 """
@@ -26,12 +25,12 @@ from bmt_burst.sequence.span import Span
 
 from .config import AntConfig, BeeConfig
 
-# of what tokens to be predicted see of each other in a row; planning takes minutes then
+# in a row, between tokens to be predicted; planning takes minutes then
 MOST_SLICES = 1 << 18
 
 
 class _Run(NamedTuple):
-    """Neighbouring tokens alike in what they see and are seen by."""
+    """Neighbouring tokens that see the same tokens, and that the same tokens see."""
 
     span: int
     sample: int
@@ -50,26 +49,25 @@ def bee_scores(
     segment_rel: Tensor,
     span: Tensor,
 ) -> Scores:
-    """The scores of one row of CPM-Bee, whole; all tensors are on the CPU, integers of any dtype
-    but for `context`.
+    """Compute the scores of one whole row of CPM-Bee.
+
+    All tensors are on the CPU. They are integers of any dtype, except `context`.
 
     length              tokens of the row before its padding
-    context             (S,) bool: seen by all of the span (of the sample, by other samples than 0),
-                        sees only those
-    sample_ids          (S,), below S: 0 is the span's main sample, which sees the others; these see
-                        only themselves
-    num_segments        (S,): segments of the token's tree, n
-    segment             (S,): the token's own of these
+    context             (S,) bool: context tokens see only context tokens
+    sample_ids          (S,), below S: 0 is the span's main sample, which sees the others
+    num_segments        (S,): number n of segments of the token's tree
+    segment             (S,): the token's segment
     segment_rel_offset  (S,): where the tree's n x n entries begin in segment_rel
-    segment_rel         (R,): for each tree and its segments [query, key] 0 for one segment, else 2
-                        or more
-    span                (S,): tokens of other spans are not seen
+    segment_rel         (R,): for each tree and its segments [query, key] 0 for the same segment,
+                        otherwise 2 or more
+    span                (S,): tokens see only their own span
 
-    Pairs of one segment have a row by distance, those of two samples row N, those of two segments
-    of one tree row N - 1 + segment_rel, with N buckets of distances. Linear in S but for the slices
-    of the mask, of which a span with p separate runs of tokens that are not context has some p^2 /
-    2. Raises ValueError for tensors of other lengths, for entries that are out of range, and if
-       there would be more than 2^18 slices.
+    With N buckets of distances, pairs of one segment have a row by distance, pairs of two samples
+    row N, and pairs of two segments of one tree row N - 1 + segment_rel. The cost is linear in S,
+    plus the slices of the mask: about p^2 / 2 for a span with p separate runs of tokens that are
+    not context. Raises ValueError for tensors of other lengths, for entries out of range, and for
+    more than 2^18 slices.
     """
     fields = {
         "context": context,
@@ -78,7 +76,7 @@ def bee_scores(
         "segment": segment,
     }
     fields |= {"segment_rel_offset": segment_rel_offset, "span": span}
-    length, seq_len = _checked(length, fields), len(context)
+    length, seq_len = _check_row(length, fields), len(context)
     real = torch.arange(seq_len) < length
     buckets, segment_rows = (
         config.position_bias_num_buckets,
@@ -90,9 +88,9 @@ def bee_scores(
     _check_range("sample_ids", sample_ids, seq_len)
     return Scores(
         mask=_mask(seq_len, span[:length], sample_ids[:length], context[:length]),
-        group=_numbered(span, sample_ids).where(real, -1),
-        base=_padded(segment.long() * num_segments + segment_rel_offset, real),
-        segment=_padded(segment, real),
+        group=_number_samples(span, sample_ids).where(real, -1),
+        base=_zero_padding(segment.long() * num_segments + segment_rel_offset, real),
+        segment=_zero_padding(segment, real),
         pairs=pairs if len(pairs) else torch.tensor([BY_DISTANCE], dtype=torch.int32),
         distances=_distances(buckets, config.position_bias_max_distance),
         other=buckets,
@@ -102,20 +100,22 @@ def bee_scores(
 def ant_scores(
     config: AntConfig, length: int | Tensor, context: Tensor, segment: Tensor, span: Tensor
 ) -> Scores:
-    """The scores of one row of CPM-Ant, whole; all tensors are on the CPU, integers of any dtype
-    but for `context`.
+    """Compute the scores of one whole row of CPM-Ant.
+
+    All tensors are on the CPU. They are integers of any dtype, except `context`.
 
     length   tokens of the row before its padding
-    context  (S,) bool: seen by all of the span, sees only those
+    context  (S,) bool: context tokens see only context tokens
     segment  (S,): the type of the token's segment
-    span     (S,): tokens of other spans are not seen
+    span     (S,): tokens see only their own span
 
-    Pairs of one type have a row by distance, others row N + segment_types * type of the query +
-    type of the key, with N buckets of distances. Costs and errors as of `bee_scores`; where single
-    tokens all over a span are hidden, as in masked language modelling, slices are many.
+    With N buckets of distances, pairs of one type have a row by distance, others row
+    N + segment_types * type of the query + type of the key. Costs and errors are those of
+    `bee_scores`. If single tokens all over a span are hidden, as in masked language modelling,
+    there are many slices.
     """
     length, seq_len = (
-        _checked(length, {"context": context, "segment": segment, "span": span}),
+        _check_row(length, {"context": context, "segment": segment, "span": span}),
         len(context),
     )
     real = torch.arange(seq_len) < length
@@ -125,8 +125,8 @@ def ant_scores(
     return Scores(
         mask=_mask(seq_len, span[:length], torch.zeros_like(span[:length]), context[:length]),
         group=torch.zeros(seq_len, dtype=torch.int32),
-        base=_padded(segment * types, real),
-        segment=_padded(segment, real),
+        base=_zero_padding(segment * types, real),
+        segment=_zero_padding(segment, real),
         pairs=pairs.fill_diagonal_(BY_DISTANCE).flatten(),
         distances=_distances(buckets, config.position_bias_max_distance),
         other=0,  # there are no others
@@ -134,22 +134,24 @@ def ant_scores(
 
 
 def slices_of(runs: Any) -> Any:
-    """What a span takes of MOST_SLICES, by its separate runs of tokens to be predicted: numbers,
-    also in arrays.
+    """Return how many slices a span takes, from its separate runs of tokens to be predicted.
+
+    `runs` is a number or an array.
     """
     return runs * (runs + 1) // 2
 
 
 def _mask(seq_len: int, span: Tensor, sample: Tensor, context: Tensor) -> Mask:
-    """What is visible in a row of `seq_len` tokens; the tensors are of those before the padding."""
+    """Make the mask of a row of `seq_len` tokens. The tensors end before the padding."""
     by_span: dict[int, list[_Run]] = defaultdict(list)
     for run in _runs(span, sample, context):
         by_span[run.span].append(run)
     predicted = [sum(not run.context for run in runs) for runs in by_span.values()]
     if sum(map(slices_of, predicted)) > MOST_SLICES:
         raise ValueError(
-            f"there are {sum(predicted)} runs of tokens to be predicted, up to {max(predicted)} in a span: what they "
-            f"see would make more than {MOST_SLICES} slices. Predict fewer and longer runs, or cut shorter spans"
+            f"there are {sum(predicted)} runs of tokens to be predicted, up to {max(predicted)} "
+            f"in a span: their mask would have more than {MOST_SLICES} slices. Predict fewer and "
+            "longer runs, or cut shorter spans"
         )
     return Mask(
         seq_len, tuple(itertools.chain.from_iterable(map(_slices_of_span, by_span.values())))
@@ -157,7 +159,7 @@ def _mask(seq_len: int, span: Tensor, sample: Tensor, context: Tensor) -> Mask:
 
 
 def _runs(*numbers: Tensor) -> Iterator[_Run]:
-    """The runs of tokens with these numbers (span, sample, context)."""
+    """Find the runs of tokens with equal numbers (span, sample, context)."""
     if not len(numbers[0]):
         return
     stacked = torch.stack([x.long() for x in numbers])
@@ -171,8 +173,10 @@ def _runs(*numbers: Tensor) -> Iterator[_Run]:
 
 
 def _slices_of_span(runs: list[_Run]) -> Iterator[Slice]:
-    """Context is seen by all of its sample and by sample 0; the others by others that come later,
-    and themselves.
+    """Make the slices of one span.
+
+    Tokens of a sample and of sample 0 see its context. The others also see themselves and earlier
+    others.
     """
     for sample in {run.sample for run in runs}:
         queries = [run for run in runs if run.sample == sample]
@@ -191,7 +195,7 @@ def _slices_of_span(runs: list[_Run]) -> Iterator[Slice]:
 
 
 def _join_spans(spans: Iterable[Span]) -> list[Span]:
-    """Rising ranges, those that touch as one."""
+    """Join rising ranges that touch."""
     found: list[Span] = []
     for start, stop in spans:
         if found and found[-1][1] == start:
@@ -201,14 +205,14 @@ def _join_spans(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def _numbered(span: Tensor, sample: Tensor) -> Tensor:
-    """A number for each sample of each span: (S,) int32."""
+def _number_samples(span: Tensor, sample: Tensor) -> Tensor:
+    """Number the samples of all spans: (S,) int32."""
     _, number = (span.long() * (int(sample.max()) + 1) + sample).unique(return_inverse=True)
     return number.int()
 
 
-def _padded(x: Tensor, real: Tensor) -> Tensor:
-    """0 for padding, whatever stands there."""
+def _zero_padding(x: Tensor, real: Tensor) -> Tensor:
+    """Set padding to 0."""
     return x.int().where(real, 0)
 
 
@@ -217,16 +221,14 @@ def _distances(num_buckets: int, max_distance: int) -> Tensor:
     return distance_rows(num_buckets, max_distance)
 
 
-def _checked(length: int | Tensor, fields: dict[str, Tensor]) -> int:
-    """The length, which is that of the row at most. Raises ValueError for that, and for fields of
-    another shape.
-    """
+def _check_row(length: int | Tensor, fields: dict[str, Tensor]) -> int:
+    """Check a row's length and the shapes of its fields. Return the length. Raises ValueError."""
     shape = fields["context"].shape
     for name, x in fields.items():
         if x.dim() != 1 or x.shape != shape or x.device.type != "cpu":
             raise ValueError(
-                f"{name} must be one number for each of a row's tokens, {tuple(shape)} on the CPU; got "
-                f"{tuple(x.shape)} on {x.device}"
+                f"{name} must be one number for each of a row's tokens, {tuple(shape)} on the "
+                f"CPU, got {tuple(x.shape)} on {x.device}"
             )
     if fields["context"].dtype != torch.bool:
         raise ValueError(f"context must be bool, got {fields['context'].dtype}")
@@ -238,6 +240,7 @@ def _checked(length: int | Tensor, fields: dict[str, Tensor]) -> int:
 
 
 def _check_range(name: str, x: Tensor, below: int | Tensor) -> None:
+    """Check 0 <= x < below. Raises ValueError."""
     wrong = (x < 0) | (x >= below)
     if wrong.any():
         at = int(wrong.nonzero()[0])
