@@ -1,7 +1,7 @@
 """Attention over ranks in all models of transformers at once, as in ring-flash-attention's adapter.
 
-The attention is that of bmt_burst.adapters.transformers. That module enables one model, and also
-cuts its inputs and joins its losses.
+It is the attention of bmt_burst.adapters.transformers, which enables one model, and also cuts its
+inputs and joins its losses.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _NO_DOUBLE_GROUP = (None, None)
 
 
 @dataclass
-class _Now:
-    """The state of ring-flash-attention's two functions, which is one for the process.
+class _State:
+    """The state of ring-flash-attention's two functions. A process has one.
 
     rings, group  the ranks of the attention, after `substitute`
     context       the documents of the next forward, after `update`
@@ -35,23 +35,23 @@ class _Now:
     context: ForwardContext | None = None
 
 
-_now = _Now()
+_state = _State()
 
 
 def substitute(group: Group | None) -> None:
     """Implement substitute_hf_flash_attn."""
-    _now.rings, _now.group, _now.context = make_rings(group, _NO_DOUBLE_GROUP), group, None
+    _state.rings, _state.group, _state.context = make_rings(group, _NO_DOUBLE_GROUP), group, None
     AttentionInterface.register(_REPLACED, _attention)
 
 
 def update(bounds: Bounds, group: Group | None) -> None:
     """Implement update_ring_flash_attn_params: documents begin at `bounds`."""
-    if _now.rings is None:
+    if _state.rings is None:
         raise RuntimeError(
             "call substitute_hf_flash_attn first: it says which ranks share a sequence"
         )
     made, given = (
-        (rings.rank, rings.size) for rings in (_now.rings, make_rings(group, _NO_DOUBLE_GROUP))
+        (rings.rank, rings.size) for rings in (_state.rings, make_rings(group, _NO_DOUBLE_GROUP))
     )
     if made != given:
         raise ValueError(
@@ -61,8 +61,8 @@ def update(bounds: Bounds, group: Group | None) -> None:
     if bounds[-1] % given[1]:
         raise ValueError(f"the {bounds[-1]} tokens of cu_seqlens do not divide by {given[1]} ranks")
     options = {"mask": Mask.documents(bounds), "layout": "contiguous"}
-    groups = {"process_group": _now.group, "double_group": _NO_DOUBLE_GROUP}
-    _now.context = ForwardContext(options | groups, bounds[-1])
+    groups = {"process_group": _state.group, "double_group": _NO_DOUBLE_GROUP}
+    _state.context = ForwardContext(options | groups, bounds[-1])
 
 
 @not_compiled
@@ -83,14 +83,14 @@ def _attention(
             getattr(module, "is_causal", True) if is_causal is None else is_causal,
         )
     except (ValueError, RuntimeError) as error:
-        refuse_call(error, _now.group, _NO_DOUBLE_GROUP)
+        refuse_call(error, _state.group, _NO_DOUBLE_GROUP)
     return attention(
-        module, query, key, value, named.get("sliding_window"), **named, bmt_burst=_now.context
+        module, query, key, value, named.get("sliding_window"), **named, bmt_burst=_state.context
     )
 
 
 def _check(query: Tensor, attention_mask: Tensor | None, is_causal: bool) -> None:
-    if _now.context is None:
+    if _state.context is None:
         raise RuntimeError(
             "call update_ring_flash_attn_params before a model: it says where documents begin"
         )

@@ -131,7 +131,7 @@ def _place_sequences(layout: str, rings: Rings, q: Tensor, causal: bool) -> tupl
 def _place_documents(
     layout: str, rings: Rings, q: Tensor, causal: bool, cu_seqlens: Tensor, max_seqlen: int
 ) -> tuple[Bounds, Layout]:
-    """Place packed documents, each of which is cut over the ranks."""
+    """Place packed documents. Each document is cut over the ranks."""
     bounds = _check_rising(read_numbers("cu_seqlens", cu_seqlens))
     if bounds[-1] != count_tokens(q, 3):
         raise ValueError(

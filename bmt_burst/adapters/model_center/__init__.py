@@ -22,10 +22,9 @@ arguments and two more:
     length  (B,), the tokens of the whole rows, without the padding after them
     mask    what tokens of the whole sequence see, instead of length and attention_mask: a Mask, or
             one for each row. Positions start again in each of its documents
-    layout  the layout of this call's sequences on the ranks, if it is not that of sp; or one for
-            each row
+    layout  the layout of this call's sequences on the ranks, by default sp's; or one for each row
 
-Without length, attention_mask and mask there is no padding. The results are those of this rank's
+Without length, attention_mask and mask there is no padding. The results belong to this rank's
 tokens. Ranks have different numbers of targets, so never take the mean over this rank's. Divide the
 sum over them by the number of targets on all ranks of the batch. BMTrain's OptimManager averages
 over ranks, so multiply by their number:

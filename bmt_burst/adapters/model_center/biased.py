@@ -131,8 +131,8 @@ class CPM3(BiasedModel):
 
 
 def _check_distances(row: Row, mask: Mask) -> None:
-    """Raise ValueError if tokens see each other whose distance differs from that of their
-    position_ids.
+    """Raise ValueError if position_ids give another distance than the sequence, for tokens that see
+    each other.
     """
     jumps = [start for (start, _), _ in row.shifts[1:]] if row.shifts else []
     # the starts of parts that are more than padding

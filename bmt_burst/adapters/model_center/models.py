@@ -32,7 +32,7 @@ class EnabledModel(nn.Module):
     _sp: SequenceParallel
     _exact_rotary: bool
     _options: dict[str, Any]
-    # those of the model
+    # attributes of the model
     config: Any
     encoder: Any
     input_embedding: Any
@@ -216,7 +216,7 @@ class GPTj(RotaryModel):
 
 
 class LearnedPositionModel(EnabledModel):
-    """A model that adds learned embeddings of positions to those of tokens."""
+    """A model that adds learned embeddings of positions to the embeddings of tokens."""
 
     embed_dropout: Any
     position_embedding: Any

@@ -27,10 +27,10 @@ A forward takes its own arguments, of whole sequences, and cuts them itself:
             divides the sum of the losses, instead of the number of targets: a number or a tensor of
             one element
 
-Logits and hidden states are those of this rank's tokens, as sp.shard cuts them. The loss is that of
-the whole sequences, and identical on every rank of sp. The mean of the gradients over the ranks of
-sp is the gradient of the loss. So DDP and FSDP, which average over all ranks, work unchanged: the
-ranks of one sp count as one process with its own sequences.
+Logits and hidden states belong to this rank's tokens, as sp.shard cuts them. The loss belongs to
+the whole sequences, and is identical on every rank of sp. The mean of the gradients over the ranks
+of sp is the gradient of the loss. So DDP and FSDP, which average over all ranks, work unchanged:
+the ranks of one sp count as one process with its own sequences.
 
 Parameters, their names, checkpoints, gradient checkpointing and the windows of a configuration do
 not change. Copies and pickles of an enabled model are enabled too. save_pretrained writes a plain

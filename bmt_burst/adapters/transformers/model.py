@@ -38,7 +38,7 @@ class EnabledModel(Enabled):
     _sp: SequenceParallel
     _balanced: bool
     _options: dict[str, Any]
-    # those of the model
+    # attributes of the model
     config: Any
     get_input_embeddings: Callable[[], nn.Module]
 
