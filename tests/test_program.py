@@ -426,7 +426,7 @@ def work_of(plan: RingPlan) -> collections.Counter[str]:
 
 
 def test_four_times_as_many_ranks_take_four_times_the_work():
-    """Each rank sees a piece of each document from each other rank: ranks x ranks pieces in all.
+    """Each rank sees a run of each document from each other rank: ranks x ranks runs in all.
 
     A rank works with those that it sees and those that it owns.
     """

@@ -41,7 +41,7 @@ class Ring:
 
     def tiles(self, rank: int, landings: Landings) -> list[Tile]:
         """How a rank looks at what lies in memory."""
-        return self.tiling.tiles(rank, landings.pieces, landings.places)
+        return self.tiling.tiles(rank, landings.runs, landings.places)
 
     def stages(self):
         """(rank, number of the round, the same stage of all ranks of its host) of all."""
@@ -278,7 +278,7 @@ def test_only_what_is_looked_at_travels():
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
 def test_columns_of_numbers_give_the_same_routes(inner, outer, monkeypatch):
-    """Few pieces are objects, and many are columns."""
+    """Few runs are objects, and many are columns."""
 
     def found(few):
         monkeypatch.setattr(ring_strategy.routes, "_FEW_SPANS", few)

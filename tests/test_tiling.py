@@ -78,9 +78,9 @@ def assert_tiles_are(tiles, pairs):
     )
 
 
-def in_a_row(pieces):
-    """Where pieces lie one after the other."""
-    ends = list(itertools.accumulate((length(piece.span) for piece in pieces), initial=0))
+def in_a_row(runs):
+    """Where runs lie one after the other."""
+    ends = list(itertools.accumulate((length(run.span) for run in runs), initial=0))
     return list(itertools.pairwise(ends))
 
 
@@ -89,14 +89,14 @@ def check(mask: Mask, layout: Layout):
     positions = [layout.positions(rank) for rank in range(layout.size)]
     for rank, mine in enumerate(positions):
         assert_tiles_are(cut.own_tiles(rank), pairs[mine][:, mine])
-        pieces = cut.seen(rank)
-        assert pieces == sorted(pieces)
-        for piece in pieces:
-            expected = torch.arange(piece.start, piece.stop, piece.step)
-            assert positions[piece.owner][slice(*piece.span)].equal(expected)
+        runs = cut.seen(rank)
+        assert runs == sorted(runs)
+        for run in runs:
+            expected = torch.arange(run.start, run.stop, run.step)
+            assert positions[run.owner][slice(*run.span)].equal(expected)
         names = [
             torch.zeros(0, dtype=torch.long),
-            *(positions[p.owner][slice(*p.span)] for p in pieces),
+            *(positions[p.owner][slice(*p.span)] for p in runs),
         ]
         memory = torch.cat(names)
         assert memory.unique().numel() == memory.numel()
@@ -104,11 +104,11 @@ def check(mask: Mask, layout: Layout):
         others[:, mine] = 0
         seen = pairs[mine][:, memory]
         assert seen.sum() == others.sum(), "all that is looked at is among what comes"
-        assert_tiles_are(cut.tiles(rank, pieces, in_a_row(pieces)), seen)
+        assert_tiles_are(cut.tiles(rank, runs, in_a_row(runs)), seen)
         for owner in range(layout.size):
             if owner != rank:
                 assert cut.seen_by(owner, 1).get(rank, ()) == merged(
-                    p.span for p in pieces if p.owner == owner
+                    p.span for p in runs if p.owner == owner
                 )
 
 
@@ -160,18 +160,16 @@ def test_only_what_is_looked_at_comes(name):
         mask = Mask.documents(cuts, window=chance.choice((None, 3, 9)))
         layout = Layout.named(name, 40, 4)
         for rank in range(4):
-            for piece in Tiling(mask, layout).seen(rank):
-                keys = layout.positions(piece.owner)[slice(*piece.span)]
+            for run in Tiling(mask, layout).seen(rank):
+                keys = layout.positions(run.owner)[slice(*run.span)]
                 assert mask.dense()[layout.positions(rank)][:, keys].any(0).all()
 
 
 def calls_of(mask, layout, rank):
     """Kernel calls of the own block, and of all others where they lie one after the other."""
     cut = Tiling(mask, layout)
-    pieces = cut.seen(rank)
-    return kernel_calls(cut.own_tiles(rank)), kernel_calls(
-        cut.tiles(rank, pieces, in_a_row(pieces))
-    )
+    runs = cut.seen(rank)
+    return kernel_calls(cut.own_tiles(rank)), kernel_calls(cut.tiles(rank, runs, in_a_row(runs)))
 
 
 def test_few_kernel_calls():
@@ -222,9 +220,9 @@ def test_a_layout_with_ranges_of_two_steps_is_refused():
     equally far apart.
     """
     tiling = Tiling(Mask.window(10, 4), TwoSteps(10, 2))
-    pieces = tiling.seen(1)
+    runs = tiling.seen(1)
     with pytest.raises(AssertionError, match="a run of step 1 sees one of step 2"):
-        tiling.tiles(1, pieces, [piece.span for piece in pieces])
+        tiling.tiles(1, runs, [run.span for run in runs])
 
 
 def test_what_is_known_of_a_layout_is_shared_between_masks():

@@ -34,7 +34,7 @@ _NARROW = 256
 _MOST_SPANS = 8
 
 
-class Piece(NamedTuple):
+class ShardRun(NamedTuple):
     """Tokens `span` of the shard of `owner`. The first has position `start`, the next `start +
     step`, and so on.
     """
@@ -49,17 +49,17 @@ class Piece(NamedTuple):
         return self.start + self.step * length(self.span)
 
 
-# A piece and a tile as plain tuples. Functions accept either. Striped layouts have very many of
+# A run and a tile as plain tuples. Functions accept either. Striped layouts have very many of
 # them, and the garbage collector scans named tuples again and again, but plain ones only once or
 # twice.
-Fields = tuple[int, int, int, Span]
+RunFields = tuple[int, int, int, Span]
 TileFields = tuple[Span, Span, int | None, int | None]
 
 
 _Band = tuple[int | None, int | None]  # left and right of a kernel call
 
 
-class _Part(NamedTuple):
+class _QueryRun(NamedTuple):
     """The queries of a run that are in a slice: tokens `span`, from position `first` on."""
 
     slice: Slice
@@ -101,7 +101,7 @@ class _Sorted:
 class _Owners:
     """The runs of all ranks in the order of their starts."""
 
-    def __init__(self, runs: Iterable[Piece]):
+    def __init__(self, runs: Iterable[ShardRun]):
         self.runs = sorted(runs)
         self.order = _Sorted([(run.start, run.stop) for run in self.runs])
 
@@ -119,7 +119,7 @@ class Tiling:
         self.mask, self.layout = mask, layout
         self._slices = _Sorted([s.q for s in mask.slices])
         self._reach: dict[int, tuple[Span, ...]] = {}
-        self._parts_of: dict[int, list[_Part]] = {}
+        self._parts_of: dict[int, list[_QueryRun]] = {}
 
     @functools.cached_property
     def transposed(self) -> Tiling:
@@ -132,28 +132,28 @@ class Tiling:
         other._owners = self._owners
         return other
 
-    def seen(self, rank: int) -> list[Piece]:
+    def seen(self, rank: int) -> list[ShardRun]:
         """Return the tokens of other ranks that queries of `rank` look at, in order of position.
 
-        Every piece is part of one run. In a run with steps, a piece may include tokens that no
-        query looks at.
+        Each is part of one run of a shard. With steps, it may include tokens that no query looks
+        at.
         """
         runs, order = self._owners.runs, self._owners.order
-        found: list[Piece] = []
+        found: list[ShardRun] = []
         for start, stop in self.looks_at(rank):
             near = order.around(start, stop)
             for run in runs[near.start : near.stop]:
                 span = _within(run, start, stop)
                 if length(span) and run.owner != rank:
                     first, step, owner, (offset, _) = run
-                    found.append(Piece(first + step * (span[0] - offset), step, owner, span))
+                    found.append(ShardRun(first + step * (span[0] - offset), step, owner, span))
         return sorted(found)
 
     def seen_table(self, ranks: Sequence[int]) -> Tensor:
-        """Return `seen` of several ranks as one table, (pieces, 6) int64, in no order.
+        """Return `seen` of several ranks as one table, (runs, 6) int64, in no order.
 
         Its columns are viewer, start, step, owner, and where the span starts and stops. For
-        thousands of pieces this is far quicker than `seen`, for a few it is slower.
+        thousands of runs this is far quicker than `seen`, for a few it is slower.
         """
         spans = [self.looks_at(rank) for rank in ranks]
         viewer = column([rank for rank, found in zip(ranks, spans, strict=True) for _ in found])
@@ -167,7 +167,7 @@ class Tiling:
         columns = viewer, position + step * first, step, owner, offset + first, offset + last
         return torch.stack(columns, 1)[(first < last) & (owner != viewer)]
 
-    def shard(self, rank: int) -> list[Piece]:
+    def shard(self, rank: int) -> list[ShardRun]:
         """Return all tokens of a rank's shard, in the order of their positions.
 
         `tiles` takes them for a whole block.
@@ -208,13 +208,13 @@ class Tiling:
         return tiles
 
     def tiles(
-        self, rank: int, pieces: Sequence[Fields], places: Sequence[Span]
+        self, rank: int, runs: Sequence[RunFields], places: Sequence[Span]
     ) -> list[TileFields]:
-        """Return how queries of `rank` look at pieces that lie at `places` in memory.
+        """Return how queries of `rank` look at runs that lie at `places` in memory.
 
         Pieces are in the order of their positions.
         """
-        return _tiles(self._parts(rank), pieces, places)
+        return _tiles(self._parts(rank), runs, places)
 
     def looks_at(self, rank: int) -> tuple[Span, ...]:
         """Return the positions that queries of `rank` see, in rising spans with gaps between them.
@@ -238,7 +238,7 @@ class Tiling:
         self._reach[rank] = merged(spans)
         return self._reach[rank]
 
-    def _parts(self, rank: int) -> list[_Part]:
+    def _parts(self, rank: int) -> list[_QueryRun]:
         """Return the queries of a rank, by slice."""
         if rank not in self._parts_of:
             found = []
@@ -250,10 +250,10 @@ class Tiling:
             self._parts_of[rank] = [part for _, part in found]
         return self._parts_of[rank]
 
-    def _runs(self, rank: int) -> Iterator[Piece]:
+    def _runs(self, rank: int) -> Iterator[ShardRun]:
         offset = 0
         for positions in self.layout.shards[rank]:
-            yield Piece(
+            yield ShardRun(
                 positions.start, positions.step, rank, (offset, offset := offset + len(positions))
             )
 
@@ -270,12 +270,12 @@ class Tiling:
         return _Sorted([s.kv for s in self._slices_by_key])
 
 
-def _part(s: Slice, run: Piece) -> _Part | None:
+def _part(s: Slice, run: ShardRun) -> _QueryRun | None:
     """Return the queries of a run that are in a slice, if there are any."""
     start, step, _, (offset, end) = run
     first, stop = _inside(start, step, end - offset, *s.q)
     return (
-        _Part(s, start + step * first, step, (offset + first, offset + stop))
+        _QueryRun(s, start + step * first, step, (offset + first, offset + stop))
         if first < stop
         else None
     )
@@ -291,7 +291,7 @@ def _visible(s: Slice, first: int, last: int) -> Span:
     return start, stop
 
 
-def _within(run: Piece, start: int, stop: int) -> Span:
+def _within(run: ShardRun, start: int, stop: int) -> Span:
     """Return the span of a run with positions start..stop - 1. It may be empty."""
     position, step, _, (offset, end) = run
     first, last = _inside(position, step, end - offset, start, stop)
@@ -313,11 +313,11 @@ def column(numbers: Sequence[int]) -> Tensor:
 
 
 def _tiles(
-    parts: Iterable[_Part], pieces: Sequence[Fields], places: Sequence[Span]
+    parts: Iterable[_QueryRun], runs: Sequence[RunFields], places: Sequence[Span]
 ) -> list[TileFields]:
-    positions = [(start, start + step * (stop - at)) for start, step, _, (at, stop) in pieces]
+    positions = [(start, start + step * (stop - at)) for start, step, _, (at, stop) in runs]
     order = _Sorted(positions)
-    side_by_side = any(step > 1 for _, step, _, _ in pieces)
+    side_by_side = any(step > 1 for _, step, _, _ in runs)
     tiles: list[TileFields] = []
     for part in parts:
         start, stop = part.visible
@@ -327,17 +327,17 @@ def _tiles(
             tile = (
                 (part.span, places[index], None, None)
                 if index in whole
-                else _tile(part, pieces[index], places[index])
+                else _tile(part, runs[index], places[index])
             )
             if tile:
                 _append(tiles, tile)
     return tiles
 
 
-def _seen_by_all(part: _Part, positions: Sequence[Span], nearby: range) -> range:
-    """Return which of the `nearby` pieces every query of the part sees whole.
+def _seen_by_all(part: _QueryRun, positions: Sequence[Span], nearby: range) -> range:
+    """Return which of the `nearby` runs every query of the part sees whole.
 
-    The pieces have no steps, so these are neighbours.
+    The runs have no steps, so these are neighbours.
     """
     # what the last query sees at least, and the first at most
     start, stop = _visible(part.slice, part.first + part.step * (length(part.span) - 1), part.first)
@@ -349,20 +349,20 @@ def _seen_by_all(part: _Part, positions: Sequence[Span], nearby: range) -> range
     return range(first, end)
 
 
-def _tile(part: _Part, piece: Fields, place: Span) -> TileFields | None:
-    """Return the smallest tile with all that a part's queries see of a piece that lies at `place`.
+def _tile(part: _QueryRun, run: RunFields, place: Span) -> TileFields | None:
+    """Return the smallest tile with all that a part's queries see of a run that lies at `place`.
 
     Return None if they see nothing. For positions i = i0 + step a and j = j0 + step b, the band
     low <= i - j < high is a band of a - b. Bounds of the tile that hide nothing are None. This is
     the innermost loop of planning, so it is one function.
     """
     (_, (kv_start, kv_stop), low, high), first_position, step, (q_start, q_stop) = part
-    position, its_step, _, _ = piece
+    position, its_step, _, _ = run
     kv_place, kv_end = place
     assert its_step == step, (
         f"a run of step {step} sees one of step {its_step}: a layout's ranges have one step"
     )
-    # Keep the tokens of the piece that are in the slice.
+    # Keep the tokens of the run that are in the slice.
     begin, end = -((position - kv_start) // step), -((position - kv_stop) // step)
     if begin > 0:
         kv_place, position = kv_place + begin, position + step * begin

@@ -109,8 +109,8 @@ class PlainRingPlan(Plan):
     @functools.cache  # noqa: B019 - a plan lives as long as its calls
     def _cuts(self, hop: int) -> Sequence[Cut]:
         """Return the kernel calls of a hop: this rank's queries with the block that it holds."""
-        pieces = self._tiling.shard(self._owner(hop))
-        return kernel_calls(self._tiling.tiles(self.rank, pieces, [piece.span for piece in pieces]))
+        runs = self._tiling.shard(self._owner(hop))
+        return kernel_calls(self._tiling.tiles(self.rank, runs, [run.span for run in runs]))
 
     def _pass_on(self, rings: Rings, block: Sequence[Tensor], hop: int) -> list[Tensor]:
         """Send a block to the next rank. Return the block from the previous rank: each (B, S, G,

@@ -180,7 +180,7 @@ class RingPlan(Plan):
         def calls(landings: Landings, tokens: int) -> list[Cut]:
             found: list[Cut] = []
             for row, tiling in terms if landings else ():
-                tiles = tiling.tiles(self.rank, landings.pieces, landings.places)
+                tiles = tiling.tiles(self.rank, landings.runs, landings.places)
                 tiles = by_columns(tiles) if returning else tiles
                 found += kernel_calls(map(flipped, tiles) if queries_travel else tiles, row)
 

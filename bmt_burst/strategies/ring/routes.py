@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from ...sequence.span import Span, hull, in_turn, length, merged
-from ...sequence.tiling import Fields, Piece, Tiling
+from ...sequence.tiling import RunFields, ShardRun, Tiling
 from .schedule import Schedule
 
 # Spans of positions that the ranks of a host look at, each of which may be cut over all ranks. Up
-# to this number, an object for each piece is quicker than columns of numbers. At 64 spans over 8
+# to this number, an object for each run is quicker than columns of numbers. At 64 spans over 8
 # ranks both take half a millisecond.
 _FEW_SPANS = 64
 
@@ -60,28 +60,28 @@ class Incoming(NamedTuple):
 class Landing(NamedTuple):
     """Tokens of another rank, the place of the host that sends them, and where they land."""
 
-    piece: Piece
+    run: ShardRun
     peer: int
     at: Span
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Landings:
-    """Landings as three lists: pieces, the places that send them, and where they land.
+    """Landings as three lists: runs, the places that send them, and where they land.
 
     Iterating gives each as a `Landing`. Plans do not keep these: with many short documents there
     are so many that the garbage collector would take longer than the planning.
     """
 
-    pieces: Sequence[Fields] = ()
+    runs: Sequence[RunFields] = ()
     peers: Sequence[int] = ()
     places: Sequence[Span] = ()
 
     def __len__(self) -> int:
-        return len(self.pieces)
+        return len(self.runs)
 
     def __iter__(self) -> Iterator[Landing]:
-        return map(Landing, itertools.starmap(Piece, self.pieces), self.peers, self.places)
+        return map(Landing, itertools.starmap(ShardRun, self.runs), self.peers, self.places)
 
     def __repr__(self) -> str:
         return repr(list(self))
@@ -107,10 +107,10 @@ class Stage:
         self._inner, self._place = len(sight.tokens), sight.place
         self._landing, self._home = sight.sizes(hops)  # by place
         self.tokens, self.home_tokens = self._landing[sight.place], self._home[sight.place]
-        pieces = sight.own_pieces(hops)
-        peers = [owner % self._inner for _, _, owner, _ in pieces]
-        places = [at for _, at in in_turn(span for *_, span in pieces)]
-        self.landings = Landings(pieces, peers, places)
+        runs = sight.own_runs(hops)
+        peers = [owner % self._inner for _, _, owner, _ in runs]
+        places = [at for _, at in in_turn(span for *_, span in runs)]
+        self.landings = Landings(runs, peers, places)
 
     @property
     def sources(self) -> list[tuple[int, Span]]:
@@ -239,9 +239,9 @@ class Routes:
         stages = tuple(self._known_stage(sight, held, tuple(part)) for part in hops)
         if not number:  # the root is the own block, held from the first to the last token in use
             return Round(self.rank, held.spans, Landings(), stages)
-        pieces = sight.own_pieces([0])
-        places = [held.place(span) for *_, span in pieces]
-        landings = Landings(pieces, [self.place] * len(pieces), places)
+        runs = sight.own_runs([0])
+        places = [held.place(span) for *_, span in runs]
+        landings = Landings(runs, [self.place] * len(runs), places)
         lent_to = self.schedule.host_of_round(self.host, -number)
         return Round(root, held.spans, landings, stages, self._lent.get(lent_to, ()), lent_to)
 
@@ -254,12 +254,12 @@ class Routes:
 
 
 class _Sight:
-    """All pieces of one host that the ranks of this host look at, as far as one rank needs them.
+    """All runs of one host that the ranks of this host look at, as far as one rank needs them.
 
     The rank is the one at the place of `root`, which is its root in the round with that host.
 
     tokens   how many tokens each looks at, by place of the viewer and by hop
-    own      pieces that the rank itself looks at, in the order of positions
+    own      runs that the rank itself looks at, in the order of positions
     spans    spans of the root that others look at, by hop
     earlier  for each of those, how many tokens with lower positions its viewer looks at, by hop
     """
@@ -267,27 +267,27 @@ class _Sight:
     def __init__(self, inner: int, root: int):
         self.root, self.place = root, root % inner
         self.tokens = [[0] * inner for _ in range(inner)]
-        self.own: list[Fields] = []
+        self.own: list[RunFields] = []
         self.spans: list[list[Span]] = [[] for _ in range(inner)]
         self.earlier: list[list[tuple[int, ...]]] = [[] for _ in range(inner)]
 
-    def add(self, viewer: int, piece: Fields) -> None:
-        """Add a piece that a rank looks at. Its pieces of lower positions come before."""
+    def add(self, viewer: int, run: RunFields) -> None:
+        """Add a run that a rank looks at. Its runs of lower positions come before."""
         inner = len(self.tokens)
-        _, _, owner, span = piece
+        _, _, owner, span = run
         tokens, hop = self.tokens[viewer % inner], (viewer - owner) % inner
         if viewer % inner == self.place:
-            self.own.append(piece)
+            self.own.append(run)
         if owner == self.root:
             self.spans[hop].append(span)
             self.earlier[hop].append(tuple(tokens))
         tokens[hop] += length(span)
 
-    def own_pieces(self, hops: Sequence[int]) -> list[Fields]:
-        """Return the pieces of some hops that the rank itself looks at."""
+    def own_runs(self, hops: Sequence[int]) -> list[RunFields]:
+        """Return the runs of some hops that the rank itself looks at."""
         inner = len(self.tokens)
         owners = [(self.place - hop) % inner for hop in hops]
-        return [piece for piece in self.own if piece[2] % inner in owners]
+        return [run for run in self.own if run[2] % inner in owners]
 
     def sizes(self, hops: Sequence[int]) -> tuple[list[int], list[int]]:
         """Count, for a stage of some hops, the tokens that land at each place, and the tokens that
@@ -329,20 +329,20 @@ def _sights(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, _Sight]:
         return _sights_of_many(tiling, schedule, rank)
     sights: dict[int, _Sight] = {}
     for viewer in viewers:
-        for piece in tiling.seen(viewer):
-            of = piece.owner // schedule.inner
+        for run in tiling.seen(viewer):
+            of = run.owner // schedule.inner
             if of not in sights:
                 sights[of] = _Sight(schedule.inner, of * schedule.inner + place)
-            sights[of].add(viewer, piece)
+            sights[of].add(viewer, run)
     return sights
 
 
 def _sights_of_many(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, _Sight]:
-    """Return `_sights`, computed with columns of numbers instead of an object for each piece.
+    """Return `_sights`, computed with columns of numbers instead of an object for each run.
 
-    A rank needs the pieces that it looks at, and the pieces of its roots. Of all others it needs
+    A rank needs the runs that it looks at, and the runs of its roots. Of all others it needs
     only counts of tokens, and these are `inner` times as many: a striped layout has documents x
-    ranks x ranks pieces.
+    ranks x ranks runs.
     """
     inner, place = schedule.inner, rank % schedule.inner
     table = tiling.seen_table(schedule.ranks(rank // inner))
