@@ -19,7 +19,7 @@ from bmt_burst.calls import terms
 from bmt_burst.kernels import load
 from bmt_burst.kernels.bias import dscores_bound
 from bmt_burst.scores import BY_DISTANCE, Scores
-from bmt_burst.sequence.tiling import Cut
+from bmt_burst.sequence.tiling import GatheredCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.ring import Program, RingPlan
@@ -178,7 +178,7 @@ def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
         problem = replace(problem, backward=chance.choice(("q", "kv")), biased_kernel=kernel)
         for program in (program for rank in range(size) for program in programs(problem, rank)):
             own = program.tokens(None, torch.device("cpu"))
-            for key, cuts in {None: program.own, **program.cuts}.items():
+            for key, cuts in {None: program.own, **program.calls}.items():
                 sides = own, program.tokens(key, torch.device("cpu"))
                 for cut in (cut for cut in cuts if cut.row == BY_DISTANCE):
                     tiles = positions(
@@ -232,10 +232,10 @@ def programs(problem: Problem, rank: int) -> tuple[Program, Program]:
 
 
 def positions(
-    cut: Cut, queries: torch.Tensor, keys: torch.Tensor
+    cut: GatheredCall, queries: torch.Tensor, keys: torch.Tensor
 ) -> list[tuple[torch.Tensor, ...]]:
     """Those of each tile's queries and keys, of `Scores.tokens`."""
-    sides = (queries, cut.rows), (keys, cut.columns)
+    sides = (queries, cut.q_spans), (keys, cut.kv_spans)
     rows, columns = (
         torch.cat([tokens[3, slice(*span)] for span in spans]) for tokens, spans in sides
     )

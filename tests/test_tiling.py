@@ -39,7 +39,7 @@ def painted_calls(cuts, rows, columns):
     """The same of kernel calls, as kernels are told to read them."""
     count = torch.zeros(rows, columns, dtype=torch.int)
     for cut in cuts:
-        for spans, tokens in ((cut.rows, cut.call.q_tokens), (cut.columns, cut.call.kv_tokens)):
+        for spans, tokens in ((cut.q_spans, cut.call.q_tokens), (cut.kv_spans, cut.call.kv_tokens)):
             assert sum(map(length, spans)) == tokens
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), (
                 "what is copied rises, each token once"
@@ -48,7 +48,8 @@ def painted_calls(cuts, rows, columns):
             assert q[1] <= next_q[0], "tiles of a call share no queries and rise"
             assert kv[1] <= next_kv[0], "nor keys"
         i, j = (
-            torch.cat([torch.arange(*span) for span in spans]) for spans in (cut.rows, cut.columns)
+            torch.cat([torch.arange(*span) for span in spans])
+            for spans in (cut.q_spans, cut.kv_spans)
         )
         for q, kv in cut.call.tiles:
             ahead = (

@@ -404,7 +404,7 @@ def _end_cutting(rank: _Rank, pool: _Pool) -> bool:
     _, count, index = best
     document = pool.pop(index)
     pool.give_sparsest(count, rank)
-    _cut(document, rank, pool)
+    _cut_document(document, rank, pool)
     return True
 
 
@@ -466,7 +466,7 @@ def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
         and (tokens := _sparse_share(document, rank, pool.documents[0]))
     ):
         pool.peel_sparsest(tokens, rank)
-    _cut(document, rank, pool)
+    _cut_document(document, rank, pool)
     while rank.tokens:  # of a document whose ends are sparse all was not enough
         pool.peel_sparsest(rank.tokens, rank)
 
@@ -493,7 +493,7 @@ def _sparse_share(document: _Document, rank: _Rank, sparse: _Document) -> int:
     return min(max(share, least), most)
 
 
-def _cut(document: _Document, rank: _Rank, pool: _Pool) -> None:
+def _cut_document(document: _Document, rank: _Rank, pool: _Pool) -> None:
     """Gives a rank the tokens it lacks off the ends of a document, whose rest is the next rank's."""
     if rank.tokens:
         tokens = min(rank.tokens, document.tokens)

@@ -401,7 +401,7 @@ def _append(tiles: list[TileFields], tile: TileFields) -> None:
     tiles.append(tile)
 
 
-class Cut(NamedTuple):
+class GatheredCall(NamedTuple):
     """A kernel call and its tokens: the queries at spans `rows` and the keys at spans `columns`.
 
     row    the row of the `Term` that the call is part of. None without a bias, and where kernels
@@ -410,8 +410,8 @@ class Cut(NamedTuple):
            biases by distance, and only if neighbours in a tile are neighbours in the sequence.
     """
 
-    rows: tuple[Span, ...]
-    columns: tuple[Span, ...]
+    q_spans: tuple[Span, ...]
+    kv_spans: tuple[Span, ...]
     call: KernelCall
     row: int | None = None
     apart: tuple[int, ...] | None = None
@@ -435,7 +435,7 @@ def by_columns(tiles: Sequence[TileFields]) -> list[TileFields]:
     active: list[Tile] = []
     coming = iter([*rectangles, None])
     following = next(coming)
-    for columns in itertools.pairwise(sorted({cut for t in rectangles for cut in t.kv})):
+    for columns in itertools.pairwise(sorted({edge for t in rectangles for edge in t.kv})):
         active = [t for t in active if t.kv[1] > columns[0]]
         while following and following.kv[0] <= columns[0]:
             active.append(following)
@@ -446,7 +446,7 @@ def by_columns(tiles: Sequence[TileFields]) -> list[TileFields]:
     return [*(t for t in tiles if t[2:] != (None, None)), *joined.values()]
 
 
-def kernel_calls(tiles: Iterable[TileFields], row: int | None = None) -> list[Cut]:
+def kernel_calls(tiles: Iterable[TileFields], row: int | None = None) -> list[GatheredCall]:
     """Group tiles into few kernel calls. The tiles of a call share neither queries nor keys."""
     kinds: dict[_Band, list[tuple[Span, Span]]] = {}
     for tile in tiles:
@@ -454,7 +454,7 @@ def kernel_calls(tiles: Iterable[TileFields], row: int | None = None) -> list[Cu
             kinds.setdefault((left, right), []).append((q, kv))
     _join(kinds)
     return [
-        _cut(group, *kind, row)
+        _gather_call(group, *kind, row)
         for kind, entries in kinds.items()
         for group in _disjoint(
             _without_narrow(entries) if kind == (None, None) else map(_alone, sorted(entries))
@@ -553,12 +553,14 @@ def _disjoint(tiles: Iterable[_Sides]) -> list[list[_Sides]]:
     return groups
 
 
-def _cut(tiles: Sequence[_Sides], left: int | None, right: int | None, row: int | None) -> Cut:
+def _gather_call(
+    tiles: Sequence[_Sides], left: int | None, right: int | None, row: int | None
+) -> GatheredCall:
     rows, q_places = _gathered([q for q, _ in tiles])
     columns, kv_places = _gathered([kv for _, kv in tiles])
     tokens, kv_tokens = (sum(map(length, spans)) for spans in (rows, columns))
     places = tuple(zip(q_places, kv_places, strict=True))
-    return Cut(rows, columns, KernelCall(tokens, kv_tokens, places, left, right), row)
+    return GatheredCall(rows, columns, KernelCall(tokens, kv_tokens, places, left, right), row)
 
 
 def _gathered(sides: Sequence[tuple[Span, ...]]) -> tuple[tuple[Span, ...], list[Span]]:

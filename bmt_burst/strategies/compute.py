@@ -21,7 +21,7 @@ from ..merging.merge import stack_lse_delta
 from ..merging.parts import OutputPart
 from ..scores import BY_DISTANCE, Scores, is_one_row
 from ..sequence.span import Span, hull, in_turn, length
-from ..sequence.tiling import Cut
+from ..sequence.tiling import GatheredCall
 from ..spec import Spec
 from . import Problem
 
@@ -185,7 +185,7 @@ class LearnedBias:
         self,
         query_tokens: Tensor | None,
         key_tokens: Tensor | None,
-        cut: Cut,
+        gathered: GatheredCall,
         bound: Tensor | None = None,
     ) -> CallBias:
         """Return the bias of a call whose pairs do not share a row, as kernels take it."""
@@ -195,7 +195,7 @@ class LearnedBias:
         group, _, segment, position = key_tokens
         segments = (
             None
-            if cut.row == BY_DISTANCE
+            if gathered.row == BY_DISTANCE
             else Segments(q_group, q_base, group, segment, self.pairs, self.other)
         )
         return CallBias(
@@ -204,7 +204,7 @@ class LearnedBias:
             position,
             self.distances,
             segments,
-            cut.apart,
+            gathered.apart,
             bound,
             self.prepared,
         )
@@ -278,11 +278,13 @@ class Attention:
     def of_heads(self, heads: slice) -> Attention:
         return self if self.bias is None else replace(self, bias=self.bias.of_heads(heads))
 
-    def forward(self, queries: Queries, keys: Keys, cut: Cut) -> tuple[Tensor, Tensor]:
-        """Return out and lse of one cut, whose gathered tokens are given."""
-        bias, call, row = self.bias, cut.call, cut.row
+    def forward(
+        self, queries: Queries, keys: Keys, gathered: GatheredCall
+    ) -> tuple[Tensor, Tensor]:
+        """Return out and lse of one call, whose gathered tokens are given."""
+        bias, call, row = self.bias, gathered.call, gathered.row
         if bias and not is_one_row(row):
-            added = bias.of_call(queries.tokens, keys.tokens, cut)
+            added = bias.of_call(queries.tokens, keys.tokens, gathered)
             return bias.kernel.forward(queries.q, keys.k, keys.v, call, bias.spec, added)
         out, lse = self.kernel.forward(queries.q, keys.k, keys.v, call, self.spec)
         if bias is None or row is None:
@@ -321,12 +323,12 @@ class AttentionGradient:
         return self if self.table is None else replace(self, table=self.table.of_heads(heads))
 
     def backward(
-        self, queries: QueryGradients, keys: Keys, cut: Cut, bound: Tensor | None
+        self, queries: QueryGradients, keys: Keys, gathered: GatheredCall, bound: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv of one cut. `bound` is `dscores_bound` of at least its queries and
+        """Return dq, dk and dv of one call. `bound` is `dscores_bound` of at least its queries and
         keys, or None.
         """
-        table, call, row = self.table, cut.call, cut.row
+        table, call, row = self.table, gathered.call, gathered.row
         q, dout, k, v, out, delta = (
             queries.q,
             queries.dout,
@@ -338,7 +340,7 @@ class AttentionGradient:
         lse = queries.lse
         if table and not is_one_row(row):
             bias = table.bias
-            added = bias.of_call(queries.tokens, keys.tokens, cut, bound)
+            added = bias.of_call(queries.tokens, keys.tokens, gathered, bound)
             dq, dk, dv, dtable = bias.kernel.backward(
                 dout, q, k, v, out, lse, delta, call, bias.spec, added
             )
@@ -381,40 +383,44 @@ def _sum_products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def outputs(
-    attention: Attention, cuts: Sequence[Cut], queries: Queries, keys: Keys
+    attention: Attention, calls: Sequence[GatheredCall], queries: Queries, keys: Keys
 ) -> Iterator[OutputPart]:
-    """Compute cuts. Yield the query spans of each, with their partial out (B, T, H, D) and lse (B,
+    """Compute calls. Yield the query spans of each, with their partial out (B, T, H, D) and lse (B,
     H, T).
     """
-    for cut in cuts:
-        out, lse = attention.forward(queries.gather(cut.rows), keys.gather(cut.columns), cut)
-        if attention.bias and cut.row is not None and is_one_row(cut.row):
-            attention.bias.add_lse(cut.row, cut.rows, lse)
-        yield cut.rows, out, lse
+    for gathered in calls:
+        out, lse = attention.forward(
+            queries.gather(gathered.q_spans), keys.gather(gathered.kv_spans), gathered
+        )
+        if attention.bias and gathered.row is not None and is_one_row(gathered.row):
+            attention.bias.add_lse(gathered.row, gathered.q_spans, lse)
+        yield gathered.q_spans, out, lse
 
 
 def gradients(
-    attention: AttentionGradient, cuts: Sequence[Cut], queries: QueryGradients, keys: Keys
+    attention: AttentionGradient, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
 ) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
-    """Compute the gradients of cuts. Yield the query and key spans of each, with partial (dq, dk,
+    """Compute the gradients of calls. Yield the query and key spans of each, with partial (dq, dk,
     dv).
     """
-    bound = _find_bound(cuts, queries, keys) if attention.table else None
-    for cut in cuts:
-        rows, columns = cut.rows, cut.columns
+    bound = _find_bound(calls, queries, keys) if attention.table else None
+    for gathered in calls:
+        rows, columns = gathered.q_spans, gathered.kv_spans
         yield (
             rows,
             columns,
-            attention.backward(queries.gather(rows), keys.gather(columns), cut, bound),
+            attention.backward(queries.gather(rows), keys.gather(columns), gathered, bound),
         )
 
 
-def _find_bound(cuts: Sequence[Cut], queries: QueryGradients, keys: Keys) -> Tensor | None:
-    """Return `dscores_bound` of all cuts whose pairs do not share a row, from their tokens."""
-    biased = [cut for cut in cuts if not is_one_row(cut.row)]
+def _find_bound(
+    calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
+) -> Tensor | None:
+    """Return `dscores_bound` of all calls whose pairs do not share a row, from their tokens."""
+    biased = [gathered for gathered in calls if not is_one_row(gathered.row)]
     if queries.delta is None or not biased:
         return None
-    queries = queries.part(slice(*hull(span for cut in biased for span in cut.rows)))
-    keys = keys.part(slice(*hull(span for cut in biased for span in cut.columns)))
+    queries = queries.part(slice(*hull(span for gathered in biased for span in gathered.q_spans)))
+    keys = keys.part(slice(*hull(span for gathered in biased for span in gathered.kv_spans)))
     assert queries.delta is not None
     return dscores_bound(queries.dout, keys.v, queries.lse, queries.delta)

@@ -28,7 +28,7 @@ from ..merging.merge import Outputs, empty_lse
 from ..merging.parts import tokens_at
 from ..ranks.rings import Rings
 from ..sequence.span import Span, in_turn
-from ..sequence.tiling import Cut, Tiling, kernel_calls
+from ..sequence.tiling import GatheredCall, Tiling, kernel_calls
 from ..transport import LANES
 from . import Plan, Problem, Saved, Strategy
 from .compute import Attention, AttentionGradient, Keys, Queries, QueryGradients, gradients, outputs
@@ -67,7 +67,7 @@ class PlainRingPlan(Plan):
         merged = Outputs(out, lse)
         block = [k.contiguous(), v.contiguous()]
         for hop in range(self.size):
-            for rows, part, part_lse in outputs(attention, self._cuts(hop), queries, Keys(*block)):
+            for rows, part, part_lse in outputs(attention, self._calls(hop), queries, Keys(*block)):
                 merged.add(rows, part, part_lse)
             if hop + 1 < self.size:
                 block = self._pass_on(rings, block, hop)
@@ -86,7 +86,7 @@ class PlainRingPlan(Plan):
         block += [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)]
         for hop in range(self.size):
             keys, (dk, dv) = Keys(*block[:2]), block[2:]
-            for rows, columns, parts in gradients(attention, self._cuts(hop), queries, keys):
+            for rows, columns, parts in gradients(attention, self._calls(hop), queries, keys):
                 for total, spans, part in zip(
                     (dq, dk, dv), (rows, columns, columns), parts, strict=True
                 ):
@@ -95,7 +95,7 @@ class PlainRingPlan(Plan):
         return dq.to(q.dtype), block[2].to(k.dtype), block[3].to(v.dtype), None
 
     def __str__(self) -> str:
-        hops = (f"  hop {hop}: {len(self._cuts(hop))} kernel calls" for hop in range(self.size))
+        hops = (f"  hop {hop}: {len(self._calls(hop))} kernel calls" for hop in range(self.size))
         return "\n".join((f"rank {self.rank}, forward and backward:", *hops))
 
     def _owner(self, hop: int) -> int:
@@ -107,7 +107,7 @@ class PlainRingPlan(Plan):
         return Tiling(self.problem.mask, self.problem.layout)
 
     @functools.cache  # noqa: B019 - a plan lives as long as its calls
-    def _cuts(self, hop: int) -> Sequence[Cut]:
+    def _calls(self, hop: int) -> Sequence[GatheredCall]:
         """Return the kernel calls of a hop: this rank's queries with the block that it holds."""
         runs = self._tiling.shard(self._owner(hop))
         return kernel_calls(self._tiling.tiles(self.rank, runs, [run.span for run in runs]))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...ranks.rings import Rings
 from ...scores import BY_DISTANCE
-from ...sequence.tiling import Cut, Tiling, by_columns, flipped, kernel_calls
+from ...sequence.tiling import GatheredCall, Tiling, by_columns, flipped, kernel_calls
 from .. import Plan, Problem, Saved, Sizes, Strategy
 from ..compute import Keys, Queries, QueryGradients
 from .executor import Backward, Forward, Pass, Program, find_landing_positions
@@ -146,13 +146,13 @@ class RingPlan(Plan):
         ]
 
     @functools.cached_property
-    def _own_calls(self) -> list[Cut]:
-        cuts = [
-            cut
+    def _own_calls(self) -> list[GatheredCall]:
+        calls = [
+            gathered
             for row, tiling in self._terms
-            for cut in kernel_calls(tiling.own_tiles(self.rank), row)
+            for gathered in kernel_calls(tiling.own_tiles(self.rank), row)
         ]
-        return _add_positions(cuts, lambda: (self._positions, self._positions))
+        return _add_positions(calls, lambda: (self._positions, self._positions))
 
     @functools.cached_property
     def _positions(self) -> Tensor:
@@ -177,8 +177,8 @@ class RingPlan(Plan):
             (row, tiling.transposed if queries_travel else tiling) for row, tiling in self._terms
         ]
 
-        def calls(landings: Landings, tokens: int) -> list[Cut]:
-            found: list[Cut] = []
+        def find_calls(landings: Landings, tokens: int) -> list[GatheredCall]:
+            found: list[GatheredCall] = []
             for row, tiling in terms if landings else ():
                 tiles = tiling.tiles(self.rank, landings.runs, landings.places)
                 tiles = by_columns(tiles) if returning else tiles
@@ -190,12 +190,14 @@ class RingPlan(Plan):
 
             return _add_positions(found, sides)
 
-        cuts = {
-            (n, -1): calls(round_.landings, round_.held_tokens) for n, round_ in enumerate(rounds)
+        calls = {
+            (n, -1): find_calls(round_.landings, round_.held_tokens)
+            for n, round_ in enumerate(rounds)
         }
         for n, round_ in enumerate(rounds):
-            cuts |= {
-                (n, i): calls(stage.landings, stage.tokens) for i, stage in enumerate(round_.stages)
+            calls |= {
+                (n, i): find_calls(stage.landings, stage.tokens)
+                for i, stage in enumerate(round_.stages)
             }
         return Program(
             problem=problem,
@@ -204,7 +206,7 @@ class RingPlan(Plan):
             own=self._own_calls,
             passes=passes,
             rounds=rounds,
-            cuts=cuts,
+            calls=calls,
             events=tuple(
                 order_events(len(passes), [len(r.stages) for r in rounds] or [0], returning)
             ),
@@ -222,9 +224,9 @@ class RingPlan(Plan):
         nbytes, _ = self._most_bytes(payload, returning)
         count = self._count_passes(payload, nbytes, *self._count_landing(routes))
         ratio = sizes.heads // sizes.kv_heads
-        cuts = itertools.pairwise(sizes.kv_heads * i // count for i in range(count + 1))
+        bounds = itertools.pairwise(sizes.kv_heads * i // count for i in range(count + 1))
         return [
-            _make_pass(payload, sizes, slice(a * ratio, b * ratio), slice(a, b)) for a, b in cuts
+            _make_pass(payload, sizes, slice(a * ratio, b * ratio), slice(a, b)) for a, b in bounds
         ]
 
     def _count_passes(self, payload: Payload, nbytes: int, block: int, ring: int) -> int:
@@ -283,30 +285,38 @@ def _make_pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
     return Pass(at, kv_at, payload.packing(sizes), payload.return_packing(sizes))
 
 
-def _add_positions(cuts: list[Cut], sides: Callable[[], tuple[Tensor, Tensor]]) -> list[Cut]:
-    """Return the cuts. Those that go by distance get what `_with_positions` adds.
+def _add_positions(
+    calls: list[GatheredCall], sides: Callable[[], tuple[Tensor, Tensor]]
+) -> list[GatheredCall]:
+    """Return the calls. Those that go by distance get what `_with_positions` adds.
 
     `sides` makes the positions of queries (S,) and of keys (T,). It is called only if needed.
     """
-    if all(cut.row != BY_DISTANCE for cut in cuts):
-        return cuts
+    if all(gathered.row != BY_DISTANCE for gathered in calls):
+        return calls
     queries, keys = sides()
-    return [_with_positions(cut, queries, keys) if cut.row == BY_DISTANCE else cut for cut in cuts]
+    return [
+        _with_positions(gathered, queries, keys) if gathered.row == BY_DISTANCE else gathered
+        for gathered in calls
+    ]
 
 
-def _with_positions(cut: Cut, queries: Tensor, keys: Tensor) -> Cut:
-    """Return a cut that goes by distance, with its `apart`.
+def _with_positions(gathered: GatheredCall, queries: Tensor, keys: Tensor) -> GatheredCall:
+    """Return a call that goes by distance, with its `apart`.
 
     Kernels that go by distance rely on positions that rise in a tile. Where several runs with steps
     are one tile they do not, and such pairs get the row None.
     """
-    pairs = (queries, cut.rows), (keys, cut.columns)
+    pairs = (queries, gathered.q_spans), (keys, gathered.kv_spans)
     sides = [torch.cat([x[slice(*span)] for span in spans]).numpy() for x, spans in pairs]
     runs = [
-        [x[slice(*span)] for x, span in zip(sides, tile, strict=True)] for tile in cut.call.tiles
+        [x[slice(*span)] for x, span in zip(sides, tile, strict=True)]
+        for tile in gathered.call.tiles
     ]
     steps = [run[1:] - run[:-1] for tile in runs for run in tile]
     if any((step < 1).any() for step in steps):
-        return cut._replace(row=None)
+        return gathered._replace(row=None)
     neighbours = all((step == 1).all() for step in steps)
-    return cut._replace(apart=tuple(int(kv[0] - q[0]) for q, kv in runs) if neighbours else None)
+    return gathered._replace(
+        apart=tuple(int(kv[0] - q[0]) for q, kv in runs) if neighbours else None
+    )

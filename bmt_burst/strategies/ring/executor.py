@@ -24,7 +24,7 @@ from ...merging.parts import OutputPart, Part, is_whole, tokens_at
 from ...ranks.rings import Rings
 from ...scores import Scores, is_one_row
 from ...sequence.span import Span, length, shifted
-from ...sequence.tiling import Cut
+from ...sequence.tiling import GatheredCall
 from ...transport import Arrival, Delivery, Put, Ticket
 from ...transport.packing import Packing
 from .. import Problem
@@ -66,16 +66,16 @@ class Program:
     """A rank's part in a call or its backward, without tensors.
 
     own   kernel calls of the own block
-    cuts  kernel calls of each stage by (round, stage), and of each root by (round, -1)
+    calls  kernel calls of each stage by (round, stage), and of each root by (round, -1)
     """
 
     problem: Problem
     rank: int
     payload: Payload
-    own: Sequence[Cut]
+    own: Sequence[GatheredCall]
     passes: Sequence[Pass]
     rounds: Sequence[Round]
-    cuts: Mapping[tuple[int, int], Sequence[Cut]]
+    calls: Mapping[tuple[int, int], Sequence[GatheredCall]]
     events: Sequence[Event]
     # of fetches and returns, each made when it is first needed
     manifests: dict[Event, Manifest] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Program:
             return f"  {_describe(self.own)}"
         if event.do in ("compute", "open"):
             stage_number = event.stage if event.do == "compute" else -1
-            return f"  {_describe(self.cuts[event.round, stage_number])}"
+            return f"  {_describe(self.calls[event.round, stage_number])}"
         if event.do in ("fetch", "return"):
             stage = self.rounds[event.round].stages[event.stage]
             sends = stage.sends if event.do == "fetch" else stage.returns
@@ -170,7 +170,9 @@ def _all_tokens(
     positions: dict[tuple[int, int] | None, Tensor] = {
         None: program.problem.layout.positions(program.rank)
     }
-    positions |= {key: _find_positions(program, *key) for key, cuts in program.cuts.items() if cuts}
+    positions |= {
+        key: _find_positions(program, *key) for key, calls in program.calls.items() if calls
+    }
     tokens = send_to_device(scores.tokens(torch.cat([*positions.values()])), device)
     parts = torch.split(tokens, [len(x) for x in positions.values()], 1)
     return dict(zip(positions, parts, strict=True))
@@ -195,12 +197,13 @@ def find_landing_positions(landings: Landings, tokens: int) -> Tensor:
     return positions
 
 
-def _describe(cuts: Sequence[Cut]) -> str:
+def _describe(calls: Sequence[GatheredCall]) -> str:
     """Describe kernel calls in a few words."""
-    calls = [
-        f"{cut.call.q_tokens} x {cut.call.kv_tokens} in {len(cut.call.tiles)} tiles" for cut in cuts
+    sizes = [
+        f"{gathered.call.q_tokens} x {gathered.call.kv_tokens} in {len(gathered.call.tiles)} tiles"
+        for gathered in calls
     ]
-    return f"{len(cuts)} kernel calls: {', '.join(calls)}" if cuts else "nothing"
+    return f"{len(calls)} kernel calls: {', '.join(sizes)}" if calls else "nothing"
 
 
 class Execution(ABC):
@@ -426,7 +429,9 @@ class Forward(Execution):
         heads = self._pass(event).q
         block = self.payload.arrive(tensors, self.program.tokens(key, self.device))
         queries = self.queries.part(ALL, heads)
-        for part in outputs(self.attention.of_heads(heads), self.program.cuts[key], queries, block):
+        for part in outputs(
+            self.attention.of_heads(heads), self.program.calls[key], queries, block
+        ):
             self.merged.add(*part)
 
 
@@ -560,7 +565,7 @@ class Backward(Execution):
         else:
             queries, keys = self.queries.part(ALL, pass_.q), payload.arrive(tensors, tokens)
         attention = self.attention.of_heads(pass_.q)
-        for rows, columns, (dq, dk, dv) in gradients(attention, program.cuts[key], queries, keys):
+        for rows, columns, (dq, dk, dv) in gradients(attention, program.calls[key], queries, keys):
             of_queries, of_keys = ((dq,), rows), ((dk, dv), columns)
             going, staying = (
                 (of_queries, of_keys) if payload.queries_travel else (of_keys, of_queries)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ...sequence.mask import Slice
 from ...sequence.tile import KernelCall
-from ...sequence.tiling import Cut
+from ...sequence.tiling import GatheredCall
 from .executor import Program
 from .program import Do, Event
 
@@ -117,8 +117,8 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
             occupy("compute", event, work * program.problem.sizes.heads * _pairs(program.own))
         elif event.do in ("open", "compute"):
             arrived = at(event, "cross") if event.do == "open" else at(event, "fetch")
-            cuts = program.cuts[event.round, event.stage if event.do == "compute" else -1]
-            done[event] = occupy("compute", event, work * heads * _pairs(cuts), arrived)
+            calls = program.calls[event.round, event.stage if event.do == "compute" else -1]
+            done[event] = occupy("compute", event, work * heads * _pairs(calls), arrived)
         elif event.do == "fetch":
             buffer_read = at(event._replace(stage=event.stage - 2), "compute")  # there are two
             done[event] = occupy(
@@ -145,8 +145,8 @@ def _heads(program: Program, event: Event) -> int:
     return len(range(*heads.indices(program.problem.sizes.heads)))
 
 
-def _pairs(cuts: Sequence[Cut]) -> int:
-    return sum(count_pairs(cut.call) for cut in cuts)
+def _pairs(calls: Sequence[GatheredCall]) -> int:
+    return sum(count_pairs(gathered.call) for gathered in calls)
 
 
 def count_pairs(call: KernelCall) -> int:
