@@ -88,7 +88,7 @@ class Queue:
         if event.do == "free":
             return [self._release(event, "visit")]
         if event.do in ("collect", "end"):
-            peers = {entry.peer for entry in round_.stages[event.stage].homecoming}
+            peers = {entry.peer for entry in round_.stages[event.stage].incoming_gradients}
             return [self._arrival(event, "return", peers), self._release(event, "return")]
         return self._between_hosts(program, call, event)
 

@@ -145,7 +145,7 @@ def test_gradients_come_home_to_the_tokens_they_belong_to(inner, outer):
     """Each of a token that landed somewhere comes home once: to the rank that sent it."""
     for ring in rings(inner, outer):
         for rank, number, stages in ring.stages():
-            place, home = rank % inner, [None] * stages[rank % inner].home_tokens
+            place, home = rank % inner, [None] * stages[rank % inner].gradient_tokens
             for peer, there in enumerate(stages):
                 names = [(peer, name) for name in ring.landed(number, rank - place + peer, stages)]
                 legs = [out for out in there.returns if out.peer == place]
@@ -153,7 +153,9 @@ def test_gradients_come_home_to_the_tokens_they_belong_to(inner, outer):
                     assert out.total == len(home)
                     put(home, out.at, names[slice(*out.span)])
                 expected = [
-                    (e.at[0], length(e.at)) for e in stages[place].homecoming if e.peer == peer
+                    (e.at[0], length(e.at))
+                    for e in stages[place].incoming_gradients
+                    if e.peer == peer
                 ]
                 assert [(out.at, length(out.span)) for out in legs] == expected
                 sent = [
@@ -164,14 +166,14 @@ def test_gradients_come_home_to_the_tokens_they_belong_to(inner, outer):
                 ]
                 came = [
                     (peer, t)
-                    for e in stages[place].homecoming
+                    for e in stages[place].incoming_gradients
                     for t in range(*e.span)
                     if e.peer == peer
                 ]
                 assert sorted(sent) == sorted(came)
             held = ring.held(ring.rounds[rank][number])
             assert home == [
-                (e.peer, held[t]) for e in stages[place].homecoming for t in range(*e.span)
+                (e.peer, held[t]) for e in stages[place].incoming_gradients for t in range(*e.span)
             ]
 
 
@@ -226,7 +228,7 @@ def test_stages_are_few_and_within_limits(inner, outer):
                 for stage in itertools.chain(*stages):
                     if len(stage.hops) > 1:
                         assert stage.tokens <= (limit or stage.tokens)
-                        assert stage.home_tokens <= (back or stage.home_tokens)
+                        assert stage.gradient_tokens <= (back or stage.gradient_tokens)
                 if limit is None and back is None:
                     assert len(hops) <= 1
         for routes, rounds in zip(ring.routes, ring.rounds, strict=True):

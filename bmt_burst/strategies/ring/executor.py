@@ -88,9 +88,9 @@ class Program:
             if event.do == "fetch":
                 found = _make_manifest(pass_.packing, stage.tokens, stage.sources, stage.sends)
             else:
-                sources = [(entry.peer, entry.at) for entry in stage.homecoming]
+                sources = [(entry.peer, entry.at) for entry in stage.incoming_gradients]
                 found = _make_manifest(
-                    pass_.return_packing, stage.home_tokens, sources, stage.returns
+                    pass_.return_packing, stage.gradient_tokens, sources, stage.returns
                 )
             self.manifests[event] = found
         return found
@@ -122,7 +122,7 @@ class Program:
         if event.do in ("fetch", "return"):
             stage = self.rounds[event.round].stages[event.stage]
             sends = stage.sends if event.do == "fetch" else stage.returns
-            landing = stage.tokens if event.do == "fetch" else stage.home_tokens
+            landing = stage.tokens if event.do == "fetch" else stage.gradient_tokens
             there = ", ".join(f"{length(out.span)} to {out.peer}" for out in sends) or "none"
             return f"  {there}; {landing} tokens land"
         return ""
@@ -608,8 +608,10 @@ class Backward(Execution):
         self.returning[-1].wait()
         sums = self._sums_of_root(event) if event.round else self._travelling_sums(event.number)
         first = 0 if event.round else round_.held[0][0]
-        views = self._pass(event).return_packing.views(self.returning[-1].memory, stage.home_tokens)
-        for entry in stage.homecoming:
+        views = self._pass(event).return_packing.views(
+            self.returning[-1].memory, stage.gradient_tokens
+        )
+        for entry in stage.incoming_gradients:
             for total, grad in zip(sums, views, strict=True):
                 total.add([shifted(entry.span, first)], tokens_at(grad, entry.at))
         return sums

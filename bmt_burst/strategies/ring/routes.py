@@ -90,24 +90,27 @@ class Landings:
 class Stage:
     """The blocks of one or more hops, as one rank sees them.
 
-    landings    what this rank receives, in the order of positions, and where it lands
-    tokens      how many tokens land
-    sends       parts of this rank's root that others look at; spans count tokens of what this rank
-                has of the root
-    returns     gradients of the stage's tokens, for the ranks that sent these
-    homecoming  gradients of the root, from the ranks that looked at it
-    home_tokens how many tokens these are of
+    landings            what this rank receives, in the order of positions, and where it lands
+    tokens              how many tokens land
+    sends               parts of this rank's root that others look at; spans count tokens of what
+                        this rank has of the root
+    returns             gradients of the stage's tokens, for the ranks that sent these
+    incoming_gradients  gradients of the root, from the ranks that looked at it
+    gradient_tokens     how many tokens these are of
 
-    Planning needs only the landings. The messages (sends, returns, homecoming) are found when they
-    are first asked for.
+    Planning needs only the landings. Messages (sends, returns, incoming_gradients) are found when
+    they are first asked for.
     """
 
-    def __init__(self, sight: _Sight, held: _Held, hops: tuple[int, ...]):
-        self._sight, self._held, self.hops = sight, held, hops
-        self._inner, self._place = len(sight.tokens), sight.place
-        self._landing, self._home = sight.sizes(hops)  # by place
-        self.tokens, self.home_tokens = self._landing[sight.place], self._home[sight.place]
-        runs = sight.own_runs(hops)
+    def __init__(self, seen_runs: _SeenRuns, held: _Held, hops: tuple[int, ...]):
+        self._seen, self._held, self.hops = seen_runs, held, hops
+        self._inner, self._place = len(seen_runs.tokens), seen_runs.place
+        self._landing, self._home = seen_runs.sizes(hops)  # by place
+        self.tokens, self.gradient_tokens = (
+            self._landing[seen_runs.place],
+            self._home[seen_runs.place],
+        )
+        runs = seen_runs.own_runs(hops)
         peers = [owner % self._inner for _, _, owner, _ in runs]
         places = [at for _, at in in_turn(span for *_, span in runs)]
         self.landings = Landings(runs, peers, places)
@@ -119,10 +122,10 @@ class Stage:
 
     @functools.cached_property
     def sends(self) -> tuple[Outgoing, ...]:
-        earlier = itertools.chain(*(self._sight.earlier[hop] for hop in self.hops))
+        earlier = itertools.chain(*(self._seen.earlier[hop] for hop in self.hops))
         return tuple(
             Outgoing(peer, span, sum([tokens[h] for h in self.hops]), self._landing[peer])
-            for (peer, span, _), tokens in zip(self.homecoming, earlier, strict=True)
+            for (peer, span, _), tokens in zip(self.incoming_gradients, earlier, strict=True)
         )
 
     @functools.cached_property
@@ -135,18 +138,18 @@ class Stage:
         for hop in self.hops:
             peer = (self._place - hop) % self._inner
             nearer = (h for h in self.hops if h < hop)
-            first = sum(self._sight.tokens[(peer + h) % self._inner][h] for h in nearer)
+            first = sum(self._seen.tokens[(peer + h) % self._inner][h] for h in nearer)
             for span in of_peer.get(peer, ()):
                 found.append(Outgoing(peer, span, first, self._home[peer]))
                 first += length(span)
         return tuple(found)
 
     @functools.cached_property
-    def homecoming(self) -> tuple[Incoming, ...]:
+    def incoming_gradients(self) -> tuple[Incoming, ...]:
         peers = [
-            (self._place + hop) % self._inner for hop in self.hops for _ in self._sight.spans[hop]
+            (self._place + hop) % self._inner for hop in self.hops for _ in self._seen.spans[hop]
         ]
-        places = in_turn(span for hop in self.hops for span in self._sight.spans[hop])
+        places = in_turn(span for hop in self.hops for span in self._seen.spans[hop])
         return tuple(
             Incoming(peer, self._held.place(span), at)
             for peer, (span, at) in zip(peers, places, strict=True)
@@ -155,7 +158,8 @@ class Stage:
     def __repr__(self) -> str:
         return (
             f"Stage(hops={self.hops}, landings={self.landings}, tokens={self.tokens}, "
-            f"sends={self.sends}, returns={self.returns}, homecoming={self.homecoming})"
+            f"sends={self.sends}, returns={self.returns}, "
+            f"incoming_gradients={self.incoming_gradients})"
         )
 
 
@@ -196,15 +200,15 @@ class Routes:
         self.tiling, self.schedule, self.rank = tiling, schedule, rank
         self.host, self.place = divmod(rank, schedule.inner)
         self._stages: dict[tuple[int, tuple[int, ...]], Stage] = {}
-        self._sights = _sights(tiling, schedule, rank)
+        self._seen = _find_seen(tiling, schedule, rank)
 
     def traffic(self) -> bool:
         """Whether a rank of this host looks at another rank, or another host at this rank."""
-        return bool(self._sights) or bool(self._lent)
+        return bool(self._seen) or bool(self._lent)
 
     def landing_tokens(self, hops: Sequence[int]) -> int:
         """Return the most tokens that land on a rank of this host if these hops are one stage."""
-        return max((max(sight.sizes(hops)[0]) for sight in self._sights.values()), default=0)
+        return max((max(seen_runs.sizes(hops)[0]) for seen_runs in self._seen.values()), default=0)
 
     def rounds(
         self, limit: int | None = None, return_limit: int | None = None
@@ -232,28 +236,28 @@ class Routes:
     def _round(self, number: int, limit: int | None, return_limit: int | None) -> Round:
         root = self.schedule.block(self.rank, number, 0)
         host = root // self.schedule.inner
-        sight = self._sights.get(host) or _Sight(self.schedule.inner, root)
-        seen = list(itertools.chain(*sight.spans))
+        seen_runs = self._seen.get(host) or _SeenRuns(self.schedule.inner, root)
+        seen = list(itertools.chain(*seen_runs.spans))
         held = _Held(merged(seen) if number else [hull(seen)])
-        hops = sight.cut(limit, return_limit)
-        stages = tuple(self._known_stage(sight, held, tuple(part)) for part in hops)
+        hops = seen_runs.split_hops(limit, return_limit)
+        stages = tuple(self._known_stage(seen_runs, held, tuple(part)) for part in hops)
         if not number:  # the root is the own block, held from the first to the last token in use
             return Round(self.rank, held.spans, Landings(), stages)
-        runs = sight.own_runs([0])
+        runs = seen_runs.own_runs([0])
         places = [held.place(span) for *_, span in runs]
         landings = Landings(runs, [self.place] * len(runs), places)
         lent_to = self.schedule.host_of_round(self.host, -number)
         return Round(root, held.spans, landings, stages, self._lent.get(lent_to, ()), lent_to)
 
-    def _known_stage(self, sight: _Sight, held: _Held, hops: tuple[int, ...]) -> Stage:
+    def _known_stage(self, seen_runs: _SeenRuns, held: _Held, hops: tuple[int, ...]) -> Stage:
         """Return a stage, made only once: forward and backward often share their stages."""
-        key = sight.root, hops
+        key = seen_runs.root, hops
         if key not in self._stages:
-            self._stages[key] = Stage(sight, held, hops)
+            self._stages[key] = Stage(seen_runs, held, hops)
         return self._stages[key]
 
 
-class _Sight:
+class _SeenRuns:
     """All runs of one host that the ranks of this host look at, as far as one rank needs them.
 
     The rank is the one at the place of `root`, which is its root in the round with that host.
@@ -300,8 +304,8 @@ class _Sight:
         ]
         return landing, home
 
-    def cut(self, limit: int | None, return_limit: int | None) -> list[list[int]]:
-        """Cut the hops that are looked at into as few stages as the limits allow, of nearly equal
+    def split_hops(self, limit: int | None, return_limit: int | None) -> list[list[int]]:
+        """Split the hops that are looked at into as few stages as the limits allow, of nearly equal
         numbers of hops.
         """
         hops = [hop for hop in range(1, len(self.tokens)) if any(seen[hop] for seen in self.tokens)]
@@ -321,24 +325,24 @@ class _Sight:
         return []
 
 
-def _sights(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, _Sight]:
+def _find_seen(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, _SeenRuns]:
     """Return what the ranks of a rank's host look at, by the host that it is of."""
     host, place = divmod(rank, schedule.inner)
     viewers = schedule.ranks(host)
     if sum(len(tiling.looks_at(viewer)) for viewer in viewers) > _FEW_SPANS:
-        return _sights_of_many(tiling, schedule, rank)
-    sights: dict[int, _Sight] = {}
+        return _find_seen_by_columns(tiling, schedule, rank)
+    seen: dict[int, _SeenRuns] = {}
     for viewer in viewers:
         for run in tiling.seen(viewer):
             of = run.owner // schedule.inner
-            if of not in sights:
-                sights[of] = _Sight(schedule.inner, of * schedule.inner + place)
-            sights[of].add(viewer, run)
-    return sights
+            if of not in seen:
+                seen[of] = _SeenRuns(schedule.inner, of * schedule.inner + place)
+            seen[of].add(viewer, run)
+    return seen
 
 
-def _sights_of_many(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, _Sight]:
-    """Return `_sights`, computed with columns of numbers instead of an object for each run.
+def _find_seen_by_columns(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, _SeenRuns]:
+    """Return `_find_seen`, computed with columns of numbers instead of an object for each run.
 
     A rank needs the runs that it looks at, and the runs of its roots. Of all others it needs
     only counts of tokens, and these are `inner` times as many: a striped layout has documents x
@@ -355,14 +359,14 @@ def _sights_of_many(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, 
 
     counts = torch.zeros(schedule.size * inner, dtype=torch.int64, device="cpu")
     counts = counts.index_add_(0, group * inner + hop, tokens).view(-1, inner, inner)
-    sights: dict[int, _Sight] = {}
+    seen: dict[int, _SeenRuns] = {}
     for of in set((owner // inner).tolist()):
-        sights[of] = _Sight(inner, of * inner + place)
-        sights[of].tokens = counts[of].tolist()
+        seen[of] = _SeenRuns(inner, of * inner + place)
+        seen[of].tokens = counts[of].tolist()
 
     mine = viewer == rank
     for at, by, of, a, b in _rows(x[mine] for x in (start, step, owner, first, stop)):
-        sights[of // inner].own.append((at, by, of, (a, b)))
+        seen[of // inner].own.append((at, by, of, (a, b)))
 
     of_root = (owner % inner == place).nonzero().squeeze(1)
     group_start = torch.searchsorted(group, group[of_root])
@@ -373,9 +377,9 @@ def _sights_of_many(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, 
         earlier.append(before[of_root] - before[group_start])
     columns = [x[of_root] for x in (hop, owner, first, stop)]
     for (h, of, a, b), counted in zip(_rows(columns), _rows(earlier), strict=True):
-        sights[of // inner].spans[h].append((a, b))
-        sights[of // inner].earlier[h].append(counted)
-    return sights
+        seen[of // inner].spans[h].append((a, b))
+        seen[of // inner].earlier[h].append(counted)
+    return seen
 
 
 def _rows(columns: Iterable[Tensor]) -> Iterator[tuple[int, ...]]:
