@@ -304,7 +304,7 @@ def test_sequences_are_stacked_whatever_numbers_their_groups_have(numbers):
 
 def test_sequences_that_cannot_be_stacked():
     for given, error, message in (
-        ([], ValueError, "there is no mask to stack"),
+        ([], ValueError, "expected at least one mask to stack"),
         (
             [small_scores(), None],
             TypeError,
