@@ -184,13 +184,12 @@ class Scores:
                     f"scores of several sequences must be Scores, got {type(each).__name__}"
                 )
         mask = Mask.stacked([each.mask for each in scores])
-        first, groups, pairs = scores[0], 0, 0
+        distances, other = scores[0]._numbers.distances, scores[0].other
+        groups = pairs = 0
         parts: list[tuple[Tensor, ...]] = []
         for each in scores:
-            if (
-                not each._numbers.distances.equal(first._numbers.distances)
-                or each.other != first.other
-            ):
+            own = each._numbers
+            if not own.distances.equal(distances) or each.other != other:
                 raise ValueError(
                     "scores of several sequences must have the same distances and the same other "
                     "row"
@@ -199,14 +198,10 @@ class Scores:
             # groups of two sequences must differ, whatever their numbers are
             numbers, index = group.unique(return_inverse=True)
             group = (index + groups).int().repeat_interleave(stop - start)
-            parts.append(
-                (group, each._numbers.base + pairs, each._numbers.segment, each._numbers.pairs)
-            )
-            groups, pairs = groups + len(numbers), pairs + len(each._numbers.pairs)
+            parts.append((group, own.base + pairs, own.segment, own.pairs))
+            groups, pairs = groups + len(numbers), pairs + len(own.pairs)
         group, base, segment, pairs_of_all = (torch.cat(same) for same in zip(*parts, strict=True))
-        return Scores(
-            mask, group, base, segment, pairs_of_all, first._numbers.distances, first.other
-        )
+        return Scores(mask, group, base, segment, pairs_of_all, distances, other)
 
     @functools.cached_property
     def _numbers(self) -> _Numbers:
@@ -225,14 +220,8 @@ class Scores:
     @functools.cached_property
     def num_rows(self) -> int:
         """The number of rows that a table must have at least."""
-        return (
-            int(
-                torch.cat(
-                    (self._numbers.pairs, self._numbers.distances, torch.tensor([self.other]))
-                ).max()
-            )
-            + 1
-        )
+        rows = torch.cat((self._numbers.pairs, self._numbers.distances))
+        return max(int(rows.max()), self.other) + 1
 
     @functools.cached_property
     def digest(self) -> str:
@@ -268,10 +257,8 @@ class Scores:
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:
         """The visible pairs in parts, first those without a row, if there are any."""
-        if (
-            len(self._long_segments) == len(self._long_groups) == 1
-            and self._long_segments[0].of is None
-        ):
+        segments = self._long_segments
+        if len(segments) == len(self._long_groups) == 1 and segments[0].of is None:
             return (Term(None, self.mask),)
         areas: dict[int | None, list[Slice]] = {}
         for s in self.mask.slices:
@@ -300,9 +287,8 @@ class Scores:
 
     def _check_rows(self) -> None:
         """Raise ValueError unless all rows can be rows of a table."""
-        rows = torch.cat(
-            (self._numbers.pairs[self._numbers.pairs != BY_DISTANCE], self._numbers.distances)
-        )
+        pairs = self._numbers.pairs
+        rows = torch.cat((pairs[pairs != BY_DISTANCE], self._numbers.distances))
         if (least := min(int(rows.min()), self.other)) < 0:
             raise ValueError(f"rows of the table cannot be negative, got {least}")
         if self.other >= 1 << 31:
@@ -386,22 +372,16 @@ class Scores:
 
     def _row(self, mine: _Segment, theirs: _Segment) -> int:
         """Return the row of queries of one segment and keys of another."""
-        return (
-            self.other
-            if mine.group != theirs.group
-            else int(self._numbers.pairs[mine.base + theirs.segment])
-        )
+        if mine.group != theirs.group:
+            return self.other
+        return int(self._numbers.pairs[mine.base + theirs.segment])
 
     def _bands(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
         """Yield the parts of a slice in one segment: near pairs, and far pairs on either side."""
         low, high = -math.inf if s.low is None else s.low, math.inf if s.high is None else s.high
         edges = (1 - self.reach, self.reach) if self.reach else ()
         for start, stop in itertools.pairwise([low, *(x for x in edges if low < x < high), high]):
-            far = (
-                int(self._numbers.distances[-1])
-                if stop <= 1 - self.reach
-                else int(self._numbers.distances[0])
-            )
+            far = int(self._numbers.distances[-1 if stop <= 1 - self.reach else 0])
             near = 1 - self.reach <= start < self.reach
             lowest, highest = (None if math.isinf(x) else int(x) for x in (start, stop))
             part = Slice(s.q, s.kv, lowest, highest)
