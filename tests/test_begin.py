@@ -189,7 +189,8 @@ def test_a_begin_token_needs_documents_that_are_told_apart(folder):
     ):
         Sequences(TokenFile(folder), 16, 0, bos=EOS)
     with pytest.raises(
-        ValueError, match="data has 257 kinds of tokens, expected begin token 257 among them"
+        ValueError,
+        match="data: expected a begin token below 257, the size of the vocabulary, got 257",
     ):
         Sequences(TokenFile(folder), 16, 0, documents=True, bos=257)
     with pytest.raises(ValueError, match="--bos </s> does not go with --documents ignore"):
@@ -206,6 +207,6 @@ def test_a_begin_token_that_is_none_is_refused(folder):
     for wrong in (257, -1, "</s>", True):
         (folder / "index.json").write_text(json.dumps(index | {"bos_id": wrong}))
         with pytest.raises(
-            ValueError, match=rf"index.json names bos_id {wrong!r}, expected one of 257 tokens"
+            ValueError, match=rf"index.json: expected a bos_id among 257 tokens, got {wrong!r}"
         ):
             TokenFile(folder)

@@ -196,10 +196,10 @@ def test_every_token_is_a_target_once_an_epoch(token_folder):
 def test_half_written_folders_are_refused(token_folder):
     with open(token_folder / "tokens.bin", "r+b") as file:
         file.truncate(100)
-    with pytest.raises(ValueError, match="has 100 bytes, its index says 202"):
+    with pytest.raises(ValueError, match="has 100 bytes, but its index says 202"):
         TokenFile(token_folder)
     (token_folder / "index.json").unlink()
-    with pytest.raises(ValueError, match="not a folder that prepare_data"):
+    with pytest.raises(ValueError, match="it is not a folder that prepare_data"):
         TokenFile(token_folder)
 
 
@@ -231,7 +231,7 @@ def test_large_files_are_compared_by_samples_when_opened_and_whole_when_asked(
         TokenFile(tmp_path / "out/train").verify()
     content[0] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"tokens.bin was changed: it has other tokens"):
+    with pytest.raises(ValueError, match=r"tokens.bin was changed: its tokens differ"):
         TokenFile(tmp_path / "out/train")
 
 
@@ -243,7 +243,8 @@ def test_folders_of_older_versions_open_and_say_what_is_not_checked(token_folder
     (token_folder / "index.json").write_text(json.dumps(index))
     assert TokenFile(token_folder).digest == digest
     assert (
-        "older index.json without sha256, file contents are not checked" in capsys.readouterr().err
+        "older index.json without sha256, so file contents are not checked"
+        in capsys.readouterr().err
     )
 
 
@@ -269,7 +270,7 @@ def replaced(file):
     [
         (
             truncated,
-            "tokens.bin (ends at byte 100|had 202 bytes when it was opened, now it has 100)",
+            "tokens.bin (ends at byte 100|had 202 bytes when it was opened, and now has 100)",
         ),
         (rewritten, "tokens.bin was written to while it was read"),
         (replaced, "tokens.bin was replaced by another file"),
@@ -304,7 +305,7 @@ def test_an_index_that_names_files_elsewhere_is_refused(token_folder):
     for name in ("../x.txt", "/etc/passwd", "..", ""):
         index["sha256"] = {name: "0"}
         (token_folder / "index.json").write_text(json.dumps(index))
-        with pytest.raises(ValueError, match="which is not the name of a file in it"):
+        with pytest.raises(ValueError, match="expected the name of a file in this folder"):
             TokenFile(token_folder)
 
 
@@ -369,7 +370,10 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
         ),
         (["--seed", "-1"], "--seed must not be negative"),
         (["--eval-sequences", "0"], "--eval-sequences must be at least 1"),
-        (["--rope-scaling", "yarn"], "argument --rope-scaling: 'yarn' is no JSON: Expecting value"),
+        (
+            ["--rope-scaling", "yarn"],
+            "argument --rope-scaling: 'yarn' is not JSON: Expecting value",
+        ),
         (
             ["--rope-scaling", "[1]"],
             "argument --rope-scaling: expected names and values in braces, got '[1]'",

@@ -105,7 +105,7 @@ def test_a_bee_may_answer_with_extended_tokens():
 
 def test_what_cannot_be_continued_is_refused():
     case, (row, _) = golden("bee"), bee_instance()
-    with pytest.raises(ValueError, match=r"limit=5 is less than the \d+ tokens of the row"):
+    with pytest.raises(ValueError, match=r"limit=5 must be at least \d+, the number of tokens"):
         BeeDecoder(case.model(), row, 5)
     with pytest.raises(ValueError, match="no token of the main sample"):
         BeeDecoder(case.model(), row | {"sample_ids": row["sample_ids"] + 1}, 96)
@@ -136,7 +136,7 @@ def test_more_tokens_than_memory_are_refused(tokens):
         lambda: Cache(PRESETS["cpm-tiny"], tokens, torch.zeros(1)),
     ):
         with pytest.raises(
-            ValueError, match=f"no memory for the keys and values of {tokens:,} tokens"
+            ValueError, match=f"not enough memory for the keys and values of {tokens:,} tokens"
         ):
             decode()
 

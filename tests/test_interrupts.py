@@ -34,7 +34,7 @@ def test_a_folder_has_one_run_at_a_time(folder):
     assert f"{folder}/shared is in use by process {first.pid} on " in said
     assert (folder / "shared/metrics.jsonl").read_text().startswith(before)
     first.send_signal(signal.SIGHUP)
-    assert "to go on, run the same command with --resume auto" in first.communicate(timeout=600)[0]
+    assert "to resume, run the same command with --resume auto" in first.communicate(timeout=600)[0]
     assert first.returncode == 0
 
 
@@ -54,9 +54,9 @@ def test_a_signal_ends_the_run_in_order(folder, signum, processes, times):
         os.killpg(run.pid, signum)
     said, _ = run.communicate(timeout=600)
     assert run.returncode == 0, said
-    assert said.count("stopping after this step; Ctrl-C once more ends the run now") == 1
+    assert said.count("stopping after this step; press Ctrl-C again to end the run now") == 1
     steps = len(curve(folder, name))
-    assert f"stopped after step {steps}; to go on, run the same command with --resume auto" in said
+    assert f"stopped after step {steps}; to resume, run the same command with --resume auto" in said
     assert checkpoint.newest(folder / name) == folder / name / f"step_{steps:08d}"
 
 
@@ -68,7 +68,7 @@ def test_a_signal_before_training_ends_the_run_too(folder):
     run.send_signal(signal.SIGTERM)
     said, _ = run.communicate(timeout=600)
     assert run.returncode == 0, said
-    assert "stopped before training began" in said or "to go on" in said
+    assert "stopped before training began" in said or "to resume" in said
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -90,7 +90,7 @@ def test_a_second_interrupt_ends_the_run_now(folder, processes):
     assert run.returncode == 130, said
     assert said.count("stopping after this step") == 1
     assert (
-        f"the last good checkpoint is {last}; to go on from it, run the same command with "
+        f"the last good checkpoint is {last}; to resume from it, run the same command with "
         "--resume auto" in said
     )
     assert "Traceback" not in said
@@ -292,7 +292,7 @@ def test_a_failing_rank_ends_the_run(folder):
     """
     run = start(command(folder, "failing", processes=2, sp_size=1, steps=100_000))
     wait_for_steps(folder / "failing", 2, run)
-    assert "the last good checkpoint is none" in kill_rank(run, 1)
+    assert "there is no good checkpoint" in kill_rank(run, 1)
 
 
 def kill_rank(run: Started, rank: int) -> str:

@@ -75,13 +75,13 @@ def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
     ],
 )
 def test_a_rank_that_another_one_left_says_so_in_a_line_and_is_not_the_cause(error, capsys):
-    watchdog = SimpleNamespace(doing="step 7", last_words="the last good checkpoint is none")
+    watchdog = SimpleNamespace(doing="step 7", last_words="there is no good checkpoint")
     assert ending.explain(error, watchdog) == ranks.LOST_CONTACT
     said = capsys.readouterr().err
     assert said.startswith(
         "pretrain.py: rank 0 lost contact with another rank, whose own message may say why; in step"
     )
-    assert said.endswith(f"{error}; the last good checkpoint is none\n")
+    assert said.endswith(f"{error}; there is no good checkpoint\n")
     assert said.count("\n") == 1
 
 

@@ -335,10 +335,10 @@ def test_a_bees_pieces(words):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a < b", "'< b' begins with < but is no special token"),
-        ("<gone>", "<gone> is no special token of .*bee.txt"),
-        ("<gone_1>", "<gone_1> is no special token"),
-        ("<>", "'<>' is no special token: it has no name"),
+        ("a < b", "'< b' begins with < but is not a special token"),
+        ("<gone>", "<gone> is not a special token of .*bee.txt"),
+        ("<gone_1>", "<gone_1> is not a special token"),
+        ("<>", "'<>' is not a special token: it has no name"),
     ],
 )
 def test_a_bees_text_that_names_what_is_not_there_is_refused(words, text, message):
@@ -351,7 +351,7 @@ def test_a_bees_text_that_names_what_is_not_there_is_refused(words, text, messag
     [
         (b"<pad>\n<unk>\n<s>\n</s>\n", "has no line <root>"),
         (b"<pad>\n<unk>\n\n", "line 3 is '', expected a piece"),
-        (b"<pad>\na\na\n", "line 2 is 'a', expected a piece of text that no other line has"),
+        (b"<pad>\na\na\n", "a piece of text that no other line has, got 'a' in line 2"),
         (b"<pad>\n\xff\n", "is not UTF-8: invalid start byte at byte 6"),
     ],
 )
@@ -418,7 +418,7 @@ def test_vocabularies_are_made_of_characters_and_frequent_words(tmp_path):
     assert tokenizer.encode("return ring").tolist() == [18, 5, 20]
     for flag, message in (
         (["--size", "11"], "must leave room"),
-        (["--special", "x"], "--special takes <name>"),
+        (["--special", "x"], "--special expects different names"),
     ):
         with pytest.raises(SystemExit):
             make_vocabulary.main([*flags[:4], "--output", str(tmp_path / "w.txt"), *flag])
@@ -587,9 +587,7 @@ def test_a_text_of_too_many_tokens_is_refused(tmp_path):
         writer.tokens += 2**31  # which would take long to write
         yield from ant_pieces(1, 9)
 
-    with pytest.raises(
-        ValueError, match=r"a text of 2,147,483,668 tokens: an instance has fewer than 2\^31"
-    ):
+    with pytest.raises(ValueError, match=r"fewer than 2\^31 tokens in a text, got 2,147,483,668"):
         writer.write(endless())
 
 
@@ -598,9 +596,9 @@ def test_lines_that_are_no_instances_are_counted_and_said(tmp_path):
     wrong = [
         ({"head": "x"}, "there is no text under the key <ans>"),
         ({"head": 3, "<ans>": "x"}, "the value of 'head' must be a text or an object, got int"),
-        ("[]", "the list is empty"),
+        ("[]", "in-context samples, got an empty list"),
         ([{"<ans>": "x"}, "text"], "expected an object of texts and objects, got str"),
-        ({"a < b": "x", "<ans>": "x"}, "begins with < but is no special token"),
+        ({"a < b": "x", "<ans>": "x"}, "begins with < but is not a special token"),
         ({"a": "\ud800", "<ans>": "x"}, "not Unicode: surrogates not allowed"),
         ("{", "not JSON"),
         ({"<ans>": {str(i): "x" for i in range(1100)}}, "2202 keys and texts, at most 2048"),
@@ -673,11 +671,11 @@ def test_workers_and_a_split_by_number(tmp_path):
 def test_folders_of_other_data_and_damaged_ones_are_refused(bee_folder, ant_folder, tmp_path):
     bee_folder = shutil.copytree(bee_folder, tmp_path / "bee")
     with pytest.raises(
-        ValueError, match=r"holds instances of cpm-bee, this model reads plain text"
+        ValueError, match=r"holds instances of cpm-bee, but this model reads plain text"
     ):
         TokenFile(bee_folder / "train")
     with pytest.raises(
-        ValueError, match="holds instances of cpm-ant, this model reads instances of cpm-bee"
+        ValueError, match="holds instances of cpm-ant, but this model reads instances of cpm-bee"
     ):
         InstanceFile(ant_folder / "train", "cpm-bee")
     segments = bee_folder / "train/segments.bin"
@@ -689,10 +687,10 @@ def test_folders_of_other_data_and_damaged_ones_are_refused(bee_folder, ant_fold
     index = json.loads((bee_folder / "train/index.json").read_text())
     index["sha256"].pop("segments.bin")
     (bee_folder / "train/index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="the segments of instance 0 are not those of its tokens"):
+    with pytest.raises(ValueError, match="the segments of instance 0 do not match its tokens"):
         InstanceFile(bee_folder / "train", "cpm-bee").instance(0)
     segments.write_bytes(bytes(data[:-16]) + b"\0" * 32)
-    with pytest.raises(ValueError, match=r"not those of its tokens|do not go together"):
+    with pytest.raises(ValueError, match=r"do not match its tokens|that do not match"):
         file = InstanceFile(bee_folder / "train", "cpm-bee")
         file.instance(index["documents"] - 1)
     (bee_folder / "train/subs.bin").unlink()
@@ -785,7 +783,7 @@ def test_bees_with_too_many_answers_are_left_out(tmp_path, monkeypatch):
     assert (rows.instances, rows.too_many, rows.left_out) == (2, 2, 0)
     assert sum(rows.of_sample(i).instances for i in range(len(rows))) == 2
     said = dealer(monkeypatch, tmp_path / "x").describe(rows)
-    assert said == "2 instances, 2 with too many texts to be predicted are left out"
+    assert said == "2 instances, 2 with too many texts to predict are left out"
     as_jsonl(tmp_path / "y.jsonl", [{"<ans>": dict.fromkeys(map(str, range(800)), "x")}])
     prepare(
         "--input",
@@ -796,7 +794,7 @@ def test_bees_with_too_many_answers_are_left_out(tmp_path, monkeypatch):
         tmp_path / "y",
     )
     with pytest.raises(
-        ValueError, match="fits into --seq-len 8192; 1 has too many texts to be predicted"
+        ValueError, match="fits into --seq-len 8192; 1 has too many texts to predict"
     ):
         bee_rows(tmp_path / "y", 8192)
 
@@ -1094,7 +1092,7 @@ def test_kinds_are_known_by_their_fields():
         assert config_of(values) == config_of(values | {"model_type": kind}) == preset
         assert kind_of(preset).name == kind == name.rsplit("-", 1)[0]
     with pytest.raises(
-        ValueError, match=r"not clear of which kind this model is: give model_type, one of cpm-bee"
+        ValueError, match=r"the kind of this model is ambiguous: add model_type, one of cpm-bee"
     ):
         config_of({"dim_model": 64})
     with pytest.raises(ValueError, match="expected names and values, got list"):

@@ -230,7 +230,7 @@ def test_a_bee_fills_in_blanks(folder, whole, capsys):
     assert capsys.readouterr().out == said
     for wrong, message in (
         ("text", "is an instance as JSON"),
-        ('{"a": "b"}', "there is nothing to be filled in"),
+        ('{"a": "b"}', "there is nothing to fill in"),
     ):
         with pytest.raises(SystemExit):
             generate.main([*flags[:2], "--prompt", wrong])
@@ -315,9 +315,13 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
         (
             "bee",
             {"data": "ant-data/train"},
-            "holds instances of cpm-ant, this model reads instances of cpm-bee",
+            "holds instances of cpm-ant, but this model reads instances of cpm-bee",
         ),
-        ("bee", {"model": "cpm-tiny"}, "holds instances of cpm-bee, this model reads plain text"),
+        (
+            "bee",
+            {"model": "cpm-tiny"},
+            "holds instances of cpm-bee, but this model reads plain text",
+        ),
     ],
 )
 def test_wrong_runs_are_refused(folder, name, more, message):

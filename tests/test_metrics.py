@@ -57,7 +57,8 @@ def test_a_broken_line_is_dropped_and_said(tmp_path, capsys, broken, place):
     assert [json.loads(line) for line in lines] == [*GOOD, {"step": 5, "loss": 0.2}]
     assert (tmp_path / "metrics.jsonl.dropped").read_bytes() == broken + b"\n"
     assert (
-        f"metrics.jsonl: line {place + 1} is no record, and is dropped" in capsys.readouterr().err
+        f"metrics.jsonl: line {place + 1} is not a record, and is dropped"
+        in capsys.readouterr().err
     )
 
 

@@ -50,9 +50,7 @@ def test_failing_work_names_its_item(workers):
 
 
 def test_a_worker_that_is_killed_ends_the_work_and_leaves_no_process():
-    with pytest.raises(
-        ValueError, match=r"^7: the process that worked on it died with exit code -9$"
-    ):
+    with pytest.raises(ValueError, match=r"^7: the worker process died with exit code -9$"):
         list(map_in_order(functools.partial(squares, dying=7), range(20), 2))
     assert not multiprocessing.active_children()
     for _ in map_in_order(squares, range(20), 2):

@@ -175,8 +175,8 @@ def test_whole_lines_before_the_damage_of_a_gz_are_read_and_the_damage_is_said(w
     assert read == lines[: len(read)]
     assert others == ["after"]  # what came shortly before the damage may be damaged too
     assert "2 bad lines were skipped" in said
-    assert f"cut.txt.gz:{len(read) + 1}: damaged, nothing is read from here on: " in said
-    assert "sum.jsonl.gz:1: damaged, nothing is read from here on: CRC check failed" in said
+    assert f"cut.txt.gz:{len(read) + 1}: damaged, so nothing is read from here on: " in said
+    assert "sum.jsonl.gz:1: damaged, so nothing is read from here on: CRC check failed" in said
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.999])
@@ -360,7 +360,7 @@ def test_a_process_that_is_killed_ends_the_run_with_the_files_name(much, tmp_pat
     os.kill(wait_for_children(process, 3)[-1], signal.SIGKILL)
     said = process.communicate(timeout=600)[1]
     assert process.returncode == 2
-    reason = "the process that worked on it died with exit code -9"
+    reason = "the worker process died with exit code -9"
     assert re.search(
         rf"prepare_data.py: {tmp_path}/much.txt, lines \d+ to \d+: {reason}$", said.strip()
     )
@@ -373,7 +373,7 @@ def test_a_folder_of_somebody_elses_is_not_worked_in(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/mine").write_text("precious")
     arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
-    assert "out.partial, where this run would work, was not written" in prepare(*arguments, code=2)
+    assert "out.partial, which prepare_data.py did not write" in prepare(*arguments, code=2)
     assert (tmp_path / "out.partial/mine").read_text() == "precious"
 
 
@@ -384,7 +384,7 @@ def test_an_output_that_is_a_link_or_holds_more_is_not_replaced(tmp_path):
     arguments = ("--input", tmp_path / "x.txt", "--overwrite", "--output")
     assert "out is a link, which is not replaced" in prepare(*arguments, tmp_path / "out", code=2)
     (tmp_path / "real/notes.md").touch()
-    assert "holds what prepare_data.py did not write" in prepare(
+    assert "holds files that prepare_data.py did not write" in prepare(
         *arguments, tmp_path / "real", code=2
     )
     assert (tmp_path / "real/notes.md").exists()
@@ -401,8 +401,8 @@ def test_a_wrong_command_line_takes_one_line():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--input", ""), "--input must not be empty; the current folder is ."),
-        (("--input", "x.txt", ""), "--input must not be empty; the current folder is ."),
+        (("--input", ""), '--input must not be ""; the current folder is .'),
+        (("--input", "x.txt", ""), '--input must not be ""; the current folder is .'),
         (("--input", "x.txt", "--output", ""), "--output must not be empty"),
         (
             ("--input", "x.txt", "--max-bad", 1.5),
@@ -410,7 +410,7 @@ def test_a_wrong_command_line_takes_one_line():
         ),
         (
             ("--input", "x.txt", "--eos", "</s>"),
-            "--eos goes with a .json or .model file, got '</s>' for bytes",
+            "--eos is for a .json or .model file, got '</s>' for bytes",
         ),
     ],
 )

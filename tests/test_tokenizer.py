@@ -139,7 +139,7 @@ def test_broken_tokenizer_files_are_named(content, tmp_path):
         *(
             (
                 json.dumps({"kind": "SentencePieceTokenizer", "file": name}),
-                "not the name of a file in it",
+                "expected the name of a file in this folder",
             )
             for name in (None, 3, "", ".", "..", "../x.model", "/etc/passwd", "sub/x.model")
         ),

@@ -80,7 +80,7 @@ def whole_run(folder) -> list[tuple]:
     evaluated = {"val_data": folder / "data/train", "eval_every": 6, "eval_sequences": 5}
     said = train(folder, "whole", micro_batch_size=1, **evaluated)
     assert (
-        "documents told apart by documents.bin, each after begin token 256, a window of 6 "
+        "documents kept apart by documents.bin, each after begin token 256, a window of 6 "
         "tokens in 2 of 3 layers" in said
     )
     return curve(folder, "whole", "loss", "grad_norm")
@@ -114,7 +114,7 @@ def test_neither_do_those_of_whole_texts(folder, whole_run):
     options = {"documents": "ignore", "model": folder / "plain.json", "steps": 5}
     curves = []
     for name, processes in (("text-1", 1), ("text-2", 2)):
-        assert "documents not told apart" in train(
+        assert "documents not kept apart" in train(
             folder, name, processes=processes, sp_size=processes, schedule="linear", **options
         )
         curves.append(curve(folder, name, "loss", "grad_norm"))
@@ -229,7 +229,7 @@ def test_a_run_that_diverges_stops_before_it_spoils_the_weights(folder):
     assert (
         "10 steps in a row were skipped: give a smaller --lr than 1e+30, and if the last good "
         "checkpoint explodes all the same, start before it; the last good checkpoint is "
-        f"{folder}/diverging/step_00000001; to go on" in said
+        f"{folder}/diverging/step_00000001; to resume" in said
     )
     assert "NaN" not in (folder / "diverging/metrics.jsonl").read_text()
     assert [p.name for p in (folder / "diverging").glob("step_*")] == ["step_00000001"]
@@ -239,7 +239,7 @@ def test_a_run_that_ends_in_skipped_steps_keeps_all_it_has_and_is_no_success(fol
     options = {"lr": 1e30, "schedule": "linear", "warmup_steps": 0, "save_every": 1, "keep_last": 1}
     said = train(folder, "poisoned", code=2, steps=6, **options)
     saved = (
-        f"{folder}/poisoned/step_00000001; to go on from it, give --resume "
+        f"{folder}/poisoned/step_00000001; to resume from it, give --resume "
         f"{folder}/poisoned/step_00000001"
     )
     assert "5 steps in a row were skipped: " in said
@@ -257,7 +257,7 @@ def test_a_run_that_ends_in_skipped_steps_keeps_all_it_has_and_is_no_success(fol
     ("options", "message"),
     [
         ({"data": "nowhere"}, "nowhere has no index.json"),
-        ({"init_from": "junk.pt"}, "junk.pt is no file of weights"),
+        ({"init_from": "junk.pt"}, "junk.pt is not a file of weights"),
         ({"init_from": "list.pt"}, "list.pt does not hold names and tensors"),
         ({"init_from": "bin"}, "only safetensors are read"),
         ({"init_from": "junk"}, "junk/config.json: it holds a list, not names and values"),

@@ -302,7 +302,7 @@ def test_what_is_no_stage_is_refused(settings, tmp_path):
         ({"model": "cpm-tiny", "new_stage": True}, "holds another model: vocab_size"),
         (
             {"new_stage": True, "output": settings["output"]},
-            "has checkpoints: give --resume auto to go on with their",
+            "has checkpoints: give --resume auto to continue their",
         ),
         (
             {"new_stage": True, "resume": "auto"},
@@ -377,14 +377,14 @@ def test_documents_are_kept_apart_unless_the_run_resumes_one_that_did_not(
     capsys.readouterr()
     assert train(settings, resume="auto")
     said = capsys.readouterr()
-    assert "documents not told apart, resumed after step 2" in said.out
+    assert "documents not kept apart, resumed after step 2" in said.out
     assert "changed since" not in said.err
     assert records(tmp_path / "run") == expected
     assert "documents" not in json.loads(
         (tmp_path / "run/metrics.jsonl").read_text().splitlines()[0]
     )
     train(settings, output=str(tmp_path / "new"))
-    assert "documents told apart by documents.bin" in capsys.readouterr().out
+    assert "documents kept apart by documents.bin" in capsys.readouterr().out
     assert records(tmp_path / "new") != expected
     assert min(records(tmp_path / "new", "documents").values()) > 2
     assert set(records(tmp_path / "new", "balance").values()) == {1.0}
@@ -461,7 +461,7 @@ def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(
     train(settings, **options)
     expected = [records(tmp_path / "run", name) for name in names]
     said = capsys.readouterr().out
-    assert said.count("documents told apart by documents.bin, each after begin token 256") == 2
+    assert said.count("documents kept apart by documents.bin, each after begin token 256") == 2
     checkpoint._remove(tmp_path / "run/step_00000004")
     assert train(settings, **options, resume="auto")
     assert [records(tmp_path / "run", name) for name in names] == expected
@@ -667,7 +667,7 @@ def test_folders_without_an_identity_are_used_with_a_warning(settings, theirs, t
     """Validation data, training data, and a checkpoint; sizes of vocabularies are compared as
     before.
     """
-    warning = "does not say its tokenizer's identity: only the size of the vocabulary is checked\n"
+    warning = "has no identity of its tokenizer: only the size of the vocabulary is checked\n"
     other = written_text(tmp_path / "theirs", theirs)
     assert train(settings, val_data=str(tmp_path / "other"))
     assert warning not in capsys.readouterr().err
@@ -752,7 +752,7 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
 
     save_weights(tmp_path / "plain", SMALL, initialized(SMALL).state_dict())
     assert started(settings, tmp_path / "plain", tmp_path / "3")
-    assert "plain does not say its tokenizer's identity: only" in capsys.readouterr().err
+    assert "plain has no identity of its tokenizer: only" in capsys.readouterr().err
     (tmp_path / "plain/tokenizer.json").write_bytes(theirs.file.read_bytes())
     assert started(settings, tmp_path / "plain", tmp_path / "4", data=str(other))
     assert "identity" not in capsys.readouterr().err
@@ -762,7 +762,7 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
         started(settings, tmp_path / "plain", tmp_path / "5")
     forget_identity(mine)
     assert started(settings, tmp_path / "plain", tmp_path / "5")
-    assert f"{mine} does not say its tokenizer's identity: only" in capsys.readouterr().err
+    assert f"{mine} has no identity of its tokenizer: only" in capsys.readouterr().err
     (tmp_path / "plain/tokenizer.json").write_text("{}")
     with pytest.raises(
         ranks.RankError, match=r"got cannot read tokenizer .*plain/tokenizer.json: "

@@ -255,7 +255,7 @@ def test_files_that_hold_other_than_the_models_weights_are_refused(
 @pytest.mark.parametrize("content", [b"", b"junk", b"PK\x03\x04" + 100 * b"\0"])
 def test_files_that_are_no_archive_of_weights_are_refused(tmp_path, content):
     (tmp_path / "w.pt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"w\.pt is no file of weights: [^\n]*$"):
+    with pytest.raises(ValueError, match=r"w\.pt is not a file of weights: [^\n]*$"):
         load_weights(str(tmp_path / "w.pt"), OnePiece(), "small")
     with pytest.raises(OSError, match="No such file"):
         load_weights(str(tmp_path / "nowhere.pt"), OnePiece(), "small")

@@ -1,17 +1,19 @@
-"""Writes the weights of a training run for others, with its tokenizer.
+"""Export the weights and the tokenizer of a training run.
 
-    python train/export.py --run runs/cpm --output exported                     # as a Hugging Face
-    folder python train/export.py --run runs/cpm --output exported --format bmtrain    # model.pt,
-    as bmtrain.save writes it
+    python train/export.py --run runs/cpm --output exported    # a Hugging Face folder
+    python train/export.py --run runs/cpm --output exported --format bmtrain    # model.pt
 
-A Hugging Face folder is one of a Llama (a Mistral, Qwen2 or Qwen3, if the model has what makes it
-one, see models/hf_config.py), which transformers and what builds on it load by themselves:
-MiniCPM's scalings are folded into the weights. With --keep-scalings it is a MiniCPM's instead, for
-which transformers needs that model's own code (trust_remote_code), and with which training goes on
-as it was. `bmtrain.load(model, "exported/model.pt")` reads the other format, and pretrain.py
---init-from all of them. CPM-Live's models are written in that one alone, under CPM-Live's names.
+By default the export is a Hugging Face folder of a Llama, or of a Mistral, Qwen2 or Qwen3 if the
+model needs it (see models/hf_config.py). MiniCPM's scalings are folded into the weights, so
+transformers can load it without other code. With --keep-scalings the folder is a MiniCPM's instead.
+transformers needs that model's own code for it (trust_remote_code), and training can resume with
+the scalings.
 
-The folder is written under a hidden name beside --output and renamed at the end.
+`bmtrain.load(model, "exported/model.pt")` reads the other format, which bmtrain.save writes.
+pretrain.py --init-from reads all of them. CPM-Live's models are exported only in BMTrain's format,
+under CPM-Live's names.
+
+The folder is written under a hidden name beside --output, and renamed at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 
 import torch
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -52,14 +54,13 @@ def export_huggingface(
     dtype: torch.dtype,
     keep_scalings: bool,
 ) -> None:
-    """Writes config.json, weights and tokenizer as transformers reads them into `folder`, which
-    exists.
+    """Write config.json, weights and tokenizer for transformers into `folder`, which exists.
 
-    The tokenizer puts a begin token in front of a text if training did, and none is named if no
-    text began after one.
+    The tokenizer puts a begin token in front of a text if training did. If training never began a
+    text after a token, the folder names no begin token.
 
-    Raises OSError if that fails, ValueError if a weight is too large for the dtype or no model
-    there is like this one.
+    Raises OSError if a write fails. Raises ValueError if a weight is too large for the dtype, or if
+    transformers has no such model.
     """
     config, weights = config_of(saved.state["model"]), saved.weights()
     if not isinstance(config, CPMConfig):
@@ -70,8 +71,8 @@ def export_huggingface(
         config, weights = fold_scalings(config, weights)
     longest = max(resume.longest_row(saved.state), config.max_position_embeddings or 0)
     end, bos = tokenizer.eos_id, resume.saved_begin_token(saved.state)
-    # Where documents are not told apart, the end of a text stands before the next. Otherwise
-    # nothing does but `bos`.
+    # If documents are not kept apart, the end of a text precedes the next one. Otherwise only `bos`
+    # does.
     before = end if resume.saved_documents(saved.state) == "ignore" else bos
     ids = {"bos_token_id": before, "eos_token_id": end}
     save_weights(folder, config, weights, dtype, max_position_embeddings=longest, **ids)
@@ -85,16 +86,16 @@ def export_huggingface(
 def export_bmtrain(
     saved: checkpoint.Checkpoint, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Writes model.pt, model.json, which pretrain.py --model reads, and the tokenizer into
-    `folder`, which exists.
+    """Write model.pt, model.json, which pretrain.py --model reads, and the tokenizer into `folder`,
+    which exists.
 
-    Raises OSError if that fails, ValueError if a weight is too large for the dtype.
+    Raises OSError if a write fails, and ValueError if a weight is too large for the dtype.
     """
     weights = {name: round_weight(name, weight, dtype) for name, weight in saved.weights().items()}
     try:
         with open(folder / "model.pt", "wb") as file:
             torch.save(weights, file)
-    except RuntimeError as error:  # torch's end of a file that could not be written
+    except RuntimeError as error:  # torch's error for a file that it could not finish
         raise OSError(
             f"could not write {folder / 'model.pt'}: {error.__context__ or error}"
         ) from error
@@ -104,10 +105,9 @@ def export_bmtrain(
 
 @contextmanager
 def written_aside(output: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `output`, which is not there yet, at the end; or goes
-    away if the work fails.
+    """Yield a folder that is renamed to `output` at the end, or removed if the work fails.
 
-    Raises ValueError if another process is writing it. What a kill left of an earlier try is
+    Raises ValueError if another process is writing it. Files of an earlier run that was killed are
     removed.
     """
     output = Path(os.path.abspath(output))
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--run",
         type=Path,
         required=True,
-        help="--output of a training run, or one checkpoint in it",
+        help="the --output of a training run, or one checkpoint in it",
     )
     parser.add_argument(
         "--output", type=Path, required=True, help="folder to write; must not exist"
@@ -143,16 +143,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--dtype",
         choices=tuple(DTYPES),
         default="fp32",
-        help="of the weights (default: fp32, exact)",
+        help="dtype of the weights (default: fp32, exact)",
     )
     parser.add_argument(
         "--keep-scalings",
         action="store_true",
-        help="write a MiniCPM with its scalings, not the Llama that equals it",
+        help="write a MiniCPM with its scalings, instead of the equivalent Llama",
     )
     args = parser.parse_args(argv)
     if args.keep_scalings and args.format == "bmtrain":
-        parser.error("--keep-scalings is for --format huggingface; bmtrain's always keeps them")
+        parser.error("--keep-scalings is for --format huggingface; bmtrain always keeps them")
     dtype = DTYPES[args.dtype]
     try:
         if os.path.lexists(args.output):
@@ -169,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"wrote {args.output} from {path}")
     if args.keep_scalings:
         print(
-            "transformers needs MiniCPM's own code for it (trust_remote_code); without --keep-scalings, nothing"
+            "transformers needs MiniCPM's own code for it (trust_remote_code); without "
+            "--keep-scalings it needs none"
         )
 
 

@@ -1,9 +1,8 @@
-"""Continues a text with a trained model, or, with a CPM-Bee, fills in the texts under "<ans>" of an
-instance.
+r"""Continue a text with a trained model, or fill in the texts under "<ans>" of an instance.
 
-python train/generate.py --run runs/cpm --prompt "def main(" --tokens 300 --temperature 0.8 --top-p
-0.95 python train/generate.py --run runs/bee --prompt '{"question": "2 + 3", "<ans>": ""}' --tokens
-10 --temperature 0
+    python train/generate.py --run runs/cpm --prompt "def main(" --tokens 300 --temperature 0.8
+    python train/generate.py --run runs/bee --prompt '{"question": "2 + 3", "<ans>": ""}' \
+        --tokens 10 --temperature 0
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -34,7 +33,7 @@ from train.run.kinds import config_of, kind_of
 def load_model(
     path: Path, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> CPM | LiveModel:
-    """The model of a checkpoint folder, whole, on one device."""
+    """Return the model of a checkpoint folder, whole, on one device."""
     saved = checkpoint.Checkpoint(path)
     config = config_of(saved.state["model"])
     with torch.device("meta"):
@@ -45,7 +44,7 @@ def load_model(
 
 
 def checkpoint_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder: its own, or its run's."""
+    """Return the tokenizer of a checkpoint folder: its own, or its run's."""
     own = path / checkpoint.TOKENIZER
     return load_tokenizer(own if own.is_dir() else path.parent / checkpoint.TOKENIZER)
 
@@ -63,16 +62,17 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """The prompt and up to `tokens` more tokens, fewer if the model ends the text. Temperature 0 is
-    greedy.
+    """Return the prompt and up to `tokens` more tokens, fewer if the model ends the text.
+    Temperature 0 is greedy.
 
     The model reads begin token `bos` in front of the prompt. Without `bos`, it reads the
     end-of-text token for an empty prompt.
 
-    Rotary scalings that go by the length go by that of the text so far, as in transformers: tokens
-    beyond the original length are rotated in another way than those before, which stay as they are.
+    Rotary scalings that depend on the length use the length of the text so far, as in transformers.
+    Tokens beyond the original length are rotated differently, and earlier ones are not rotated
+    again.
 
-    Raises ValueError for settings out of range, or if there is no memory for so many tokens.
+    Raises ValueError for settings out of range, or if there is not enough memory.
     """
     _check_sampling(tokens, temperature, top_k, top_p, seed)
     device = model.norm.weight.device
@@ -94,10 +94,10 @@ def generate(
     return tokenizer.decode(ids[len(begin) :])
 
 
-# How each kind of models answers to a prompt: (model, tokenizer, prompt, tokens, settings of the
-# sampling) to text.
 def _answer(answer: Callable) -> Callable:
-    """Of CPM-Live's models, by what takes a token from logits."""
+    """Return a function that answers a prompt with one of CPM-Live's models. `answer` gets a
+    function that chooses a token from logits.
+    """
 
     def answered(
         model: LiveModel, tokenizer: Tokenizer, prompt: str, tokens: int, **sampling
@@ -108,6 +108,7 @@ def _answer(answer: Callable) -> Callable:
     return answered
 
 
+# The function of each kind of models: (model, tokenizer, prompt, tokens, sampling) to text.
 ANSWERS = {
     "cpm": generate,
     "cpm-bee": _answer(cpm_live.fill_in),
@@ -123,8 +124,8 @@ def sampler(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Callable[[Tensor], int]:
-    """Return what takes a token from logits (V,) on a device, for `decoding.continued`; settings as
-    of `generate`.
+    """Return a function that chooses a token from logits (V,) on a device. Settings are those of
+    `generate`.
     """
     _check_sampling(0, temperature, top_k, top_p, seed)
     generator = torch.Generator(device).manual_seed(seed)
@@ -147,10 +148,12 @@ def _check_sampling(tokens: int, temperature: float, top_k: int, top_p: float, s
 def _sample(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> int:
-    """One token from logits (V,): the top_k likeliest, of these the fewest that make up top_p."""
+    """Choose a token from logits (V,), among the top_k most likely ones, and among the fewest of
+    these with a total probability of top_p.
+    """
     if temperature == 0:
         return int(logits.argmax())
-    # the likeliest is 0 however small the temperature
+    # the most likely token gets 0, however small the temperature is
     logits = (logits.double() - logits.max()) / temperature
     probs, tokens = logits.softmax(-1).sort(descending=True)
     if top_k:
@@ -161,14 +164,15 @@ def _sample(
 
 
 def _begin_token(path: Path, prompt: str) -> int | None:
-    """Return the begin token of a checkpoint's run. Warn if `prompt` is empty and no text began
-    after a token there.
+    """Return the begin token of a checkpoint's run. Warn if `prompt` is empty and training never
+    began a text.
     """
     state = checkpoint.Checkpoint(path).state
     bos = resume.saved_begin_token(state)
     if bos is None and not prompt and resume.saved_documents(state) == "mask":
         print(
-            "this model was trained without begin tokens (--bos): give a --prompt, it cannot begin a text",
+            "this model was trained without begin tokens (--bos) and cannot begin a text: give a "
+            "--prompt",
             file=sys.stderr,
         )
     return bos
@@ -184,30 +188,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--run",
         type=Path,
         required=True,
-        help="--output of a training run, or one checkpoint in it",
+        help="the --output of a training run, or one checkpoint in it",
     )
     parser.add_argument(
         "--prompt",
         default="",
-        help="text to continue (default: none); of a CPM-Bee an instance as JSON, see the second example",
+        help="text to continue (default: none); for a CPM-Bee an instance as JSON, see the second "
+        "example",
     )
     parser.add_argument(
         "--tokens",
         type=int,
         default=200,
-        help="tokens to add at most, to each text that is filled in (default: 200)",
+        help="most tokens to add to each text (default: 200)",
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     parser.add_argument(
-        "--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (default)"
+        "--top-k",
+        type=int,
+        default=0,
+        help="sample from the k most likely tokens; 0: all (default)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=0.95,
-        help="only the likeliest that make up p (default: 0.95)",
+        help="sample from the most likely tokens with total probability p (default: 0.95)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     args = parser.parse_args(argv)
     sampling = {
         "temperature": args.temperature,

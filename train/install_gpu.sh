@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Installs what training on GPUs needs into .venv: torch, FlashAttention, BMTrain and bmt_burst itself.
+# Install the packages for training on GPUs into .venv: torch, FlashAttention, BMTrain and bmt_burst.
 #
 #     bash train/install_gpu.sh                  from the package index
 #     bash train/install_gpu.sh --from FOLDER    from a folder of wheels and sdists, without network
 #
-# Where the Python at hand has a CUDA build of torch, that one is used. BMTrain is built from its sdist for the GPUs of
-# this machine, against the NCCL that torch brings: its wheels know no Hopper, and its requirement nvidia-nccl-cu11 would
-# overwrite torch's NCCL. Needs CUDA's nvcc. Afterwards: .venv/bin/python -m bmt_burst.doctor, and .venv/bin/torchrun,
-# since a torchrun elsewhere on the PATH starts another Python.
+# If the present Python has a CUDA build of torch, the script uses that one. It builds BMTrain from its sdist for the
+# GPUs of this machine, against torch's NCCL. BMTrain's wheels do not support Hopper, and its requirement
+# nvidia-nccl-cu11 would overwrite torch's NCCL. The build needs nvcc. Afterwards run .venv/bin/python -m
+# bmt_burst.doctor, and start training with .venv/bin/torchrun: another torchrun on the PATH starts another Python.
 set -euo pipefail
 . "$(dirname "$0")/pip.sh"
 
@@ -24,7 +24,7 @@ has_cuda_torch() { "$1" -c 'import torch, sys; sys.exit(torch.version.cuda is No
 if [ ! -f .venv/bin/activate ]; then
     if has_cuda_torch python3; then
         python3 -m venv --system-site-packages .venv
-        # of a virtual environment too, whose packages --system-site-packages does not mean
+        # --system-site-packages does not include the packages of a virtual environment
         python3 -c 'import site, sysconfig; print(sysconfig.get_path("purelib"))' \
             >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
     else
@@ -33,8 +33,8 @@ if [ ! -f .venv/bin/activate ]; then
 fi
 . .venv/bin/activate
 
-echo "installing into .venv what is missing there: torch (3 GB), FlashAttention (200 MB), some 100 MB of packages, and"
-echo "BMTrain, which is built here in a minute. All of it takes three to ten minutes, once."
+echo "installing missing packages into .venv: torch (3 GB), FlashAttention (200 MB), other packages (100 MB), and BMTrain,"
+echo "which is built here in a minute. This takes three to ten minutes, once."
 has_cuda_torch python || install torch || explain_pip
 command -v nvcc >/dev/null || { echo "install_gpu.sh: nvcc is not on the PATH; BMTrain's build needs CUDA's compiler" >&2; exit 1; }
 architectures=$(python - <<'FIND'
@@ -48,7 +48,7 @@ echo "torch $(python -c 'import torch; print(torch.__version__)'), GPUs of archi
 
 have() { python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>/dev/null; }
 
-# What a package and its requirements require and is not installed, a line each. What torch requires is torch's matter.
+# Print the requirements of a package and of its requirements that are not installed, one a line. Skip torch's.
 lacking() {
     python - "$1" <<'FIND'
 import sys
@@ -58,7 +58,7 @@ from pip._vendor.packaging.requirements import Requirement
 left, seen = [Requirement(sys.argv[1])], {"torch"}
 while left:
     package = left.pop()
-    package.marker = None  # it holds
+    package.marker = None  # it is true
     if package.name in seen or str(package) in seen:
         continue
     seen.add(str(package))
@@ -72,7 +72,7 @@ while left:
 FIND
 }
 
-# Installs a package and what it requires, each by itself, without what is not to be had; says what that is.
+# Install a package and its requirements one by one, and print which are not available.
 install_pieces() {
     local tried=none pieces
     while pieces=$(lacking "$1" | grep -vxF -e "$tried"); do
@@ -83,7 +83,7 @@ install_pieces() {
 }
 
 if [ "${architectures%%;*}" -ge 90 ]; then
-    # Its compiler requires libraries for CUDA 12 also where it uses those for CUDA 13, and a folder may lack them.
+    # Its compiler requires libraries for CUDA 12 even if it uses those for CUDA 13, and a folder may lack them.
     flash_attn=$(python -c 'import torch; print("flash-attn-4" + "[cu13]" * (int(torch.version.cuda.split(".")[0]) >= 13))')
     have flash_attn.cute || install --pre "$flash_attn" || install_pieces "$flash_attn"
     python -c 'import flash_attn.cute.interface' ||
@@ -100,7 +100,7 @@ if ! python -c 'import torch, bmtrain' 2>/dev/null; then
     python -m pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation \
         --no-binary=bmtrain --dest "$build" bmtrain==1.0.1 || explain_pip
     tar -xzf "$build"/bmtrain-*.tar.gz -C "$build"
-    # Only the architectures at hand: CUDA 13 refuses the old ones that the file lists.
+    # Build for the present architectures only: CUDA 13 refuses the old ones that the file lists.
     sed -i -e 's/-gencode=arch=compute_[0-9]*,code=sm_[0-9]*//g' \
         -e "s/CUDA_ARCHITECTURES \"[0-9;]*\"/CUDA_ARCHITECTURES \"$architectures\"/" "$build"/bmtrain-*/CMakeLists.txt
     nccl=$(python -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])' 2>/dev/null) &&
@@ -113,9 +113,9 @@ have numpy && have safetensors && have tqdm && have tensorboard && have tokenize
 install --no-build-isolation ${deps:-} --editable '.[train]' || explain_pip
 touch "$(stamp train)"
 
-if [ ! -e .venv/bin/torchrun ]; then  # where torch is another environment's, so is its torchrun
+if [ ! -e .venv/bin/torchrun ]; then  # if torch belongs to another environment, so does its torchrun
     printf '#!/usr/bin/env bash\nexec "$(dirname "$0")/python" -m torch.distributed.run "$@"\n' >.venv/bin/torchrun
     chmod +x .venv/bin/torchrun
 fi
-echo "start training with .venv/bin/torchrun: another torchrun on the PATH starts a Python without all this"
+echo "start training with .venv/bin/torchrun: another torchrun on the PATH starts a Python without these packages"
 python -m bmt_burst.doctor

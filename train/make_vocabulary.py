@@ -1,14 +1,15 @@
-"""Makes a vocabulary for CPM-Bee or CPM-Ant from text: special tokens, characters, and frequent
+r"""Make a vocabulary for CPM-Bee or CPM-Ant from text: special tokens, characters and frequent
 words.
 
-    python train/make_vocabulary.py --model cpm-bee --input corpus.jsonl --size 4000 --output
-    vocabulary.txt python train/prepare_data.py --tokenizer cpm-bee:vocabulary.txt --input
-    corpus.jsonl --output data/corpus
+    python train/make_vocabulary.py --model cpm-bee --input corpus.jsonl --size 4000 \
+        --output vocabulary.txt
+    python train/prepare_data.py --tokenizer cpm-bee:vocabulary.txt --input corpus.jsonl \
+        --output data/corpus
 
 Inputs are those of prepare_data.py: .txt and .jsonl files, .gz or not, and folders of them (--glob
-takes others). Of a line of a .jsonl all keys and texts count. Up to half of the vocabulary are
-characters, the most frequent ones; the rest are the words that save the most tokens. For real
-training take the vocabulary that came with a model's weights.
+selects others). All keys and texts of a .jsonl line count. Up to half of the vocabulary are the
+most frequent characters. The rest are the words that save the most tokens. For real training, use
+the vocabulary that belongs to a model's weights.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -39,13 +40,11 @@ SPECIAL = {
     "cpm-ant": (*_COMMON, "<d>", "</d>"),
 }
 _WORD = re.compile(r"[^\W\d_]{2,}|\d{2,}|[^\w\s]{2,}|\s{2,}|_{2,}")
-_NOT_A_LINE = re.compile(r"[\r\n]")  # readers may take them for the end of a line
+_NOT_A_LINE = re.compile(r"[\r\n]")  # readers may treat them as the end of a line
 
 
 def pieces_of(texts: Iterator[str], special: Sequence[str], size: int) -> list[str]:
-    """`size` lines of a vocabulary, or fewer if there is not enough text. Raises ValueError if
-    `size` is too small.
-    """
+    """Return up to `size` lines of a vocabulary. Raises ValueError if `size` is too small."""
     characters, words = Counter(), Counter()
     for text in texts:
         characters.update(text)
@@ -68,12 +67,12 @@ def pieces_of(texts: Iterator[str], special: Sequence[str], size: int) -> list[s
 
 
 def _best(scores: dict[str, int], count: int) -> list[str]:
-    """Those with the highest scores, of equal ones the first in the order of their characters."""
+    """Return the pieces with the highest scores. Equal scores are ordered by characters."""
     return sorted(scores, key=lambda piece: (-scores[piece], piece))[:count]
 
 
 def texts_of(path: Path, model: str, bad: BadLines) -> Iterator[str]:
-    """All text of a file; of a Bee's .jsonl without the special tokens that it names."""
+    """Yield all text of a file, without the special tokens that a Bee's .jsonl names."""
     for piece in read_pieces(path):
         if not is_records(path):
             yield plain_text(piece, bad)
@@ -94,7 +93,7 @@ def _plain(texts: Iterator[str], model: str) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Keys and texts of a JSON value. Raises BadRecord for what is not Unicode."""
+    """Yield keys and texts of a JSON value. Raises BadRecord for text that is not Unicode."""
     if isinstance(value, str):
         yield check_unicode(value)
     elif isinstance(value, dict):
@@ -106,7 +105,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write the file as a whole or not at all."""
     partial = file.with_name(f"{file.name}.partial")
     try:
         with writing(partial):
@@ -122,7 +121,7 @@ def make(args: argparse.Namespace) -> None:
     files, unread = find_files(args.input, args.glob, args.exclude)
     special = [check_unicode(name) for name in (*SPECIAL[args.model], *args.special)]
     if not all(map(is_special, args.special)) or len({*special}) < len(special):
-        raise ValueError(f"--special takes <name>, each of them once; got {special}")
+        raise ValueError(f"--special expects different names like <name>, got {special}")
     bad = BadLines()
     texts = itertools.chain.from_iterable(texts_of(file, args.model, bad) for file in files)
     pieces = pieces_of(texts, special, args.size)
@@ -143,21 +142,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", choices=tuple(SPECIAL), required=True, help="whose special tokens it begins with"
+        "--model",
+        choices=tuple(SPECIAL),
+        required=True,
+        help="the model, whose special tokens begin the vocabulary",
     )
     parser.add_argument(
         "--input", nargs="+", required=True, help=".txt or .jsonl files, also as .gz, or folders"
     )
     parser.add_argument("--output", required=True, help="file to write; must not exist")
-    parser.add_argument("--size", type=int, default=4000, help="lines at most (default: 4000)")
+    parser.add_argument("--size", type=int, default=4000, help="most lines (default: 4000)")
     parser.add_argument(
         "--special",
         nargs="*",
         default=[],
-        help="more special tokens that data names, as in '<mask>'",
+        help="further special tokens that the data names, such as '<mask_0>'",
     )
-    parser.add_argument("--glob", help="as of prepare_data.py")
-    parser.add_argument("--exclude", nargs="*", default=[], help="as of prepare_data.py")
+    parser.add_argument("--glob", help="as in prepare_data.py")
+    parser.add_argument("--exclude", nargs="*", default=[], help="as in prepare_data.py")
     args = parser.parse_args(argv)
     try:
         make(args)

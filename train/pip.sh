@@ -1,6 +1,6 @@
-# Sourced by the scripts that install into .venv.
+# Functions for the scripts that install into .venv, which source this file.
 
-# Lets pip take everything from a folder of wheels and sdists, instead of from the package index.
+# Make pip install from a folder of wheels and sdists, instead of from the package index.
 use_folder() {
     [ -d "$1" ] || { echo "$(basename "$0"): --from expects a folder, got $1" >&2; exit 2; }
     export PIP_NO_INDEX=1 PIP_FIND_LINKS
@@ -9,11 +9,11 @@ use_folder() {
 
 install() { python -m pip install --quiet --disable-pip-version-check --retries 2 "$@"; }
 
-# Says what to do where pip failed, and ends the script.
+# Print what to do after pip failed, and end the script.
 explain_pip() {
     {
         if [ -n "${PIP_NO_INDEX:-}" ]; then
-            echo "$(basename "$0"): pip failed, see above. PIP_NO_INDEX is set, so it looked only in '${PIP_FIND_LINKS:-}'."
+            echo "$(basename "$0"): pip failed, see above. PIP_NO_INDEX is set, so pip only looked in '${PIP_FIND_LINKS:-}'."
         else
             echo "$(basename "$0"): pip failed, see above. It needs a network, or a folder of wheels: --from FOLDER, which"
             echo "train/quickstart.sh and train/install_gpu.sh take."
@@ -27,7 +27,7 @@ explain_pip() {
     exit 1
 }
 
-# The file that says that bmt_burst and the extra $1 are installed, as pyproject.toml has it.
+# Print the file that exists if bmt_burst and its extra $1 are installed as in this pyproject.toml.
 stamp() {
     echo ".venv/installed-$1-$(python -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest()[:12])')"
 }

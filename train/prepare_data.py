@@ -1,30 +1,30 @@
-"""Turns text into tokens on disk that pretraining reads.
+r"""Turn text into tokens on disk, which pretrain.py reads.
 
-    python train/prepare_data.py --input corpus.jsonl more_text/ --output data/corpus --val-fraction
-    0.01
+    python train/prepare_data.py --input corpus.jsonl more_text/ --output data/corpus \
+        --val-fraction 0.01
 
-Inputs are .txt files (one document each), .jsonl files (one document a line, in --field), either as
-.gz, or folders of them. What a folder has besides, and files that are named twice, are counted and
-said. Writes OUTPUT/train and, with a
-validation share, OUTPUT/val: tokens, each document ended by the tokenizer's eos, and where each
-document starts, by which pretrain.py tells them apart (its --documents). train/data/folder.py says
-all that is in them.
+Inputs are .txt files (one document each), .jsonl files (one document a line, in --field), both also
+as .gz, and folders of them. Other files of a folder, and files that are named twice, are counted
+and reported.
 
-With a vocabulary of CPM-Live's (--tokenizer cpm-bee:FILE, cpm-ant:FILE) lines are instances of
-these models, in the form that train/cpm_live/instances.py says.
+The script writes OUTPUT/train and, with a validation share, OUTPUT/val. Each has tokens, with the
+tokenizer's eos after each document, and the place where each document starts, so that pretrain.py
+can keep documents apart. train/data/folder.py describes the files.
 
-Text streams through: files may be larger than memory, a line may not; a long .txt is tokenized in
-pieces of some MiB that end with a line. --workers processes do so at once; the result is the same
-for any number of them. Lines that are not UTF-8, not JSON or lack the field, and what follows where
-a .gz is damaged, are skipped, counted and reported; index.json lists the first of them. If they are
-more than --max-bad of the lines, nothing is written.
+With a vocabulary of CPM-Live (--tokenizer cpm-bee:FILE, cpm-ant:FILE), lines are instances of these
+models, as train/cpm_live/instances.py describes them.
 
-Which documents are for validation depends on their names alone. Where that would leave nothing to
-one of the parts, as with a few documents, the last of all tokens are for validation instead, and a
-document may be cut in two.
+Files may be larger than memory, but a line may not. A long .txt is tokenized in parts of a few MiB
+that end with a line. --workers processes share the work, and the result does not depend on their
+number. Lines that are not UTF-8, not JSON, or lack the field are skipped, counted and reported, and
+so is the rest of a damaged .gz. index.json lists the first of them. If more than --max-bad of the
+lines are bad, nothing is written.
 
-OUTPUT appears when it is whole. Until then the run works in OUTPUT.partial, which is locked against
-other runs, gone after Ctrl-C and errors, and replaced by the next run if this one is killed.
+A document's name alone decides whether it is for validation. If that leaves one part empty, as with
+few documents, the last tokens are for validation instead, and a document may be cut in two.
+
+OUTPUT appears when it is complete. Until then the run works in OUTPUT.partial, which it locks. This
+folder is removed after Ctrl-C and errors. If the run is killed, the next run replaces it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -57,20 +57,20 @@ from train.data.stored import TokenWriter
 from train.data.text import BadLines, Encoded, Encoder, find_files, read_pieces
 from train.data.tokenizer import Tokenizer, open_tokenizer
 
-_SMALL = 1 << 23  # bytes of text that are not worth starting processes for
+_SMALL = 1 << 23  # bytes of text for which it does not pay to start processes
 _PARTS = {"train", "val"}
 
 
 def _is_validation(name: str, fraction: float) -> bool:
-    """Whether a document goes to the validation part; depends on its name alone."""
+    """Whether a document is for validation. Only its name matters."""
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") < fraction * 2**64
 
 
 def _check_output(output: Path, overwrite: bool, files: list[Path]) -> None:
-    """Refuses to replace anything but what this script wrote."""
+    """Raise ValueError if the output is anything but a folder that this script wrote."""
     if output.is_symlink():
         raise ValueError(
-            f"{output} is a link, which is not replaced: give the folder that it leads to"
+            f"{output} is a link, which is not replaced: give the folder that it points to"
         )
     if not output.exists():
         return
@@ -82,20 +82,23 @@ def _check_output(output: Path, overwrite: bool, files: list[Path]) -> None:
         raise ValueError(f"input {inside[0]} lies in {output}, which would be replaced")
     if others := sorted({path.name for path in output.iterdir()} - _PARTS):
         raise ValueError(
-            f"{output} holds what prepare_data.py did not write and is not replaced: {others[0]}"
+            f"{output} holds files that prepare_data.py did not write, and is not replaced: "
+            f"{others[0]}"
         )
 
 
 @contextmanager
 def _partial_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that is this run's alone, and gone afterwards. Raises ValueError if
-    another has it.
+    """Yield a folder beside `output` for this run alone, and remove it afterwards. Raises
+    ValueError if another run has it.
     """
     folder = output.with_name(output.name + ".partial")
     if folder.is_symlink() or (
         folder.is_dir() and any(folder.iterdir()) and not (folder / ".lock").exists()
     ):
-        raise ValueError(f"{folder}, where this run would work, was not written by prepare_data.py")
+        raise ValueError(
+            f"this run would work in {folder}, which prepare_data.py did not write: remove it"
+        )
     try:
         with lock(folder) as held:
             if not Path(held.name).exists() or not os.path.samestat(
@@ -103,13 +106,13 @@ def _partial_folder(output: Path) -> Iterator[Path]:
             ):
                 raise ValueError(f"{output} was finished by another run just now")
             try:
-                _empty(folder)  # of what a run that was killed has left
+                _empty(folder)  # a run that was killed may have left files
                 yield folder
             finally:
                 _empty(folder)
                 os.unlink(held.name)
     finally:
-        # another run has the folder, or has taken it since the lock was given up
+        # fails if another run has the folder, or has taken it since the lock was released
         with suppress(OSError):
             folder.rmdir()
 
@@ -121,7 +124,9 @@ def _empty(folder: Path) -> None:
 
 
 def _workers(asked: int | None, tokenizer: str, size: int) -> int:
-    """As many as this process has CPU cores; one for what takes less time than to start others."""
+    """Return the number of CPU cores of this process, or one if the work takes less time than to
+    start processes.
+    """
     if asked is not None:
         return asked
     return 1 if tokenizer == "bytes" or size < _SMALL else len(os.sched_getaffinity(0))
@@ -130,7 +135,7 @@ def _workers(asked: int | None, tokenizer: str, size: int) -> int:
 def _documents(
     results: Iterator[Encoded], bad: BadLines, bar: tqdm, interrupts: Interrupts
 ) -> Iterator[tuple[str, Iterator]]:
-    """Each document's name and its ids in pieces, to be read before the next document is asked for."""
+    """Yield each document's name and its ids in parts. Read these before the next document."""
 
     def named() -> Iterator[tuple]:
         for result in results:
@@ -149,7 +154,7 @@ def _tokenize(
     writers: dict[str, TokenWriter],
     interrupts: Interrupts,
 ) -> BadLines:
-    """Writes every document to its part; returns what could not be used."""
+    """Write every document to its part. Return the lines that could not be used."""
     bad, size = BadLines(), sum(file.stat().st_size for file in files)
     encoder = functools.partial(Encoder, args.tokenizer, args.field, args.eos)
     pieces = (piece for file in files for piece in read_pieces(file))
@@ -164,10 +169,9 @@ def _tokenize(
 def _split(
     folder: Path, writers: dict[str, TokenWriter], tokenizer: Tokenizer, fraction: float
 ) -> dict[str, TokenWriter]:
-    """Both parts anew from the only one that has tokens: the last `fraction` of them for
-    validation.
+    """Split the only part that has tokens. The last `fraction` of them is for validation.
 
-    Of instances the last ones. Raises ValueError if there are too few.
+    Instances are split the same way. Raises ValueError if there are too few.
     """
     for each in writers.values():
         each.close()
@@ -175,7 +179,8 @@ def _split(
     least, least_for_validation = whole.fewest
     if whole.units < least + least_for_validation:
         raise ValueError(
-            f"{counted(whole.units, whole.unit[:-1])} cannot be divided into training and validation"
+            f"{counted(whole.units, whole.unit[:-1])} cannot be divided into training and "
+            f"validation"
         )
     trained = min(
         max(round(whole.units * (1 - fraction)), least), whole.units - least_for_validation
@@ -183,11 +188,11 @@ def _split(
     parts = {name: writer(folder / "split" / name, tokenizer) for name in writers}
     parts["train"].copy(whole, 0, trained)
     parts["val"].copy(whole, trained, whole.units)
-    few = (
-        counted(whole.documents, "document is too little", "documents are too few")
-        + " to choose from"
+    few = counted(whole.documents, "document is too little", "documents are too few")
+    print(
+        f"{few} to choose from: the last {whole.unit} are for validation",
+        file=sys.stderr,
     )
-    print(f"{few}: the last {whole.unit} are for validation", file=sys.stderr)
     return parts
 
 
@@ -253,13 +258,15 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer",
         default="bytes",
-        help="'bytes' (default), a tokenizer.json, a SentencePiece .model; cpm-bee:FILE, cpm-ant:FILE or "
+        help="'bytes' (default), a tokenizer.json, a SentencePiece .model; cpm-bee:FILE, "
+        "cpm-ant:FILE or "
         "cpm-ant-greedy:FILE with a vocabulary, for instances of these models",
     )
     parser.add_argument(
         "--eos",
         metavar="TOKEN",
-        help="the token of a .json or .model that ends a text (default: its own, or one of the usual names)",
+        help="the end-of-text token of a .json or .model (default: its own, or one of the usual "
+        "names)",
     )
     parser.add_argument(
         "--field",
@@ -267,13 +274,14 @@ def main() -> None:
         help="field of .jsonl records that holds the text (default: text)",
     )
     parser.add_argument(
-        "--glob", help="in folders, take files whose path ends like this, as text if not .jsonl"
+        "--glob",
+        help="in folders, read the files whose path matches this pattern, as text if not .jsonl",
     )
     parser.add_argument(
         "--exclude",
         nargs="*",
         default=[],
-        help="in folders, leave out folders and files of these names",
+        help="in folders, skip folders and files with these names",
     )
     parser.add_argument(
         "--val-fraction",
@@ -286,12 +294,14 @@ def main() -> None:
         type=float,
         default=0.01,
         metavar="SHARE",
-        help="share of the lines, empty ones aside, that may be bad; with more nothing is written (default: 0.01)",
+        help="share of the lines, not counting empty ones, that may be bad; if more are, nothing "
+        "is written (default: 0.01)",
     )
     parser.add_argument(
         "--workers",
         type=int,
-        help="processes that tokenize (default: one a CPU core, 1 for bytes and for little text)",
+        help="processes that tokenize (default: one for each CPU core; 1 for bytes and for little "
+        "text)",
     )
     args = parser.parse_args()
     if args.workers is not None and args.workers < 1:

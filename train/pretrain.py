@@ -1,11 +1,12 @@
-"""Pretrains a CPM, a CPM-Bee or a CPM-Ant on sequences that are cut over ranks.
+r"""Pretrain a CPM, a CPM-Bee or a CPM-Ant on sequences that are cut over ranks.
 
-    python train/pretrain.py --processes 2 --sp-size 2 --data data/stdlib/train --val-data
-    data/stdlib/val torchrun --nnodes 2 --nproc-per-node 8 ... train/pretrain.py --config run.toml
+    python train/pretrain.py --processes 2 --sp-size 2 --data data/stdlib/train \
+        --val-data data/stdlib/val
+    torchrun --nnodes 2 --nproc-per-node 8 ... train/pretrain.py --config run.toml
 
-See --help for all options. Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint saved, and
-every rank leaves with code 0; --resume auto goes on from there with the same losses as if it had
-not stopped. Ctrl-C once more ends the run at once, with code 130.
+See --help for all options. On Ctrl-C, SIGTERM or SIGHUP the run finishes the step, saves a
+checkpoint, and every rank exits with code 0. --resume auto continues from there with the same
+losses as an uninterrupted run. A second Ctrl-C ends the run at once, with code 130.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from train.base.signals import die_with_parent, has_launcher
 
-    die_with_parent()  # torch takes seconds to import, in which a parent may die
+    die_with_parent()  # early, since the parent may die while torch is imported
     if not has_launcher():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # and Ctrl-C is no traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that Ctrl-C prints no traceback
 
 import torch
 import torch.distributed as dist
@@ -62,15 +63,18 @@ from train.run.same_tokenizer import check_folder, check_weights
 from train.run.schedule import learning_rate
 from train.run.watchdog import Watchdog
 
-_MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # shares of an epoch's positions: refused, said
-_CALMER = "give a smaller --lr than {:g}, and if the last good checkpoint explodes all the same, start before it"
+_MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # share of padding that is refused, and reported
+_CALMER = (
+    "give a smaller --lr than {:g}; if the last good checkpoint still explodes, resume from an "
+    "earlier one"
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
 class Progress:
-    """How far a run has come: steps, samples read, steps skipped as not finite, and how many of the
-    last ones were.
+    """The progress of a run: steps, samples read, skipped steps (their loss or gradients were not
+    finite), and skipped steps in a row up to now.
     """
 
     step: int = 0
@@ -116,7 +120,7 @@ class Trainer:
         sp = init_sequence_parallel(
             config.sp_size,
             layout="zigzag" if config.layout == "auto" else config.layout,
-            # it takes one group, on any hosts
+            # ulysses takes one group, on any hosts
             inner_size=1 if config.strategy == "ulysses" else config.inner_size,
             ulysses_size=config.ulysses_size,
         )
@@ -139,16 +143,16 @@ class Trainer:
             from train.engine.bmtrain import BMTrainEngine
 
             return BMTrainEngine(**common, offload=config.offload_optimizer)
-        # seconds, which neither the launcher needs nor a refused run
+        # imported late: it takes seconds, which the launcher and refused runs need not spend
         from train.engine.torch import TorchEngine
 
         return TorchEngine(**common, device=self.device)
 
     def run(self) -> bool:
-        """Trains to the last step or until told to stop; returns whether nothing is left to do.
+        """Train to the last step, or until told to stop. Return whether nothing is left to do.
 
-        Raises FloatingPointError on every rank if the last steps were skipped; a single one may be
-        the loss scale's.
+        Raises FloatingPointError on every rank if the run ends with several skipped steps. A single
+        skipped step may be due to the loss scale.
         """
         config, progress = self.config, self.progress
         self._say(self._description())
@@ -177,16 +181,16 @@ class Trainer:
         return self.progress.step >= self.config.steps
 
     def _told_to_stop(self) -> bool:
-        """Whether any rank was."""
+        """Whether any rank was told to stop."""
         return self.engine.sum([float(self.stop.received)])[0] > 0
 
     def _save(self) -> None:
-        """Saves this step, unless it is saved or nothing is to be."""
+        """Save this step, unless it is saved already or the run saves nothing."""
         step = self.progress.step
         if not self.config.save or step == self.saved_step:
             return
         self.watchdog.alive(f"saving step {step}")
-        # one of these may be needed
+        # while steps are skipped, an older checkpoint may be needed
         keep_last = None if self.progress.skips_in_a_row else self.config.keep_last
         path = checkpoint.save(
             self.root, self._state(), self.engine.state(), keep_last, self.tokenizer
@@ -203,7 +207,7 @@ class Trainer:
         )[0]
 
     def _train_step(self) -> bool:
-        """One step; returns whether any rank was told to stop."""
+        """Do one step. Return whether any rank was told to stop."""
         began, config, progress = time.perf_counter(), self.config, self.progress
         self.watchdog.alive(f"reading for step {progress.step + 1}")
         with self.clock.phase("data"):
@@ -238,17 +242,16 @@ class Trainer:
         return stops > 0
 
     def _count(self, micro_batches: Sequence[Work]) -> tuple[float, float, dict[str, float]]:
-        """Targets and visible pairs of a step, over all ranks, and what there is to record of its
-        work.
+        """Return targets and visible pairs of a step, over all ranks, and its work for the record.
 
-        The balance is the most work, in pairs, over the mean of all ranks: in each micro-batch a
-        group waits for its rank with the most, at the end of the step all wait for the group that
-        had the most in this way.
+        The balance is the most work of a rank, in pairs, relative to the mean of all ranks. A group
+        waits for its slowest rank in each micro-batch. At the end of the step all groups wait for
+        the slowest group.
         """
         slowest = [0.0] * self.batches.dp_size
         names = list(micro_batches[0].counts)
         pairs, counts = 0, [0] * len(names)
-        if self.sp.rank == 0:  # the others of a group have the same to say
+        if self.sp.rank == 0:  # the other ranks of a group have the same numbers
             slowest[self.batches.dp_rank] = sum(max(batch.work) for batch in micro_batches)
             pairs = sum(sum(batch.work) for batch in micro_batches)
             counts = [sum(batch.counts[name] for batch in micro_batches) for name in names]
@@ -259,7 +262,8 @@ class Trainer:
         return targets, pairs, work | {"balance": max(slowest) * dist.get_world_size() / pairs}
 
     def _optimize(self, loss: float, lr: float) -> dict[str, float]:
-        """Steps, unless loss or gradients are not finite; returns what there is to record.
+        """Do an optimizer step, unless loss or gradients are not finite. Return values for the
+        record.
 
         Raises FloatingPointError on every rank if too many steps in a row were skipped.
         """
@@ -272,7 +276,8 @@ class Trainer:
             self.progress.skipped += 1
             self.progress.skips_in_a_row += 1
             self._say(
-                f"step {self.progress.step}: skipped, {error}; {self.progress.skips_in_a_row} in a row"
+                f"step {self.progress.step}: skipped, {error}; {self.progress.skips_in_a_row} in "
+                f"a row"
             )
             if self.progress.skips_in_a_row >= self.config.max_skips:
                 raise FloatingPointError(self._skipped(str(error))) from error
@@ -287,7 +292,7 @@ class Trainer:
         return f"step {self.progress.step}: {what}; {skipped}: {_CALMER.format(self.config.lr)}"
 
     def _speed(self, seconds: float, pairs: float) -> dict[str, float]:
-        """Tokens a second over all ranks, TFLOP/s and MFU of a rank, and peak memory."""
+        """Return tokens per second over all ranks, TFLOP/s and MFU of a rank, and peak memory."""
         config = self.config
         tokens = config.batch_size * config.seq_len
         tflops = (
@@ -297,7 +302,7 @@ class Trainer:
         if peak := peak_tflops(self.device, DTYPES[config.dtype]):
             values["mfu"] = tflops / peak
         if self.device.type == "cuda":
-            # torch does not count them
+            # torch does not count the memory of the rings
             held = make_rings(self.sp.process_group, self.sp.double_group).inner.held_bytes
             values["peak_gib"] = (torch.cuda.max_memory_allocated() + held) / 2**30
         return values
@@ -308,8 +313,8 @@ class Trainer:
         )
 
     def _evaluation_missing(self) -> bool:
-        """Whether the step that was reached has been saved but not been evaluated, since the run
-        ended meanwhile.
+        """Whether the current step was saved but not evaluated, because the run ended in
+        between.
         """
         if not self.progress.step or not self._evaluation_due():
             return False
@@ -319,7 +324,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> bool:
-        """Records the mean token loss over evenly spaced sequences; returns False if told to stop
+        """Record the mean token loss over evenly spaced sequences. Return False if told to stop
         meanwhile.
         """
         began, step, batches = time.perf_counter(), self.progress.step, self.batches
@@ -341,8 +346,8 @@ class Trainer:
         return True
 
     def _check_and_open(self) -> None:
-        """What each rank can do on its own: the model's shape, its kernel, the data; rank 0 locks
-        the output.
+        """Do the part of the setup that needs no other rank: the model's shape, its kernel, and the
+        data. Rank 0 also locks the output.
         """
         config = self.config
         self.model_config = config.model_config()
@@ -365,40 +370,42 @@ class Trainer:
         if (kinds := data.file.index["vocab_size"]) > self.model_config.vocab_size:
             known = self.model_config.vocab_size
             raise ValueError(
-                f"{folder} has {kinds} kinds of tokens, --model {self.config.model} knows only {known}"
+                f"{folder} has {kinds} kinds of tokens, but --model {self.config.model} has only "
+                f"{known}"
             )
         return data
 
     def _open_validation(self, folder: str) -> Opened:
-        """Raise ValueError for data of another tokenizer than the training data's. Warn if both are
-        one folder.
+        """Open validation data. Raises ValueError if its tokenizer is not the training data's. Warn
+        if both are one folder.
         """
         data, trained = self._open(folder), self.train_data.file.folder
         if data.file.folder.samefile(trained) and self.rank == 0:
             same = f"--val-data and --data are the same folder, {trained}"
-            print(f"{same}: the validation loss is measured on training text", file=sys.stderr)
+            print(f"{same}: the validation loss will be measured on training text", file=sys.stderr)
         check_folder(trained, data.file.folder, data.file.folder)
         return data
 
     def _keep_documents_apart(self, path: Path | None) -> None:
-        """Cut rows with documents told apart or not, with begin tokens or not. `path` is the
-        checkpoint to go on from.
+        """Choose whether documents are kept apart, and their begin token. `path` is the checkpoint
+        to resume from.
 
-        Raises ValueError if it is not known where they start, for an unknown begin token, or if
-        most of the rows would be padding.
+        Raises ValueError if the starts of documents are not known, if the begin token is unknown,
+        or if most positions would be padding.
         """
         file = self.train_data.file
-        told = resume.choose_documents(self.config, path, file.documents is not None)
-        bos = resume.choose_begin_token(self.config, path, told, file, self.tokenizer)
-        self.train_data = keep_documents_apart(self.train_data, told, bos)
+        apart = resume.choose_documents(self.config, path, file.documents is not None)
+        bos = resume.choose_begin_token(self.config, path, apart, file, self.tokenizer)
+        self.train_data = keep_documents_apart(self.train_data, apart, bos)
         if self.val_data:
-            self.val_data = keep_documents_apart(self.val_data, told, bos)
+            self.val_data = keep_documents_apart(self.val_data, apart, bos)
         self._check_padding()
 
     def _check_padding(self) -> None:
-        """Raises ValueError if most of what would be trained on is padding; says so if much is."""
+        """Raise ValueError if most of the training positions are padding. Warn if many are."""
         padding, text = self.train_data.padding, self.config.data
-        said = f"{padding:.0%} of the positions of {text} ({len(self.train_data.file.tokens):,} tokens) are padding"
+        tokens = len(self.train_data.file.tokens)
+        said = f"{padding:.0%} of the positions of {text} ({tokens:,} tokens) are padding"
         if padding > _MOST_PADDING:
             raise ValueError(
                 f"{said} at --seq-len {self.config.seq_len}: give more text or a shorter one"
@@ -411,11 +418,16 @@ class Trainer:
         model, seq_len = self.model_config, self.config.seq_len
         longest = model.longest_sequence if isinstance(model, CPMConfig) else None
         if longest and seq_len > longest and self.rank == 0:
-            said = f"--seq-len {seq_len:,} is beyond the {longest:,} tokens that the model was made for"
-            print(f"{said}: see --rope-theta and --rope-scaling", file=sys.stderr)
+            print(
+                f"--seq-len {seq_len:,} is beyond the {longest:,} tokens that the model was made "
+                "for: see --rope-theta and --rope-scaling",
+                file=sys.stderr,
+            )
 
     def _check_kernel(self) -> None:
-        """Raises ValueError if --flash names a kernel that cannot do this model's heads here."""
+        """Raise ValueError if --flash names a kernel that cannot compute this model's heads
+        here.
+        """
         model, like = self.model_config, {"dtype": DTYPES[self.config.dtype], "device": self.device}
         q = torch.empty(1, 1, model.num_heads, model.head_dim, **like)
         k = torch.empty(1, 1, model.num_kv_heads, model.head_dim, **like)
@@ -466,7 +478,7 @@ class Trainer:
         }
 
     def _identity(self) -> dict:
-        """What a checkpoint says of the run that it is of."""
+        """Return the part of a checkpoint's state that identifies its run."""
         return {
             "data": self.train_data.identity,
             "model": self.model_config.to_dict(),
@@ -483,12 +495,17 @@ class Trainer:
         val = f"; validation: {self.batches.describe(self.val_data)}" if self.val_data else ""
         name, size = c.init_from or c.model, self.model_config.num_parameters
         strategy = c.attention["strategy"]
-        parallel = f"{self.batches.dp_size} data parallel x {counted(self.sp.size, 'sequence parallel rank')}"
+        parallel = (
+            f"{self.batches.dp_size} data parallel x "
+            f"{counted(self.sp.size, 'sequence parallel rank')}"
+        )
         return (
-            f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, {type(self.engine).__name__}; "
+            f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, "
+            f"{type(self.engine).__name__}; "
             f"{parallel}{'' if strategy == 'auto' else f', strategy {strategy}'}; "
             f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step; "
-            f"{counted(len(self.train_data), 'sequence')} an epoch, {self.batches.describe(self.train_data)}{val}{resumed}"
+            f"{counted(len(self.train_data), 'sequence')} an epoch, "
+            f"{self.batches.describe(self.train_data)}{val}{resumed}"
         )
 
     def _record(self, **values: float) -> None:
@@ -508,7 +525,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse_config(argv)
     if config.processes > 1 and "RANK" not in os.environ:
         return launch([__file__, *argv], config.processes, Path(config.output))
-    # kernels compiled once are there next time
+    # reuse compiled kernels in the next run
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     watchdog = Watchdog(ranks.rank(), config.timeout)
     stop = StopSignal(ending.acknowledge, lambda: ending.end_now(watchdog))
@@ -518,7 +535,7 @@ def main(argv: Sequence[str]) -> int:
         finished = trainer.run()
         if trainer.rank == 0 and not finished:
             how = (
-                "to go on, run the same command with --resume auto"
+                "to resume, run the same command with --resume auto"
                 if config.save
                 else "nothing was saved"
             )
@@ -539,8 +556,8 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     try:
         ending.leave(main(sys.argv[1:]))
-    except SystemExit as given:  # by argparse, which has said why
+    except SystemExit as given:  # argparse has printed the reason
         ending.leave(given.code if isinstance(given.code, int) else 1)
-    except BaseException:  # noqa: BLE001 - every way out leads through leave
+    except BaseException:  # noqa: BLE001 - every process ends by `leave`
         traceback.print_exc()
         ending.leave(1)

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# From nothing to a trained language model and a sample of its text, on any machine with Python: a few minutes on two
-# cores or on GPUs. The text is the source of Python's own standard library. Run it again to go on where it was
-# interrupted.
+# Train a small language model and print a sample of its text, on any machine with Python. This takes a few minutes on
+# two cores or on GPUs. The text is the source of Python's standard library. If interrupted, run it again to resume.
 #
-#     bash train/quickstart.sh                  installs from the package index, where something is missing
-#     bash train/quickstart.sh --from FOLDER    from a folder of wheels and sdists, without network
+#     bash train/quickstart.sh                  install missing packages from the package index
+#     bash train/quickstart.sh --from FOLDER    install from a folder of wheels and sdists, without network
 #
-# On GPUs train/install_gpu.sh installs, and training is BMTrain's. Up to four GPUs share every sequence.
+# On GPUs, train/install_gpu.sh installs, and training uses BMTrain. Up to four GPUs share every sequence.
 set -euo pipefail
 . "$(dirname "$0")/pip.sh"
 if [ "${1:-}" = --from ] && [ $# -eq 2 ]; then
@@ -42,8 +41,8 @@ else
     ranks=2 dtype=fp32
 fi
 
-trap 'interrupted=1' INT # Ctrl-C: training saves and ends in order, and so does this
-# The ranks share every sequence: each holds its part of the tokens, keys and values go round the ring.
+trap 'interrupted=1' INT # on Ctrl-C, training saves and exits, and then so does this script
+# The ranks share every sequence: each has a part of the tokens, and keys and values pass round the ring.
 python train/pretrain.py --processes "$ranks" --sp-size "$ranks" --model cpm-tiny --data "$data/train" \
     --val-data "$data/val" --steps 850 --batch-size 4 --micro-batch-size 4 --lr 4e-3 --dtype "$dtype" \
     --output "$run" --resume auto

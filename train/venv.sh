@@ -1,5 +1,5 @@
-# Sourced by the project's scripts: makes .venv in the repository with bmt_burst and the extras named in $1, and
-# activates it. Does nothing where that is done already, also by install_gpu.sh. BMT_BURST_TORCH names another torch.
+# Make .venv in the repository with bmt_burst and the extras named in $1, and activate it. The project's scripts source
+# this file. It installs nothing if that is done already, also by install_gpu.sh. BMT_BURST_TORCH names another torch.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . train/pip.sh
 python3 - <<'CHECK' || exit 1
@@ -10,12 +10,12 @@ CHECK
 [ -f .venv/bin/activate ] || python3 -m venv .venv
 . .venv/bin/activate
 if [ ! -f "$(stamp "$1")" ]; then
-    what="bmt_burst[$1], with some 100 MB of packages"
-    # torch first and by version: a bare "torch" may bring another build. What install_gpu.sh brought stays.
+    what="bmt_burst[$1] with about 100 MB of packages"
+    # Install torch first and by version: a bare "torch" may install another build. Keep the one of install_gpu.sh.
     torch=
     if [ -n "${BMT_BURST_TORCH:-}" ] || ! python -c "import torch" 2>/dev/null; then
         torch=${BMT_BURST_TORCH:-torch==2.13.0}
-        what="$torch (up to 3 GB where it comes with CUDA, else 200 MB) and $what"
+        what="$torch (up to 3 GB with CUDA, else 200 MB) and $what"
     fi
     echo "installing into .venv: $what. This takes one to ten minutes, once."
     [ -z "$torch" ] || install "$torch" || explain_pip

@@ -1,1 +1,1 @@
-"""Files, locks, signals and command lines: what the other folders of train/ may import."""
+"""Files, locks, signals and command lines. All other folders of train/ may import these modules."""

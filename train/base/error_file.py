@@ -1,8 +1,8 @@
-"""The file in which torchrun looks for the reason of a rank that failed, to show it in its summary.
+"""The file in which torchrun looks for the reason of a failed rank, to show it in its summary.
 
-torchrun names it in TORCHELASTIC_ERROR_FILE, for each rank another. torch's own `record`, the
-decorator of torch.distributed.elastic.multiprocessing.errors, writes tracebacks there. Here it gets
-the sentence that a rank says.
+torchrun names this file in TORCHELASTIC_ERROR_FILE, another one for each rank. torch's own
+decorator `record`, of torch.distributed.elastic.multiprocessing.errors, writes a traceback there.
+The scripts of train/ write the sentence that the rank prints.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _LATER = 5  # seconds, more than torchrun lets pass between looks at its ranks
 
 
 def leave_reason(sentence: str, cause: bool = True) -> None:
-    """Write why this process fails to torchrun's file, if there is one; a disk that is full holds
-    up no end.
+    """Write why this process fails to torchrun's file, if there is one. Ignore a full disk.
 
-    The first reason stays: what comes after it, such as lost contact while a watchdog shows stacks,
-    follows from it.
-    The file is whole or not there: torchrun may end this process meanwhile, and fails itself over
-    half a file. torchrun takes the earliest failure for the root cause. A rank that fails since
-    another one did, which is no `cause`, dates its own some seconds later.
+    Only the first reason is kept. Later ones follow from it, such as lost contact while a watchdog
+    prints stacks. The file is written whole or not at all: torchrun may end this process at any
+    moment, and torchrun itself fails on half a file.
+
+    torchrun takes the earliest failure for the root cause. A rank that fails only because another
+    rank failed passes `cause=False`. Its failure is then dated some seconds later.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None or os.path.exists(file):

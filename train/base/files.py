@@ -1,4 +1,4 @@
-"""Writing that may fail: errors name what was written to, and a terminal that is gone ends no run."""
+"""Writes that may fail. An error names its file, and a closed terminal does not end a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def writing(file: str | Path) -> Iterator[None]:
-    """Lets an OSError of a write name `file`, as that of an open does."""
+    """Make an OSError of a write name `file`, as an OSError of `open` does."""
     try:
         yield
     except OSError as error:
@@ -21,8 +21,8 @@ def writing(file: str | Path) -> Iterator[None]:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """For what goes to stdout and stderr: lost if the terminal is gone, else an OSError that names
-    them.
+    """Allow output to stdout and stderr to fail. Output to a closed terminal is lost. Any other
+    failure raises an OSError that names stdout.
     """
     try:
         with writing("stdout"):
@@ -34,20 +34,18 @@ def printing() -> Iterator[None]:
 
 
 def print_error(text: str) -> None:
-    """Prints to stderr, if that can still be written to: what is about to end anyway ends all the
-    same.
-    """
+    """Print to stderr if that is still possible. The caller is about to end the process anyway."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def terminals() -> list[int]:
-    """Those of stdout and stderr that are a terminal."""
+    """Return the descriptors of stdout and stderr that are terminals."""
     return [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
 
 def leave_terminal(descriptors: Iterable[int]) -> None:
-    """Lets nothing more be written to a terminal that was hung up, where every write fails."""
+    """Redirect descriptors to /dev/null, because every write to a closed terminal fails."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)

@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""A lock on a folder: one run at a time may write to it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NAME = ".lock"
 
 
 def lock(folder: Path) -> TextIO:
-    """Takes `folder`, which is made if need be, for as long as the file returned is open: until
-    this process ends.
+    """Lock `folder` until the returned file is closed, at the latest when the process ends. Make
+    the folder if it is missing.
 
-    Raises ValueError, with the process that has it, if another one has. Where the file system knows
-    no locks it says so and goes on.
+    Raises ValueError with the owner's process id if another process holds the lock. On a file
+    system without locks a warning is printed instead.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / _NAME, "a+")
@@ -30,11 +30,12 @@ def lock(folder: Path) -> TextIO:
         owner = file.read().strip() or "another process"
         file.close()
         raise ValueError(
-            f"{folder} is in use by {owner}: wait for it, or give another --output"
+            f"{folder} is in use by {owner}: wait for it to end, or give another --output"
         ) from None
     except OSError as error:
         print(
-            f"{folder} cannot be locked ({error.strerror}): let no other run write to it",
+            f"{folder} cannot be locked ({error.strerror}): make sure that no other run writes "
+            "to it",
             file=sys.stderr,
         )
     with writing(file.name):

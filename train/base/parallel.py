@@ -1,4 +1,4 @@
-"""Work done by several processes at once, with results in the order of the work."""
+"""Work in several processes, with results in the order of the items."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_AHEAD = 4  # items for each worker that may be under way or wait for an earlier one
+_AHEAD = 4  # items of each worker that may be in progress or wait for an earlier one
 
 
 class Worker:
     """A process that does one item after the other."""
 
     def __init__(self, make: Callable):
-        # a forked one would share locks and threads of tokenizers
+        # a forked process would share the locks and threads of tokenizers
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, make), daemon=True)
@@ -35,8 +35,8 @@ class Worker:
             raise self._death() from None
 
     def take(self) -> object:
-        """The result of the item that was given. Raises ValueError, which names the item, if there
-        is none.
+        """Return the result of the item that was given. Raises ValueError with the item if the work
+        on it failed.
         """
         try:
             result, problem = self.connection.recv()
@@ -54,18 +54,18 @@ class Worker:
     def _death(self) -> ValueError:
         self.process.join()
         return ValueError(
-            f"{self.item}: the process that worked on it died with exit code {self.process.exitcode}"
+            f"{self.item}: the worker process died with exit code {self.process.exitcode}"
         )
 
 
 def map_in_order(
     make: Callable[[], Callable[[Item], Result]], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
-    """`make()(item)` for each item, done by `workers` processes, by this one if that is 1.
+    """Yield `make()(item)` for each item, computed by `workers` processes. With one worker, this
+    process does the work.
 
-    `make`, items and results must be such that they can be pickled. Only a few items are taken in
-    advance. Raises ValueError, with the item as text and the reason, if the work on it fails or its
-    process dies.
+    `make`, items and results must be picklable. Only a few items are read in advance. Raises
+    ValueError with the item as text and the reason if the work on it fails or its process dies.
     """
     if workers == 1:
         work = make()
@@ -88,11 +88,11 @@ def map_in_order(
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Lets Ctrl-C come after this, and never to processes that are started here: it is for this one
-    to handle.
+    """Delay Ctrl-C until the end of the block. Processes that are started in the block ignore it
+    for good, because this process handles it.
     """
     came: list[int] = []
-    # of threads that do not block it
+    # for threads that do not block the signal
     before = signal.signal(signal.SIGINT, lambda signum, _: came.append(signum))
     resource_tracker.ensure_running()  # it unblocks signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which processes inherit
@@ -106,7 +106,9 @@ def _interrupts_later() -> Iterator[None]:
 
 
 def _deal(pool: list[Worker], items: Iterator) -> Iterator:
-    """Each worker has one item at a time: neither side of a pipe ever waits for the other to read."""
+    """Yield results in order. Each worker has one item at a time, so neither side of a pipe ever
+    waits for the other to read.
+    """
     idle, busy, done = list(pool), {}, {}
     given = taken = 0
     while True:
@@ -130,9 +132,7 @@ def _deal(pool: list[Worker], items: Iterator) -> Iterator:
 
 
 def _serve(connection: Connection, make: Callable) -> None:
-    """The worker's side: answers each item with a result or a problem, until the other side is
-    gone.
-    """
+    """Answer each item with a result or an error until the other side closes the pipe."""
     work = None
     while True:
         try:
@@ -143,7 +143,7 @@ def _serve(connection: Connection, make: Callable) -> None:
         try:
             work = work or make()
             answer = (work(item), None)
-        except Exception as error:  # noqa: BLE001 - told to the other side, which raises it
+        except Exception as error:  # noqa: BLE001 - the other side raises it
             answer = (None, _reason(error))
         try:
             connection.send(answer)

@@ -1,5 +1,5 @@
-"""What ends a process from outside: signals, and its parent's death. Needs no torch, so it is there
-before that is.
+"""Signals, and the death of the parent process. This module does not import torch, so that it works
+before torch is imported.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from train.base.files import leave_terminal, terminals
 
 LAUNCHER = "BMT_BURST_LAUNCHER"  # environment variable of a rank: its launcher's process id
 INTERRUPTED = 128 + signal.SIGINT  # exit code of a run that was ended at once
-NOTED = "stopping after this step; Ctrl-C once more ends the run now"
+NOTED = "stopping after this step; press Ctrl-C again to end the run now"
 
 _PR_SET_PDEATHSIG = 1
-# seconds in which an interrupt that comes again is the same: it may reach a process by several ways
+# seconds within which a second interrupt is the same one: it may reach a process in several ways
 _SAME = 0.5
 
 
 def has_launcher() -> bool:
-    """Whether this process is a rank that pretrain.py --processes started."""
+    """Whether pretrain.py --processes started this process as a rank."""
     return LAUNCHER in os.environ
 
 
 class StopSignal:
-    """Notes SIGINT, SIGTERM and SIGHUP instead of dying of them.
+    """A flag that SIGINT, SIGTERM and SIGHUP set instead of ending the process.
 
-    received   there was one; `noted` was called
-    insisted   a SIGINT came after it; `insist` was called
+    received   a signal arrived, and `noted` was called
+    insisted   a SIGINT arrived after it, and `insist` was called
 
-    Both are called in a thread of their own, at once: Python runs handlers in the main thread,
-    which may be in a step for minutes. A launcher's ranks leave SIGINT, which a terminal sends to
-    all of them, to the launcher. What nohup lets a process ignore stays ignored.
+    A separate thread calls both at once. Python runs signal handlers in the main thread, which may
+    be busy with a step for minutes. Under a launcher, ranks ignore SIGINT: a terminal sends it to
+    all processes, and the launcher handles it. SIGHUP stays ignored under nohup.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class StopSignal:
 
 
 class Interrupts:
-    """Lets SIGINT raise KeyboardInterrupt, as Python does, and remembers it.
+    """A handler by which SIGINT raises KeyboardInterrupt, as usual, and that remembers the signal.
 
-    Python ignores what is raised in callbacks, such as those of garbage collection: then `check`
-    raises it again. What nohup lets a process ignore stays ignored.
+    Python drops exceptions that are raised in callbacks, for example of garbage collection. `check`
+    raises such an exception again. SIGINT stays ignored where it already is, as under nohup.
     """
 
     def __init__(self):
@@ -88,7 +88,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def end(self) -> None:
-        """Checks for the last time: those that come later change nothing."""
+        """Check for the last time. Ignore all later interrupts."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.check()
 
@@ -98,9 +98,7 @@ class Interrupts:
 
 
 def die_with_parent() -> None:
-    """If its launcher or torchrun's agent is killed outright, Linux kills this rank too, from now
-    on.
-    """
+    """Let Linux kill this rank if its launcher or torchrun's agent is killed."""
     launcher = os.environ.get(LAUNCHER)
     if sys.platform != "linux" or not (launcher or "TORCHELASTIC_RUN_ID" in os.environ):
         return

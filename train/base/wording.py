@@ -1,4 +1,4 @@
-"""Words that messages share: counts with their nouns, and settings as options."""
+"""Wording that messages share: counts with their nouns, and settings as options."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Checkpoints: written, read, chosen to resume from, and weights to start from."""
+"""Checkpoints: writing, reading, resuming, and weights to start from."""

@@ -1,16 +1,15 @@
-"""Checkpoints: a folder `step_00000100` is whole or it is not there.
+"""Checkpoints. A folder `step_00000100` is complete, or it does not exist.
 
     rank_00000.safetensors ...   each rank's flat shards of weights and AdamW state, and its RNG
                                  state
-    tokenizer/                   what makes its tokens text, so that a copy of the folder is all one
-                                 needs
+    tokenizer/                   the tokenizer, so that a copy of the folder is self-contained
     state.json                   step, samples read, optimizer steps, configuration
     manifest.json                size and sha256 of every file; written last
 
-Saving writes into a hidden folder, syncs every file, and renames the folder at the end; a process
-killed at any moment leaves the checkpoints before it as they were. Shards are ranges of flattened
+A save writes into a hidden folder, syncs every file, and renames the folder at the end. A process
+that is killed at any moment leaves earlier checkpoints unchanged. Shards are ranges of flattened
 tensors, so any number of ranks can read a checkpoint. Nothing is pickled, and no file of a
-checkpoint lies outside of it.
+checkpoint may lie outside of it.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from train.data.tokenizer import Tokenizer
 from train.engine import Shard
 from train.run import ranks
 
-TOKENIZER = "tokenizer"  # the folder in a checkpoint; older ones have it beside them only
-_ROOM = 1.05  # of the last checkpoint's size must be free for the next
+TOKENIZER = "tokenizer"  # the folder in a checkpoint; for older checkpoints, beside them
+_ROOM = 1.05  # free space for the next checkpoint, relative to the size of the last one
 _NAME = re.compile(r"step_(\d{8,})")
 _RNG = "rng/torch"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class CheckpointError(ranks.RankError):
-    """A checkpoint could not be written or read; says why."""
+    """A checkpoint could not be written or read. The message has the reason."""
 
 
 def save(
@@ -55,12 +54,13 @@ def save(
     keep_last: int | None,
     tokenizer: Tokenizer | None = None,
 ) -> Path:
-    """Writes the checkpoint of state["step"] under `root` and removes all but the newest
+    """Write the checkpoint of state["step"] under `root`, and remove all but the newest
     `keep_last`.
 
-    None keeps all. Where the disk has no room for one more, they are removed before, but for the
-    last good one. Every rank calls it. Raises CheckpointError on every rank if any rank could not
-    write, or if weights or the optimizer's state are not finite on any; what was there stays.
+    None keeps all. If the disk has no room for another checkpoint, old ones are removed first,
+    except the last good one. Every rank must call this function. Raises CheckpointError on every
+    rank if any rank could not write, or has weights or optimizer state that are not finite.
+    Existing checkpoints then stay.
     """
     final = root / f"step_{state['step']:08d}"
     partial = root / f".{final.name}.partial"
@@ -81,23 +81,23 @@ def save(
 
 
 def outlook(root: Path) -> str:
-    """What a run that ended leaves: the newest checkpoint not saved amid skipped steps, and how to
-    go on from there.
+    """Return what a run leaves when it ends: the newest good checkpoint, and how to resume from it.
 
-    Damaged ones are named on stderr.
+    A checkpoint is good if it was not saved during a series of skipped steps. Damaged checkpoints
+    are named on stderr.
     """
     readable = list(_readable(root))
     good = next((path for path, skips in readable if not skips), None)
     if good is None:
-        return "the last good checkpoint is none"
+        return "there is no good checkpoint"
     again = "run the same command with --resume auto"
     how = again if good == readable[0][0] else f"give --resume {good} and another --output"
-    return f"the last good checkpoint is {good}; to go on from it, {how}"
+    return f"the last good checkpoint is {good}; to resume from it, {how}"
 
 
 def _readable(root: Path) -> Iterator[tuple[Path, int]]:
-    """Checkpoints, the newest first, and how many steps in a row had been skipped when they were
-    saved.
+    """Yield checkpoints, the newest first, each with the number of steps in a row that had been
+    skipped when it was saved.
     """
     for path in listed(root):
         try:
@@ -107,11 +107,11 @@ def _readable(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def newest(root: Path, set_aside: bool = False) -> Path | None:
-    """The newest whole checkpoint under `root`; None if there are none at all.
+    """Return the newest whole checkpoint under `root`, or None if there are no checkpoints.
 
-    Damaged ones are named on stderr; if `set_aside` and one is whole, those after it are renamed to
-    `step_....damaged`. Raises CheckpointError if all are damaged. Every rank calls it and gets the
-    same answer.
+    Damaged ones are named on stderr. With `set_aside`, if one is whole, newer ones are renamed to
+    `step_....damaged`. Raises CheckpointError if all are damaged. Every rank must call this
+    function, and gets the same answer.
     """
     damaged = []
     for path in listed(root):
@@ -129,10 +129,10 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
 
 
 def find(run_or_checkpoint: Path) -> Path:
-    """The checkpoint that a path names: itself, also as a copy of another name, or the newest whole
-    one in it.
+    """Return the checkpoint that a path names: the path itself, which may be a copy with another
+    name, or the newest whole checkpoint in it.
 
-    Raises CheckpointError if none is.
+    Raises CheckpointError if there is none.
     """
     if run_or_checkpoint.is_symlink():
         run_or_checkpoint = run_or_checkpoint.resolve()
@@ -150,14 +150,14 @@ def find(run_or_checkpoint: Path) -> Path:
 
 
 def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with the checkpoint in folder `path`, None if it is whole. Hashes every
+    """Return what is wrong with the checkpoint in folder `path`, or None if it is whole. Hash every
     parts-th file.
     """
     try:
         for name, expected in sorted(_manifest(path).items())[part::parts]:
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
-                return f"{name} has {counted(size, 'byte')}, not {expected['bytes']:,}"
+                return f"{name} has {counted(size, 'byte')}, expected {expected['bytes']:,}"
             if _sha256(path / name) != expected["sha256"]:
                 return f"{name} does not have the sha256 of its manifest"
     except _UNREADABLE as error:
@@ -166,7 +166,7 @@ def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def _manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint. Raises ValueError if it lacks some, or if they lead out of its
+    """Return the files of a checkpoint. Raises ValueError if some are missing or lie outside of its
     folder.
     """
     _check_inside(path, "manifest.json")
@@ -179,19 +179,19 @@ def _manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_inside(path: Path, name: str) -> None:
-    """Raises ValueError unless `name` is a file under `path` itself, and not a link to another."""
+    """Raise ValueError unless `name` is a file under `path`, and not a link."""
     parts = name.split("/")
     if not set(parts).isdisjoint(("", ".", "..")):
-        raise ValueError(f"its manifest names {name!r}, which is no file in it")
+        raise ValueError(f"its manifest names {name!r}, which is not a file in it")
     places = [path.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
     if linked := [place for place in places if place.is_symlink()]:
         raise ValueError(f"{linked[0].relative_to(path)} is a link")
     if places[-1].exists() and not places[-1].is_file():
-        raise ValueError(f"{name} is no file")
+        raise ValueError(f"{name} is not a file")
 
 
 class Checkpoint:
-    """Reads a whole checkpoint. Raises CheckpointError if it is damaged in what is read."""
+    """A reader of a whole checkpoint. Raises CheckpointError if a part that is read is damaged."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -213,15 +213,15 @@ class Checkpoint:
                 self.shapes[key] = tuple(shape)
 
     def read(self, key: str, shard: Shard) -> Tensor:
-        """The entries that `shard` stands for, flat, from whichever ranks wrote them."""
+        """Return the entries of `shard`, flat, from the files of any ranks."""
         if self.shapes.get(key) != shard.shape:
             raise CheckpointError(
-                f"{self.path}: {key} has shape {self.shapes.get(key)}, the model wants {shard.shape}"
+                f"{self.path}: expected {key} of shape {shard.shape}, got {self.shapes.get(key)}"
             )
         return self._range(key, shard.start, shard.start + shard.flat.numel())
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights, whole."""
+        """Return all weights, whole."""
         keys = [key for key in self.shapes if key.startswith("weight/")]
         whole = {key: torch.Size(self.shapes[key]).numel() for key in keys}
         return {
@@ -230,7 +230,7 @@ class Checkpoint:
         }
 
     def restore_rng(self, rank: int) -> None:
-        """Sets torch's RNG to what rank `rank` had, if there was such a rank."""
+        """Restore the RNG state of rank `rank`, if there was such a rank."""
         if rank < len(self._files):
             torch.set_rng_state(self._files[rank].get_tensor(_RNG))
 
@@ -241,12 +241,12 @@ class Checkpoint:
                 parts.append(piece[at - first : min(last, stop) - first])
                 at = min(last, stop)
         if at < stop:
-            raise CheckpointError(f"{self.path}: entries from {at} on of {key} are missing")
+            raise CheckpointError(f"{self.path}: entries of {key} are missing from {at} on")
         return torch.cat(parts) if parts else torch.empty(0)
 
 
 def listed(root: Path) -> list[Path]:
-    """The checkpoint folders under `root`, the newest first."""
+    """Return the checkpoint folders under `root`, the newest first."""
     found = [
         (int(match[1]), path)
         for path in root.glob("step_*")
@@ -256,14 +256,14 @@ def listed(root: Path) -> list[Path]:
 
 
 def _damage_on_any_rank(path: Path) -> str | None:
-    """What is wrong with a checkpoint; the ranks share the work of hashing it."""
+    """Return what is wrong with a checkpoint. The ranks share the work of hashing it."""
     return next(
         (p for p in ranks.gather(damage(path, ranks.rank(), ranks.world_size())) if p), None
     )
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Does `work` on rank 0 while the others wait. Raises CheckpointError on every rank if it
+    """Do `work` on rank 0 while the others wait. Raises CheckpointError on every rank if it
     fails.
     """
     ranks.together(lambda: work() if ranks.rank() == 0 else None, CheckpointError)
@@ -292,9 +292,9 @@ def _prepare(partial: Path, keep_last: int | None) -> None:
 
 
 def _make_room(root: Path, keep_last: int) -> None:
-    """Removes old checkpoints before a new one is written if that would not fit beside them.
+    """Remove old checkpoints before a new one is written, if it would not fit beside them.
 
-    The newest that is good and whole stays in any case, and as many as will do.
+    The newest one that is good and whole stays in any case. No more are removed than necessary.
     """
     there = listed(root)
     wanted = _ROOM * max((_size(path) for path in there[:1]), default=0)
@@ -304,30 +304,30 @@ def _make_room(root: Path, keep_last: int) -> None:
     for old in reversed(there[max(keep_last - 1, 0) :]):
         if old != good and shutil.disk_usage(root).free < wanted:
             print(
-                f"{root} has no room for one more checkpoint: {old} is removed before",
+                f"{root} has no room for another checkpoint: removing {old} first",
                 file=sys.stderr,
             )
             _remove(old)
 
 
 def _size(path: Path) -> int:
-    """Bytes of a checkpoint."""
+    """Return the bytes of a checkpoint."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _check_finite(shards: dict[str, Shard]) -> None:
     for key, shard in shards.items():
-        # makes no copy
+        # aminmax makes no copy
         if shard.flat.numel() and not torch.stack(shard.flat.aminmax()).isfinite().all():
             raise ValueError(f"{key} is not finite, which a smaller --lr may prevent")
 
 
 def _write_shards(file: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, Any]]:
-    """Writes one rank's file and returns its name and manifest entry."""
+    """Write one rank's file. Return its name and manifest entry."""
     tensors = {key: shard.flat.cpu() for key, shard in shards.items()}
     places = {key: (shard.start, shard.shape) for key, shard in shards.items()}
     file.touch()
-    # as the umask wants it; save_file leaves the file to its owner alone
+    # the mode that the umask gives; save_file makes the file readable by its owner only
     mode = file.stat().st_mode
     save_file(
         {**tensors, _RNG: torch.get_rng_state()}, file, metadata={"shards": json.dumps(places)}
@@ -338,7 +338,7 @@ def _write_shards(file: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, 
 
 
 def _write_tokenizer(partial: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Writes the tokenizer and returns the manifest entries of its files."""
+    """Write the tokenizer. Return the manifest entries of its files."""
     folder = partial / TOKENIZER
     tokenizer.save(folder)
     written = sorted(file for file in folder.rglob("*") if file.is_file())
@@ -368,14 +368,14 @@ def _write_json(file: Path, value: Any) -> dict[str, Any]:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint so that no moment shows a part of it."""
+    """Remove a checkpoint such that it is never seen in part."""
     hidden = path.with_name(f".{path.name}.trash")
     path.rename(hidden)
     _erase(hidden)
 
 
 def _erase(path: Path) -> None:
-    """Removes a folder, or a link to one."""
+    """Remove a folder, or a link to one."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -392,7 +392,7 @@ def _sha256(file: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Makes a file's or folder's content survive a power cut."""
+    """Make the content of a file or folder survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,10 +1,9 @@
-"""Which checkpoint a run goes on from, whether it may, and what changes by it.
+"""Resuming: the checkpoint to resume from, whether that is allowed, and what differs from before.
 
-A run goes on as if it had not stopped. A new stage (--new-stage) takes weights and optimizer only,
-as MiniCPM's longer contexts do (arXiv 2404.06395, 2506.07900): data, sequence length, rotary
-positions and what tokens see (documents, windows) may be others, and steps, samples and schedule
-are counted anew in a folder of its own. Once that has a checkpoint, --resume auto goes on with the
-stage.
+A resumed run continues as if it had not stopped. A new stage (--new-stage) takes weights and
+optimizer only, like MiniCPM's longer contexts (arXiv 2404.06395, 2506.07900). It may have other
+data, sequence length, rotary positions, documents and windows. It restarts steps, samples and
+schedule in another folder. Once that folder has a checkpoint, --resume auto continues the stage.
 """
 
 from __future__ import annotations
@@ -47,26 +46,27 @@ _TECHNICAL = {
     ),
     "allow_other_tokenizer",
     "log_every",
-}  # settings that do not matter for the result
+}  # settings that do not affect the result
 
-_NOTES = {"max_position_embeddings"}  # of a model, what nothing is computed by
-# of a model, what a stage may change
+_NOTES = {"max_position_embeddings"}  # fields of a model that no computation uses
+# fields of a model that a stage may change
 _STAGES_OWN = {"rope_theta", "rope_scaling", "window", "window_pattern"}
 _STAGE = "give --new-stage to start another stage from its weights and optimizer"
-_JUMP = 0.01  # relative change of a learning rate that is said
+_JUMP = 0.01  # relative change of a learning rate that is reported
 
 
 def choose_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint that the configuration asks for; None: the start. Every rank calls it.
+    """Return the checkpoint that the configuration asks for, or None for the start. Every rank must
+    call this function.
 
-    Raises RankError if the output has checkpoints that the run would not go on from, or none of
-    those there is whole.
+    Raises RankError if the output has checkpoints that the run would not continue, or only damaged
+    ones.
     """
     root = Path(config.output)
     if config.resume == "never":
         if checkpoint.listed(root):
             raise ranks.RankError(
-                f"{root} has checkpoints: give --resume auto to go on, or another --output"
+                f"{root} has checkpoints: give --resume auto to resume, or another --output"
             )
         return None
     auto = config.resume == "auto"
@@ -79,26 +79,27 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
         return None
     if begins_stage(config) and checkpoint.listed(root):
         raise ranks.RankError(
-            f"{root} has checkpoints: give --resume auto to go on with their stage, or another --output for a new one"
+            f"{root} has checkpoints: give --resume auto to continue their stage, or another "
+            "--output for a new one"
         )
     newest = next(iter(checkpoint.listed(root)), path)
     if not newest.samefile(path):
-        newest = checkpoint.newest(root, set_aside=True)  # that one may be damaged
+        newest = checkpoint.newest(root, set_aside=True)  # the newest one may be damaged
     if not newest.samefile(path):
         raise ranks.RankError(
-            f"{root} has checkpoints that {path} does not lead to: give another --output"
+            f"{root} has checkpoints that do not follow from {path}: give another --output"
         )
     return path
 
 
 def begins_stage(config: TrainConfig) -> bool:
-    """Whether the checkpoint that is resumed is the end of another stage."""
+    """Whether the resumed checkpoint is the end of another stage."""
     return config.new_stage and config.resume != "auto"
 
 
 def choose_documents(config: TrainConfig, path: Path | None, known: bool) -> bool:
-    """Whether documents are told apart: as configured, else as before the checkpoint `path`, else
-    where `known`.
+    """Whether to keep documents apart: as configured, else as in the checkpoint `path`, else if
+    their starts are `known`.
     """
     if config.documents == "auto" and path is not None and not begins_stage(config):
         return saved_documents(checkpoint.Checkpoint(path).state) == "mask"
@@ -106,29 +107,32 @@ def choose_documents(config: TrainConfig, path: Path | None, known: bool) -> boo
 
 
 def saved_documents(state: dict) -> str:
-    """Return what a checkpoint's run did: "mask" or "ignore". Older ones do not say: there was one
-    way then.
+    """Return what a checkpoint's run did: "mask" or "ignore". Older checkpoints do not say, because
+    "ignore" was the only way.
     """
     return state["data"].get("documents", "ignore")
 
 
 def choose_begin_token(
-    config: TrainConfig, path: Path | None, told: bool, file: TokenFile, tokenizer: Tokenizer
+    config: TrainConfig, path: Path | None, apart: bool, file: TokenFile, tokenizer: Tokenizer
 ) -> int | None:
-    """Return the begin token of documents: as configured, else as before the checkpoint `path`,
-    else that of `file`.
+    """Return the begin token of documents: as configured, else as in the checkpoint `path`, else
+    the one of `file`.
 
-    None if they get none, as where they are not `told` apart. Raises ValueError for a token that
-    the tokenizer lacks.
+    Return None if documents get none, as when they are not kept `apart`. Raises ValueError for a
+    token that the tokenizer lacks.
     """
-    if config.bos == "none" or (config.bos == "auto" and not told) or file.instances:
+    if config.bos == "none" or (config.bos == "auto" and not apart) or file.instances:
         return None
     if config.bos == "auto" and path is not None and not begins_stage(config):
         return saved_begin_token(checkpoint.Checkpoint(path).state)
     if config.bos == "auto":
         if file.bos_id is None and ranks.rank() == 0:
-            said = "was prepared without a begin token, so documents get none; --bos TOKEN puts one in front of each"
-            print(f"{file.folder} {said}", file=sys.stderr)
+            print(
+                f"{file.folder} was prepared without a begin token, so documents get none; "
+                "--bos TOKEN puts one in front of each",
+                file=sys.stderr,
+            )
         return file.bos_id
     found = tokenizer.id_of(config.bos)
     if found is None:
@@ -139,20 +143,22 @@ def choose_begin_token(
 
 
 def saved_begin_token(state: dict) -> int | None:
-    """Return the begin token of a checkpoint's run. Older ones do not say: there were none."""
+    """Return the begin token of a checkpoint's run. Older checkpoints do not say, because there
+    were none.
+    """
     return state["data"].get("bos")
 
 
 def longest_row(state: dict) -> int:
-    """Return the tokens of the longest row of all stages of a checkpoint's run. Older ones know
-    only the last stage.
+    """Return the length of the longest row in all stages of a checkpoint's run. Older checkpoints
+    only know the last stage.
     """
     return state.get("longest_row", state["config"]["seq_len"])
 
 
 def keep_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveConfig:
-    """Return the model with the length that a checkpoint's weights were made for, if its state says
-    that.
+    """Return the model with the length that a checkpoint's weights were made for, if its state has
+    it.
     """
     made_for = state["model"].get("max_position_embeddings")
     return dataclasses.replace(model, max_position_embeddings=made_for) if made_for else model
@@ -165,16 +171,15 @@ def check_same(
     new_stage: bool,
     tokenizer: Tokenizer,
 ) -> None:
-    """Raises ValueError if the checkpoint is of another model or was reading other data than a run
-    may go on with.
+    """Raise ValueError unless the checkpoint has the same model, and was reading the same data.
 
     A new stage may have other rotary positions, other windows and any data.
     """
     try:
-        # fields that it does not know are as they were then
+        # fields that the checkpoint lacks have the value that was implied then
         before = config_of(saved.state["model"])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{saved.path} holds a model that is not known here: {error}") from error
+        raise ValueError(f"{saved.path} holds an unknown model: {error}") from error
     changed = _differences(before.to_dict(), model.to_dict())
     if changed := {name: values for name, values in changed.items() if name not in _NOTES}:
         if not changed.keys() <= _STAGES_OWN:
@@ -197,14 +202,14 @@ def check_same(
 
 
 def _differences(before: dict, now: dict) -> dict[str, tuple]:
-    """What was there before and is different now: name to both values."""
+    """Return the values that changed: for each name, the value before and the value now."""
     return {
         name: (value, now.get(name)) for name, value in before.items() if now.get(name) != value
     }
 
 
 def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer) -> str:
-    """Say what changed from what to what: settings by their options, begin tokens by their names."""
+    """Return what changed, with both values: settings as options, begin tokens by name."""
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
     said = []
     for name, values in differences.items():
@@ -224,11 +229,11 @@ def _name_token(token: int, tokenizer: Tokenizer) -> str:
 def print_changes(
     state: dict, now: dict, config: TrainConfig, next_step: int, tokenizer: Tokenizer
 ) -> None:
-    """Says which settings that matter for the result differ between the run that is resumed after
-    `state` and this one.
+    """Print which settings differ between the run of `state` and this one, if they matter for the
+    result.
 
-    `now` has the same of this run. Also says whether the learning rate of `next_step` is another
-    than that run's would have been.
+    `now` is the same part of this run's state. Also print if the learning rate of `next_step`
+    differs from the one that the earlier run would have had.
     """
     if ranks.rank():
         return
@@ -243,12 +248,14 @@ def print_changes(
 
 
 def _settings(state: dict) -> dict:
-    """The configuration in a state, with what it meant where it leaves a choice."""
+    """Return the configuration in a state, with choices such as "auto" replaced by their
+    meaning.
+    """
     config, documents = state["config"], saved_documents(state)
     layout, window = config.get("layout"), state["model"].get("window")
     if layout == "auto":
         layout = "balanced" if window or documents != "ignore" else "zigzag"
-    by_default = {"strategy": "auto"}  # which older checkpoints do not have
+    by_default = {"strategy": "auto"}  # missing in older checkpoints
     meant = {
         "documents": documents,
         "bos": saved_begin_token(state),

@@ -1,4 +1,4 @@
-"""The weights that a run starts from (--init-from)."""
+"""Weights that a run starts from (--init-from)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_weights(source: str, engine: Engine, model: str) -> None:
-    """Gives the engine, whose model is called `model`, the weights in `source`, and an optimizer
-    that has yet to step.
+    """Load the weights in `source` into the engine, with a new optimizer. Errors name the model
+    `model`.
 
-    `source` is a folder in Hugging Face's format, or a file .pt as bmtrain.save writes it. Raises
-    ValueError if it is neither, holds another model's weights, or some that are not finite; OSError
-    if it may not be read.
+    `source` is a folder in Hugging Face's format, or a .pt file of bmtrain.save. Raises ValueError
+    if it is neither, holds the weights of another model, or has weights that are not finite. Raises
+    OSError if it cannot be read.
     """
     weights = _read_file(source, engine, model) if source.endswith(".pt") else HFWeights(source)
 
@@ -41,11 +41,13 @@ def _read_file(source: str, engine: Engine, model: str) -> Mapping[str, Tensor]:
         weights = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{source} is no file of weights: only names and tensors are unpickled"
+            f"{source} is not a file of weights: only names and tensors are unpickled"
         ) from error
-    # bytes that are no such archive
+    # bytes that are not such an archive
     except (RuntimeError, EOFError, LookupError, AttributeError, TypeError) as error:
-        raise ValueError(f"{source} is no file of weights: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"{source} is not a file of weights: {str(error).splitlines()[0]}"
+        ) from error
     if not isinstance(weights, dict) or not all(_is_weight(*item) for item in weights.items()):
         raise ValueError(f"{source} does not hold names and tensors of floating-point numbers")
     shards = engine.state().items()

@@ -1,1 +1,1 @@
-"""Data, training and generation of CPM-Live's models, CPM-Bee and CPM-Ant, in their own formats."""
+"""Data, training and generation of CPM-Live's models CPM-Bee and CPM-Ant, in their own formats."""

@@ -1,5 +1,5 @@
-"""Which rows a rank reads of CPM-Live's data, and its part of each. They are read ahead, in a
-thread of their own.
+"""The rows that a rank reads of CPM-Live's data, and its part of each. A thread reads them
+ahead.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ Extended = tuple[Tensor, Tensor]  # tokens and sub-ids, (N,) int64
 
 @dataclass(frozen=True)
 class LiveMicroBatch:
-    """What a rank computes with at once: B rows, S tokens of each.
+    """One micro-batch of instances: B rows, S tokens of each.
 
-    inputs     what the model's forward takes before `scores`
+    inputs     arguments of the model's forward that precede `scores`
     labels     (B, S) int64, IGNORE_INDEX where there is no target
-    scores     of the whole rows, and how they lie on the ranks
-    instances  how many there are in all B rows
-    targets    how many there are on all ranks that share the rows
-    work       of each of these: visible pairs of its queries, over all layers with an attention, of
-               one head
+    scores     scores of the whole rows
+    layouts    layouts of the rows on the ranks
+    instances  number of instances in all B rows
+    targets    number of targets on all ranks that share the rows
+    work       visible pairs of the queries of each of these ranks, over all layers with attention,
+               of one head
     """
 
     inputs: tuple[Tensor, ...]
@@ -63,15 +64,15 @@ class LiveBatches(Dealer):
     """Micro-batches of this rank: whole rows of its data parallel group, cut over its sequence
     parallel ranks.
 
-    By default each row is cut so that the ranks' work is equal. A step's micro-batches are made
-    while the step before is computed.
+    By default each row is cut such that the ranks have equal work. The micro-batches of a step are
+    made while the step before is computed.
     """
 
     def __init__(
         self, config: Settings, model: LiveConfig, sp: SequenceParallel, device: torch.device
     ):
         super().__init__(config, sp, device)
-        sp.layout_of(config.seq_len)  # refuses what is too short
+        sp.layout_of(config.seq_len)  # raises ValueError if it is too short
         self._model = model
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._ahead: tuple[int, Future] | None = None
@@ -93,7 +94,7 @@ class LiveBatches(Dealer):
         said = [counted(data.instances, "instance")]
         for count, what, done in (
             (data.left_out, "longer than a row", "left out"),
-            (data.too_many, "with too many texts to be predicted", "left out"),
+            (data.too_many, "with too many texts to predict", "left out"),
             (data.cut, "longer than a row", "cut"),
         ):
             if count:
@@ -130,8 +131,8 @@ class LiveBatches(Dealer):
     def _inputs(
         self, rows: Sequence[Row], layouts: Sequence[Layout]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """What the model's forward takes before `scores`, and the labels of each row, whole: (S,)
-        int64.
+        """Return the arguments of the model's forward that precede `scores`, and the labels of each
+        whole row, (S,) int64.
         """
 
     def _work(self, row: Row, layout: Layout) -> tuple[int, ...]:
@@ -139,8 +140,8 @@ class LiveBatches(Dealer):
 
 
 class BeeBatches(LiveBatches):
-    """The extended table is that of all rows of a micro-batch, so losses depend on how many these
-    are.
+    """Micro-batches of a Bee. All rows of a micro-batch share one extended table, so losses depend
+    on the number of rows.
     """
 
     def _inputs(
@@ -170,8 +171,8 @@ class AntBatches(LiveBatches):
 
 
 def extended_table(rows: Sequence[Row]) -> Extended:
-    """The tokens with a sub-id above 0 that occur in rows, rising; 0 with sub-id 1 if there are
-    none.
+    """Return the tokens of rows with a sub-id above 0, in rising order. If there are none, return
+    token 0 with sub-id 1.
     """
     tokens, subs = (
         torch.cat([row.fields[name] for row in rows]).long() for name in ("input", "input_sub")
@@ -182,8 +183,8 @@ def extended_table(rows: Sequence[Row]) -> Extended:
 
 
 def row_labels(row: Row, extended: Extended, vocab_size: int) -> Tensor:
-    """(S,) int64: targets, those with a sub-id above 0 by their place in the table after the
-    vocabulary.
+    """Return the targets of a row: (S,) int64. A target with a sub-id above 0 is its place in the
+    extended table, after the vocabulary.
     """
     table = extended[0] * MOST_SUBS + extended[1]
     places = torch.searchsorted(table, row.targets * MOST_SUBS + row.target_subs)
@@ -191,8 +192,8 @@ def row_labels(row: Row, extended: Extended, vocab_size: int) -> Tensor:
 
 
 def _blank(row: Row) -> Row:
-    """The same without targets, and without sub-ids, which would make the extended table longer for
-    the others.
+    """Return a row without targets. Without sub-ids too, which would make the extended table longer
+    for the other rows.
     """
     return replace(
         row,
@@ -204,7 +205,7 @@ def _blank(row: Row) -> Row:
 
 
 def _planned(rows: tuple[Scores, ...]) -> tuple[Scores, ...]:
-    """With what takes time computed, of the rows as attention takes them: as one sequence."""
+    """Return rows with their plan computed in advance, as attention reads them: as one sequence."""
     whole = rows[0] if len(set(rows)) == 1 else stack_scores(rows)
     assert whole.terms is not None and whole.digest
     return rows

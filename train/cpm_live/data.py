@@ -1,4 +1,4 @@
-"""A folder of instances that is whole and what its index says."""
+"""A folder of instances that is complete and matches its index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.data.folder import TokenFile
 
 
 class InstanceFile(TokenFile):
-    """A folder of instances of one kind of models; raises as TokenFile does."""
+    """A folder of instances for one kind of model. Raises the same errors as TokenFile."""
 
     def __init__(self, folder: str | Path, instances: str):
         self.instances = instances
@@ -25,9 +25,7 @@ class InstanceFile(TokenFile):
 
     @property
     def hashes(self) -> dict[str, str]:
-        """The sha256 of all of tokens, sub-ids, segments and tasks, by file, as far as the index
-        has it.
-        """
+        """The sha256 of the files of tokens, sub-ids, segments and tasks, if the index has them."""
         return {
             name: found
             for name, found in self.index.get("sha256", {}).items()
@@ -35,11 +33,11 @@ class InstanceFile(TokenFile):
         }
 
     def instance(self, number: int, part: slice = slice(None)) -> Instance:
-        """As that of InstanceFiles; raises ValueError for unknown tokens, too."""
+        """Return the same as InstanceFiles.instance. Raises ValueError for unknown tokens too."""
         found = self.all.instance(number, part)
         if len(found) and found.tokens.max() >= self.index["vocab_size"]:
             raise ValueError(
-                f"{self.folder}: token {int(found.tokens.max())} in instance {number}, of a vocabulary of "
-                f"{self.index['vocab_size']}"
+                f"{self.folder}: expected tokens below {self.index['vocab_size']}, the size of the "
+                f"vocabulary, got {int(found.tokens.max())} in instance {number}"
             )
         return found

@@ -1,4 +1,4 @@
-"""CPM-Bee fills in the texts under "<ans>" of an instance, CPM-Ant continues a text."""
+"""Generation: CPM-Bee fills in the texts under "<ans>" of an instance, CPM-Ant continues a text."""
 
 from __future__ import annotations
 
@@ -26,24 +26,22 @@ Choose = Callable[[Tensor], int]
 def fill_in(
     model: CPMBee, tokenizer: BeeTokenizer, prompt: str, tokens: int, choose: Choose
 ) -> str:
-    """The instance in `prompt`, JSON as a line of data, in which each text under "<ans>" goes on by
-    up to `tokens` tokens, one after the other as they stand there:
+    """Return the instance in `prompt` with its answers. The prompt is JSON, like a line of data:
     `{"question": "2 + 3", "<ans>": ""}`.
 
-    `choose` takes one from logits (V,). Raises ValueError for what is no instance, or has no text
-    under "<ans>".
+    Each text under "<ans>" is continued by up to `tokens` tokens, one text after the other.
+    `choose` takes a token from logits (V,). Raises ValueError if the prompt is not an instance, or
+    has no text under "<ans>".
     """
     try:
         record = json.loads(prompt)
     except (ValueError, RecursionError) as error:
-        raise BadRecord(
-            f"the prompt of a CPM-Bee is an instance as JSON; this is none: {error}"
-        ) from error
+        raise BadRecord(f"the prompt of a CPM-Bee must be an instance as JSON: {error}") from error
     instance, sub_ids = bee_instance(tokenizer, record)
     [blanks] = np.nonzero(instance.segments[:, COLUMNS.kind])
     if not len(blanks):
         raise BadRecord(
-            f'there is nothing to be filled in: give a text under {ANSWER}, as in {{"{ANSWER}": ""}}'
+            f'there is nothing to fill in: give a text under {ANSWER}, as in {{"{ANSWER}": ""}}'
         )
     row = bee_row(model.config, [instance], len(instance), tokenizer.eos_id)
     decoder = BeeDecoder(model, _context(row), len(instance) + tokens * len(blanks))
@@ -65,7 +63,7 @@ def fill_in(
 
 
 def _context(row: Row) -> dict[str, Tensor]:
-    """What BeeDecoder takes: tokens that are given, and the extended table."""
+    """Return the arguments of BeeDecoder: the tokens that are given, and the extended table."""
     given = row.fields["context"]
     fields = {
         name: x[given]
@@ -81,15 +79,15 @@ def _context(row: Row) -> dict[str, Tensor]:
 
 
 def _places(decoder: BeeDecoder, instance: Instance, segment: int) -> Iterator[int]:
-    """The tokens of a segment by their place in the logits."""
+    """Yield the tokens of a segment by their place in the logits."""
     stop = int(instance.segments[: segment + 1, COLUMNS.tokens].sum())
     for at in range(stop - int(instance.segments[segment, COLUMNS.tokens]), stop):
         yield decoder.place(int(instance.tokens[at]), int(instance.subs[at]))
 
 
 def _allowed(decoder: BeeDecoder, tokenizer: BeeTokenizer, sub_ids: SubIds) -> Tensor:
-    """(V,) bool: tokens of the tokenizer, and those told apart that the instance has, but for what
-    frames texts.
+    """Return the tokens that an answer may have, (V,) bool: those of the tokenizer and the numbered
+    ones of the instance, but not those that frame texts.
     """
     places = len(decoder.logits)
     words = decoder.model.config.vocab_size
@@ -102,7 +100,7 @@ def _allowed(decoder: BeeDecoder, tokenizer: BeeTokenizer, sub_ids: SubIds) -> T
 
 
 def _with_answers(record: Any, answers: Iterator[str]) -> Any:
-    """The record with these texts under "<ans>", in the order in which they stand there."""
+    """Return the record with these texts under "<ans>", in the order of the texts there."""
     found = copy.deepcopy(record)
     main = found[0] if isinstance(found, list) else found
 
@@ -118,7 +116,7 @@ def _with_answers(record: Any, answers: Iterator[str]) -> Any:
 def continue_text(
     model: CPMAnt, tokenizer: AntTokenizer, prompt: str, tokens: int, choose: Choose
 ) -> str:
-    """The text `prompt`, and up to `tokens` more tokens, each of which `choose` takes from logits
+    """Return the text `prompt` and up to `tokens` more tokens. `choose` takes a token from logits
     (V,).
     """
     config, task = model.config, TASKS["lm"]

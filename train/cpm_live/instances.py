@@ -1,21 +1,20 @@
-"""Instances: what one line of data is to CPM-Live's models, in tokens and segments.
+"""Instances: lines of data for CPM-Live's models, as tokens and segments.
 
-CPM-Bee: a line is an object, or a list of objects: the instance, and after it in-context samples.
-An object holds texts and further objects; the texts under its key "<ans>" are to be predicted, in
-in-context samples they are given:
+CPM-Bee: a line is an object, or a list of an instance and in-context samples. An object holds texts
+and further objects. The texts under its key "<ans>" are to be predicted, but those of in-context
+samples are given:
 
     {"document": "The ring has three ranks.", "<ans>": {"summary": "Three ranks."}}
-    [{"question": "2 + 3", "<ans>": "5"}, {"question": "1 + 1", "<ans>": "2"}, {"question": "4 + 4",
-    "<ans>": "8"}]
+    [{"question": "2 + 3", "<ans>": "5"}, {"question": "1 + 1", "<ans>": "2"}]
 
-Texts may name special tokens of the vocabulary, `<mask_0>`; a plain `<` is written `<<`. Each key
-and each text is a segment; they form a tree below a root.
+Texts may name special tokens of the vocabulary, such as `<mask_0>`. A plain `<` is written `<<`.
+Each key and each text is a segment. Segments form a tree below a root.
 
 CPM-Ant: a line is an object with a text, and optionally with a task, "lm" (the default) or "mlm":
 
     {"text": "The ring has three ranks.", "task": "mlm"}
 
-A text is one segment, from `<s>` to `</s>`. Which part of it is hidden is drawn anew whenever it is
+A text is one segment, from `<s>` to `</s>`. A different part of it is hidden each time that it is
 trained on.
 """
 
@@ -34,17 +33,17 @@ from train.data.tokenizer_base import Tokenizer
 
 ANSWER = "<ans>"
 TASKS = {"mlm": 1, "lm": 2}  # and the types of their segments
-MOST_SEGMENTS = 2048  # of a tree: how they are related is a table of their pairs
+MOST_SEGMENTS = 2048  # of a tree, whose relations are a table of all pairs
 MOST_SUBS = 1 << 16
 
 
 class Field(NamedTuple):
-    """Columns of `Instance.segments`."""
+    """The columns of `Instance.segments`."""
 
     tokens: int
-    parent: int  # a segment of the same sample, before this one; -1 of a root, and of an Ant
-    sample: int  # 0 the instance, 1, ... its in-context samples
-    kind: int  # of a Bee whether it is to be predicted, of an Ant its type
+    parent: int  # an earlier segment of the same sample; -1 for a root, and for an Ant
+    sample: int  # 0 for the instance, 1, ... for its in-context samples
+    kind: int  # for a Bee whether it is to be predicted, for an Ant its type
 
 
 COLUMNS = Field(*range(4))
@@ -52,8 +51,11 @@ COLUMNS = Field(*range(4))
 
 @dataclass(frozen=True)
 class Instance:
-    """tokens (T,) and their sub-ids subs (T,), int64; segments (N, 4) int32, see Field, one after
-    the other.
+    """One instance.
+
+    tokens    (T,) int64
+    subs      (T,) int64, the sub-ids of the tokens
+    segments  (N, 4) int32, one after the other, with the columns of Field
     """
 
     tokens: np.ndarray
@@ -65,18 +67,18 @@ class Instance:
 
 
 class Reader(ABC):
-    """Turns what stands in files into instances. Raises BadRecord for what is none."""
+    """Turns records and texts of files into instances. Raises BadRecord for invalid ones."""
 
     def __init__(self, tokenizer: LiveTokenizer, json_field: str):
         self.tokenizer, self.json_field = tokenizer, json_field
 
     @abstractmethod
     def of_record(self, record: Any) -> Instance:
-        """A line of a .jsonl."""
+        """Return the instance in a .jsonl line."""
 
     @abstractmethod
     def of_text(self, text: str) -> Instance:
-        """A piece of a .txt."""
+        """Return the instance in a part of a .txt."""
 
 
 class BeeReader(Reader):
@@ -86,7 +88,7 @@ class BeeReader(Reader):
         instance, _ = bee_instance(self.tokenizer, record)
         if not instance.segments[:, COLUMNS.kind].any():
             raise BadRecord(
-                f"there is no text under the key {ANSWER}, so nothing is to be predicted"
+                f"there is no text under the key {ANSWER}, so there is nothing to predict"
             )
         return instance
 
@@ -97,9 +99,7 @@ class BeeReader(Reader):
 
 
 class AntReader(Reader):
-    """The pieces of a .txt are one instance, which begins and ends where they are written: see
-    stored.py.
-    """
+    """Reads texts. The parts of a .txt are one instance. stored.py writes its begin and end."""
 
     tokenizer: AntTokenizer
 
@@ -126,24 +126,23 @@ READERS: dict[str, type[Reader]] = {"cpm-bee": BeeReader, "cpm-ant": AntReader}
 
 
 def reader(tokenizer: Tokenizer, json_field: str) -> Reader | None:
-    """Of the tokenizer's instances; None where it has documents."""
+    """Return the reader of the tokenizer's instances, or None if the tokenizer has documents."""
     return READERS[tokenizer.instances](tokenizer, json_field) if tokenizer.instances else None
 
 
 def bee_instance(tokenizer: BeeTokenizer, record: Any) -> tuple[Instance, SubIds]:
-    """The instance in a line, also one without any text to be predicted, and the texts of its
-    sub-ids.
+    """Return the instance in a line, and the texts of its sub-ids. It may have no text to predict.
 
-    Raises BadRecord if it holds none.
+    Raises BadRecord if the line holds no instance.
     """
     samples = record if isinstance(record, list) else [record]
     if not samples:
-        raise BadRecord("the list is empty, expected an object and in-context samples")
+        raise BadRecord("expected an object and in-context samples, got an empty list")
     sub_ids, tokens, subs, segments = SubIds(), [], [], []
     for sample, values in enumerate(samples):
         tree = list(_tree(values))
         if len(tree) > MOST_SEGMENTS:
-            raise BadRecord(f"{len(tree)} keys and texts, at most {MOST_SEGMENTS} are allowed")
+            raise BadRecord(f"expected at most {MOST_SEGMENTS} keys and texts, got {len(tree)}")
         for node in tree:
             pieces = [(tokenizer.root_id, None)] if node.parent < 0 else tokenizer.pieces(node.text)
             pieces = [
@@ -156,7 +155,7 @@ def bee_instance(tokenizer: BeeTokenizer, record: Any) -> tuple[Instance, SubIds
             segments.append((len(pieces), node.parent, sample, node.answer and sample == 0))
     if max(subs) >= MOST_SUBS:
         raise BadRecord(
-            f"{max(subs) + 1} different tokens of one kind are to be told apart, at most {MOST_SUBS}"
+            f"expected at most {MOST_SUBS} numbered tokens of one kind, got {max(subs) + 1}"
         )
     return Instance(np.array(tokens), np.array(subs), np.array(segments, dtype=np.int32)), sub_ids
 
@@ -168,7 +167,7 @@ class _Node(NamedTuple):
 
 
 def _tree(values: Any) -> Iterator[_Node]:
-    """The root, keys and texts of an object, depth first."""
+    """Yield the root, keys and texts of an object, depth first."""
     if not isinstance(values, dict):
         raise BadRecord(f"expected an object of texts and objects, got {type(values).__name__}")
     yield _Node("", -1, False)
@@ -189,7 +188,7 @@ def _tree(values: Any) -> Iterator[_Node]:
 
 
 def check_unicode(text: str) -> str:
-    """The text. Raises BadRecord if it is not Unicode."""
+    """Return the text. Raises BadRecord if it is not Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -198,8 +197,8 @@ def check_unicode(text: str) -> str:
 
 
 def shuffle_answers(instance: Instance, chance: np.random.Generator) -> Instance:
-    """A Bee's instance with the items of each object under `<ans>` in another order; sub-ids stay
-    as they are.
+    """Return a Bee's instance with the items of each object under `<ans>` in another order. Sub-ids
+    stay unchanged.
     """
     tree = instance.segments[instance.segments[:, COLUMNS.sample] == 0]
     parents = tree[:, COLUMNS.parent].tolist()
@@ -217,7 +216,7 @@ def shuffle_answers(instance: Instance, chance: np.random.Generator) -> Instance
 
 
 def _answer(parents: list[int], predicted: np.ndarray) -> int:
-    """The segment of the key `<ans>`."""
+    """Return the segment of the key `<ans>`."""
     at = int(predicted.argmax())
     while parents[at]:
         at = parents[at]
@@ -225,7 +224,7 @@ def _answer(parents: list[int], predicted: np.ndarray) -> int:
 
 
 def _order(parents: list[int], answer: int, chance: np.random.Generator) -> list[int]:
-    """Segments of a tree, depth first, those side by side below `answer` in any order."""
+    """Return the segments of a tree, depth first. Siblings below `answer` are in random order."""
     children: list[list[int]] = [[] for _ in parents]
     for segment, parent in enumerate(parents[1:], 1):
         children[parent].append(segment)

@@ -1,8 +1,7 @@
-"""Which instances share a row: best fit, among the rows that are open, of instances in random
-order.
+"""Packing of instances into rows: best fit among the open rows, with instances in random order.
 
-A row has room for so many tokens, and for so many slices of its mask, which planning takes time
-for.
+A row has room for a number of tokens, and for a number of slices of its mask, since many slices
+make planning slow.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ _OPEN = 64  # rows that may still be filled
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of some items each: row r has items[starts[r] : starts[r + 1]], in this order. Both
-    int64.
-    """
+    """Rows of items: row r has items[starts[r] : starts[r + 1]], in this order. Both are int64."""
 
     starts: np.ndarray
     items: np.ndarray
@@ -34,12 +31,12 @@ class Packed:
 def pack_rows(
     lengths: np.ndarray, slices: np.ndarray, size: int, most_slices: int, seed: int
 ) -> Packed:
-    """Items of such lengths and slices (N,), up to `size` and `most_slices`, in rows of these:
-    alike for one seed.
+    """Pack items with these lengths and slices (N,) into rows of up to `size` tokens and
+    `most_slices` slices. The result is the same for the same seed.
     """
     rows: list[list[int]] = []
-    left: list[int] = []  # of each row's slices
-    spare: list[tuple[int, int]] = []  # room of open rows, rising, and which they are
+    left: list[int] = []  # slices that each row has room for
+    spare: list[tuple[int, int]] = []  # room and number of each open row, rising
     order = np.random.default_rng((seed, 0)).permutation(len(lengths))
     for item, length, cost in zip(
         order.tolist(), lengths[order].tolist(), slices[order].tolist(), strict=True
@@ -53,7 +50,7 @@ def pack_rows(
             rows.append([])
             left.append(most_slices)
             if len(spare) == _OPEN:
-                # the fullest
+                # close the fullest row
                 spare.remove(
                     min(spare, key=lambda at: min(at[0] / size, left[at[1]] / most_slices))
                 )

@@ -1,9 +1,8 @@
-"""Rows: instances packed into a fixed number of tokens, with what CPM-Live's models take of each
-token.
+"""Rows: instances packed into a fixed number of tokens, with the inputs of CPM-Live's models.
 
-Sample n of a run is a row and a state of a random generator, so a run that goes on has the same
-samples. The rows are packed once; each epoch has them in another order, and of a Bee the answers of
-an instance in another order, of an Ant another part hidden.
+Sample n of a run is a row and a state of a random generator, so a resumed run has the same samples.
+Rows are packed once. Each epoch has them in another order. For a Bee, each sample also has the
+answers of an instance in another order, and for an Ant another hidden part.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from train.cpm_live.instances import COLUMNS, TASKS, Instance, shuffle_answers
 from train.cpm_live.packing import pack_rows
 from train.data.folder import permutation
 
-_DEEPEST = 8  # steps to a common ancestor that are told apart, at most
-_HIDDEN_SHARE = 0.15  # of a text whose hidden tokens are a random subset (BERT, arXiv 1810.04805)
-# of the runs in which they lie: short ones (SpanBERT, arXiv 1907.10529), not many
+_DEEPEST = 8  # largest number of steps to a common ancestor that is distinguished
+_HIDDEN_SHARE = 0.15  # hidden share of a text with task "mlm" (BERT, arXiv 1810.04805)
+# The hidden tokens are in a few short runs (SpanBERT, arXiv 1907.10529).
 _HIDDEN_LENGTH, _MOST_RUNS = 3, 16
 _SMALL_TREE = 64  # segments
-_ORDER, _TRAINING, _EVALUATION = 0, 1, 2  # what a random generator is for
+_ORDER, _TRAINING, _EVALUATION = 0, 1, 2  # seeds for different uses of random numbers
 
 
 @dataclass(frozen=True)
 class Row:
-    """A whole row on the CPU, S tokens of it.
+    """A whole row of S tokens, on the CPU.
 
-    fields     (S,) of each token, by the models' names; `length` and, of a Bee, `segment_rel` are
-               the row's
-    scores     what tokens see, and their rows of the bias table
-    targets    (S,) int64, IGNORE_INDEX where there is none; target_subs (S,) their sub-ids
-    instances  how many it has
+    fields     (S,) for each token, by the models' names; `length` and a Bee's `segment_rel` belong
+               to the row
+    scores     the mask, and the rows of the bias table
+    targets    (S,) int64, IGNORE_INDEX where there is none; target_subs (S,) has their sub-ids
+    instances  number of instances
     """
 
     fields: dict[str, Tensor]
@@ -58,10 +57,10 @@ class Row:
 class PackedRows(ABC):
     """The instances of a folder as rows of `seq_len` tokens. Raises ValueError if none fits.
 
-    instances      how many are read
-    left_out, cut  those that are longer than a row: not read, or read in parts
-    too_many       those with so many texts to be predicted that planning would take minutes: not
-                   read
+    instances      number of instances that are read
+    left_out, cut  number of instances longer than a row, which are skipped, or read in parts
+    too_many       number of instances with so many texts to predict that planning would take
+                   minutes; they are skipped
     """
 
     instances: int
@@ -72,7 +71,7 @@ class PackedRows(ABC):
         self.file, self.config, self.seq_len, self.seed = file, config, seq_len, seed
         lengths, slices = self._items()
         if not len(lengths):
-            are_many = (f"{has} too many texts to be predicted" for has in ("has", "have"))
+            are_many = (f"{has} too many texts to predict" for has in ("has", "have"))
             many = f"; {counted(self.too_many, *are_many)}" if self.too_many else ""
             raise ValueError(
                 f"{file.folder} has no instance that fits into --seq-len {seq_len}{many}"
@@ -87,12 +86,12 @@ class PackedRows(ABC):
 
     @property
     def padding(self) -> float:
-        """The share of an epoch's positions that are filled up."""
+        """The share of an epoch's positions that are padding."""
         return 1 - self._tokens / (len(self) * self.seq_len)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must not change for a sample number to mean the same sample."""
+        """The facts that must not change for a sample number to mean the same sample."""
         numbers = {
             "tokens": len(self.file.tokens),
             "digest": self.file.digest,
@@ -105,36 +104,38 @@ class PackedRows(ABC):
         return int(permutation(self.seed, epoch, len(self))[place])
 
     def of_sample(self, sample: int) -> Row:
-        """The n-th of a run."""
+        """Return the row that is sample number `sample` of a run."""
         return self._row(
             self.order(sample), np.random.default_rng((self.seed, _TRAINING, sample)), training=True
         )
 
     def read(self, index: int) -> Row:
-        """Row `index`, always alike."""
+        """Return row `index`, which is the same every time."""
         return self._row(
             index, np.random.default_rng((self.seed, _EVALUATION, index)), training=False
         )
 
     @abstractmethod
     def _items(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, and slices of the mask, of what is packed, both (N,): instances that fit, or
-        their parts.
+        """Return the tokens and the mask slices of each item, both (N,). Items are instances that
+        fit, or parts of instances.
         """
 
     @abstractmethod
     def _row(self, index: int, chance: np.random.Generator, training: bool) -> Row:
-        """The row; `training`: with answers in any order."""
+        """Return the row. For `training`, its answers are in random order."""
 
 
 class BeeRows(PackedRows):
-    """Raises ValueError also for a model that cannot tell how segments are related."""
+    """Rows of a Bee. Also raises ValueError for a model that cannot represent how segments are
+    related.
+    """
 
     config: BeeConfig
 
     def _items(self) -> tuple[np.ndarray, np.ndarray]:
         cap(self.config)
-        # a key parts each text from others
+        # a key separates each text from others
         lengths, slices = self.file.all.lengths, slices_of(self.file.all.kinds)
         fits, few = lengths <= self.seq_len, slices <= MOST_SLICES
         [self._fitting] = np.nonzero(fits & few)
@@ -150,7 +151,7 @@ class BeeRows(PackedRows):
 
 
 def bee_row(config: BeeConfig, instances: Sequence[Instance], seq_len: int, eos_id: int) -> Row:
-    """Instances one after the other, each a span, then padding of 0."""
+    """Return a row of instances, one after the other, each a span, then padding of 0."""
     parts = [_bee_fields(instance, eos_id) for instance in instances]
     blocks, filled = [], 0
     for part in parts:
@@ -179,8 +180,8 @@ def bee_row(config: BeeConfig, instances: Sequence[Instance], seq_len: int, eos_
 
 
 def _bee_fields(instance: Instance, eos_id: int) -> dict[str, Any]:
-    """Of each token of an instance what does not depend on the row, and the parents in each of its
-    "trees".
+    """Return the fields of an instance's tokens that do not depend on the row, and the parents in
+    each of its "trees".
     """
     counts, sample = instance.segments[:, COLUMNS.tokens], instance.segments[:, COLUMNS.sample]
     sizes = np.bincount(sample)
@@ -206,9 +207,10 @@ def _bee_fields(instance: Instance, eos_id: int) -> dict[str, Any]:
 
 
 def cap(config: BeeConfig) -> int:
-    """How many steps to a common ancestor are told apart: 0, 1, ... and that many less one or more.
+    """Return how many numbers of steps to a common ancestor are distinguished. The last one stands
+    for all larger ones.
 
-    Raises ValueError if it is 1: segments of one tree would count as those of two samples.
+    Raises ValueError if it is 1: segments of one tree would count like those of two samples.
     """
     buckets = config.position_bias_num_segment_buckets
     if buckets < 4:
@@ -219,11 +221,11 @@ def cap(config: BeeConfig) -> int:
 
 
 def relation(parents: np.ndarray, most: int) -> np.ndarray:
-    """How segments of a tree are related: (N, N) int32 [query, key], 0 of a segment with itself,
-    else 1 + u most + w.
+    """Return how segments of a tree are related: (N, N) int32 [query, key]. It is 0 for a segment
+    and itself, else 1 + u most + w.
 
-    u and w are the steps from the query and from the key to their lowest common ancestor, `most` -
-    1 at most.
+    u and w are the steps from the query and from the key to their lowest common ancestor, at most
+    `most` - 1.
     """
     if len(parents) > _SMALL_TREE:
         return _relation(parents, most)
@@ -249,10 +251,10 @@ def _relation(parents: np.ndarray, most: int) -> np.ndarray:
 
 
 class AntRows(PackedRows):
-    """Texts after a prompt of their task; those that are longer than a row come in parts, with a
-    prompt each.
+    """Rows of an Ant: texts, each after a prompt of its task. A text longer than a row is cut into
+    parts with a prompt each.
 
-    A last part of one token, which alone would predict nothing, begins with the token before, too.
+    A last part of one token would predict nothing, so it begins with the token before.
     """
 
     config: AntConfig
@@ -288,7 +290,7 @@ class AntRows(PackedRows):
 
 
 def hidden_runs(tokens: ArrayLike, task: ArrayLike) -> np.ndarray:
-    """In how many runs `hide` hides some of such numbers of tokens, at most."""
+    """Return the largest number of runs that `hide` hides in each number of tokens."""
     short = np.clip(
         np.rint(_HIDDEN_SHARE * np.asarray(tokens) / _HIDDEN_LENGTH), 1, _MOST_RUNS
     ).astype(np.int64)
@@ -296,10 +298,10 @@ def hidden_runs(tokens: ArrayLike, task: ArrayLike) -> np.ndarray:
 
 
 def hide(tokens: int, task: int, chance: np.random.Generator) -> np.ndarray:
-    """Which of some tokens, two or more, are hidden, (tokens,) bool: never the first.
+    """Return which of two or more tokens are hidden, (tokens,) bool. The first one never is.
 
-    By the task a tail of random length, or a share of all in short runs, one in each of as many
-    equal parts.
+    The task decides: either a tail of random length is hidden, or a share of all tokens in short
+    runs, one run in each of several equal parts.
     """
     hidden = np.zeros(tokens, dtype=bool)
     if task == TASKS["lm"]:
@@ -320,10 +322,11 @@ def ant_row(
     hidden: Sequence[np.ndarray],
     seq_len: int,
 ) -> Row:
-    """Texts one after the other, each a span of a prompt and a segment, then padding.
+    """Return a row of texts, one after the other, each a span of a prompt and a segment, then
+    padding.
 
-    As CPM-Live has it: only the first columns of a row are looked up among the prompts, those of a
-    second span among the words; padding has a span of its own.
+    The conventions are CPM-Live's. Only the first columns of a row are looked up among the prompts.
+    Prompts of later spans are looked up among the words. Padding is a span too.
     """
     parts, spans = [], []
     for text, task, hides in zip(texts, tasks, hidden, strict=True):
@@ -346,22 +349,23 @@ def ant_row(
 
 
 def check_ant(config: AntConfig) -> None:
-    """Raises ValueError for a model without the tasks that there are, or whose prompts are no
-    words.
-    """
+    """Raise ValueError for a model that lacks the tasks, or whose prompts exceed its vocabulary."""
     most = max(TASKS.values())
     if min(config.prompt_types, config.segment_types) <= most:
         raise ValueError(
-            f"tasks are numbered up to {most}, the model has too few prompt_types or segment_types"
+            f"expected prompt_types and segment_types above {most}, the largest number of a task, "
+            f"got {config.prompt_types} and {config.segment_types}"
         )
     if (most + 1) * config.prompt_length > config.vocab_size:
         raise ValueError(
-            f"prompts of {config.prompt_length} tokens are also looked up as words, of which are too few"
+            f"prompts are also looked up as words: expected a vocab_size of at least "
+            f"{(most + 1) * config.prompt_length} for a prompt_length of {config.prompt_length}, "
+            f"got {config.vocab_size}"
         )
 
 
 def _padded(name: str, parts: Sequence[np.ndarray], seq_len: int) -> Tensor:
-    """(seq_len,): int32, bool, or int64 of targets."""
+    """Return the joined parts with padding, (seq_len,): int32, bool, or int64 for targets."""
     fill = IGNORE_INDEX if name == "targets" else 0
     whole = np.full(seq_len, fill, dtype=bool if name == "context" else np.int32)
     joined = np.concatenate(parts)
@@ -370,7 +374,7 @@ def _padded(name: str, parts: Sequence[np.ndarray], seq_len: int) -> Tensor:
 
 
 def _spans(parts: Sequence[Sequence], seq_len: int, padding: int = 0) -> dict[str, Tensor]:
-    """The row's length, and of each token the number of its part."""
+    """Return the row's length, and the number of the part of each token."""
     lengths = [len(part) for part in parts]
     span = np.full(seq_len, padding, dtype=np.int32)
     span[: sum(lengths)] = np.repeat(np.arange(len(parts)), lengths)

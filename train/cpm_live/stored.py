@@ -1,12 +1,12 @@
-"""Instances in a folder: written once, from start to end, and read one by one. No torch: data is
-prepared without it.
+"""Instances in a folder: written once from start to end, and read one by one. No torch, because
+data is prepared without it.
 
-tokens.bin, documents.bin, tokenizer.*, index.json   as train/data/folder.py has them; a document is
-                                                     an instance. The index says of which kind of
-                                                     models, in "instances"
+tokens.bin, documents.bin, tokenizer.*, index.json   as in train/data/folder.py; a document is an
+                                                     instance. "instances" in the index is the kind
+                                                     of model
 subs.bin                                             uint16, the sub-id of each token
 segments.bin                                         (N, 4) int32, see instances.Field
-segment_starts.bin                                   int64, where each instance's segments begin
+segment_starts.bin                                   int64, the first segment of each instance
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class InstanceWriter(TokenWriter):
         return self.documents
 
     def write(self, document: Iterable[Instance]) -> None:
-        """Appends an instance; one without tokens leaves no trace."""
+        """Append an instance. Skip one without tokens."""
         [instance] = document
         if len(instance):
             self._extend(instance.tokens, instance.subs)
             self._end(instance.segments)
 
     def copy(self, other: TokenWriter, start: int, end: int) -> None:
-        """Appends instances `start` to `end` of another writer that is closed."""
+        """Append instances `start` to `end` of another writer that is closed."""
         file = InstanceFiles(other.folder, other.tokenizer.dtype)
         for number, tokens in enumerate(file.lengths[start:end].tolist(), start):
             for at in range(0, tokens, _COPIED):
@@ -64,12 +64,12 @@ class InstanceWriter(TokenWriter):
         super().finish(instances=self.tokenizer.instances, segments=self.segments, **notes)
 
     def _extend(self, tokens: Sequence[int] | np.ndarray, subs: Sequence[int] | np.ndarray) -> None:
-        """Appends tokens of an instance and their sub-ids."""
+        """Append tokens of an instance and their sub-ids."""
         self._append(tokens)
         self._more["subs.bin"].write(np.asarray(subs, dtype=_SUBS).tobytes())
 
     def _end(self, segments: np.ndarray) -> None:
-        """Ends an instance, by the segments of its tokens."""
+        """End an instance, given the segments of its tokens."""
         self._note_documents(np.array([self.tokens - segments[:, COLUMNS.tokens].sum()]))
         self._more["segments.bin"].write(segments.astype(_SEGMENTS).tobytes())
         self._more["segment_starts.bin"].write(np.array([self.segments], dtype=_STARTS).tobytes())
@@ -77,10 +77,10 @@ class InstanceWriter(TokenWriter):
 
 
 class AntWriter(InstanceWriter):
-    """Puts `<s>` before and `</s>` after what comes in pieces."""
+    """Puts `<s>` before and `</s>` after a text that may arrive in parts."""
 
     def write(self, document: Iterable[Instance]) -> None:
-        """Appends an instance that comes in pieces; one without tokens leaves no trace.
+        """Append an instance, given in parts. Skip one without tokens.
 
         Raises ValueError for 2^31 tokens or more.
         """
@@ -96,7 +96,7 @@ class AntWriter(InstanceWriter):
         segments[0, COLUMNS.tokens] = tokens = self.tokens - start
         if tokens > np.iinfo(_SEGMENTS).max:
             raise ValueError(
-                f"a text of {tokens:,} tokens: an instance has fewer than 2^31; cut it into several"
+                f"expected fewer than 2^31 tokens in a text, got {tokens:,}: cut it into several"
             )
         self._end(segments)
 
@@ -105,7 +105,7 @@ WRITERS = {"cpm-bee": InstanceWriter, "cpm-ant": AntWriter, None: TokenWriter}
 
 
 def writer(folder: Path, tokenizer: Tokenizer) -> TokenWriter:
-    """Of what the tokenizer's data folders hold."""
+    """Return the writer for a folder of the tokenizer's documents or instances."""
     return WRITERS[tokenizer.instances](folder, tokenizer)
 
 
@@ -131,17 +131,17 @@ class InstanceFiles:
         )
         counts = [len(self._segment_starts), len(self.starts)], [len(self._subs), len(self._tokens)]
         if any(a != b for a, b in counts) or (np.diff(self._segment_starts) <= 0).any():
-            raise ValueError(f"{folder} holds files of instances that do not go together: {counts}")
+            raise ValueError(f"{folder} has files of instances that do not match: {counts}")
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each instance."""
+        """The number of tokens of each instance."""
         return np.diff(self.starts)
 
     @cached_property
     def kinds(self) -> np.ndarray:
-        """The sum of each instance's kinds of segments: how many a Bee is to predict, an Ant's
-        type.
+        """The sum of each instance's kinds of segments: a Bee's number of texts to predict, an
+        Ant's type.
         """
         width = len(COLUMNS)
         bounds = range(0, len(self._segments), _COPIED * width)
@@ -151,8 +151,8 @@ class InstanceFiles:
         return np.add.reduceat(np.concatenate(kinds), self._segment_starts[:-1], dtype=np.int64)
 
     def instance(self, number: int, part: slice = slice(None)) -> Instance:
-        """With `part` of its tokens and sub-ids. Raises ValueError if its segments are not those of
-        its tokens.
+        """Return an instance, with `part` of its tokens and sub-ids. Raises ValueError if its
+        segments do not match its tokens.
         """
         start, stop = map(int, self.starts[number : number + 2])
         first, last = map(int, self._segment_starts[number : number + 2])
@@ -165,7 +165,7 @@ class InstanceFiles:
             or (parents >= np.arange(len(segments))).any()
         ):
             raise ValueError(
-                f"{self._folder}: the segments of instance {number} are not those of its tokens"
+                f"{self._folder}: the segments of instance {number} do not match its tokens"
             )
         within, to, _ = part.indices(stop - start)
         tokens, subs = (

@@ -1,12 +1,12 @@
 """CPM-Bee's and CPM-Ant's tokenizers, over a vocabulary file.
 
 A Bee's text may name special tokens, `<name>`; a plain `<` is written `<<`. `<name_3>` is `<name>`
-with a sub-id, and so is each run of characters that the vocabulary lacks, of `<unk>`: sub-ids tell
-different ones of an instance apart.
+with a sub-id. Each run of characters that the vocabulary lacks is `<unk>` with a sub-id. Sub-ids
+distinguish different tokens of an instance that share an id.
 
-An Ant's text is cut into jieba's words first, which needs the package jieba; what the vocabulary
-lacks is left out and counted. AntGreedyTokenizer does without words, for vocabularies that were
-made so, such as those of make_vocabulary.py.
+An Ant's text is first cut into words by the package jieba. Characters that the vocabulary lacks are
+left out and counted. AntGreedyTokenizer does without words, for vocabularies that were made that
+way, such as those of make_vocabulary.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from train.cpm_live.vocabulary import BadRecord, Vocabulary, bee_parts, escaped
 from train.data.tokenizer_base import Tokenizer
 
-Piece = tuple[int, str | None]  # an id, and of a token that is told apart by a sub-id its text
+Piece = tuple[int, str | None]  # an id, and the text of a token that gets a sub-id
 
 
 class LiveTokenizer(Tokenizer):
-    """What both have. Raises ValueError for a file that lacks the special tokens `<pad>`, `<unk>`,
-    `<s>` or `</s>`.
+    """The common part of both tokenizers. Raises ValueError for a file without the special tokens
+    `<pad>`, `<unk>`, `<s>` or `</s>`.
     """
 
     def __init__(self, file: Path):
@@ -46,7 +46,7 @@ class LiveTokenizer(Tokenizer):
 
 
 class SubIds:
-    """Sub-ids of an instance: of each base token 0, 1, 2, ... for its different texts in order of
+    """The sub-ids of an instance. The different texts of a base token get 0, 1, 2, ... in order of
     appearance.
     """
 
@@ -60,14 +60,14 @@ class SubIds:
         return numbers.setdefault(text, len(numbers))
 
     def text(self, token: int, sub: int) -> str | None:
-        """What has this sub-id of a token; None if nothing has."""
+        """Return the text that has this sub-id of a token, or None."""
         return next(
             (text for text, number in self._numbers.get(token, {}).items() if number == sub), None
         )
 
 
 class BeeTokenizer(LiveTokenizer):
-    """A Bee's. Raises ValueError also for a file that lacks `<root>` or `<ans>`."""
+    """A Bee's tokenizer. Also raises ValueError for a file without `<root>` or `<ans>`."""
 
     instances = "cpm-bee"
 
@@ -76,21 +76,25 @@ class BeeTokenizer(LiveTokenizer):
         self.root_id, self.ans_id = self.vocabulary.id("<root>"), self.vocabulary.id("<ans>")
 
     def pieces(self, text: str) -> list[Piece]:
-        """Raises BadRecord for special tokens that the vocabulary lacks, and as bee_parts."""
+        """Return the tokens of a text. Raises BadRecord for unknown special tokens, and as
+        bee_parts.
+        """
         found: list[Piece] = []
         for part, special in bee_parts(text):
             found += [self._special(part)] if special else self._plain(part)
         return found
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids without sub-ids."""
+        """Return ids without sub-ids."""
         return np.array([token for token, _ in self.pieces(text)], dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.text((int(i), 0) for i in ids)
 
     def text(self, tokens: Iterable[tuple[int, int]], sub_ids: SubIds | None = None) -> str:
-        """Of tokens and sub-ids, as it is written in data; by `sub_ids` those that it has numbered."""
+        """Return the text of tokens and sub-ids, as data has it. `sub_ids` has the texts of
+        numbered tokens.
+        """
         sub_ids = sub_ids or SubIds()
         return "".join(self._written(token, sub, sub_ids.text(token, sub)) for token, sub in tokens)
 
@@ -108,7 +112,7 @@ class BeeTokenizer(LiveTokenizer):
         base = f"<{name[1:-1].partition('_')[0]}>"
         if "_" not in name or base not in self.vocabulary:
             raise BadRecord(
-                f"{name} is no special token of {self.vocabulary.file}; a plain < is written <<"
+                f"{name} is not a special token of {self.vocabulary.file}; a plain < is written <<"
             )
         return self.vocabulary.id(base), name
 
@@ -118,7 +122,7 @@ class BeeTokenizer(LiveTokenizer):
 
 
 class AntTokenizer(LiveTokenizer):
-    """An Ant's. Raises ValueError also where jieba is missing."""
+    """An Ant's tokenizer. Also raises ValueError if jieba is missing."""
 
     instances = "cpm-ant"
 
@@ -141,15 +145,15 @@ class AntTokenizer(LiveTokenizer):
             import jieba
         except ImportError as error:
             raise ValueError(
-                "the tokenizer of CPM-Ant needs the package jieba (pip install jieba); a vocabulary that was made "
-                "without it is cpm-ant-greedy:FILE"
+                "the tokenizer of CPM-Ant needs the package jieba (pip install jieba); for a "
+                "vocabulary that was made without it, give cpm-ant-greedy:FILE"
             ) from error
         jieba.setLogLevel("WARNING")
         return jieba.cut
 
 
 class AntGreedyTokenizer(AntTokenizer):
-    """Longest matches in the whole text."""
+    """Finds the longest matches in the whole text."""
 
     def _cutter(self):
         return lambda text: [text]

@@ -1,8 +1,8 @@
 """Vocabularies of CPM-Live's models, and text as pieces of them.
 
-A file is UTF-8, a piece a line, its id the number of the line from 0; `</n>` stands for a newline,
-`</_>` for a space. Pieces like `<name>` are special: no text becomes them, a Bee's only where it
-names them so.
+A file is UTF-8 with one piece a line. A piece's id is its line number, from 0. `</n>` stands for a
+newline, `</_>` for a space. Pieces like `<name>` are special: a text never becomes them, except
+where a Bee's text names them this way.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST = 32  # characters that a piece of text has at most
-WRITTEN = {"\n": "</n>", " ": "</_>"}  # what stands in the file for them
+LONGEST = 32  # most characters of a piece of text
+WRITTEN = {"\n": "</n>", " ": "</_>"}  # their spelling in the file
 
 _BEE = re.compile(r"<<|<([^<>]*)>|<|[^<]+")
 
 
 class BadRecord(ValueError):
-    """What stands in data cannot be used; says why."""
+    """A record that cannot be used. The message has the reason."""
 
 
 class Vocabulary:
-    """A vocabulary file. Raises ValueError if it is not UTF-8, or has empty lines or the same line
+    """A vocabulary file. Raises ValueError if it is not UTF-8, has an empty line, or has a line
     twice.
     """
 
@@ -33,7 +33,8 @@ class Vocabulary:
         for i, piece in enumerate(self.pieces):
             if not piece or self._ids[piece] != i:
                 raise ValueError(
-                    f"{file}: line {i + 1} is {piece!r}, expected a piece of text that no other line has"
+                    f"{file}: expected a piece of text that no other line has, got {piece!r} in "
+                    f"line {i + 1}"
                 )
         read = {written: character for character, written in WRITTEN.items()}
         self._text = {
@@ -51,7 +52,7 @@ class Vocabulary:
         return piece in self._ids
 
     def id(self, special: str) -> int:
-        """Raises ValueError if it is not there."""
+        """Return the id of a special piece. Raises ValueError if it is missing."""
         if special not in self._ids:
             raise ValueError(f"{self.file} has no line {special}")
         return self._ids[special]
@@ -60,12 +61,12 @@ class Vocabulary:
         return self._text.get(self._spelled[i]) == i
 
     def spelled(self, i: int) -> str:
-        """The text of a piece; special ones as the file spells them."""
+        """Return the text of a piece. Special pieces are spelled as in the file."""
         return self._spelled[i]
 
     def matched(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """The longest piece from the left on, and its id, again and again; what is unknown
-        together, with None.
+        """Yield the longest piece from the left with its id, again and again. Yield runs of unknown
+        characters with None.
         """
         at = unknown = 0
         while at < len(text):
@@ -89,8 +90,8 @@ def is_special(piece: str) -> bool:
 
 
 def bee_parts(text: str) -> Iterator[tuple[str, bool]]:
-    """A Bee's text in parts, each with whether it is a special token: plain text, `<<` read as `<`,
-    or `<name>`.
+    """Yield the parts of a Bee's text: plain text, with `<<` read as `<`, or `<name>`. Each has a
+    flag that says whether it is a special token.
 
     Raises BadRecord for a `<` that is neither doubled nor begins a special token.
     """
@@ -101,13 +102,14 @@ def bee_parts(text: str) -> Iterator[tuple[str, bool]]:
             if part == "<":
                 shown = text[match.start() : match.start() + 20]
                 raise BadRecord(
-                    f"{shown!r} begins with < but is no special token <name>; a plain < is written <<"
+                    f"{shown!r} begins with < but is not a special token <name>; a plain < is "
+                    "written <<"
                 )
             plain += "<" if part == "<<" else part
             continue
         if not match[1].strip():
             raise BadRecord(
-                f"{part!r} is no special token: it has no name; a plain < is written <<"
+                f"{part!r} is not a special token: it has no name; a plain < is written <<"
             )
         if plain:
             yield plain, False
@@ -118,7 +120,7 @@ def bee_parts(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def escaped(text: str) -> str:
-    """Plain text as it is written in a Bee's data."""
+    """Return plain text as a Bee's data has it."""
     return text.replace("<", "<<")
 
 

@@ -1,1 +1,1 @@
-"""From text to tokens on disk, and from these to the rows that a rank trains on."""
+"""Text, tokens on disk, and the rows that a rank trains on."""

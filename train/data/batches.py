@@ -1,4 +1,4 @@
-"""Which sequences a rank reads, what tokens see of each other in them, and its part of each."""
+"""The sequences that a rank reads, the masks of their documents, and the rank's part of each."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Settings(Protocol):
 
 
 class Work(Protocol):
-    """What a rank computes with at once, of any kind of models: B sequences, S tokens of each.
+    """One micro-batch of any kind of model: B sequences, S tokens of each.
 
     labels  (B, S) int64, IGNORE_INDEX where there is no target
-    work    of each rank that shares the sequences: visible pairs of its queries, over all layers,
-            of one head
-    counts  what is said of the sequences in a step's record
+    work    visible pairs of the queries of each rank that shares the sequences, over all layers, of
+            one head
+    counts  numbers of documents and the like, for the record of a step
     """
 
     labels: Tensor
@@ -53,16 +53,16 @@ class Work(Protocol):
     def counts(self) -> dict[str, int]: ...
 
     def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """The sum of this rank's token losses, and the number of its targets."""
+        """Return the sum of this rank's token losses, and the number of its targets."""
 
 
 class Data(Protocol):
-    """Sequences in the order of samples: `len` of them in an epoch."""
+    """Sequences in the order of samples. `len` is the number of sequences in an epoch."""
 
     def __len__(self) -> int: ...
 
     def order(self, sample: int) -> int:
-        """Which sequence is the n-th sample of a run."""
+        """Return the sequence that is sample number `sample` of the run."""
 
 
 class Dealer(ABC):
@@ -76,11 +76,10 @@ class Dealer(ABC):
         self.micro_batch_size = _micro_batch_size(config, self.dp_size)
 
     def of_step(self, data: Data, first: int, last: bool = False) -> list[Work]:
-        """The micro-batches of a step whose first sample in the run is `first`; `last`: there is
-        none to be read ahead.
+        """Return the micro-batches of a step, which starts at sample `first` of the run. After the
+        `last` step, nothing is read ahead.
 
-        The samples of a step are dealt to the groups in one order that does not depend on how many
-        groups there are.
+        The order in which samples are dealt does not depend on the number of groups.
         """
         size, share = self.micro_batch_size, self.config.batch_size // self.dp_size
         first += self.dp_rank * share
@@ -90,8 +89,8 @@ class Dealer(ABC):
         ]
 
     def of_evaluation(self, data: Data) -> Iterator[Work]:
-        """Micro-batches of evenly spaced sequences; equally many on every rank, since all must take
-        part.
+        """Yield micro-batches of evenly spaced sequences. Every rank gets the same number, since
+        all ranks must take part.
         """
         size = self.micro_batch_size
         count = min(self.config.eval_sequences, len(data))
@@ -104,37 +103,39 @@ class Dealer(ABC):
         return self._read(data, [data.order(sample) for sample in samples])
 
     def _mine(self, wholes: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor:
-        """This rank's part of each of some whole rows (S,): (B, S_local)."""
+        """Return this rank's part of each whole row (S,): (B, S_local)."""
         return torch.stack(
             [at.shard(x, self.sp.rank, 0) for x, at in zip(wholes, layouts, strict=True)]
         )
 
     def _work_of(self, seen: Tensor, layout: Layout) -> tuple[int, ...]:
-        """Of each rank that shares a row, what its queries see, of `seen` (S,) by all."""
+        """Return the number of visible pairs for each rank that shares a row. `seen` (S,) has it
+        for each query.
+        """
         return tuple(int(layout.shard(seen, rank, 0).sum()) for rank in range(self.sp.size))
 
     @abstractmethod
     def _read(self, data: Data, indices: Sequence[int | None]) -> Work:
-        """A micro-batch of these sequences; None stands for one without targets."""
+        """Return a micro-batch of these sequences. None stands for a sequence without targets."""
 
     @abstractmethod
     def describe(self, data: Data) -> str:
-        """What tokens see of each other, said in a few words."""
+        """Describe in a few words which tokens attend to each other."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank computes with at once, on its device: B sequences, S tokens of each.
+    """One micro-batch of text on this rank's device: B sequences, S tokens of each.
 
     tokens     (B, S) int64
     labels     (B, S) int64, IGNORE_INDEX where there is no target
-    positions  for rotary embedding: (S,) int64, or, counted anew in each document, (B, S)
-    masks      what tokens see: None for all before them, or a mask for all rows or for each
-    layouts    how rows lie on the ranks: None as sp says, or a layout for all rows or for each
-    documents  how many there are in all B sequences, those cut at an end included; 0 if they are
-               not told apart
-    work       of each rank that shares the sequences: visible pairs of its queries, over all
-               layers, of one head
+    positions  for the rotary embedding: (S,) int64, or (B, S) if positions restart in each document
+    masks      a mask for all rows or for each; None if each token attends to all before it
+    layouts    a layout for all rows or for each; None for the layout of `sp`
+    documents  number of documents in all B sequences, including those cut at an end; 0 if documents
+               are not kept apart
+    work       visible pairs of the queries of each rank that shares the sequences, over all layers,
+               of one head
     """
 
     tokens: Tensor
@@ -155,7 +156,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _RowPlan:
-    """What tokens of a sequence see, how it lies on the ranks, and the work of each of them."""
+    """The mask of a sequence, its layout, and the work of each rank."""
 
     mask: Mask
     layout: Layout
@@ -166,9 +167,9 @@ class Batches(Dealer):
     """Micro-batches of this rank: whole sequences of its data parallel group, cut over its sequence
     parallel ranks.
 
-    The layout is the configured one; by default zigzag, where documents are told apart or layers
-    have windows that which balances the work, of full layers if there are any. Raises ValueError
-    for sizes that do not fit the ranks.
+    By default the layout is zigzag. If documents are kept apart or layers have windows, it balances
+    the work, in full layers if there are any. Raises ValueError for sizes that do not fit the
+    ranks.
     """
 
     def __init__(
@@ -183,9 +184,9 @@ class Batches(Dealer):
     def describe(self, data: Sequences) -> str:
         model = self._model
         seen = (
-            f"documents told apart by {data.file.documents.how}"
+            f"documents kept apart by {data.file.known_documents().how}"
             if data.documents
-            else "documents not told apart"
+            else "documents not kept apart"
         )
         seen += f", each after begin token {data.bos}" if data.bos is not None else ""
         if model.window is None:
@@ -198,7 +199,9 @@ class Batches(Dealer):
         return self._of_documents(rows) if data.documents else self._of_whole(rows)
 
     def _of_whole(self, rows: Sequence[Row]) -> MicroBatch:
-        """Each row is one text: all have the same mask and layout."""
+        """Return a micro-batch whose rows are one text each, so that they share a mask and a
+        layout.
+        """
         plan, windowed = self._whole, any(self._windows)
         return MicroBatch(
             *self._parts(rows, [plan] * len(rows)),
@@ -227,7 +230,7 @@ class Batches(Dealer):
         )
 
     def _parts(self, rows: Sequence[Row], plans: Sequence[_RowPlan]) -> tuple[Tensor, Tensor]:
-        """This rank's tokens and labels of each row."""
+        """Return this rank's tokens and labels of each row."""
         layouts = [plan.layout for plan in plans]
         tokens, labels = (
             self._mine(x, layouts) for x in ([r.tokens for r in rows], [r.labels for r in rows])
@@ -240,27 +243,29 @@ class Batches(Dealer):
         }
         layout = self.sp.layout_of(mask.seq_len)
         if balanced and self.sp.size > 1:
-            # full ones before others
+            # full layers first
             layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)
         work = sum(count * keys_seen(in_layers[window]) for window, count in self._windows.items())
         return _RowPlan(mask, layout, self._work_of(work, layout))
 
 
 def _micro_batch_size(config: Settings, dp_size: int) -> int:
-    """As configured, or the largest default that divides a data parallel group's share of the
-    batch.
+    """Return the configured size, or the largest default that divides a data parallel group's share
+    of the batch.
     """
     share, rest = divmod(config.batch_size, dp_size)
     size = config.micro_batch_size
     if rest:
         fitting = [n for n in (config.batch_size - rest, config.batch_size - rest + dp_size) if n]
         raise ValueError(
-            f"--batch-size {config.batch_size} does not divide by {counted(dp_size, 'data parallel group')}: "
+            f"--batch-size {config.batch_size} does not divide by "
+            f"{counted(dp_size, 'data parallel group')}: "
             f"give --batch-size {' or '.join(map(str, fitting))}"
         )
     if size and share % size:
         raise ValueError(
-            f"--batch-size {config.batch_size} is not a multiple of --micro-batch-size {size} times "
-            f"{counted(dp_size, 'data parallel group')}: leave --micro-batch-size out, or give one that divides {share}"
+            f"--batch-size {config.batch_size} is not a multiple of --micro-batch-size {size} "
+            f"times {counted(dp_size, 'data parallel group')}: leave out --micro-batch-size, or "
+            f"give one that divides {share}"
         )
     return size or max(n for n in range(1, _LARGEST_DEFAULT + 1) if share % n == 0)

@@ -17,14 +17,13 @@ _SCANNED = 1 << 20  # tokens at once
 
 
 class BegunText(Documents):
-    """Tokens and documents of a folder, with token `bos` in front of each document that does not
-    start with it.
+    """Tokens and documents with token `bos` in front of each document that does not start with it.
 
-    Places count the added tokens. A slice has the dtype of the folder's tokens.
+    Places count the added tokens. A slice has the dtype of `tokens`.
 
-    Making one reads all of documents.bin. It reads all tokens too, unless the index says that
-    either no document starts with `bos` or each does. Raises ValueError if documents do not start
-    at rising places.
+    The constructor reads all of documents.bin. It also reads all tokens, unless `begun`, the number
+    of documents that start with `bos`, is known to be none or all. Raises ValueError if documents
+    do not start at rising places.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Where documents start in a folder of tokens: as documents.bin says, or after each eos."""
+"""The places where documents start in a folder of tokens: as in documents.bin, or after each
+eos.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,23 @@ _CHECKED = 1 << 20  # documents at once
 
 
 class Documents(ABC):
-    """The documents of `tokens` tokens, which follow one another without gaps."""
+    """The documents of `tokens` tokens, which follow one another without gaps.
 
-    how: str  # they are known
+    how  the source of the places, for messages
+    """
+
+    how: str
 
     @abstractmethod
     def between(self, start: int, stop: int) -> np.ndarray:
-        """Those of the tokens start to stop - 1 that are the first of a document: rising, int64."""
+        """Return the starts of documents among tokens start to stop - 1: rising, int64."""
 
 
 class StoredDocuments(Documents):
-    """By documents.bin. Raises ValueError if that does not lead from 0 to below `tokens`, or does
-    not rise where it is read.
+    """Documents by documents.bin. Raises ValueError if its places do not begin at 0, do not rise
+    where they are read, or exceed `tokens`.
 
-    starts  where each document starts, as the file has it
+    starts  the places, as the file has them
     """
 
     how = "documents.bin"
@@ -41,7 +46,7 @@ class StoredDocuments(Documents):
         self._check(self.starts[len(self.starts) - 1 :], 0, tokens)
 
     def check(self) -> None:
-        """Read all of it. Raises ValueError as above."""
+        """Read and check the whole file. Raises ValueError as above."""
         for place in range(0, len(self.starts), _CHECKED):
             self._check(self.starts[max(place - 1, 0) : place + _CHECKED], 0, self._tokens)
 
@@ -50,7 +55,7 @@ class StoredDocuments(Documents):
         return self._check(self.starts[first:last], start, stop)
 
     def _index(self, token: int) -> int:
-        """How many documents start before a token."""
+        """Return the number of documents that start before a token."""
         return bisect.bisect_left(
             range(len(self.starts)), token, key=lambda i: int(self.starts[i : i + 1][0])
         )
@@ -66,7 +71,7 @@ class StoredDocuments(Documents):
 
 
 class DocumentsByEos(Documents):
-    """In folders without documents.bin: one starts after each eos."""
+    """Documents of a folder without documents.bin. One starts after each eos."""
 
     how = "eos"
 

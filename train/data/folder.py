@@ -1,20 +1,20 @@
 """Tokens on disk, and the order in which training reads them.
 
-A folder of tokens (written by prepare_data.py):
+prepare_data.py writes a folder of tokens:
 
-    tokens.bin      all documents one after the other, each ended by eos; uint16 or uint32
-    documents.bin   where each document starts: int64, rising from 0; older folders may lack it
+    tokens.bin      all documents, one after the other, each ended by eos; uint16 or uint32
+    documents.bin   the place where each document starts: int64, rising from 0; older folders may
+                    lack it
     tokenizer.*     the tokenizer, with its identity (train/run/same_tokenizer.py)
-    index.json      counts, dtype, where the text came from, the sha256 of every other file; written
-                    last
+    index.json      counts, dtype, sources, and the sha256 of every other file; written last
 
-Files are compared with the index when they are opened: all bytes of files up to 256 MiB, else the
-size and samples of the tokens (`sha256sum` compares the rest). The folder may be a link, its files
-may not lead out.
+Opening a folder compares its files with the index: all bytes of files up to 256 MiB, and size and
+samples of larger ones (`sha256sum` compares the rest). The folder may be a link, but its files must
+not lead out of it.
 
-Training reads sequences of one length from them, in which documents are told apart (--documents
-mask) or not (ignore). Told apart, a sequence is cut where documents start; one that starts within a
-document starts with the rest of it. They may get a begin token each (--bos, see begin.py).
+Training reads sequences of one length. Documents are kept apart (--documents mask) or not (ignore).
+If they are, the mask of a sequence is cut where documents start, and a sequence that starts inside
+a document starts with the rest of it. Each document may get a begin token (--bos, see begin.py).
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ _CHEAP = 1 << 28  # bytes of a file that are hashed whenever it is opened
 
 
 class TokenFile:
-    """A folder of tokens. Raises ValueError if it is not whole, not what its index says, or leads
-    out of itself.
+    """A folder of tokens. Raises ValueError if it is incomplete, does not match its index, or has
+    files outside of itself.
 
-    instances  the kind of models whose instances it holds, None if it holds documents; it must be
-               one of these
+    instances  the kind of model for which the folder must hold instances; None for documents
     """
 
     instances: str | None = None
@@ -60,7 +59,8 @@ class TokenFile:
                 f"instances of {x}" if x else "plain text" for x in (found, self.instances)
             )
             raise ValueError(
-                f"{self.folder} holds {held}, this model reads {wanted}: see prepare_data.py --tokenizer"
+                f"{self.folder} holds {held}, but this model reads {wanted}: "
+                "see prepare_data.py --tokenizer"
             )
         dtype = np.dtype(self.index["dtype"])
         self._check_size("tokens.bin", self.index["tokens"] * dtype.itemsize)
@@ -74,14 +74,15 @@ class TokenFile:
             self.verify(_CHEAP)
         elif ranks.rank() == 0:
             print(
-                f"{self.folder}: an older index.json without sha256, file contents are not checked",
+                f"{self.folder} has an older index.json without sha256, so file contents are not "
+                "checked",
                 file=sys.stderr,
             )
         self.documents = self._open_documents(documents)
 
     def _open_documents(self, file: Path) -> Documents | None:
-        """Where documents start; None if that is not known. All of documents.bin is checked if it
-        is not large.
+        """Return where documents start, or None if that is not known. Check all of documents.bin
+        unless it is large.
         """
         if file.exists():
             stored = StoredDocuments(file, len(self.tokens))
@@ -93,7 +94,7 @@ class TokenFile:
 
     @property
     def bos_id(self) -> int | None:
-        """The tokenizer's begin token, which documents get by default; None in older folders."""
+        """The tokenizer's begin token, which documents get by default. None in older folders."""
         return self.index.get("bos_id")
 
     def with_begin_token(self, bos: int) -> BegunText:
@@ -114,16 +115,16 @@ class TokenFile:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of some of the tokens, from all over the file: tells other text of the same
-        length.
+        """The sha256 of samples of the tokens, by which another text of the same length is
+        noticed.
         """
         return sample_digest(self.tokens)
 
     def verify(self, up_to: float = float("inf")) -> None:
-        """Compares all bytes of the files of `up_to` bytes with the index, and samples of the
-        tokens in any case.
+        """Compare all bytes of files up to `up_to` bytes with the index, and samples of the tokens
+        in any case.
 
-        Raises ValueError, with the file's name, if they differ.
+        Raises ValueError with the file's name if they differ.
         """
         for name, expected in self.index["sha256"].items():
             file = inside(self.folder, name)
@@ -138,14 +139,15 @@ class TokenFile:
                     )
         if self.index.get("digest") != self.digest:
             raise ValueError(
-                f"{self.folder / 'tokens.bin'} was changed: it has other tokens than index.json says"
+                f"{self.folder / 'tokens.bin'} was changed: its tokens differ from those that "
+                "index.json was written for"
             )
 
     def _read_index(self) -> dict:
         file = inside(self.folder, "index.json")
         if not file.is_file():
             raise ValueError(
-                f"{self.folder} has no index.json: not a folder that prepare_data.py finished"
+                f"{self.folder} has no index.json: it is not a folder that prepare_data.py finished"
             )
         try:
             index = json.loads(file.read_text())
@@ -155,14 +157,14 @@ class TokenFile:
             if not isinstance(index, dict) or not isinstance(index.get(name), kind):
                 raise ValueError(f"{file} has no {name}, {kind.__name__}")
         if index["dtype"] not in ("uint16", "uint32"):
-            raise ValueError(f"{file} names dtype {index['dtype']!r}, not uint16 or uint32")
+            raise ValueError(f"{file}: expected dtype uint16 or uint32, got {index['dtype']!r}")
         if not isinstance(index.get("sha256", {}), dict):
-            raise ValueError(f"{file} names no files in sha256, but {index['sha256']!r}")
+            raise ValueError(f"{file}: expected files in sha256, got {index['sha256']!r}")
         if (bos := index.get("bos_id")) is not None and not (
             type(bos) is int and 0 <= bos < index["vocab_size"]
         ):
             raise ValueError(
-                f"{file} names bos_id {bos!r}, expected one of {index['vocab_size']} tokens"
+                f"{file}: expected a bos_id among {index['vocab_size']} tokens, got {bos!r}"
             )
         return index
 
@@ -172,7 +174,8 @@ class TokenFile:
             raise ValueError(f"{self.folder} has no {name}")
         if file.stat().st_size != expected:
             raise ValueError(
-                f"{file} has {counted(file.stat().st_size, 'byte')}, its index says {expected:,}"
+                f"{file} has {counted(file.stat().st_size, 'byte')}, but its index says "
+                f"{expected:,}"
             )
 
 
@@ -182,8 +185,8 @@ class Row:
 
     tokens     (seq_len,) int64
     labels     (seq_len,) int64, the next tokens; IGNORE_INDEX where there is no target
-    documents  (0, ..., seq_len): where each document starts, and the end, as Mask.documents takes
-               it; None if they are not told apart
+    documents  (0, ..., seq_len): the start of each document, and the end, as Mask.documents takes
+               them; None if documents are not kept apart
     """
 
     tokens: Tensor
@@ -193,20 +196,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The tokens as sequences of `seq_len` inputs and their next tokens, each token a target once
-    an epoch.
+    """Tokens as sequences of `seq_len` inputs and their next tokens. Each token is a target once an
+    epoch.
 
-    Sequence i covers tokens i * seq_len onwards; the last may be short and is filled up with
-    positions that have no target. `order` says which sequence is the n-th sample of the run: a new
+    Sequence i starts at token i * seq_len. The last sequence may be short: it is padded with
+    positions that have no target. `order` maps samples of the run to sequences, with a new
     permutation every epoch.
 
-    With `documents` they are told apart: what fills up the last sequence is a document of its own,
-    and the last token of a document has no target, since the next token begins another one. With
-    `bos`, this token stands in front of each document that does not start with it, and counts as
-    one of the tokens.
+    With `documents`, documents are kept apart. The last token of a document has no target, since
+    the next token begins another document. The padding of the last sequence is a document itself.
+    With `bos`, this token stands in front of each document that does not start with it, and counts
+    as a token.
 
-    Raises ValueError for fewer than two tokens, with `documents` if it is not known where they
-    start, and for `bos` without `documents` or outside of the vocabulary.
+    Raises ValueError for fewer than two tokens; with `documents`, if it is not known where they
+    start; and for `bos` without `documents` or outside of the vocabulary.
     """
 
     file: TokenFile
@@ -222,7 +225,8 @@ class Sequences:
             )
         if self.bos is not None and self.bos >= (known := self.file.index["vocab_size"]):
             raise ValueError(
-                f"{self.file.folder} has {known} kinds of tokens, expected begin token {self.bos} among them"
+                f"{self.file.folder}: expected a begin token below {known}, the size of the "
+                f"vocabulary, got {self.bos}"
             )
         if self.documents:
             self.file.known_documents()
@@ -231,7 +235,7 @@ class Sequences:
 
     @cached_property
     def text(self) -> StoredNumbers | BegunText:
-        """The tokens that sequences are cut from."""
+        """The tokens from which sequences are cut."""
         return self.file.tokens if self.bos is None else self.file.with_begin_token(self.bos)
 
     def __len__(self) -> int:
@@ -239,14 +243,14 @@ class Sequences:
 
     @property
     def padding(self) -> float:
-        """The share of an epoch's positions that are filled up: large where there is less text than
-        `seq_len`.
+        """The share of an epoch's positions that are padding. It is large if there is less text
+        than `seq_len`.
         """
         return 1 - (len(self.text) - 1) / (len(self) * self.seq_len)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must not change for the sample count to mean the same samples."""
+        """The facts that must not change for a sample number to mean the same sample."""
         order = {
             "seq_len": self.seq_len,
             "seed": self.seed,
@@ -264,8 +268,8 @@ class Sequences:
         return int(permutation(self.seed, epoch, len(self))[place])
 
     def read(self, index: int | None) -> Row:
-        """Sequence `index`; None stands for one without any target. Raises ValueError for unknown
-        tokens.
+        """Return sequence `index`. None stands for one without any target. Raises ValueError for
+        unknown tokens.
         """
         tokens = torch.zeros(self.seq_len, dtype=torch.int64)
         labels = torch.full((self.seq_len,), IGNORE_INDEX)
@@ -287,17 +291,21 @@ class Sequences:
         return Row(tokens, labels, tuple(bounds) if self.documents else None)
 
     def _window(self, index: int) -> Tensor:
-        """Return the tokens of sequence `index` and the next one, or those there are: int64."""
+        """Return the tokens of sequence `index` and the next one, as far as there are any:
+        int64.
+        """
         start = index * self.seq_len
         window = torch.from_numpy(self.text[start : start + self.seq_len + 1].astype(np.int64))
         if window.max() >= self.file.index["vocab_size"]:
             raise ValueError(
-                f"{self.file.folder}: token {int(window.max())} in sequence {index} of {self.seq_len} tokens, "
-                f"of a vocabulary of {self.file.index['vocab_size']}"
+                f"{self.file.folder}: expected tokens below {self.file.index['vocab_size']}, the "
+                f"size of the vocabulary, got {int(window.max())} in sequence {index} of "
+                f"{self.seq_len} tokens"
             )
         return window
 
 
 @lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
+    """Return the order of `length` sequences in an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(length)

@@ -1,9 +1,8 @@
-"""A tokenizer under the names that transformers looks for: tokenizer.json and
-tokenizer_config.json.
+"""A tokenizer in the files that transformers reads: tokenizer.json and tokenizer_config.json.
 
-Ids are those of the tokenizer that a model was trained with. A begin token is put in front of a
-text if one was then, and nothing else around it. The one difference is transformers' habit: where a
-text spells a special token it becomes that token.
+Ids are those of the tokenizer that the model was trained with. A begin token is put in front of a
+text if training did so, and nothing else is added. One difference remains: where a text spells a
+special token, transformers reads it as that token.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ def save_for_transformers(
     bos_id: int | None = None,
     add_bos: bool = False,
 ) -> None:
-    """Writes `tokenizer` into an existing folder, for transformers' AutoTokenizer and for
-    train.data.tokenizer alike.
+    """Write `tokenizer` into an existing folder, for transformers' AutoTokenizer and for
+    train.data.tokenizer.
 
-    `longest` is the number of tokens that a text should not exceed. `bos_id` is the begin token
-    that transformers knows, None for none. With `add_bos` it puts that token in front of every
-    text.
+    `longest` is the number of tokens that a text should not exceed. `bos_id` is the begin token for
+    transformers, or None. With `add_bos`, transformers puts that token in front of every text.
 
-    Raises ValueError for kinds of SentencePiece models that transformers knows nothing like.
+    Raises ValueError for SentencePiece models that transformers cannot represent.
     """
     backend = _backend(tokenizer)
     begin = None if bos_id is None else backend.id_to_token(bos_id)
@@ -82,12 +80,14 @@ def _backend(tokenizer: Tokenizer) -> Backend:
     settings = json.loads(Path(tokenizer.file).read_text())
     settings |= {"truncation": None, "padding": None}
     if Backend.from_file(str(tokenizer.file)).num_special_tokens_to_add(False):
-        settings["post_processor"] = None  # it would put tokens around a text
+        settings["post_processor"] = None  # it would add tokens around a text
     return Backend.from_str(json.dumps(settings))
 
 
 def _of_bytes(tokenizer: ByteTokenizer) -> Backend:
-    """No character is in the vocabulary, so each falls back to its bytes."""
+    """Return a tokenizer whose vocabulary has no characters, so that each falls back to its
+    bytes.
+    """
     backend = Backend(
         models.BPE(vocab={f"<0x{i:02X}>": i for i in range(256)}, merges=[], byte_fallback=True)
     )
@@ -98,21 +98,23 @@ def _of_bytes(tokenizer: ByteTokenizer) -> Backend:
 
 
 def _of_sentencepiece(file: Path) -> Backend:
-    """What SentencePiece does to a text before, in and after its model, said in tokenizers' terms."""
+    """Return a SentencePiece model with its normalization and decoding, in the terms of
+    tokenizers.
+    """
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString(Path(file).read_bytes())
     trainer, spec = proto.trainer_spec, proto.normalizer_spec
     if trainer.treat_whitespace_as_suffix or not spec.escape_whitespaces:
-        raise ValueError(f"{file} writes spaces in a way that transformers does not know")
+        raise ValueError(f"{file} writes spaces in a way that transformers does not support")
     if trainer.model_type == trainer.UNIGRAM:
         backend = Backend(_unigram(proto))
     elif trainer.model_type == trainer.BPE:
         backend = Backend(_bpe(proto))
     else:
         raise ValueError(
-            f"{file} is neither a BPE nor a unigram model, which is what transformers knows"
+            f"{file} is neither a BPE nor a unigram model, which transformers supports"
         )
     steps = (
         [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
@@ -137,8 +139,8 @@ def _of_sentencepiece(file: Path) -> Backend:
 
 
 def _unigram(proto) -> models.Unigram:
-    """Pieces that no text should become, such as those of bytes, are made unlikely: tokenizers has
-    no other way.
+    """Make pieces that no text should become, such as bytes, unlikely: tokenizers has no other
+    way.
     """
     normal = [piece.score for piece in proto.pieces if piece.type == piece.NORMAL]
     unlikely = 20 * min(normal, default=-1.0)
@@ -148,7 +150,7 @@ def _unigram(proto) -> models.Unigram:
 
 
 def _bpe(proto) -> models.BPE:
-    """Two pieces merge to one in the order of its score, the higher first."""
+    """Merge two pieces into one in the order of its score, the highest first."""
     vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
     merges = [
         (

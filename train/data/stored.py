@@ -1,5 +1,5 @@
-"""Tokens in a folder: written once, from start to end, and read in slices. data.py says what is in
-the folder.
+"""Tokens in a folder: written once from start to end, and read in slices. folder.py lists the
+files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COPIED = 1 << 20  # tokens at once
 
 
 class HashedFile:
-    """A new file, and the sha256 of what was written to it."""
+    """A new file, and the sha256 of the bytes that were written to it."""
 
     def __init__(self, path: Path):
         self._file, self._hash = open(path, "xb"), hashlib.sha256()
@@ -29,12 +29,12 @@ class HashedFile:
     def write(self, data: bytes) -> None:
         try:
             self._file.write(data)
-        except OSError as error:  # of a full disk, which does not say which
+        except OSError as error:  # a full disk, for example, whose error names no file
             raise OSError(error.errno, error.strerror, self._file.name) from error
         self._hash.update(data)
 
     def close(self) -> str:
-        """Brings the file to disk; returns its sha256."""
+        """Sync the file to disk. Return its sha256."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -42,10 +42,11 @@ class HashedFile:
 
 
 class TokenWriter:
-    """Writes one folder of tokens; the index comes last, so a folder with an index is whole.
+    """Writes one folder of tokens. The index is written last, so a folder with an index is
+    complete.
 
-    unit    what `units` and `copy` count in
-    fewest  of them that training and validation data need
+    unit    the unit of `units` and `copy`
+    fewest  the number of units that training and validation data need
     """
 
     unit, fewest = "tokens", (1, 2)
@@ -59,13 +60,11 @@ class TokenWriter:
 
     @property
     def units(self) -> int:
-        """How many there are."""
+        """The number of units so far."""
         return self.tokens
 
     def write(self, document: Iterable[np.ndarray]) -> None:
-        """Appends a document that comes as ids in pieces, and eos. A document without ids leaves no
-        trace.
-        """
+        """Append a document, given as ids in pieces, and eos. Skip a document without ids."""
         start = self.tokens
         for ids in document:
             if len(ids) and self.tokens == start:
@@ -76,7 +75,7 @@ class TokenWriter:
             self._note_documents(np.array([start]))
 
     def copy(self, other: TokenWriter, start: int, end: int) -> None:
-        """Appends tokens `start` to `end` of another writer that is closed; a document that is cut
+        """Append tokens `start` to `end` of another writer that is closed. A document that is cut
         gets an eos.
         """
         tokens = StoredNumbers(other.folder / "tokens.bin", self.tokenizer.dtype)
@@ -92,7 +91,7 @@ class TokenWriter:
             self._append([self.tokenizer.eos_id])
 
     def close(self) -> dict[str, str]:
-        """Ends the files of tokens; returns the sha256 of each. The folder is not whole until
+        """Close the files of tokens. Return the sha256 of each. The folder is incomplete until
         `finish`.
         """
         return {
@@ -101,7 +100,7 @@ class TokenWriter:
         }
 
     def finish(self, **notes: object) -> None:
-        """Ends the folder. `notes` go to the index: where the text came from and the like."""
+        """Complete the folder. The index also gets `notes`, such as the sources of the text."""
         hashes = self.close()
         self.tokenizer.save(self.folder)
         for file in sorted(self.folder.glob("tokenizer.*")):
@@ -125,8 +124,8 @@ class TokenWriter:
             os.fsync(file.fileno())
 
     def _begin_notes(self) -> dict[str, int]:
-        """Return the begin token and how many documents start with it; nothing for instances, which
-        have their own.
+        """Return the begin token and how many documents start with it. Instances have begin tokens
+        already, so return nothing for them.
         """
         return (
             {}
@@ -144,14 +143,14 @@ class TokenWriter:
 
 
 class StoredNumbers:
-    """The tokens or other numbers of a file, read when a slice is asked for.
+    """Tokens or other numbers of a file. A slice reads them.
 
-    Read rather than mapped: a map of a file that is cut short under it ends the process with
-    SIGBUS. Raises ValueError if the file is no longer the one that was opened.
+    The file is read rather than mapped, because a mapped file that is truncated ends the process
+    with SIGBUS. Raises ValueError if the file is no longer the one that was opened.
     """
 
     def __init__(self, file: Path, dtype: np.dtype):
-        """`dtype`: of tokens uint16 or uint32."""
+        """Open the file. The `dtype` of tokens is uint16 or uint32."""
         self._file, self._dtype = file, dtype
         self._descriptor = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
@@ -166,7 +165,7 @@ class StoredNumbers:
         position, end = (place * self._dtype.itemsize for place in (start, max(start, stop)))
         read = bytearray()
         try:
-            # 2 GiB at most
+            # a call reads 2 GiB at most
             while position < end and (more := os.pread(self._descriptor, end - position, position)):
                 read += more
                 position += len(more)
@@ -177,7 +176,7 @@ class StoredNumbers:
         self._check_unchanged()
         if position < end:
             raise ValueError(
-                f"{self._file} ends at byte {position}, tokens up to byte {end} were to be read"
+                f"{self._file} ends at byte {position}, expected tokens up to byte {end}"
             )
         return np.frombuffer(read, dtype=self._dtype)
 
@@ -192,13 +191,13 @@ class StoredNumbers:
         if before.st_size != now.st_size:
             had = counted(before.st_size, "byte")
             raise ValueError(
-                f"{self._file} had {had} when it was opened, now it has {now.st_size:,}"
+                f"{self._file} had {had} when it was opened, and now has {now.st_size:,}"
             )
         if before.st_mtime_ns != now.st_mtime_ns:
             raise ValueError(f"{self._file} was written to while it was read")
 
 
 def sample_digest(tokens: StoredNumbers) -> str:
-    """The sha256 of 16 stretches of the tokens, evenly spaced."""
+    """Return the sha256 of 16 evenly spaced stretches of the tokens."""
     starts = np.linspace(0, max(len(tokens) - _SAMPLED, 0), 16, dtype=np.int64)
     return hashlib.sha256(b"".join(tokens[i : i + _SAMPLED].tobytes() for i in starts)).hexdigest()

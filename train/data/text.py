@@ -1,4 +1,6 @@
-"""Finding text files, reading them in pieces, and turning the documents in a piece into tokens."""
+"""Text files: finding them, reading them in parts, and turning the documents of a part into
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,24 @@ from train.cpm_live.instances import Instance, check_unicode, reader
 from train.cpm_live.vocabulary import BadRecord
 from train.data.tokenizer import open_tokenizer
 
-_PIECE = 1 << 20  # bytes of text that are tokenized at once, to the end of the line
-_LISTED = 20  # bad lines that are listed one by one
+_PIECE = 1 << 20  # bytes of text that are tokenized at once, up to the end of a line
+_LISTED = 20  # bad lines that are listed
 _MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # which begins like that of UTF-16
+    codecs.BOM_UTF32_LE: "UTF-32",  # listed first, since it begins like the mark of UTF-16
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-# share of zeros among the bytes at even or at odd places, more than which only UTF-16 and UTF-32
-# have
+# share of zero bytes at even or at odd places that only UTF-16 and UTF-32 exceed
 _ZEROS = 0.2
 _NOT_ASCII = re.compile(rb"[\x80-\xff]+")
 
 
 @dataclass
 class BadLines:
-    """Lines that could not be used, and characters of the others that the tokenizer left out.
+    """Lines that could not be used, and characters in other lines that the tokenizer left out.
 
-    among  how many lines there were in all, empty ones aside
+    among  number of all lines that are not empty
     file   the first file with a bad line
     """
 
@@ -61,7 +62,7 @@ class BadLines:
         self.file = self.file or later.file
 
     def check(self, most: float) -> None:
-        """Raise ValueError if they are more than the share `most` of the lines."""
+        """Raise ValueError if more than the share `most` of the lines are bad."""
         if self.count and self.count / self.among > most:
             raise ValueError(self.summary(f", more than --max-bad {most:g} of them"))
 
@@ -77,7 +78,7 @@ class BadLines:
         return ". ".join(said)
 
 
-Reason = tuple[str, str]  # why something is not read: what it is, said of one and of several
+Reason = tuple[str, str]  # a file that is not read, described in the singular and the plural
 
 _EMPTY = "empty file", "empty files"
 _NAMED_BEFORE = "other name of a file that is read once", "other names of files that are read once"
@@ -90,7 +91,9 @@ _NOT_GZIP = ".gz file that is not compressed by gzip", ".gz files that are not c
 
 
 class Unread:
-    """Files that were found and are not read: how many for which reason, and the first of each."""
+    """Files that were found but not read: their number for each reason, and the first one of
+    each.
+    """
 
     def __init__(self):
         self._first: dict[Reason, Path] = {}
@@ -109,7 +112,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class TextLines:
-    """Whole lines of a file, some MiB at most unless a line is longer."""
+    """Whole lines of a file, a few MiB at most unless one line is longer."""
 
     path: Path
     first_line: int
@@ -123,10 +126,10 @@ class TextLines:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a piece: of each document its name and ids, or of each instance its name and
+    """The tokens of a part of a file: each document's name and ids, or each instance's name and
     itself.
 
-    A .txt file is one document in all of its pieces.
+    A .txt file is one document in all of its parts.
     """
 
     documents: list[tuple[str, np.ndarray | Instance]]
@@ -135,10 +138,10 @@ class Encoded:
 
 
 class Encoder:
-    """Turns pieces into tokens."""
+    """Turns parts of files into tokens."""
 
     def __init__(self, tokenizer: str, json_field: str, eos: str | None = None):
-        # threads have nothing to share in a single text
+        # a single text leaves nothing to do for more threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.tokenizer, self.json_field = open_tokenizer(tokenizer, eos), json_field
         instances = reader(self.tokenizer, json_field)
@@ -155,7 +158,7 @@ class Encoder:
         else:
             documents = [(str(piece.path), self._of_text(plain_text(piece, bad)))]
         if piece.damage:
-            reason = f"damaged, nothing is read from here on: {piece.damage}"
+            reason = f"damaged, so nothing is read from here on: {piece.damage}"
             bad.add(piece.path, piece.first_line + len(piece.lines), reason)
         bad.left_out = self.tokenizer.left_out - before
         return Encoded(documents, bad, piece.size)
@@ -187,16 +190,18 @@ class Encoder:
 def find_files(
     inputs: list[str], pattern: str | None, exclude: list[str]
 ) -> tuple[list[Path], Unread]:
-    """The files that `inputs` name, folders searched for names that end in `pattern` (default: .txt
-    and .jsonl, .gz or not, in either case), and what is there but not read.
+    """Return the files that `inputs` name, and the files that were found but are not read.
 
-    Files are sorted within a folder and come once each, however often they are named. Links to
-    files are followed, links to folders only where they are an input themselves. Raises ValueError
-    for an input that does not exist, cannot be opened, is of an unknown kind or is "", and for a
-    folder without any match.
+    Folders are searched for names that match `pattern` (default: .txt and .jsonl, .gz or not, in
+    either case). Files are sorted within a folder, and each is read once, however often it is
+    named. Links to files are followed. Links to folders are followed only if they are an input
+    themselves.
+
+    Raises ValueError for an input that does not exist, cannot be opened, is of an unknown kind or
+    is "", and for a folder without any match.
     """
     if "" in inputs:
-        raise ValueError("--input must not be empty; the current folder is .")
+        raise ValueError('--input must not be ""; the current folder is .')
     files: list[Path] = []
     unread, seen = Unread(), set()
     for path in map(Path, inputs):
@@ -207,7 +212,8 @@ def find_files(
             if not found:
                 reasons = "; ".join(unread.lines()) or "it is empty"
                 raise ValueError(
-                    f"folder {path} has no file that matches {pattern or '*.txt or *.jsonl'}: {reasons}"
+                    f"folder {path} has no file that matches "
+                    f"{pattern or '*.txt or *.jsonl'}: {reasons}"
                 )
         else:
             _check_named(path)
@@ -227,9 +233,9 @@ def find_files(
 
 
 def read_pieces(path: Path) -> Iterator[TextLines]:
-    """The text of a file, without a byte-order mark of UTF-8.
+    """Yield the text of a file, without a byte-order mark of UTF-8.
 
-    Raises ValueError if it cannot be read; damage to compression is told in the last piece.
+    Raises ValueError if the file cannot be read. The last part reports damage to the compression.
     """
     first_line, before = 1, 0
     with open(path, "rb") as raw:
@@ -246,9 +252,7 @@ def read_pieces(path: Path) -> Iterator[TextLines]:
 
 
 def _take_lines(text: io.BufferedReader, path: Path) -> tuple[list[bytes], str | None]:
-    """The next lines, as many as make a piece, and why there are no more if that is because of
-    damage.
-    """
+    """Return the lines of the next part. Also return why there are no more, if that is damage."""
     lines: list[bytes] = []
     length = 0
     try:
@@ -263,7 +267,7 @@ def _take_lines(text: io.BufferedReader, path: Path) -> tuple[list[bytes], str |
 
 
 def _decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
-    """A GzipFile reads lines in Python, BufferedReader in C."""
+    """Return the text of a file. A GzipFile reads lines in Python, a BufferedReader in C."""
     return io.BufferedReader(gzip.GzipFile(fileobj=raw)) if _compressed(path) else raw
 
 
@@ -272,17 +276,17 @@ def _compressed(path: Path) -> bool:
 
 
 def is_records(path: Path) -> bool:
-    """Whether it has a record a line."""
+    """Whether a file has one record in each line."""
     return _kind(path) == ".jsonl"
 
 
 def _kind(path: Path) -> str:
-    """The suffix in lower case, that below .gz for compressed files."""
+    """Return the suffix in lower case. For compressed files, return the suffix before .gz."""
     return Path(path.stem if _compressed(path) else path.name).suffix.lower()
 
 
 def _check_named(path: Path) -> None:
-    """Raises ValueError if a file that is an input by its own name cannot be read."""
+    """Raise ValueError if a file that is itself an input cannot be read."""
     if not path.exists():
         raise ValueError(
             f"no such input: {path}" + (", a link to nothing" if path.is_symlink() else "")
@@ -291,7 +295,8 @@ def _check_named(path: Path) -> None:
         raise ValueError(f"{path} is not a regular file")
     if _kind(path) not in (".txt", ".jsonl"):
         raise ValueError(
-            f"{path} is neither .txt nor .jsonl, .gz or not; other text is taken from a folder with --glob"
+            f"{path} is neither .txt nor .jsonl, .gz or not; to read other text, give its folder "
+            "and --glob"
         )
     if problem := _problem(path):
         raise ValueError(f"{path} is not read, like all {problem[1]}")
@@ -300,8 +305,8 @@ def _check_named(path: Path) -> None:
 def _search(
     folder: Path, pattern: str | None, exclude: list[str]
 ) -> tuple[list[Path], list[tuple[Path, Reason]]]:
-    """The files of a folder and of those in it that are to be read, sorted, and the others with the
-    reason.
+    """Return the files to read in a folder and its subfolders, sorted, and the other files with
+    their reasons.
     """
     found: list[Path] = []
     others: list[tuple[Path, Reason]] = []
@@ -334,7 +339,7 @@ def _search(
 
 
 def _problem(path: Path) -> Reason | None:
-    """What keeps a file from being read."""
+    """Return the reason that keeps a file from being read, or None."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return _NO_FILE
@@ -349,16 +354,18 @@ def _problem(path: Path) -> Reason | None:
 
 
 def parse_json(line: bytes) -> Any:
-    """A line of a .jsonl. Raises BadRecord if it is not JSON in UTF-8."""
-    text = decode_utf8(line.removeprefix(codecs.BOM_UTF8))  # within a file, where files were joined
+    """Return the value of a .jsonl line. Raises BadRecord if it is not JSON in UTF-8."""
+    text = decode_utf8(
+        line.removeprefix(codecs.BOM_UTF8)
+    )  # also inside a file that was joined from others
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise BadRecord(f"not JSON: {error}") from error
 
 
 def plain_text(piece: TextLines, bad: BadLines) -> str:
-    """The text of a piece, without lines that are bad."""
+    """Return the text of a part, without bad lines."""
     good = []
     for number, line in enumerate(piece.lines, piece.first_line):
         try:
@@ -369,7 +376,9 @@ def plain_text(piece: TextLines, bad: BadLines) -> str:
 
 
 def decode_utf8(line: bytes) -> str:
-    """A line as text. Raises BadRecord if it is not UTF-8, or has as many zero bytes as UTF-16."""
+    """Return a line as text. Raises BadRecord if it is not UTF-8, or has as many zero bytes as
+    UTF-16.
+    """
     if any(_many_zeros(line)):
         raise BadRecord(f"not UTF-8: {line.count(0)} of {len(line)} bytes are zero")
     try:
@@ -379,8 +388,8 @@ def decode_utf8(line: bytes) -> str:
 
 
 def guess_encoding(path: Path) -> str | None:
-    """Guess the encoding of a file by its first bytes: a name that iconv knows, None for UTF-8 and
-    if it is not clear.
+    """Guess the encoding of a file from its first bytes. Return a name that iconv knows, or None
+    for UTF-8 and unclear cases.
 
     Raises OSError if the file can no longer be read.
     """
@@ -400,15 +409,15 @@ def guess_encoding(path: Path) -> str | None:
 
 
 def _many_zeros(text: bytes) -> tuple[bool, bool]:
-    """Whether bytes at even and at odd places are zero as often as in UTF-16, with whose zeros
-    UTF-8 may be valid.
+    """Whether bytes at even and at odd places are zero as often as in UTF-16. Such bytes may be
+    valid UTF-8.
     """
     even, odd = text[::2], text[1::2]
     return even.count(0) > _ZEROS * len(even), odd.count(0) > _ZEROS * len(odd)
 
 
 def _has_pairs(text: bytes) -> bool:
-    """Whether most bytes above ASCII have another beside them, as in Chinese; letters with accents
+    """Whether most bytes above ASCII have another one beside them, as in Chinese. Accented letters
     stand alone.
     """
     runs = [len(run) for run in _NOT_ASCII.findall(text)]
@@ -416,7 +425,7 @@ def _has_pairs(text: bytes) -> bool:
 
 
 def _readable(start: bytes, encoding: str) -> bool:
-    """Whether bytes, which may end within a character, are text in an encoding."""
+    """Whether bytes are text in an encoding. They may end inside a character."""
     try:
         codecs.getincrementaldecoder(encoding)().decode(start)
     except UnicodeDecodeError:

@@ -1,10 +1,9 @@
-"""Tokenizers: bytes, built in; or a `tokenizers` (.json) or SentencePiece (.model) model from a
-local file; or a vocabulary of CPM-Live's models (train/cpm_live/tokenizers.py).
+"""Tokenizers: bytes, which are built in; a `tokenizers` (.json) or SentencePiece (.model) file; or
+a vocabulary of CPM-Live's models (train/cpm_live/tokenizers.py).
 
-`save` puts a tokenizer into a folder from which `load` brings it back, so that tokens, checkpoints
-and generated text always go with the tokenizer that made them. The folder also says the tokenizer's
-identity, by which train/run/same_tokenizer.py tells whether data, checkpoints and weights go
-together.
+`save` writes a tokenizer into a folder, and `load_tokenizer` reads it again. So tokens, checkpoints
+and generated text always belong to the tokenizer that made them. The folder also has the
+tokenizer's identity, by which train/run/same_tokenizer.py compares data, checkpoints and weights.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class JsonTokenizer(Tokenizer):
     `eos` names the end-of-text token, by default one of the usual ones. Raises ValueError if the
     file does not have it.
 
-    Special tokens never come out of text, not even where it spells them. Added tokens that are not
-    special do: they decode to what was there.
+    A text never becomes special tokens, not even where it spells them. It may become added tokens
+    that are not special: they decode to the same text.
     """
 
     def __init__(self, file: Path, eos: str | None = None):
@@ -65,9 +64,9 @@ class JsonTokenizer(Tokenizer):
 
         self.file, self.eos = file, eos
         self._backend = Backend.from_file(str(file))
-        self._backend.no_truncation()  # some files carry a length to cut or fill texts to
+        self._backend.no_truncation()  # some files set a length for truncation and padding
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # as text, that is
+        self._backend.encode_special_tokens = True  # as text
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
         self.eos_id = self._end_of_text(_END_OF_TEXT if eos is None else (eos,))
         special = {
@@ -89,7 +88,8 @@ class JsonTokenizer(Tokenizer):
         known = [self._backend.token_to_id(name) for name in names]
         if all(i is None for i in known):
             raise ValueError(
-                f"it has no end-of-text token {' or '.join(map(repr, names))}; name its own with --eos"
+                f"it has no end-of-text token {' or '.join(map(repr, names))}; name another one "
+                "with --eos"
             )
         return next(i for i in known if i is not None)
 
@@ -100,7 +100,7 @@ class JsonTokenizer(Tokenizer):
         return self._backend.id_to_token(token)
 
     def _begin_id(self, special: set[int]) -> int:
-        """Return a special token of a usual name, else the one that the file puts in front of
+        """Return a special token with a usual name, else the one that the file puts in front of
         texts, else `eos_id`.
         """
         for name in _BEGIN_OF_TEXT:
@@ -115,8 +115,8 @@ class JsonTokenizer(Tokenizer):
         return self.eos_id
 
     def _rules(self) -> Any:
-        """Leave out what `encode` does not use, and what other versions of the package spell
-        otherwise.
+        """Omit settings that `encode` does not use, and unify the spellings of different versions
+        of the package.
         """
         said = json.loads(self._backend.to_str())
         for name in ("version", "truncation", "padding", "post_processor"):
@@ -128,10 +128,10 @@ class JsonTokenizer(Tokenizer):
         return _without_defaults(said)
 
     def _encode_apart(self, text: str) -> np.ndarray:
-        """For models that have special tokens among their pieces of text: cuts what spells one in
-        two.
+        """Encode a text that spells a special token, by cutting the spelling in two. Such models
+        have special tokens among their pieces of text.
 
-        Raises ValueError if that is a single character.
+        Raises ValueError if the spelling is a single character.
         """
         encoding = self._backend.encode(text, add_special_tokens=False)
         found = np.flatnonzero(np.isin(encoding.ids, self._not_text))
@@ -139,14 +139,15 @@ class JsonTokenizer(Tokenizer):
             start, end = encoding.offsets[i]
             if end - start < 2:
                 raise ValueError(
-                    f"{self.file} encodes {text[start:end]!r} only as special token {encoding.tokens[i]}"
+                    f"{self.file} encodes {text[start:end]!r} only as special token "
+                    f"{encoding.tokens[i]}"
                 )
         cuts = sorted({encoding.offsets[i][0] + 1 for i in found})
         parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
         return np.concatenate([self.encode(part) for part in parts])
 
     def _unknown_id(self) -> int | None:
-        """The id of text that the vocabulary lacks, which may well be marked as special."""
+        """Return the id of unknown text, which may be marked as special."""
         model = json.loads(self.file.read_text())["model"]
         token = model.get("unk_token")
         return model.get("unk_id") if token is None else self._backend.token_to_id(token)
@@ -156,11 +157,11 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model.
 
     `eos` names the end-of-text token, by default the model's end-of-sentence token. Raises
-    ValueError if the model was trained without one, or if `eos` is no control symbol, which text
-    could become.
+    ValueError if the model was trained without one, or if `eos` is not a control symbol, since a
+    text could become it.
 
-    Control symbols never come out of text, not even where it spells them. User-defined symbols do:
-    to SentencePiece they are pieces of text.
+    A text never becomes control symbols, not even where it spells them. It may become user-defined
+    symbols, which SentencePiece treats as text.
     """
 
     def __init__(self, file: Path, eos: str | None = None):
@@ -188,7 +189,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._backend.decode([int(i) for i in ids if i != self.eos_id])
 
     def id_of(self, token: str) -> int | None:
-        found = self._backend.piece_to_id(token)  # of the unknown piece, if there is none
+        found = self._backend.piece_to_id(token)  # the unknown piece's id if there is no such token
         return found if self._backend.id_to_piece(found) == token else None
 
     def name_of(self, token: int) -> str:
@@ -210,17 +211,18 @@ _BY_PREFIX: dict[str, type[Tokenizer]] = {
 
 
 def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
-    """The tokenizer that `name` means: "bytes", a .json or .model file, or "cpm-bee:FILE",
+    """Return the tokenizer called `name`: "bytes", a .json or .model file, or "cpm-bee:FILE",
     "cpm-ant:FILE" or "cpm-ant-greedy:FILE" for a vocabulary.
 
     `eos` names the end-of-text token of a .json or .model file. Raises ValueError if the tokenizer
-    cannot be read or has another end of a text.
+    cannot be read or has a fixed end-of-text token.
     """
     prefix, _, vocabulary = name.partition(":")
     listed = vocabulary and prefix in _BY_PREFIX
     if eos is not None and (listed or name == "bytes"):
         raise ValueError(
-            f"--eos goes with a .json or .model file, got {eos!r} for {name}, which ends texts in its way"
+            f"--eos is for a .json or .model file, got {eos!r} for {name}, whose end-of-text token "
+            "is fixed"
         )
     if name == "bytes":
         return ByteTokenizer()
@@ -229,15 +231,15 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
     path = Path(name)
     if path.suffix not in _BY_SUFFIX:
         raise ValueError(
-            f"tokenizer must be 'bytes', a .json or a .model file, or {', '.join(_BY_PREFIX)} with :FILE, a "
-            f"vocabulary; got {name!r}"
+            f"tokenizer must be 'bytes', a .json or .model file, or {', '.join(_BY_PREFIX)} with "
+            f":FILE, a vocabulary; got {name!r}"
         )
     return _read(_BY_SUFFIX[path.suffix], path, eos)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that was saved into `folder`. Raises ValueError if it is not there, broken or
-    outside of it.
+    """Return the tokenizer that was saved into `folder`. Raises ValueError if it is missing, broken
+    or outside of the folder.
     """
     spec_file = inside(folder, SPEC)
     if not spec_file.is_file():
@@ -260,8 +262,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def saved_identity(folder: Path) -> str | None:
     """Return the identity of the tokenizer that was saved into `folder`.
 
-    None if there is none, or if it was saved before tokenizers had one. Raises ValueError if what
-    is there is broken.
+    Return None if there is no tokenizer, or an older one without an identity. Raises ValueError if
+    it is broken.
     """
     spec_file = folder / SPEC
     if not spec_file.is_file():
@@ -274,7 +276,8 @@ def saved_identity(folder: Path) -> str | None:
         ) from error
     if not isinstance(identity, str | None):
         raise ValueError(
-            f"{spec_file} does not name a tokenizer: expected text as its identity, got {identity!r}"
+            f"{spec_file} does not name a tokenizer: expected text as its identity, "
+            f"got {identity!r}"
         )
     return identity
 
@@ -289,8 +292,8 @@ def _read(kind: type[Tokenizer], path: Path, eos: str | None = None) -> Tokenize
 
 
 def _without_defaults(value: Any) -> Any:
-    """Return a JSON value without the fields that are null or false: versions of a package differ
-    in naming those.
+    """Return a JSON value without fields that are null or false, since versions of a package differ
+    in writing those.
     """
     if isinstance(value, dict):
         return {

@@ -19,13 +19,13 @@ SPEC = "tokenizer.spec.json"
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. `eos_id` ends a document; ids are below `vocab_size`.
+    """Text to ids and back. `eos_id` ends a document. Ids are below `vocab_size`.
 
-    bos_id      the begin token, which pretraining puts in front of a document; `eos_id` if there is
-                none
-    eos        the token that was named as the end of a text, None if the tokenizer's own is taken
-    instances  the kind of models whose instances its data folders hold, instead of documents
-    left_out   characters that `encode` has had no ids for so far
+    bos_id     the begin token, which pretraining puts in front of a document; `eos_id` if there is
+               none
+    eos        the end-of-text token that was asked for by name; None for the tokenizer's own
+    instances  the kind of models whose instances its data folders hold; None for documents
+    left_out   number of characters so far for which `encode` had no ids
     """
 
     vocab_size: int
@@ -38,15 +38,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> Sequence[int] | np.ndarray:
-        """The ids of `text`, without any special tokens."""
+        """Return the ids of `text`, without any special tokens."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """Return the text of `ids`, without special tokens."""
 
     @abstractmethod
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token by its name, None if there is no such token."""
+        """Return the id of a token by its name, or None if there is no such token."""
 
     @abstractmethod
     def name_of(self, token: int) -> str:
@@ -54,12 +54,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _rules(self) -> Any:
-        """Return the vocabulary and all that decides which ids a text becomes, as JSON has it."""
+        """Return the vocabulary and all rules that decide which ids a text becomes, as JSON
+        values.
+        """
 
     @cached_property
     def identity(self) -> str:
-        """The sha256 of vocabulary, rules and end-of-text token: equal for tokenizers that give the
-        same ids.
+        """The sha256 of vocabulary, rules and end-of-text token. It is equal for tokenizers that
+        give the same ids.
         """
         said = json.dumps([type(self).__name__, self.eos_id, self._rules()], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()
@@ -70,8 +72,8 @@ class Tokenizer(ABC):
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def save(self, folder: Path) -> None:
-        """Writes what `load_tokenizer` reads; a file is called tokenizer.json or tokenizer.model
-        there.
+        """Write the files that `load_tokenizer` reads. A tokenizer's own file becomes
+        tokenizer.json or tokenizer.model.
         """
         folder.mkdir(parents=True, exist_ok=True)
         name = f"tokenizer{self.file.suffix}" if self.file else None

@@ -1,13 +1,13 @@
-"""Engines: how a model of plain torch modules is spread over ranks and trained. One engine a file.
+"""Engines: how a model of plain torch modules is sharded over ranks and trained. One engine a file.
 
-torch     FSDP2 over torch.distributed: gloo on CPU, NCCL on GPU
-bmtrain   ZeRO-3 of BMTrain, on GPUs
-common    what both build on: masters, their start, AdamW over them
+torch     FSDP2 over torch.distributed: gloo on CPUs, NCCL on GPUs
+bmtrain   BMTrain's ZeRO-3, on GPUs
+common    the parts that both share: masters, their initial values, AdamW over them
 
-A model is written once, as torch modules with an `init_parameter` method and a module list of
-blocks, of which `layers_at` says the name in the model. An engine shards it, keeps fp32 master
-weights and AdamW state, and exposes both as flat shards, so that a checkpoint does not depend on
-the engine or on the number of ranks.
+A model consists of torch modules, with a method `init_parameter` and a list of blocks whose name in
+the model is `layers_at`. An engine shards it and keeps fp32 master weights and AdamW state. It
+exposes both as flat shards, so a checkpoint depends neither on the engine nor on the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shard:
-    """Entries start, start + 1, ... of a flattened tensor of `shape`; `flat` is a view of this
+    """Entries start, start + 1, ... of a flattened tensor of `shape`. `flat` is a view of this
     rank's memory.
     """
 
@@ -32,12 +32,12 @@ class Shard:
 
 
 class Engine(ABC):
-    """One model under training. All methods that communicate must be called by every rank.
+    """One model in training. Every rank must call the methods that communicate.
 
-    loss_scale      of fp16 training: gradients are those of the loss times this until the step, so
-                    that small ones do not vanish; it halves when they overflow and doubles after
-                    many steps without. 1 in other dtypes.
-    steps_at_scale  steps without overflow since it changed
+    loss_scale      for fp16: gradients are scaled by this until the step, so that small ones do not
+                    vanish. It halves when they overflow, and doubles after many steps without
+                    overflow. 1 for other dtypes
+    steps_at_scale  steps without overflow since the scale changed
     """
 
     loss_scale: float = 1.0
@@ -55,32 +55,31 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self, lr: float, max_norm: float) -> float:
-        """One AdamW step with gradients clipped to a global norm of `max_norm`; clears them.
+        """Do one AdamW step with gradients clipped to a global norm of `max_norm`, then clear them.
 
-        Returns the norm over all parameters of all ranks before clipping. Raises FloatingPointError
-        on every rank if that is not finite; then nothing else changed but that gradients are
-        cleared.
+        Return the norm over all parameters of all ranks before clipping. Raises FloatingPointError
+        on every rank if it is not finite. Then gradients are cleared, and nothing else changes.
         """
 
     @abstractmethod
     def clear_gradients(self) -> None:
-        """Forgets what `backward` accumulated."""
+        """Drop the gradients that `backward` accumulated."""
 
     @abstractmethod
     def state(self) -> dict[str, Shard]:
-        """This rank's shards of weights and optimizer state: "weight/NAME", "exp_avg/NAME",
+        """Return this rank's shards of weights and optimizer state: "weight/NAME", "exp_avg/NAME",
         "exp_avg_sq/NAME".
         """
 
     @property
     @abstractmethod
     def optimizer_steps(self) -> int:
-        """Steps taken, as Adam's bias correction counts them."""
+        """Steps so far, as Adam's bias correction counts them."""
 
     @abstractmethod
     def load(self, read: Callable[[str, Shard], Tensor], optimizer_steps: int) -> None:
-        """Fills every shard of `state` with what `read(key, shard)` returns for it."""
+        """Fill every shard of `state` with the tensor that `read(key, shard)` returns."""
 
     @abstractmethod
     def sum(self, values: list[float]) -> list[float]:
-        """Sums each value over all ranks, in fp64."""
+        """Sum each value over all ranks, in fp64."""

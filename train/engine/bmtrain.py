@@ -1,13 +1,13 @@
-"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, AdamW on each rank's shards, on GPU or
-offloaded.
+"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, and AdamW on each rank's pieces, on the
+GPU or in host memory.
 
-Parameters become DistributedParameters and blocks a TransformerBlockList:
+Parameters become DistributedParameters, and the blocks a TransformerBlockList. So
 `bmtrain.save(engine.model, file)` writes the model under its own names, and after
-`bmtrain.load(engine.model, file)` the engine takes over with `adopt_weights`. Blocks are not
-checkpointed by BMTrain, which would send the ring's blocks once more in the backward: what is
-computed again is the model's business.
+`bmtrain.load(engine.model, file)` the engine takes over with `adopt_weights`. BMTrain does not
+checkpoint blocks, since it would run the ring again in the backward. The model itself decides what
+to recompute.
 
-Gradients are reduced in the weights' dtype; their sum over micro-batches, masters and AdamW are
+Gradients are reduced in the weights' dtype. Their sum over micro-batches, masters and AdamW are
 fp32.
 """
 
@@ -31,7 +31,7 @@ class BMTrainEngine(MasterEngine):
     build    makes the model; called on the meta device
     dtype    of weights and activations, and of reduced gradients
     seed     of the starting weights, which do not depend on the number of ranks
-    offload  keep masters and AdamW's state in host memory and step there
+    offload  keep masters and AdamW's state in host memory, and step there
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class BMTrainEngine(MasterEngine):
         self.loss_scale = _FIRST_LOSS_SCALE if self._scales_loss else 1.0
         with torch.device("meta"):
             self.model = build()
-        empty = {"dtype": dtype, "device": self.device}  # until the masters' start is stored below
+        empty = {"dtype": dtype, "device": self.device}  # until the masters are stored below
         self._parameters = distribute(self.model, lambda _, p: torch.empty(p.shape, **empty))
-        # Each block keeps its parameters in one storage; a parameter's own data is then this rank's
+        # Each block keeps its parameters in one storage. A parameter's own data is then this rank's
         # shard of it.
         layers = self.model.get_submodule(self.model.layers_at)
         self._blocks = [bmtrain.Block(block, use_checkpoint=False) for block in layers]
@@ -76,10 +76,10 @@ class BMTrainEngine(MasterEngine):
         )
 
     def backward(self, loss: Tensor) -> None:
-        # of the micro-batch before; BMTrain would add to them in the weights' dtype
+        # gradients of the last micro-batch, to which BMTrain would add in the weights' dtype
         self._collect_gradients()
         (loss * self.loss_scale).backward()
-        # where gradients are reduced
+        # gradients are reduced on this stream
         torch.cuda.current_stream().wait_stream(self._bmtrain.config["load_stream"])
 
     def step(self, lr: float, max_norm: float) -> float:
@@ -106,12 +106,12 @@ class BMTrainEngine(MasterEngine):
         return norm
 
     def adopt_weights(self) -> None:
-        """Takes the model's weights, which were filled by others, for the masters'."""
+        """Copy the model's weights, which someone else has filled, to the masters."""
         for name, shard in self._optimizer.shards.items():
             shard.master.copy_(self._parameters[name].data)
 
     def _store_weights(self) -> None:
-        """Rounds the masters to the weights; what is gathered next waits for it."""
+        """Round the masters to the weights. The next gather waits for this."""
         for name, shard in self._optimizer.shards.items():
             weight = self._parameters[name].data
             if weight.data_ptr() != shard.master.data_ptr():
@@ -123,7 +123,7 @@ class BMTrainEngine(MasterEngine):
         self._drop_gradients()
 
     def _collect_gradients(self) -> None:
-        """Adds the last micro-batch's to the sums."""
+        """Add the gradients of the last micro-batch to the sums."""
         for name, p in self._parameters.items():
             if p.grad is not None:
                 so_far = self._grads.get(name)
@@ -131,8 +131,8 @@ class BMTrainEngine(MasterEngine):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Those that BMTrain holds; its stream may write to their memory once what reads them is
-        over.
+        """Drop the gradients that BMTrain holds. Its stream may write to their memory only after
+        they have been read.
         """
         self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
         for block in self._blocks:

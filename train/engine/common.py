@@ -1,5 +1,5 @@
-"""What engines have in common: fp32 masters of this rank's shards of a model, their start, and
-AdamW over them.
+"""The common part of the engines: fp32 masters of this rank's pieces of a model, their initial
+values, and AdamW over them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from . import Engine, Shard
 
 @dataclass(frozen=True)
 class AdamW:
-    """Settings of decoupled Adam (arXiv 1711.05101). Matrices decay, vectors (norm weights, biases)
-    do not.
+    """Settings of AdamW (arXiv 1711.05101). Matrices decay, vectors (norm weights, biases) do
+    not.
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -37,14 +37,14 @@ class WeightShard:
     shape: tuple[int, ...]
 
 
-_CHUNK = 1 << 18  # entries whose squares a CPU sums in one go
+_CHUNK = 1 << 18  # entries whose squares a CPU sums at once
 
 
 def square_sum(tensors: Iterable[Tensor]) -> float:
-    """The sum of all entries' squares, in fp64, of tensors of any dtype on one device.
+    """Return the sum of squares of all entries in fp64, for tensors of any dtype on one device.
 
-    GPUs square and sum in fp64 as they read. CPUs convert first and add entry after entry: in
-    chunks, the copies stay small and the sum exact to 1e-12.
+    GPUs square and sum in fp64 while they read. CPUs convert first and add one entry after another.
+    Chunks keep the copies small and the sum exact to 1e-12.
     """
     parts = [
         part
@@ -60,7 +60,7 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
 
 
 class ShardedAdamW:
-    """AdamW's state for `shards` by name; on the shards' device. Pieces may be empty."""
+    """AdamW's state of named `pieces`, on the device of the pieces. Pieces may be empty."""
 
     def __init__(self, shards: Mapping[str, WeightShard], settings: AdamW):
         self.shards = dict(shards)
@@ -94,11 +94,10 @@ class ShardedAdamW:
         sum_over_ranks: Callable[[list[float]], list[float]],
         loss_scale: float = 1.0,
     ) -> float:
-        """One step with this rank's shards of the gradients, which are those of the loss times
-        `loss_scale`.
+        """Do one step with this rank's pieces of the gradients, which are scaled by `loss_scale`.
 
-        Returns the global norm of the loss's gradients before they are clipped to `max_norm`;
-        raises FloatingPointError on every rank, with nothing changed, if that is not finite.
+        Return the global norm of the loss's gradients before they are clipped to `max_norm`. Raises
+        FloatingPointError on every rank if it is not finite. Then nothing changes.
         """
         grads = [grads[name] for name in self._masters]
         [square] = sum_over_ranks([square_sum(grads)])
@@ -119,7 +118,7 @@ class ShardedAdamW:
         return norm
 
     def state(self) -> dict[str, Shard]:
-        """As Engine.state."""
+        """Return the same as Engine.state."""
         state = {}
         for kind in ("weight", "exp_avg", "exp_avg_sq"):
             for name, shard in self.shards.items():
@@ -130,7 +129,7 @@ class ShardedAdamW:
         return state
 
     def load(self, read: Callable[[str, Shard], Tensor], steps: int) -> None:
-        """As Engine.load."""
+        """Do the same as Engine.load."""
         for key, shard in self.state().items():
             shard.flat.copy_(read(key, shard))
         self.steps = steps
@@ -139,12 +138,12 @@ class ShardedAdamW:
 
 
 class MasterEngine(Engine):
-    """An engine that steps fp32 masters; for engines that shard in their own ways."""
+    """An engine that steps fp32 masters. A subclass shards the model."""
 
     _optimizer: ShardedAdamW
 
     def _start_masters(self, seed: int) -> None:
-        """Fills the masters with the starting weights."""
+        """Fill the masters with the starting weights."""
         for name, shard in self._optimizer.shards.items():
             whole = _starting_weight(self.model, name, shard.shape, seed, self.device)
             shard.master.view(-1).copy_(
@@ -165,7 +164,9 @@ class MasterEngine(Engine):
 def _starting_weight(
     model: nn.Module, name: str, shape: tuple[int, ...], seed: int, device: torch.device
 ) -> Tensor:
-    """The whole parameter `name` of a model at the start of training, fp32; it depends on no rank."""
+    """Return the whole parameter `name` at the start of training, in fp32. It is the same on all
+    ranks.
+    """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     whole = torch.empty(shape, device=device)

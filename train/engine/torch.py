@@ -52,12 +52,12 @@ class TorchEngine(MasterEngine):
             fully_shard(module, mesh=mesh, mp_policy=policy)
             # gradients are sums over ranks; the loss carries the scale
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         self.model.to_empty(device=self.device)
 
     def _make_shard(self, p: DTensor) -> WeightShard:
-        """This rank's rows of a parameter, in the model's memory. FSDP2 cuts rows as torch.chunk
-        does.
+        """Return this rank's rows of a parameter, in the model's memory. FSDP2 cuts rows like
+        torch.chunk.
         """
         rows = -(-p.shape[0] // self.world_size)
         start = min(self.rank * rows, p.shape[0]) * (p.numel() // p.shape[0])

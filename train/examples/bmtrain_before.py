@@ -1,5 +1,5 @@
-"""A plain BMTrain training loop: every rank has sequences of its own. bmtrain_after.py is the same,
-sequence parallel.
+"""A plain BMTrain training loop: every rank has different sequences. bmtrain_after.py adds sequence
+parallelism.
 
 torchrun --nproc-per-node 2 train/examples/bmtrain_before.py
 """
@@ -58,7 +58,7 @@ class Model(bmt.DistributedModule):
 
 
 def sequences(step, reader):
-    """The tokens that the `reader`-th reader of data has in a step."""
+    """Return the tokens of the `reader`-th reader in a step."""
     generator = torch.Generator().manual_seed(1000 * step + reader)
     return torch.randint(0, VOCABULARY, (1, 64), generator=generator).repeat(1, LENGTH // 64).cuda()
 

@@ -1,9 +1,9 @@
-"""The training of model_center_before.py, sequence parallel: all ranks have a part of the same
+"""The training of model_center_before.py with sequence parallelism: all ranks share the same
 sequences.
 
 NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 train/examples/model_center_after.py
 
-The environment variable is NCCL's way to run several communicators at once.
+The environment variable lets NCCL run several communicators at once.
 """
 
 import bmtrain as bmt
@@ -19,7 +19,7 @@ LENGTH, STEPS = 1024, 20
 
 
 def sequences(step, reader):
-    """The tokens that the `reader`-th reader of data has in a step."""
+    """Return the tokens of the `reader`-th reader in a step."""
     generator = torch.Generator().manual_seed(1000 * step + reader)
     return torch.randint(0, VOCABULARY, (1, 64), generator=generator).repeat(1, LENGTH // 64).cuda()
 

@@ -1,5 +1,5 @@
-"""Trains a Llama of ModelCenter: every rank has sequences of its own. model_center_after.py is
-sequence parallel.
+"""Training of ModelCenter's Llama: every rank has different sequences. model_center_after.py adds
+sequence parallelism.
 
 torchrun --nproc-per-node 2 train/examples/model_center_before.py
 """
@@ -16,7 +16,7 @@ LENGTH, STEPS = 1024, 20
 
 
 def sequences(step, reader):
-    """The tokens that the `reader`-th reader of data has in a step."""
+    """Return the tokens of the `reader`-th reader in a step."""
     generator = torch.Generator().manual_seed(1000 * step + reader)
     return torch.randint(0, VOCABULARY, (1, 64), generator=generator).repeat(1, LENGTH // 64).cuda()
 

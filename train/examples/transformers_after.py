@@ -1,9 +1,9 @@
-"""The fine-tuning of transformers_before.py, sequence parallel: all ranks have a part of the same
+"""The fine-tuning of transformers_before.py with sequence parallelism: all ranks share the same
 sequences.
 
 NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 train/examples/transformers_after.py
 
-The environment variable, which GPUs need, is NCCL's way to run several communicators at once.
+GPUs need the environment variable, which lets NCCL run several communicators at once.
 """
 
 import os
@@ -20,16 +20,14 @@ VOCABULARY, LENGTH, STEPS = 256, 509, 10
 
 
 def sequences(step, reader, device):
-    """The tokens that the `reader`-th reader of data has in a step: each is 3 more than the one
-    before.
-    """
+    """Return the tokens of the `reader`-th reader in a step. Each token is 3 more than the last."""
     generator = torch.Generator().manual_seed(1000 * step + reader)
     first = torch.randint(0, VOCABULARY, (2, 1), generator=generator)
     return ((first + 3 * torch.arange(LENGTH)) % VOCABULARY).to(device)
 
 
 def small_llama():
-    """In place of LlamaForCausalLM.from_pretrained(...)."""
+    """Return a stand-in for LlamaForCausalLM.from_pretrained(...)."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}

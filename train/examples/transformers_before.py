@@ -1,5 +1,5 @@
-"""Fine-tunes a Llama of transformers: every rank has sequences of its own. transformers_after.py is
-sequence parallel.
+"""Fine-tuning of a Llama of transformers: every rank has different sequences. transformers_after.py
+adds sequence parallelism.
 
 torchrun --nproc-per-node 2 train/examples/transformers_before.py
 """
@@ -15,16 +15,14 @@ VOCABULARY, LENGTH, STEPS = 256, 509, 10
 
 
 def sequences(step, reader, device):
-    """The tokens that the `reader`-th reader of data has in a step: each is 3 more than the one
-    before.
-    """
+    """Return the tokens of the `reader`-th reader in a step. Each token is 3 more than the last."""
     generator = torch.Generator().manual_seed(1000 * step + reader)
     first = torch.randint(0, VOCABULARY, (2, 1), generator=generator)
     return ((first + 3 * torch.arange(LENGTH)) % VOCABULARY).to(device)
 
 
 def small_llama():
-    """In place of LlamaForCausalLM.from_pretrained(...)."""
+    """Return a stand-in for LlamaForCausalLM.from_pretrained(...)."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}

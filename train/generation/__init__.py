@@ -1,1 +1,1 @@
-"""Decoding with a cache."""
+"""Decoding with a key-value cache."""

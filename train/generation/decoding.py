@@ -1,13 +1,13 @@
-"""What generation keeps between tokens: keys and values, and for CPM-Live's models what the next
-token sees.
+"""Decoding with a cache of keys and values. For CPM-Live's models it also keeps the inputs of the
+bias.
 
     decoder = BeeDecoder(model, row, limit)       # or AntDecoder
-    decoder.begin(segment, start)                 # a Bee's answers are segments of their own
+    decoder.begin(segment, start)                 # each answer of a Bee is a segment
     tokens = continue_row(decoder, 100, end, choose)
 
-What is given is computed once, as in training. After that each token takes time and memory in
-proportion to those before it, for each of which its scores have one row of the bias table. On one
-rank, one row at a time.
+The given tokens are computed once, as in training. Each later token takes time and memory in
+proportion to the tokens before it, since the bias needs one row of its table for each of them. This
+works on one rank, with one row at a time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from train.base.wording import counted
 
 
 class Cache:
-    """Keys and values of all layers for up to `limit` tokens: implements bmt_burst.nn.KVCache.
+    """Keys and values of all layers for up to `limit` tokens. It implements bmt_burst.nn.KVCache.
 
-    Raises ValueError if there is no memory for so many.
+    Raises ValueError if there is not enough memory.
     """
 
     def __init__(self, config: CPMConfig | LiveConfig, limit: int, like: Tensor):
@@ -40,7 +40,7 @@ class Cache:
             self._k, self._v = like.new_empty(shape), like.new_empty(shape)
         except RuntimeError as error:
             raise ValueError(
-                f"no memory for the keys and values of {counted(limit, 'token')}"
+                f"not enough memory for the keys and values of {counted(limit, 'token')}"
             ) from error
         self._filled = [0] * config.num_layers
 
@@ -57,14 +57,14 @@ class Decoder(Protocol):
     logits: Tensor  # (V,): of what follows the last token
 
     def append(self, token: int) -> None:
-        """Adds the token with this place in `logits` to the row."""
+        """Add the token with this place in `logits` to the row."""
 
 
 def continue_row(
     decoder: Decoder, tokens: int, end: int, choose: Callable[[Tensor], int]
 ) -> list[int]:
-    """Up to `tokens` more tokens, which `choose` takes from logits (V,); fewer if that takes `end`;
-    without that.
+    """Return up to `tokens` more tokens, which `choose` takes from logits (V,). Stop before
+    `end`.
     """
     found: list[int] = []
     for _ in range(tokens):
@@ -77,14 +77,16 @@ def continue_row(
 
 
 class _Row:
-    """The tokens of a row so far, as the bias table's rows follow from them, and the cache of their
-    keys and values.
+    """The tokens of a row so far, with the inputs of their bias, and the cache of their keys and
+    values.
     """
 
     def __init__(self, model: LiveModel, scores: Scores, limit: int):
         weight = model.encoder.output_layernorm.weight
         if limit < scores.seq_len:
-            raise ValueError(f"limit={limit} is less than the {scores.seq_len} tokens of the row")
+            raise ValueError(
+                f"limit={limit} must be at least {scores.seq_len}, the number of tokens of the row"
+            )
         self.model, self.count, self.limit = model, scores.seq_len, limit
         self.cache = Cache(model.config, limit, weight)
         self._pairs, self._distances = (
@@ -96,8 +98,8 @@ class _Row:
         self._tokens[:, : self.count] = scores.tokens(torch.arange(self.count)).to(weight.device)
 
     def add(self, group: int, base: int, segment: int) -> Tensor:
-        """One more token, which sees all so far and itself: (1, T) int64, its rows of the bias
-        table.
+        """Add a token, which attends to all tokens so far and itself. Return its rows of the bias
+        table: (1, T) int64.
         """
         if self.count == self.limit:
             raise ValueError(f"the row is full: it has {counted(self.limit, 'token')}")
@@ -113,17 +115,19 @@ class _Row:
 class BeeDecoder:
     """A CPM-Bee and a row that it continues with answers.
 
-    row    the fields of one instance, without padding, by the names and meanings of bee_scores'
-           arguments, (S,), but for `length` and `span`, which follow; input and input_sub, tokens
-           and sub-ids, (S,), and the extended table, ext_table_ids and ext_table_sub, (N,). The
-           tree of the main sample says of all segments how they are related, also of those that
-           have no tokens yet. All on the CPU
-    limit  tokens that the row may have in the end, S among them
+    row    the fields of one instance on the CPU, without padding, by the names of bee_scores'
+           arguments, (S,), except `length` and `span`. Also `input` and `input_sub`, tokens and
+           sub-ids, (S,), and the extended table, `ext_table_ids` and `ext_table_sub`, (N,). The
+           tree of the main sample has the relations of all segments, including those without tokens
+           yet
+    limit  most tokens of the row, including S
 
-    A row's answers come last, one after the other, wherever their segments are in the tree: by
-    distance there are only pairs of one segment. A token of `logits` beyond the vocabulary is one
-    of the extended table. Raises ValueError for a wrong row, for one that is full, for a limit
-    beyond memory, and for an answer that was not begun.
+    Answers are at the end of the row, one after the other, wherever their segments are in the tree.
+    This is exact because distances only count between tokens of one segment. A token of `logits`
+    beyond the vocabulary belongs to the extended table.
+
+    Raises ValueError for an invalid row, for a full row, for a limit that exceeds memory, and for
+    an answer that was not begun.
     """
 
     @torch.inference_mode()
@@ -142,7 +146,7 @@ class BeeDecoder:
         scores = bee_scores(model.config, tokens, *(row[name] for name in names), span)
         main = row["sample_ids"] == 0
         if not main.any():
-            raise ValueError("the row has no token of the main sample, which answers are part of")
+            raise ValueError("expected tokens of the main sample, which has the answers, got none")
         at = int(main.int().argmax())
         self._segments, self._offset = (
             int(row["num_segments"][at]),
@@ -157,7 +161,9 @@ class BeeDecoder:
         self.logits = model(*given, *self._table, scores, cache=self._row.cache)[0, -1]
 
     def begin(self, segment: int, start: int) -> None:
-        """Begins the answer that is this segment of the main sample's tree, with the token `start`."""
+        """Begin the answer that is segment `segment` of the main sample's tree, with token
+        `start`.
+        """
         if not 0 <= segment < self._segments:
             raise ValueError(f"segment must be one of the tree's {self._segments}, got {segment}")
         self._segment = segment
@@ -166,7 +172,7 @@ class BeeDecoder:
     @torch.inference_mode()
     def append(self, token: int) -> None:
         if self._segment < 0:
-            raise ValueError("an answer must begin before it goes on")
+            raise ValueError("an answer must begin before it is continued")
         rows = self._row.add(
             self._group, self._offset + self._segment * self._segments, self._segment
         )
@@ -174,15 +180,15 @@ class BeeDecoder:
         self.logits = self.model(*new, *self._table, cache=self._row.cache, rows=rows)[0, -1]
 
     def token(self, place: int) -> tuple[int, int]:
-        """The token with this place in `logits`, and its sub-id."""
+        """Return the token with this place in `logits`, and its sub-id."""
         if place < (words := self.model.config.vocab_size):
             return place, 0
         ids, subs = self._extended
         return ids[place - words], subs[place - words]
 
     def place(self, token: int, sub: int) -> int:
-        """The place in `logits` of a token with a sub-id; of the extended table, if that is above
-        0.
+        """Return the place in `logits` of a token with a sub-id. A sub-id above 0 belongs to the
+        extended table.
         """
         if not sub:
             return token
@@ -194,12 +200,12 @@ class BeeDecoder:
 class AntDecoder:
     """A CPM-Ant and a row that it continues.
 
-    tokens    (S,): prompt_length ids of a prompt, then those of text, all of which is context
-    segments  (S,): the types of their segments; what is added is of the last one's
-    limit     tokens that the row may have in the end, S among them
+    tokens    (S,): prompt_length ids of a prompt, then ids of text, all of which are context
+    segments  (S,): the types of their segments; new tokens have the last one's type
+    limit     most tokens of the row, including S
 
-    Both on the CPU. Raises ValueError for types that are none, for a row that is full, and for a
-    limit beyond memory.
+    Both are on the CPU. Raises ValueError for unknown types, for a full row, and for a limit that
+    exceeds memory.
     """
 
     @torch.inference_mode()

@@ -1,1 +1,1 @@
-"""A training run: its configuration, its ranks, what it logs, and how it ends."""
+"""A training run: its configuration, its ranks, its log, and its end."""

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""A clock that splits the time of a step into phases."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 
 class Clock:
-    """Seconds by phase. On GPUs a phase lasts as the device sees it, by events, and nothing waits
-    until `read`.
+    """Seconds by phase. On GPUs a phase is measured by CUDA events, and nothing waits until
+    `read`.
     """
 
     def __init__(self, device: torch.device):
@@ -26,7 +26,7 @@ class Clock:
         self._marks[name].append((start, self._mark()))
 
     def read(self) -> dict[str, float]:
-        """The phases since the last call."""
+        """Return the seconds of each phase since the last call."""
         if self._cuda:
             torch.cuda.synchronize()
         seconds = {

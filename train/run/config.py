@@ -28,8 +28,8 @@ from train.run.strategy import check_strategy
 
 
 def option(default: Any, group: str, help: str, **extra) -> Any:
-    """A field with its place and text in --help. `extra`: choices, kind (where the default is
-    None).
+    """Return a field with its group and text in --help. `extra` may have `choices`, and `kind`
+    where the default is None.
     """
     return field(default=default, metadata={"group": group, "help": help, **extra})
 
@@ -41,109 +41,154 @@ MODEL, DATA, PARALLEL, OPTIMIZER, RUN = "model", "data", "parallelism", "optimiz
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that defines a run. Raises ValueError for settings that do not fit together."""
+    """All settings of a run. Raises ValueError for settings that do not fit together."""
 
-    model: str = option("cpm-tiny", MODEL, f"a preset ({', '.join(PRESETS)}) or a JSON file with the fields of "
-        "CPMConfig, or of CPM-Live's configurations")  # fmt: skip
+    model: str = option(
+        "cpm-tiny",
+        MODEL,
+        f"a preset ({', '.join(PRESETS)}), or a JSON file with the fields of CPMConfig or of "
+        "CPM-Live's configurations",
+    )
     init_from: str | None = option(
-        None, MODEL, "starting weights: a Hugging Face folder of a Llama, Mistral, Qwen2, Qwen3 or MiniCPM, whose "
-        "shape is then taken too and not --model's; or a file that bmtrain.save or CPM-Live wrote, ending in .pt, of "
-        "--model",
+        None,
+        MODEL,
+        "starting weights: a Hugging Face folder of a Llama, Mistral, Qwen2, Qwen3 or MiniCPM, "
+        "which then replaces --model; or a .pt file of bmtrain.save or CPM-Live, for --model",
         kind=str,
-    )  # fmt: skip
+    )
     allow_other_tokenizer: bool = option(
         False,
         MODEL,
-        "with --init-from: start although the weights were trained with another tokenizer than the data's",
+        "with --init-from: start even if the weights were trained with another tokenizer than the "
+        "data's",
     )
     rope_theta: float | None = option(
-        None, MODEL, "base of the rotary positions, instead of the model's: a larger one for longer sequences",
+        None,
+        MODEL,
+        "base of the rotary positions, instead of the model's; a larger base suits longer "
+        "sequences",
         kind=float,
-    )  # fmt: skip
+    )
     rope_scaling: Mapping[str, Any] | None = option(
-        None, MODEL, "how rotary positions are scaled, instead of the model's: "
-        """'{"kind": "yarn", "factor": 4, "original_length": 32768}'; kinds and numbers are in models/rope.py""",
+        None,
+        MODEL,
+        "scaling of the rotary positions, instead of the model's: "
+        """'{"kind": "yarn", "factor": 4, "original_length": 32768}'; """
+        "models/rope.py lists kinds and numbers",
         kind=dict,
-    )  # fmt: skip
+    )
     window: int | None = option(
-        None, MODEL, "tokens that a token sees, itself among them, in the layers that have a window, instead of the "
-        "model's; if the model has none, in all layers", kind=int,
-    )  # fmt: skip
+        None,
+        MODEL,
+        "number of tokens that a token attends to, itself included, in the layers that have a "
+        "window; in all layers if the model has none",
+        kind=int,
+    )
     dtype: str = option(
-        "fp32", MODEL, "weights and activations in forward and backward; masters and AdamW are always fp32",
+        "fp32",
+        MODEL,
+        "weights and activations in forward and backward; master weights and AdamW are always fp32",
         choices=("fp32", "bf16", "fp16"),
-    )  # fmt: skip
+    )
 
     data: str = option("data/stdlib/train", DATA, "folder of training tokens, from prepare_data.py")
     val_data: str | None = option(None, DATA, "folder of validation tokens", kind=str)
     documents: str = option(
-        "auto", DATA, "mask: tokens see their own document only, positions begin anew in each, and its last token has "
-        "no target; ignore: a sequence is one text; auto: mask if the data says where documents start, ignore if not, "
-        "and what it was before if the run is resumed", choices=("auto", "mask", "ignore"),
-    )  # fmt: skip
+        "auto",
+        DATA,
+        "mask: tokens attend to their own document only, positions restart in each document, and "
+        "its last token has no target; ignore: a sequence is one text; auto: mask if the data says "
+        "where documents start, else ignore; a resumed run keeps its choice",
+        choices=("auto", "mask", "ignore"),
+    )
     bos: str = option(
-        "auto", DATA, "the token in front of each document, unless the data has it there: a token of the tokenizer, or "
-        "none; auto: the tokenizer's begin token, else its end-of-text token; none for older data folders and with "
-        "--documents ignore, and what it was before if the run is resumed",
-    )  # fmt: skip
+        "auto",
+        DATA,
+        "the token in front of each document, unless the data has it there: a token of the "
+        "tokenizer, or none; auto: the tokenizer's begin token, else its end-of-text token, and "
+        "none for older data folders and with --documents ignore; a resumed run keeps its choice",
+    )
     seq_len: int = option(512, DATA, "tokens in one sequence, over all ranks that share it")
     batch_size: int = option(8, DATA, "sequences in one optimizer step, over all ranks")
     micro_batch_size: int | None = option(
-        None, DATA, "sequences that a rank works on at once; the rest is gradient accumulation. By default as many, up "
-        "to 8, as divide those of a data parallel group", kind=int,
-    )  # fmt: skip
+        None,
+        DATA,
+        "sequences that a rank computes at once; the rest is gradient accumulation. By default "
+        "the largest number up to 8 that divides a data parallel group's sequences",
+        kind=int,
+    )
 
     processes: int = option(
         1, PARALLEL, "processes to start on this machine; leave at 1 under torchrun"
     )
     sp_size: int = option(1, PARALLEL, "ranks that share a sequence; the others are data parallel")
     strategy: str = option(
-        "auto", PARALLEL, "how the ranks of a sequence share attention. ring: keys and values pass all ranks; all-"
-        "gather: a ring that takes those of a host at once; ulysses: each rank has whole heads; usp: ulysses in groups "
-        "of --ulysses-size ranks, a ring between them; auto: usp if --ulysses-size is given, else ring",
+        "auto",
+        PARALLEL,
+        "how the ranks of a sequence share attention. ring: keys and values pass all ranks; "
+        "all-gather: a ring that takes those of a host at once; ulysses: each rank has whole "
+        "heads; usp: ulysses in groups of --ulysses-size ranks, a ring between them; auto: usp if "
+        "--ulysses-size is given, else ring",
         choices=("auto", *strategies.names()),
-    )  # fmt: skip
+    )
     inner_size: int | None = option(
         None, PARALLEL, "ranks of a host, for the double ring", kind=int
     )
     ulysses_size: int | None = option(
-        None, PARALLEL, "consecutive ranks that share heads, for usp; not with --inner-size. By default those of a "
-        "host", kind=int,
-    )  # fmt: skip
+        None,
+        PARALLEL,
+        "consecutive ranks that share heads, for usp; excludes --inner-size. By default the ranks "
+        "of a host",
+        kind=int,
+    )
     layout: str = option(
-        "auto", PARALLEL, "how a sequence is cut over its ranks; auto: such that their work is equal for its documents "
-        "and windows (for full layers, if some are), zigzag without any", choices=("auto", *LAYOUTS),
-    )  # fmt: skip
+        "auto",
+        PARALLEL,
+        "how a sequence is cut over its ranks; auto: equal work for its documents and windows "
+        "(in full layers, if there are any), else zigzag",
+        choices=("auto", *LAYOUTS),
+    )
     engine: str = option(
-        "auto", PARALLEL, "who shards and steps: bmtrain on GPUs, torch (FSDP2) anywhere; auto: bmtrain if possible",
+        "auto",
+        PARALLEL,
+        "what shards and steps the model: bmtrain on GPUs, torch (FSDP2) anywhere; auto: bmtrain "
+        "if possible",
         choices=("auto", "torch", "bmtrain"),
-    )  # fmt: skip
+    )
     device: str = option(
-        "auto", PARALLEL, "where to train; auto: on GPUs if there is one for each process of this machine",
+        "auto",
+        PARALLEL,
+        "where to train; auto: on GPUs if there is one for each process of this machine",
         choices=("auto", "cpu", "cuda"),
-    )  # fmt: skip
+    )
     flash: str = option("auto", PARALLEL, "the attention kernel, see bmt_burst.burst_attn_func")
     deterministic: bool = option(
-        False, PARALLEL, "kernels that give equal bits in every run (CPU kernels always do)"
+        False,
+        PARALLEL,
+        "use kernels that give identical bits in every run (CPU kernels always do)",
     )
 
     checkpointing: str = option(
-        "none", PARALLEL, "what is computed again in the backward instead of saved; selective: all but the attention",
+        "none",
+        PARALLEL,
+        "what the backward recomputes; selective: everything but the attention",
         choices=CHECKPOINTING,
-    )  # fmt: skip
+    )
     checkpointing_blocks: int | None = option(
         None,
         PARALLEL,
-        "of how many blocks, the first ones; the others save all. By default of all",
+        "apply --checkpointing to this many blocks, the first ones. By default to all",
         kind=int,
     )
     offload: bool = option(
         False,
         PARALLEL,
-        "keep what is saved in host memory; needs checkpointing, and a GPU to matter",
+        "keep saved activations in host memory; needs --checkpointing, and has an effect on GPUs",
     )
     offload_optimizer: bool = option(
-        False, PARALLEL, "keep masters and AdamW's state in host memory; engine bmtrain only"
+        False,
+        PARALLEL,
+        "keep master weights and AdamW's state in host memory; engine bmtrain only",
     )
 
     steps: int = option(1000, OPTIMIZER, "optimizer steps of the whole run")
@@ -167,34 +212,42 @@ class TrainConfig:
     max_skips: int = option(
         10,
         OPTIMIZER,
-        "so many steps in a row skipped, since loss or gradients are not finite, end the run",
+        "end the run after this many skipped steps in a row; a step is skipped if its loss or "
+        "gradient norm is not finite",
     )
 
     output: str = option("runs/cpm", RUN, "folder for checkpoints, logs and curves")
     resume: str = option(
-        "never", RUN, "auto: from the newest whole checkpoint in --output, or from the start if there is none; "
+        "never",
+        RUN,
+        "auto: resume from the newest whole checkpoint in --output, or start if there is none; "
         "never: refuse an --output that has checkpoints; or the folder of a checkpoint",
-    )  # fmt: skip
+    )
     new_stage: bool = option(
-        False, RUN, "with --resume CHECKPOINT: another stage, with data, length, rope base or windows of its own; "
-        "keeps weights and optimizer, counts steps, samples and schedule anew. With --resume auto a stage goes on",
-    )  # fmt: skip
-    seed: int = option(0, RUN, "of starting weights and data order")
-    save: bool = option(True, RUN, "write checkpoints; without, a run leaves its curves only")
+        False,
+        RUN,
+        "with --resume CHECKPOINT: start another stage, which may have other data, length, rope "
+        "base or windows. It keeps weights and optimizer, and restarts steps, samples and "
+        "schedule. --resume auto continues a stage",
+    )
+    seed: int = option(0, RUN, "seed of starting weights and data order")
+    save: bool = option(True, RUN, "write checkpoints; otherwise a run leaves only its curves")
     save_every: int = option(
         200, RUN, "steps between checkpoints; the last step is always saved; 0: only the last"
     )
     keep_last: int = option(2, RUN, "checkpoints to keep")
     log_every: int = option(
-        10, RUN, "steps between the lines of a log; the first and the last step have one too. A terminal has a bar "
-        "instead, which shows every step, and metrics.jsonl always has every step",
-    )  # fmt: skip
+        10,
+        RUN,
+        "steps between the lines of a log; the first and the last step also get one. A terminal "
+        "shows a bar with every step instead, and metrics.jsonl has every step",
+    )
     eval_every: int = option(
         100, RUN, "steps between evaluations on --val-data; 0: only after the last"
     )
     eval_sequences: int = option(32, RUN, "sequences in one evaluation")
     timeout: float = option(
-        1800.0, RUN, "seconds without a sign of life after which a rank shows its stacks and ends"
+        1800.0, RUN, "seconds without a sign of life after which a rank prints its stacks and ends"
     )
 
     def __post_init__(self):
@@ -252,16 +305,14 @@ class TrainConfig:
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{flag(name)} must be positive, got {getattr(self, name)}")
         if self.allow_other_tokenizer and not self.init_from:
-            raise ValueError(
-                "--allow-other-tokenizer is for the weights of --init-from, which is not given"
-            )
+            raise ValueError("--allow-other-tokenizer needs --init-from, which is not given")
         if self.new_stage and self.resume == "never":
             raise ValueError(
-                "--new-stage needs the checkpoint that it starts from: give --resume CHECKPOINT"
+                "--new-stage needs the checkpoint to start from: give --resume CHECKPOINT"
             )
         if self.documents == "ignore" and self.bos not in ("auto", "none"):
             raise ValueError(
-                f"--bos {self.bos} does not go with --documents ignore: rows are one text then"
+                f"--bos {self.bos} does not go with --documents ignore, which makes rows one text"
             )
         self._check_saving()
         if self.rope_scaling is not None:
@@ -272,19 +323,21 @@ class TrainConfig:
             )
         if self.min_lr_ratio == 0 and self.schedule == "wsd":
             raise ValueError(
-                "--min-lr-ratio must be above 0 for --schedule wsd, which decays exponentially; others may end at 0"
+                "--min-lr-ratio must be above 0 for --schedule wsd, which decays exponentially; "
+                "other schedules may end at 0"
             )
         for f in dataclasses.fields(self):
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
                 raise ValueError(
-                    f"{flag(f.name)} must be one of {', '.join(choices)}, got {getattr(self, f.name)!r}"
+                    f"{flag(f.name)} must be one of {', '.join(choices)}, "
+                    f"got {getattr(self, f.name)!r}"
                 )
         self._check_groups()
         if self.warmup + self.decay > self.steps and self.schedule == "wsd":
             raise ValueError(
-                f"--warmup-steps {self.warmup} and --decay-steps {self.decay} are longer than the run, --steps "
-                f"{self.steps}"
+                f"--warmup-steps {self.warmup} and --decay-steps {self.decay} are together longer "
+                f"than the run, --steps {self.steps}"
             )
 
     def _check_saving(self) -> None:
@@ -304,7 +357,9 @@ class TrainConfig:
             )
         if self.inner_size not in (None, 1, self.sp_size) and self.strategy == "ulysses":
             raise ValueError(
-                "--strategy ulysses takes all ranks as one group: leave --inner-size out, or take usp"
+                "--strategy ulysses takes all ranks as one group: leave out --inner-size, or "
+                "choose "
+                "usp"
             )
         if self.seq_len < self.sp_size:
             ranks = counted(self.sp_size, "rank")
@@ -332,14 +387,14 @@ class TrainConfig:
             raise ValueError(f"--rope-scaling: {error}") from error
 
     def saving(self) -> Saving:
-        """What blocks save for the backward."""
+        """Return what blocks save for the backward."""
         return Saving(
             self.checkpointing, Offload() if self.offload else None, self.checkpointing_blocks
         )
 
     @property
     def attention(self) -> dict[str, Any]:
-        """Return the options of burst_attn_func that every attention of the model is called with."""
+        """The options of burst_attn_func for every attention of the model."""
         strategy = (
             "usp" if self.strategy == "auto" and self.ulysses_size is not None else self.strategy
         )
@@ -354,8 +409,8 @@ class TrainConfig:
         return self.steps // 5 if self.decay_steps is None else self.decay_steps
 
     def model_config(self) -> ModelConfig:
-        """The model's shape. Raises ValueError if there is none, or for options that do not go with
-        such a model.
+        """Return the model's shape. Raises ValueError if there is none, or for options that do not
+        go with such a model.
         """
         named = self._named_model()
         self._check_kind(kind_of(named))
@@ -392,16 +447,18 @@ class TrainConfig:
             )
         try:
             return config_of(json.loads(path.read_text()))
-        # fields that are missing, unknown or wrong; text that is no JSON
+        # missing, unknown or wrong fields, or text that is not JSON
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def _check_folder_of_weights(self) -> None:
-        """Raises ValueError for a Hugging Face folder beside a model that has none."""
+        """Raise ValueError for a Hugging Face folder with a kind of model that has no such
+        format.
+        """
         if self.model in PRESETS and (kind := kind_of(PRESETS[self.model])) is not KINDS[0]:
             raise ValueError(
-                f"--init-from {self.init_from} does not go with --model {self.model}, a {kind.name}: give a file of "
-                "its weights, ending in .pt"
+                f"--init-from {self.init_from} does not go with --model {self.model}, a "
+                f"{kind.name}: give a .pt file of its weights"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -409,8 +466,8 @@ class TrainConfig:
 
 
 def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
-    """The configuration of the command line `argv`: defaults, then --config FILE, then the options
-    given.
+    """Return the configuration of the command line `argv`. Options override --config FILE, which
+    overrides the defaults.
     """
     parser = _parser()
     given = vars(parser.parse_args(argv))
@@ -425,8 +482,10 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="pretrain.py",
-        description="Pretrains a CPM language model on long sequences, each cut over --sp-size ranks.",
-        epilog="Example: python train/pretrain.py --processes 2 --sp-size 2 --data data/stdlib/train --resume auto",
+        description="Pretrain a CPM language model on long sequences, each cut over --sp-size "
+        "ranks.",
+        epilog="Example: python train/pretrain.py --processes 2 --sp-size 2 --resume auto "
+        "--data data/stdlib/train",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -462,7 +521,7 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected names and values in braces, got {text!r}")
     return value
@@ -471,18 +530,18 @@ def _json_object(text: str) -> dict[str, Any]:
 def _read_config_file(path: Path) -> dict[str, Any]:
     formats = {".toml": tomllib.loads, ".json": json.loads}
     if path.suffix not in formats:
-        raise ValueError(f"a config file ends in .toml or .json, got {path}")
+        raise ValueError(f"--config must end in .toml or .json, got {path}")
     try:
         values = formats[path.suffix](path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold names and values, got {type(values).__name__}")
+        raise ValueError(f"expected names and values in {path}, got {type(values).__name__}")
     fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
     for name, value in values.items():
         if name not in fields:
             raise ValueError(
-                f"{path}: unknown option {name!r}; expected some of {', '.join(fields)}"
+                f"{path}: unknown option {name!r}; expected one of {', '.join(fields)}"
             )
         kind = fields[name].metadata.get("kind", type(fields[name].default))
         if kind is float and isinstance(value, int) and not isinstance(value, bool):

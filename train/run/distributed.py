@@ -1,4 +1,4 @@
-"""How a process becomes a rank: its device, and who carries messages between ranks."""
+"""Starting a rank: its device, and the package that carries messages between ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from train.run.config import TrainConfig
 
 
 def init_distributed(config: TrainConfig) -> torch.device:
-    """Joins the ranks that the environment names, or stays alone; returns the device.
+    """Join the ranks that the environment names, or run alone. Return the device.
 
-    Raises ValueError for a device or an engine that cannot be had, or does not go with other
-    settings.
+    Raises ValueError if a device or an engine is not available or does not fit other settings.
     """
     device = _device(config.device)
     # the watchdog is to be the first to notice a rank that hangs
@@ -32,16 +31,16 @@ def init_distributed(config: TrainConfig) -> torch.device:
         )
     if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
         raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain, on GPUs")
-    # Beside BMTrain torch.distributed is there for messages between hosts only.
+    # Beside BMTrain, torch.distributed only carries messages between hosts.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and engine == "torch" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(seconds=transport.AGREEMENT_TIMEOUT))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if engine == "bmtrain":
-        # NCCL's way to run several communicators at once
+        # lets NCCL run several communicators at once
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-        if "RANK" not in os.environ:  # or two runs on one machine would meet at BMTrain's own port
+        if "RANK" not in os.environ:  # two runs on one machine must not share BMTrain's port
             os.environ["MASTER_PORT"] = str(free_port())
         import bmtrain
 
@@ -56,8 +55,8 @@ def free_port() -> int:
 
 
 def _device(wanted: str) -> torch.device:
-    """This process's device. Raises ValueError if GPUs are wanted and there are fewer than
-    processes here.
+    """Return this process's device. Raises ValueError if GPUs were asked for and this machine has
+    fewer than processes.
     """
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if wanted == "cuda" and gpus < here:

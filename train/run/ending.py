@@ -1,4 +1,4 @@
-"""How a rank's process ends: what it says, and with which code."""
+"""The end of a rank's process: its last message and its exit code."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from train.run.watchdog import Watchdog
 
 
 def acknowledge() -> None:
-    """Says that a signal came; a launcher says so itself."""
+    """Say that a signal arrived. A launcher does so itself."""
     if ranks.rank() == 0 and not has_launcher():
         print_error(NOTED)
 
 
 def end_now(watchdog: Watchdog) -> NoReturn:
-    """What a second Ctrl-C does, in whatever the main thread is."""
+    """End the run after a second Ctrl-C, whatever the main thread is doing."""
     if ranks.rank() == 0:
         print_error(_join_sentences(f"ended now, in {watchdog.doing}", watchdog.last_words))
     os._exit(INTERRUPTED)
 
 
 def explain(error: Exception, watchdog: Watchdog) -> int | None:
-    """Says why the run ends and what it leaves; returns the exit code, None for an error that only
-    a traceback tells.
+    """Say why the run ends and where its last checkpoint is. Return the exit code, or None for an
+    unexpected error, which needs a traceback.
 
-    What is the same on every rank is said by one, but torchrun's summary has it of all.
+    An error that is the same on every rank is printed by rank 0 only. torchrun's summary gets the
+    message of every rank.
     """
     rank, code, said, speaks = ranks.rank(), None, "", True
     if isinstance(error, (ranks.RankError, FloatingPointError)):
         code, said, speaks = 2, f"pretrain.py: {error}", rank == 0
-    # before OSError, which TimeoutError is: the other rank is the cause
+    # checked before OSError, since a TimeoutError is one: the other rank is the cause
     elif ranks.lost_contact(error):
         lost = f"rank {rank} lost contact with another rank, whose own message may say why"
         code, said = ranks.LOST_CONTACT, f"pretrain.py: {lost}; in {watchdog.doing}: {error}"
@@ -56,10 +57,10 @@ def _join_sentences(*sentences: str) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process at once: interpreter shutdown may wait for collectives that never end.
+    """End the process at once, because interpreter shutdown may wait for collectives that never
+    end.
 
-    torch 2.13 has a reason of its own: a gloo thread that drops a tensor meanwhile aborts the
-    process.
+    In torch 2.13, a gloo thread that drops a tensor during shutdown also aborts the process.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the disk may be full, or the terminal gone

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, and what a device could do: for model FLOP
+"""Floating-point operations of a training step, and the peak of a device, for model FLOP
 utilization (MFU).
 """
 
@@ -12,8 +12,8 @@ from bmt_burst.sequence.span import length
 from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
 
-# Dense 16-bit TFLOP/s by the vendors' datasheets: for the first entry whose words are all in the
-# device's name.
+# Dense 16-bit TFLOP/s from the vendors' datasheets. The first entry counts that has all of its
+# words in the device's name.
 _PEAK_TFLOPS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -31,20 +31,22 @@ _PEAK_TFLOPS = {
 
 
 def step_flops(model: CPMConfig | LiveConfig, tokens: int, pairs: int) -> float:
-    """Operations of forward and backward over `tokens`, without what is computed a second time.
+    """Return the operations of forward and backward over `tokens`, without recomputation.
 
-    6 for each token and entry of a matrix that it is multiplied with (2 forward, 4 backward),
-    nothing for norms, biases and whatever else is elementwise, and for attention 12 * heads *
-    head_dim for each of the `pairs` of a query and a key that it sees, which are counted in every
-    layer with an attention: two products of 2 * head_dim operations in the forward and four in the
-    backward (PaLM, arXiv 2204.02311, appendix B, counts all pairs). Under a causal mask a layer has
-    seq_len * (seq_len + 1) / 2 pairs for each sequence; documents and windows leave fewer.
+    Each token costs 6 operations for each entry of a matrix that multiplies it: 2 in the forward
+    and 4 in the backward. Norms, biases and other elementwise operations count nothing.
+
+    Attention costs 12 * heads * head_dim for each visible pair of a query and a key: two products
+    of 2 * head_dim operations in the forward and four in the backward. `pairs` is the sum of
+    visible pairs over all layers with attention. A causal layer has seq_len * (seq_len + 1) / 2
+    pairs for each sequence, and fewer with documents and windows. PaLM (arXiv 2204.02311, appendix
+    B) counts all pairs instead.
     """
     return 6.0 * model.num_multiplied * tokens + 12.0 * model.num_heads * model.head_dim * pairs
 
 
 def keys_seen(mask: Mask) -> Tensor:
-    """How many keys each query sees: (seq_len,) int64; their sum is `mask.area`."""
+    """Return the number of keys that each query sees: (seq_len,) int64. The sum is `mask.area`."""
     steps = torch.zeros(mask.seq_len + 1, dtype=torch.int64)
     whole = torch.tensor(
         [(*s.q, length(s.kv)) for s in mask.slices if s.low is None and s.high is None]
@@ -57,7 +59,7 @@ def keys_seen(mask: Mask) -> Tensor:
     ]
     if not bounds:
         return seen
-    # A missing bound is one that no distance reaches.
+    # A missing bound becomes one that no distance reaches.
     far = mask.seq_len
     rows = torch.tensor(
         [(*b[:4], -far if b[4] is None else b[4], far if b[5] is None else b[5]) for b in bounds]
@@ -71,7 +73,7 @@ def keys_seen(mask: Mask) -> Tensor:
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """What a device can do in 16 bits, TFLOP/s; None if it is not known."""
+    """Return the 16-bit peak of a device in TFLOP/s, or None if it is not known."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())

@@ -1,6 +1,4 @@
-"""The kinds of models that are trained here, and what a run needs to know of each. A new kind is an
-entry of KINDS.
-"""
+"""The kinds of models that train/ pretrains. To add a kind, add an entry to KINDS."""
 
 from __future__ import annotations
 
@@ -32,14 +30,14 @@ Opened = Sequences | PackedRows
 class Kind:
     """One kind of models.
 
-    name           as their "model_type" says
-    config, model  classes
-    read           from values, as a JSON file has them, to a configuration; raises ValueError or
+    name           the "model_type" of its configurations
+    config, model  its classes
+    read           turns the values of a JSON file into a configuration; raises ValueError or
                    TypeError
-    own            fields by which a JSON file without a model_type is known to be one's
-    open           a data folder: (folder, run's configuration, model's) to what Dealer reads
-    batches        the class of what deals that to ranks
-    refused        options of a run that say nothing of such a model, with the reason
+    own            field names that only this kind has, for JSON files without a model_type
+    open           opens a data folder: (folder, model's configuration, seq_len, seed) to sequences
+    batches        the class that deals these sequences to ranks
+    refused        options that have no meaning for such a model, each with the reason
     """
 
     name: str
@@ -70,7 +68,7 @@ def _live(
         return rows(InstanceFile(folder, name), model, seq_len, seed)
 
     refused = {
-        "documents": "what tokens see is said by its instances",
+        "documents": "its instances say which tokens see each other",
         "bos": "its instances say themselves how they begin",
         **dict.fromkeys(("rope_theta", "rope_scaling"), "it has no rotary positions"),
         "window": "its layers have no windows",
@@ -99,13 +97,15 @@ PRESETS: dict[str, ModelConfig] = dense.PRESETS | live.PRESETS
 
 
 def kind_of(config: ModelConfig) -> Kind:
+    """Return the kind of a model by its configuration."""
     return next(kind for kind in KINDS if type(config) is kind.config)
 
 
 def config_of(values: Any) -> ModelConfig:
-    """The configuration that a JSON file holds, or `to_dict` gave: of CPMConfig, or of CPM-Live
-    with or without its model_type. Raises ValueError or TypeError if it is none, ValueError if it
-    is not clear of which kind.
+    """Return the configuration in the values of a JSON file, or in those that `to_dict` returned.
+
+    The values are those of CPMConfig, or those of CPM-Live with or without a model_type. Raises
+    ValueError or TypeError if they are neither, and ValueError if the kind is ambiguous.
     """
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values, got {type(values).__name__}")
@@ -116,16 +116,14 @@ def config_of(values: Any) -> ModelConfig:
     ]
     if len(fitting) != 1:
         names = ", ".join(kind.name for kind in KINDS[1:])
-        raise ValueError(
-            f"it is not clear of which kind this model is: give model_type, one of {names}"
-        )
+        raise ValueError(f"the kind of this model is ambiguous: add model_type, one of {names}")
     return fitting[0].read(values)
 
 
-def keep_documents_apart(data: Opened, told: bool, bos: int | None) -> Opened:
-    """Return sequences of text with documents `told` apart or not, and begin token `bos`; instances
-    as they are.
+def keep_documents_apart(data: Opened, apart: bool, bos: int | None) -> Opened:
+    """Return sequences of text that keep documents apart if `apart`, with begin token `bos`. Return
+    instances unchanged.
     """
     return (
-        dataclasses.replace(data, documents=told, bos=bos) if isinstance(data, Sequences) else data
+        dataclasses.replace(data, documents=apart, bos=bos) if isinstance(data, Sequences) else data
     )

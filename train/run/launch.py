@@ -1,8 +1,8 @@
-"""Starts the ranks of a run on this machine.
+"""The launcher that starts the ranks of a run on this machine.
 
-What torchrun does, without its restarts, and with signals turned into an orderly end: after the
-first the ranks are given the time they need to save, after a second Ctrl-C they are killed. If a
-rank fails, the others are stopped. If the launcher dies, so do the ranks (on Linux).
+It works like torchrun without restarts, and turns signals into an orderly end. After the first
+signal, ranks get the time that they need to save. A second Ctrl-C kills them. If a rank fails, the
+launcher stops the others. If the launcher dies, so do the ranks (on Linux).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from train.checkpoints import checkpoint
 from train.run import ranks
 from train.run.watchdog import EXIT_CODE
 
-_GRACE = 5.0  # seconds for ranks to end by themselves once one has failed
+_GRACE = 5.0  # seconds in which ranks may end on their own after one has failed
 _TICK = 0.05  # seconds between looks at the ranks
-_EXPLAINED = 2  # exit code of a rank that has said what is wrong
+_EXPLAINED = 2  # exit code of a rank that printed what is wrong
 
 
 def launch(argv: Sequence[str], processes: int, root: Path) -> int:
-    """Runs `python argv...`, whose checkpoints go to `root`, as ranks 0 to processes - 1.
+    """Run `python argv...` as ranks 0 to processes - 1, with checkpoints in `root`.
 
-    Returns 0, also after a signal; the code of the rank that failed first; or 130 after a second
-    Ctrl-C.
+    Return 0, also after a signal. If a rank failed, return the code of the first one that did.
+    After a second Ctrl-C return 130.
     """
     stop = StopSignal(noted=lambda: print_error(NOTED))
     store = _local_store()
@@ -53,7 +53,7 @@ def launch(argv: Sequence[str], processes: int, root: Path) -> int:
         _note_ended(started, ended)
     if not any(ended.values()):
         return 0
-    # it could not catch it yet
+    # the rank did not handle signals yet
     if told and any(-code in (signal.SIGTERM, signal.SIGHUP) for code in ended.values()):
         print_error("stopped before training began")
         _kill(started)
@@ -62,7 +62,7 @@ def launch(argv: Sequence[str], processes: int, root: Path) -> int:
 
 
 def _local_store() -> dist.TCPStore:
-    """Where the ranks meet; nobody outside of this machine can reach it."""
+    """Return the store in which the ranks find each other. Other machines cannot reach it."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -80,7 +80,9 @@ def _start(argv: Sequence[str], rank: int, processes: int, port: int) -> subproc
 
 
 def _ignore_interrupts() -> None:
-    """A terminal sends Ctrl-C to the ranks too, which are to hear of it once, from the launcher."""
+    """Ignore Ctrl-C in a rank. A terminal sends it to the ranks too, but the launcher tells
+    them.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -91,10 +93,10 @@ def _note_ended(started: list[subprocess.Popen], ended: dict[int, int]) -> None:
 
 
 def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: Path) -> int:
-    """Stops what still runs after a failure; says which rank failed first and how to go on; returns
-    its code.
+    """Stop the remaining ranks after a failure, and return the code of the rank that failed first.
+    Say which rank that was and how to resume.
     """
-    # ranks that fail for the same reason may still say so, and leave their stacks
+    # ranks that fail for the same reason get time to print it and to write their stacks
     deadline = time.monotonic() + _GRACE
     while time.monotonic() < deadline and len(ended) < len(started):
         time.sleep(_TICK)
@@ -113,8 +115,8 @@ def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: P
 
 
 def _cause(failed: dict[int, int]) -> int:
-    """The rank whose failure was that of the others: killed before they failed; or it knew why; or
-    the first.
+    """Return the rank that made the others fail: one that was killed first, else one that knew the
+    reason, else the first.
     """
     first = next(iter(failed))
     if failed[first] < 0:
@@ -135,7 +137,9 @@ def _named(code: int) -> str:
 
 
 def _exit_code(code: int) -> int:
-    """As a shell gives it: 128 + the signal for a process that died of one."""
+    """Return the exit code as a shell reports it: 128 + the signal for a process that a signal
+    killed.
+    """
     return code if code >= 0 else 128 - code
 
 
@@ -151,6 +155,6 @@ def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         LAUNCHER: str(os.getpid()),
-        # the store is this process's: rank 0 joins it like the others
+        # this process has the store, and rank 0 joins it like the others
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

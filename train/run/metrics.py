@@ -1,14 +1,13 @@
-"""What a run shows and leaves behind: a progress bar, JSON lines, TensorBoard events and a loss
-curve.
+"""The output of a run: a progress bar, JSON lines, TensorBoard events and a loss curve.
 
-Only rank 0 has a Metrics; its folder gets
+Only rank 0 has a Metrics. Its folder contains
 
-    metrics.jsonl   a record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or
-                    {"step", "val_loss"}; what a run that went on from before has replaced is in
-                    metrics.jsonl.dropped. "tokens" are all of the run so far. "balance" is how much
-                    longer attention takes than if all ranks had the same visible
-                    pairs: 1 is best
-    tensorboard/    the same
+    metrics.jsonl   one record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or
+                    {"step", "val_loss"}. "tokens" counts all tokens of the run so far. "balance"
+                    is the time of attention relative to equal work on all ranks; 1 is best.
+                    When a run resumes, records after its checkpoint move to
+                    metrics.jsonl.dropped
+    tensorboard/    the same values
     loss.png        the curves, drawn at each save and at the end
 """
 
@@ -32,7 +31,7 @@ from tqdm import tqdm
 from train.base.files import print_error, printing, writing
 from train.base.wording import counted
 
-_WINDOW = 64  # records that a loss is compared with
+_WINDOW = 64  # records with which a loss is compared
 _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": "loss {:.4f}".format,
     "skipped": "skipped ({} in all)".format,
@@ -50,11 +49,11 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 class Metrics:
-    """Records of a run of `steps` that goes on after step `start`; later ones, of a lost end, are
-    put aside.
+    """The records of a run of `steps` steps that starts or resumes after step `start`. Records of
+    later steps, which the run repeats, are put aside.
 
-    Outside of a terminal every `log_every`-th step gets a line, and so do the first, the last and
-    those with a jump of the loss. A terminal has a bar instead.
+    In a terminal there is a progress bar. Elsewhere every `log_every`-th step prints a line, as do
+    the first step, the last step and those with a jump of the loss.
     """
 
     def __init__(self, folder: Path, start: int, steps: int, log_every: int = 10):
@@ -78,7 +77,7 @@ class Metrics:
         )
 
     def record(self, step: int, **values: float) -> None:
-        """Writes one record; non-integers with full precision."""
+        """Write one record. Floats keep full precision."""
         record = {"step": step, **values}
         self.records.append(record)
         with writing(self._file.name):
@@ -91,12 +90,12 @@ class Metrics:
                 self._board.add_scalar(name, value, step)
 
     def has(self, step: int, name: str) -> bool:
-        """Whether there is a value of `name` for a step."""
+        """Whether a record of this step has a value of `name`."""
         return any(record["step"] == step and name in record for record in reversed(self.records))
 
     def progress(self, step: int) -> None:
-        """Shows the last record, which is that of `step`, and says so if its loss is far above
-        those before.
+        """Show the last record, which belongs to `step`. Warn if its loss is far above the losses
+        before it.
         """
         record, now = self.records[-1], time.monotonic()
         self._first = self._first or (step, now)
@@ -104,8 +103,9 @@ class Metrics:
         spike = usual is not None and record.get("loss", 0.0) > usual
         if spike:
             self.say(
-                f"step {step}: loss spike, {record['loss']:.4f} where at most {usual:.4f} is usual; if it stays there, "
-                "go on from a checkpoint before it with a smaller --lr"
+                f"step {step}: loss spike, {record['loss']:.4f} where at most {usual:.4f} is "
+                f"usual; "
+                "if it stays high, resume from an earlier checkpoint with a smaller --lr"
             )
         line = ", ".join(text(record[name]) for name, text in _SHOWN.items() if name in record)
         with printing():
@@ -116,8 +116,8 @@ class Metrics:
                 print(f"step {step}/{self.steps}: {line}, {self._times(step, now)}", flush=True)
 
     def _times(self, step: int, now: float) -> str:
-        """Say how long the run has been at it, and how long it will be: as long as steps took since
-        the first one.
+        """Return the elapsed time and the time left, estimated from the mean step since the first
+        one.
         """
         first, since = self._first
         seconds = (now - since) / (step - first) if step > first else now - self._began
@@ -127,8 +127,8 @@ class Metrics:
         return f"{elapsed} elapsed, ETA {left}"
 
     def _usual_loss(self) -> float | None:
-        """Mean plus six standard deviations of the losses before the last record; None while there
-        are few.
+        """Return the mean plus six standard deviations of the losses before the last record, or
+        None while there are too few.
         """
         losses = [
             r["loss"]
@@ -140,21 +140,19 @@ class Metrics:
         return statistics.fmean(losses) + 6 * statistics.pstdev(losses)
 
     def say(self, text: str) -> None:
-        """Prints a line above the bar."""
+        """Print a line above the bar."""
         with printing():
             self._bar.write(text)
             sys.stdout.flush()
 
     def draw(self) -> None:
-        """Draws loss.png, if there is more than when it was drawn. A failure is said, and no reason
-        to end a run.
-        """
+        """Draw loss.png if there are new records. A failure is printed and does not end the run."""
         if self._drawn == len(self.records):
             return
         try:
             plot_losses(self.records, self.folder / "loss.png")
             self._drawn = len(self.records)
-        except Exception as error:  # noqa: BLE001 - of matplotlib, which is free to fail in its own ways
+        except Exception as error:  # noqa: BLE001 - matplotlib may raise anything
             self.say(f"loss.png was not drawn: {type(error).__name__}: {error}")
 
     def close(self) -> None:
@@ -168,7 +166,7 @@ class Metrics:
 
 
 def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
-    """Draws training and validation loss over steps."""
+    """Draw training and validation loss over steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -199,14 +197,14 @@ def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
 
 
 def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """The records up to `step`; the file is left with just these. The others go to FILE.dropped, as
-    do broken lines.
+    """Return the records up to `step`, and keep only these in the file. Move later records and
+    broken lines to FILE.dropped.
     """
     records, kept, dropped = [], [], []
     for number, line in enumerate(file.read_bytes().splitlines() if file.is_file() else []):
         record = _parse(line)
         if record is None:
-            print(f"{file}: line {number + 1} is no record, and is dropped", file=sys.stderr)
+            print(f"{file}: line {number + 1} is not a record, and is dropped", file=sys.stderr)
         if record is None or record["step"] > step:
             dropped.append(line + b"\n")
         else:
@@ -224,14 +222,12 @@ def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A record: a step and numbers, null for one that was not finite. None if the line is none,
-    whatever it is.
-    """
+    """Return a record: a step and numbers, NaN for each null. Return None for any other line."""
     try:
         record = json.loads(line)
         values = {name: math.nan if value is None else value for name, value in record.items()}
         for value in values.values():
-            # raises TypeError for what is no number, OverflowError for what no float can be
+            # raises TypeError unless it is a number, OverflowError if a float cannot hold it
             math.isfinite(value)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
@@ -239,8 +235,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _tell_shortly(arguments: threading.ExceptHookArgs) -> None:
-    """For threads that die of a write, as TensorBoard's: the next record has the error too, and
-    names the place.
+    """Print one line for a thread that dies of a failed write, as TensorBoard's may. The next
+    record raises the same error and names the file.
     """
     if isinstance(arguments.exc_value, OSError):
         print_error(f"{arguments.thread.name}: {arguments.exc_value}")

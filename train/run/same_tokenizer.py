@@ -1,8 +1,8 @@
-"""Checks that data, checkpoints and weights go with one tokenizer, by the identity that is saved
-with each.
+"""Checks that data, checkpoints and weights belong to one tokenizer, by the identity stored with
+each.
 
-Folders from before tokenizers had an identity are not refused: a warning says so, and only the
-sizes of their vocabularies are compared with the model's.
+Folders that were written before tokenizers had an identity are not refused. A warning says so, and
+only the size of the vocabulary is compared with the model's.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from pathlib import Path
 from train.data.tokenizer import Tokenizer, open_tokenizer, saved_identity
 from train.run import ranks
 
-_FILES = ("tokenizer.json", "tokenizer.model")  # as others call them
-_SHOWN = 12  # digits of an identity
+_FILES = ("tokenizer.json", "tokenizer.model")  # as other programs name them
+_SHOWN = 12  # digits of an identity that are shown
 
 
 def check_folder(data: Path, other: Path, name: Path) -> None:
-    """Raise ValueError unless `other`, a folder that is called `name`, has the same tokenizer as
-    the folder `data`.
+    """Raise ValueError unless folder `other` has the same tokenizer as folder `data`. The error
+    calls it `name`.
     """
     expected, found = saved_identity(data), saved_identity(other)
     if expected is None or found is None:
         _warn_of_missing(data if expected is None else name)
     elif expected != found:
         raise ValueError(
-            f"{name} is of another tokenizer than {data}: expected {expected[:_SHOWN]}, got {found[:_SHOWN]}"
+            f"{name} is of another tokenizer than {data}: expected {expected[:_SHOWN]}, "
+            f"got {found[:_SHOWN]}"
         )
 
 
 def check_weights(data: Path, tokenizer: Tokenizer, weights: Path, allowed: bool) -> None:
-    """Raise ValueError if the weights, a Hugging Face folder or a .pt, are of another tokenizer
-    than the folder `data`.
+    """Raise ValueError if the weights belong to another tokenizer than the folder `data`.
 
-    `tokenizer` is that of the data. Each tokenizer beside the weights is compared with it: the one
-    that export.py saved, and those in files of the usual names. If it is none of them and
-    `allowed`, a warning says so instead.
+    `weights` is a Hugging Face folder or a .pt file, and `tokenizer` is the data's tokenizer. It is
+    compared with each tokenizer beside the weights: the one that export.py saved, and those in
+    files with the usual names. If none matches and `allowed` is set, a warning is printed instead.
     """
     expected = saved_identity(data)
     identities, said = _tokenizers_in(
@@ -45,7 +45,10 @@ def check_weights(data: Path, tokenizer: Tokenizer, weights: Path, allowed: bool
     if expected is None or not said:
         _warn_of_missing(data if expected is None else weights)
     elif expected not in identities:
-        problem = f"{weights} is of another tokenizer than {data}: expected {expected[:_SHOWN]}, got {', '.join(said)}"
+        problem = (
+            f"{weights} is of another tokenizer than {data}: expected {expected[:_SHOWN]}, "
+            f"got {', '.join(said)}"
+        )
         if not allowed:
             raise ValueError(
                 f"{problem}; give data that was made with its tokenizer, or --allow-other-tokenizer"
@@ -54,10 +57,10 @@ def check_weights(data: Path, tokenizer: Tokenizer, weights: Path, allowed: bool
 
 
 def _tokenizers_in(folder: Path, eos: str | None) -> tuple[set[str], list[str]]:
-    """Return the identities of the tokenizers in a folder, and what to say of each, also of those
-    that are broken.
+    """Return the identities of the tokenizers in a folder, and a description of each, including
+    broken ones.
 
-    `eos` ends a text in those that others saved.
+    `eos` is the end-of-text token for tokenizers that other programs saved.
     """
     identities, said = set(), []
     if saved := saved_identity(folder):
@@ -75,9 +78,7 @@ def _tokenizers_in(folder: Path, eos: str | None) -> tuple[set[str], list[str]]:
 
 
 def _warn_of_missing(folder: Path) -> None:
-    _warn(
-        f"{folder} does not say its tokenizer's identity: only the size of the vocabulary is checked"
-    )
+    _warn(f"{folder} has no identity of its tokenizer: only the size of the vocabulary is checked")
 
 
 def _warn(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Learning rate schedules: pure functions of the step."""
+"""Learning rate schedules, as pure functions of the step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Settings(Protocol):
 
 
 def _wsd(step: int, config: Settings) -> float:
-    """Warm-up, stable, exponential decay over the last `decay` steps (MiniCPM, arXiv 2404.06395,
-    section 4).
+    """Return the share of the peak: warm-up, stable, then exponential decay over the last `decay`
+    steps (MiniCPM, arXiv 2404.06395, section 4).
     """
     decayed = step - (config.steps - config.decay)
     return config.min_lr_ratio ** (decayed / config.decay) if decayed > 0 else 1.0
@@ -45,12 +45,12 @@ SCHEDULES = {"wsd": _wsd, "cosine": _cosine, "linear": _linear}
 
 
 def learning_rate(step: int, config: Settings) -> float:
-    """The learning rate of optimizer step `step`, counted from 1."""
+    """Return the learning rate of optimizer step `step`, counted from 1."""
     if step <= config.warmup:
         return config.lr * step / config.warmup
     return config.lr * SCHEDULES[config.schedule](step, config)
 
 
 def _progress(step: int, config: Settings) -> float:
-    """0 at the end of warm-up, 1 at the end of the run."""
+    """Return 0 at the end of warm-up and 1 at the end of the run."""
     return (step - config.warmup) / max(config.steps - config.warmup, 1)

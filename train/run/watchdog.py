@@ -1,9 +1,9 @@
-"""Ends a run that hangs, with every rank's stacks.
+"""A watchdog that ends a run that hangs, with the stacks of every rank.
 
-A rank that waits for another, or for a GPU that never finishes, waits for ever. So each rank must
-show signs of life; after `timeout` seconds without, its threads' stacks go to stderr, and to a file
-once it has one, and the process leaves with code 3. A hang holds up all ranks, so all of them leave
-theirs.
+A rank that waits for another rank, or for a GPU that never finishes, would wait forever. So each
+rank must show signs of life. After `timeout` seconds without one, the watchdog writes the stacks of
+all threads to stderr, and to a file once there is one, and ends the process with code 3. A hang
+stops all ranks, so each of them writes its stacks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from train.base.error_file import leave_reason
 
 EXIT_CODE = 3
 _TICK = 1.0  # seconds between looks, at most
-# seconds after which faulthandler's own thread acts, which needs no lock of the interpreter
+# seconds after which faulthandler acts, in its own thread that does not need the interpreter's lock
 _GRACE = 30.0
 
 
 class Watchdog:
-    """Watches this rank from now on.
+    """A thread that watches this rank from now on.
 
-    doing        what it does
-    last_words   what there is to say if the run ends: the last good checkpoint and how to go on
+    doing        the present work of the rank
+    last_words   a message for the end of the run: the last good checkpoint, and how to resume
     """
 
     def __init__(self, rank: int, timeout: float):
@@ -40,22 +40,20 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def write_to(self, folder: Path) -> None:
-        """Lets stacks go to `folder`/rank_NNNNN.txt too, which may hold those of a run that this
-        one goes on from.
-        """
+        """Also write stacks to `folder`/rank_NNNNN.txt, after those of an earlier run."""
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(folder / f"rank_{self.rank:05d}.txt", "a")
         self.alive(self.doing)
 
     def alive(self, doing: str) -> None:
-        """A sign of life; `doing` says what comes now."""
+        """Give a sign of life. `doing` says what the rank does next."""
         self.doing, self._since = doing, time.monotonic()
         faulthandler.dump_traceback_later(
             self.timeout + _GRACE, exit=True, file=self._file or sys.stderr
         )
 
     def close(self) -> None:
-        """Ends the watch; the file goes if nothing was written."""
+        """Stop watching. Remove the file if it is empty."""
         self._over.set()
         faulthandler.cancel_dump_traceback_later()
         if self._file:
@@ -80,5 +78,5 @@ class Watchdog:
             stream.flush()
             faulthandler.dump_traceback(stream, all_threads=True)
             stream.flush()
-        time.sleep(2 * _TICK)  # other ranks, which lose contact by its end, look a little later
+        time.sleep(2 * _TICK)  # other ranks must bark first: they lose contact when this one ends
         os._exit(EXIT_CODE)
