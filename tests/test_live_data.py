@@ -897,7 +897,7 @@ def test_a_strategy_without_biases_is_refused_before_training(bee_folder):
     file = InstanceFile(bee_folder / "train", "cpm-bee")
     rows = BeeRows(file, PRESETS["cpm-bee-tiny"], int(file.all.lengths.max()), 0)
     config = TrainConfig(strategy="plain-ring")
-    with pytest.raises(ValueError, match="--strategy plain-ring, .*: it adds no learned bias"):
+    with pytest.raises(ValueError, match=r"--strategy plain-ring, .*: it adds no learned bias"):
         config.check_strategy(1, rows.read(0).scores)
 
 

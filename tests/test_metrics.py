@@ -114,7 +114,7 @@ def lines_of(
     """What is printed of steps that take so many seconds each, and a minute more for the first
     one.
     """
-    now = time.monotonic()
+    now = metrics._began
     for step in steps:
         now += seconds + 60 * (step == steps[0])
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
