@@ -140,9 +140,9 @@ def flip(file, at) -> None:
 
 SHARDS = "rank_00000.safetensors"
 DAMAGE = {
-    "cut": (lambda f: os.truncate(f / SHARDS, 100), "has 100 bytes, not"),
-    "emptied": (lambda f: os.truncate(f / SHARDS, 0), "has 0 bytes, not"),
-    "longer": (lambda f: (f / SHARDS).open("ab").write(b"x"), "bytes, not"),
+    "cut": (lambda f: os.truncate(f / SHARDS, 100), "has 100 bytes, expected"),
+    "emptied": (lambda f: os.truncate(f / SHARDS, 0), "has 0 bytes, expected"),
+    "longer": (lambda f: (f / SHARDS).open("ab").write(b"x"), "bytes, expected"),
     "a bit of a weight": (lambda f: flip(f / SHARDS, -1), f"{SHARDS} does not have the sha256"),
     "a bit of the header": (lambda f: flip(f / SHARDS, 12), f"{SHARDS} does not have the sha256"),
     "a bit of the state": (

@@ -219,7 +219,10 @@ def test_the_begin_token_of_an_export_is_one_that_texts_began_after(tmp_path, da
     assert theirs("ab").input_ids == [*([7] if data.get("bos") else []), 97, 98]
     capsys.readouterr()
     generate_main(["--run", str(run), "--tokens", "1"])
-    said = "trained without begin tokens (--bos): give a --prompt" in capsys.readouterr().err
+    said = (
+        "trained without begin tokens (--bos) and cannot begin a text: give a --prompt"
+        in capsys.readouterr().err
+    )
     assert said == (data == {"documents": "mask"})
 
 

@@ -350,7 +350,7 @@ def test_a_bees_text_that_names_what_is_not_there_is_refused(words, text, messag
     ("content", "message"),
     [
         (b"<pad>\n<unk>\n<s>\n</s>\n", "has no line <root>"),
-        (b"<pad>\n<unk>\n\n", "line 3 is '', expected a piece"),
+        (b"<pad>\n<unk>\n\n", "expected a piece of text that no other line has, got '' in line 3"),
         (b"<pad>\na\na\n", "a piece of text that no other line has, got 'a' in line 2"),
         (b"<pad>\n\xff\n", "is not UTF-8: invalid start byte at byte 6"),
     ],
@@ -601,7 +601,7 @@ def test_lines_that_are_no_instances_are_counted_and_said(tmp_path):
         ({"a < b": "x", "<ans>": "x"}, "begins with < but is not a special token"),
         ({"a": "\ud800", "<ans>": "x"}, "not Unicode: surrogates not allowed"),
         ("{", "not JSON"),
-        ({"<ans>": {str(i): "x" for i in range(1100)}}, "2202 keys and texts, at most 2048"),
+        ({"<ans>": {str(i): "x" for i in range(1100)}}, "expected at most 2048 keys and texts, got 2202"),
     ]
     as_jsonl(tmp_path / "x.jsonl", [line for line, _ in wrong] + [{"<ans>": "x"}])
     arguments = ("--tokenizer", f"cpm-bee:{vocabulary}", "--output", tmp_path / "out")
@@ -920,7 +920,7 @@ def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder, monkeyp
     assert read == len(ants.file.tokens)
     with pytest.raises(ValueError, match="--seq-len 9 leaves no room after a prompt of 8 tokens"):
         AntRows(ants.file, config, 9, 0)
-    with pytest.raises(ValueError, match="too few prompt_types or segment_types"):
+    with pytest.raises(ValueError, match="expected prompt_types and segment_types above 2"):
         AntRows(ants.file, changed(config, segment_types=2), 50, 0)
     with pytest.raises(ValueError, match="position_bias_num_segment_buckets must be at least 4"):
         BeeRows(file, changed(PRESETS["cpm-bee-tiny"], position_bias_num_segment_buckets=3), 160, 0)
@@ -1104,7 +1104,7 @@ def test_kinds_are_known_by_their_fields():
     [
         (
             {"documents": "mask"},
-            "--documents does not go with --model cpm-bee-tiny, a cpm-bee: what tokens",
+            "--documents does not go with --model cpm-bee-tiny, a cpm-bee: its instances say",
         ),
         ({"window": 8}, "--window does not go with"),
         (
@@ -1114,7 +1114,7 @@ def test_kinds_are_known_by_their_fields():
         ({"rope_scaling": {"kind": "linear", "factor": 2}}, "--rope-scaling does not go with"),
         (
             {"init_from": "folder"},
-            "--init-from folder does not go with --model cpm-bee-tiny, a cpm-bee: give a file",
+            "--init-from folder does not go with --model cpm-bee-tiny, a cpm-bee: give a .pt file",
         ),
     ],
 )

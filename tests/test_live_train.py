@@ -229,7 +229,7 @@ def test_a_bee_fills_in_blanks(folder, whole, capsys):
     generate.main(flags)
     assert capsys.readouterr().out == said
     for wrong, message in (
-        ("text", "is an instance as JSON"),
+        ("text", "must be an instance as JSON"),
         ('{"a": "b"}', "there is nothing to fill in"),
     ):
         with pytest.raises(SystemExit):

@@ -115,7 +115,7 @@ def test_a_missing_network_is_explained(start, arguments):
     done, asked = start(*arguments, pip_fails=True)
     assert done.returncode == 1
     assert (
-        "looked only in 'file:///" if arguments else "needs a network, or a folder of wheels"
+        "pip only looked in 'file:///" if arguments else "needs a network, or a folder of wheels"
     ) in done.stderr
     assert "pip download --dest FOLDER" in done.stderr
     assert not any("pretrain.py" in line for line in asked)

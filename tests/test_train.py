@@ -227,8 +227,8 @@ def test_a_run_that_diverges_stops_before_it_spoils_the_weights(folder):
     )
     assert "skipped, the loss is nan; 1 in a row" in said or "skipped, the gradient norm is" in said
     assert (
-        "10 steps in a row were skipped: give a smaller --lr than 1e+30, and if the last good "
-        "checkpoint explodes all the same, start before it; the last good checkpoint is "
+        "10 steps in a row were skipped: give a smaller --lr than 1e+30; if the last good "
+        "checkpoint still explodes, resume from an earlier one; the last good checkpoint is "
         f"{folder}/diverging/step_00000001; to resume" in said
     )
     assert "NaN" not in (folder / "diverging/metrics.jsonl").read_text()

@@ -311,7 +311,7 @@ def test_what_is_no_stage_is_refused(settings, tmp_path):
     ):
         with pytest.raises(ranks.RankError, match=message):
             train(settings, **other | change)
-    with pytest.raises(ValueError, match="--new-stage needs the checkpoint that it starts from"):
+    with pytest.raises(ValueError, match="--new-stage needs the checkpoint to start from"):
         TrainConfig(new_stage=True)
 
 
@@ -419,7 +419,8 @@ def test_what_tokens_see_is_the_runs_own(settings, tmp_path, capsys):
     for change, message in (
         (
             {"documents": "ignore", "window": 8},
-            rf"was reading other data: --documents mask -> ignore, --bos <\|endoftext\|> -> none; {option}",
+            r"was reading other data: --documents mask -> ignore, --bos <\|endoftext\|> -> none; "
+            + option,
         ),
         ({"window": 9}, f"holds another model: --window 8 -> 9; {option}"),
         ({}, f"holds another model: --window 8 -> None; {option}"),
@@ -435,8 +436,8 @@ def test_what_tokens_see_is_the_runs_own(settings, tmp_path, capsys):
     }
     assert train(settings, **stage)
     changed = (
-        "--window 8 -> None, --documents mask -> ignore, --bos <|endoftext|> -> none, --layout balanced "
-        "-> zigzag"
+        "--window 8 -> None, --documents mask -> ignore, --bos <|endoftext|> -> none, "
+        "--layout balanced -> zigzag"
     )
     assert f"changed since the checkpoint: {changed}" in capsys.readouterr().err
 
@@ -562,7 +563,7 @@ def test_advice_after_an_explosion_names_the_learning_rate(settings, tmp_path):
         train(settings, lr=1e30, warmup_steps=0, decay_steps=0, save_every=1, max_skips=2)
     assert str(ended.value).startswith("step 3: ")
     assert (
-        "; 2 steps in a row were skipped: give a smaller --lr than 1e+30, and if the last good"
+        "; 2 steps in a row were skipped: give a smaller --lr than 1e+30; if the last good"
         in str(ended.value)
     )
     assert [path.name for path in checkpoint.listed(tmp_path / "run")] == ["step_00000001"]
@@ -768,9 +769,7 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
         ranks.RankError, match=r"got cannot read tokenizer .*plain/tokenizer.json: "
     ):
         started(settings, tmp_path / "plain", tmp_path / "6", data=str(other))
-    with pytest.raises(
-        ValueError, match="--allow-other-tokenizer is for the weights of --init-from"
-    ):
+    with pytest.raises(ValueError, match="--allow-other-tokenizer needs --init-from"):
         TrainConfig(allow_other_tokenizer=True)
 
 
