@@ -1,23 +1,25 @@
-"""Measures attention over sequences that are cut over ranks, ours beside peers. Run by bench.sh,
-or:
+"""Measures attention over sequences that are cut over ranks, ours beside peers.
 
-    torchrun --nproc-per-node 8 bench/attention.py --tokens-per-gpu 8192 16384 32768 --output
-    bench/results/mine.jsonl
+bench.sh runs it, or:
 
-Times are of the slowest rank, by device events: the mean of a series of calls that follow one
-another as in training, where the host runs ahead of the GPU, after as long a warm-up: cool GPUs run
-faster than warm ones. All implementations take turns in several rounds, of which the median counts;
-rows keep the others ("rounds"), which show what is noise. A row of JSON per case and
-implementation; bench/report.py makes tables and plots of them. On a machine without GPUs it runs a
-tiny version over gloo, so that the script itself is tested.
+    torchrun --nproc-per-node 8 bench/attention.py --tokens-per-gpu 8192 16384 32768 \\
+        --output bench/results/mine.jsonl
 
-The mask "bee" goes with a bias (bench/live_rows.py); "bmt_burst without a bias" and the yardsticks
-compute the same pairs plainly. "dense_bias_gib" is what that bias would take as a tensor.
+Each case and implementation has a row of JSON. bench/report.py makes tables and plots of them.
 
-FLOPs count visible pairs of queries and keys only (bench/masks.py says which masks there are).
-"fwd_bwd" is a forward and a backward, "bwd" what that takes longer than a forward. Rates are
-compared with those of yardsticks: one GPU that computes a rank's share of the case alone, in one
-kernel call.
+Times are those of the slowest rank, by device events: the mean of consecutive calls, as in
+training, where the host runs ahead of the GPU. An equally long warm-up precedes them, because cool
+GPUs are faster than warm ones. All implementations take turns in several rounds. The median round
+counts. Rows keep all rounds ("rounds"), which show the noise.
+
+FLOPs count only visible pairs of queries and keys (bench/masks.py has the masks). "fwd_bwd" is a
+forward and a backward, "bwd" is fwd_bwd minus the forward. Rates are compared with yardsticks: one
+GPU that computes a rank's share of the case alone, in one kernel call.
+
+The mask "bee" has a bias (bench/live_rows.py). "bmt_burst without a bias" and the yardsticks
+compute the same pairs without it. "dense_bias_gib" is the memory of that bias as a tensor.
+
+On a machine without GPUs it runs a tiny version over gloo, which tests the script itself.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -74,7 +76,7 @@ def describe(case: Case, gpus: int) -> str:
 
 
 def inputs(case: Case, tokens: int, machine: Machine, seed: int = 0) -> tuple[list[Tensor], Tensor]:
-    """q, k, v with gradients, and an output gradient, of `tokens` tokens."""
+    """Make q, k, v with gradients, and an output gradient, of `tokens` tokens."""
     generator = torch.Generator(machine.device).manual_seed(seed)
     shapes = [
         (case.batch, tokens, heads, case.head_dim)
@@ -93,20 +95,20 @@ def forward(attention: Attention, tensors: list[Tensor]) -> None:
 
 
 def step(attention: Attention, tensors: list[Tensor], dout: Tensor) -> None:
-    """Forward and backward."""
+    """Compute a forward and a backward."""
     torch.autograd.grad(attention(*tensors), tensors, dout)
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """An implementation that computes a case on some GPUs; `row` says what it is."""
+    """An implementation that computes a case on some GPUs. `row` has its facts."""
 
     row: dict[str, Any]
     case: Case
     attention: Attention
 
     def measured(self, times: dict[str, list[float]], extra_gib: float | None) -> dict[str, Any]:
-        """The row with what was measured."""
+        """Return the row with what was measured."""
         fwd_ms, fwd_bwd_ms = (statistics.median(times[name]) for name in ("fwd_ms", "fwd_bwd_ms"))
         bwd_ms = fwd_bwd_ms - fwd_ms
         work = self.case.flops / self.row["gpus"] / 1e9
@@ -126,7 +128,7 @@ class Contestant:
 def measure(
     contestants: list[Contestant], tokens: int, machine: Machine
 ) -> Iterator[dict[str, Any]]:
-    """The rows of all contestants, who take turns; each works with `tokens` tokens on a rank."""
+    """Measure all contestants in turns, each with `tokens` tokens on a rank. Yield their rows."""
     tensors, dout = inputs(contestants[0].case, tokens, machine, seed=machine.rank)
     runs = []  # contestant, its works, how long they took once, their times
     for contestant in contestants:
@@ -154,21 +156,19 @@ def measure(
 
 
 def facts_of(case: Case, machine: Machine, kernel: str | None = None) -> dict[str, Any]:
-    """What a row says of its case; `kernel` if it is not computed with the case's."""
+    """Return the facts of a case for its row. `kernel` replaces the case's kernel."""
     kernel = kernel or kernel_name(case, machine.device, machine.dtype)
     return {**vars(case), "kernel": kernel, "visible_pairs": case.visible.area}
 
 
 def facts_of_bias(case: Case, attention: Attention, machine: Machine) -> dict[str, Any]:
-    """What a row says of the bias that an implementation computes with; nothing where there is
-    none.
+    """Return the facts of an implementation's bias for its row, or nothing without a bias.
 
-    bias_rows       of the table
-    biased_kernel   what computes pairs that have a row of the table each, and
-    own_row_pairs   how many of the visible pairs these are: the case's kernel can do the others,
-                    area by area
-    segment_pairs   of these, how many go not by distance alone
-    dense_bias_gib  what the bias would take as a tensor of sequence x sequence x heads in 16 bits
+    bias_rows       rows of the table
+    biased_kernel   the kernel of pairs that each have their own row of the table
+    own_row_pairs   the number of these pairs; the case's kernel computes the others in areas
+    segment_pairs   the number of these pairs that do not depend on distance alone
+    dense_bias_gib  memory of the bias as a tensor of sequence x sequence x heads in 16 bits
     """
     if (table := table_of(attention)) is None:
         return {}
@@ -184,21 +184,20 @@ def facts_of_bias(case: Case, attention: Attention, machine: Machine) -> dict[st
 
 
 def alone(kind: str, case: Case, gpus: int, machine: Machine) -> Iterator[Contestant]:
-    """The yardsticks there are: one GPU with a rank's share of a case on `gpus`, see
-    bench/masks.py.
-    """
+    """Yield the yardsticks: one GPU with a rank's share of a case on `gpus`, see bench/masks.py."""
     own = dataclasses.replace(case, seq_len=case.seq_len // gpus, share_of=gpus)
     for name, make in YARDSTICKS.items():
         row = {"kind": kind, "impl": name, "gpus": 1, **facts_of(own, machine)}
-        with contextlib.suppress(Unavailable):  # nobody asked for it
+        with contextlib.suppress(Unavailable):  # yardsticks are optional
             yield Contestant(row, own, make(own))
 
 
 def errors(
     case: Case, implementation: Implementation, sp: SequenceParallel, machine: Machine
 ) -> dict[str, float]:
-    """Relative L2 errors of out, dq, dk, dv over the whole sequence, and of a bias's gradient,
-    against float64.
+    """Compute relative L2 errors over the whole sequence, against float64.
+
+    They are those of out, dq, dk, dv and, with a bias, of its table's gradient.
     """
     tensors, dout = inputs(case, case.seq_len, machine)  # the same on every rank
     layout = implementation.layout_of(case, sp.size)
@@ -210,7 +209,7 @@ def errors(
     got = [out.detach(), *torch.autograd.grad(out, wanted, layout.shard(dout, sp.rank))]
     if table is not None:
         got[4] = got[4].cpu()
-        dist.all_reduce(got[4])  # ranks have shares of it
+        dist.all_reduce(got[4])  # each rank has a share of it
     wrong = torch.zeros(len(got), 2, dtype=torch.float64)
     group = case.heads // case.kv_heads
     rows = None if table is None else case.scores.dense().to(machine.device)
@@ -234,10 +233,10 @@ def errors(
 def _float64(
     tensors: list[Tensor], dout: Tensor, mask: Mask, added: tuple[Tensor, Tensor] | None = None
 ) -> list[Tensor]:
-    """out, dq, dk, dv of one kv head and its query heads, written out in float64.
+    """Compute out, dq, dk, dv of one kv head and its query heads in float64.
 
-    `added` is a table (R, heads) of a bias, whose gradient comes fifth, and of each pair the row
-    (S, S).
+    `added` is a bias: its table (R, heads), and the row of each pair (S, S). The gradient of the
+    table is the fifth result.
     """
     q, k, v = inputs = [x.double().requires_grad_() for x in tensors]
     if added is not None:
@@ -261,17 +260,20 @@ def _float64(
 
 
 def links(sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
-    """What the links give alone, in GiB/s received: over NCCL and by copy engines, with one
-    neighbour and with all.
+    """Measure the links alone, in GiB/s received.
+
+    Messages are sent over NCCL and by copy engines, to one neighbour and to all ranks.
     """
-    sizes = (64 << 20, 256 << 20) if machine.cuda else (1 << 16,)  # smaller ones measure the host
+    sizes = (
+        (64 << 20, 256 << 20) if machine.cuda else (1 << 16,)
+    )  # smaller messages measure the host
     for size in sizes:
         yield from _links(size, sp, machine)
         gc.collect()  # an arena is part of a cycle
 
 
 def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
-    """`links` for messages of `size` bytes."""
+    """Measure the links with messages of `size` bytes."""
     mine = torch.zeros(size, dtype=torch.uint8, device=machine.device)
     gathered = torch.empty(size * sp.size, dtype=torch.uint8, device=machine.device)
     slots = list(gathered.chunk(sp.size))
@@ -342,12 +344,12 @@ def cases(args: argparse.Namespace, size: int) -> Iterator[Case]:
 
 
 def inner_size(sp: SequenceParallel) -> int:
-    """Ranks of a host in a double ring, all of them in a single one."""
+    """Return the number of a host's ranks in a double ring, or of all ranks in a single one."""
     return sp.size if sp.process_group is not None else sp.double_group[0].size()
 
 
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
-    """All rows."""
+    """Measure all cases. Yield their rows."""
     sp = init_sequence_parallel(inner_size=args.inner_size)
     chosen = {name: IMPLEMENTATIONS[name] for name in args.implementations}
     if not args.no_links and sp.process_group is not None and sp.size > 1:
@@ -380,7 +382,9 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         yield from measure(contestants, tokens, machine)
         del contestants
         gc.collect()
-    length = -(-args.errors // (2 * machine.size)) * 2 * machine.size  # which everyone can cut
+    length = (
+        -(-args.errors // (2 * machine.size)) * 2 * machine.size
+    )  # a length that all implementations can cut
     if length:
         for (heads, kv_heads), mask in itertools.product(args.heads, masks.chosen(args)):
             case = Case(length, 1, heads, kv_heads, args.head_dim, mask, args.kernel)
@@ -467,11 +471,10 @@ def main() -> None:
     except BaseException:  # noqa: BLE001 - Ctrl-C too
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # streams may wait for ranks that are gone
+        os._exit(1)  # streams may wait for ranks that have ended
     dist.destroy_process_group()
     sys.stdout.flush()
-    # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the
-    # process
+    # In torch 2.13 a gloo thread may abort a process that shuts down.
     os._exit(0)
 
 

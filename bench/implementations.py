@@ -1,8 +1,7 @@
-"""Ways to compute attention over a sequence that is cut over ranks: ours, and peers if they are
-installed.
+"""Implementations of attention over ranks: ours, and peers if they are installed.
 
-An implementation is made once per case and then called with this rank's q, k, v; it says which
-layout its shards have. A yardstick is what one GPU does alone with as many tokens.
+An implementation is made once for each case, and then called with this rank's q, k, v. It has a
+layout for its shards. A yardstick is one GPU that computes as many tokens alone.
 """
 
 from __future__ import annotations
@@ -29,15 +28,14 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Unavailable(RuntimeError):
-    """An implementation that cannot run this case here; says why."""
+    """The reason why an implementation cannot run a case here."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: global sequence length, sizes, name of the mask and the block kernel.
+    """One measurement: global sequence length, sizes, names of the mask and the block kernel.
 
-    share_of  over how many ranks the sequence was longer, if this is one rank's share of it for a
-              kernel alone
+    share_of  number of ranks, if this is one rank's share of a longer sequence, for a yardstick
     """
 
     seq_len: int
@@ -56,15 +54,14 @@ class Case:
 
     @property
     def scores(self) -> Scores | None:
-        """What a bias adds to the scores, if the mask goes with one: the same for all sequences of
-        the batch.
-        """
+        """The scores of a mask with a bias, the same for all sequences of the batch, or None."""
         return masks.scores_of(self.mask, self.seq_len)
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the forward: 4 D for each visible pair and head. The
-        backward has 2.5 times as many.
+        """Floating-point operations of the forward: 4 D for each visible pair and head.
+
+        The backward has 2.5 times as many.
         """
         return 4.0 * self.batch * self.visible.area * self.heads * self.head_dim
 
@@ -73,12 +70,11 @@ class Case:
 class Implementation:
     """An implementation.
 
-    layout       of its shards: "balanced" is what has equal work under the case's mask, see
+    layout       the layout of its shards; "balanced" has equal work under the case's mask, see
                  bench/masks.py
-    most_tokens  how many tokens a GPU it is measured with at most; variants of one thing need no
-                 more
-    kernel       what it computes with, if not with the case's
-    kinds        of masks that it is measured with
+    most_tokens  the most tokens of a GPU that it is measured with, or None; variants need few
+    kernel       its kernel, if it is not the case's
+    kinds        the kinds of masks that it is measured with
     """
 
     layout: str
@@ -88,21 +84,21 @@ class Implementation:
     kinds: Sequence[str] = masks.KINDS
 
     def layout_of(self, case: Case, size: int) -> Layout:
-        """How shards of a case lie on `size` ranks."""
+        """Return the layout of a case on `size` ranks."""
         if self.layout == "balanced":
             return masks.balanced(case.mask, case.seq_len, size)
         return Layout.named(self.layout, case.seq_len, size)
 
     def on(self, case: Case, sp: SequenceParallel) -> Attention:
-        """It on this rank, for a case."""
+        """Make it on this rank, for a case."""
         return self.make(case, sp, self.layout_of(case, sp.size))
 
 
 class Burst:
-    """Ours, over a transport of its own, so that the memory it holds is this case's.
+    """Our attention, over its own transport, so that the memory held is this case's.
 
-    biased  whether scores have the bias that goes with the mask, if there is one
-    table   of that bias, with a gradient; None without
+    biased  whether scores have the mask's bias, if it has one
+    table   the table of that bias, with a gradient, or None
     """
 
     def __init__(
@@ -119,7 +115,7 @@ class Burst:
             intra, inter = sp.double_group
             self.transport = transport(intra)
             groups["double_group"] = self.transport, inter
-        elif isinstance(sp.process_group, Transport):  # alone, or imagined
+        elif isinstance(sp.process_group, Transport):  # a rank alone, or imagined peers
             if transport is not TorchTransport:
                 raise Unavailable("needs several ranks")
             self.transport = sp.process_group
@@ -137,15 +133,16 @@ class Burst:
 
 
 def random_table(rows: int, heads: int) -> Tensor:
-    """(rows, heads) fp32 with a gradient, on this process's device, as CPM-Live's models start: the
-    same everywhere.
+    """Make a table (rows, heads) fp32 with a gradient, as CPM-Live's models are initialized.
+
+    It is on this process's device, and identical in all processes.
     """
     table = torch.randn(rows, heads, generator=torch.Generator().manual_seed(0))
     return table.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_()
 
 
 class _Waiting(TorchTransport):
-    """A ring whose deliveries are there before anything else begins: shows what overlap is worth."""
+    """A ring that waits for each delivery at once. It shows the gain of overlap."""
 
     def deliver(self, *args) -> Delivery:
         delivery = super().deliver(*args)
@@ -155,7 +152,7 @@ class _Waiting(TorchTransport):
 
 @dataclass(frozen=True, kw_only=True)
 class _Arrived(Delivery):
-    """A delivery that was waited for already."""
+    """A delivery that has arrived."""
 
     original: Delivery
 
@@ -164,24 +161,24 @@ class _Arrived(Delivery):
 
 
 def held_bytes(attention: Attention) -> int:
-    """Memory that an implementation keeps beyond what torch's allocator counts."""
+    """Return the memory of an implementation that torch's allocator does not count."""
     return attention.transport.held_bytes if isinstance(attention, Burst) else 0
 
 
 def table_of(attention: Attention) -> Tensor | None:
-    """The table of the bias that an implementation computes with; None if it has none."""
+    """Return the table of an implementation's bias, or None."""
     return attention.table if isinstance(attention, Burst) else None
 
 
 def deliveries(attention: Attention) -> str | None:
-    """How blocks of ours move on GPUs; None for others."""
+    """Return how our blocks move on GPUs, or None for peers."""
     if not isinstance(attention, Burst) or not isinstance(attention.transport, TorchTransport):
         return None
     return "copy engines" if attention.transport.copy_engines else "exchanges"
 
 
 def _single_ring(sp: SequenceParallel, case: Case, chunks: int = 1) -> dist.ProcessGroup:
-    """The process group that peers run over, who cut a rank's tokens into equal `chunks`."""
+    """Return the process group of a peer that cuts a rank's tokens into equal `chunks`."""
     if case.seq_len % (chunks * sp.size):
         raise Unavailable(
             f"{case.seq_len} tokens do not divide over {sp.size} ranks with {chunks} chunks each"
@@ -201,7 +198,7 @@ def _ring_flash_attn(case: Case, sp: SequenceParallel, _layout: Layout) -> Atten
         raise Unavailable("needs the packages ring-flash-attn and flash-attn 2")
     try:
         from ring_flash_attn import zigzag_ring_flash_attn_func
-    except ImportError as error:  # it names things that some versions of transformers lack
+    except ImportError as error:  # some versions of transformers lack names that it imports
         raise Unavailable(f"ring-flash-attn does not import: {error}") from error
     return partial(
         zigzag_ring_flash_attn_func,
@@ -211,14 +208,13 @@ def _ring_flash_attn(case: Case, sp: SequenceParallel, _layout: Layout) -> Atten
 
 
 def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -> Attention:
-    """torch's attention over gathered keys and values by cuDNN, in its own load-balanced layout
-    (which is zigzag).
-    """
+    """Make torch's attention over gathered keys and values by cuDNN, in its zigzag layout."""
     if not torch.cuda.is_available():
         raise Unavailable("torch's context parallel attention needs GPUs")
     if case.mask != "causal":
         raise Unavailable(
-            "torch's context parallel attention is measured with a causal mask, for which it is balanced"
+            "torch's context parallel attention is measured with a causal mask, for which it is "
+            "balanced"
         )
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -237,8 +233,9 @@ def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -
 
 @cache
 def _replace_torch_attention(group: dist.ProcessGroup) -> contextlib.ExitStack:
-    """Enters torch's context_parallel, in which a backward has to run too, for good: nobody else
-    here needs torch's attention. It wants a buffer to cut, whose tokens are 2 a rank at least.
+    """Enter torch's context_parallel and stay in it, because the backward must run inside, too.
+
+    Nothing else here uses torch's attention. It needs a buffer to cut, of 2 tokens for each rank.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
@@ -274,16 +271,15 @@ IMPLEMENTATIONS = {
 
 
 def kernel_alone(case: Case) -> Attention:
-    """The block kernel on one GPU with the whole case: a yardstick. It is one kernel call."""
+    """Make a yardstick: the block kernel on one GPU with the whole case, in one call."""
     options = SequenceParallel(layout="contiguous").groups
     return partial(burst_attn_func, mask=case.visible, flash=case.kernel, **options)
 
 
 def fa4_varlen(case: Case) -> Attention:
-    """FlashAttention-4's own function for packed sequences on one GPU: a yardstick that has nothing
-    of ours.
+    """Make a yardstick: FlashAttention-4's own function for packed sequences, on one GPU.
 
-    Raises Unavailable where the package is not installed, for other kernels, and for masks of one
+    Raises Unavailable if the package is not installed, for other kernels, and for masks of one
     dense call.
     """
     if (
@@ -317,7 +313,7 @@ YARDSTICKS = {"kernel alone": kernel_alone, "FA4 varlen": fa4_varlen}
 
 
 def kernel_name(case: Case, device: torch.device, dtype: torch.dtype, biased: bool = False) -> str:
-    """The kernel that a case's name means here, or that beside it which knows biases."""
+    """Return the name of a case's kernel or, if biased, of the kernel for its biases."""
     q, spec = (
         torch.empty(1, 1, case.heads, case.head_dim, device=device, dtype=dtype),
         Spec(case.head_dim**-0.5),

@@ -1,12 +1,10 @@
-"""Measures block kernels alone on one GPU, one call of a whole sequence each, in turns with one
-another.
+"""Measures block kernels alone on one GPU, in turns, with one call of a whole sequence each.
 
-    torchrun --nproc-per-node 1 bench/kernels.py --head-dims 128 80 --output
-    bench/results/kernels-mine.jsonl
+    torchrun --nproc-per-node 1 bench/kernels.py --head-dims 128 80 \\
+        --output bench/results/kernels-mine.jsonl
 
-Rows and times are those of bench/attention.py's "kernel alone", with "kind" one of its own; the
-first of --kernels is what the others are compared with. A kernel that refuses a case has a row that
-says why.
+Rows and times are those of bench/attention.py's "kernel alone", with their own "kind". The others
+are compared with the first of --kernels. If a kernel refuses a case, its row has the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -33,7 +31,7 @@ from bmt_burst import kernels
 
 
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
-    """All rows."""
+    """Measure all cases. Yield their rows."""
     settings = itertools.product(masks.chosen(args), args.head_dims, args.heads, args.tokens)
     for mask, head_dim, (q_heads, kv_heads), tokens in settings:
         cases = [

@@ -1,17 +1,16 @@
-"""A row of CPM-Live's data, made up: what a long-context run packs, the same for all lengths but
-for its scale.
+"""A synthetic row of CPM-Live's data, as a long-context run packs it.
 
-A row has a few instances, or spans, that see nothing of each other. Their lengths are drawn from a
-log-normal distribution (sigma 0.5) with a mean of a quarter of the row; none is longer than half of
-it. Short instances would make a short context of a long row; one alone would show nothing of
-packing. What is left at the end is padding if it is less than a 32nd of the row. Shares are the
-same for every length, so that longer rows are not other rows.
+A row has a few instances, or spans, which do not see each other. Their lengths are drawn from a
+log-normal distribution (sigma 0.5) with a mean of a quarter of the row. None is longer than half of
+the row. Short instances would make a short context of a long row, and a single one would not show
+packing. A rest of less than a 32nd of the row is padding. The shares are the same for every length,
+so that rows differ only in scale.
 
 An instance is a tree of nine segments as CPM-Bee's data has them, keys and their values below a
 root:
 
-    {"document": 70 to 90 % of the tokens, "notes": what is left, "prompt": 100 tokens, "<ans>": 5
-    to 20 %, predicted}
+    {"document": 70 to 90 % of the tokens, "notes": the rest,
+     "prompt": 100 tokens, "<ans>": 5 to 20 %, predicted}
 
 The longest span has two samples in context beside its main one, a quarter of it each, whose answers
 are given.
@@ -47,9 +46,7 @@ _DEEPEST = 8  # of CPM-Bee's trees
 
 
 class Instance(NamedTuple):
-    """A tree of segments in a row: its span, its sample there, and how many tokens each segment
-    has.
-    """
+    """A tree of segments in a row: its span, its sample, and the tokens of each segment."""
 
     span: int
     sample: int
@@ -58,7 +55,7 @@ class Instance(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def instances(seq_len: int) -> tuple[Instance, ...]:
-    """What a row of so many tokens is packed with."""
+    """Return the instances of a row of `seq_len` tokens."""
     rng, found = random.Random("a packed row"), []
     shares = _shares(rng)
     for span, share in enumerate(shares):
@@ -69,7 +66,7 @@ def instances(seq_len: int) -> tuple[Instance, ...]:
 
 
 def _shares(rng: random.Random) -> list[float]:
-    """Of the spans in a row."""
+    """Draw the shares of the spans in a row."""
     shares, left = [], 1.0
     while left >= 1 / 32:
         drawn = rng.lognormvariate(math.log(1 / 4) - _SIGMA**2 / 2, _SIGMA)
@@ -79,7 +76,10 @@ def _shares(rng: random.Random) -> list[float]:
 
 
 def _segments(tokens: int, rng: random.Random) -> tuple[int, ...]:
-    """Tokens of an instance's segments; in short ones keys and prompt are shorter, or missing."""
+    """Draw the tokens of an instance's segments.
+
+    In short instances keys and prompt are shorter, or missing.
+    """
     text, answer = rng.uniform(0.7, 0.9), rng.uniform(0.05, 0.2)
     root, key, prompt = (min(most, tokens // 20) for most in (_ROOT, _KEY, _PROMPT))
     answer = int(answer * tokens)
@@ -89,7 +89,7 @@ def _segments(tokens: int, rng: random.Random) -> tuple[int, ...]:
 
 
 def bee_fields(seq_len: int) -> dict[str, Tensor]:
-    """What `bee_scores` takes of a row beside a configuration."""
+    """Make the arguments of `bee_scores` after the configuration."""
     runs, offsets = [], itertools.count(0, len(_PARENTS) ** 2)
     packed = instances(seq_len)
     for (span, sample, lengths), offset in zip(packed, offsets, strict=False):
@@ -110,8 +110,9 @@ def bee_fields(seq_len: int) -> dict[str, Tensor]:
 
 
 def _relations() -> Tensor:
-    """(81,): for each two segments of the tree 0 if they are one, else 1 + 8 * levels up + levels
-    down, 2 or more.
+    """Compute the relations (81,) of each two segments of the tree.
+
+    It is 0 for the same segment, otherwise 1 + 8 * levels up + levels down, which is 2 or more.
     """
     paths = [_path(segment) for segment in range(len(_PARENTS))]
     found = []
@@ -127,8 +128,9 @@ def _path(segment: int | None) -> list[int]:
 
 
 def ant_fields(config: AntConfig, seq_len: int) -> dict[str, Tensor]:
-    """What `ant_scores` takes of the same row, beside a configuration; its first tokens are the
-    prompt, of type 0.
+    """Make the arguments of `ant_scores` after the configuration, for the same row.
+
+    Its first tokens are the prompt, of type 0.
     """
     fields = bee_fields(seq_len)
     segment = fields["segment"] % (config.segment_types - 1) + 1
@@ -143,14 +145,15 @@ def ant_fields(config: AntConfig, seq_len: int) -> dict[str, Tensor]:
 
 @functools.lru_cache(maxsize=8)
 def bee(seq_len: int, config: BeeConfig = BEE) -> Scores:
-    """The row's scores, by default those of cpm-bee-10b: 256 rows by distance, up to 2048, and 256
-    by segments.
+    """Compute the row's scores for a Bee.
+
+    By default it is cpm-bee-10b: 256 rows by distance, up to 2048, and 256 by segments.
     """
     return bee_scores(config, **bee_fields(seq_len))
 
 
 def scores_of(config: LiveConfig, seq_len: int) -> Scores:
-    """The row's scores for a model."""
+    """Compute the row's scores for a model."""
     if isinstance(config, AntConfig):
         return ant_scores(config, **ant_fields(config, seq_len))
     return bee(seq_len, config)

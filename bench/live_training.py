@@ -1,16 +1,15 @@
-"""Measures steps of CPM-Bee and CPM-Ant on a row of their data that is made up
-(bench/live_rows.py).
+"""Measures steps of CPM-Bee and CPM-Ant on a synthetic row of their data (bench/live_rows.py).
 
     torchrun --nproc-per-node 2 bench/live_training.py --models cpm-bee-3b --seq-len 65536 \\
         --output bench/results/live-training-mine.jsonl
 
-A row of JSON for each setting, as bench/training.py's: medians over the steps after --warm-up of
-tokens a second and GPU, MFU and seconds a step; and peak memory. FLOPs are those of
-train/run/flops.py, of visible pairs only. All ranks share one row, in the layout that balances its
-work; every step has the same one, with new tokens. With --layers models have fewer layers than
-their presets, which the row says.
+Each setting has a row of JSON, as in bench/training.py: peak memory, and medians over the steps
+after --warm-up of tokens a second and GPU, MFU and seconds a step. FLOPs are those of
+train/run/flops.py, which count only visible pairs. All ranks share one row, in the layout that
+balances its work. Every step has the same row with new tokens. With --layers models have fewer
+layers than their presets, as the row says.
 
-This is the model and its engine alone; what reading data and saving cost, pretraining shows.
+This measures only the model and its engine. Pretraining also reads data and saves.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -51,9 +50,7 @@ _EXTENDED = 16  # tokens with sub-ids that can be predicted
 
 
 class Row:
-    """A row of a model's data, whole, on the CPU: what its tokens are and see, and how it lies on
-    the ranks.
-    """
+    """A whole row of a model's data, on the CPU: its fields, scores and layout."""
 
     def __init__(self, config: LiveConfig, seq_len: int, sp: SequenceParallel):
         self.config, self.sp = config, sp
@@ -71,9 +68,7 @@ class Row:
         return int(self.predicted.sum())
 
     def arguments(self, step: int, device: torch.device) -> tuple[Any, ...]:
-        """What this rank's model takes, with the tokens of a step, and labels where tokens are
-        predicted.
-        """
+        """Make the arguments of this rank's model, with a step's tokens and labels."""
         generator = torch.Generator().manual_seed(step)
         shape, vocabulary = self.predicted.shape, self.config.vocab_size
         tokens, labels = (torch.randint(vocabulary, shape, generator=generator) for _ in range(2))
@@ -92,14 +87,14 @@ class Row:
         return *seen, self.scores, self._part(labels, device), self.layout
 
     def _part(self, x: Tensor, device: torch.device) -> Tensor:
-        """This rank's part of a row, as a batch of one."""
+        """Return this rank's part of a row, as a batch of one."""
         return self.layout.shard(x, self.sp.rank, 0).unsqueeze(0).to(device)
 
 
-def trained(
+def train(
     config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
 ) -> dict:
-    """Some steps; medians of what they took, their losses, and the peak of memory."""
+    """Run some steps. Return medians of their times, their losses, and the peak of memory."""
     kind, options = CPMAnt if row.is_ant else CPMBee, {"flash": args.kernel}
     engine = _engine(
         args.engine, lambda: kind(config, row.sp, Saving(checkpointing), **options), machine
@@ -139,7 +134,7 @@ def _engine(name: str, build: Callable[[], nn.Module], machine: Machine) -> Engi
 
 
 def _join_bmtrain() -> None:
-    """Beside torch.distributed, which carries what is said of measurements."""
+    """Start BMTrain's groups beside torch.distributed, which the measurements use."""
     # NCCL's way to run several communicators at once
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     import bmtrain
@@ -187,12 +182,12 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
 def _outcome(
     config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
 ) -> dict:
-    """What was measured, or the error; memory is free again then."""
+    """Measure one setting. Return the results or the error, and free the memory."""
     if machine.cuda:
         torch.cuda.reset_peak_memory_stats()
     found: dict = {}
     failure = machine.attempt(
-        lambda: found.update(trained(config, row, args, checkpointing, machine))
+        lambda: found.update(train(config, row, args, checkpointing, machine))
     )
     gc.collect()
     if machine.cuda:

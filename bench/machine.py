@@ -1,6 +1,4 @@
-"""What every benchmark needs: a rank's device and how to measure on it, and the rows that come of
-it.
-"""
+"""The common parts of all benchmarks: a rank's device, measurements on it, and rows."""
 
 from __future__ import annotations
 
@@ -22,17 +20,17 @@ from bench.implementations import Unavailable
 from bmt_burst.transport.processes import host_name
 
 GIB = 1 << 30
-_SERIES_MS = 200.0  # of calls that are measured, and as many before them
+_SERIES_MS = 200.0  # of measured calls; as many precede them
 _MOST_CALLS = 50
 
 
 class Machine:
-    """This rank's device, and how to measure on it."""
+    """This rank's device, and measurements on it."""
 
     def __init__(self):
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cpu")
-        if self.cuda:  # ranks may share a GPU, which is good for errors only
+        if self.cuda:  # ranks may share a GPU, to compute errors only
             self.device = torch.device(
                 "cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
             )
@@ -49,7 +47,7 @@ class Machine:
         self.began = time.monotonic()
 
     def say(self, what: str) -> None:
-        """Lets the user know that it goes on."""
+        """Tell the user about progress."""
         if self.rank == 0:
             print(
                 f"[{(time.monotonic() - self.began) / 60:.1f} min] {self.at}: {what}",
@@ -58,20 +56,20 @@ class Machine:
             )
 
     def once_ms(self, work: Callable[[], object]) -> float:
-        """Milliseconds of a call of `work`, which is not to be the first, on the slowest rank."""
+        """Measure one call of `work` on the slowest rank, in ms. It must not be the first call."""
         return self.slowest(self._series_ms(work, 0, 1))
 
     def time_ms(self, work: Callable[[], object], once: float) -> float:
-        """Mean milliseconds of a call on the slowest rank, in a series of calls that take some
-        `once` milliseconds.
+        """Measure the mean milliseconds of a series of calls on the slowest rank.
 
-        A call that takes as long as a series is measured alone, right after others.
+        One call takes about `once` milliseconds. If this is as long as a series, the call is
+        measured alone, right after others.
         """
         calls = min(max(int(_SERIES_MS / once), 1), _MOST_CALLS) if self.cuda else 1
         return self.slowest(self._series_ms(work, calls if once < _SERIES_MS else 0, calls))
 
     def _series_ms(self, work: Callable[[], object], warm_up: int, calls: int) -> float:
-        """Mean milliseconds of calls after a warm-up, which all ranks begin together."""
+        """Measure the mean milliseconds of calls after a warm-up. All ranks begin together."""
         self.settle()
         for _ in range(warm_up):
             work()
@@ -92,13 +90,14 @@ class Machine:
         return event
 
     def attempt(self, work: Callable[[], object]) -> str | None:
-        """Calls `work`; why that failed, if it did on all ranks. If on some only, those that wait
-        for them are lost.
+        """Call `work`. Return why it failed, if it failed on all ranks.
+
+        Raises RuntimeError if it failed on some ranks only.
         """
         failure = None
         try:
             work()
-        except Exception as caught:  # noqa: BLE001 - a peer's, whatever it is; the row says so
+        except Exception as caught:  # noqa: BLE001 - peers raise any error; the row has it
             reason = str(caught).partition("\n")[0]
             failure = (
                 reason if isinstance(caught, Unavailable) else f"{type(caught).__name__}: {reason}"
@@ -112,19 +111,21 @@ class Machine:
         return failures[0]
 
     def settle(self) -> None:
-        """All ranks at one point, with nothing under way."""
+        """Wait until all ranks are here and their GPUs are idle."""
         if self.cuda:
             torch.cuda.synchronize()
         self.slowest(0.0)
 
     def slowest(self, value: float) -> float:
+        """Return the largest value of all ranks."""
         worst = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         return float(worst)
 
     def extra_gib(self, work: Callable[[], object], held: int) -> float | None:
-        """Peak memory of `work` beyond what was allocated before it, and `held` bytes that nobody
-        else counts.
+        """Measure the peak memory of `work` beyond what was allocated before it.
+
+        `held` bytes, which torch does not count, are added.
         """
         if not self.cuda:
             return None
@@ -163,13 +164,14 @@ def commit() -> str:
 
 
 def origin(gpu_name: str) -> dict[str, Any]:
-    """What every row says of where it was measured."""
+    """Return the GPU, versions and commit, which every row has."""
     return {"gpu_name": gpu_name, "versions": versions(), "commit": commit()}
 
 
 def record(rows: Iterable[dict], file: Path, gpu_name: str, rank: int = 0) -> bool:
-    """Appends rows as they come, with where they are from, and shows them, on rank 0; whether none
-    has an error.
+    """Append rows with their origin to a file, and print them, on rank 0.
+
+    Return whether no row has an error.
     """
     common, good = origin(gpu_name), True
     for row in rows:
@@ -181,14 +183,14 @@ def record(rows: Iterable[dict], file: Path, gpu_name: str, rank: int = 0) -> bo
 
 
 def append(file: Path, row: dict) -> None:
-    """Adds a line of JSON."""
+    """Append a line of JSON."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a") as lines:
         lines.write(json.dumps(row) + "\n")
 
 
 def show(row: dict) -> None:
-    """Prints what a row says but where it was measured."""
+    """Print a row."""
     print(" ".join(f"{key}={_rounded(value)}" for key, value in row.items()), flush=True)
 
 

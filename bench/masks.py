@@ -1,15 +1,13 @@
-"""The masks that are measured, by names that rows carry: "causal", "full", "documents 4K", "window
-4096", "bee".
+"""The masks that are measured: "causal", "full", "documents 4K", "window 4096", "bee", for example.
 
-Documents are packed as in pretraining: lengths drawn from a log-normal distribution (sigma 1), none
-longer than a quarter of the sequence, the last one cut where the sequence ends. A packing has the
-same lengths in every process.
+Documents are packed as in pretraining. Their lengths are drawn from a log-normal distribution
+(sigma 1). None is longer than a quarter of the sequence, and the last one is cut at its end. A
+packing has the same lengths in every process.
 
     4K, 1K, 256   documents of this mean length
     long          one document of three quarters of the sequence, and others of a mean of 1K
 
-"bee" is what tokens see in a row of CPM-Bee's long-context training, and has a bias: see
-bench/live_rows.py.
+"bee" is a row of CPM-Bee's long-context training, and has a bias: see bench/live_rows.py.
 
 Try `python -c "from bench.masks import mask_of; print(mask_of('documents 4K', 65536))"`.
 """
@@ -32,40 +30,36 @@ _TRIES = 100
 
 
 def kind(name: str) -> str:
-    """What kind of mask a name means, one of KINDS."""
+    """Return the kind of a mask, one of KINDS."""
     return name.partition(" ")[0]
 
 
 @functools.lru_cache(maxsize=64)
 def mask_of(name: str, seq_len: int) -> Mask:
-    """The mask called `name` on a sequence of so many tokens."""
+    """Make the mask `name` of `seq_len` tokens."""
     detail = name.partition(" ")[2]
     if kind(name) == "documents":
         return _packed(packing(detail, seq_len))
     if scores := scores_of(name, seq_len):
         return scores.mask
-    return (
-        Mask.window(seq_len, int(detail))
-        if kind(name) == "window"
-        else getattr(Mask, name)(seq_len)
-    )
+    if kind(name) == "window":
+        return Mask.window(seq_len, int(detail))
+    return {"causal": Mask.causal, "full": Mask.full}[name](seq_len)
 
 
 def scores_of(name: str, seq_len: int) -> Scores | None:
-    """What a bias adds to the scores of the mask called `name`; None if there is no bias."""
+    """Make the scores of a mask with a bias, or return None for others."""
     return live_rows.bee(seq_len) if name == "bee" else None
 
 
 @functools.lru_cache(maxsize=64)
 def share_of(name: str, seq_len: int, ranks: int) -> Mask:
-    """What a kernel alone computes to be compared with a rank of several that share the mask: as
-    many tokens, in whole.
+    """Make the mask of a kernel alone that is compared with one of several ranks.
 
-    Of documents it is a packing of some of them, chosen so that there are nearly as many visible
-    pairs as a rank has in the mean. One that is longer than a rank's tokens, or the last one, is as
-    much shorter as it must be. For all other masks it is the same on a shorter sequence. Nothing of
-    it is cut over kernel calls, which is what makes it a limit; but for "bee", whose slices need
-    several.
+    It has a rank's number of tokens. For documents it is a packing of some of them, chosen to have
+    nearly a rank's mean number of visible pairs. The last document, or one that is longer than a
+    rank's tokens, is cut. Other masks are the same on a shorter sequence. It is a limit, because
+    one kernel call computes all of it, except for "bee", whose slices need several.
     """
     tokens = seq_len // ranks
     if kind(name) != "documents" or ranks == 1:
@@ -80,7 +74,7 @@ def share_of(name: str, seq_len: int, ranks: int) -> Mask:
 
 
 def packing(name: str, seq_len: int) -> list[int]:
-    """Lengths of documents that fill a sequence."""
+    """Draw lengths of documents that fill a sequence."""
     rng = random.Random(f"{name} on {seq_len}")
     lengths = [3 * seq_len // 4] if name == "long" else []
     longest, left = max(seq_len // 4, 1), seq_len - sum(lengths)
@@ -93,8 +87,9 @@ def packing(name: str, seq_len: int) -> list[int]:
 
 
 def balanced(name: str, seq_len: int, size: int) -> Layout:
-    """The layout under which ranks have equal work: zigzag or contiguous where that is so, else
-    made for the mask.
+    """Return a layout with equal work for all ranks.
+
+    It is zigzag or contiguous if these are balanced, otherwise it is made for the mask.
     """
     if kind(name) in ("causal", "full"):
         return Layout.named({"causal": "zigzag", "full": "contiguous"}[name], seq_len, size)
@@ -111,7 +106,7 @@ def _packed(lengths: Sequence[int]) -> Mask:
 
 
 def _filled(lengths: Sequence[int], tokens: int) -> list[int]:
-    """The first of some lengths, the last of them as much shorter as makes them `tokens` together."""
+    """Return the first lengths, the last one cut, that sum to `tokens`."""
     taken = []
     for length in lengths:
         if not tokens:
@@ -122,7 +117,7 @@ def _filled(lengths: Sequence[int], tokens: int) -> list[int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--masks, --documents and --windows."""
+    """Add --masks, --documents and --windows."""
     parser.add_argument("--masks", nargs="+", choices=KINDS, default=["causal"])
     parser.add_argument(
         "--documents",
@@ -137,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(args: argparse.Namespace) -> list[str]:
-    """The masks that were asked for."""
+    """Return the names of the requested masks."""
     details = {"documents": args.documents, "window": args.windows}
     return [
         f"{mask} {detail}".rstrip() for mask in args.masks for detail in details.get(mask, [""])

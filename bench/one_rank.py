@@ -1,16 +1,14 @@
-"""How fast one rank of a ring computes while its peers are imagined and nothing has to travel. One
-GPU does for it.
+"""Measures one rank of a ring with imagined peers, on one GPU. Nothing is sent.
 
-    torchrun --nproc-per-node 1 bench/one_rank.py --size 8 --tokens-per-gpu 8192 --output
-    bench/results/one-rank.jsonl
+    torchrun --nproc-per-node 1 bench/one_rank.py --size 8 --tokens-per-gpu 8192 \\
+        --output bench/results/one-rank.jsonl
 
-What is left are the block kernels, the passes that merge and sum, and the host: what the ring
-reaches at best, whatever the links. A row for each of a few ranks, as bench/attention.py's with
-"kind" one of its own, and beside the times of a forward and backward a profile of it, by kind of
-work (see bench/timeline.py).
+This leaves the block kernels, the kernels that merge and sum, and the host: the best that the ring
+can reach with any links. Each of a few ranks has a row, as in bench/attention.py, with its own
+"kind". It also has a profile of a forward and backward by kind of work (see bench/timeline.py).
 
-Peers say what this rank says, so all ranks must have as many tokens, as they have wherever these
-lengths divide.
+Imagined peers repeat what this rank says. Therefore all ranks must have equally many tokens, as
+they have if the lengths divide.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -55,7 +53,7 @@ VARIANTS = (
 
 
 def one_rank(row: dict, case: Case, rank: int, size: int, machine: Machine) -> dict:
-    """The row of a rank with times, rates and memory, and where its time goes."""
+    """Measure one rank. Return its row, with times, rates, memory and profile."""
     tokens = case.seq_len // size
     ring = ImaginedRing(rank, size)
     attention = IMPLEMENTATIONS[row["impl"]].on(

@@ -1,14 +1,12 @@
-"""What a new mask costs a rank on the host before anything can be computed. On a CPU, with no other
-ranks.
+"""Measures what a new mask costs a rank on the host, on a CPU, without other ranks.
 
     python bench/planning.py --output bench/results/planning-cpu.jsonl
 
-With packed documents every step has a new mask, so this is paid in every step: making the mask and
-its digest, the balanced layout and what ranks compare of it, and the plan of one rank's forward and
-backward. Rows hold medians over many random masks, in milliseconds: of each part, and of all
-together. It is time of the processor, since nothing here waits, so that what else runs on the
-machine does not count. The last row says whether memory grows with the number of masks that were
-used.
+With packed documents every step has a new mask and pays this: the mask and its digest, the balanced
+layout and what ranks compare of it, and the plan of one rank's forward and backward. Rows have
+medians over many random masks, in milliseconds, of each part and of their sum. They are CPU time,
+so that other processes do not count. Nothing here waits. The last row says whether memory grows
+with the number of masks.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -35,13 +33,13 @@ from bmt_burst import Layout, Mask, burst_attn_func, kernels
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes, load
 
-_TOKENS = 16384  # of a rank
+_TOKENS = 16384  # of each rank
 _WINDOW = 4096
-_WARM_UP = 100  # masks after which what is kept for reuse is full
+_WARM_UP = 100  # masks that fill the caches
 
 
 class Setting(NamedTuple):
-    """Masks of a kind over some ranks; `target_ms` is what all together may cost."""
+    """Masks of a kind over some ranks. `target_ms` is the limit for their total time."""
 
     mask: str
     documents: int
@@ -66,9 +64,7 @@ SETTINGS = (
 
 
 def lengths(rng: random.Random, documents: int, tokens: int) -> list[int]:
-    """Of so many documents, log-normal with sigma 1, that fill `tokens`; of at least one token
-    each.
-    """
+    """Draw lengths of documents that fill `tokens`, log-normal with sigma 1, at least 1 each."""
     drawn = [rng.lognormvariate(0.0, 1.0) for _ in range(documents)]
     spare = tokens - documents
     cuts = [round(spare * share / sum(drawn)) for share in itertools.accumulate(drawn)]
@@ -76,7 +72,7 @@ def lengths(rng: random.Random, documents: int, tokens: int) -> list[int]:
 
 
 def new_mask(setting: Setting, tokens: int, rng: random.Random) -> Callable[[], Mask]:
-    """Makes a mask that was not there before."""
+    """Return a function that makes a new mask."""
     if setting.mask == "documents":
         cu_seqlens = list(itertools.accumulate(lengths(rng, setting.documents, tokens), initial=0))
         return lambda: Mask.documents(cu_seqlens)
@@ -86,9 +82,7 @@ def new_mask(setting: Setting, tokens: int, rng: random.Random) -> Callable[[], 
 
 
 def plan_one(setting: Setting, backward: str, rng: random.Random) -> dict[str, float]:
-    """Milliseconds that the parts of planning take a random rank, for a mask that was not there
-    before.
-    """
+    """Measure the parts of planning for a new mask on a random rank, in milliseconds."""
     tokens = setting.ranks * (_TOKENS - rng.randrange(256))
     make, rank = new_mask(setting, tokens, rng), rng.randrange(setting.ranks)
     spent = {}
@@ -117,7 +111,7 @@ def plan_one(setting: Setting, backward: str, rng: random.Random) -> dict[str, f
 
 
 def problem(mask: Mask, layout: Layout, setting: Setting, backward: str) -> Problem:
-    """Attention of bf16 with 32:8 heads of 128."""
+    """Make the problem of attention in bf16 with 32:8 heads of 128."""
     return Problem(
         mask=mask,
         layout=layout,
@@ -131,7 +125,7 @@ def problem(mask: Mask, layout: Layout, setting: Setting, backward: str) -> Prob
 
 
 def measured(setting: Setting, backward: str, masks: int) -> dict:
-    """The row of a setting: medians over so many masks, after a tenth as many that do not count."""
+    """Measure a setting. Return medians over `masks` masks, after a tenth as many to warm up."""
     rng = random.Random(0)
     for _ in range(-(-masks // 10)):
         plan_one(setting, backward, rng)
@@ -150,11 +144,9 @@ def measured(setting: Setting, backward: str, masks: int) -> dict:
 
 
 def memory(masks: int) -> dict:
-    """The row of calls with so many masks, each of them new: what they leave, once what is kept for
-    reuse is full.
+    """Measure how memory grows over calls with new masks, once caches are full.
 
-    A block is a piece of memory that Python's allocator has handed out; a mask and its plan take
-    hundreds.
+    A block is a piece of memory from Python's allocator. A mask and its plan take hundreds.
     """
     rng, tokens = random.Random(0), 48
     x = torch.randn(1, tokens, 1, 8, requires_grad=True)
@@ -186,7 +178,7 @@ def memory(masks: int) -> dict:
 
 
 def _resident_kib() -> int:
-    """Memory of this process, on Linux."""
+    """Return the resident memory of this process, on Linux."""
     status = Path("/proc/self/status").read_text()
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
 

@@ -1,12 +1,11 @@
-"""Where the time of one implementation goes: a profile of each rank's GPU, by kind of work, and a
-trace to look at.
+"""Profiles one implementation on each rank's GPU, by kind of work. Needs GPUs.
 
-    torchrun --nproc-per-node 8 bench/timeline.py --tokens 65536 --heads 32:32 --output
-    bench/results/timeline.jsonl
+    torchrun --nproc-per-node 8 bench/timeline.py --tokens 65536 --heads 32:32 \\
+        --output bench/results/timeline.jsonl
 
-A row of JSON a rank: milliseconds a step of attention kernels, of passes that merge and sum, of
-copies, of NCCL, of all else, and how long the compute stream was idle. Copies and NCCL run beside
-the kernels; the others one after the other. With --trace FOLDER also Chrome traces. Needs GPUs.
+Each rank has a row of JSON: milliseconds of a step for attention kernels, kernels that merge and
+sum, copies, NCCL and others, and the idle time of the compute stream. Copies and NCCL run beside
+the kernels, which run one after the other. --trace FOLDER also writes Chrome traces.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -34,7 +33,7 @@ from bench.machine import Machine, append, origin
 from bmt_burst import init_sequence_parallel
 
 STEPS = 3
-_KINDS = {  # a kernel is of the first kind one of whose words its name has
+_KINDS = {  # a kernel is of the first kind that has a word of its name
     "merge": ("_merge_outputs", "_sum_gradients", "_fill_query_rows"),
     "nccl": ("nccl",),
     "copies": ("memcpy",),
@@ -43,7 +42,7 @@ _KINDS = {  # a kernel is of the first kind one of whose words its name has
 
 
 class Activity(NamedTuple):
-    """Something that a GPU did; microseconds."""
+    """An activity of a GPU, in microseconds."""
 
     name: str
     stream: int
@@ -57,8 +56,10 @@ def kind(name: str) -> str:
 
 
 def breakdown(activities: Iterable[Activity]) -> dict[str, float]:
-    """Milliseconds by kind; "idle" is the time between the first and last attention kernel, in
-    which nothing of its stream ran, and "span" all of that time.
+    """Sum milliseconds by kind.
+
+    "span" is the time from the first to the last attention kernel, "idle" the part of it in which
+    nothing ran on their stream.
     """
     activities = sorted(activities, key=lambda a: a.start)
     spent = Counter()
@@ -75,7 +76,7 @@ def breakdown(activities: Iterable[Activity]) -> dict[str, float]:
 
 
 def activities_of(profile: torch.profiler.profile) -> list[Activity]:
-    """What the GPU did, as Kineto saw it."""
+    """Return the GPU's activities in a profile."""
     events = profile.profiler.kineto_results.events()
     return [
         Activity(
@@ -90,7 +91,7 @@ def activities_of(profile: torch.profiler.profile) -> list[Activity]:
 
 
 def profiled(step: Callable[[], None]) -> torch.profiler.profile:
-    """The profile of STEPS steps."""
+    """Run STEPS steps. Return their profile."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
         for _ in range(STEPS):
@@ -100,7 +101,7 @@ def profiled(step: Callable[[], None]) -> torch.profiler.profile:
 
 
 def milliseconds(profile: torch.profiler.profile) -> dict[str, float]:
-    """`breakdown` of one of the steps that were profiled."""
+    """Compute the `breakdown` of one profiled step."""
     return {key: value / STEPS for key, value in breakdown(activities_of(profile)).items()}
 
 
@@ -161,7 +162,8 @@ def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespac
             )
             text = " ".join(f"{key} {value:.3f}" for key, value in sorted(row.items()))
             print(
-                f"{name} {case.mask} {case.seq_len} {case.heads}:{case.kv_heads} rank {rank}: {text}",
+                f"{name} {case.mask} {case.seq_len} {case.heads}:{case.kv_heads} rank {rank}:",
+                text,
                 flush=True,
             )
 

@@ -1,14 +1,14 @@
-"""Measures pretraining as its users run it: a few steps of train/pretrain.py for each setting, a
-row of JSON each.
+"""Measures pretraining as its users run it: a few steps of train/pretrain.py for each setting.
 
-    python bench/training.py --gpus 8 --model minicpm4-8b --seq-len 262144 --checkpointing selective
-        full \\ --data data/corpus/train --output bench/results/training.jsonl
+    python bench/training.py --gpus 8 --model minicpm4-8b --seq-len 262144 \\
+        --checkpointing selective full --data data/corpus/train \\
+        --output bench/results/training.jsonl
 
-A row holds medians over the steps after --warm-up: tokens a second and GPU, MFU (its formula is in
-train/run/flops.py), seconds a step and where they go, peak memory, the balance of the ranks' work;
-and what the mask was. All GPUs share each sequence unless --sp-size says otherwise. With --layers
-the model has fewer layers than its preset; the row says so. On a machine without GPUs ranks are CPU
-processes.
+Each setting has a row of JSON, with the mask and medians over the steps after --warm-up: tokens a
+second and GPU, MFU (train/run/flops.py has its formula), seconds of a step and of its parts, peak
+memory, and the balance of the ranks' work. All GPUs share each sequence, unless --sp-size says
+otherwise. With --layers the model has fewer layers than its preset, as the row says. On a machine
+without GPUs ranks are CPU processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -79,7 +79,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
-    """Runs pretrain.py; medians of its metrics, or its error."""
+    """Run pretrain.py. Return medians of its metrics, or its error."""
     flags = [
         text
         for name, value in options.items()

@@ -1,7 +1,8 @@
 """Draw a gallery of masks: each kind, and how four ranks share its work in each layout.
 
-    python examples/masks.py [FOLDER]    # writes FOLDER/masks.png and prints the masks; default:
-    the current folder
+    python examples/masks.py [FOLDER]    # writes FOLDER/masks.png and prints the masks
+
+FOLDER is by default the current folder.
 
 A mask is a function that returns a `bmt_burst.Mask`. To see a new one here, register it in
 `EXAMPLES` of bmt_burst/sequence/mask.py.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -28,7 +29,7 @@ from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.mask import EXAMPLES
 
 TOKENS, RANKS = 64, 4
-# hidden, and the pairs of ranks 0 to 3
+# hidden pairs, then those of ranks 0 to 3
 COLOURS = ["#ffffff", "#3b6fb6", "#e1812c", "#3a923a", "#c03d3e"]
 
 

@@ -1,10 +1,9 @@
-"""Draw when each rank of a ring computes and when its tokens travel, at assumed rates. Nothing
-runs, no GPU is needed.
+"""Draw when each rank of a ring computes and sends, at assumed rates. No GPU is needed.
 
     python examples/timeline.py --tokens 131072 --ranks 8 --output timeline.png
     python examples/timeline.py --ranks 8 --inner 4     # two hosts, a double ring
 
-Prints a drawing of each rank, too. Rates are those of H200 with NVLink; see --help.
+It also prints a drawing of each rank. The default rates are those of H200 with NVLink; see --help.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-# run as a script: Python put this folder first in the path, the repository belongs there
+# As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
