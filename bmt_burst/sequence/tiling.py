@@ -359,18 +359,18 @@ def _tile(part: _QueryRun, run: RunFields, place: Span) -> TileFields | None:
     (_, (kv_start, kv_stop), low, high), first_position, step, (q_start, q_stop) = part
     position, its_step, _, _ = run
     kv_place, kv_end = place
-    assert its_step == step, (
-        f"a run of step {step} sees one of step {its_step}: a layout's ranges have one step"
-    )
     # Keep the tokens of the run that are in the slice.
-    begin, end = -((position - kv_start) // step), -((position - kv_stop) // step)
+    begin, end = -((position - kv_start) // its_step), -((position - kv_stop) // its_step)
     if begin > 0:
-        kv_place, position = kv_place + begin, position + step * begin
+        kv_place, position = kv_place + begin, position + its_step * begin
     else:
         begin = 0
     columns, rows = min(end, kv_end - place[0]) - begin, q_stop - q_start
     if columns <= 0:
         return None
+    assert its_step == step, (
+        f"a run of step {step} sees one of step {its_step}: a layout's ranges have one step"
+    )
     ahead = first_position - position
     below = -columns if low is None else -((ahead - low) // step)
     above = rows + 1 if high is None else -((ahead - high) // step)
