@@ -601,7 +601,10 @@ def test_lines_that_are_no_instances_are_counted_and_said(tmp_path):
         ({"a < b": "x", "<ans>": "x"}, "begins with < but is not a special token"),
         ({"a": "\ud800", "<ans>": "x"}, "not Unicode: surrogates not allowed"),
         ("{", "not JSON"),
-        ({"<ans>": {str(i): "x" for i in range(1100)}}, "expected at most 2048 keys and texts, got 2202"),
+        (
+            {"<ans>": {str(i): "x" for i in range(1100)}},
+            "expected at most 2048 keys and texts, got 2202",
+        ),
     ]
     as_jsonl(tmp_path / "x.jsonl", [line for line, _ in wrong] + [{"<ans>": "x"}])
     arguments = ("--tokenizer", f"cpm-bee:{vocabulary}", "--output", tmp_path / "out")
