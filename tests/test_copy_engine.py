@@ -186,7 +186,7 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_parcels_leave_when_they_are_ready_and_may_change_after_the_wait(count):
+def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
     """With streams that compute late, as on a GPU: they fill each put, read what came, and spoil
     the put.
 

@@ -260,7 +260,7 @@ def test_work_must_be_a_function():
         simulate(2, None)
 
 
-def test_a_parcel_that_is_not_contiguous_is_refused():
+def test_a_put_that_is_not_contiguous_is_refused():
     """Its bytes would be those of its neighbours in memory, and as many."""
 
     def work(ring):

@@ -231,6 +231,10 @@ def test_what_is_known_of_a_layout_is_shared_between_masks():
     parts.
     """
     first = Tiling(Mask.causal(24), Layout.zigzag(24, 3))
-    for other in (first.transposed, first.of(Mask.full(24)), first.of(Mask.full(24)).transposed):
+    for other in (
+        first.transposed,
+        first.with_mask(Mask.full(24)),
+        first.with_mask(Mask.full(24)).transposed,
+    ):
         assert other._owners is first._owners
-    assert first.of(Mask.full(24)).mask == Mask.full(24)
+    assert first.with_mask(Mask.full(24)).mask == Mask.full(24)

@@ -124,9 +124,9 @@ class Tiling:
     @functools.cached_property
     def transposed(self) -> Tiling:
         """The tiling of the transposed mask."""
-        return self.of(self.mask.transposed)
+        return self.with_mask(self.mask.transposed)
 
-    def of(self, mask: Mask) -> Tiling:
+    def with_mask(self, mask: Mask) -> Tiling:
         """Return the tiling of another mask by the same layout. Both share the layout's runs."""
         other = Tiling(mask, self.layout)
         other._owners = self._owners

@@ -382,7 +382,7 @@ def _sum_products(x: Tensor, y: Tensor) -> Tensor:
     return (x.to(wide) * y.to(wide)).sum((0, 1, 3))
 
 
-def outputs(
+def compute_outputs(
     attention: Attention, calls: Sequence[GatheredCall], queries: Queries, keys: Keys
 ) -> Iterator[OutputPart]:
     """Compute calls. Yield the query spans of each, with their partial out (B, T, H, D) and lse (B,
@@ -397,7 +397,7 @@ def outputs(
         yield gathered.q_spans, out, lse
 
 
-def gradients(
+def compute_gradients(
     attention: AttentionGradient, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
 ) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
     """Compute the gradients of calls. Yield the query and key spans of each, with partial (dq, dk,

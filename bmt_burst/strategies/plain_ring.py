@@ -31,7 +31,15 @@ from ..sequence.span import Span, in_turn
 from ..sequence.tiling import GatheredCall, Tiling, kernel_calls
 from ..transport import LANES
 from . import Plan, Problem, Saved, Strategy
-from .compute import Attention, AttentionGradient, Keys, Queries, QueryGradients, gradients, outputs
+from .compute import (
+    Attention,
+    AttentionGradient,
+    Keys,
+    Queries,
+    QueryGradients,
+    compute_gradients,
+    compute_outputs,
+)
 
 
 class PlainRing(Strategy):
@@ -67,7 +75,9 @@ class PlainRingPlan(Plan):
         merged = Outputs(out, lse)
         block = [k.contiguous(), v.contiguous()]
         for hop in range(self.size):
-            for rows, part, part_lse in outputs(attention, self._calls(hop), queries, Keys(*block)):
+            for rows, part, part_lse in compute_outputs(
+                attention, self._calls(hop), queries, Keys(*block)
+            ):
                 merged.add(rows, part, part_lse)
             if hop + 1 < self.size:
                 block = self._pass_on(rings, block, hop)
@@ -86,7 +96,9 @@ class PlainRingPlan(Plan):
         block += [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)]
         for hop in range(self.size):
             keys, (dk, dv) = Keys(*block[:2]), block[2:]
-            for rows, columns, parts in gradients(attention, self._calls(hop), queries, keys):
+            for rows, columns, parts in compute_gradients(
+                attention, self._calls(hop), queries, keys
+            ):
                 for total, spans, part in zip(
                     (dq, dk, dv), (rows, columns, columns), parts, strict=True
                 ):

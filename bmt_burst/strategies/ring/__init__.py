@@ -141,7 +141,7 @@ class RingPlan(Plan):
         """The row of each term of the problem, and a tiling of the term."""
         tiling = self._tiling
         return [
-            (t.row, tiling if t.mask is tiling.mask else tiling.of(t.mask))
+            (t.row, tiling if t.mask is tiling.mask else tiling.with_mask(t.mask))
             for t in self.problem.terms
         ]
 

@@ -36,8 +36,8 @@ from ..compute import (
     Queries,
     QueryGradients,
     Side,
-    gradients,
-    outputs,
+    compute_gradients,
+    compute_outputs,
 )
 from .payload import KeysValues, Payload, QueriesTravel
 from .program import Event
@@ -388,7 +388,9 @@ class Forward(Execution):
 
     def _own(self) -> None:
         q = self.queries.q
-        self.parts = list(outputs(self.attention, self.program.own, self.queries, self.keys))
+        self.parts = list(
+            compute_outputs(self.attention, self.program.own, self.queries, self.keys)
+        )
         if (
             is_whole(self.parts, q.shape[1])
             # such a call's out does not include the bias, only the merged one does
@@ -429,7 +431,7 @@ class Forward(Execution):
         heads = self._pass(event).q
         block = self.payload.arrive(tensors, self.program.tokens(key, self.device))
         queries = self.queries.part(ALL, heads)
-        for part in outputs(
+        for part in compute_outputs(
             self.attention.of_heads(heads), self.program.calls[key], queries, block
         ):
             self.merged.add(*part)
@@ -506,7 +508,7 @@ class Backward(Execution):
             ticket.wait()
 
     def _own(self) -> None:
-        for rows, columns, grads in gradients(
+        for rows, columns, grads in compute_gradients(
             self.attention, self.program.own, self.queries, self.keys
         ):
             for parts, spans, grad in zip(
@@ -565,7 +567,9 @@ class Backward(Execution):
         else:
             queries, keys = self.queries.part(ALL, pass_.q), payload.arrive(tensors, tokens)
         attention = self.attention.of_heads(pass_.q)
-        for rows, columns, (dq, dk, dv) in gradients(attention, program.calls[key], queries, keys):
+        for rows, columns, (dq, dk, dv) in compute_gradients(
+            attention, program.calls[key], queries, keys
+        ):
             of_queries, of_keys = ((dq,), rows), ((dk, dv), columns)
             going, staying = (
                 (of_queries, of_keys) if payload.queries_travel else (of_keys, of_queries)
