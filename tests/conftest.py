@@ -101,24 +101,26 @@ def pytest_collection_finish(session):
 
 
 LONGEST = (  # files, by how long they take
-    "test_interrupts.py",
-    "test_train.py",
     "test_bench.py",
+    "test_train.py",
     "test_triton.py",
     "test_model_center.py",
-    "test_compiled.py",
     "test_live_train.py",
-    "test_transformers.py",
-    "test_copy_engine.py",
-    "test_bmtrain.py",
-    "test_readme.py",
-    "test_equality.py",
-    "test_engine.py",
-    "test_masks.py",
+    "test_interrupts.py",
+    "test_compiled.py",
     "test_kernels.py",
-    "test_ulysses.py",
+    "test_bmtrain.py",
+    "test_transformers.py",
+    "test_readme.py",
+    "test_copy_engine.py",
     "test_prepare.py",
+    "test_agreement.py",
     "test_gloo.py",
+    "test_engine.py",
+    "test_guards.py",
+    "test_fused.py",
+    "test_compat_yunchang.py",
+    "test_masks.py",
 )
 
 

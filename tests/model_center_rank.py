@@ -410,7 +410,8 @@ def refused(folder: Path) -> dict:
         found["layers"] = words(lambda: llama.encoder(llama.input_embedding(part), see_all))
     assert type(plain) is zoo.Llama
     assert all(
-        type(part) is not attention.RingAttention for part in [*of_layers.modules(), *plain.modules()]
+        type(part) is not attention.RingAttention
+        for part in [*of_layers.modules(), *plain.modules()]
     )
     assert all(
         p.equal(w) for p, w in zip((p.data for p in plain.parameters()), weights, strict=True)

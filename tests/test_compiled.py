@@ -117,7 +117,7 @@ def worst_differences(rank: int) -> list[float]:
     model = Model(sp)
     sizes = ((1, 16), (2, 24), (3, 9))
     for options, dynamic, chosen in (
-        ({"backend": "eager"}, None, sizes),
+        ({"backend": "eager"}, None, sizes[::2]),
         ({"backend": "aot_eager"}, True, sizes[1:]),
     ):
         torch._dynamo.reset()

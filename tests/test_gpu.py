@@ -285,7 +285,7 @@ def equality(rank: int, size: int) -> dict[str, float]:
     """The worst error of each of many cases, of all heads in one pass and of a kv head in each."""
     ring_strategy._ENOUGH_ROWS = 1
     errors, groups = {}, rings(size)
-    if size == 3:
+    if size == 4:
         groups["cudnn"] = {**groups["by copy engines"], "flash": "cudnn"}
     for index, (mask, layout) in enumerate(itertools.product(MASKS, (*LAYOUTS, "balanced"))):
         tokens, (heads, kv_heads) = (1024, 1031)[index % 2], ((4, 4), (8, 2))[index // 2 % 2]
@@ -303,9 +303,10 @@ def equality(rank: int, size: int) -> dict[str, float]:
         # q and dout of a kv head
         two_blocks = 2 * 2 * tensors[0][:, : -(-tokens // size), : heads // kv_heads].nbytes
         sizes = (two_blocks, 1 << 30)
-        for (ring, group), backward, group_bytes in itertools.product(
-            groups.items(), ("q", "kv"), sizes
-        ):
+        ways = list(itertools.product(("q", "kv"), sizes))
+        if size > 2:  # of many ranks on a GPU each call takes long
+            ways = [ways[index % 2], ways[3 - index % 2]]
+        for (ring, group), (backward, group_bytes) in itertools.product(groups.items(), ways):
             options = {
                 "layout": whole,
                 "mask": visible,
@@ -319,7 +320,7 @@ def equality(rank: int, size: int) -> dict[str, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [2, 3, 4, pytest.param(8, marks=needs_ranks(4))])
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=needs_ranks(4))])
 def test_ring_equals_dense(size):
     for errors in run_ranks(size, equality, size, backend="nccl"):
         name, worst = max(errors.items(), key=lambda entry: entry[1])
@@ -338,7 +339,6 @@ def biased_equality(rank: int, size: int, tokens: int = 4096) -> dict[str, float
     for layout, heads in (
         ("zigzag", (4, 4)),
         ("striped", (4, 4)),
-        ("balanced", (4, 4)),
         ("balanced", (4, 2)),
     ):
         whole = (

@@ -3,6 +3,7 @@ BMTrain's examples run.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -146,14 +147,14 @@ def test_engines_and_sizes_agree(folder, dtype, bound):
     steps = 10 if dtype == "fp32" else 50
     options = {"dtype": dtype, "lr": 3e-4}
     expected = curve(folder, 1, f"{dtype}-torch-1", engine="torch", **options)[:steps]
-    for engine in ("torch", "bmtrain"):
-        for size in SIZES:
-            got = curve(
-                folder, size, f"{dtype}-{engine}-{size}-sp", engine=engine, sp_size=size, **options
-            )[:steps]
-            for (loss, norm), (exact_loss, exact_norm) in zip(got, expected, strict=True):
-                assert loss == pytest.approx(exact_loss, rel=bound), (engine, size)
-                assert norm == pytest.approx(exact_norm, rel=10 * bound), (engine, size)
+    for engine, size in itertools.product(("torch", "bmtrain"), SIZES):
+        if (engine, size) == ("torch", 1):
+            continue
+        name = f"{dtype}-{engine}-{size}-sp"
+        got = curve(folder, size, name, engine=engine, sp_size=size, **options)[:steps]
+        for (loss, norm), (exact_loss, exact_norm) in zip(got, expected, strict=True):
+            assert loss == pytest.approx(exact_loss, rel=bound), (engine, size)
+            assert norm == pytest.approx(exact_norm, rel=10 * bound), (engine, size)
 
 
 @needs_bmtrain
@@ -180,7 +181,7 @@ def test_packed_documents_agree(folder):
     }
     options |= {"dtype": "bf16", "lr": 3e-4, "steps": 30}
     expected = curve(folder, 1, "documents-1", engine="torch", **options)
-    for engine, size in (("torch", 2), ("bmtrain", 1), ("bmtrain", 2)):
+    for engine, size in (("torch", 2), ("bmtrain", 2)):
         if size > RANKS:
             continue
         got = curve(

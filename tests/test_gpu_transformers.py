@@ -15,8 +15,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ranks, needs_ranks(2)]
 
 
 def models(dtype: torch.dtype) -> list[str]:
-    """Those to compare: in bf16 routers take other experts where rounding decides."""
-    return [name for name in CONFIGS if name != "GptOss" or dtype == torch.float32]
+    """Return the models to compare: in bf16 those whose attention differs.
+
+    GptOss is compared in fp32 alone: where rounding decides, its routers take other experts.
+    """
+    if dtype == torch.float32:
+        return list(CONFIGS)
+    return ["Llama", "Qwen2, windows above", "Phi3, long", "MiniCPM3", "Gemma2"]
 
 
 def errors(rank: int, dtype: torch.dtype) -> dict[tuple[str, str], tuple[float, float]]:

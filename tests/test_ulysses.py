@@ -377,7 +377,7 @@ def on_gpus(rank: int, size: int) -> dict[str, float]:
     transports = [
         TorchTransport(sp.process_group, copy_engines=engines) for engines in (False, True)
     ]
-    for heads, tokens in itertools.product(((4, 4), (6, 2), (3, 1), (1, 1)), (1024, 1031)):
+    for heads, tokens in (((4, 4), 1024), ((6, 2), 1031), ((3, 1), 1024), ((1, 1), 1031)):
         tensors = [x.cuda() for x in random_qkv(2, tokens, *heads, 64, torch.bfloat16)]
         for mask in (
             Mask.causal(tokens),
