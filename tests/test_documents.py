@@ -124,7 +124,8 @@ def test_folders_that_do_not_say_where_documents_start_are_read_as_one_text(fold
     assert row.documents is None
     assert (row.labels != IGNORE_INDEX).all()
     with pytest.raises(
-        ValueError, match=r"has no documents.bin, and its index.json has no eos_id, .* give --documents ignore"
+        ValueError,
+        match=r"has no documents.bin, and its index.json has no eos_id, .* give --documents ignore",
     ):
         Sequences(file, 16, 0, documents=True)
 

@@ -408,7 +408,7 @@ WRONG_ON_ALL = [
         ValueError,
         r"the mask has 13 tokens, the ranks hold 12: \[4, 4, 4\]",
     ),
-    ({"mask": Mask.causal(12), "causal": True}, ValueError, "mask and causal exclude each other"),
+    ({"mask": Mask.causal(12), "causal": True}, ValueError, "expected mask or causal, got both"),
     ({"mask": "causal"}, TypeError, "mask must be a Mask or one for each row, got str"),
     (
         {"mask": torch.ones(12, 12, dtype=torch.bool)},
@@ -434,7 +434,7 @@ WRONG_ON_ALL = [
     (
         {"layout": ["zigzag", "striped"]},
         ValueError,
-        "rows with layouts of their own need a mask each",
+        "expected a mask for each row or Layouts",
     ),
     (
         {"layout": ["zigzag", "spiral"], "mask": Mask.causal(12)},
@@ -623,7 +623,7 @@ def test_processes_hear_of_wrong_masks_too():
         "ranks differ in mask",
         "mask must be a Mask or one for each row, got str",
         "mask has 3 entries for a batch of 2 rows",
-        "mask and causal exclude each other",
+        "expected mask or causal, got both",
         "the layout is one for 3 ranks, the group has 2",
         "the ranks hold [6, 6] tokens, but zigzag cuts 13",
     ]
