@@ -139,7 +139,7 @@ def test_a_rank_that_fails_in_its_backward_ends_the_others(kind):
     out = unshard(simulate(RANKS, work))
     with pytest.raises(kind, match="rank 1 has a problem"):
         out.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="failed before: run simulate again"):
+    with pytest.raises(RuntimeError, match="failed earlier: run simulate again"):
         out.sum().backward()
 
 
@@ -154,7 +154,7 @@ def test_reentrant_checkpointing_is_refused_by_name():
 
     outs = simulate(2, lambda ring: work(ring, True))
     with pytest.raises(
-        RuntimeError, match=r"does not know: call .* with use_reentrant=False inside simulate"
+        RuntimeError, match=r"does not support: call .* with use_reentrant=False inside simulate"
     ):
         unshard(outs).sum().backward()
     unshard(simulate(2, lambda ring: work(ring, False))).sum().backward()
@@ -189,7 +189,7 @@ def test_second_derivatives_are_refused():
     out = unshard(simulate(2, lambda ring: attention(ring, *tensors)))
     with pytest.raises(
         RuntimeError,
-        match="what simulate returns is differentiable once: expected a backward without",
+        match="the result of simulate is differentiable once: expected a backward without",
     ):
         torch.autograd.grad(out.sin().sum(), tensors[0], create_graph=True)
     out.sum().backward()  # no rank has begun anything that it would have to break off
@@ -242,8 +242,8 @@ def test_the_callers_autocast_holds_on_the_ranks():
 @pytest.mark.parametrize(
     ("size", "kind", "message"),
     [
-        (0, ValueError, "at least one rank, got size=0"),
-        (-1, ValueError, "at least one rank, got size=-1"),
+        (0, ValueError, "size: expected at least one rank, got 0"),
+        (-1, ValueError, "size: expected at least one rank, got -1"),
         (2.5, TypeError, r"size must be a whole number, got 2\.5"),
         (True, TypeError, "size must be a whole number, got True"),
         ("2", TypeError, "size must be a whole number, got '2'"),
@@ -256,7 +256,7 @@ def test_impossible_numbers_of_ranks_are_refused(size, kind, message):
 
 
 def test_work_must_be_a_function():
-    with pytest.raises(TypeError, match="work must be a function of a ring, got NoneType"):
+    with pytest.raises(TypeError, match="work: expected a function of a ring, got NoneType"):
         simulate(2, None)
 
 
@@ -268,7 +268,7 @@ def test_a_put_that_is_not_contiguous_is_refused():
         put = Put(torch.zeros(2, 4, dtype=torch.float32)[:, :2], 1 - ring.rank, 0)
         ring.deliver("visit", 64, [put], [], torch.device("cpu"))
 
-    with pytest.raises(AssertionError, match="taken as they lie"):
+    with pytest.raises(AssertionError, match="a put must be contiguous"):
         simulate(2, work)
 
 
@@ -291,6 +291,27 @@ def test_transforms_of_simulated_ranks_raise(transform):
         RuntimeError, match=r"simulate cannot be transformed by torch\.func or vmap"
     ):
         TRANSFORMS[transform](torch.ones(1, 4, 1, 8))
+
+
+FUNCTIONAL = {
+    "hessian": lambda x: torch.autograd.functional.hessian(doubled, x),
+    "jacobian": lambda x: torch.autograd.functional.jacobian(doubled, x, create_graph=True),
+    "vjp": lambda x: torch.autograd.functional.vjp(doubled, x, create_graph=True),
+    "hvp": lambda x: torch.autograd.functional.hvp(doubled, x, x),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONAL)
+def test_second_derivatives_of_simulated_ranks_by_autograd_functional_raise(function):
+    """They would be zero: the functions differentiate with respect to a view of their input."""
+    with pytest.raises(RuntimeError, match="the result of simulate is differentiable once"):
+        FUNCTIONAL[function](torch.ones(1, 4, 1, 8))
+
+
+def test_first_derivatives_of_simulated_ranks_by_autograd_functional():
+    x = torch.ones(1, 4, 1, 8)
+    assert torch.autograd.functional.jacobian(doubled, x).equal(torch.full_like(x, 2))
+    assert torch.autograd.functional.vjp(doubled, x)[1].equal(torch.full_like(x, 2))
 
 
 def test_forward_mode_of_simulated_ranks_raises():

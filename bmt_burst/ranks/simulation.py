@@ -1,11 +1,11 @@
-"""Ranks that are threads of this process: what they run, and the backward of what they return.
+"""Ranks as threads of this process, and the backward of their results.
 
     outputs = simulate(3, lambda ring: work(ring.rank, process_group=ring))
 
-Autograd walks a graph on one thread, but each rank's attention waits in its backward for that of
-the others. So what the ranks return is cut off from their graphs, and one function of all of them
-stands between: its backward lets every rank walk its own graph on a thread of its own, and adds up
-what they find for the leaves that they share.
+Autograd walks a graph on one thread, but each rank's attention waits in its backward for the other
+ranks. So the results are detached from the ranks' graphs, and one autograd function of all ranks
+stands between. Its backward walks each rank's graph on a separate thread, and adds up the gradients
+of leaves that ranks share.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,28 +32,30 @@ Result = TypeVar("Result")
 
 
 def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]:
-    """Runs `work(ring)` on `size` ranks at once; returns their results in rank order, or raises the
+    """Run `work(ring)` on `size` ranks at once. Return their results in rank order, or raise the
     first failure.
 
     The caller's grad mode, inference mode and autocast hold on the ranks. Tensors in the results
-    (also in lists, tuples, dicts and dataclasses) are differentiable (once) in the leaves that they
-    come from, of any rank: all ranks take part in the backward, those whose results have no part in
-    it with gradients of 0. Checkpointing inside `work` needs use_reentrant=False, unless `work`
-    calls backward itself.
+    (also in lists, tuples, dicts and dataclasses) are differentiable once, in leaves. All ranks
+    take part in the backward, with gradients of 0 where a rank's results are not used.
+    Checkpointing inside `work` needs use_reentrant=False, unless `work` calls backward itself.
 
-    Raises TypeError for a size that is no whole number or work that cannot be called, ValueError
-    for a size below 1. Raises RuntimeError inside the transforms of torch.func, and for results
-    with tangents of forward mode. The backward raises RuntimeError with create_graph, and for
-    leaves with tensor hooks. A hook of any other tensor that ranks share runs on each rank, with
-    that rank's share of the gradient. Such a tensor is no input of the
-    results: torch.autograd.grad raises for it, and torch.autograd.functional takes its gradient for
-    zero unless called with strict=True.
+    A tensor that ranks share and that is no leaf is no input of the results: torch.autograd.grad
+    raises for it. A hook of it runs on each rank, with that rank's share of the gradient.
+
+    Raises:
+
+    - TypeError for a size that is no whole number or work that cannot be called
+    - ValueError for a size below 1
+    - RuntimeError inside the transforms of torch.func, inside torch.autograd.functional with
+      create_graph (as its hessian), and for results with tangents of forward mode
+    - RuntimeError in the backward with create_graph, and for leaves with tensor hooks
     """
     size = as_int("size", size)
     if size < 1:
-        raise ValueError(f"simulate needs at least one rank, got size={size}")
+        raise ValueError(f"size: expected at least one rank, got {size}")
     if not callable(work):
-        raise TypeError(f"work must be a function of a ring, got {type(work).__name__}")
+        raise TypeError(f"work: expected a function of a ring, got {type(work).__name__}")
     check_transforms("simulate")
     network, threads = Network(), tuple(range(size))
     rings = [SimulatedRing(network, threads, rank) for rank in threads]
@@ -62,14 +65,14 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
 
 
 def _run(network: Network, works: Sequence[Callable[[], Any] | None]) -> list[Any]:
-    """The results of the ranks' works, each on a thread; None of a rank without work, which the
-    others may not await.
+    """Return the results of the ranks' works, each run on a thread. A rank without work has None,
+    and the others must not wait for it.
 
     Raises the first failure.
     """
     results: list[Any] = [None] * len(works)
     failures: list[BaseException] = []
-    modes = _modes_of_this_thread()
+    modes = _read_modes()
     network.ended = {rank for rank, work in enumerate(works) if work is None}
 
     def run(rank: int, work: Callable[[], Any]) -> None:
@@ -92,8 +95,10 @@ def _run(network: Network, works: Sequence[Callable[[], Any] | None]) -> list[An
     return results
 
 
-def _modes_of_this_thread() -> Callable[[], AbstractContextManager]:
-    """A context in which another thread has the grad mode, inference mode and autocast of this one."""
+def _read_modes() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which another thread has this one's grad mode, inference mode and
+    autocast.
+    """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = {
         x: torch.get_autocast_dtype(x) for x in ("cpu", "cuda") if torch.is_autocast_enabled(x)
@@ -111,13 +116,13 @@ def _modes_of_this_thread() -> Callable[[], AbstractContextManager]:
 
 @dataclass(frozen=True)
 class _Graph:
-    """What a rank returned that has a gradient, and the leaves that it comes from."""
+    """A rank's results that have a gradient, and the leaves that they depend on."""
 
     outputs: list[Tensor]
     leaves: list[Tensor]
 
     def differentiate(self, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The leaves' gradients, given those of the outputs."""
+        """Return the leaves' gradients, from those of the outputs."""
         try:
             return torch.autograd.grad(
                 self.outputs, self.leaves, grads, allow_unused=True, retain_graph=True
@@ -126,26 +131,29 @@ class _Graph:
             if "torch.utils.checkpoint is incompatible with .grad()" not in str(error):
                 raise
             raise RuntimeError(
-                "simulate differentiates each rank with torch.autograd.grad, which reentrant checkpointing does not "
-                "know: call torch.utils.checkpoint.checkpoint with use_reentrant=False inside simulate"
+                "simulate differentiates each rank with torch.autograd.grad, which reentrant "
+                "checkpointing does not support: call torch.utils.checkpoint.checkpoint with "
+                "use_reentrant=False inside simulate"
             ) from error
 
 
 class _AllRanks(torch.autograd.Function):
-    """From the leaves of all ranks to their outputs."""
+    """The function from the leaves of all ranks to their outputs."""
 
     @staticmethod
-    def forward(ctx, network: Network, graphs: list[_Graph], *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, network: Network, graphs: list[_Graph], *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.network, ctx.graphs, ctx.leaves = network, graphs, leaves
         return tuple(x.detach() for graph in graphs for x in graph.outputs)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
-        check_first_derivative("what simulate returns")
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative("the result of simulate")
         _check_hooks(ctx.leaves)
         if ctx.network.failed.is_set():
             raise RuntimeError(
-                "a backward of these simulated ranks failed before: run simulate again"
+                "a backward of these simulated ranks failed earlier: run simulate again"
             )
         left = iter(grads)
         shares = [[next(left) for _ in graph.outputs] for graph in ctx.graphs]
@@ -160,27 +168,43 @@ class _AllRanks(torch.autograd.Function):
 
 
 def _differentiable(network: Network, results: list[Any]) -> list[Any]:
-    """The results, with tensors in them that can be differentiated from one thread."""
-    outputs: list[dict[int, Tensor]] = [{} for _ in results]
-    for own, result in zip(outputs, results, strict=True):
-        _mapped(lambda x, own=own: own.setdefault(id(x), x) if x.grad_fn is not None else x, result)
+    """Return the results with tensors that can be differentiated from one thread."""
+    outputs = [_find_outputs(result) for result in results]
+    for own in outputs:
         check_transforms("simulate", *own.values())
-    graphs = [_Graph(list(own.values()), _leaves(own.values())) for own in outputs]
+    graphs = [_Graph(list(own.values()), _find_leaves(list(own.values()))) for own in outputs]
     leaves = {id(leaf): leaf for graph in graphs for leaf in graph.leaves}
     if not leaves:
         return results
+    _check_functional()
     with torch.inference_mode(False), torch.enable_grad():
         joined = iter(_AllRanks.apply(network, graphs, *leaves.values()))
     ours = [{name: next(joined) for name in own} for own in outputs]
-    return [
-        _mapped(lambda x, own=own: own.get(id(x), x), r)
-        for own, r in zip(ours, results, strict=True)
-    ]
+    return [_replace_tensors(own, r) for own, r in zip(ours, results, strict=True)]
 
 
-def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors without a history that the outputs come from and that want a gradient."""
-    left, seen, leaves = [x.grad_fn for x in outputs], set(), []
+def _find_outputs(result: Any) -> dict[int, Tensor]:
+    """Return the tensors in a result that have a history, by id."""
+    found: dict[int, Tensor] = {}
+
+    def note(x: Tensor) -> Tensor:
+        if x.grad_fn is not None:
+            found[id(x)] = x
+        return x
+
+    _map_tensors(note, result)
+    return found
+
+
+def _replace_tensors(replacements: Mapping[int, Tensor], result: Any) -> Any:
+    """Return a result with other tensors in place of those with these ids."""
+    return _map_tensors(lambda x: replacements.get(id(x), x), result)
+
+
+def _find_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that need a gradient and that the outputs depend on."""
+    left: list[Any] = [x.grad_fn for x in outputs]
+    seen, leaves = set(), []
     while left:
         node = left.pop()
         if node is None or node in seen:
@@ -192,23 +216,44 @@ def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
     return leaves
 
 
+def _check_functional() -> None:
+    """Raise RuntimeError inside a function of torch.autograd.functional with create_graph.
+
+    Such a function differentiates with respect to a view of its leaf input. The graph here begins
+    at leaves, so the view is unused, and the function would return zeros. No code of this module
+    runs then: only the call stack shows it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        is_functional = frame.f_code.co_filename == torch.autograd.functional.__file__
+        if is_functional and frame.f_locals.get("create_graph"):
+            raise RuntimeError(
+                "the result of simulate is differentiable once: expected torch.autograd.functional "
+                f"without create_graph, got {frame.f_code.co_name} with it"
+            )
+        frame = frame.f_back
+
+
 def _check_hooks(leaves: Sequence[Tensor]) -> None:
     """Raise RuntimeError if a leaf has a tensor hook.
 
-    Autograd runs such hooks wherever the leaf's gradient is found: on each rank, and for the sum
-    over ranks again.
+    Autograd runs such hooks where it finds the leaf's gradient: on each rank, and again for the sum
+    over ranks.
     """
     for leaf in leaves:
         if leaf._backward_hooks:
             raise RuntimeError(
-                "the backward of simulate expected leaves without tensor hooks, which would run more than once, got "
-                f"one of shape {tuple(leaf.shape)} with {len(leaf._backward_hooks)}: remove them, or take "
+                "the backward of simulate expected leaves without tensor hooks, which would run "
+                f"more than once, got one of shape {tuple(leaf.shape)} with "
+                f"{len(leaf._backward_hooks)}: remove them, or use "
                 "register_post_accumulate_grad_hook"
             )
 
 
-def _mapped(function: Callable[[Tensor], Tensor], result: Any) -> Any:
-    """`result` with function(x) for each tensor x in its lists, tuples, dicts and dataclasses."""
+def _map_tensors(function: Callable[[Tensor], Tensor], result: Any) -> Any:
+    """Return `result` with function(x) for each tensor x in its lists, tuples, dicts and
+    dataclasses.
+    """
 
     def one(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -218,7 +263,7 @@ def _mapped(function: Callable[[Tensor], Tensor], result: Any) -> Any:
         changed = copy.copy(x)
         for part in dataclasses.fields(x):
             # it may be frozen
-            object.__setattr__(changed, part.name, _mapped(function, getattr(x, part.name)))
+            object.__setattr__(changed, part.name, _map_tensors(function, getattr(x, part.name)))
         return changed
 
     return pytree.tree_map(one, result)
