@@ -1,6 +1,4 @@
-"""bmt_burst: exact attention over sequences that are cut over many ranks, for pretraining on long
-contexts.
-"""
+"""Exact attention over sequences that are cut over many ranks, for pretraining on long contexts."""
 
 import importlib
 from types import ModuleType
@@ -46,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """bmt_burst.bmtrain, which needs BMTrain, is imported when it is first asked for."""
+    """Import bmt_burst.bmtrain, which needs BMTrain, when it is first used."""
     if name != "bmtrain":
         raise AttributeError(f"module 'bmt_burst' has no attribute {name!r}")
     try:

@@ -1,17 +1,19 @@
-"""For scripts on BMTrain: sequence parallel attention in its module classes. Layers need
-bmtrain.init_distributed.
+"""Sequence parallel attention in BMTrain's module classes, for scripts on BMTrain.
 
-sp = bmt_burst.init_sequence_parallel(sp_size=8)
-self.attention = BurstAttention(4096, 32, num_kv_heads=8, sp=sp, dtype=torch.bfloat16)
-...
-x = x + self.attention(norm(x), *rope_tables(sp.positions(seq_len, "cuda"),
-self.attention.head_dim))
+Layers need bmtrain.init_distributed.
+
+    sp = bmt_burst.init_sequence_parallel(sp_size=8)
+    self.attention = BurstAttention(4096, 32, num_kv_heads=8, sp=sp, dtype=torch.bfloat16)
+    ...
+    tables = rope_tables(sp.positions(seq_len, "cuda"), self.attention.head_dim)
+    x = x + self.attention(norm(x), *tables)
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from bmtrain import DistributedModule, DistributedParameter, ParameterInitializer
@@ -22,14 +24,16 @@ from . import nn as burst_nn
 
 
 class BurstAttention(burst_nn.BurstAttention):
-    """bmt_burst.nn.BurstAttention as a DistributedModule, with DistributedParameters of `dtype`;
-    takes its arguments.
+    """bmt_burst.nn.BurstAttention as a DistributedModule, with its arguments and
+    DistributedParameters of `dtype`.
 
-    bmtrain.init_parameters fills the projections from a normal distribution with `init_std`, as
-    does this; biases and sinks start as 0 and the weights of norms as 1.
+    Projections start from a normal distribution with `init_std`, biases and sinks as 0, and the
+    weights of norms as 1. bmtrain.init_parameters fills them in the same way.
     """
 
-    def __init__(self, *args, dtype: torch.dtype = torch.half, init_std: float = 0.02, **options):
+    def __init__(
+        self, *args: Any, dtype: torch.dtype = torch.half, init_std: float = 0.02, **options: Any
+    ):
         super().__init__(*args, **options)
         normal = functools.partial(nn.init.normal_, std=init_std)
 
@@ -54,14 +58,14 @@ def distribute(
     start: Callable[[str, Tensor], Tensor],
     init_method: Callable[[str], ParameterInitializer] | None = None,
 ) -> dict[str, DistributedParameter]:
-    """Makes a torch module and all in it DistributedModules, in place; returns the parameters by
-    name.
+    """Turn a torch module and all inside it into DistributedModules, in place. Return the
+    parameters by name.
 
-    Each parameter becomes a DistributedParameter that holds what `start(name, parameter)` returns,
-    and that bmtrain.init_parameters fills by `init_method(name)`. One after the other: no more than
-    one is whole at a time.
+    Each parameter becomes a DistributedParameter. It starts with the result of `start(name,
+    parameter)`, and bmtrain.init_parameters fills it by `init_method(name)`. Parameters are made
+    one after the other, so that only one is whole at a time.
     """
-    parameters = {}
+    parameters: dict[str, DistributedParameter] = {}
     for path, part in module.named_modules():
         for leaf, p in part._parameters.items():
             if p is not None:
@@ -75,10 +79,10 @@ def distribute(
 
 @functools.cache
 def _distributed_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """`cls` as a DistributedModule, which gathers parameters when they are read."""
-    members = {}
+    """Return `cls` as a DistributedModule, which gathers parameters when they are read."""
+    members: dict[str, Any] = {}
     if cls is nn.Linear:
-        # F.linear would keep a view of the gathered weight until the backward, and ZeRO-3 would
-        # save nothing.
+        # F.linear would keep a view of the gathered weight until the backward, so ZeRO-3 would save
+        # no memory.
         members["forward"] = lambda self, x: OpLinear.apply(x, self.weight, self.bias)
     return type(cls.__name__, (cls, DistributedModule), members)

@@ -1,12 +1,13 @@
-"""Says what is there and whether it works: python -m bmt_burst.doctor
+"""The doctor checks what a machine has and whether it works: python -m bmt_burst.doctor
 
-GPUs and their links, NCCL, every kernel (a forward and a backward against the reference), BMTrain,
-and a ring between two processes. A line each, with what to do about what is missing or broken. The
-exit code is 1 if anything that is there does not work.
+It checks GPUs and their links, NCCL, every kernel (a forward and a backward against the reference),
+BMTrain, and a ring between two processes. Each has a line, which says what to do if it is missing
+or broken. The exit code is 1 if anything that is installed does not work.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -27,52 +28,54 @@ from .transport import ALONE
 _RING_CODE = "from bmt_burst import doctor; doctor.ring_rank()"
 _RING_TIMEOUT = 120  # seconds
 _SPEC = Spec(scale=0.125)
-_DOCUMENTS = (0, 100), (100, 230)  # and a gap
+_DOCUMENTS = (0, 100), (100, 230)  # then a gap
 _CALLS = {
     "causal attention": KernelCall.whole(256, causal=True),
     "documents": KernelCall(256, 256, tuple((span, span) for span in _DOCUMENTS), right=0),
     "a window": KernelCall(256, 256, (((0, 256), (0, 256)),), left=50, right=0),
 }
-# relative errors that no working kernel comes near to
+# relative errors, far above those of a working kernel
 _BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
 class Missing(Exception):
-    """Something that is not there, and what to do about it."""
+    """Something is missing. The text says what to do about it."""
 
 
 def main() -> int:
+    """Print a line for each check. Return the exit code."""
     broken = False
-    for name, check in checks():
+    for name, check in list_checks():
         try:
             mark, text = "ok", check()
         except Missing as reason:
             mark, text = "--", str(reason)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong is what we are here to say
+        except Exception as error:  # noqa: BLE001 - the doctor reports whatever is wrong
             mark, text, broken = "!!", f"{type(error).__name__}: {error}", True
         print(f"{mark}  {name:<12} {text}", flush=True)
-    print("\nok works   -- not there   !! does not work")
+    print("\nok works   -- missing   !! does not work")
     return int(broken)
 
 
-def checks() -> Iterator[tuple[str, Callable[[], str]]]:
-    yield "torch", _torch
-    yield "GPUs", _gpus
-    yield "links", _links
-    yield "NCCL", _nccl
+def list_checks() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield names and functions. A function returns a text, or raises Missing or another error."""
+    yield "torch", _check_torch
+    yield "GPUs", _check_gpus
+    yield "links", _check_links
+    yield "NCCL", _check_nccl
     for name in kernels.names():
-        yield name, lambda name=name: _kernel(name)
-    yield "fused sums", _fused
-    yield "BMTrain", _bmtrain
-    yield "ring", _ring
+        yield name, functools.partial(_check_kernel, name)
+    yield "fused sums", _check_fused
+    yield "BMTrain", _check_bmtrain
+    yield "ring", _check_ring
 
 
-def _torch() -> str:
+def _check_torch() -> str:
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     return f"{torch.__version__} ({built}), Python {sys.version.split()[0]}"
 
 
-def _gpus() -> str:
+def _check_gpus() -> str:
     if not torch.cuda.is_available():
         why = "torch is a CPU build" if torch.version.cuda is None else "no NVIDIA driver or GPU"
         raise Missing(f"{why}: everything runs on the CPU, slowly")
@@ -84,24 +87,27 @@ def _gpus() -> str:
     )
 
 
-def _links() -> str:
+def _check_links() -> str:
     count = torch.cuda.device_count()
     if count < 2:
         raise Missing("fewer than two GPUs here")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     reach = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
     if len(reach) < len(pairs):
-        return f"{len(reach)} of {len(pairs)} pairs of GPUs reach each other's memory: deliveries go over NCCL"
-    return "all GPUs reach each other's memory: deliveries go by copy engines"
+        return (
+            f"{len(reach)} of {len(pairs)} pairs of GPUs reach each other's memory: deliveries use "
+            "NCCL"
+        )
+    return "all GPUs reach each other's memory: deliveries use copy engines"
 
 
-def _nccl() -> str:
+def _check_nccl() -> str:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise Missing("needs GPUs and a CUDA build of torch")
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def _kernel(name: str) -> str:
+def _check_kernel(name: str) -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
@@ -116,17 +122,18 @@ def _kernel(name: str) -> str:
     errors = {
         what: _error(kernels.load(name), call, q, k, v, dout) for what, call in _CALLS.items()
     }
-    # NaN is the worst
+    # NaN counts as the worst
     what, worst = max(errors.items(), key=lambda found: (found[1] != found[1], found[1]))
     if not worst < _BOUNDS[dtype]:
         raise RuntimeError(
-            f"results are wrong by {worst:.1e} (relative) for {what}: do not use it, and report this"
+            f"results are wrong by {worst:.1e} (relative) for {what}: do not use it, and report "
+            "this"
         )
     return f"{dtype} on {device}, error {worst:.1e}"
 
 
 def _error(kernel: kernels.Kernel, call: KernelCall, q, k, v, dout) -> float:
-    """The worst relative error of a kernel's results."""
+    """Return the worst relative error of a kernel's results."""
     mine = _results(kernel, call, q, k, v, dout)
     exact = _results(kernels.load("reference"), call, *(x.double() for x in (q, k, v, dout)))
     return (
@@ -141,9 +148,9 @@ def _results(kernel: kernels.Kernel, call: KernelCall, q, k, v, dout) -> list[to
     return [out, *kernel.backward(dout, q, k, v, out, lse, None, call, _SPEC)]
 
 
-def _fused() -> str:
+def _check_fused() -> str:
     if not torch.cuda.is_available():
-        raise Missing("Triton's kernels run on GPUs; here torch does their work")
+        raise Missing("Triton's kernels run on GPUs; here torch replaces them")
     return _sum_ones("cuda")
 
 
@@ -161,7 +168,7 @@ def _sum_ones(device: str) -> str:
     return f"Triton {version('triton')}"
 
 
-def _bmtrain() -> str:
+def _check_bmtrain() -> str:
     try:
         found = version("bmtrain")
     except PackageNotFoundError:
@@ -169,14 +176,14 @@ def _bmtrain() -> str:
             "not installed: bash train/install_gpu.sh; training then uses FSDP2"
         ) from None
     if not torch.cuda.is_available():
-        raise Missing(f"{found} is installed, but runs on GPUs only")
+        raise Missing(f"{found} is installed, but needs GPUs")
     import bmtrain  # noqa: F401 - after torch, which brings NCCL
 
     return found
 
 
-def _ring() -> str:
-    """Two processes, and the attention of one against that of both."""
+def _check_ring() -> str:
+    """Compare the attention of two processes with the attention of one."""
     gpus = torch.cuda.device_count()
     environment = {
         **os.environ,
@@ -192,21 +199,27 @@ def _ring() -> str:
         "--no-python",
     ]
     command = [sys.executable, *command, sys.executable, "-c", _RING_CODE]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    run = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    run = subprocess.Popen(
+        command,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         output, _ = run.communicate(timeout=_RING_TIMEOUT)
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)  # the launcher and its processes
         raise
-    said = [line for line in output.splitlines() if line.startswith("ring: ")]
-    if run.returncode or not said:
+    reports = [line for line in output.splitlines() if line.startswith("ring: ")]
+    if run.returncode or not reports:
         raise RuntimeError(f"two processes could not do a ring:\n{output[-4000:]}")
-    return said[0].removeprefix("ring: ")
+    return reports[0].removeprefix("ring: ")
 
 
 def ring_rank() -> None:
-    """One of two processes of `_ring`."""
+    """Run one of two processes of `_check_ring`."""
     cuda = os.environ["BMT_BURST_DOCTOR_DEVICE"] == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

@@ -50,6 +50,8 @@ def test_doctor_says_what_does_not_work(monkeypatch, capsys):
     monkeypatch.setattr(
         kernel, "forward", lambda *args, **options: [x * 1.1 for x in plain(*args, **options)]
     )
-    monkeypatch.setattr(doctor, "checks", lambda: [("cpu", lambda: doctor._kernel("cpu"))])
+    monkeypatch.setattr(
+        doctor, "list_checks", lambda: [("cpu", lambda: doctor._check_kernel("cpu"))]
+    )
     assert doctor.main() == 1
     assert "!!  cpu          RuntimeError: results are wrong by" in capsys.readouterr().out

@@ -773,4 +773,4 @@ def test_auto_passes_on_from_a_package_that_is_half_installed(half_installed, na
     ):
         kernels.pick(name, q, k, SPEC)
     with pytest.raises(RuntimeError, match=f"is installed but cannot be used: .*{reason}"):
-        doctor._kernel(name)
+        doctor._check_kernel(name)

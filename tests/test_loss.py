@@ -89,7 +89,7 @@ def test_weights_in_parts_are_as_one(monkeypatch, frozen):
     assert hidden.grad.equal(dhidden)
     for i, (part, expected) in enumerate(zip(parts, dweight.split([40, 3]), strict=True)):
         assert part.grad is None if i == frozen else part.grad.equal(expected)
-    with pytest.raises(TypeError, match="hidden and weight must have one dtype"):
+    with pytest.raises(TypeError, match="hidden and weight: expected one dtype"):
         linear_cross_entropy_sum(hidden, [parts[0], parts[1].double()], labels)
     with pytest.raises(ValueError, match="is not in a vocabulary of 40"):
         linear_cross_entropy_sum(hidden, parts[:1], labels)
@@ -142,30 +142,30 @@ WRONG = [
     (
         lambda h, w, y: (h, w, y[:, :-1]),
         ValueError,
-        r"labels must be of shape \(2, 5\), one a token, got \(2, 4\)",
+        r"labels: expected shape \(2, 5\), one a token, got \(2, 4\)",
     ),
     (
         lambda h, w, y: (h, w, y.T),
         ValueError,
-        r"labels must be of shape \(2, 5\), one a token, got \(5, 2\)",
+        r"labels: expected shape \(2, 5\), one a token, got \(5, 2\)",
     ),
     (
         lambda h, w, y: (h, w, y.flatten()),
         ValueError,
-        r"labels must be of shape \(2, 5\), one a token, got \(10,\)",
+        r"labels: expected shape \(2, 5\), one a token, got \(10,\)",
     ),
-    (lambda h, w, y: (h, w, y.int()), TypeError, "labels must be int64, got torch.int32"),
+    (lambda h, w, y: (h, w, y.int()), TypeError, "labels: expected int64, got torch.int32"),
     (
         lambda h, w, y: (h, w, y.to("meta")),
         ValueError,
-        "labels are on meta, what they are for is on cpu",
+        "labels: expected them on cpu, got them on meta",
     ),
     (lambda h, w, y: (h, w, y.tolist()), TypeError, "labels must be a torch.Tensor, got list"),
     (lambda h, w, y: (h, w.T, y), ValueError, r"got shapes \(2, 5, 12\) and \(12, 7\)"),
     (
         lambda h, w, y: (h[0, 0], w, y[0, 0]),
         ValueError,
-        r"hidden and weight must be \(..., tokens, E\)",
+        r"hidden and weight: expected \(..., tokens, E\)",
     ),
     (
         lambda h, w, y: (h.bfloat16(), w, y),
@@ -180,12 +180,12 @@ WRONG = [
     (
         lambda h, w, y: (h.long(), w, y),
         TypeError,
-        "hidden must be fp16, bf16, fp32 or fp64, got torch.int64",
+        "hidden: expected fp16, bf16, fp32 or fp64, got torch.int64",
     ),
     (
         lambda h, w, y: (h, w.to("meta"), y),
         TypeError,
-        "weight is on meta, where tensors have no values",
+        "weight: expected a tensor with values, got one on meta",
     ),
     (lambda h, w, y: (h, w.to_sparse(), y), TypeError, "weight must be a dense tensor"),
 ]
@@ -203,9 +203,9 @@ def test_logits_and_labels_that_do_not_go_together_are_refused():
         with pytest.raises(ValueError, match="one a token"):
             cross_entropy_sum(logits, other)
     for flat in (logits[0, 0], logits.sum()):
-        with pytest.raises(ValueError, match="logits must be"):
+        with pytest.raises(ValueError, match="logits: expected"):
             cross_entropy_sum(flat, labels[0, 0])
-    with pytest.raises(TypeError, match="must be int64"):
+    with pytest.raises(TypeError, match="expected int64"):
         cross_entropy_sum(logits, labels.int())
     with pytest.raises(ValueError, match="label 7 is not in a vocabulary of 7"):
         cross_entropy_sum(logits, labels + 7)
