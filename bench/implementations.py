@@ -248,7 +248,7 @@ def _replace_torch_attention(group: dist.ProcessGroup) -> contextlib.ExitStack:
 
 
 _VARIANTS = 1 << 15
-_over_nccl = partial(TorchTransport, copy_engines=False)
+_over_nccl = partial(TorchTransport, engine_use="never")
 
 IMPLEMENTATIONS = {
     "bmt_burst": Implementation("balanced", Burst),

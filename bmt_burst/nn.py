@@ -1,5 +1,4 @@
-"""Layers: rotary embedding by explicit positions, SwiGLU, and self-attention that is sequence
-parallel.
+"""Layers: rotary embedding by explicit positions, SwiGLU, and sequence parallel self-attention.
 
 Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size, E model width.
 """
@@ -7,8 +6,9 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size,
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,26 +18,28 @@ from .attention import burst_attn_func
 from .base.arguments import as_bool, as_float, as_int
 from .base.compiled import fused_on_gpus, not_compiled
 from .base.dtypes import accumulator_dtype
-from .calls.refusal import refuse_call
+from .calls.refusal import fits_signature, refuse_call
 from .ranks.groups import SequenceParallel
 from .sequence.layout import Layout
 from .sequence.mask import Mask
 
-# What a batch is told of masks or layouts: one for all of its rows, or one for each of them.
+# The masks or layouts of a batch: one for all of its rows, or one for each row.
 Masks = Mask | Sequence[Mask]
 Layouts = Layout | Sequence[Layout]
 
-_MOST_MASKS = 256  # that are kept with a window
+_MOST_MASKS = 256  # with a window, kept in a cache
+
+Parameters = ParamSpec("Parameters")
+Layer = TypeVar("Layer", bound="BurstAttention")
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2 j / D), j < D / 2, for `positions` (S,) int64, or (B, S)
-    if rows differ.
+    """Return cos and sin of position * theta^(-2 j / D), j < D / 2, for `positions` (S,) int64, or
+    (B, S) if rows differ.
 
-    Both are (S, D / 2), or (B, S, D / 2), fp32. Positions are those in the whole sequence or, where
-    documents see nothing of each other, in the document (`Mask.positions`).
-
-    (RoFormer, arXiv 2104.09864.)
+    Both are (S, D / 2), or (B, S, D / 2), fp32. Positions count from the start of the whole
+    sequence. Documents that do not attend to each other may count from their own start
+    (`Mask.positions`). (RoFormer, arXiv 2104.09864.)
     """
     return rotations(positions, rope_frequencies(head_dim, theta, positions.device))
 
@@ -45,15 +47,14 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tup
 def rope_frequencies(
     head_dim: int, theta: float, device: torch.device | str | None = None
 ) -> Tensor:
-    """theta^(-2 j / D), j < D / 2: (D / 2,) fp64, radians from one position to the next."""
+    """Return theta^(-2 j / D), j < D / 2: (D / 2,) fp64, radians from one position to the next."""
     return theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
 
 
 def rotations(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin, times `scale`, of position * frequency, for `positions` and in shapes as
-    `rope_tables`.
+    """Return cos and sin of position * frequency, times `scale`, in the shapes of `rope_tables`.
 
-    `frequencies` are (D / 2,), or (B, D / 2) if rows differ, fp64. Phases are formed in fp64: at
+    `frequencies` are (D / 2,), or (B, D / 2) if rows differ, fp64. Phases are computed in fp64: at
     position 10^6 an fp32 phase is off by up to 0.06 rad.
     """
     phases = positions.double().unsqueeze(-1) * frequencies.unsqueeze(-2)
@@ -62,8 +63,8 @@ def rotations(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tup
 
 @fused_on_gpus
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) by `rope_tables`, in fp32 or fp64;
-    returns x's dtype.
+    """Rotate the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) by `rope_tables`, in fp32 or fp64.
+    Return x's dtype.
     """
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     left, right = x.to(accumulator_dtype(x.dtype)).chunk(2, dim=-1)
@@ -72,7 +73,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @fused_on_gpus
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise. (arXiv 2002.05202.)"""
+    """Return silu(gate) * up, elementwise. (arXiv 2002.05202.)"""
     return F.silu(gate) * up
 
 
@@ -80,40 +81,76 @@ class KVCache(Protocol):
     """Keys and values of earlier tokens, for generation."""
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends k, v (B, S, G, D) to what `layer` has seen, and returns all of it."""
+        """Append k, v (B, S, G, D) to the earlier ones of `layer`, and return all."""
 
 
-class BurstAttention(nn.Module):
-    """Self-attention with rotary positions over the ranks of `sp`, causal unless a mask is given;
-    GQA where num_kv_heads < num_heads.
+class SequenceParallelModule(nn.Module):
+    """A module over the ranks of `sp`."""
 
-    hidden_size    E, the width of what comes in and goes out
-    num_heads      H; num_kv_heads G, by default as many; head_dim D, by default hidden_size /
-                   num_heads
-    sp             whose ranks share the sequence, from init_sequence_parallel; by default this rank
-                   alone
-    flash          the block kernel, and
-    deterministic  equal bits between runs, and
-    strategy       how the ranks share the work, as of burst_attn_func
-    window         a token sees of what the mask shows it only itself and the window - 1 tokens
-                   before it, as Mistral and MiniCPM count
+    sp: SequenceParallel
+
+    def attach(self, sp: SequenceParallel) -> None:
+        """Run this module, and all inside it that share sequences, over the ranks of `sp`.
+
+        A module that was read from a pickle needs it before its first call: a pickle has no groups.
+        Raises TypeError for an sp that is none.
+        """
+        if not isinstance(sp, SequenceParallel):
+            raise TypeError(f"sp must be a SequenceParallel, got {type(sp).__name__}")
+        for part in self.modules():
+            if isinstance(part, SequenceParallelModule):
+                part.sp = sp
+
+
+def _refuse_wrong_arguments(
+    forward: Callable[Concatenate[Layer, Parameters], Tensor],
+) -> Callable[Concatenate[Layer, Parameters], Tensor]:
+    """Return a layer's `forward` with its signature. A call that does not fit it raises on all
+    ranks.
+    """
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def call(layer: Layer, *args: Parameters.args, **named: Parameters.kwargs) -> Tensor:
+        try:
+            return forward(layer, *args, **named)
+        except TypeError as error:
+            if not fits_signature(signature, (layer, *args), named):
+                refuse_call(error, layer.sp.process_group, layer.sp.double_group)
+            raise
+
+    return call
+
+
+class BurstAttention(SequenceParallelModule):
+    """Self-attention with rotary positions over the ranks of `sp`. It is causal unless a mask is
+    given, and GQA where num_kv_heads < num_heads.
+
+    hidden_size    E, the width of inputs and outputs
+    num_heads      H
+    num_kv_heads   G, by default H
+    head_dim       D, by default hidden_size / num_heads
+    sp             the ranks that share the sequence, from init_sequence_parallel. By default this
+                   rank is alone.
+    flash, deterministic, strategy, softcap
+                   as burst_attn_func's
+    window         a token attends only to itself and the window - 1 tokens before it, as far as the
+                   mask allows. Mistral and MiniCPM count in the same way.
     layer          this layer's index in a KVCache
     qkv_bias       whether q_proj, k_proj and v_proj have a bias, as Qwen2's
     o_bias         whether o_proj has one
-    qk_norm_eps    if given, q and k are RMS-normalized in each head before they are rotated, as
-                   Qwen3's, with this added to the mean square and the weights (D,) of `q_norm` and
-                   `k_norm`
-    softcap        a bound of the scores, as of burst_attn_func
-    sinks          whether there is a learned score (H,) of a key that all queries see and that has
-                   no value, the parameter `sinks`, as GptOss has it; it starts as 0, and bf16 and
-                   fp16 are widened to fp32 in use
+    qk_norm_eps    if given, q and k are RMS-normalized in each head before they are rotated, as in
+                   Qwen3. It is added to the mean square. `q_norm` and `k_norm` have weights (D,).
+    sinks          whether there is a parameter `sinks` (H,), as in GptOss: the learned score of a
+                   key that all queries see and that has no value. It starts as 0. In use bf16 and
+                   fp16 are widened to fp32.
 
     Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its
-    dtype, whatever dtype norms and rotary tables have made of q and k.
+    dtype, whatever the dtype of q and k after norms and rotary tables.
 
-    Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd, window is below 1
-    or qk_norm_eps or softcap is not positive; TypeError for a window that is no whole number, a
-    softcap that is no number or sinks that are not True or False.
+    Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd, window is below 1,
+    or qk_norm_eps or softcap is not positive. Raises TypeError for a window that is no whole
+    number, a softcap that is no number, or sinks that are not True or False.
     """
 
     def __init__(
@@ -138,7 +175,7 @@ class BurstAttention(nn.Module):
         super().__init__()
         if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
             raise ValueError(
-                f"num_heads={num_heads} does not divide hidden_size={hidden_size}; give head_dim then"
+                f"num_heads={num_heads} does not divide hidden_size={hidden_size}: pass head_dim"
             )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = hidden_size // num_heads if head_dim is None else head_dim
@@ -166,11 +203,14 @@ class BurstAttention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
-        self.q_norm = self.k_norm = None
+        self.q_norm: nn.RMSNorm | None = None
+        self.k_norm: nn.RMSNorm | None = None
         if qk_norm_eps is not None:
-            self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, qk_norm_eps) for _ in range(2))
+            self.q_norm = nn.RMSNorm(head_dim, qk_norm_eps)
+            self.k_norm = nn.RMSNorm(head_dim, qk_norm_eps)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if as_bool("sinks", sinks) else None
 
+    @_refuse_wrong_arguments
     def forward(
         self,
         x: Tensor,
@@ -180,20 +220,20 @@ class BurstAttention(nn.Module):
         mask: Masks | None = None,
         layout: Layouts | None = None,
     ) -> Tensor:
-        """x (B, S, E) of this rank's tokens, with `rope_tables` of their positions, to (B, S, E);
-        the rest as `attend`.
+        """Map x (B, S, E) of this rank's tokens to (B, S, E). `cos` and `sin` are `rope_tables` of
+        their positions. The other arguments are `attend`'s.
 
         With a cache, x continues the tokens that the cache holds.
         """
         return self.o_proj(self.attend(*self.project(x, cos, sin), cache, mask, layout))
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x to q (B, S, H, D), rotated, k, rotated, and v (B, S, G, D)."""
+        """Project x to q (B, S, H, D) and k (B, S, G, D), both rotated, and v (B, S, G, D)."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
@@ -206,22 +246,22 @@ class BurstAttention(nn.Module):
         mask: Masks | None = None,
         layout: Layouts | None = None,
     ) -> Tensor:
-        """The attention itself, with heads side by side: (B, S, H * D).
+        """Return the attention with heads side by side: (B, S, H * D).
 
-        mask    what tokens of the whole sequence see, or one for each row; by default all before
-                them
-        layout  how the sequence lies on the ranks, or one for each row; by default sp's
+        mask    which pairs of the whole sequence are visible, or one for each row. By default a
+                token attends to all earlier ones.
+        layout  which rank owns which positions, or one for each row; by default sp's
 
-        Raises ValueError if `sp` has more than one rank or there is a mask or a layout beside a
-        cache, and where a layer with a window has to make its mask and a rank alone does not know
-        how long the sequence is: give a mask or a Layout then.
+        Raises ValueError for a cache with a mask, with a layout, or with an `sp` of more than one
+        rank. Raises ValueError if a layer with a window cannot make its mask, since one rank does
+        not know the sequence's length: pass a mask or a Layout then.
         """
         sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
         if cache is not None:
             return self._attend_to(cache, q, k, v, sinks, mask, layout)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
         if self.window is not None:
-            mask = _within(self.window, mask, groups, q.shape[1] if self.sp.size == 1 else None)
+            mask = _find_masks(self.window, mask, groups, q.shape[1] if self.sp.size == 1 else None)
         seen: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
         return burst_attn_func(q, k, v, sinks=sinks, **seen, **self.options, **groups).flatten(2)
 
@@ -237,77 +277,79 @@ class BurstAttention(nn.Module):
     ) -> Tensor:
         if self.sp.size > 1:
             raise ValueError(
-                f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: generate with sp=None"
+                f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: generate with "
+                "sp=None"
             )
         if mask is not None or layout is not None:
             raise ValueError(
-                "tokens that continue a KVCache see what is in it: a mask or a layout does not go with it"
+                "expected a cache or a mask and layout, got both: new tokens attend to all of a "
+                "KVCache"
             )
         k, v = cache.extend(self.layer, k, v)
         return _attend_to_cache(q, k, v, self.window, self.options["softcap"], sinks).flatten(2)
 
 
 @not_compiled
-def _within(window: int, mask: Masks | None, groups: dict[str, Any], seq_len: int | None) -> Masks:
-    """`_seen_within` of a call's mask and layout; the other ranks, which call as well, hear what is
-    wrong with them.
-    """
+def _find_masks(
+    window: int, mask: Masks | None, groups: dict[str, Any], seq_len: int | None
+) -> Masks:
+    """Return the masks of a call with a window. An error is raised on all ranks of the call."""
     try:
-        return _seen_within(window, mask, groups["layout"], seq_len)
-    # of whatever was given; the others would wait
+        return _apply_window(window, mask, groups["layout"], seq_len)
     except (TypeError, ValueError, AttributeError) as error:
         refuse_call(error, groups["process_group"], groups["double_group"])
 
 
-def _seen_within(
+def _apply_window(
     window: int, mask: Masks | None, layout: str | Layouts, seq_len: int | None
 ) -> Masks:
-    """What is visible of a mask, by default the causal one, in a window; `seq_len`, if it is known
-    without a layout.
+    """Return the visible pairs of masks in a window. By default the masks are causal.
+
+    seq_len  the length of the sequence, if it is known without a layout
     """
     if mask is None:
         if isinstance(layout, str):
             if seq_len is None:
                 raise ValueError(
-                    f"a rank alone does not know how long a sequence is that is cut {layout}: a layer with a window "
-                    "needs a mask, such as Mask.causal(seq_len), or a Layout"
+                    f"a rank does not know the length of a sequence with layout={layout!r}: a "
+                    "layer with a window needs a mask, such as Mask.causal(seq_len), or a Layout"
                 )
-            mask = _causal(seq_len)
+            mask = _make_causal(seq_len)
         else:
             mask = (
-                _causal(layout.seq_len)
+                _make_causal(layout.seq_len)
                 if isinstance(layout, Layout)
-                else [_causal(row.seq_len) for row in layout]
+                else [_make_causal(row.seq_len) for row in layout]
             )
     return (
-        _windowed(mask, window)
+        _limit_mask(mask, window)
         if isinstance(mask, Mask)
-        else tuple(_windowed(row, window) for row in mask)
+        else tuple(_limit_mask(row, window) for row in mask)
     )
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)
-def _causal(seq_len: int) -> Mask:
+def _make_causal(seq_len: int) -> Mask:
     return Mask.causal(seq_len)
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)
-def _windowed(mask: Mask, window: int) -> Mask:
-    """Made once for all layers, and all that comes of a mask with it."""
+def _limit_mask(mask: Mask, window: int) -> Mask:
+    """Return a mask within a window. All layers get one object, so that they share its plans."""
     if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be a Mask, or one for each row, got {type(mask).__name__}")
+        raise TypeError(f"mask: expected a Mask, or one for each row, got {type(mask).__name__}")
     return mask.windowed(window)
 
 
 def _attend_to_cache(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention of the last tokens q (B, S, H, D) to all tokens k, v (B, T, G, D) so far, or those
-    in the window.
+    """Compute the attention of the last tokens q (B, S, H, D) to all tokens so far, k and v (B, T,
+    G, D), or to those in the window.
     """
     new = q.shape[1]
     if window is not None:
-        # no query sees what is before
+        # earlier keys are visible to no query
         k, v = (x[:, max(x.shape[1] - new - window + 1, 0) :] for x in (k, v))
     total = k.shape[1]
     visible = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
@@ -324,8 +366,8 @@ def _attend_to_cache(
 def _dense_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """What torch's own attention lacks: a softcap, or sinks (H,), in that of q (B, H, S, D) to k, v
-    (B, G, T, D).
+    """Compute the attention of q (B, H, S, D) to k, v (B, G, T, D) with a softcap or sinks (H,),
+    which torch's own lacks.
     """
     q = q.unflatten(1, (k.shape[1], -1))
     scores = (q @ k.unsqueeze(2).mT).to(accumulator_dtype(q.dtype)) * q.shape[-1] ** -0.5

@@ -18,7 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmt_burst.loss import linear_cross_entropy_sum
-from bmt_burst.nn import BurstAttention, KVCache, Layouts, Masks, rope_tables, rotations, swiglu
+from bmt_burst.nn import (
+    BurstAttention,
+    KVCache,
+    Layouts,
+    Masks,
+    SequenceParallelModule,
+    rope_tables,
+    rotations,
+    swiglu,
+)
 from bmt_burst.ranks.groups import SequenceParallel
 
 from .blocks import Layers, Saving
@@ -107,7 +116,7 @@ class CPMBlock(nn.Module):
         return torch.add(x, self.mlp(self.post_attention_layernorm(x)), alpha=self.scale)
 
 
-class CPM(nn.Module):
+class CPM(SequenceParallelModule):
     """A decoder-only language model over this rank's part of a sequence.
 
     `saving` says what blocks save for the backward. `attention` are options of BurstAttention:

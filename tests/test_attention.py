@@ -23,11 +23,13 @@ from torch.utils.checkpoint import (
 )
 
 from bmt_burst import (
+    SequenceParallel,
     Transport,
     burst_attn_func,
     burst_attn_kvpacked_func,
     burst_attn_qkvpacked_func,
     burst_attn_varlen_func,
+    nn,
     shard,
     simulate,
     unshard,
@@ -209,22 +211,22 @@ WRONG_OPTIONS = [
     (
         {"process_group": 0},
         TypeError,
-        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a "
-        "Transport, got int",
+        "a ProcessGroup or DeviceMesh of torch.distributed, a bmtrain NCCLCommunicator or a "
+        "Transport; got int",
     ),
     (
         {"process_group": [0, 1]},
         TypeError,
-        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a "
-        "Transport, got list",
+        "a ProcessGroup or DeviceMesh of torch.distributed, a bmtrain NCCLCommunicator or a "
+        "Transport; got list",
     ),
     (
         {"process_group": "world"},
         TypeError,
-        "a group must be a torch.distributed ProcessGroup, a bmtrain NCCLCommunicator or a "
-        "Transport, got str",
+        "a ProcessGroup or DeviceMesh of torch.distributed, a bmtrain NCCLCommunicator or a "
+        "Transport; got str",
     ),
-    ({"double_group": None}, TypeError, "double_group must be a pair"),
+    ({"double_group": None}, TypeError, "double_group: expected a pair"),
 ]
 
 
@@ -278,7 +280,7 @@ def test_a_device_mesh_is_a_group(one_process):
     assert burst_attn_func(*qkv(), double_group=(mesh["sp"], mesh["dp"])).equal(expected)
     with pytest.raises(
         ValueError,
-        match=r"one dimension of a DeviceMesh, got one of \('dp', 'sp'\): give mesh\['sp'\]",
+        match=r"one dimension of a DeviceMesh, got \('dp', 'sp'\): pass mesh\['sp'\]",
     ):
         burst_attn_func(*qkv(), process_group=mesh)
 
@@ -378,7 +380,7 @@ def test_too_short_a_sequence_names_the_smallest():
 
 def test_groups_are_either_single_or_double():
     def work(ring):
-        with pytest.raises(ValueError, match="either process_group or double_group"):
+        with pytest.raises(ValueError, match="expected process_group or double_group, got both"):
             burst_attn_func(*qkv(), process_group=ring, double_group=(ring, ring))
         with pytest.raises(ValueError, match="both groups or neither"):
             burst_attn_func(*qkv(), double_group=(ring, None))
@@ -584,6 +586,24 @@ def test_arguments_that_do_not_fit_on_one_rank_are_an_error_on_all(kind):
         return function(*tensors, process_group=ring)
 
     assert all(out.isfinite().all() for out in simulate(2, work))
+
+
+def test_arguments_that_do_not_fit_a_layer_on_one_rank_are_an_error_on_all():
+    def work(ring):
+        layer = nn.BurstAttention(32, 4, sp=SequenceParallel(ring.rank, 2, process_group=ring))
+        x, tables = torch.randn(1, 6, 32), nn.rope_tables(torch.arange(6), 8)
+        told = "rank 1 of the group failed before a call of burst_attn_func: TypeError: .*'wrong'"
+        with (
+            pytest.raises(TypeError, match="unexpected keyword argument 'wrong'")
+            if ring.rank
+            else pytest.raises(ValueError, match=told)
+        ):
+            layer(x, *tables, **({"wrong": 1} if ring.rank else {}))
+        return layer(x, *tables)
+
+    assert all(out.isfinite().all() for out in simulate(2, work))
+    names = list(inspect.signature(nn.BurstAttention.forward).parameters)
+    assert names == ["self", "x", "cos", "sin", "cache", "mask", "layout"]
 
 
 def test_signatures_show_all_arguments():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import bmt_burst.scores
 from bench import live_rows
-from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, kernels, transport
+from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, kernels
 from bmt_burst.kernels.bias import CallBias
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
@@ -261,10 +261,10 @@ def rings(size: int) -> dict[str, dict]:
     """
     sp = init_sequence_parallel(size)
     found = {
-        "by copy engines": {"process_group": TorchTransport(sp.process_group, copy_engines=True)}
+        "by copy engines": {"process_group": TorchTransport(sp.process_group, engine_use="always")}
     }
     if size <= RANKS:
-        found["by NCCL"] = {"process_group": TorchTransport(sp.process_group, copy_engines=False)}
+        found["by NCCL"] = {"process_group": TorchTransport(sp.process_group, engine_use="never")}
     if size == 4 <= RANKS:
         found["double"] = {"double_group": init_sequence_parallel(size, inner_size=2).double_group}
     return found
@@ -453,7 +453,7 @@ def first_of_few(rank: int, size: int) -> dict[str, float]:
     whole = Layout.contiguous(tokens, size)
     tensors = cuda_qkv(1, tokens, 4, 4, 64)
     *shards, dout = (whole.shard(x, rank) for x in tensors)
-    group = {"process_group": TorchTransport(sp.process_group, copy_engines=False)}
+    group = {"process_group": TorchTransport(sp.process_group, engine_use="never")}
     got = ring_call([x.requires_grad_() for x in shards], dout, layout=whole, mask=visible, **group)
     exact = dense_results(visible, tensors, 0.1)
     expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
@@ -576,12 +576,12 @@ def falls_out(rank: int, folder: str, how: str) -> None:
     dist.init_process_group(
         "nccl", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
     )
-    transport.AGREEMENT_TIMEOUT = 10.0
     *inputs, dout = cuda_qkv(1, 512, 4, 4, 64)
     inputs = [x.requires_grad_() for x in inputs]
-    group = {"process_group": TorchTransport(dist.group.WORLD, copy_engines=True)}
+    group = {"process_group": TorchTransport(dist.group.WORLD, engine_use="always")}
     torch.autograd.grad(burst_attn_func(*inputs, causal=False, backward="q", **group), inputs, dout)
     torch.cuda.synchronize()
+    group["process_group"].watch.patience = 5.0  # seconds; made in the first call
     out = burst_attn_func(*inputs, causal=False, backward="q", **group)
     kernel = kernels.pick("auto", *inputs[:2], SPEC)
     plain, calls = kernel.backward, itertools.count(1)

@@ -65,7 +65,7 @@ def test_a_layout_is_for_its_length_and_its_ranks():
             ValueError, match="the layout is for sequences of 21 tokens, got one of 20"
         ):
             call()
-    with pytest.raises(ValueError, match="a layout on 3 ranks was given to 2"):
+    with pytest.raises(ValueError, match="expected a layout on 2 ranks, got one on 3"):
         sp.with_layout(Layout.zigzag(21, 3))
     with pytest.raises(ValueError, match="unknown layout 'ring'"):
         sp.with_layout("ring")

@@ -10,7 +10,6 @@ import time
 import pytest
 import torch.distributed as dist
 
-from bmt_burst import transport
 from bmt_burst.errors import RankFailed
 from bmt_burst.transport import host_memory
 from bmt_burst.transport.host_memory import HostMemory, _place_bytes, open_host_memory
@@ -43,22 +42,21 @@ def test_everyone_reads_everyones_messages_in_order():
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_rank_that_does_not_call_is_named(monkeypatch):
-    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
+def test_a_rank_that_does_not_call_is_named():
     memory = mmap.mmap(-1, 6 * _place_bytes(LONGEST))
     with pytest.raises(TimeoutError, match="rank 1 of the group did not make this call"):
-        HostMemory(0, 2, memory, LONGEST).gather(b"here")
+        HostMemory(0, 2, memory, LONGEST, timeout=0.05).gather(b"here")
 
 
-def test_who_comes_late_learns_that_the_others_gave_up_and_may_go_on_with_them(monkeypatch):
-    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
+def test_who_comes_late_learns_that_the_others_gave_up_and_may_go_on_with_them():
     memory = mmap.mmap(-1, 6 * _place_bytes(LONGEST))
-    ranks = [HostMemory(rank, 2, memory, LONGEST) for rank in range(2)]
+    ranks = [HostMemory(rank, 2, memory, LONGEST, timeout=0.05) for rank in range(2)]
     with pytest.raises(TimeoutError, match="rank 1 of the group did not make this call"):
         ranks[0].gather(b"first")
     with pytest.raises(TimeoutError, match="rank 0 of the group gave up waiting"):
         ranks[1].gather(b"first")
-    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 200.0)
+    for end in ranks:
+        end.set_timeout(200.0)
     answers = {}
     again = [
         threading.Thread(target=lambda end=end: answers.update({end.rank: end.gather(b"again")}))
@@ -71,21 +69,22 @@ def test_who_comes_late_learns_that_the_others_gave_up_and_may_go_on_with_them(m
     assert answers == {0: [b"again"] * 2, 1: [b"again"] * 2}
 
 
-def test_a_message_counts_once_it_is_whole(monkeypatch):
+def test_a_message_counts_once_it_is_whole():
     """A head that is seen before its message does not make it one."""
-    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
     memory = mmap.mmap(-1, 6 * _place_bytes(LONGEST))
     HostMemory(1, 2, memory, LONGEST)  # a place of rank 1, as if only the head were there yet
     at = (3 * 1 + 1) * _place_bytes(LONGEST)
     memory[at : at + host_memory._HEAD.size] = host_memory._HEAD.pack(1, 5, 12345)
     with pytest.raises(TimeoutError):
-        HostMemory(0, 2, memory, LONGEST).gather(b"here")
+        HostMemory(0, 2, memory, LONGEST, timeout=0.05).gather(b"here")
 
 
-def test_a_number_alone_does_not_make_an_older_message_new(monkeypatch):
-    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 0.05)
+def test_a_number_alone_does_not_make_an_older_message_new():
     memory = mmap.mmap(-1, 6 * _place_bytes(LONGEST))
-    mine, theirs = HostMemory(0, 2, memory, LONGEST), HostMemory(1, 2, memory, LONGEST)
+    mine, theirs = (
+        HostMemory(0, 2, memory, LONGEST, timeout=0.05),
+        HostMemory(1, 2, memory, LONGEST),
+    )
     for number in range(2):
         for end in (theirs, mine):
             end.number = number
@@ -113,7 +112,7 @@ def test_who_gives_up_just_after_another_stopped_waiting_hears_of_it(monkeypatch
     ):
         assert (type(lost), str(lost)) == (RankFailed, text)
     for end in (first, second):
-        with pytest.raises(RuntimeError, match="gave up call 1; its group is of no use any more"):
+        with pytest.raises(RuntimeError, match="gave up call 1; its group is unusable"):
             end.gather(b"again")
 
 
@@ -136,7 +135,7 @@ def longest_of_many(rank: int) -> float:
         assert ring.gather(f"{rank} {number}".encode()) == [
             f"{peer} {number}".encode() for peer in range(ring.size)
         ]
-    assert ring.host_memory
+    assert isinstance(ring.mail, HostMemory)
     return ring.size
 
 

@@ -57,9 +57,7 @@ def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
 @pytest.mark.parametrize(
     "error",
     [
-        RankGone(
-            "rank 3 of the group has ended, process 12 on here; its group is of no use any more"
-        ),
+        RankGone("rank 3 of the group has ended, process 12 on here; its group is unusable"),
         RankFailed(
             "rank 3 of the group gave up forward 2: MemoryError; so this rank cannot go on with "
             "forward 2"

@@ -10,16 +10,23 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from bmt_burst import SequenceParallel, burst_attn_func, shard, simulate
+from bmt_burst import (
+    SequenceParallel,
+    burst_attn_func,
+    init_sequence_parallel,
+    shard,
+    simulate,
+)
 from bmt_burst.calls import call
 from bmt_burst.ranks.agreement import admit_one_thread
 from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.transport import ALONE, Transport
+from bmt_burst.transport import bmtrain as transport_of_bmtrain
 from bmt_burst.transport.torch_dist import TorchTransport, torch_transport
 from tests.helpers import dense_attention, random_qkv, run_ranks
 
 RULE = (
-    "a group is for one thread at a time: let threads take turns, or give each a group of its own"
+    "group is for one thread at a time: let threads take turns, or give each thread its own group"
 )
 LIMIT = 200.0  # seconds; of what must happen
 
@@ -334,3 +341,52 @@ def test_threads_that_find_a_group_at_once_have_one_transport(one_process, monke
         thread.join(LIMIT)
     assert len(found) == 2
     assert found[0] is found[1]
+
+
+def init_beside_a_call(rank: int) -> str:
+    """The error of a thread that makes groups while another one is in a call over all ranks."""
+    errors = []
+
+    def make_groups():
+        with pytest.raises(RuntimeError, match=RULE) as caught:
+            init_sequence_parallel(2)
+        errors.append(str(caught.value))
+
+    rings = make_rings(None, (None, None))
+    with pytest.raises(RuntimeError, match=RULE), admit_one_thread(rings, "a call"):
+        in_thread(make_groups)
+    return errors[0]
+
+
+def test_a_thread_makes_groups_only_alone():
+    for error in run_ranks(2, init_beside_a_call):
+        assert error.startswith("init_sequence_parallel: two threads of this process")
+
+
+def test_threads_that_are_first_in_bmtrain_groups_get_one_transport_each(monkeypatch):
+    """Each group's is made once. Threads with different groups do not wait for each other."""
+    made, both = [], threading.Barrier(2, timeout=60)
+
+    class Slow(Silent):
+        def __init__(self, comm):
+            super().__init__()
+            made.append(comm)
+            both.wait()  # the other group's is being made now
+
+    monkeypatch.setattr(transport_of_bmtrain, "BMTrainTransport", Slow)
+    monkeypatch.setattr(transport_of_bmtrain, "_transports", {})
+    found = {"one": [], "other": []}
+    threads = [
+        threading.Thread(
+            target=lambda comm=comm: found[comm].append(
+                transport_of_bmtrain.bmtrain_transport(comm)
+            )
+        )
+        for comm in ("one", "other") * 4
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(made) == ["one", "other"]
+    assert all(len(set(map(id, same))) == 1 and len(same) == 4 for same in found.values())

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import pre_tokenizers
 
-from bmt_burst import kernels, transport
+from bmt_burst import kernels
 from models.cpm import CPM
 from models.cpm_live.config import PRESETS
 from models.huggingface import save_weights
@@ -36,7 +36,6 @@ from train.run.schedule import learning_rate
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    monkeypatch.setattr(transport, "AGREEMENT_TIMEOUT", 60)
     # it takes longer than the steps
     monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -372,6 +372,13 @@ def test_copies_pickles_and_what_is_saved(tmp_path):
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is hf.Phi3ForCausalLM and loaded.config._attn_implementation != ATTENTION
     assert relative_error(loaded(ids).logits, ours(ids).logits) < BOUND
+    ours._sp = SequenceParallel(0, 2, process_group=object())
+    again = pickle.loads(pickle.dumps(ours))
+    with pytest.raises(RuntimeError, match=r"Call attach\(sp\) of the layer or model"):
+        again(ids, labels=ids)
+    ours.attach(SequenceParallel())
+    again.attach(SequenceParallel())
+    assert torch.equal(again(ids, labels=ids).logits, ours(ids, labels=ids).logits)
     ours.compile(backend="eager")  # which pickles leave out
     assert type(pickle.loads(pickle.dumps(ours))) is type(ours)
 

@@ -375,7 +375,7 @@ def on_gpus(rank: int, size: int) -> dict[str, float]:
     """The worst error of each case; the host waits for no GPU."""
     sp, errors, scale = init_sequence_parallel(size), {}, 0.1
     transports = [
-        TorchTransport(sp.process_group, copy_engines=engines) for engines in (False, True)
+        TorchTransport(sp.process_group, engine_use=engines) for engines in ("never", "always")
     ]
     for heads, tokens in (((4, 4), 1024), ((6, 2), 1031), ((3, 1), 1024), ((1, 1), 1031)):
         tensors = [x.cuda() for x in random_qkv(2, tokens, *heads, 64, torch.bfloat16)]
@@ -399,9 +399,7 @@ def on_gpus(rank: int, size: int) -> dict[str, float]:
                     got = [out.detach(), lse, *torch.autograd.grad(out, shards, dout)]
                 own = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
                 worst = max(relative_error(a, b) for a, b in zip(got, own, strict=True))
-                errors[f"{heads} {mask!r} {layout!r} engines={transport.wants_copy_engines}"] = (
-                    worst
-                )
+                errors[f"{heads} {mask!r} {layout!r} engines={transport.engine_use}"] = worst
     for transport in transports:
         options["process_group"] = transport
         torch.cuda.synchronize()

@@ -54,7 +54,7 @@ from train.engine.common import AdamW
 from train.run import ending, ranks
 from train.run.clock import Clock
 from train.run.config import TrainConfig, parse_config
-from train.run.distributed import init_distributed
+from train.run.distributed import init_distributed, rank_timeout
 from train.run.flops import peak_tflops, step_flops
 from train.run.kinds import Opened, keep_documents_apart, kind_of
 from train.run.launch import launch
@@ -123,10 +123,11 @@ class Trainer:
             # ulysses takes one group, on any hosts
             inner_size=1 if config.strategy == "ulysses" else config.inner_size,
             ulysses_size=config.ulysses_size,
+            timeout=rank_timeout(config),
         )
-        _, group_size = sp.made_for or (1, None)
+        group_size = make_rings(sp.process_group, sp.double_group).inner.size
         scores = self.train_data.read(0).scores if isinstance(self.train_data, PackedRows) else None
-        config.check_strategy(group_size or config.sp_size, scores)
+        config.check_strategy(group_size, scores)
         return sp
 
     def _make_engine(self) -> Engine:

@@ -27,14 +27,17 @@ def refuse_wrong_arguments(function: Callable[Parameters, Result]) -> Callable[P
         try:
             return function(*args, **named)
         except TypeError as error:
-            if not _fits(signature, args, named):
+            if not fits_signature(signature, args, named):
                 refuse_arguments(error, signature, args, named)
             raise
 
     return call
 
 
-def _fits(signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+def fits_signature(
+    signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
+) -> bool:
+    """Whether a call with these arguments fits the signature."""
     try:
         signature.bind(*args, **named)
     except TypeError:

@@ -1,9 +1,9 @@
-"""What ranks tell each other before they begin something together, and what follows from it.
+"""Agreement of the ranks before they begin something together.
 
-A rank says a line of JSON: what it is "doing", with the terms of that, or the "failure" that keeps
-it from it. All hear the same, so all go on or all raise. Ranks number their calls, and the backward
-of a call is agreed on as well: what two ranks make of unlike calls would add up to gradients that
-are wrong and say nothing.
+Each rank sends a line of JSON. It has what the rank is "doing", with the terms of that, or the
+"failure" that prevents it. All ranks read the same lines, so all go on or all raise. Ranks number
+their calls and also agree on the backward of each call. Otherwise two ranks with different calls
+would silently add up wrong gradients.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Result = TypeVar("Result")
 Error = TypeVar("Error", bound=Exception)
 
 _RULE = (
-    "two threads of this process called in the same group at once, so it is unusable now. But a group is for one "
-    "thread at a time: let threads take turns, or give each a group of its own"
+    "two threads of this process called in the same group at once, so it is unusable now. A group "
+    "is for one thread at a time: let threads take turns, or give each thread its own group"
 )
-_KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank has heard of
+_KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank raises or has heard of
 
 
 def gather_terms(
     rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]
 ) -> tuple[bytes, ...]:
-    """What every rank says, in rank order, once all have: see `read_terms`.
+    """Return the lines of all ranks in rank order, for `read_terms`.
 
-    If `terms` fails, the others are told, and its failure is raised here once they know. They do
-    already where it
-    comes from a call within: a backward may compute its forward again, and attention with it.
+    If `terms` fails, the others are told, and its failure is raised here once they know. If that
+    failure is from a call within, they know already: a backward may compute its forward again,
+    with a call of attention in it.
     """
     with admit_one_thread(rings, doing):
         return _gather_terms(rings, doing, terms)
@@ -48,50 +48,48 @@ def _gather_terms(
         mine = json.dumps({"doing": doing, **terms()})
         if len(mine) > MESSAGE_BYTES:  # all of it is ASCII
             raise ValueError(
-                f"what is to be said of {doing} has {len(mine)} bytes, more than {MESSAGE_BYTES}"
+                f"expected at most {MESSAGE_BYTES} bytes to describe {doing}, got {len(mine)}"
             )
     except Exception as caught:
         if hasattr(caught, _KNOWN):
-            raise  # who is told twice would wait for a word that nobody says
+            raise  # the others do not wait for a second line about it
         failure, mine = caught, _format_failure(doing, caught)
     try:
-        said = tuple(rings.gather(mine.encode()))
+        lines = tuple(rings.gather(mine.encode()))
     except RankLate as late:
         raise _mark_known(RankLate(f"{doing}: {late}")) from late
     except Exception as lost:
-        # or as good as that: to tell of it would be to wait once more for who did not come
+        # To report it would be to wait once more for a rank that is gone.
         _mark_known(lost)
         raise
     if failure:
         raise _mark_known(failure)
-    return said
+    return lines
 
 
-def read_terms(said: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The terms that the ranks said. Raises ValueError, alike on every rank, if one failed or does
-    something else.
+def read_terms(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return the terms of each rank, from the lines that `gather_terms` returned.
+
+    Raises RanksDisagree on every rank if one failed or does something else.
     """
-    replies = [_parse_line(line) for line in said]
+    replies = [_parse_line(line) for line in lines]
     for rank, reply in enumerate(replies):
         if "failure" in reply:
-            raise _mark_known(
-                RanksDisagree(
-                    f"rank {rank} of the group failed before {reply['doing']}: {reply['failure']}"
-                )
-            )
+            failed = f"rank {rank} of the group failed before {reply['doing']}: {reply['failure']}"
+            raise _mark_known(RanksDisagree(failed))
     doing = [reply.pop("doing") for reply in replies]
     for rank, other in enumerate(doing):
         if other != doing[0]:
-            said = f"rank 0 begins {doing[0]}, rank {rank} begins {other}"
-            raise _mark_known(RanksDisagree(f"ranks do not do the same: {said}"))
+            unlike = f"rank 0 begins {doing[0]}, rank {rank} begins {other}"
+            raise _mark_known(RanksDisagree(f"ranks do not do the same: {unlike}"))
     return replies
 
 
 def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
-    """What `work` returns on this rank, once it has succeeded on all ranks and all are `doing` the
-    same.
+    """Return the result of `work` on this rank, once it has succeeded on all ranks.
 
-    Raises its failure where it failed, elsewhere ValueError.
+    If it fails, its error is raised on this rank and RanksDisagree on the others. Raises
+    RanksDisagree on every rank if one is doing something else.
     """
     results = []
 
@@ -99,9 +97,9 @@ def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result
         results.append(work())
         return {}
 
-    said = gather_terms(rings, doing, terms)
-    if any(line != said[0] for line in said):
-        read_terms(said)
+    lines = gather_terms(rings, doing, terms)
+    if any(line != lines[0] for line in lines):
+        read_terms(lines)
     return results[0]
 
 
@@ -109,12 +107,11 @@ def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result
 def admit_one_thread(rings: Rings, doing: str) -> Iterator[None]:
     """Keep other threads of this process out of the rings meanwhile. This thread may enter again.
 
-    Ranks pair what they send by its order. Two threads would each take messages that are for the
-    other one.
+    Ranks pair messages by their order. Two threads would receive each other's messages.
 
-    Raises RuntimeError at once if another thread is within. That one raises it too, at the end of
-    what it does, unless that fails anyway. The group is unusable from then on: on another rank the
-    other thread may have been first, and nobody could tell.
+    Raises RuntimeError at once if another thread is inside. That thread raises it too when it is
+    done, unless it fails anyway. The group is unusable from then on: on another rank the other
+    thread may have been first, and no rank could know.
     """
     used = [ring for ring in (rings.inner, rings.outer) if ring.size > 1]
     try:
@@ -126,7 +123,7 @@ def admit_one_thread(rings: Rings, doing: str) -> Iterator[None]:
                     ring.contested = True
             _check_uncontested(used, doing)
             yield
-    # after the release, so that one of two threads sees that the ring is contested and free
+    # after the release, so that one of two threads sees the ring contested and free
     finally:
         _leave_contested(used, doing)
     _check_uncontested(used, doing)
@@ -139,8 +136,8 @@ def _check_uncontested(used: Sequence[Transport], doing: str) -> None:
 
 
 def _leave_contested(used: Sequence[Transport], doing: str) -> None:
-    """Make all rings unusable if one is contested. A ring that another thread is within is left by
-    that one.
+    """Make all rings unusable if one is contested. If another thread is inside a ring, that thread
+    does it.
     """
     if not any(ring.contested for ring in used):
         return
@@ -156,8 +153,8 @@ def _leave_contested(used: Sequence[Transport], doing: str) -> None:
 
 @contextmanager
 def mark_known_errors() -> Iterator[None]:
-    """Mark a ValueError within as one that every rank raises, since it follows from what all of
-    them said.
+    """Mark a ValueError inside as one that every rank raises, since it follows from all ranks'
+    terms.
     """
     try:
         yield
@@ -168,10 +165,10 @@ def mark_known_errors() -> Iterator[None]:
 
 @contextmanager
 def report_failure(rings: Rings, doing: str) -> Iterator[None]:
-    """Let the other ranks know if this one fails in what all agreed on, unless it is an error that
-    they know.
+    """Let the other ranks know if this one fails in a call that all agreed on, unless they know the
+    error already.
 
-    Raises RuntimeError, with the rank and its reason, on a rank that fails because another one did.
+    If this rank fails because another one did, raises the error of that one, with its reason.
     """
     try:
         yield
@@ -190,12 +187,12 @@ def _mark_known(error: Error) -> Error:
 
 
 def _format_failure(doing: str, error: BaseException) -> str:
-    """What a rank says that cannot be doing what it should."""
+    """Return the line of a rank that failed before."""
     return json.dumps({"doing": doing, "failure": _format_reason(error)})
 
 
 def _format_reason(error: BaseException) -> str:
-    """In printable ASCII, 400 characters at most."""
+    """Describe an error in printable ASCII, in 400 characters at most."""
     return "".join(
         c if c.isprintable() and c.isascii() else "?"
         for c in f"{type(error).__name__}: {error}"[:400]
@@ -203,8 +200,11 @@ def _format_reason(error: BaseException) -> str:
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
-    """What a rank said; words of another kind are what it is doing."""
+    """Return the terms in a line. A line of another form is shown as what the rank is doing."""
     try:
-        return json.loads(line)
+        terms = json.loads(line)
     except ValueError:
-        return {"doing": f"'{line.decode(errors='replace')[:200]}'"}
+        terms = None
+    return (
+        terms if isinstance(terms, dict) else {"doing": f"'{line.decode(errors='replace')[:200]}'"}
+    )

@@ -1,11 +1,13 @@
-"""Transports: how bytes move between the ranks of one ring. One backend a file.
+"""Transports: they move bytes between the ranks of one ring. One backend a file.
 
-torch_dist    torch.distributed process groups: gloo on CPU, NCCL on GPU
+torch_dist    process groups of torch.distributed: gloo on CPUs, NCCL on GPUs
 bmtrain       BMTrain's NCCL communicators
-processes     what these two share: on one host messages through memory (host_memory), deliveries by
-              copy_engine
+processes     the base of these two. Ranks of one host exchange messages through shared memory
+              (host_memory), and their GPUs write to each other with copy engines (copy_engine).
 simulator     ranks as threads of one process, for tests
 Alone (here)  a ring of one rank, which never communicates
+
+To add one, subclass `Transport` and list it in tests/conformance/test_transports.py.
 """
 
 from __future__ import annotations
@@ -16,36 +18,36 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from ..errors import RankLate
 
-Messages = list[tuple[Tensor, int]]  # tensors and the ranks that they go to or come from
-# Seconds after which a rank that takes no part is an error, unless its group's own timeout is
-# longer. May be set before the first call.
-AGREEMENT_TIMEOUT = 120.0
-MESSAGE_BYTES = 4096  # the longest message that `gather` carries
-# kinds of deliveries, and how many of a kind may land before the first is released
-LANES = {"visit": 2, "return": 1}
+Messages = list[tuple[Tensor, int]]  # tensors, and the ranks to send them to or receive them from
+# Seconds to wait for a rank that does not make a call, unless the group's own timeout is longer.
+# init_sequence_parallel takes another number.
+DEFAULT_TIMEOUT: Final = 120.0
+MESSAGE_BYTES: Final = 4096  # the longest message that `gather` carries
+# Kinds of deliveries. A number of each may be received before the first is released.
+LANES: Final = {"visit": 2, "return": 1}
 
 
 class Ticket(Protocol):
-    """An exchange under way; to be waited for once. Keeps the messages' memory until then."""
+    """An exchange under way, to be waited for once. It keeps the messages' memory until then."""
 
     def wait(self) -> None:
-        """Returns when the received bytes may be read and the sent ones overwritten.
+        """Return when the received bytes may be read and the sent ones overwritten.
 
-        On CUDA both hold for work enqueued on the current stream from now on; the host does not
-        wait.
+        On CUDA both hold for work that is enqueued on the current stream from now on. The host
+        does not wait.
         """
 
 
 class Put(NamedTuple):
-    """A contiguous tensor for a rank, and where it lands: bytes from the start of what that rank
-    receives into.
+    """A contiguous tensor for a rank, and its place: bytes from the start of the memory that the
+    rank receives into.
     """
 
     tensor: Tensor
@@ -54,7 +56,7 @@ class Put(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A place, in bytes, in the memory that this rank receives into, which a rank will fill."""
+    """A place, in bytes, in the memory that this rank receives into. Rank `peer` fills it."""
 
     peer: int
     offset: int
@@ -63,10 +65,10 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Delivery:
-    """What an exchange of puts brings: lands in `memory` (bytes, uint8).
+    """An exchange of puts. They are received into `memory` (bytes, uint8).
 
-    recycled  whether memory will be written to again once it is released; else it lasts while it is
-              referred to
+    recycled  whether `memory` is written to again once it is released. Otherwise it lasts while it
+              is referred to.
     """
 
     memory: Tensor
@@ -74,58 +76,67 @@ class Delivery:
     recycled: bool = False
 
     def wait(self) -> None:
-        """As a Ticket's."""
+        """Wait as a Ticket does."""
         self.ticket.wait()
 
     def release(self) -> None:
-        """Says, once, that work enqueued on the current stream from now on does not read `memory`."""
+        """Promise, once, that work enqueued on the current stream from now on does not read
+        `memory`.
+        """
 
 
 class Transport(ABC):
-    """The ranks of one ring, 0 to size - 1, this one being `rank`. Tensors on `device_types` can be
-    exchanged.
+    """The ranks of one ring, 0 to size - 1. This one is `rank`.
 
-    All ranks must call its methods in the same order; messages between a pair of ranks arrive in
-    it.
+    It exchanges tensors on `device_types`. All ranks must call its methods in the same order.
+    Messages between a pair of ranks arrive in the order in which they were sent.
     """
 
     rank: int
     size: int
     device_types: frozenset[str] = frozenset({"cpu"})
-    held_bytes: int = 0  # of memory that this transport keeps for deliveries
-    broken: bool = False  # whether this ring is known to be of no use any more
-    in_use: threading.RLock  # held by the thread that is in a call
-    contested: bool = False  # whether another thread called meanwhile
+    in_use: threading.RLock  # held by the thread that makes a call
+    contested: bool = False  # whether another thread made a call meanwhile
 
-    def __new__(cls, *arguments: Any, **options: Any) -> Transport:
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
         transport = super().__new__(cls)
         transport.in_use = threading.RLock()
         return transport
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that this transport keeps for deliveries."""
+        return 0
+
+    @property
+    def broken(self) -> bool:
+        """Whether this ring is known to be unusable."""
+        return False
+
     @functools.cached_property
     def histories(self) -> MutableMapping[Transport, Any]:
-        """What its users keep for it and another ring, for as long as that is there."""
+        """Facts that users keep for this ring and another one, as long as that other one exists."""
         return weakref.WeakKeyDictionary()
 
     @abstractmethod
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
-        """Starts sending each tensor of `sends` to its rank and filling each of `recvs` from its
-        rank, all at once.
+        """Start to send each tensor of `sends` to its rank and to fill each of `recvs` from its
+        rank, all at once. Return without waiting.
 
-        Tensors are contiguous; both ends of a message have the same number of bytes. None may be
-        touched before the ticket was waited for. Returns without waiting.
+        Tensors are contiguous. Both ends of a message have the same number of bytes. No tensor may
+        be touched before the ticket was waited for.
         """
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:  # noqa: B027 - nothing to do here
-        """Prepares for deliveries of up to so many bytes a lane. All ranks call it alike, between
-        deliveries.
+        """Prepare for deliveries of up to so many bytes a lane.
 
-        What was prepared before stays so.
+        All ranks call it with the same numbers, between deliveries. Earlier reservations stay.
         """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 - nothing to do here
-        """Prepares for exchanges of tensors on `device` in which not all ranks have a part. All
-        ranks call it alike.
+        """Prepare for exchanges of tensors on `device` in which some ranks have no part.
+
+        All ranks call it.
         """
 
     def deliver(
@@ -136,12 +147,12 @@ class Transport(ABC):
         arrivals: Sequence[Arrival],
         device: torch.device,
     ) -> Delivery:
-        """Starts an exchange whose messages land in `nbytes` of memory on `device`, and returns
-        without waiting.
+        """Start an exchange that is received into `nbytes` of memory on `device`. Return without
+        waiting.
 
-        Parcels and arrivals of a pair of ranks are in one order. On a lane (one of LANES)
-        deliveries are released in the order they began, and no more than the lane's number are
-        unreleased at a time.
+        For each pair of ranks, puts and arrivals have the same order. On a lane (one of LANES)
+        deliveries are released in the order in which they began. At most the lane's number of
+        them are unreleased at a time.
         """
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         recvs = [(memory[a.offset : a.offset + a.nbytes], a.peer) for a in arrivals]
@@ -151,8 +162,8 @@ class Transport(ABC):
     def all_gather(
         self, tensors: list[Tensor], shapes: Sequence[Sequence[torch.Size]]
     ) -> list[list[Tensor]]:
-        """The contiguous tensors of all ranks, of one dtype, in rank order; `shapes` are those of
-        all ranks.
+        """Return the contiguous tensors of all ranks, of one dtype, in rank order. `shapes` are
+        the shapes of all ranks' tensors.
         """
         everyone = [[tensors[0].new_empty(shape) for shape in theirs] for theirs in shapes]
         everyone[self.rank] = tensors
@@ -164,20 +175,27 @@ class Transport(ABC):
         return everyone
 
     def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks (at most MESSAGE_BYTES), in rank order.
+        """Return the messages of all ranks, in rank order.
 
-        The host waits for them, no GPU stream does. Raises ValueError for a longer message,
-        TimeoutError if a rank does not call.
+        The host waits for them, no GPU stream does. Raises ValueError for more than MESSAGE_BYTES
+        bytes, RankLate if a rank does not call.
         """
         if len(message) > MESSAGE_BYTES:
-            raise ValueError(f"a message has {len(message)} bytes, more than {MESSAGE_BYTES}")
+            raise ValueError(
+                f"expected a message of at most {MESSAGE_BYTES} bytes, got one of {len(message)}"
+            )
         return self._gather(message)
 
-    def give_up(self, words: bytes) -> RuntimeError | None:
-        """Says, with `words` of text, that this rank breaks off what all ranks had begun together.
+    def set_timeout(self, seconds: float) -> None:  # noqa: B027 - nothing to wait for here
+        """Wait in `gather` for other ranks as many seconds, or for the group's own timeout if that
+        is longer.
+        """
 
-        Ranks that wait for this one fail. Unless all ranks give up, the ring is of no use any more:
-        later messages on it fail too. Returns the error of the rank that was the reason, where
+    def give_up(self, words: bytes) -> RuntimeError | None:
+        """Report, with `words` of text, that this rank breaks off a call that all ranks had begun.
+
+        Ranks that wait for this one fail. The ring is unusable afterwards, and later messages on
+        it fail, unless all ranks give up. Return the error of the rank that was the reason, where
         that is known to be another one.
         """
         return None
@@ -187,17 +205,15 @@ class Transport(ABC):
         return None
 
     def leave(self, words: bytes) -> None:  # noqa: B027 - as give_up
-        """As `give_up`, without waiting for whether others do too: the ring is of no use from now
-        on.
-        """
+        """Give up without waiting whether others do too. The ring is unusable from now on."""
 
     def note_enqueued(self, doing: str) -> None:  # noqa: B027 - nothing to watch here
-        """Says that this rank has enqueued all of what it was `doing` with the others on its
-        device.
+        """Note that this rank has enqueued on its device all of what it was `doing` with the
+        others.
         """
 
     def _gather(self, message: bytes) -> list[bytes]:
-        """As `gather`; here for transports that exchange CPU tensors."""
+        """Gather messages as CPU tensors, for transports that exchange those."""
         head = len(message).to_bytes(4, "little")
         mine = torch.frombuffer(
             bytearray((head + message).ljust(MESSAGE_BYTES + len(head), b"\0")), dtype=torch.uint8
@@ -211,24 +227,25 @@ class Transport(ABC):
 
 
 def make_late_error(peers: Sequence[int], seconds: float) -> RankLate:
-    """Return the error of a rank that waited so long for `peers`, one of which did not come."""
+    """Return the error of a rank that waited so long for `peers`, one of which did not call."""
     return RankLate(f"{name_ranks(peers)} of the group did not make this call within {seconds:g} s")
 
 
 def name_ranks(peers: Sequence[int]) -> str:
-    """Name one of `peers`, as far as it is known which one."""
+    """Name the rank that is one of `peers`."""
     return f"rank {' or '.join(map(str, peers))}"
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor's memory as (bytes,) uint8. A view would mind the strides of dimensions
-    of one entry.
+    """Return a contiguous tensor's memory as (bytes,) uint8.
+
+    A plain view would refuse some strides of dimensions of one entry.
     """
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class Alone(Transport):
-    """A ring of one. There is one such, ALONE, which a copy is too."""
+    """A ring of one rank. ALONE is the only one, also after it was copied or pickled."""
 
     rank, size = 0, 1
 
@@ -250,4 +267,4 @@ class Done:
     """The ticket of an exchange that is over."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""

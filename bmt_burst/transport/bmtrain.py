@@ -1,7 +1,7 @@
-"""Transport over NCCL communicators of BMTrain, beside its own all-gathers and reduce-scatters.
+"""A transport over NCCL communicators of BMTrain, beside its own all-gathers and reduce-scatters.
 
-Exchanges run on a stream of high priority that the current stream is waited for by and waits for.
-The ranks of a group agree over the store that torch.distributed's launchers provide; no process
+Exchanges run on a stream of high priority. It waits for the current stream, and the current stream
+waits for it. The ranks of a group agree over the store of torch.distributed's launchers. No process
 group of torch.distributed is made.
 """
 
@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import uuid
+from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from bmt_burst import transport
+from . import DEFAULT_TIMEOUT, Messages, make_late_error
+from .processes import EngineUse, ProcessTransport
 
-from . import Messages, make_late_error
-from .processes import ProcessTransport
+Communicator = Any  # bmtrain's NCCLCommunicator: the package has no types
 
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A contiguous tensor's own bytes, as BMTrain's nccl functions want them: they would send a
-    whole storage.
+    """A contiguous tensor's own bytes, for BMTrain's functions of NCCL. From a tensor they would
+    send its whole storage.
     """
 
-    tensor: Tensor
+    tensor: torch.Tensor
     dtype: torch.dtype = torch.uint8
     is_cuda: bool = True
 
@@ -51,20 +54,27 @@ class _Ticket:
 
 
 class BMTrainTransport(ProcessTransport):
-    """Over the ranks of `comm`, a bmtrain NCCLCommunicator; all of them make it at the same point."""
+    """The ranks of `comm`, a bmtrain NCCLCommunicator. All of them make it at the same point."""
 
     device_types = frozenset({"cuda"})
 
-    def __init__(self, comm, copy_engines: bool | None = None):
-        super().__init__(copy_engines)
+    def __init__(self, comm: Communicator, engine_use: EngineUse = "auto"):
         from bmtrain import nccl
 
         self.nccl, self.comm = nccl, comm
         self.rank, self.size = nccl.commRank(comm), nccl.commCount(comm)
+        super().__init__(engine_use)
         self.stream = torch.cuda.Stream(priority=-1)
         self.name = self._draw_name()
-        self.group: dist.ProcessGroup | None = None
         self.gathers = 0
+
+    @functools.cached_property
+    def group(self) -> dist.ProcessGroup:
+        """A process group without a backend. Ranks find each other's memory by its store."""
+        group = dist.ProcessGroup(dist.PrefixStore(self.name, store()), self.rank, self.size)
+        register: Any = torch._C._distributed_c10d._register_process_group
+        register(self.name, group)
+        return group
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -79,29 +89,25 @@ class BMTrainTransport(ProcessTransport):
 
     def _gather_remotely(self, message: bytes) -> list[bytes]:
         self.gathers += 1
-        store().set(self._key(self.gathers, self.rank), message)
-        replies = [self._reply(peer) for peer in range(self.size)]
-        if self.gathers > 1:  # all have written this one, so all have read the one before
+        value: Any = message  # torch's types of a store lack bytes
+        store().set(self._key(self.gathers, self.rank), value)
+        keys = [self._key(self.gathers, peer) for peer in range(self.size)]
+        try:
+            store().wait(keys, timedelta(seconds=self.timeout))
+        except dist.DistStoreError as error:
+            late = [peer for peer, key in enumerate(keys) if not store().check([key])]
+            raise make_late_error(late, self.timeout) from error
+        replies = [store().get(key) for key in keys]
+        if self.gathers > 1:  # all have written this one, so all have read the previous one
             store().delete_key(self._key(self.gathers - 1, self.rank))
         return replies
 
-    def _reply(self, peer: int) -> bytes:
-        try:
-            return store().get(self._key(self.gathers, peer))
-        except dist.DistStoreError as error:
-            raise make_late_error([peer], store().timeout.total_seconds()) from error
-
-    def symmetric_group(self) -> str:
-        # a group without any backend, by whose store the ranks find each other's memory
-        if self.group is None:
-            self.group = dist.ProcessGroup(
-                dist.PrefixStore(self.name, store()), self.rank, self.size
-            )
-            torch._C._distributed_c10d._register_process_group(self.name, self.group)
+    def symmetric_group(self) -> Any:
+        assert self.group is not None, "made when it is first asked for"
         return self.name
 
     def warm_up(self) -> None:
-        """Connects to every rank now, which the first exchange would wait for."""
+        """Connect to every rank now. Otherwise the first exchange would wait for that."""
         peers = [peer for peer in range(self.size) if peer != self.rank]
         mine, theirs = (torch.zeros(self.size, dtype=torch.uint8, device="cuda") for _ in range(2))
         self.exchange(
@@ -110,7 +116,9 @@ class BMTrainTransport(ProcessTransport):
         torch.cuda.synchronize()
 
     def _draw_name(self) -> str:
-        """A name that the ranks share and no other group has, for what they put into the store."""
+        """Return a name that the ranks share and no other group has, for their entries in the
+        store.
+        """
         drawn = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device="cuda")
         shared = torch.empty_like(drawn)
         self.nccl.broadcast(_Bytes(drawn), _Bytes(shared), 0, self.comm)
@@ -120,15 +128,28 @@ class BMTrainTransport(ProcessTransport):
         return f"{self.name}/{number}/{rank}"
 
 
-@functools.cache
-def bmtrain_transport(comm) -> BMTrainTransport:
-    """The transport over `comm`, one for all calls. All its ranks make it at the same point."""
-    return BMTrainTransport(comm)
+_transports: dict[Communicator, BMTrainTransport] = {}
+# One lock for each communicator: its ranks make its transport together, so a thread that makes
+# another group's must not wait for them.
+_making: defaultdict[Communicator, threading.Lock] = defaultdict(threading.Lock)
+_finding = threading.Lock()
 
 
-def new_communicator(name: str, rank: int, size: int):
-    """A communicator of `size` ranks, this one being `rank`, which find each other in the store by
-    `name`.
+def bmtrain_transport(comm: Communicator) -> BMTrainTransport:
+    """Return the transport over `comm`: one for all calls and threads. All its ranks make it at
+    the same point.
+    """
+    with _finding:
+        making = _making[comm]
+    with making:
+        if comm not in _transports:
+            _transports[comm] = BMTrainTransport(comm)
+        return _transports[comm]
+
+
+def new_communicator(name: str, rank: int, size: int) -> Communicator:
+    """Make a communicator of `size` ranks, this one being `rank`. They find each other in the
+    store by `name`.
     """
     from bmtrain import nccl
 
@@ -137,19 +158,27 @@ def new_communicator(name: str, rank: int, size: int):
     return nccl.commInitRank(bytes.fromhex(store().get(name).decode()), size, rank)
 
 
-def initialized_bmtrain():
-    """The module bmtrain if it is imported and initialized, else None."""
+def initialized_bmtrain() -> ModuleType | None:
+    """Return the module bmtrain if it is imported and initialized, else None."""
     bmtrain = sys.modules.get("bmtrain")
     return bmtrain if bmtrain and bmtrain.config["initialized"] else None
 
 
-@functools.cache
+_connecting = threading.Lock()
+
+
 def store() -> dist.Store:
-    """The store of the launcher that MASTER_ADDR and MASTER_PORT name, or one that rank 0 keeps
-    there.
+    """Return the launcher's store, which MASTER_ADDR and MASTER_PORT name. Without a launcher,
+    rank 0 keeps one there.
     """
+    with _connecting:
+        return _connect_to_store()
+
+
+@functools.cache
+def _connect_to_store() -> dist.Store:
     from bmtrain import config
 
     found, _, _ = next(dist.rendezvous("env://", config["rank"], config["world_size"]))
-    found.set_timeout(timedelta(seconds=transport.AGREEMENT_TIMEOUT))
+    found.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT))
     return dist.PrefixStore("bmt_burst", found)

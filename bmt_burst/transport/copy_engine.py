@@ -1,22 +1,20 @@
-"""Deliveries by the GPUs' copy engines, between the ranks of one host: bytes move while every SM
+"""Deliveries by the GPUs' copy engines, between the ranks of one host. Bytes move while every SM
 computes.
 
-Each rank has an arena that its peers can write to (torch's symmetric memory). For each lane it
-holds slots, which deliveries take in turn, and flags. Delivery n of a lane:
+Each rank has an arena that its peers can write to (torch's symmetric memory). For each lane the
+arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane:
 
-    sender      waits until the receiver has read delivery n - slots (its own flag `freed`), copies
-                each put to its place in the receiver's slot, then writes n to the receiver's
-                flag `arrived`; on a stream of its own
-    receiver    `wait` lets the current stream wait for `arrived` of those that it expects puts
-                from; `release` lets it write n to everyone's flag `freed`
+    sender      waits until the receiver has read delivery n - slots (the sender's flag `freed`),
+                copies each put to its place in the receiver's slot, and writes n to the receiver's
+                flag `arrived`. A separate stream does this.
+    receiver    `wait` lets the current stream wait for the flags `arrived` of the expected senders.
+                `release` lets it write n to every rank's flag `freed`.
 
-Streams wait and write, by the driver's stream memory operations; the host never does, and no kernel
-spins. A stream that waits may hold back others that share its hardware queue, so the order in which
-the host enqueues must do on a
-single queue: what a rank waits for, its peers enqueue before they wait for anything later. The
-ring's order has that
-property: deliveries begin before what they overlap with is computed, and slots are released as soon
-as they are read.
+Streams wait and write with the driver's stream memory operations. The host never waits, and no
+kernel spins. A stream that waits may block others that share its hardware queue. So the order in
+which the host enqueues must also work on a single queue: before a rank waits for a later event, it
+enqueues all that its peers wait for. The ring's order has that property. Deliveries begin before
+the computation that they overlap with, and slots are released as soon as they are read.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,41 +31,44 @@ from torch import Tensor
 from . import LANES, Arrival, Delivery, Put, as_bytes
 
 _FLAG_BYTES = 128  # flags are this far apart
-# slots are a multiple of this, so that growing by little does not mean a new arena
+# slots are a multiple of this, so that a little growth needs no new arena
 _SLOT_BYTES = 1 << 21
 
 
+Event: TypeAlias = Any  # of the device's own kind
+
+
 class Stream(Protocol):
-    """A queue of work on this rank's device; flags are int32 tensors of one entry, here or on a
-    peer.
+    """A queue of work on this rank's device. Flags are int32 tensors of one entry, on this rank or
+    on a peer.
     """
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Contiguous uint8 tensors of one size."""
+        """Copy between contiguous uint8 tensors of one size."""
 
     def write(self, flags: Sequence[Tensor], value: int) -> None:
-        """After all work before it is done and visible to all devices."""
+        """Set the flags once all earlier work is done and visible to all devices."""
 
     def wait(self, flags: Sequence[Tensor], value: int) -> None:
-        """Until each flag is `value` or more."""
+        """Wait until each flag is `value` or more."""
 
-    def record(self) -> object:
-        """An event after the work so far."""
+    def record(self) -> Event:
+        """Return an event after the work so far."""
 
-    def follow(self, event: object) -> None:
-        """Later work begins after the event."""
+    def follow(self, event: Event) -> None:
+        """Begin later work after the event."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What deliveries need from a device.
+    """The operations of a device that deliveries need.
 
     stream       makes a new stream
-    current      the stream that computes
-    synchronize  the host waits until all that was enqueued is done
-    allocate     makes so many bytes that peers will be able to write to
-    connect      takes what `allocate` made and returns every rank's, in rank order; all ranks call
-                 it
+    current      returns the stream that computes
+    synchronize  lets the host wait until all enqueued work is done
+    allocate     makes a number of bytes that peers will be able to write to
+    connect      takes the result of `allocate` and returns every rank's, in rank order. All ranks
+                 call it.
     """
 
     stream: Callable[[], Stream]
@@ -84,30 +85,30 @@ class CopyEngines:
         self.rank, self.size, self.device = rank, size, device
         self.slot_bytes = dict.fromkeys(LANES, 0)
         self.lanes: dict[str, _Lane] = {}
-        self.arena: Tensor | None = None
+        self.arena = torch.empty(0, dtype=torch.uint8)
 
     @property
     def arena_bytes(self) -> int:
-        return 0 if self.arena is None else self.arena.numel()
+        return self.arena.numel()
 
     def fits(self, lane_bytes: Mapping[str, int]) -> bool:
-        """Whether there is room for deliveries of so many bytes."""
+        """Whether there is room for deliveries of `lane_bytes`."""
         return bool(self.lanes) and all(lane_bytes[lane] <= self.slot_bytes[lane] for lane in LANES)
 
     def growth(self, lane_bytes: Mapping[str, int]) -> list[Callable[[], None]]:
-        """Steps that make an arena with room for so many bytes in place of the present one.
+        """Return steps that replace the arena by one with room for `lane_bytes`.
 
-        All ranks take them alike, between deliveries; none takes a step before all have taken the
-        one before, or any
-        step after one that failed on any rank: then these engines cannot be used any more.
+        All ranks take the same steps, between deliveries. A rank takes a step once all ranks have
+        taken the previous one. After a step that failed on any rank, no rank takes another one, and
+        these engines are unusable.
         """
         needed = {lane: -(-lane_bytes[lane] // _SLOT_BYTES) * _SLOT_BYTES for lane in LANES}
         slot_bytes = {lane: max(needed[lane], self.slot_bytes[lane]) for lane in LANES}
 
         def allocate() -> None:
             self.lanes.clear()
-            self.arena = None
             with torch.inference_mode(False):
+                self.arena = torch.empty(0, dtype=torch.uint8)  # free the old one first
                 self.arena = self.device.allocate(
                     sum(_lane_bytes(lane, slot_bytes[lane], self.size) for lane in LANES)
                 )
@@ -135,7 +136,7 @@ class CopyEngines:
     def deliver(
         self, lane: str, nbytes: int, sends: Sequence[Put], arrivals: Sequence[Arrival]
     ) -> Delivery:
-        """As Transport.deliver."""
+        """Deliver as Transport.deliver does."""
         return self.lanes[lane].deliver(
             nbytes, sends, sorted({arrival.peer for arrival in arrivals})
         )
@@ -143,23 +144,18 @@ class CopyEngines:
 
 class _Lane:
     """One kind of deliveries: its slots and flags in every rank's arena, and the stream that fills
-    the peers'.
+    the peers' slots.
 
-    `parts` are the lane's bytes in the arenas: slots, then for each rank the flags "arrived" and
-    "freed".
+    `parts` are the lane's bytes in the arenas: slots, then the flags "arrived" and "freed" of each
+    rank.
     """
 
     def __init__(self, rank: int, parts: list[Tensor], slots: int, slot_bytes: int, device: Device):
-        self.rank, self.parts, self.slots, self.slot_bytes, self.device = (
-            rank,
-            parts,
-            slots,
-            slot_bytes,
-            device,
-        )
+        self.rank, self.parts, self.device = rank, parts, device
+        self.slots, self.slot_bytes = slots, slot_bytes
         self.stream = device.stream()
         self.number = 0
-        self.released = None  # event of the last release
+        self.releases: list[Event] = []  # the event of the last release, if there was one
         peers = range(len(parts))
         self.arrived = [self._flag(rank, 2 * peer) for peer in peers]  # here, written by peer
         self.freed = [self._flag(rank, 2 * peer + 1) for peer in peers]
@@ -168,7 +164,7 @@ class _Lane:
         self.freed_there = [self._flag(peer, 2 * rank + 1) for peer in peers if peer != rank]
 
     def deliver(self, nbytes: int, sends: Sequence[Put], sources: list[int]) -> Delivery:
-        assert nbytes <= self.slot_bytes, f"{nbytes} bytes are for a slot of {self.slot_bytes}"
+        assert nbytes <= self.slot_bytes, f"{nbytes} bytes do not fit a slot of {self.slot_bytes}"
         self.number += 1
         start = self.number % self.slots * self.slot_bytes
         self.stream.follow(self.device.current().record())  # by then the puts are ready
@@ -185,17 +181,17 @@ class _Lane:
         )
 
     def release(self, number: int) -> None:
-        """Says to all that delivery `number`, and so all before it, has been read by the current
-        stream.
+        """Report to all ranks that the current stream has read delivery `number` and all earlier
+        ones.
         """
         current = self.device.current()
-        if self.released:
-            current.follow(self.released)  # which another stream may have read
+        for event in self.releases:
+            current.follow(event)  # another stream may have read that delivery
         current.write(self.freed_there, number)
-        self.released = current.record()
+        self.releases = [current.record()]
 
     def try_out(self) -> None:
-        """Does once what deliveries do, so that a device that refuses says so now; changes nothing."""
+        """Do once what deliveries do, so that a device refuses now if it does. Nothing changes."""
         self.stream.write([self.arrived[self.rank]], 1)
         self.stream.wait([self.arrived[self.rank]], 1)
         for peer, part in enumerate(self.parts):
@@ -215,7 +211,7 @@ class _Arrivals:
     lane: _Lane
     number: int
     sources: list[int]
-    departed: object
+    departed: Event
     sends: Sequence[Put]
 
     def wait(self) -> None:
@@ -235,12 +231,15 @@ class _LaneDelivery(Delivery):
 
 
 def _lane_bytes(lane: str, slot_bytes: int, size: int) -> int:
-    """Bytes of a lane's part of an arena: slots, and two flags a rank."""
+    """Return the bytes of a lane's part of an arena: slots, and two flags a rank."""
     return LANES[lane] * slot_bytes + 2 * size * _FLAG_BYTES
 
 
 class CudaStream:
-    """A CUDA stream, by default a new one. Raises RuntimeError if the driver refuses an operation."""
+    """A CUDA stream, by default a new one.
+
+    Operations that the driver refuses raise RuntimeError.
+    """
 
     def __init__(self, stream: torch.cuda.Stream | None = None):
         self.stream = stream or torch.cuda.Stream()
@@ -280,7 +279,9 @@ _WAIT, _WRITE = 1, 2
 
 
 class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams of CUDA's driver API: a union whose members begin alike, 48 bytes."""
+    """CUstreamBatchMemOpParams of CUDA's driver API: a union of 48 bytes. Its members have the same
+    head.
+    """
 
     _fields_ = (
         ("operation", ctypes.c_uint32),

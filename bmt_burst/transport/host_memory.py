@@ -1,13 +1,14 @@
-"""Messages between the processes of one host, through memory that they share: microseconds, where
-sockets take more.
+"""Messages between the processes of one host, through shared memory. They take microseconds, less
+than sockets.
 
-Every rank has two places, used in turn, that hold the number of a message, its length, a checksum
-of all, and itself. A rank overwrites a place only after everyone has written the message after it,
-and so has read this one. The checksum makes a message count only once it is all there, in whichever
-order a processor lets its parts be seen.
+Every rank has two places, which it uses in turn. A place holds the number of a message, its length,
+a checksum of all, and the message. A rank overwrites a place only after every rank has written the
+next message, and so has read this one. A processor may show the parts of a place in any order. The
+checksum makes a message count only once it is complete.
 
-A third place holds a rank's last words, which it leaves when it breaks off what all had begun
-together. Who waits for a rank that has left some, or whose process has ended, learns of it at once.
+A third place holds a rank's last words, which it writes when it breaks off a call that all ranks
+had begun. A rank notices at once if a rank that it waits for has written last words, or if its
+process has ended.
 """
 
 from __future__ import annotations
@@ -21,26 +22,25 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bmt_burst import transport
-
 from ..errors import RankFailed, RankGone, RankLate
+from . import DEFAULT_TIMEOUT, make_late_error
+from .mail import Mail
 
 _HEAD = struct.Struct("<qqq")  # number, length, checksum
 _SPINS = 200  # looks without a pause, some 0.1 ms
 _PAUSE = 5e-5
-_PLACES = 3  # of a rank: for two messages, and for its last words
-# seconds of waiting after which, again and again, the rank waited for is looked after
-_CHECKED = 0.5
-_TENTATIVE, _FINAL = 1, 2  # kinds of last words: those that a rank may take back, and others
+_PLACES = 3  # of a rank: two for messages, one for its last words
+_CHECKED = 0.5  # seconds between two checks whether the rank that is waited for has ended
+_TENTATIVE, _FINAL = 1, 2  # kinds of last words: a rank may take back the first kind
 _GIVING_UP = 5.0  # seconds in which all ranks must give up for their memory to stay in use
 
 
-class HostMemory:
-    """One rank's end. `longest` is the most bytes of a message.
+class HostMemory(Mail):
+    """One rank's end of the shared memory.
 
-    processes  what `process_name` says on each rank, "" where that is not known
-    patience   seconds after which a rank that does not write its message is an error,
-               AGREEMENT_TIMEOUT if that is more
+    longest    bytes of the longest message
+    processes  the result of `process_name` on each rank, "" where it is unknown
+    timeout    seconds to wait for a rank that does not write its message
     """
 
     def __init__(
@@ -50,44 +50,34 @@ class HostMemory:
         memory: mmap.mmap,
         longest: int,
         processes: Sequence[str] = (),
-        patience: float = 0.0,
+        timeout: float = DEFAULT_TIMEOUT,
     ):
-        self.rank, self.size, self.memory, self.processes, self.patience = (
-            rank,
-            size,
-            memory,
-            processes,
-            patience,
-        )
+        super().__init__(rank)
+        self.size, self.memory, self.processes, self.timeout = size, memory, processes, timeout
         self.place_bytes = _place_bytes(longest)
         self.number = 0
-        self.broken: RuntimeError | None = (
-            None  # why this rank cannot go on with the others, once it is known
-        )
 
     def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, in rank order.
+        """Return the messages of all ranks, in rank order.
 
-        Raises TimeoutError if a rank does not write one, on that rank too once it does: the others
-        did not wait for it. Raises RuntimeError if a rank has ended or left last words, now and
-        whenever it is called again.
+        Raises RankLate if a rank does not write one. That rank raises it too once it calls, since
+        the others did not wait for it. Raises RankGone if a rank has ended and RankFailed if one
+        has written last words, in this call and all later ones.
         """
-        self._fail_if_broken()
+        self.fail_if_broken()
         return self._exchange(message, _TENTATIVE)
 
     def give_up(self, words: bytes) -> RuntimeError | None:
-        """Leaves last words. If all ranks do within some seconds, they are taken back, and all may
-        go on together.
+        """Write last words. If all ranks do within some seconds, take them back: all may go on
+        together.
 
-        Else this memory is of no use any more. Returns the error of the rank that is the
-        reason, None if it is this one.
+        Otherwise this memory is unusable. Return the error of the rank that is the reason, None if
+        it is this one.
         """
-        self._write(self._last_words(self.rank), _TENTATIVE, words)
-        others, deadline = (
-            [peer for peer in range(self.size) if peer != self.rank],
-            time.monotonic() + _GIVING_UP,
-        )
-        while not all(self._words(peer) for peer in others):
+        self._write(self._find_words(self.rank), _TENTATIVE, words)
+        deadline = time.monotonic() + _GIVING_UP
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        while not all(self._read_words(peer) for peer in others):
             reason = self.find_lost_rank()
             if reason or time.monotonic() > deadline:
                 self.broken = reason
@@ -96,57 +86,57 @@ class HostMemory:
             time.sleep(_PAUSE)
         try:
             self._exchange(b"all words are read", _FINAL)
-            self._write(self._last_words(self.rank), 0, b"")
+            self._write(self._find_words(self.rank), 0, b"")
             self._exchange(b"all words are taken back", _FINAL)
-        # another one had stopped waiting just before these words came
-        except (RuntimeError, TimeoutError) as error:
-            self.broken = self.broken or RankGone(str(error))
+        except RuntimeError as error:  # another rank had stopped waiting just before these words
+            self.broken = self.broken or error
             self.leave(words)
         return self.broken
 
     def leave(self, words: bytes) -> None:
-        """Leaves last words that are not taken back."""
-        self.broken = self.broken or RuntimeError(
-            f"rank {self.rank} of the group, this one, gave up {words.decode()}"
-        )
-        self._write(self._last_words(self.rank), _FINAL, words)
+        """Write last words that are not taken back."""
+        super().leave(words)
+        self._write(self._find_words(self.rank), _FINAL, words)
 
     def find_lost_rank(self) -> RankFailed | RankGone | None:
         """Return the error of the first rank that is known to take no further part."""
         losses = (self._find_loss(peer, _FINAL) for peer in range(self.size) if peer != self.rank)
         return next((loss for loss in losses if loss), None)
 
+    def set_timeout(self, seconds: float) -> None:
+        self.timeout = seconds
+
     def _find_loss(self, peer: int, least: int) -> RankFailed | RankGone | None:
-        """Return the error of a rank that takes no further part; last words count from `least` on."""
-        if words := self._words(peer, least):
+        """Return the error of a rank that takes no further part. Last words count from kind
+        `least` on.
+        """
+        if words := self._read_words(peer, least):
             return RankFailed(f"rank {peer} of the group gave up {words}")
-        if self._ended(peer):
-            return RankGone(f"rank {peer} of the group has ended, process {self._process(peer)}")
+        if self.processes and has_ended(self.processes[peer]):
+            process = self.processes[peer].partition(" ")[0]
+            return RankGone(f"rank {peer} of the group has ended, process {process}")
         return None
 
-    def _fail_if_broken(self) -> None:
-        if self.broken:
-            raise type(self.broken)(f"{self.broken}; its group is of no use any more")
-
     def _exchange(self, message: bytes, heeding: int) -> list[bytes]:
-        """`gather`, `heeding` last words from such on."""
+        """Gather messages. Last words count from kind `heeding` on."""
         self.number += 1
-        self._write(self._place(self.rank), self.number, message)
+        self._write(self._find_place(self.rank), self.number, message)
         try:
             return [
-                message if peer == self.rank else self._read(peer, heeding)
+                message if peer == self.rank else self._wait_for(peer, heeding)
                 for peer in range(self.size)
             ]
         except TimeoutError:
-            self._write(self._place(self.rank), -self.number, b"")
+            self._write(self._find_place(self.rank), -self.number, b"")
             raise
 
-    def _read(self, peer: int, heeding: int) -> bytes:
-        at, looks, began = self._place(peer), 0, time.monotonic()
+    def _wait_for(self, peer: int, heeding: int) -> bytes:
+        """Return the message of a rank, once it is there."""
+        at, looks, began = self._find_place(peer), 0, time.monotonic()
         checked = began
         while True:
             number, *_ = _HEAD.unpack_from(self.memory, at)
-            if number == self.number and (message := self._message(at)) is not None:
+            if number == self.number and (message := self._read_message(at)) is not None:
                 return message
             if number == -self.number or abs(number) > self.number:
                 raise RankLate(
@@ -158,12 +148,12 @@ class HostMemory:
             now = time.monotonic()
             if now - checked > _CHECKED:
                 checked, self.broken = now, self._find_loss(peer, heeding)
-                self._fail_if_broken()
-            if now - began > (patience := max(self.patience, transport.AGREEMENT_TIMEOUT)):
-                raise transport.make_late_error([peer], patience)
+                self.fail_if_broken()
+            if now - began > self.timeout:
+                raise make_late_error([peer], self.timeout)
 
-    def _message(self, at: int) -> bytes | None:
-        """The message in a place if it is all there."""
+    def _read_message(self, at: int) -> bytes | None:
+        """Return the message in a place if it is complete."""
         number, length, checksum = _HEAD.unpack_from(self.memory, at)
         message = self.memory[at + _HEAD.size : at + _HEAD.size + length]
         return message if _checksum(number, message) == checksum else None
@@ -172,22 +162,16 @@ class HostMemory:
         head = _HEAD.pack(number, len(message), _checksum(number, message))
         self.memory[at : at + _HEAD.size + len(message)] = head + message
 
-    def _words(self, peer: int, least: int = _TENTATIVE) -> str:
-        """A rank's last words, "" if it has left none or they count for less."""
-        at = self._last_words(peer)
+    def _read_words(self, peer: int, least: int = _TENTATIVE) -> str:
+        """Return a rank's last words, "" if there are none of kind `least` or above."""
+        at = self._find_words(peer)
         kind, *_ = _HEAD.unpack_from(self.memory, at)
-        return (self._message(at) or b"").decode() if kind >= least else ""
+        return (self._read_message(at) or b"").decode() if kind >= least else ""
 
-    def _process(self, peer: int) -> str:
-        return self.processes[peer].partition(" ")[0]
-
-    def _ended(self, peer: int) -> bool:
-        return bool(self.processes) and has_ended(self.processes[peer])
-
-    def _place(self, rank: int) -> int:
+    def _find_place(self, rank: int) -> int:
         return (_PLACES * rank + self.number % 2) * self.place_bytes
 
-    def _last_words(self, rank: int) -> int:
+    def _find_words(self, rank: int) -> int:
         return (_PLACES * rank + 2) * self.place_bytes
 
 
@@ -196,32 +180,35 @@ def open_host_memory(
     size: int,
     longest: int,
     gather: Callable[[bytes], list[bytes]],
-    patience: float = 0.0,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> HostMemory | None:
-    """Memory that all ranks share, or None on all of them if there is none. `gather` is another way
-    for messages.
+    """Return memory that all ranks share, or None on all of them if they are on several hosts.
+
+    `gather` is another way for messages.
     """
     nbytes = size * _PLACES * _place_bytes(longest)
     made = _new_file(nbytes) if rank == 0 else b""
     try:
         [path, *_] = gather(made)
-        memory = _map(path, nbytes)
+        memory = _map_file(path, nbytes)
         names = gather(process_name().encode() or b"unknown" if memory else b"")
     finally:
         if made:
             os.unlink(made)
-    # A process that cannot be seen from here is not known to have ended when it cannot be seen
-    # later.
+    if memory is None or not all(names):
+        return None
+    # A process that is invisible from here now is not known to have ended when it is later.
     processes = ["" if has_ended(name.decode()) else name.decode() for name in names]
-    return HostMemory(rank, size, memory, longest, processes, patience) if all(names) else None
+    return HostMemory(rank, size, memory, longest, processes, timeout)
 
 
 def process_name() -> str:
-    """This process, as `has_ended` knows it: its number, when it began, and the namespace of such
-    numbers; or "".
+    """Return a name of this process for `has_ended`, "" if there is none.
+
+    It has the process's number, the time when it began, and the namespace of such numbers.
     """
     try:
-        return f"{os.getpid()} {_state(os.getpid())[1]} {os.readlink('/proc/self/ns/pid')}"
+        return f"{os.getpid()} {_read_state(os.getpid())[1]} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
         return ""
 
@@ -235,27 +222,30 @@ def has_ended(name: str) -> bool:
     if not namespace or namespace != process_name().rpartition(" ")[2]:
         return False
     try:
-        state, since = _state(int(number))
+        state, since = _read_state(int(number))
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state in "ZX" or since != began
 
 
-def _state(process: int) -> tuple[str, str]:
-    """A process's state and when it began, as proc(5) has them. Raises OSError if there is none."""
+def _read_state(process: int) -> tuple[str, str]:
+    """Return a process's state and the time when it began, in the terms of proc(5).
+
+    Raises OSError if there is no such process.
+    """
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def _new_file(nbytes: int) -> bytes:
-    """A file's path, in memory where that can be; empty if there is no place for one."""
+    """Make a file, in memory where possible. Return its path, empty if there is no room for it."""
     name = None
     try:
         descriptor, name = tempfile.mkstemp(
             prefix="bmt_burst-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
         )
         with open(descriptor, "wb") as file:
-            # or the first write to a full file system would be fatal
+            # without it the first write to a full file system would be fatal
             os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError:
         if name:
@@ -264,8 +254,10 @@ def _new_file(nbytes: int) -> bytes:
     return os.fsencode(name)
 
 
-def _map(path: bytes, nbytes: int) -> mmap.mmap | None:
-    """The file's memory, or None if it is not there: on another host, or in another container."""
+def _map_file(path: bytes, nbytes: int) -> mmap.mmap | None:
+    """Return the file's memory, or None if it is missing: on another host, or in another
+    container.
+    """
     try:
         with open(path, "r+b") as file:
             return mmap.mmap(file.fileno(), nbytes)

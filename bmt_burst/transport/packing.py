@@ -1,9 +1,7 @@
-"""How tensors (B, T, ...) that travel together lie in one piece of memory, for any number of tokens
-T.
+"""The places of tensors (B, T, ...) in one piece of memory, for any number of tokens T.
 
-One tensor after the other, each from a multiple of 256 bytes on and contiguous. A message is a
-batch row's share of a
-range of tokens of one tensor: contiguous at both ends.
+Tensors that are sent together follow each other. Each is contiguous and starts at a multiple of 256
+bytes. A message is one batch row of a range of tokens of one tensor, contiguous at both ends.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ class Packing:
     entries: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def token_bytes(self) -> int:
-        """Bytes of one token, over the batch."""
+        """Return the bytes of one token, over the batch."""
         return self.batch * sum(map(_entry_bytes, self.entries))
 
     def nbytes(self, tokens: int) -> int:
         return self._starts(tokens)[-1]
 
     def views(self, memory: Tensor, tokens: int) -> tuple[Tensor, ...]:
-        """The tensors (B, tokens, ...) in `memory`, uint8."""
+        """Return the tensors (B, tokens, ...) in `memory`, uint8."""
         views = []
         for start, (shape, dtype) in zip(self._starts(tokens), self.entries, strict=False):
             size = self.batch * tokens * _entry_bytes((shape, dtype))
@@ -43,15 +41,15 @@ class Packing:
         return tuple(views)
 
     def empty(self, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
-        """New tensors (B, tokens, ...), each in memory of its own."""
+        """Make new tensors (B, tokens, ...), each in its own memory."""
         return tuple(
             torch.empty(self.batch, tokens, *shape, dtype=dtype, device=device)
             for shape, dtype in self.entries
         )
 
     def messages(self, tokens: int, at: Span) -> Iterator[tuple[int, int, int, int]]:
-        """(tensor, batch row, byte offset, bytes) of each message of tokens at[0]..at[1] - 1 where
-        `tokens` lie.
+        """Yield (tensor, batch row, byte offset, bytes) of each message of the tokens at[0] to
+        at[1] - 1, in memory for `tokens`.
         """
         for index, (start, entry) in enumerate(
             zip(self._starts(tokens), self.entries, strict=False)
@@ -61,7 +59,7 @@ class Packing:
                 yield index, batch, start + (batch * tokens + at[0]) * size, length(at) * size
 
     def _starts(self, tokens: int) -> list[int]:
-        """Where each tensor begins, and where the last one ends, in bytes."""
+        """Return the first byte of each tensor, and the end of the last one."""
         starts = [0]
         for entry in self.entries:
             size = self.batch * tokens * _entry_bytes(entry)

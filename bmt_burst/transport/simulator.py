@@ -1,15 +1,17 @@
-"""Transports in one process, for tests and measurements: ranks are threads, or there is but one.
+"""Transports in one process, for tests and measurements. Ranks are threads, or there is only one
+rank.
 
-`bmt_burst.simulate` runs the threads. Their ring is stricter than a real network. A receive buffer
-holds NaN bytes until the exchange is waited for, and so does what was delivered once it is
-released. Errors are: a send buffer that changed in flight, a put that is not contiguous or not
-for the place where its receiver expects one, a delivery while
-too many are unreleased. It counts: `ring.traffic` lists (peer, bytes) of every message sent.
+`bmt_burst.simulate` runs the threads. Their ring is stricter than a real network:
+
+- A receive buffer holds NaN bytes until its exchange was waited for. Delivered memory holds them
+  again once it is released.
+- A send buffer that changes in flight is an error. So is a put that is not contiguous or not for
+  the place where its receiver expects it, and a delivery while too many are unreleased.
+- `ring.traffic` lists (peer, bytes) of every message sent.
 
     ring = ImaginedRing(rank=3, size=8)
 
-is one rank alone, whose peers are imagined: it computes what it would and takes the memory it
-would.
+is one rank alone with imagined peers. It computes and takes memory as a real rank does.
 """
 
 from __future__ import annotations
@@ -32,34 +34,34 @@ _POLL = 0.05
 
 
 class Aborted(RankFailed):
-    """Another rank failed, or never sent what this one waits for."""
+    """Another simulated rank failed, or never sent a message that this one waits for."""
 
 
 @dataclass
 class Network:
-    """The queues between the threads; a queue per ring, source and destination.
+    """The queues between the threads: one for each ring, source and destination.
 
-    failed  set once a rank has failed; what is in the queues is then worth nothing
+    failed  set once a rank has failed. The queues are then meaningless.
     ended   threads that send nothing more
     """
 
-    queues: dict[tuple, queue.SimpleQueue] = field(default_factory=dict)
+    queues: dict[tuple[Any, ...], queue.SimpleQueue[Any]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     failed: threading.Event = field(default_factory=threading.Event)
     ended: set[int] = field(default_factory=set)
 
-    def lane(self, *key) -> queue.SimpleQueue:
+    def find_queue(self, *key: Any) -> queue.SimpleQueue[Any]:
         with self.lock:
             return self.queues.setdefault(key, queue.SimpleQueue())
 
-    def take(self, sender: int, *key):
-        """What thread `sender` has put into a queue."""
-        lane = self.lane(*key)
+    def take(self, sender: int, *key: Any) -> Any:
+        """Take the next entry that thread `sender` puts into a queue."""
+        found = self.find_queue(*key)
         for _ in range(int(_TIMEOUT / _POLL)):
             # looked up before the queue, which it may have filled just before
             has_ended = sender in self.ended
             try:
-                return lane.get(timeout=_POLL)
+                return found.get(timeout=_POLL)
             except queue.Empty:
                 if self.failed.is_set():
                     raise Aborted("another simulated rank failed") from None
@@ -72,14 +74,14 @@ class Network:
 
 @dataclass
 class _Inbox:
-    """What comes from a peer: messages are for exchanges in the order in which these began,
-    whichever is waited for.
+    """The messages from a peer. Each is for the exchange that began at its number, in whichever
+    order exchanges are waited for.
     """
 
     take: Callable[[], Tensor]
     asked: int = 0
     taken: int = 0
-    # taken, for exchanges that have yet to be waited for
+    # messages that were taken for exchanges that are waited for later
     early: dict[int, Tensor] = field(default_factory=dict)
 
     def ask(self) -> int:
@@ -96,7 +98,7 @@ class _Inbox:
 @dataclass
 class _Ticket:
     ring: SimulatedRing
-    # the caller's tensors and what they held when the exchange began
+    # the caller's tensors, and their content when the exchange began
     sent: list[tuple[Tensor, Tensor]]
     recvs: list[tuple[Tensor, int, int]]  # tensor, peer, number of the peer's message
 
@@ -106,7 +108,7 @@ class _Ticket:
             if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
                 sent, wanted = (f"{tuple(x.shape)} {x.dtype}" for x in (message, tensor))
                 raise AssertionError(
-                    f"rank {peer} sent {sent}, rank {self.ring.rank} waits for {wanted}"
+                    f"rank {self.ring.rank} expected {wanted} from rank {peer}, got {sent}"
                 )
             tensor.copy_(message)
         if not all(as_bytes(now).equal(as_bytes(then)) for now, then in self.sent):
@@ -126,12 +128,12 @@ class _Delivery(Delivery):
         for arrival in self.arrivals:
             place = self.ring.take(arrival.peer, "place", self.lane)
             assert place == (arrival.offset, arrival.nbytes), (
-                f"{arrival} is not where its sender puts it, {place}"
+                f"expected {arrival}, got a put at {place}"
             )
 
     def release(self) -> None:
         assert self.unreleased.pop(0) is self, (
-            "deliveries of a lane are released in the order they began"
+            "deliveries of a lane are released in the order in which they began"
         )
         self.memory.fill_(0xFF)
         self.delivery.release()
@@ -149,14 +151,16 @@ class SimulatedRing(Transport):
         self.unreleased: dict[str, list[Delivery]] = {lane: [] for lane in LANES}
 
     def subring(self, members: Iterable[int]) -> SimulatedRing:
-        """A ring of some of this ring's ranks, this one among them."""
+        """Return a ring of some of this ring's ranks, this one among them."""
         threads = tuple(self.members[m] for m in members)
         return SimulatedRing(self.network, threads, self.members[self.rank])
 
     def put(self, peer: int, message: Any, *kind: str) -> None:
-        self.network.lane(*kind, self.members, self.rank, peer).put(message)
+        """Send any object to a rank."""
+        self.network.find_queue(*kind, self.members, self.rank, peer).put(message)
 
     def take(self, peer: int, *kind: str) -> Any:
+        """Receive the next object of this kind from a rank."""
         return self.network.take(self.members[peer], *kind, self.members, peer, self.rank)
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
@@ -178,7 +182,7 @@ class SimulatedRing(Transport):
         for peer in range(self.size):
             theirs = self.take(peer, "reserve")
             assert theirs == self.reserved, (
-                f"ranks reserve unlike amounts: {self.reserved}, rank {peer} {theirs}"
+                f"expected rank {peer} to reserve {self.reserved}, got {theirs}"
             )
 
     def deliver(
@@ -194,29 +198,39 @@ class SimulatedRing(Transport):
             f"{len(unreleased)} deliveries of lane {lane} are unreleased"
         )
         assert nbytes <= self.reserved[lane], (
-            f"{nbytes} bytes on lane {lane}, reserved are {self.reserved[lane]}"
+            f"{nbytes} bytes on lane {lane} exceed the reserved {self.reserved[lane]}"
         )
         for put in sends:
-            assert put.tensor.is_contiguous(), "a put's bytes are taken as they lie"
+            assert put.tensor.is_contiguous(), "a put must be contiguous"
             self.put(put.peer, (put.offset, put.tensor.nbytes), "place", lane)
         delivery = self._deliver(lane, nbytes, sends, arrivals, device)
-        guards = {
-            "delivery": delivery,
-            "lane": lane,
-            "ring": self,
-            "arrivals": arrivals,
-            "unreleased": unreleased,
-        }
-        unreleased.append(_Delivery(delivery.memory, delivery.ticket, recycled=True, **guards))
-        return unreleased[-1]
+        guarded = _Delivery(
+            delivery.memory,
+            delivery.ticket,
+            recycled=True,
+            delivery=delivery,
+            lane=lane,
+            ring=self,
+            arrivals=arrivals,
+            unreleased=unreleased,
+        )
+        unreleased.append(guarded)
+        return guarded
 
-    def _deliver(self, *arguments) -> Delivery:
-        return super().deliver(*arguments)
+    def _deliver(
+        self,
+        lane: str,
+        nbytes: int,
+        sends: Sequence[Put],
+        arrivals: Sequence[Arrival],
+        device: torch.device,
+    ) -> Delivery:
+        return super().deliver(lane, nbytes, sends, arrivals, device)
 
 
 @dataclass
 class _Imagined:
-    """The ticket of a delivery that nobody makes; holds the puts as if they had to leave."""
+    """The ticket of an imagined delivery. It holds the puts as if they were sent."""
 
     sends: Sequence[Put]
 
@@ -225,11 +239,11 @@ class _Imagined:
 
 
 class ImaginedRing(Transport):
-    """A rank whose peers are imagined: they say what it says, and their deliveries have landed,
-    whatever is in them.
+    """A rank with imagined peers. They answer every message with the same one, and their deliveries
+    have arrived at once with any content.
 
-    As with copy engines they land in slots that this rank keeps, `held_bytes`. All ranks must own
-    as many tokens.
+    As with copy engines, deliveries use slots that this rank keeps, `held_bytes`. All ranks must
+    own equally many tokens.
     """
 
     device_types = frozenset({"cpu", "cuda"})
@@ -243,9 +257,7 @@ class ImaginedRing(Transport):
         return sum(slot.nbytes for slots in self.slots.values() for slot in slots)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
-        raise RuntimeError(
-            "peers that are imagined exchange nothing: they take deliveries of a single ring"
-        )
+        raise RuntimeError("imagined peers exchange nothing: expected deliveries of a single ring")
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         for lane, count in LANES.items():

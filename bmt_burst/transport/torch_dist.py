@@ -1,5 +1,5 @@
-"""Transport over a torch.distributed process group: gloo for CPU tensors, NCCL or copy engines for
-CUDA tensors.
+"""A transport over a process group of torch.distributed: gloo for CPU tensors, NCCL or copy engines
+for CUDA tensors.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from bmt_burst import transport
-
 from ..errors import RankGone
-from . import Messages, Transport, as_bytes, make_late_error, name_ranks
-from .processes import ProcessTransport
+from . import DEFAULT_TIMEOUT, Messages, Transport, as_bytes, make_late_error, name_ranks
+from .processes import EngineUse, ProcessTransport
 
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
 _NOTHING = 1 << 30  # a tag that no message has
@@ -47,14 +45,16 @@ class _GlooTicket(_Ticket):
     def wait(self) -> None:
         peers = [peer for messages in self.messages for _, peer in messages]
         for work, peer in zip(self.works, peers, strict=True):
-            with _naming([peer], self.seconds):
+            with _name_peers([peer], self.seconds):
                 work.wait(timedelta(seconds=self.seconds))
         self.messages = ()
 
 
 @contextlib.contextmanager
-def _naming(peers: Sequence[int], seconds: float) -> Iterator[None]:
-    """Raise RankLate for `peers` that torch has waited for in vain, RankGone where it fails before."""
+def _name_peers(peers: Sequence[int], seconds: float) -> Iterator[None]:
+    """Raise RankLate with `peers` where torch waits for them in vain, RankGone where it fails
+    earlier.
+    """
     began = time.monotonic()
     try:
         yield
@@ -65,15 +65,14 @@ def _naming(peers: Sequence[int], seconds: float) -> Iterator[None]:
 
 
 class TorchTransport(ProcessTransport):
-    """Raises ValueError if this process is not a member of `group`; `copy_engines` is a
-    ProcessTransport's.
+    """The ranks of a process group. `engine_use` is ProcessTransport's.
 
-    Does not keep the group alive: once it is destroyed and its users let go of it, its connections
-    close.
+    It does not keep the group alive: once the group is destroyed and its users drop it, its
+    connections close. Raises ValueError if this process is not a member of `group`, or if `group`
+    has neither gloo for CPU tensors nor NCCL for CUDA tensors.
     """
 
-    def __init__(self, group: dist.ProcessGroup, copy_engines: bool | None = None):
-        super().__init__(copy_engines)
+    def __init__(self, group: dist.ProcessGroup, engine_use: EngineUse = "auto"):
         self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         members = dist.get_process_group_ranks(group)
@@ -82,16 +81,19 @@ class TorchTransport(ProcessTransport):
                 f"rank {dist.get_rank()} is not in the process group of ranks {members}"
             )
         self.size = len(members)
+        super().__init__(engine_use)
         backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
         self.device_types = frozenset(
             device for device, backend in _BACKENDS if backends.get(device) == backend
         )
         if not self.device_types:
             raise ValueError(
-                f"a process group needs gloo for CPU or NCCL for CUDA tensors, this one has {backends}"
+                "expected a process group with gloo for CPU or NCCL for CUDA tensors, got one with "
+                f"{backends}"
             )
-        self.patience = max(_timeout(group, device) for device in self.device_types)
-        self.companion: TorchTransport | None = None
+        self.own_timeout = max(_read_timeout(group, device) for device in self.device_types)
+        self.set_timeout(DEFAULT_TIMEOUT)
+        self.companion: TorchTransport | None = None  # made when NCCL's ranks first need it
         self.connected = False  # over NCCL
 
     @property
@@ -113,19 +115,18 @@ class TorchTransport(ProcessTransport):
         return _Ticket(dist.batch_isend_irecv(ops) if ops else [], (sends, recvs))
 
     def _exchange_over_gloo(self, sends: Messages, recvs: Messages) -> _GlooTicket:
-        group, seconds, works = self.group, _timeout(self.group, "cpu"), []
+        group, seconds = self.group, _read_timeout(self.group, "cpu")
+        works: list[dist.Work] = []
         for tensor, peer in sends:
-            with _naming([peer], seconds):
-                works.append(dist.isend(as_bytes(tensor), group=group, group_dst=peer))
+            with _name_peers([peer], seconds):
+                works.append(_check_work(dist.isend(as_bytes(tensor), group=group, group_dst=peer)))
         for tensor, peer in recvs:
-            with _naming([peer], seconds):
-                works.append(dist.irecv(as_bytes(tensor), group=group, group_src=peer))
+            with _name_peers([peer], seconds):
+                works.append(_check_work(dist.irecv(as_bytes(tensor), group=group, group_src=peer)))
         return _GlooTicket(works, (sends, recvs), seconds)
 
     def connect(self, device: torch.device) -> None:
-        """NCCL makes its communicator in a group's first operation, for which it waits for all
-        ranks of the group.
-        """
+        """Let NCCL make its communicator, in which it waits for all ranks of the group."""
         if device.type == "cuda" and self.size > 1 and not (self.copy_engines or self.connected):
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
             self.connected = True
@@ -142,8 +143,7 @@ class TorchTransport(ProcessTransport):
         # gloo closes all connections of a group where one wait takes too long
         with contextlib.suppress(RuntimeError):
             work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_NOTHING)
-            assert work is not None, "this rank is in its group"
-            work.wait(timedelta(milliseconds=1))
+            _check_work(work).wait(timedelta(milliseconds=1))
 
     def _gather_remotely(self, message: bytes) -> list[bytes]:
         if "cpu" in self.device_types:
@@ -153,35 +153,50 @@ class TorchTransport(ProcessTransport):
         return self.companion._gather_remotely(message)
 
     def _make_companion(self) -> TorchTransport:
-        """Over a gloo group of the same ranks, for messages between hosts. All of them make it at
-        the same point.
+        """Return the transport over a gloo group of the same ranks, for messages between hosts.
+        All ranks make it at the same point.
         """
         members = dist.get_process_group_ranks(self.group)
-        timeout = timedelta(seconds=max(self.patience, transport.AGREEMENT_TIMEOUT))
         others = [peer for peer in range(self.size) if peer != self.rank]
-        with _naming(others, timeout.total_seconds()):
-            companion = dist.new_group(members, timeout, "gloo", use_local_synchronization=True)
-        weakref.finalize(self.group, _destroy, companion).atexit = False
+        with _name_peers(others, self.timeout):
+            companion = dist.new_group(
+                members, timedelta(seconds=self.timeout), "gloo", use_local_synchronization=True
+            )
+        assert isinstance(companion, dist.ProcessGroup), "this rank is in its group"
+        weakref.finalize(self.group, _destroy_group, companion).atexit = False
         return TorchTransport(companion)
 
 
-def _timeout(group: dist.ProcessGroup, device: str) -> float:
+def _check_work(work: dist.Work | None) -> dist.Work:
+    """Return the work of a rank that is in its group."""
+    assert work is not None, "this rank is in its group"
+    return work
+
+
+def _read_timeout(group: dist.ProcessGroup, device: str) -> float:
     """Return how many seconds a group waits for its ranks, over the backend for tensors on
     `device`.
     """
     return group._get_backend(torch.device(device)).options._timeout.total_seconds()
 
 
+def world_group() -> dist.ProcessGroup:
+    """Return the group of all ranks, once torch.distributed is initialised."""
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is initialised"
+    return group
+
+
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchTransport] = (
     weakref.WeakKeyDictionary()
 )
-# two threads that each made a transport would not see each other in a call
+# Two threads that each made a transport would not notice each other in a call.
 _finding = threading.Lock()
 
 
 def torch_transport(group: dist.ProcessGroup) -> TorchTransport:
-    """Return the transport over `group`: one for all calls and threads, for as long as the group is
-    there.
+    """Return the transport over `group`: one for all calls and threads, as long as the group
+    exists.
     """
     with _finding:
         if group not in _transports:
@@ -189,7 +204,7 @@ def torch_transport(group: dist.ProcessGroup) -> TorchTransport:
         return _transports[group]
 
 
-def _destroy(companion: dist.ProcessGroup) -> None:
-    """Unless all groups were destroyed together."""
+def _destroy_group(companion: dist.ProcessGroup) -> None:
+    """Destroy a companion, unless all groups were destroyed together."""
     if companion in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(companion)

@@ -22,7 +22,7 @@ from bmt_burst import Scores, burst_attn_func
 from bmt_burst.base.compiled import fused_on_gpus
 from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.loss import linear_cross_entropy_sum
-from bmt_burst.nn import KVCache, Layouts
+from bmt_burst.nn import KVCache, Layouts, SequenceParallelModule
 from bmt_burst.ranks.groups import SequenceParallel
 from models.blocks import Layers, Saving
 
@@ -67,7 +67,7 @@ class Norm(nn.Module):
         return _rms_norm(x, self.weight, self.eps)
 
 
-class Attention(nn.Module):
+class Attention(SequenceParallelModule):
     """Attention over the ranks of `sp`, or to a KVCache. `options` are those of burst_attn_func."""
 
     def __init__(
@@ -259,7 +259,7 @@ class PositionBias(nn.Module):
         )
 
 
-class LiveModel(nn.Module):
+class LiveModel(SequenceParallelModule):
     """The common parts of both models: words, a bias table, an encoder, and words as the head.
 
     `saving` says what blocks save for the backward. `attention` are options of burst_attn_func:
@@ -277,7 +277,8 @@ class LiveModel(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.encoder = Encoder(config, sp or SequenceParallel(), saving or Saving(), attention)
+        self.sp = sp or SequenceParallel()
+        self.encoder = Encoder(config, self.sp, saving or Saving(), attention)
         self.input_embedding = nn.Embedding(config.vocab_size, config.dim_model)
         self.position_bias = PositionBias(config)
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from bmt_burst import kernels, transport
+from bmt_burst import kernels
 from train.base.wording import counted
 from train.run.config import TrainConfig
 
@@ -20,8 +20,6 @@ def init_distributed(config: TrainConfig) -> torch.device:
     Raises ValueError if a device or an engine is not available or does not fit other settings.
     """
     device = _device(config.device)
-    # the watchdog is to be the first to notice a rank that hangs
-    transport.AGREEMENT_TIMEOUT = config.timeout + 120
     engine = config.engine
     if engine == "auto":
         engine = "bmtrain" if device.type == "cuda" and kernels.installed("bmtrain") else "torch"
@@ -34,7 +32,7 @@ def init_distributed(config: TrainConfig) -> torch.device:
     # Beside BMTrain, torch.distributed only carries messages between hosts.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and engine == "torch" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(seconds=transport.AGREEMENT_TIMEOUT))
+        dist.init_process_group(backend, timeout=timedelta(seconds=rank_timeout(config)))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if engine == "bmtrain":
@@ -46,6 +44,11 @@ def init_distributed(config: TrainConfig) -> torch.device:
 
         bmtrain.init_distributed(seed=config.seed)
     return device
+
+
+def rank_timeout(config: TrainConfig) -> float:
+    """Return the seconds that ranks wait for each other. The watchdog notices a hang earlier."""
+    return config.timeout + 120
 
 
 def free_port() -> int:

@@ -48,6 +48,10 @@ class EnabledModel(Enabled):
             "transformers' own class, and enable it"
         )
 
+    def attach(self, sp: SequenceParallel) -> None:
+        """Run this model over the ranks of `sp`, for example after it was read from a pickle."""
+        self._sp = sp
+
     def _run(self, own: Callable, args: tuple, named: dict[str, Any]) -> Any:
         """Run the model's own forward on this rank's tokens; see the module."""
         return own(**self._prepare(own, args, named))

@@ -1,0 +1,64 @@
+"""Short messages between the ranks of a group: the base of all ways to carry them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+
+class Mail(ABC):
+    """The messages of rank `rank`. By default it learns nothing about the other ranks.
+
+    broken  why this rank cannot go on with the others, once that is known
+    """
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.broken: RuntimeError | None = None
+
+    @abstractmethod
+    def gather(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, in rank order."""
+
+    def fail_if_broken(self) -> None:
+        """Raise the error that made these messages unusable, if there is one."""
+        if self.broken:
+            raise type(self.broken)(f"{self.broken}; its group is unusable")
+
+    def give_up(self, words: bytes) -> RuntimeError | None:
+        """Give up as Transport.give_up does."""
+        self.leave(words)
+        return None
+
+    def leave(self, words: bytes) -> None:
+        """Make these messages unusable, for the reason `words`."""
+        if not self.broken:
+            self.broken = RuntimeError(
+                f"rank {self.rank} of the group, this one, gave up {words.decode()}"
+            )
+
+    def find_lost_rank(self) -> RuntimeError | None:
+        """Return the error of a rank that is known to take no further part, None if all do."""
+        return None
+
+    def set_timeout(self, seconds: float) -> None:  # noqa: B027 - the carrier has its own
+        """Wait for other ranks as many seconds."""
+
+
+class UnopenedMail(Mail):
+    """Messages of a group that has not gathered any yet."""
+
+    def gather(self, message: bytes) -> list[bytes]:
+        raise AssertionError("a rank gathers messages before it knows how")
+
+
+class RemoteMail(Mail):
+    """Messages between hosts, which `carry` gathers."""
+
+    def __init__(self, rank: int, carry: Callable[[bytes], list[bytes]]):
+        super().__init__(rank)
+        self._carry = carry
+
+    def gather(self, message: bytes) -> list[bytes]:
+        self.fail_if_broken()
+        return self._carry(message)

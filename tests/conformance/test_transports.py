@@ -1,0 +1,406 @@
+"""The contract of a transport, checked on every transport of bmt_burst.transport.
+
+A check runs on every rank of a ring. To add a transport, add a function that runs checks on its
+ranks to RUNNERS. Transports that need GPUs or have no peers are listed in ELSEWHERE, with the tests
+that check them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pickle
+import pkgutil
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bmt_burst import simulate, transport
+from bmt_burst.errors import RankFailed, RankGone, RankLate
+from bmt_burst.transport import ALONE, LANES, MESSAGE_BYTES, Arrival, Put, Transport, processes
+from bmt_burst.transport.simulator import SimulatedRing
+from bmt_burst.transport.torch_dist import TorchTransport
+from tests.helpers import run_ranks
+
+SIZE = 3
+CPU = torch.device("cpu")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
+
+Check = Callable[[Transport], None]
+
+
+def others(ring: Transport) -> list[int]:
+    return [peer for peer in range(ring.size) if peer != ring.rank]
+
+
+def message(sender: int, receiver: int, number: int) -> torch.Tensor:
+    """Return a tensor that no other pair of ranks sends, of a length and dtype of its own."""
+    length = 1 + 7 * number + 3 * sender + receiver
+    values = torch.arange(length) + 100 * sender + 10 * receiver + number
+    return (values % 251).to(DTYPES[number % len(DTYPES)])
+
+
+def start_exchange(ring: Transport, numbers: range) -> Callable[[], None]:
+    """Start messages to and from every other rank. Return a function that waits and checks."""
+    sends = [(message(ring.rank, peer, n), peer) for peer in others(ring) for n in numbers]
+    expected = [(message(peer, ring.rank, n), peer) for peer in others(ring) for n in numbers]
+    recvs = [(torch.empty_like(x), peer) for x, peer in expected]
+    ticket = ring.exchange(sends, recvs)
+
+    def finish() -> None:
+        ticket.wait()
+        for (got, peer), (wanted, _) in zip(recvs, expected, strict=True):
+            assert got.equal(wanted), f"rank {ring.rank} expected {wanted} from {peer}, got {got}"
+
+    return finish
+
+
+def check_a_ring_begins_usable(ring: Transport) -> None:
+    assert (ring.size, ring.rank in range(SIZE)) == (SIZE, True)
+    assert CPU.type in ring.device_types
+    assert not ring.broken and not ring.contested
+    assert ring.find_lost_rank() is None
+    assert ring.held_bytes == 0
+
+
+def check_ranks_are_in_order(ring: Transport) -> None:
+    assert ring.gather(str(ring.rank).encode()) == [b"0", b"1", b"2"]
+
+
+def check_messages_have_any_bytes_and_lengths(ring: Transport) -> None:
+    for length in (0, 1, 255, 256, MESSAGE_BYTES - 1, MESSAGE_BYTES):
+        everyone = [random.Random(f"{length} {peer}").randbytes(length) for peer in range(SIZE)]
+        assert ring.gather(everyone[ring.rank]) == everyone
+    assert ring.gather(b"\0" * ring.rank) == [b"\0" * peer for peer in range(SIZE)]
+
+
+def check_a_long_message_is_refused_before_it_is_sent(ring: Transport) -> None:
+    with pytest.raises(ValueError, match=f"at most {MESSAGE_BYTES} bytes"):
+        ring.gather(b"x" * (MESSAGE_BYTES + 1))
+    check_ranks_are_in_order(ring)
+
+
+def check_a_slow_rank_gets_every_message(ring: Transport) -> None:
+    for number in range(12):
+        if number % SIZE == ring.rank:
+            time.sleep(2e-3)
+        words = [f"{number} of {peer}".encode() for peer in range(SIZE)]
+        assert ring.gather(words[ring.rank]) == words
+
+
+def check_exchanges_keep_the_order_of_a_pair(ring: Transport) -> None:
+    start_exchange(ring, range(6))()
+
+
+def check_exchanges_may_overlap(ring: Transport) -> None:
+    first = start_exchange(ring, range(3))
+    second = start_exchange(ring, range(3, 5))
+    check_ranks_are_in_order(ring)
+    first()
+    second()
+
+
+def check_an_exchange_need_not_have_all_ranks(ring: Transport) -> None:
+    ring.connect(CPU)
+    x = torch.arange(5.0) if ring.rank == 0 else torch.zeros(5)
+    sends = [(x, 2)] if ring.rank == 0 else []
+    recvs = [(x, 0)] if ring.rank == 2 else []
+    ring.exchange(sends, recvs).wait()
+    assert x.equal(torch.zeros(5) if ring.rank == 1 else torch.arange(5.0))
+
+
+def check_gathered_tensors_have_any_shapes(ring: Transport) -> None:
+    def tensors(rank: int) -> list[torch.Tensor]:
+        return [torch.full((rank + 1, 2), float(rank)), torch.arange(3.0 + rank)]
+
+    shapes = [[x.shape for x in tensors(rank)] for rank in range(SIZE)]
+    everyone = ring.all_gather(tensors(ring.rank), shapes)
+    for rank, theirs in enumerate(everyone):
+        assert all(a.equal(b) for a, b in zip(theirs, tensors(rank), strict=True))
+
+
+def deliver(ring: Transport, lane: str, number: int):
+    """Start a delivery of 8 bytes from each other rank, in places in rank order."""
+    places = {peer: 8 * place for place, peer in enumerate(others(ring))}
+    sends = []
+    for peer in others(ring):
+        place = 8 * [rank for rank in range(SIZE) if rank != peer].index(ring.rank)
+        value = float(100 * number + 10 * ring.rank + peer)
+        sends.append(Put(torch.tensor([value], dtype=torch.float64), peer, place))
+    arrivals = [Arrival(peer, place, 8) for peer, place in places.items()]
+    return ring.deliver(lane, 8 * (SIZE - 1), sends, arrivals, CPU)
+
+
+def check_delivered(ring: Transport, number: int, memory: torch.Tensor) -> None:
+    wanted = [float(100 * number + 10 * peer + ring.rank) for peer in others(ring)]
+    assert memory.view(torch.float64).tolist() == wanted
+
+
+def check_deliveries_have_their_places(ring: Transport) -> None:
+    for nbytes in (8 * (SIZE - 1), 1 << 12):  # reserve again, for more
+        ring.reserve(dict.fromkeys(LANES, nbytes), CPU)
+        for number in range(5):
+            for lane in LANES:
+                delivery = deliver(ring, lane, number)
+                delivery.wait()
+                check_delivered(ring, number, delivery.memory)
+                delivery.release()
+
+
+def check_a_lane_holds_its_number_of_deliveries(ring: Transport) -> None:
+    ring.reserve(dict.fromkeys(LANES, 8 * (SIZE - 1)), CPU)
+    for lane, most in LANES.items():
+        under_way = []
+        for number in range(4):
+            under_way.append((number, deliver(ring, lane, number)))
+            if len(under_way) == most:
+                for earlier, delivery in under_way:
+                    delivery.wait()
+                    check_delivered(ring, earlier, delivery.memory)
+                for _, delivery in under_way:
+                    delivery.release()
+                under_way.clear()
+
+
+def check_memory_that_is_not_recycled_stays(ring: Transport) -> None:
+    ring.reserve(dict.fromkeys(LANES, 8 * (SIZE - 1)), CPU)
+    first = deliver(ring, "return", 1)
+    first.wait()
+    memory, is_kept = first.memory, not first.recycled
+    first.release()
+    second = deliver(ring, "return", 2)
+    second.wait()
+    if is_kept:
+        check_delivered(ring, 1, memory)
+    second.release()
+
+
+def check_a_thread_at_a_time_holds_a_ring(ring: Transport) -> None:
+    taken = []
+    with ring.in_use, ring.in_use:  # the same thread may enter again
+        thread = threading.Thread(target=lambda: taken.append(ring.in_use.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+    assert taken == [False]
+
+
+def check_facts_about_another_ring_go_with_it(ring: Transport) -> None:
+    class Other(Transport):
+        def exchange(self, sends, recvs):
+            raise AssertionError
+
+    other = Other()
+    ring.histories[other] = "a fact"
+    assert list(ring.histories.values()) == ["a fact"]
+    del other
+    assert not ring.histories
+
+
+# The checks of transports whose ranks are processes: a rank may be late, or fail.
+
+
+def check_a_late_rank_is_named(ring: Transport) -> None:
+    check_ranks_are_in_order(ring)
+    ring.set_timeout(0.1)  # the group's own is a second
+    if ring.rank == 1:
+        time.sleep(2.5)
+    # between hosts, the first rank that stops waiting closes its connections
+    expected = RankLate if isinstance(ring.mail, processes.HostMemory) else RankGone
+    with pytest.raises(expected, match="of the group"):
+        ring.gather(b"here")
+
+
+def check_a_rank_that_gives_up_makes_the_ring_unusable(ring: Transport) -> None:
+    check_ranks_are_in_order(ring)
+    if ring.rank == 1:
+        ring.leave(b"a call: no memory")
+        assert ring.broken
+    with pytest.raises(RuntimeError) as caught:
+        ring.gather(b"here")
+    assert ring.broken
+    if ring.rank != 1 and isinstance(ring.mail, processes.HostMemory):
+        assert isinstance(caught.value, RankFailed) and "rank 1" in str(caught.value)
+        assert "no memory" in str(caught.value)
+
+
+def check_ranks_that_all_give_up_go_on(ring: Transport) -> None:
+    check_ranks_are_in_order(ring)
+    if isinstance(ring.mail, processes.HostMemory):
+        assert ring.give_up(b"a call: no memory") is None
+        assert not ring.broken
+        check_ranks_are_in_order(ring)
+    else:  # no rank can know that all do
+        assert ring.give_up(b"a call: no memory") is None
+        assert ring.broken
+
+
+OF_PROCESSES = {
+    "a_late_rank_is_named": check_a_late_rank_is_named,
+    "a_rank_that_gives_up": check_a_rank_that_gives_up_makes_the_ring_unusable,
+    "ranks_that_all_give_up": check_ranks_that_all_give_up_go_on,
+}
+CHECKS: dict[str, Check] = {
+    "a_ring_begins_usable": check_a_ring_begins_usable,
+    "ranks_are_in_order": check_ranks_are_in_order,
+    "messages_have_any_bytes": check_messages_have_any_bytes_and_lengths,
+    "a_long_message_is_refused": check_a_long_message_is_refused_before_it_is_sent,
+    "a_slow_rank_gets_every_message": check_a_slow_rank_gets_every_message,
+    "exchanges_keep_the_order": check_exchanges_keep_the_order_of_a_pair,
+    "exchanges_may_overlap": check_exchanges_may_overlap,
+    "an_exchange_of_some_ranks": check_an_exchange_need_not_have_all_ranks,
+    "gathered_tensors": check_gathered_tensors_have_any_shapes,
+    "deliveries_have_their_places": check_deliveries_have_their_places,
+    "a_lane_holds_its_number": check_a_lane_holds_its_number_of_deliveries,
+    "memory_that_is_not_recycled": check_memory_that_is_not_recycled_stays,
+    "a_thread_at_a_time": check_a_thread_at_a_time_holds_a_ring,
+    "facts_about_another_ring": check_facts_about_another_ring_go_with_it,
+}
+
+
+def run_simulated(ring_class: type[SimulatedRing] = SimulatedRing) -> dict[str, str]:
+    """Return the failure of each check on simulated ranks, "" where it passed."""
+    found = {}
+    for name, check in CHECKS.items():
+
+        def work(ring: SimulatedRing, check: Check = check) -> None:
+            ring.__class__ = ring_class
+            check(ring)
+
+        try:
+            simulate(SIZE, work)
+            found[name] = ""
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever it is, it failed
+            found[name] = traceback.format_exc()
+    return found
+
+
+def run_gloo_rank(rank: int, on_one_host: bool) -> dict[str, str]:
+    if not on_one_host:
+        processes.open_host_memory = lambda *_: None  # in this process, which ends with the test
+    found = {}
+    for name, check in {**CHECKS, **OF_PROCESSES}.items():
+        group = dist.new_group(list(range(SIZE)))
+        ring = TorchTransport(group)
+        ring.gather(b"connected")
+        backend = group._get_backend(CPU)
+        backend._set_default_timeout(timedelta(seconds=1 if "late" in name else 60))
+        ring.own_timeout = 1.0 if "late" in name else 60.0
+        ring.set_timeout(60.0)
+        try:
+            check(ring)
+            found[name] = ""
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever it is, it failed
+            found[name] = traceback.format_exc()
+        dist.barrier()
+    return found
+
+
+def run_gloo(on_one_host: bool) -> dict[str, str]:
+    """Return the failure of each check on processes over gloo, "" where it passed on all ranks."""
+    ranks = run_ranks(SIZE, run_gloo_rank, on_one_host)
+    return {name: "".join(found[name] for found in ranks) for name in ranks[0]}
+
+
+RUNNERS: dict[str, tuple[type[Transport], Callable[[], dict[str, str]]]] = {
+    "simulator": (SimulatedRing, run_simulated),
+    "gloo, one host": (TorchTransport, lambda: run_gloo(True)),
+    "gloo, several hosts": (TorchTransport, lambda: run_gloo(False)),
+}
+ELSEWHERE = {
+    "Alone": "here, since it has no peers",
+    "ImaginedRing": "tests/test_memory.py, since its peers are imagined",
+    "BMTrainTransport": "tests/test_bmtrain.py and tests/test_gpu_train.py, since it needs GPUs",
+}
+CASES = [(ring, check) for ring in RUNNERS for check in CHECKS] + [
+    (ring, check)
+    for ring, (kind, _) in RUNNERS.items()
+    if issubclass(kind, processes.ProcessTransport)
+    for check in OF_PROCESSES
+]
+
+
+@functools.cache
+def found_on(ring: str) -> dict[str, str]:
+    return RUNNERS[ring][1]()
+
+
+@pytest.mark.parametrize(("ring", "check"), CASES)
+def test_a_transport_keeps_its_contract(ring, check):
+    assert not found_on(ring)[check], found_on(ring)[check]
+
+
+def test_every_transport_is_checked():
+    for module in pkgutil.iter_modules(transport.__path__, f"{transport.__name__}."):
+        importlib.import_module(module.name)
+    left, classes = [Transport], set()
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        if not inspect.isabstract(kind) and kind.__module__.startswith(transport.__name__):
+            classes.add(kind.__name__)
+    assert classes == {kind.__name__ for kind, _ in RUNNERS.values()} | set(ELSEWHERE)
+
+
+def test_a_rank_alone():
+    assert (ALONE.rank, ALONE.size, ALONE.gather(b"alone")) == (0, 1, [b"alone"])
+    ALONE.exchange([], []).wait()
+    assert pickle.loads(pickle.dumps(ALONE)) is ALONE
+
+
+class Reordered(SimulatedRing):
+    """Messages in another order than that of the ranks."""
+
+    def _gather(self, message):
+        return super()._gather(message)[::-1]
+
+
+class Stripped(SimulatedRing):
+    """Messages without the zeros at their ends."""
+
+    def _gather(self, message):
+        return [reply.rstrip(b"\0") for reply in super()._gather(message)]
+
+
+class Unlimited(SimulatedRing):
+    """Messages of any length."""
+
+    def gather(self, message):
+        return self._gather(message[:MESSAGE_BYTES])
+
+
+class LastFirst(SimulatedRing):
+    """Exchanges whose messages of a pair are received in another order."""
+
+    def exchange(self, sends, recvs):
+        shapes = {(x.shape, x.dtype) for x, _ in recvs}
+        return super().exchange(sends, recvs if len(shapes) == 1 else recvs[::-1])
+
+
+class Misplaced(SimulatedRing):
+    """Deliveries at the beginning of the memory, whatever their places are."""
+
+    def deliver(self, lane, nbytes, sends, arrivals, device):
+        sends = [put._replace(offset=0) for put in sends]
+        arrivals = [arrival._replace(offset=0) for arrival in arrivals]
+        return super().deliver(lane, nbytes, sends, arrivals, device)
+
+
+class Shared(SimulatedRing):
+    """Rings with one lock that any thread may take."""
+
+    @property
+    def in_use(self):
+        return threading.RLock()
+
+
+@pytest.mark.parametrize("wrong", [Reordered, Stripped, Unlimited, LastFirst, Misplaced, Shared])
+def test_an_error_is_found(wrong):
+    assert any(run_simulated(wrong).values())
