@@ -422,7 +422,7 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
         ),
         (
             ["--strategy", "plain-ring", "--sp-size", "4", "--inner-size", "2"],
-            "--strategy plain-ring, --seq-len 512 and --sp-size 4: it has one ring",
+            "--strategy plain-ring, --seq-len 512 and --sp-size 4: it takes one ring",
         ),
         (
             ["--rope-scaling", '{"kind": "linear"}'],

@@ -760,7 +760,7 @@ def test_rows_of_many_hidden_runs_are_packed_such_that_they_can_be_planned(tmp_p
     assert sum(row.instances for row in read) == 120
     assert len(rows) > 4 > 120 * 90 / 4096
     monkeypatch.setattr(live_rows, "MOST_SLICES", 10**6)
-    with pytest.raises(ValueError, match="would make more than 60 slices"):
+    with pytest.raises(ValueError, match="would have more than 60 slices"):
         AntRows(rows.file, rows.config, 4096, 0).read(0)
 
 

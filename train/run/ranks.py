@@ -14,8 +14,8 @@ from bmt_burst.errors import RankFailed, RankGone
 Result = TypeVar("Result")
 
 LOST_CONTACT = 4  # exit code of a rank that ends since another one is gone
-# For a lost peer gloo and NCCL have no class of errors in torch. gloo's errors name its source file,
-# NCCL's their code.
+# torch has no class for a peer that gloo or NCCL lost. gloo's errors name its source file, NCCL's
+# their code.
 _LOST_PEER = ("gloo/transport", "ncclRemoteError")
 
 

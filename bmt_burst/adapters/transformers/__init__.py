@@ -33,8 +33,8 @@ of sp is the gradient of the loss. So DDP and FSDP, which average over all ranks
 the ranks of one sp count as one process with its own sequences.
 
 Parameters, their names, checkpoints, gradient checkpointing and the windows of a configuration do
-not change. Copies and pickles of an enabled model are enabled too. Call attach(sp) of a model that was
-read from a pickle. save_pretrained writes a plain model.
+not change. Copies and pickles of an enabled model are enabled too. Call attach(sp) of a model that
+was read from a pickle. save_pretrained writes a plain model.
 
 Letters: B batch, S tokens of the whole sequence, S_local tokens of this rank, H query heads, G kv
 heads, D head size.
