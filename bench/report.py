@@ -52,6 +52,7 @@ SECTIONS = {
         "`bench/live_training.py`, medians over steps on one row",
     ),
     "planning": ("What a new mask costs a rank on the host", "`bench/planning.py`"),
+    "balance": ("How evenly layouts share out work", "`bench/balance.py`"),
     "power": ("Power and clocks meanwhile", "`nvidia-smi`, samples of a second above 500 W"),
 }
 

@@ -362,6 +362,25 @@ def planning_table(rows: list[Row]) -> str:
     return table(header, lines) if lines else ""
 
 
+def balance_table(rows: list[Row]) -> str:
+    """Format by how many percent the rank of most work exceeds the mean. The ideal is 0."""
+    found = [row for row in rows if row["kind"] == "balance"]
+    kinds = ("balanced", "zigzag", "contiguous")
+    lines = [
+        [
+            row["mask"],
+            row["gpus"],
+            *(f"{100 * row['unevenness'][kind]:.2f}" for kind in kinds),
+            "" if row["chunks"] is None else f"{100 * row['chunks']:.2f}",
+            f"{1000 * row['seconds']:.1f}",
+        ]
+        for row in found
+    ]
+    return (
+        table(["mask", "ranks", *kinds, "best of 12 chunks", "planning ms"], lines) if lines else ""
+    )
+
+
 def memory_table(rows: list[Row]) -> str:
     """Format the host's memory after many masks."""
     names = ["masks", "blocks", "blocks_more", "resident_kib", "resident_kib_more"]
@@ -433,6 +452,7 @@ def other_tables(rows: list[Row]) -> str:
         "Where the time goes: ms": timeline_table(rows),
         "Power": power_table(rows),
         "A new mask's plan, on the host": planning_table(rows),
+        "Work of the busiest rank above the mean: %": balance_table(rows),
         "Memory after many masks": memory_table(rows),
         "Links alone": link_table(rows),
         "Error against float64 (relative L2)": error_table(rows),
