@@ -366,6 +366,18 @@ def test_training_benchmark_of_cpm_live(tmp_path):
 
 
 @pytest.mark.slow
+def test_balance():
+    """No layout is below the ideal, and balanced is near it for every mask."""
+    from bench.balance import least, masks, unevenness
+    from bmt_burst import Layout
+
+    for name, mask in masks(12 * 400).items():
+        layouts = Layout.balanced(mask, 3), Layout.contiguous(mask.seq_len, 3)
+        balanced, contiguous = (unevenness(mask, layout, 3) for layout in layouts)
+        assert 0 <= balanced < 0.02, name
+        assert -1e-9 <= least(mask, 3) <= contiguous + 1e-9, name
+
+
 def test_planning(tmp_path):
     output = tmp_path / "rows.jsonl"
     command = ["bench/planning.py", "--masks", "1", "--memory-masks", "300", "--output", output]

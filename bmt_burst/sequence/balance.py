@@ -18,18 +18,11 @@ two documents unfinished: the peeled one, and a sparse one where the peeled one 
 fits no rank. One causal document becomes the zigzag layout, nearly, and a window or a full mask the
 contiguous one.
 
-The ideal is equal work on all ranks: 0 %. On the masks of tests/test_balance.py, with 8,192 tokens
-a rank, the ranks of most and of least work differ by at most this part of the mean work. Below it
-is how often a rank leaves a document unfinished, for each rank but the last, on average:
-
-    ranks                         2        8        64
-    short documents             0.8 %    0.9 %    1.2 %
-    long and short documents    0.9 %    1.3 %    1.8 %
-    other masks                 0.8 %    1.0 %    1.6 %
-
-    short documents             0.50     0.67     0.64
-    long and short documents    0.91     1.10     1.22
-    other masks                 1.25     1.34     1.41
+Step 1 is Graham's list scheduling, the densest documents first (LPT takes the longest first). Step
+2 is a greedy fill of one rank after the other, like next-fit, in which a document may be cut. The
+ideal is equal work on all ranks: 0 %. The section "How evenly layouts share out work" of
+docs/results.md, by bench/balance.py, has the measured gap to it, beside other layouts and the best
+assignment of chunks.
 
 Balance is worse where the work is in the middle of documents: for a window to both sides that is
 not much shorter than they are.
