@@ -431,6 +431,7 @@ WRONG_ON_ALL = [
         "layout must be a Layout or one for each row, got NoneType",
     ),
     ({"layout": 3}, TypeError, "layout must be a Layout or one for each row, got int"),
+    ({"layout": None}, TypeError, "layout must be a Layout or one for each row, got NoneType"),
     (
         {"layout": ["zigzag", "striped"]},
         ValueError,

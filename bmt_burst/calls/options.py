@@ -80,6 +80,8 @@ def check_options(options: Options) -> Options:
     _check_choice("strategy", options.strategy, ("auto", *strategies.names()))
     if isinstance(options.layout, str):
         _check_choice("layout", options.layout, (*LAYOUTS, Balanced.name))
+    if options.layout is None:
+        raise TypeError("layout must be a Layout or one for each row, got NoneType")
     if not isinstance(options.flash, str):
         raise TypeError(f"flash must be the name of a kernel, got {options.flash!r}")
     return replace(
