@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 import time
 from datetime import timedelta
@@ -233,7 +234,7 @@ def test_the_timeout_holds_unless_the_groups_own_one_is_longer():
 
 def unlike_timeouts(rank: int) -> list[str]:
     said = []
-    for timeout in (120 + rank, 0, "long"):
+    for timeout in (120 + rank, 0, math.inf, "long"):
         with pytest.raises((TypeError, ValueError)) as caught:
             init_sequence_parallel(2, timeout=timeout)
         said.append(str(caught.value))
@@ -243,5 +244,6 @@ def unlike_timeouts(rank: int) -> list[str]:
 def test_a_timeout_is_a_positive_number_and_the_same_on_all_ranks():
     for said in run_ranks(2, unlike_timeouts):
         assert said[0].startswith("ranks differ in init_sequence_parallel's arguments: ")
-        assert "expected a positive number of seconds, got 0" in said[1]
-        assert "timeout must be a number" in said[2]
+        assert "expected seconds, positive and finite, got 0" in said[1]
+        assert "expected seconds, positive and finite, got inf" in said[2]
+        assert "timeout must be a number" in said[3]

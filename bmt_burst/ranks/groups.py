@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -259,9 +260,9 @@ def init_sequence_parallel(
 
     Raises, on every rank:
 
-    - ValueError if a size does not divide, the layout is unknown, the timeout is not positive, a
-      mesh is given with a size or has other dimensions, a rank is not in its mesh, or BMTrain runs
-      with tensor or pipeline parallelism or with a mesh
+    - ValueError if a size does not divide, the layout is unknown, the timeout is not positive and
+      finite, a mesh is given with a size or has other dimensions, a rank is not in its mesh, or
+      BMTrain runs with tensor or pipeline parallelism or with a mesh
     - RanksDisagree, a ValueError, if ranks differ in arguments or meshes
     - TypeError for a size that is no whole number, a timeout that is no number, and a mesh that is
       none (on other ranks RanksDisagree)
@@ -290,8 +291,8 @@ def _agree_on_groups(
     inner_size, ulysses_size = to_python_int(inner_size), to_python_int(ulysses_size)
 
     def terms() -> dict[str, Any]:
-        if not as_float("timeout", timeout) > 0:
-            raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
+        if not 0 < as_float("timeout", timeout) < math.inf:
+            raise ValueError(f"timeout: expected seconds, positive and finite, got {timeout}")
         world.set_timeout(timeout)
         sizes = f"sp_size={sp_size!r}, inner_size={inner_size!r}, ulysses_size={ulysses_size!r}"
         others = f"layout={layout!r}, timeout={timeout!r}{', a mesh' * (mesh is not None)}"
