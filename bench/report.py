@@ -51,9 +51,12 @@ SECTIONS = {
         "Training CPM-Bee and CPM-Ant",
         "`bench/live_training.py`, medians over steps on one row",
     ),
-    "planning": ("What a new mask costs a rank on the host", "`bench/planning.py`"),
+    "planning": ("Time to plan a new mask, on the host of a rank", "`bench/planning.py`"),
     "balance": ("How evenly layouts share out work", "`bench/balance.py`"),
-    "power": ("Power and clocks meanwhile", "`nvidia-smi`, samples of a second above 500 W"),
+    "power": (
+        "Power and clocks during the measurements",
+        "`nvidia-smi`, samples of a second above 500 W",
+    ),
 }
 
 _INTRODUCTION = """# Results
@@ -63,7 +66,7 @@ each file. Every section names the commits, the GPU and the versions that it was
 
 - **TFLOP/s** are per GPU and count only visible pairs: 4 D operations for each pair and head in the
   forward, 2.5 times as many in the backward.
-- **Times** are those of the slowest rank. Each is the median of three rounds, and a round is the
+- **Times** are the slowest rank's. Each is the median of three rounds, and a round is the
   mean of consecutive calls.
 - **GiB** is the peak of memory beyond the inputs.
 - **"kernel alone"** is one GPU that computes as many tokens as a rank has, in one call.

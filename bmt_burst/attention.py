@@ -171,12 +171,12 @@ def burst_attn_func(
         -inf or its sink.
 
     The function is differentiable once, in q, k, v, bias and sinks. On each rank the gradients of
-    bias and sinks are shares, from its own tokens or pairs. Add the shares of all ranks up, as for
+    bias and sinks are shares, from its own tokens or pairs. Add up the shares of all ranks, as for
     any parameter of a sequence parallel model. Inputs are never written to.
 
     Raises:
         ValueError, TypeError: on every rank, if arguments are wrong on any rank or differ between
-            ranks, if there are fewer tokens than ranks, if a double_group is no grid of ranks, or
+            ranks, if there are fewer tokens than ranks, if double_group is not a grid of ranks, or
             if a rank does something else in the call or its backward.
         RuntimeError: if a rank has ended or failed in the middle, for a backward with create_graph,
             inside transforms of torch.func, and in forward mode. Also if two threads of a process

@@ -90,10 +90,10 @@ class SequenceParallelModule(nn.Module):
     sp: SequenceParallel
 
     def attach(self, sp: SequenceParallel) -> None:
-        """Run this module, and all inside it that share sequences, over the ranks of `sp`.
+        """Run this module, and all such modules inside it, over the ranks of `sp`.
 
         A module that was read from a pickle needs it before its first call: a pickle has no groups.
-        Raises TypeError for an sp that is none.
+        Raises TypeError if sp is not a SequenceParallel.
         """
         if not isinstance(sp, SequenceParallel):
             raise TypeError(f"sp must be a SequenceParallel, got {type(sp).__name__}")

@@ -42,8 +42,8 @@ class Offload:
     def block(self, keep: Sequence[Tensor] = ()) -> Iterator[None]:
         """Keep tensors that are saved inside in host memory.
 
-        All of them return at once, and then those of the block before. Tensors in `keep` stay on
-        the device: others need them there anyway.
+        In the backward they return together, followed by those of the block before. Tensors in
+        `keep` stay on the device: others need them there anyway.
         """
         block = _Block(self._last, {x.data_ptr() for x in keep})
         self._last = weakref.ref(block)

@@ -6,9 +6,9 @@ another.
 
 A token has a group, a segment of the group, and a position. Groups and segments are runs of the
 sequence. A pair of tokens gets its row as follows:
-- in one segment by its distance, which is clamped at `reach`
-- in two segments of one group by the two segments
-- in two groups there is one row for all pairs
+- in one segment: by its distance, which is clamped at `reach`
+- in two segments of one group: by the two segments
+- in two groups: one row for all such pairs
 
 So nearly all pairs of a long sequence lie in large areas of one row each. Attention with a constant
 added is plain attention with the constant added to its lse, and the fastest kernels compute plain
@@ -37,7 +37,7 @@ from .base.arguments import as_int
 from .sequence.mask import Mask, Slice
 from .sequence.span import Span, length, overlap
 
-BY_DISTANCE = -1  # in place of a row: the distance says which
+BY_DISTANCE = -1  # instead of a row: the distance says which
 _LONG = 256  # tokens of a segment that is worth separate kernel calls
 _MOST_TERMS = 16  # of one row: attention keeps a number for each of them, query and head
 
@@ -45,10 +45,10 @@ Class = TypeVar("Class")
 
 
 class Term(NamedTuple):
-    """A part of the visible pairs, those of `mask`.
+    """The visible pairs of `mask`, a part of all visible pairs.
 
-    row  the row of the table that all of them have; BY_DISTANCE if each has one by its distance;
-         None if each has any row
+    row  the row of the table that all of them have; BY_DISTANCE if the distance gives the row of
+         each; None if rows follow no such rule
     """
 
     row: int | None

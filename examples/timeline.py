@@ -80,7 +80,7 @@ def draw(timelines: list[tuple[Timeline, Timeline]], path: Path) -> None:
         axis.invert_yaxis()
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     axes[1].legend(
-        handles, ["kernels", "blocks travel", "gradients travel", "between hosts"], fontsize=8
+        handles, ["kernels", "blocks are sent", "gradients are sent", "between hosts"], fontsize=8
     )
     figure.tight_layout()
     figure.savefig(path, dpi=110)

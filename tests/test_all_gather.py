@@ -81,7 +81,7 @@ def test_all_comes_in_one_stage_of_one_pass(size, inner, backward, monkeypatch):
         for program in (ring.forward_program, ring.backward_program):
             assert len(program.passes) == 4
             assert max(len(round_.stages) for round_ in program.rounds) == inner - 1
-    assert str(gathered).startswith(f"rank {size - 1}, forward: KeysValues travel in 1 passes")
+    assert str(gathered).startswith(f"rank {size - 1}, forward: KeysValues in 1 pass")
 
 
 def test_what_is_reserved_does_for_all_blocks():

@@ -446,7 +446,7 @@ def test_twice_as_many_documents_take_twice_the_work(tokens, inner):
 def test_a_plan_prints_its_program():
     call = problem(Mask.causal(32), Layout.zigzag(32, 4), dtype=torch.bfloat16)
     said = str(RingPlan(call, 1))
-    assert "rank 1, forward: KeysValues travel in 1 passes" in said
+    assert "rank 1, forward: KeysValues in 1 pass" in said
     assert "rank 1, backward: " in said
     assert "land" in said
     assert "kernel calls: 8 x 8 in 1 tiles" in said

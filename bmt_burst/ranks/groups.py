@@ -247,7 +247,7 @@ def init_sequence_parallel(
                   the hosts: a double ring if each sequence has the same number of ranks on each of
                   several hosts, otherwise a single ring.
     ulysses_size  for strategy "usp", instead of inner_size: how many consecutive ranks share heads.
-                  The rings are between the others of a sequence. The default is as inner_size's.
+                  The rings are between the others of a sequence. The default follows the hosts too.
     mesh          instead of sizes: a DeviceMesh of this rank. Its ranks share a sequence, and its
                   groups are used. A mesh of one dimension is a single ring, on any number of hosts,
                   for example init_device_mesh("cuda", (dp, sp), mesh_dim_names=("dp", "sp"))["sp"].
@@ -256,7 +256,7 @@ def init_sequence_parallel(
                   heads), and rank = inter * (size of intra) + intra.
     timeout       seconds to wait for a rank that does not make a call, in this call and all later
                   ones over these groups or over all ranks. If a group's own timeout is longer, that
-                  one holds.
+                  one applies.
 
     Raises, on every rank:
 
@@ -264,8 +264,8 @@ def init_sequence_parallel(
       finite, a mesh is given with a size or has other dimensions, a rank is not in its mesh, or
       BMTrain runs with tensor or pipeline parallelism or with a mesh
     - RanksDisagree, a ValueError, if ranks differ in arguments or meshes
-    - TypeError for a size that is no whole number, a timeout that is no number, and a mesh that is
-      none (on other ranks RanksDisagree)
+    - TypeError for a size that is no whole number, a timeout that is no number, or a mesh that
+      is not a DeviceMesh (on other ranks RanksDisagree)
     - RuntimeError if neither BMTrain nor torch.distributed is initialised
     """
     world = _find_world()

@@ -1,7 +1,7 @@
 """Layouts: the token positions that each rank owns.
 
 A layout cuts one sequence of `seq_len` tokens into a shard for each of `size` ranks. A shard
-consists of a few *runs*: arithmetic progressions of positions, in rising order. All else follows
+consists of a few *runs*: arithmetic progressions of positions, in rising order. The rest follows
 from the runs: positions for RoPE, sharding, labels, and what a rank sees of another. Any length
 works. Shards may differ by one token; nothing is padded or dropped.
 
@@ -14,9 +14,10 @@ works. Shards may differ by one token; nothing is padded or dropped.
     balanced    equal tokens and equal work for a given mask; few documents are cut. See
                 bmt_burst.sequence.balance.
 
-Chunks are those of torch.tensor_split: the first `seq_len % chunks` are one token longer.
+Chunks have the sizes of torch.tensor_split: the first `seq_len % chunks` are one token longer.
 
-No torch.distributed, no CUDA. Try `print(Layout.zigzag(10, 2))`. A new layout is a class here.
+This module needs no torch.distributed and no CUDA. Try `print(Layout.zigzag(10, 2))`. A new layout
+is a class here.
 """
 
 from __future__ import annotations
@@ -302,9 +303,10 @@ def layout_class(name: str) -> type[Layout]:
 
 
 def shard(x: Tensor, rank: int, size: int, dim: int = 1, layout: str = "zigzag") -> Tensor:
-    """Cut `x` along `dim` into `size` shards, and return that of `rank`. Any dtype and shape works.
+    """Cut `x` along `dim` into `size` shards, and return the shard of `rank`.
 
-    `layout` is "zigzag", "striped" or "contiguous". A Layout has its own `shard`.
+    Any dtype and shape works. `layout` is "zigzag", "striped" or "contiguous". A Layout has its own
+    `shard`.
     """
     dim = check_dim(x, dim)
     return Layout.named(layout, x.shape[dim], size).shard(x, rank, dim)

@@ -31,7 +31,7 @@ _LARGEST = (1 << 63) - 1
 class Slice(NamedTuple):
     """Query i of the positions `q` sees key j of the positions `kv` if low <= i - j < high.
 
-    None: no bound.
+    A bound of None hides nothing.
     """
 
     q: Span
@@ -81,7 +81,7 @@ class Mask:
     def window(seq_len: int, window: int) -> Mask:
         """Return the mask in which query i sees keys i - window + 1 to i.
 
-        A window so counts the token itself, as for Mistral and MiniCPM.
+        So a window includes the token itself, as in Mistral and MiniCPM.
         """
         return Mask.documents(
             (0, _positive("seq_len", seq_len)), window=_positive("window", window)
@@ -99,7 +99,7 @@ class Mask:
                     are an empty document.
         causal      whether tokens see no later ones
         window      if given, tokens see only those less than `window` positions away. With
-                    `causal` this is as for `Mask.window`.
+                    `causal` this is as in `Mask.window`.
 
         Raises ValueError for cu_seqlens that do not start at 0, decrease or end at 0, and for a
         window below 1. Raises TypeError for anything but whole numbers.

@@ -1,6 +1,6 @@
 """Strategies: who computes which tiles with which tokens from where. One file or folder each.
 
-ring         queries stay, keys and values travel; a backward sends whichever side is cheaper
+ring         queries stay, keys and values are sent; a backward sends whichever side is cheaper
              (BurstAttention)
 all-gather   the ring with all of a host's keys and values in one stage (arXiv 2407.21783)
 ulysses      each rank computes some heads of whole sequences (arXiv 2309.14509)
@@ -61,12 +61,12 @@ class Problem:
     """A call of attention as the ranks agreed on it. It is identical on all ranks.
 
     inner, outer   the number of ranks of a host, and of hosts
-    backward       which side travels in a ring's backward: "q", "kv" or "auto"
-    send_out       whether travelling queries take out with them instead of
+    backward       the side that a ring's backward sends: "q", "kv" or "auto"
+    send_out       whether a backward that sends queries sends out with them instead of
                    delta = rowsum(out * dout)
     group_bytes    the most bytes of a ring's blocks in one stage, unless a single block is larger
     scores         the row of a bias's table that each pair adds to its scores, if there is a bias.
-                   The mask is that of the scores.
+                   They have the same mask.
     biased_kernel  the kernel for pairs that do not share one row, if there is a bias
     """
 
@@ -103,7 +103,7 @@ class Problem:
 
     @property
     def takes_delta(self) -> bool:
-        """Whether kernels get delta = rowsum(out * dout) in place of out: all can take it, and
+        """Whether kernels get delta = rowsum(out * dout) instead of out: all can take it, and
         `send_out` does not forbid it.
         """
         kernels = [kernel for kernel in (self.kernel, self.biased_kernel) if kernel]

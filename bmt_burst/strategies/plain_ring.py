@@ -1,8 +1,8 @@
-"""The ring in its simplest form: no overlap, no passes, no choice of what travels.
+"""The ring in its simplest form: no overlap, no passes, no choice of what to send.
 
 Each rank keeps its queries. In `size` hops, every block of keys and values visits every rank. A
 rank computes with the block that it holds and sends it to the next rank. In the backward the
-gradients of a block travel with it. After `size` hops they are complete, and back at its owner.
+gradients of a block are sent with it. After `size` hops they are complete, and at its owner again.
 
             hop 0        hop 1        hop 2
     rank 0  q0 x kv0     q0 x kv2     q0 x kv1
@@ -43,7 +43,7 @@ from .compute import (
 
 
 class PlainRing(Strategy):
-    """Keys and values travel around one ring, a hop at a time."""
+    """A strategy that sends keys and values around one ring, a hop at a time."""
 
     name = "plain-ring"
     automatic = False

@@ -208,7 +208,7 @@ class Transport(ABC):
         """Give up without waiting whether others do too. The ring is unusable from now on."""
 
     def note_enqueued(self, doing: str) -> None:  # noqa: B027 - nothing to watch here
-        """Note that this rank has enqueued on its device all of what it was `doing` with the
+        """Note that this rank has enqueued on its device everything it was `doing` with the
         others.
         """
 
@@ -227,7 +227,7 @@ class Transport(ABC):
 
 
 def make_late_error(peers: Sequence[int], seconds: float) -> RankLate:
-    """Return the error of a rank that waited so long for `peers`, one of which did not call."""
+    """Return the error of a rank that waited in vain for one of `peers`, for so many seconds."""
     return RankLate(f"{name_ranks(peers)} of the group did not make this call within {seconds:g} s")
 
 

@@ -1,13 +1,13 @@
-"""The ring: queries stay while keys and values travel.
+"""The ring: each rank keeps its queries and sends its keys and values.
 
-    forward             queries stay, (k, v) travel; partial outputs merge at the queries
-    backward, "kv"      queries stay, (k, v) travel; their gradients are returned
-    backward, "q"       keys stay, (q, dout, lse, delta) travel; dq is returned (BurstAttention,
+    forward             queries stay, (k, v) are sent; partial outputs merge at the queries
+    backward, "kv"      queries stay, (k, v) are sent; their gradients are returned
+    backward, "q"       keys stay, (q, dout, lse, delta) are sent; dq is returned (BurstAttention,
                         arXiv 2403.09347)
 
     schedule   the block that a rank attends to at each hop
     routes     which tokens each rank sends to which, in stages, and where they land
-    payload    the tensors that travel, and the gradients that are returned
+    payload    the tensors that are sent, and the gradients that are returned
     program    the order of a rank's events, as data
     executor   what each event does with tensors
 
@@ -47,7 +47,7 @@ _ALIGNED = 1 << 12
 
 
 class Ring(Strategy):
-    """Keys and values, or in the backward queries, travel around the ring of the ranks."""
+    """A strategy that sends keys and values, or in a backward queries, around a ring of ranks."""
 
     name = "ring"
 
@@ -213,7 +213,7 @@ class RingPlan(Plan):
         )
 
     def _make_passes(self, payload: Payload, routes: Routes, returning: bool) -> list[Pass]:
-        """Return the passes in which blocks travel, or none if no rank looks at another's tokens.
+        """Return the passes in which blocks are sent, or none if no rank looks at another's tokens.
 
         All ranks return the same. Between hosts a rank does not know what others look at, so there
         whole blocks count.

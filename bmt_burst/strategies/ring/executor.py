@@ -3,7 +3,7 @@
 `routes` says which tokens are sent where, a transport moves bytes, a kernel computes, and `merge`
 adds up.
 
-Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. All that travels is
+Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. All that is sent is
 (B, S, heads, ...).
 """
 
@@ -51,7 +51,7 @@ _GRADIENTS_WAITING = 1.25
 
 @dataclass(frozen=True)
 class Pass:
-    """The heads that travel together around the ring: slices of q's and k's heads, and how the
+    """The heads that are sent together around the ring: slices of q's and k's heads, and how the
     tensors lie in memory.
     """
 
@@ -108,7 +108,7 @@ class Program:
     def __str__(self) -> str:
         """Show the events with the tokens that they move and the kernel calls that they make."""
         payload, passes = type(self.payload).__name__, len(self.passes)
-        lines = [f"{payload} travel in {passes} passes; pass, round, stage:"]
+        lines = [f"{payload} in {passes} pass{'es' * (passes != 1)}; pass, round, stage:"]
         for event in self.events:
             lines.append(f"  {event}{self._detail(event)}")
         return "\n".join(lines)

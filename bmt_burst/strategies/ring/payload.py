@@ -1,4 +1,4 @@
-"""Payloads: the tensors that travel around the ring, and the gradients that are returned. A class
+"""Payloads: the tensors that are sent around the ring, and the gradients that are returned. A class
 each.
 
     KeysValues     k and v. A backward returns dk and dv.
@@ -33,7 +33,7 @@ Entries = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Payload(ABC):
-    """The tensors of a block that travel. If `queries_travel`, keys stay; otherwise queries
+    """The tensors of a block that are sent. If `queries_travel`, keys stay; otherwise queries
     stay.
     """
 
@@ -63,7 +63,7 @@ class Payload(ABC):
 
 
 class KeysValues(Payload):
-    """k and v travel. A backward returns dk and dv."""
+    """k and v are sent. A backward returns dk and dv."""
 
     queries_travel = False
 
@@ -84,7 +84,7 @@ class KeysValues(Payload):
 
 
 class QueriesTravel(Payload):
-    """The query side of a backward travels. It returns dq."""
+    """The query side of a backward is sent. It returns dq."""
 
     queries_travel = True
 
@@ -102,7 +102,7 @@ class QueriesTravel(Payload):
 
 
 class QueriesDelta(QueriesTravel):
-    """q and dout travel, with lse and delta side by side."""
+    """q and dout are sent, with lse and delta side by side."""
 
     def depart(self, block: Side) -> tuple[Tensor, ...]:
         assert isinstance(block, QueryGradients)
@@ -128,7 +128,7 @@ class QueriesDelta(QueriesTravel):
 
 
 class QueriesOut(QueriesTravel):
-    """q, dout, lse and out travel."""
+    """q, dout, lse and out are sent."""
 
     def depart(self, block: Side) -> tuple[Tensor, ...]:
         assert isinstance(block, QueryGradients)
@@ -148,7 +148,7 @@ class QueriesOut(QueriesTravel):
 
 
 def backward_payload(backward: str, send_out: bool, sizes: Sizes) -> KeysValues | QueriesTravel:
-    """Return the payload of a backward in which "q" or "kv" travel. "auto" picks the one with
+    """Return the payload of a backward that sends "q" or "kv". "auto" picks the one with
     fewer bytes.
     """
     choices: dict[str, KeysValues | QueriesTravel] = {
