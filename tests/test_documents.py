@@ -346,7 +346,7 @@ def test_a_layer_with_a_window_is_the_dense_one():
         mine = layer(whole, window=5, sp=sp)
         part = sp.shard(x), *rope_tables(sp.positions(21), 4)
         with pytest.raises(
-            ValueError, match=r"that is cut zigzag: a layer with a window needs a mask"
+            ValueError, match=r"with layout='zigzag': a layer with a window needs a mask"
         ):
             mine(*part)
         layout = Layout.zigzag(21, 2)

@@ -407,7 +407,7 @@ def test_cached_generation_equals_the_whole_forward(windows):
 def test_a_cache_goes_with_no_mask():
     model = initialized(SMALL)
     cache = Cache(SMALL, 8, model.norm.weight)
-    with pytest.raises(ValueError, match="a mask or a layout does not go with it"):
+    with pytest.raises(ValueError, match="expected a cache or a mask and layout, got both"):
         model(
             torch.zeros(1, 4, dtype=torch.int64), torch.arange(4), cache=cache, mask=Mask.causal(4)
         )
