@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +85,52 @@ def test_validation_documents_are_chosen_by_name(tmp_path):
     assert "exists; give --overwrite" in said
     prepare(*arguments, "--output", tmp_path / "out", "--overwrite")
     assert documents(tmp_path / "out/val") == val
+
+
+def _write_corpus(folder: Path) -> None:
+    """Write a folder of texts, and a file of records beside it."""
+    (folder / "sub").mkdir(parents=True)
+    for i in range(40):
+        (folder / f"sub/{i}.txt").write_text(f"text {i}")
+    lines = "".join(f'{{"text": "record {i}"}}\n' for i in range(40))
+    (folder.parent / f"{folder.name}.jsonl").write_text(lines)
+
+
+def _bytes_written(folder: Path) -> dict[str, bytes]:
+    """Return the files of prepared data. "sources" in an index names the inputs as they were
+    typed, and is left out.
+    """
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for path in files:
+        if path.name == "index.json":
+            index = json.loads(files[path])
+            assert index.pop("sources")
+            files[path] = json.dumps(index).encode()
+    return {path.relative_to(folder).as_posix(): content for path, content in files.items()}
+
+
+def test_the_split_does_not_depend_on_where_the_corpus_is(tmp_path, monkeypatch):
+    """Neither for a folder nor for a file that is itself an input."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("near", "far/away"):
+        _write_corpus(tmp_path / folder / "corpus")
+    written = []
+    for folder in ("near", "./near", tmp_path / "near", "far/../near", "far/away"):
+        output = tmp_path / f"out{len(written)}"
+        inputs = (f"{folder}/corpus", f"{folder}/corpus.jsonl")
+        prepare("--input", *inputs, "--val-fraction", 0.3, "--output", output)
+        assert len(documents(output / "val")) > 10
+        written.append(_bytes_written(output))
+    assert all(each == written[0] for each in written)
+
+
+def test_files_of_one_name_in_two_inputs_are_two_documents(tmp_path):
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.txt").write_text(folder)
+    inputs = [tmp_path / "a", tmp_path / "b", tmp_path / "c/x.txt"]
+    prepare("--input", *inputs, "--output", tmp_path / "out")
+    assert documents(tmp_path / "out/train") == [[97, EOS], [98, EOS], [99, EOS]]
 
 
 @pytest.mark.parametrize(

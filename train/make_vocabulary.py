@@ -32,7 +32,15 @@ from train.base.files import writing
 from train.base.wording import counted
 from train.cpm_live.instances import check_unicode
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, BadRecord, bee_parts, is_special
-from train.data.text import BadLines, find_files, is_records, parse_json, plain_text, read_pieces
+from train.data.text import (
+    BadLines,
+    TextFile,
+    find_files,
+    is_records,
+    parse_json,
+    plain_text,
+    read_pieces,
+)
 
 _COMMON = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>")
 SPECIAL = {
@@ -71,17 +79,17 @@ def _best(scores: dict[str, int], count: int) -> list[str]:
     return sorted(scores, key=lambda piece: (-scores[piece], piece))[:count]
 
 
-def texts_of(path: Path, model: str, bad: BadLines) -> Iterator[str]:
+def texts_of(file: TextFile, model: str, bad: BadLines) -> Iterator[str]:
     """Yield all text of a file, without the special tokens that a Bee's .jsonl names."""
-    for piece in read_pieces(path):
-        if not is_records(path):
+    for piece in read_pieces(file):
+        if not is_records(file.path):
             yield plain_text(piece, bad)
             continue
         for number, line in enumerate(piece.lines, piece.first_line):
             try:
                 yield from _plain(_strings(parse_json(line)), model) if line.strip() else ()
             except BadRecord as error:
-                bad.add(path, number, str(error))
+                bad.add(file.path, number, str(error))
 
 
 def _plain(texts: Iterator[str], model: str) -> Iterator[str]:

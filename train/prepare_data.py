@@ -20,8 +20,10 @@ number. Lines that are not UTF-8, not JSON, or lack the field are skipped, count
 so is the rest of a damaged .gz. index.json lists the first of them. If more than --max-bad of the
 lines are bad, nothing is written.
 
-A document's name alone decides whether it is for validation. If that leaves one part empty, as with
-few documents, the last tokens are for validation instead, and a document may be cut in two.
+A document's name alone decides whether it is for validation. The name is the path of its file
+relative to its --input, or the file's own name if the file is itself an --input, and the line for
+.jsonl. So a corpus that is moved or copied gets the same split. If the names leave one part empty,
+as with few documents, the last tokens are for validation instead, and a document may be cut in two.
 
 OUTPUT appears when it is complete. Until then the run works in OUTPUT.partial, which it locks. This
 folder is removed after Ctrl-C and errors. If the run is killed, the next run replaces it.
@@ -54,7 +56,15 @@ from train.base.signals import Interrupts
 from train.base.wording import counted
 from train.cpm_live.stored import writer
 from train.data.stored import TokenWriter
-from train.data.text import BadLines, Encoded, Encoder, find_files, read_pieces
+from train.data.text import (
+    BadLines,
+    Document,
+    Encoded,
+    Encoder,
+    TextFile,
+    find_files,
+    read_pieces,
+)
 from train.data.tokenizer import Tokenizer, open_tokenizer
 
 _SMALL = 1 << 23  # bytes of text for which it does not pay to start processes
@@ -66,7 +76,7 @@ def _is_validation(name: str, fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") < fraction * 2**64
 
 
-def _check_output(output: Path, overwrite: bool, files: list[Path]) -> None:
+def _check_output(output: Path, overwrite: bool, files: list[TextFile]) -> None:
     """Raise ValueError if the output is anything but a folder that this script wrote."""
     if output.is_symlink():
         raise ValueError(
@@ -78,7 +88,8 @@ def _check_output(output: Path, overwrite: bool, files: list[Path]) -> None:
         raise ValueError(f"{output} exists; give --overwrite to replace it")
     if not (output / "train" / "index.json").is_file():
         raise ValueError(f"{output} was not written by prepare_data.py and is not replaced")
-    if inside := [path for path in files if output.resolve() in path.resolve().parents]:
+    paths = (file.path for file in files)
+    if inside := [path for path in paths if output.resolve() in path.resolve().parents]:
         raise ValueError(f"input {inside[0]} lies in {output}, which would be replaced")
     if others := sorted({path.name for path in output.iterdir()} - _PARTS):
         raise ValueError(
@@ -134,35 +145,35 @@ def _workers(asked: int | None, tokenizer: str, size: int) -> int:
 
 def _documents(
     results: Iterator[Encoded], bad: BadLines, bar: tqdm, interrupts: Interrupts
-) -> Iterator[tuple[str, Iterator]]:
-    """Yield each document's name and its ids in parts. Read these before the next document."""
+) -> Iterator[tuple[Document, Iterator]]:
+    """Yield each document with its ids in parts. Read these before the next document."""
 
-    def named() -> Iterator[tuple]:
+    def parts() -> Iterator[tuple]:
         for result in results:
             interrupts.check()
             bad.extend(result.bad)
             yield from result.documents
             bar.update(result.size)
 
-    for name, pieces in itertools.groupby(named(), key=lambda document: document[0]):
-        yield name, (ids for _, ids in pieces)
+    for document, pieces in itertools.groupby(parts(), key=lambda part: part[0]):
+        yield document, (ids for _, ids in pieces)
 
 
 def _tokenize(
-    files: list[Path],
+    files: list[TextFile],
     args: argparse.Namespace,
     writers: dict[str, TokenWriter],
     interrupts: Interrupts,
 ) -> BadLines:
     """Write every document to its part. Return the lines that could not be used."""
-    bad, size = BadLines(), sum(file.stat().st_size for file in files)
+    bad, size = BadLines(), sum(file.path.stat().st_size for file in files)
     encoder = functools.partial(Encoder, args.tokenizer, args.field, args.eos)
     pieces = (piece for file in files for piece in read_pieces(file))
     results = map_in_order(encoder, pieces, _workers(args.workers, args.tokenizer, size))
     with closing(results), tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
-        for name, document in _documents(results, bad, bar, interrupts):
-            part = "val" if _is_validation(name, args.val_fraction) else "train"
-            writers[part].write(document)
+        for document, ids in _documents(results, bad, bar, interrupts):
+            part = "val" if _is_validation(document.name, args.val_fraction) else "train"
+            writers[part].write(ids)
     return bad
 
 

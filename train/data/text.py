@@ -111,14 +111,53 @@ class Unread:
 
 
 @dataclass(frozen=True)
+class TextFile:
+    """A file to read.
+
+    path  the path by which it is opened and named in messages
+    name  its path relative to the input in which it was found, "/" between folders; for a file that
+          is itself an input, its own name. It stays the same if the input is moved
+    """
+
+    path: Path
+    name: str
+
+    @staticmethod
+    def found(path: Path, source: Path) -> TextFile:
+        """Return the file at `path`, which was found in the input `source` or is that input."""
+        return TextFile(path, path.name if path == source else path.relative_to(source).as_posix())
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document, or the part of it that a part of its file holds. Parts of one document are equal.
+
+    file  its file; two inputs may hold files of the same name
+    line  the line of a .jsonl; None for a .txt, which is one document
+    """
+
+    file: TextFile
+    line: int | None = None
+
+    @property
+    def name(self) -> str:
+        """A name that stays the same if the input is moved."""
+        return self.file.name if self.line is None else f"{self.file.name}:{self.line}"
+
+
+@dataclass(frozen=True)
 class TextLines:
     """Whole lines of a file, a few MiB at most unless one line is longer."""
 
-    path: Path
+    file: TextFile
     first_line: int
     lines: list[bytes]
     size: int  # bytes of the file, compressed if it is, since the piece before
     damage: str | None = None  # why nothing can be read after these lines
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
 
     def __str__(self) -> str:
         return f"{self.path}, lines {self.first_line} to {self.first_line + len(self.lines) - 1}"
@@ -126,13 +165,12 @@ class TextLines:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a part of a file: each document's name and ids, or each instance's name and
-    itself.
+    """The tokens of a part of a file: each document with its ids, or with its instance.
 
     A .txt file is one document in all of its parts.
     """
 
-    documents: list[tuple[str, np.ndarray | Instance]]
+    documents: list[tuple[Document, np.ndarray | Instance]]
     bad: BadLines
     size: int
 
@@ -156,7 +194,7 @@ class Encoder:
         if is_records(piece.path):
             documents = list(self._records(piece, bad))
         else:
-            documents = [(str(piece.path), self._of_text(plain_text(piece, bad)))]
+            documents = [(Document(piece.file), self._of_text(plain_text(piece, bad)))]
         if piece.damage:
             reason = f"damaged, so nothing is read from here on: {piece.damage}"
             bad.add(piece.path, piece.first_line + len(piece.lines), reason)
@@ -165,7 +203,7 @@ class Encoder:
 
     def _records(
         self, piece: TextLines, bad: BadLines
-    ) -> Iterator[tuple[str, np.ndarray | Instance]]:
+    ) -> Iterator[tuple[Document, np.ndarray | Instance]]:
         for number, line in enumerate(piece.lines, piece.first_line):
             if not line.strip():
                 continue
@@ -175,7 +213,7 @@ class Encoder:
             except BadRecord as error:
                 bad.add(piece.path, number, str(error))
             else:
-                yield f"{piece.path}:{number}", found
+                yield Document(piece.file, number), found
 
     def _document_of_record(self, record: Any) -> np.ndarray:
         text = record.get(self.json_field) if isinstance(record, dict) else None
@@ -189,7 +227,7 @@ class Encoder:
 
 def find_files(
     inputs: list[str], pattern: str | None, exclude: list[str]
-) -> tuple[list[Path], Unread]:
+) -> tuple[list[TextFile], Unread]:
     """Return the files that `inputs` name, and the files that were found but are not read.
 
     Folders are searched for names that match `pattern` (default: .txt and .jsonl, .gz or not, in
@@ -202,7 +240,7 @@ def find_files(
     """
     if "" in inputs:
         raise ValueError('--input must not be ""; the current folder is .')
-    files: list[Path] = []
+    files: list[TextFile] = []
     unread, seen = Unread(), set()
     for path in map(Path, inputs):
         if path.is_dir():
@@ -225,27 +263,27 @@ def find_files(
             elif not status.st_size:
                 unread.add(_EMPTY, file)
             else:
-                files.append(file)
+                files.append(TextFile.found(file, path))
             seen.add((status.st_dev, status.st_ino))
     if not files:
         raise ValueError(f"there is no text to read: {'; '.join(unread.lines())}")
     return files, unread
 
 
-def read_pieces(path: Path) -> Iterator[TextLines]:
+def read_pieces(file: TextFile) -> Iterator[TextLines]:
     """Yield the text of a file, without a byte-order mark of UTF-8.
 
     Raises ValueError if the file cannot be read. The last part reports damage to the compression.
     """
     first_line, before = 1, 0
-    with open(path, "rb") as raw:
-        text = _decompressed(raw, path)
+    with open(file.path, "rb") as raw:
+        text = _decompressed(raw, file.path)
         while True:
-            lines, damage = _take_lines(text, path)
+            lines, damage = _take_lines(text, file.path)
             if lines and first_line == 1:
                 lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
             if lines or damage:
-                yield TextLines(path, first_line, lines, raw.tell() - before, damage)
+                yield TextLines(file, first_line, lines, raw.tell() - before, damage)
             if damage or not lines:
                 return
             first_line, before = first_line + len(lines), raw.tell()
