@@ -80,7 +80,7 @@ def test_validation_documents_are_chosen_by_name(tmp_path):
     prepare(*arguments, "--output", tmp_path / "out")
     train, val = (documents(tmp_path / "out" / part) for part in ("train", "val"))
     assert len(train) + len(val) == 200
-    assert 20 < len(val) < 60
+    assert 10 < len(val) < 80  # 40 on average, with a standard deviation of 6
     said = prepare(*arguments, "--output", tmp_path / "out", code=2)
     assert "exists; give --overwrite" in said
     prepare(*arguments, "--output", tmp_path / "out", "--overwrite")

@@ -81,6 +81,10 @@ def folder(tmp_path_factory) -> Path:
         for i, (head, body) in enumerate(functions())
     ]
     for name, lines in (("bee", bees), ("ant", ants)):
+        # Validation has the shortest instances, which fit into a row.
+        (folder / f"{name}-val.jsonl").write_text(
+            "".join(sorted((json.dumps(line) + "\n" for line in lines), key=len)[:6])
+        )
         text, vocabulary = folder / f"{name}.jsonl", folder / f"{name}.txt"
         text.write_text("".join(json.dumps(line) + "\n" for line in lines))
         flags = [
@@ -95,16 +99,11 @@ def folder(tmp_path_factory) -> Path:
         ]
         make_vocabulary.main(flags)
         tokenizer = f"cpm-{'ant-greedy' if name == 'ant' else name}:{vocabulary}"
-        prepare(
-            "--input",
-            text,
-            "--tokenizer",
-            tokenizer,
-            "--output",
-            folder / f"{name}-data",
-            "--val-fraction",
-            0.1,
-        )
+        for source, output in (
+            (text, f"{name}-data"),
+            (folder / f"{name}-val.jsonl", f"{name}-val"),
+        ):
+            prepare("--input", source, "--tokenizer", tokenizer, "--output", folder / output)
         (folder / f"{name}.json").write_text(
             json.dumps(changed(PRESETS[f"cpm-{name}-tiny"], **SHAPE).to_dict())
         )
@@ -127,7 +126,7 @@ def whole(folder) -> dict[str, list[tuple]]:
     found = {}
     for name in ("bee", "ant"):
         evaluated = {
-            "val_data": folder / f"{name}-data/val",
+            "val_data": folder / f"{name}-val/train",
             "eval_every": 5,
             "eval_sequences": 3,
             "save_every": 5,
@@ -269,7 +268,7 @@ def test_weights_go_to_cpm_lives_format_and_come_back(folder, whole, name, capsy
     assert {w.dtype for w in weights.values()} == {torch.float16}
     more = {
         "init_from": output / "model.pt",
-        "val_data": folder / f"{name}-data/val",
+        "val_data": folder / f"{name}-val/train",
         "eval_sequences": 3,
     }
     train(
