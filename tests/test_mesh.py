@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, nn
 from bmt_burst.ranks.groups import DetachedGroups, _take_mesh_groups
 from bmt_burst.transport.bmtrain import BMTrainTransport
+from bmt_burst.transport.torch_dist import torch_transport
 from tests.helpers import dense_attention, random_qkv, relative_error, run_ranks
 
 TOKENS = 37
@@ -230,6 +231,23 @@ def test_the_timeout_holds_unless_the_groups_own_one_is_longer():
     late = "a call of unshard: rank 1 of the group did not make this call within 1 s"
     assert first == [late, ""]
     assert second[1] == ""
+
+
+def later_timeouts(_rank: int) -> list[float]:
+    """Return the timeout of all ranks after each of several calls."""
+    world, found = torch_transport(dist.group.WORLD), []
+    init_sequence_parallel(2, timeout=7000.0)
+    found.append(world.timeout)
+    with pytest.raises(ValueError, match="sp_size=3 does not divide"):
+        init_sequence_parallel(3, timeout=9000.0)
+    sp = init_sequence_parallel(2)
+    found += [world.timeout, torch_transport(sp.process_group).timeout]
+    init_sequence_parallel(2, timeout=8000.0)
+    return [*found, world.timeout]
+
+
+def test_a_later_call_without_a_timeout_keeps_the_earlier_one():
+    assert run_ranks(2, later_timeouts) == [[7000.0, 7000.0, 7000.0, 8000.0]] * 2
 
 
 def unlike_timeouts(rank: int) -> list[str]:

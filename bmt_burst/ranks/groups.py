@@ -34,14 +34,14 @@ from ..base.arguments import as_float, as_int, check_dim, check_tensor, to_pytho
 from ..base.compiled import not_compiled
 from ..errors import RanksDisagree
 from ..sequence.layout import Layout, layout_class
-from ..transport import ALONE, DEFAULT_TIMEOUT, Transport
+from ..transport import ALONE, Transport
 from ..transport.bmtrain import (
     BMTrainTransport,
     bmtrain_transport,
     initialized_bmtrain,
     new_communicator,
 )
-from ..transport.processes import host_name
+from ..transport.processes import ProcessTransport, host_name
 from ..transport.torch_dist import torch_transport, world_group
 from .agreement import admit_one_thread, gather_terms, read_terms, report_failure, run_together
 from .rings import Group, Rings, check_device, check_member, make_rings
@@ -233,7 +233,7 @@ def init_sequence_parallel(
     inner_size: int | None = None,
     ulysses_size: int | None = None,
     mesh: dist.DeviceMesh | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
 ) -> SequenceParallel:
     """Make the groups of sequence parallelism. Every rank must call it, with the same arguments.
 
@@ -255,8 +255,8 @@ def init_sequence_parallel(
                   counts hosts, the second the ranks of a host (for "usp", the ranks that share
                   heads), and rank = inter * (size of intra) + intra.
     timeout       seconds to wait for a rank that does not make a call, in this call and all later
-                  ones over these groups or over all ranks. If a group's own timeout is longer, that
-                  one applies.
+                  ones over these groups or over all ranks. By default the timeout of the earlier
+                  call, or 120. If a group's own timeout is longer, that one applies.
 
     Raises, on every rank:
 
@@ -269,8 +269,14 @@ def init_sequence_parallel(
     - RuntimeError if neither BMTrain nor torch.distributed is initialised
     """
     world = _find_world()
-    with admit_one_thread(Rings(world, ALONE), "init_sequence_parallel"):
-        sp = _agree_on_groups(world, sp_size, layout, inner_size, ulysses_size, mesh, timeout)
+    earlier = world.asked_timeout
+    timeout = earlier if timeout is None else timeout
+    try:
+        with admit_one_thread(Rings(world, ALONE), "init_sequence_parallel"):
+            sp = _agree_on_groups(world, sp_size, layout, inner_size, ulysses_size, mesh, timeout)
+    except BaseException:
+        world.set_timeout(earlier)
+        raise
     rings = make_rings(sp.process_group, sp.double_group)
     for ring in (rings.inner, rings.outer):
         ring.set_timeout(timeout)
@@ -396,7 +402,7 @@ def _check_mesh(mesh: Any) -> None:
     check_member(mesh)
 
 
-def _find_world() -> Transport:
+def _find_world() -> ProcessTransport:
     """Return all ranks, of BMTrain or torch.distributed."""
     if bmtrain := initialized_bmtrain():
         config = bmtrain.config

@@ -34,19 +34,20 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class ProcessTransport(Transport):
     """A transport between processes.
 
-    engine_use   whether deliveries between GPUs use their copy engines. "auto": where all ranks are
-                 on one host and reach each other's memory. "always": as "auto", and otherwise an
-                 error. "never": deliveries are exchanges.
-    own_timeout  seconds of the group's own timeout
-    timeout      seconds to wait for other ranks' messages, `own_timeout` or more
-    mail         the way of messages: known once the ranks have gathered one
+    engine_use     whether deliveries between GPUs use copy engines. "auto": if all ranks are on one
+                   host and can access each other's memory. "always": raise an error if they cannot.
+                   "never": deliveries are exchanges.
+    own_timeout    seconds of the group's own timeout
+    asked_timeout  seconds that `set_timeout` was called with
+    timeout        seconds to wait for other ranks' messages: the longer one of these two
+    mail           carries messages; it is opened when the ranks first gather one
     """
 
     own_timeout: float = 0.0
 
     def __init__(self, engine_use: EngineUse = "auto"):
         self.engine_use = engine_use
-        self.timeout = DEFAULT_TIMEOUT
+        self.asked_timeout = self.timeout = DEFAULT_TIMEOUT
         self.mail: Mail = UnopenedMail(self.rank)
         self.copy_engines: CopyEngines | None = None
         self.watch: Watch | None = None  # over deliveries by copy engines
@@ -70,7 +71,7 @@ class ProcessTransport(Transport):
         """
 
     def set_timeout(self, seconds: float) -> None:
-        self.timeout = max(self.own_timeout, seconds)
+        self.asked_timeout, self.timeout = seconds, max(self.own_timeout, seconds)
         self.mail.set_timeout(self.timeout)
 
     def _gather(self, message: bytes) -> list[bytes]:
