@@ -17,6 +17,7 @@ from .calls.call import attend
 from .calls.inputs import unpack_tensor
 from .calls.options import AllScores, Keywords, Layouts, Masks, Options, VarlenKeywords
 from .calls.refusal import (
+    bind_arguments,
     find_second_cu_seqlens,
     refuse_arguments,
     refuse_call,
@@ -275,7 +276,7 @@ def burst_attn_kvpacked_func(
 
     Keys and values are not copied. All other arguments, results and errors are burst_attn_func's.
     """
-    k, v = _unpack("kv", kv, 2, options, keywords)
+    k, v = _unpack("burst_attn_kvpacked_func", "kv", kv, 2, options, keywords)
     result: Tensor | tuple[Tensor, Tensor] = burst_attn_func(q, k, v, *options, **keywords)
     return result
 
@@ -339,18 +340,23 @@ def burst_attn_qkvpacked_func(
     Queries, keys and values are not copied. All other arguments, results and errors are
     burst_attn_func's.
     """
-    q, k, v = _unpack("qkv", qkv, 3, options, keywords)
+    q, k, v = _unpack("burst_attn_qkvpacked_func", "qkv", qkv, 3, options, keywords)
     result: Tensor | tuple[Tensor, Tensor] = burst_attn_func(q, k, v, *options, **keywords)
     return result
 
 
 def _unpack(
-    name: str, packed: Tensor, count: int, options: tuple[Any, ...], keywords: dict[str, Any]
+    function: str,
+    name: str,
+    packed: Tensor,
+    count: int,
+    options: tuple[Any, ...],
+    keywords: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     """Return the tensors in `packed`. Wrong options or a wrong tensor raise on all ranks."""
     signature, args = inspect.signature(burst_attn_func), (None, None, None, *options)
     try:
-        signature.bind(*args, **keywords)
+        bind_arguments(function, signature, args, keywords)
         return unpack_tensor(name, packed, count)
     except (TypeError, ValueError) as error:
         refuse_arguments(error, signature, args, keywords)

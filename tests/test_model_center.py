@@ -129,7 +129,8 @@ REFUSED = {
     "dropout": "ValueError: attention over ranks cannot drop probabilities, and dropout_p is 0.1",
     "dropout in eval": "no error",
     "positions": "ValueError: this GPT2 has embeddings of 36 positions, got position 36",
-    "unknown argument": "TypeError: got an unexpected keyword argument 'position_ids'",
+    "unknown argument": "TypeError: Llama.forward() got an unexpected keyword "
+    "argument 'position_ids'",
     "no tokens": "ValueError: expected tokens, as input_ids or inputs_embeds, got none",
     "shapes": "ValueError: tensors of this rank's tokens must be (B, S_local, ...), with "
     "equal sizes, got {'input_ids': (2, ",
@@ -163,7 +164,7 @@ REFUSED_ON_ONE = {
     "are cut over 2 ranks",
     "pooler on one": "ValueError: output_pooler_output is computed from the first token, which "
     "only one of 2 ranks has",
-    "unknown on one": "TypeError: got an unexpected keyword argument 'more'",
+    "unknown on one": "TypeError: Bert.forward() got an unexpected keyword argument 'more'",
     "dropout on one": "ValueError: attention over ranks cannot drop probabilities, and "
     "dropout_p is 0.1",
 }

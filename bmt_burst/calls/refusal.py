@@ -34,6 +34,16 @@ def refuse_wrong_arguments(function: Callable[Parameters, Result]) -> Callable[P
     return call
 
 
+def bind_arguments(
+    name: str, signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """Return the arguments of the function `name` by name. Raises TypeError if they do not fit."""
+    try:
+        return signature.bind(*args, **named)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
+
+
 def fits_signature(
     signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
 ) -> bool:

@@ -21,7 +21,7 @@ from ..attention import burst_attn_func
 from ..base.arguments import as_bool, as_float, as_int, check_tensor
 from ..base.compiled import not_compiled
 from ..calls.inputs import unpack_tensor
-from ..calls.refusal import refuse_arguments, refuse_call
+from ..calls.refusal import bind_arguments, refuse_arguments, refuse_call
 from ..ranks.rings import Group, Rings, make_rings
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice
@@ -115,7 +115,7 @@ def make_function(
     @functools.wraps(declared)
     def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
         try:
-            bound = signature.bind(*args, **named)
+            bound = bind_arguments(name, signature, args, named)
         except TypeError as error:
             refuse_arguments(error, signature, args, named)
         bound.apply_defaults()

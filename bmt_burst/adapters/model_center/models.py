@@ -13,7 +13,9 @@ import model_center.model as zoo
 import torch
 from torch import Tensor, nn
 
-from ...nn import Layouts, Masks, apply_rope, rope_tables
+from ...calls.options import Layouts, Masks
+from ...calls.refusal import bind_arguments
+from ...nn import apply_rope, rope_tables
 from ...ranks.groups import SequenceParallel
 from ..batch import Batch, LocalInputs, agree_on_batch
 from .attention import ForwardContext
@@ -53,13 +55,13 @@ class EnabledModel(nn.Module):
     ) -> Any:
         """Run the model's own forward on this rank's tokens; see the module."""
         own = super().forward
-        if self._sp.size == 1 and _generates(_bind(own, args, named)):
+        if self._sp.size == 1 and _generates(self._bind(args, named)):
             if mask is not None or layout is not None:
                 raise ValueError("mask and layout do not go with use_cache and past_key_values")
             return own(*args, **named)
 
         def prepare() -> tuple[LocalInputs, dict[str, Any]]:
-            given = _bind(own, args, named)
+            given = self._bind(args, named)
             self._check(given)
             return self._local_inputs(given, mask, layout), given
 
@@ -70,6 +72,13 @@ class EnabledModel(nn.Module):
         return self._output(
             given, self._run_layers(hidden, context, self._bias_table(hidden.device))
         )
+
+    def _bind(self, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the model's own forward by name, with defaults."""
+        signature = inspect.signature(super().forward)
+        bound = bind_arguments(f"{type(self).__name__}.forward", signature, args, named)
+        bound.apply_defaults()
+        return bound.arguments
 
     def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -318,10 +327,3 @@ class Roberta(Bert):
 
 def _generates(given: dict[str, Any]) -> bool:
     return bool(given["use_cache"]) or given["past_key_values"] is not None
-
-
-def _bind(function: Callable[..., Any], args: tuple, named: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, with defaults."""
-    bound = inspect.signature(function).bind(*args, **named)
-    bound.apply_defaults()
-    return bound.arguments

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.compiled import not_compiled
+from ...calls.refusal import bind_arguments
 from ...loss import cross_entropy_sum
 from ...ranks.agreement import run_together
 from ...ranks.groups import SequenceParallel
@@ -62,7 +63,7 @@ class EnabledModel(Enabled):
 
         def prepare() -> tuple[LocalInputs, ForwardInputs]:
             check_configs(self)
-            arguments = _bind(own, args, named)
+            arguments = _bind(f"{type(self).__name__}.forward", own, args, named)
             inputs = ForwardInputs(
                 self._sp, self._balanced, self.config, self._vocabulary(), arguments
             )
@@ -184,10 +185,10 @@ def _new(own: type, base: type) -> nn.Module:
     return enabled.__new__(enabled)
 
 
-def _bind(function: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name."""
+def _bind(name: str, function: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of the function `name`, by their names."""
     signature = inspect.signature(function)
-    arguments = signature.bind(*args, **named).arguments
+    arguments = bind_arguments(name, signature, args, named).arguments
     rest: dict[str, Any] = {}
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
