@@ -334,9 +334,7 @@ def test_ranks_that_differ_hear_of_it(of_rank_1, message):
     def work(ring):
         q = torch.zeros(1, 3, 2, 8)
         with pytest.raises(ValueError, match=message):
-            burst_attn_func(
-                q, q, q, process_group=ring, flash="reference", **(of_rank_1 if ring.rank else {})
-            )
+            burst_attn_func(q, q, q, process_group=ring, **(of_rank_1 if ring.rank else {}))
 
     simulate(2, work)
 

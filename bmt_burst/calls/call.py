@@ -2,7 +2,7 @@
 
 1. `check_inputs` checks the tensors of this rank.
 2. `find_terms` checks the options, and finds everything that ranks must agree on.
-3. `gather_terms` tells the terms to the other ranks. It also tells them if a check failed here.
+3. `gather_lines` tells the terms to the other ranks. It also tells them if a check failed here.
 4. `make_problem` makes the problem from the terms of all ranks. A strategy makes a plan of it.
 
 Terms and plans are kept, so a call that repeats another one only checks, tells and computes.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ranks.agreement import (
     admit_one_thread,
-    gather_terms,
+    gather_lines,
     mark_known_errors,
     report_failure,
 )
@@ -60,7 +60,7 @@ def attend(
             terms = find_terms(rings, inputs, options)
         except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
             refuse_in_rings(rings, error)
-        said = gather_terms(rings, CALL, lambda: terms.message)
+        said = gather_lines(rings, CALL, lambda: terms.message)
         number = rings.history.calls + 1
         with report_failure(rings, f"call {number}"):
             plan = find_plan(rings, terms, said, inputs.q.device)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..errors import RanksDisagree
 from ..kernels import Kernel, pick, pick_biased
-from ..ranks.agreement import read_terms
+from ..ranks.agreement import format_terms, read_terms
 from ..ranks.rings import Rings, check_device
 from ..sequence.layout import Layout
 from ..spec import Spec
 from .inputs import Inputs
 from .masking import Masking, find_masking
 from .options import Options, check_options, check_scale
+from .refusal import CALL
 
 _MOST_TERMS = 64  # kept for some rings
 
@@ -53,13 +53,16 @@ class Terms:
     biased_kernel: Kernel | None
 
     @functools.cached_property
-    def message(self) -> dict[str, Any]:
-        """The terms as this rank tells them to the others. All but "tokens" must be equal."""
+    def message(self) -> bytes:
+        """The line that this rank sends to the others. All terms but "tokens" must be equal.
+
+        Arguments come before the kernels that follow from them: the first difference is reported.
+        """
         batch, tokens, heads, head_size = self.shape
         options, masking = self.options, self.masking
-        return {
-            "batch": 1 if masking.rows else batch,
-            "rows of their own": masking.rows,
+        terms = {
+            "batch": batch,
+            "masks, layouts or scores by row": masking.rows > 0,
             "tokens": tokens * max(masking.rows, 1),
             "q heads": heads,
             "kv heads": self.kv_heads,
@@ -67,22 +70,23 @@ class Terms:
             "autocast": self.autocast and str(self.autocast),
             "dtype": str(self.dtype),
             "device type": self.device_type,
-            "kernel": self.kernel.name,
-            "need of a gradient": self.needs_gradient,
             "softmax_scale": self.spec.scale,
             "softcap": self.spec.softcap,
             "sinks": self.has_sinks,
             "mask": _describe_mask(masking),
             "layout": _describe_layout(masking.layout),
             "scores": masking.scores and masking.scores.digest,
-            "rows of the bias": self.bias_rows,
-            "kernel of the bias": self.biased_kernel and self.biased_kernel.name,
+            "bias rows": self.bias_rows,
             "deterministic": options.deterministic,
             "strategy": options.strategy,
             "backward": options.backward,
             "optimize_bwd_comm": options.optimize_bwd_comm,
             "group_bytes": options.group_bytes,
+            "recording of gradients": self.needs_gradient,
+            "the kernel of flash": self.kernel.name,
+            "the kernel of the bias": self.biased_kernel and self.biased_kernel.name,
         }
+        return format_terms(CALL, terms)
 
 
 def find_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:

@@ -30,32 +30,45 @@ _KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank raises or 
 def gather_terms(
     rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]
 ) -> tuple[bytes, ...]:
+    """Return the lines of all ranks in rank order, as `gather_lines`. `terms` returns this rank's
+    terms.
+    """
+    return gather_lines(rings, doing, lambda: format_terms(doing, terms()))
+
+
+def format_terms(doing: str, terms: dict[str, Any]) -> bytes:
+    """Return the line of a rank with these terms. Raises ValueError if it is too long to send."""
+    line = json.dumps({"doing": doing, **terms}).encode()
+    if len(line) > MESSAGE_BYTES:
+        raise ValueError(
+            f"expected at most {MESSAGE_BYTES} bytes to describe {doing}, got {len(line)}"
+        )
+    return line
+
+
+def gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[bytes, ...]:
     """Return the lines of all ranks in rank order, for `read_terms`.
 
-    If `terms` fails, the others are told, and its failure is raised here once they know. If that
-    failure is from a call within, they know already: a backward may compute its forward again,
-    with a call of attention in it.
+    line  returns this rank's line, from `format_terms`
+
+    If `line` fails, this rank sends its failure to the others, and then raises it. A failure that
+    a call inside `line` raised is known to them: a backward may compute its forward again, which
+    calls attention.
     """
     with admit_one_thread(rings, doing):
-        return _gather_terms(rings, doing, terms)
+        return _gather_lines(rings, doing, line)
 
 
-def _gather_terms(
-    rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]
-) -> tuple[bytes, ...]:
+def _gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[bytes, ...]:
     failure = None
     try:
-        mine = json.dumps({"doing": doing, **terms()})
-        if len(mine) > MESSAGE_BYTES:  # all of it is ASCII
-            raise ValueError(
-                f"expected at most {MESSAGE_BYTES} bytes to describe {doing}, got {len(mine)}"
-            )
+        mine = line()
     except Exception as caught:
         if hasattr(caught, _KNOWN):
             raise  # the others do not wait for a second line about it
         failure, mine = caught, _format_failure(doing, caught)
     try:
-        lines = tuple(rings.gather(mine.encode()))
+        lines = tuple(rings.gather(mine))
     except RankLate as late:
         raise _mark_known(RankLate(f"{doing}: {late}")) from late
     except Exception as lost:
@@ -186,9 +199,9 @@ def _mark_known(error: Error) -> Error:
     return error
 
 
-def _format_failure(doing: str, error: BaseException) -> str:
+def _format_failure(doing: str, error: BaseException) -> bytes:
     """Return the line of a rank that failed before."""
-    return json.dumps({"doing": doing, "failure": _format_reason(error)})
+    return json.dumps({"doing": doing, "failure": _format_reason(error)}).encode()
 
 
 def _format_reason(error: BaseException) -> str:
