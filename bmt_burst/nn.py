@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +18,16 @@ from .attention import burst_attn_func
 from .base.arguments import as_bool, as_float, as_int
 from .base.compiled import fused_on_gpus, not_compiled
 from .base.dtypes import accumulator_dtype
+from .calls.options import Layouts as Layouts
+from .calls.options import Masks as Masks
 from .calls.refusal import fits_signature, refuse_call
 from .ranks.groups import SequenceParallel
 from .sequence.layout import Layout
 from .sequence.mask import Mask
 
-# The masks or layouts of a batch: one for all of its rows, or one for each row.
-Masks = Mask | Sequence[Mask]
-Layouts = Layout | Sequence[Layout]
-
 _MOST_MASKS = 256  # with a window, kept in a cache
+# Errors of wrong inputs. Not Exception: checkpointing stops a recomputation with one.
+_WRONG_INPUTS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 
 Parameters = ParamSpec("Parameters")
 Layer = TypeVar("Layer", bound="BurstAttention")
@@ -116,7 +116,7 @@ def _refuse_wrong_arguments(
             return forward(layer, *args, **named)
         except TypeError as error:
             if not fits_signature(signature, (layer, *args), named):
-                refuse_call(error, layer.sp.process_group, layer.sp.double_group)
+                layer._refuse(error)
             raise
 
     return call
@@ -189,7 +189,7 @@ class BurstAttention(SequenceParallelModule):
             raise ValueError(f"qk_norm_eps must be positive, got {qk_norm_eps}")
         if softcap is not None and not as_float("softcap", softcap) > 0:
             raise ValueError(f"softcap must be positive, got {softcap}")
-        self.head_dim = head_dim
+        self.hidden_size, self.head_dim = hidden_size, head_dim
         self.sp = sp or SequenceParallel()
         self.options: dict[str, Any] = {
             "flash": flash,
@@ -225,7 +225,31 @@ class BurstAttention(SequenceParallelModule):
 
         With a cache, x continues the tokens that the cache holds.
         """
-        return self.o_proj(self.attend(*self.project(x, cos, sin), cache, mask, layout))
+        try:
+            self._check_inputs(x, cos, sin)
+            q, k, v = self.project(x, cos, sin)
+        except _WRONG_INPUTS as error:
+            self._refuse(error)
+        return self.o_proj(self.attend(q, k, v, cache, mask, layout))
+
+    def _check_inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        for name, given in (("x", x), ("cos", cos), ("sin", sin)):
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+        if x.dim() != 3 or x.shape[2] != self.hidden_size:
+            raise ValueError(
+                f"x must be (batch, tokens, {self.hidden_size}), got shape {tuple(x.shape)}"
+            )
+        for name, given in (("cos", cos), ("sin", sin)):
+            if given.dim() < 2 or given.shape[-2:] != (x.shape[1], self.head_dim // 2):
+                raise ValueError(
+                    f"{name} must be of rope_tables, (..., {x.shape[1]} tokens of x, "
+                    f"{self.head_dim // 2}), got shape {tuple(given.shape)}"
+                )
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raise `error` instead of a call. The other ranks raise ValueError."""
+        refuse_call(error, self.sp.process_group, self.sp.double_group)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x to q (B, S, H, D) and k (B, S, G, D), both rotated, and v (B, S, G, D)."""
@@ -256,25 +280,27 @@ class BurstAttention(SequenceParallelModule):
         rank. Raises ValueError if a layer with a window cannot make its mask, since one rank does
         not know the sequence's length: pass a mask or a Layout then.
         """
-        sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
+        try:
+            self._check_cache(cache, mask, layout)
+            sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
+            seq_len = q.shape[1] if self.sp.size == 1 else None
+        except _WRONG_INPUTS as error:
+            self._refuse(error)
         if cache is not None:
-            return self._attend_to(cache, q, k, v, sinks, mask, layout)
+            k, v = cache.extend(self.layer, k, v)
+            return _attend_to_cache(q, k, v, self.window, self.options["softcap"], sinks).flatten(2)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
         if self.window is not None:
-            mask = _find_masks(self.window, mask, groups, q.shape[1] if self.sp.size == 1 else None)
+            mask = _find_masks(self.window, mask, groups, seq_len)
         seen: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
         return burst_attn_func(q, k, v, sinks=sinks, **seen, **self.options, **groups).flatten(2)
 
-    def _attend_to(
-        self,
-        cache: KVCache,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        mask: Masks | None,
-        layout: Layouts | None,
-    ) -> Tensor:
+    def _check_cache(
+        self, cache: KVCache | None, mask: Masks | None, layout: Layouts | None
+    ) -> None:
+        """Raise ValueError for a cache on several ranks, or with a mask or layout."""
+        if cache is None:
+            return
         if self.sp.size > 1:
             raise ValueError(
                 f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: generate with "
@@ -285,8 +311,6 @@ class BurstAttention(SequenceParallelModule):
                 "expected a cache or a mask and layout, got both: new tokens attend to all of a "
                 "KVCache"
             )
-        k, v = cache.extend(self.layer, k, v)
-        return _attend_to_cache(q, k, v, self.window, self.options["softcap"], sinks).flatten(2)
 
 
 @not_compiled
@@ -300,32 +324,34 @@ def _find_masks(
         refuse_call(error, groups["process_group"], groups["double_group"])
 
 
-def _apply_window(
-    window: int, mask: Masks | None, layout: str | Layouts, seq_len: int | None
-) -> Masks:
+def _apply_window(window: int, mask: Masks | None, layout: Layouts, seq_len: int | None) -> Masks:
     """Return the visible pairs of masks in a window. By default the masks are causal.
 
     seq_len  the length of the sequence, if it is known without a layout
     """
     if mask is None:
-        if isinstance(layout, str):
-            if seq_len is None:
-                raise ValueError(
-                    f"a rank does not know the length of a sequence with layout={layout!r}: a "
-                    "layer with a window needs a mask, such as Mask.causal(seq_len), or a Layout"
-                )
-            mask = _make_causal(seq_len)
-        else:
-            mask = (
-                _make_causal(layout.seq_len)
-                if isinstance(layout, Layout)
-                else [_make_causal(row.seq_len) for row in layout]
-            )
+        mask = (
+            _make_causal(_find_length(layout, seq_len))
+            if isinstance(layout, str | Layout)
+            else [_make_causal(_find_length(row, seq_len)) for row in layout]
+        )
     return (
         _limit_mask(mask, window)
         if isinstance(mask, Mask)
         else tuple(_limit_mask(row, window) for row in mask)
     )
+
+
+def _find_length(layout: str | Layout, seq_len: int | None) -> int:
+    """Return the length of a sequence. Raises ValueError if this rank does not know it."""
+    if isinstance(layout, Layout):
+        return layout.seq_len
+    if seq_len is None:
+        raise ValueError(
+            f"a rank does not know the length of a sequence with layout={layout!r}: a layer with a "
+            "window needs a mask, such as Mask.causal(seq_len), or a Layout"
+        )
+    return seq_len
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)

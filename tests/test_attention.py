@@ -3,6 +3,7 @@ it.
 """
 
 import inspect
+import json
 import logging
 import subprocess
 import sys
@@ -604,6 +605,42 @@ def test_arguments_that_do_not_fit_a_layer_on_one_rank_are_an_error_on_all():
     assert all(out.isfinite().all() for out in simulate(2, work))
     names = list(inspect.signature(nn.BurstAttention.forward).parameters)
     assert names == ["self", "x", "cos", "sin", "cache", "mask", "layout"]
+
+
+def test_wrong_inputs_of_a_layer_on_one_rank_are_an_error_on_all():
+    x, cos = torch.randn(1, 6, 32), torch.ones(6, 4)
+    cases = [
+        ((None, cos, cos), TypeError, "x must be a torch.Tensor, got NoneType"),
+        ((x, cos, None), TypeError, "sin must be a torch.Tensor, got NoneType"),
+        ((x[0], cos, cos), ValueError, r"x must be \(batch, tokens, 32\), got shape \(6, 32\)"),
+        ((x[..., :8], cos, cos), ValueError, r"x must be \(batch, tokens, 32\), got .*\(1, 6, 8\)"),
+        ((x, cos[:1], cos), ValueError, r"cos must be of rope_tables, .* got shape \(1, 4\)"),
+        ((x.double(), cos, cos), RuntimeError, "dtype"),
+        ((x, cos, cos, object()), ValueError, "a KVCache holds one rank's tokens"),
+    ]
+
+    def work(ring):
+        layer = nn.BurstAttention(32, 4, sp=SequenceParallel(ring.rank, 2, process_group=ring))
+        for wrong, kind, message in cases:
+            told = f"rank 1 of the group failed before .*: {kind.__name__}: .*{message}"
+            with (
+                pytest.raises(kind, match=message)
+                if ring.rank
+                else pytest.raises(ValueError, match=told)
+            ):
+                layer(*(wrong if ring.rank else (x, cos, cos)))
+        return layer(x, cos, cos)
+
+    assert all(out.isfinite().all() for out in simulate(2, work))
+
+
+def test_a_call_that_repeats_another_one_sends_the_line_that_was_kept(monkeypatch):
+    transport, (q, k, v) = Recorder(), qkv()
+    burst_attn_func(q, k, v, process_group=transport)
+    sent = transport.message
+    monkeypatch.setattr(json, "dumps", None)
+    burst_attn_func(q, k, v, process_group=transport)
+    assert transport.message is sent
 
 
 def test_signatures_show_all_arguments():

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..base.arguments import check_tensor
 from ..calls.masking import check_lengths, expand_rows
+from ..calls.options import Layouts, Masks
 from ..calls.terms import compare_terms
-from ..nn import Layouts, Masks
 from ..ranks.agreement import gather_terms
 from ..ranks.groups import SequenceParallel
 from ..ranks.rings import make_rings

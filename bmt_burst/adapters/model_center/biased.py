@@ -11,7 +11,7 @@ import torch
 from model_center.layer import SegmentPositionEmbedding
 from torch import Tensor
 
-from ...nn import Layouts, Masks
+from ...calls.options import Layouts, Masks
 from ...scores import BY_DISTANCE, Scores
 from ...sequence.mask import Mask
 from ..batch import Batch, LocalInputs, NumberedSpans, Row
