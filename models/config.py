@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from .minicpm4 import FACTORS_OF_64, FACTORS_OF_128
 from .rope import Llama3, LongRope, RopeScaling
@@ -152,6 +153,11 @@ class CPMConfig:
         """Entries of the matrices that multiply each token: no vectors, no looked up rows."""
         looked_up = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
         return self.num_parameters - self.num_vector_parameters - looked_up
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make a configuration from the arguments of CPMConfig. Raises TypeError for others."""
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments of CPMConfig, in JSON's types."""

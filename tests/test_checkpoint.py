@@ -16,11 +16,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from tests.helpers import ROOT, run_ranks
+from train.base import ranks
 from train.checkpoints import checkpoint
 from train.checkpoints.checkpoint import Checkpoint, CheckpointError
 from train.data.tokenizer import ByteTokenizer, load_tokenizer
 from train.engine import Shard
-from train.run import ranks
 
 SHAPES = {"weight/a": (5, 3), "weight/b": (7,), "exp_avg/a": (5, 3)}
 

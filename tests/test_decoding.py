@@ -11,8 +11,8 @@ from models.config import PRESETS
 from models.cpm_ant import ant_scores
 from tests.helpers import relative_error
 from tests.live import Golden, bee_instance, golden
-from train.generate import sampler
 from train.generation.decoding import AntDecoder, BeeDecoder, Cache, continue_row
+from train.generation.sampling import sampler
 
 FP32 = 1e-5  # as in test_cpm_live.py
 START, END = 6, 7

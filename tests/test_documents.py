@@ -18,10 +18,11 @@ from models.config import PRESETS
 from models.cpm import CPM
 from tests.test_batches import batches
 from tests.test_model import SMALL, initialized
+from train.data.batches import keys_seen
 from train.data.folder import Sequences, TokenFile
 from train.data.stored import TokenWriter
 from train.data.tokenizer import ByteTokenizer
-from train.run.flops import keys_seen, step_flops
+from train.run.flops import step_flops
 
 EOS = ByteTokenizer.eos_id
 LENGTHS = (3, 1, 30, 2, 7, 1, 12, 5, 9)  # of documents, without eos

@@ -34,7 +34,7 @@ from models.huggingface import (
 )
 from models.rope import RopeScaling, Yarn
 from tests.test_model import SMALL, initialized
-from train.generate import Cache
+from train.generation.decoding import Cache
 from train.run.config import TrainConfig
 from train.run.flops import step_flops
 

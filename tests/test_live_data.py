@@ -27,7 +27,6 @@ from models.cpm_live.scores import bee_scores
 from tests.live import ANT_FIELDS, BEE_FIELDS, changed, golden
 from tests.test_data import prepare
 from train import make_vocabulary
-from train.checkpoints import resume
 from train.cpm_live import rows as live_rows
 from train.cpm_live.batches import AntBatches, BeeBatches
 from train.cpm_live.data import InstanceFile
@@ -38,6 +37,7 @@ from train.cpm_live.stored import AntWriter
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer, SubIds
 from train.data.folder import TokenFile
 from train.data.tokenizer import load_tokenizer, open_tokenizer
+from train.run import resume
 from train.run.config import TrainConfig
 from train.run.kinds import config_of, kind_of
 

@@ -20,8 +20,9 @@ from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 from models.huggingface import HFWeights, config_from_hf, config_to_hf, load_cpm, save_weights
 from train.data.tokenizer import ByteTokenizer
-from train.generate import Cache, generate
+from train.generate import generate
 from train.generate import main as generate_main
+from train.generation.decoding import Cache
 
 SMALL = CPMConfig(
     300, 32, 48, 3, 4, 2, 8, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1

@@ -20,16 +20,16 @@ from tests.live import changed
 from tests.test_begin import without_bos
 from tests.test_model import SMALL, initialized
 from train import make_vocabulary
-from train.checkpoints import checkpoint, resume
-from train.cpm_live.instances import reader
-from train.cpm_live.stored import writer
+from train.base import ranks
+from train.checkpoints import checkpoint
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer
 from train.data.batches import Batches
-from train.data.stored import TokenWriter
+from train.data.stored import TokenWriter, make_writer
+from train.data.text import make_reader
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import export_huggingface
 from train.pretrain import Trainer
-from train.run import ranks
+from train.run import resume
 from train.run.config import TrainConfig
 from train.run.schedule import learning_rate
 
@@ -786,9 +786,9 @@ def test_neither_do_cpm_lives_models_mix_vocabularies(name, settings, tmp_path):
         pieces = (*make_vocabulary.SPECIAL[f"cpm-{name}"], *order)
         (tmp_path / f"{order}.txt").write_text("".join(f"{piece}\n" for piece in pieces))
         tokenizer = kind(tmp_path / f"{order}.txt")
-        instances = writer(tmp_path / f"live-{order}", tokenizer)
+        instances = make_writer(tmp_path / f"live-{order}", tokenizer)
         for _ in range(30):
-            instances.write([reader(tokenizer, "text").of_record(line)])
+            instances.write([make_reader(tokenizer, "text").of_record(line)])
         instances.finish()
     shape = {
         "dim_model": 32,

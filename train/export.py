@@ -38,10 +38,11 @@ from models.config import CPMConfig
 from models.huggingface import fold_scalings, round_weight, save_weights
 from train.base.command_line import ArgumentParser
 from train.base.lock import lock
-from train.checkpoints import checkpoint, resume
+from train.checkpoints import checkpoint
 from train.data.hf_tokenizer import save_for_transformers
 from train.data.tokenizer import Tokenizer
 from train.generate import checkpoint_tokenizer
+from train.run import resume
 from train.run.kinds import config_of, kind_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,13 +8,11 @@ r"""Continue a text with a trained model, or fill in the texts under "<ans>" of 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 # As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
@@ -23,10 +21,11 @@ if __name__ == "__main__":
 from models.cpm import CPM
 from models.cpm_live.layers import LiveModel
 from train.base.command_line import ArgumentParser
-from train.checkpoints import checkpoint, resume
-from train.cpm_live import generate as cpm_live
+from train.checkpoints import checkpoint
 from train.data.tokenizer import Tokenizer, load_tokenizer
-from train.generation.decoding import Cache
+from train.generation.sampling import Generator, sampler
+from train.registry import load
+from train.run import resume
 from train.run.kinds import config_of, kind_of
 
 
@@ -37,7 +36,7 @@ def load_model(
     saved = checkpoint.Checkpoint(path)
     config = config_of(saved.state["model"])
     with torch.device("meta"):
-        model = kind_of(config).model(config)
+        model = load(kind_of(config).model)(config)
     weights = {name: w.to(device, dtype) for name, w in saved.weights().items()}
     model.load_state_dict(weights, assign=True)
     return model.eval()
@@ -51,7 +50,7 @@ def checkpoint_tokenizer(path: Path) -> Tokenizer:
 
 @torch.inference_mode()
 def generate(
-    model: CPM,
+    model: CPM | LiveModel,
     tokenizer: Tokenizer,
     prompt: str,
     tokens: int,
@@ -62,105 +61,24 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """Return the prompt and up to `tokens` more tokens, fewer if the model ends the text.
-    Temperature 0 is greedy.
+    """Return the prompt with up to `tokens` more tokens, fewer if the model ends the text.
 
-    The model reads begin token `bos` in front of the prompt. Without `bos`, it reads the
-    end-of-text token for an empty prompt.
+    This is the answer of the model's generator, which train/registry.py names. The settings of the
+    sampling are those of train.generation.sampling.sampler.
 
-    Rotary scalings that depend on the length use the length of the text so far, as in transformers.
-    Tokens beyond the original length are rotated differently, and earlier ones are not rotated
-    again.
-
-    Raises ValueError for settings out of range, or if there is not enough memory.
+    Raises ValueError for settings out of range, for a prompt that the model cannot answer, or if
+    there is not enough memory.
     """
-    _check_sampling(tokens, temperature, top_k, top_p, seed)
-    device = model.norm.weight.device
+    _check_tokens(tokens)
+    device = next(model.parameters()).device
     choose = sampler(device, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    begin = [] if bos is None else [bos]
-    ids = [*begin, *(int(i) for i in tokenizer.encode(prompt))] or [tokenizer.eos_id]
-    cache = Cache(model.config, len(ids) + tokens, model.norm.weight)
-    fresh = ids
-    for _ in range(tokens):
-        positions = torch.arange(len(ids) - len(fresh), len(ids), device=device)
-        logits = model(torch.tensor([fresh], device=device), positions, cache=cache)[
-            0, -1, : tokenizer.vocab_size
-        ]
-        token = choose(logits)
-        if token == tokenizer.eos_id:
-            break
-        fresh = [token]
-        ids = ids + fresh
-    return tokenizer.decode(ids[len(begin) :])
+    answer: Generator = load(kind_of(model.config).generator)
+    return answer(model, tokenizer, prompt, tokens, choose, bos)
 
 
-def _answer(answer: Callable) -> Callable:
-    """Return a function that answers a prompt with one of CPM-Live's models. `answer` gets a
-    function that chooses a token from logits.
-    """
-
-    def answered(
-        model: LiveModel, tokenizer: Tokenizer, prompt: str, tokens: int, **sampling
-    ) -> str:
-        choose = sampler(model.input_embedding.weight.device, **sampling)
-        return answer(model, tokenizer, prompt, tokens, choose)
-
-    return answered
-
-
-# The function of each kind of models: (model, tokenizer, prompt, tokens, sampling) to text.
-ANSWERS = {
-    "cpm": generate,
-    "cpm-bee": _answer(cpm_live.fill_in),
-    "cpm-ant": _answer(cpm_live.continue_text),
-}
-
-
-def sampler(
-    device: torch.device,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-) -> Callable[[Tensor], int]:
-    """Return a function that chooses a token from logits (V,) on a device. Settings are those of
-    `generate`.
-    """
-    _check_sampling(0, temperature, top_k, top_p, seed)
-    generator = torch.Generator(device).manual_seed(seed)
-    return lambda logits: _sample(logits.float(), temperature, top_k, top_p, generator)
-
-
-def _check_sampling(tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+def _check_tokens(tokens: int) -> None:
     if not 0 <= tokens < 2**31:
         raise ValueError(f"--tokens must be at least 0 and below 2^31, got {tokens}")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"--temperature must be finite and not negative, got {temperature}")
-    if top_k < 0:
-        raise ValueError(f"--top-k must not be negative, got {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"--top-p must be above 0 and at most 1, got {top_p}")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"--seed must be at least 0 and below 2^63, got {seed}")
-
-
-def _sample(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> int:
-    """Choose a token from logits (V,), among the top_k most likely ones, and among the fewest of
-    these with a total probability of top_p.
-    """
-    if temperature == 0:
-        return int(logits.argmax())
-    # the most likely token gets 0, however small the temperature is
-    logits = (logits.double() - logits.max()) / temperature
-    probs, tokens = logits.softmax(-1).sort(descending=True)
-    if top_k:
-        probs = probs[:top_k]
-    before = probs.cumsum(-1) - probs
-    probs = probs.masked_fill(before >= top_p * probs.sum(), 0.0)
-    return int(tokens[torch.multinomial(probs, 1, generator=generator)])
 
 
 def _begin_token(path: Path, prompt: str) -> int | None:
@@ -224,14 +142,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "seed": args.seed,
     }
     try:
-        _check_sampling(args.tokens, **sampling)
+        _check_tokens(args.tokens)
+        sampler(torch.device("cpu"), **sampling)  # checks the settings before anything is read
         path = checkpoint.find(args.run)
         tokenizer = checkpoint_tokenizer(path)
         model = load_model(path, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        kind = kind_of(model.config).name
-        if kind == "cpm":
-            sampling["bos"] = _begin_token(path, args.prompt)
-        print(ANSWERS[kind](model, tokenizer, args.prompt, args.tokens, **sampling))
+        bos = _begin_token(path, args.prompt)
+        print(generate(model, tokenizer, args.prompt, args.tokens, bos=bos, **sampling))
     except (ValueError, OSError, checkpoint.CheckpointError) as error:
         parser.fail(error)
 

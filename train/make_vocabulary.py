@@ -30,14 +30,13 @@ if __name__ == "__main__":
 from train.base.command_line import ArgumentParser
 from train.base.files import writing
 from train.base.wording import counted
-from train.cpm_live.instances import check_unicode
-from train.cpm_live.vocabulary import LONGEST, WRITTEN, BadRecord, bee_parts, is_special
+from train.cpm_live.vocabulary import LONGEST, WRITTEN, bee_parts, is_special
+from train.data.records import BadRecord, check_unicode, parse_json
 from train.data.text import (
     BadLines,
     TextFile,
     find_files,
     is_records,
-    parse_json,
     plain_text,
     read_pieces,
 )

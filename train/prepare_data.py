@@ -54,8 +54,7 @@ from train.base.lock import lock
 from train.base.parallel import map_in_order
 from train.base.signals import Interrupts
 from train.base.wording import counted
-from train.cpm_live.stored import writer
-from train.data.stored import TokenWriter
+from train.data.stored import TokenWriter, make_writer
 from train.data.text import (
     BadLines,
     Document,
@@ -196,7 +195,7 @@ def _split(
     trained = min(
         max(round(whole.units * (1 - fraction)), least), whole.units - least_for_validation
     )
-    parts = {name: writer(folder / "split" / name, tokenizer) for name in writers}
+    parts = {name: make_writer(folder / "split" / name, tokenizer) for name in writers}
     parts["train"].copy(whole, 0, trained)
     parts["val"].copy(whole, trained, whole.units)
     few = counted(whole.documents, "document is too little", "documents are too few")
@@ -216,7 +215,7 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
         for line in unread.lines():
             print(f"not read: {line}", file=sys.stderr)
         names = ["train", "val"] if args.val_fraction else ["train"]
-        writers = {name: writer(partial / "new" / name, tokenizer) for name in names}
+        writers = {name: make_writer(partial / "new" / name, tokenizer) for name in names}
         bad = _tokenize(files, args, writers, interrupts)
         bad.check(args.max_bad)
         if not any(each.tokens for each in writers.values()):

@@ -40,23 +40,24 @@ from bmt_burst.ranks.rings import make_rings
 from bmt_burst.spec import Spec
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.config import CPMConfig
+from train.base import ranks
 from train.base.files import printing
 from train.base.lock import lock
 from train.base.signals import StopSignal
 from train.base.wording import counted
-from train.checkpoints import checkpoint, resume
+from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
-from train.cpm_live.rows import PackedRows
-from train.data.batches import Work
+from train.data.batches import Data, Work
 from train.data.tokenizer import load_tokenizer
 from train.engine import Engine
 from train.engine.common import AdamW
-from train.run import ending, ranks
+from train.registry import load
+from train.run import ending, resume
 from train.run.clock import Clock
 from train.run.config import TrainConfig, parse_config
 from train.run.distributed import init_distributed, rank_timeout
 from train.run.flops import peak_tflops, step_flops
-from train.run.kinds import Opened, keep_documents_apart, kind_of
+from train.run.kinds import kind_of
 from train.run.launch import launch
 from train.run.metrics import Metrics
 from train.run.same_tokenizer import check_folder, check_weights
@@ -97,7 +98,7 @@ class Trainer:
         ranks.together(lambda: watchdog.write_to(self.root / "stacks"))
         self.sp = ranks.together(self._make_groups)
         self.batches = ranks.together(
-            lambda: self.kind.batches(config, self.model_config, self.sp, device)
+            lambda: load(self.kind.batches)(config, self.model_config, self.sp, device)
         )
         watchdog.alive("choosing a checkpoint")
         path = resume.choose_checkpoint(config)
@@ -126,14 +127,13 @@ class Trainer:
             timeout=rank_timeout(config),
         )
         group_size = make_rings(sp.process_group, sp.double_group).inner.size
-        scores = self.train_data.read(0).scores if isinstance(self.train_data, PackedRows) else None
-        config.check_strategy(group_size, scores)
+        config.check_strategy(group_size, self.train_data.example_scores)
         return sp
 
     def _make_engine(self) -> Engine:
         config = self.config
         common = {
-            "build": lambda: self.kind.model(
+            "build": lambda: load(self.kind.model)(
                 self.model_config, self.sp, config.saving(), **config.attention
             ),
             "dtype": DTYPES[config.dtype],
@@ -366,8 +366,10 @@ class Trainer:
         self.tokenizer.save(self.root / checkpoint.TOKENIZER)
         return Metrics(self.root, self.progress.step, self.config.steps, self.config.log_every)
 
-    def _open(self, folder: str) -> Opened:
-        data = self.kind.open(folder, self.model_config, self.config.seq_len, self.config.seed)
+    def _open(self, folder: str) -> Data:
+        data = load(self.kind.data).open(
+            folder, self.model_config, self.config.seq_len, self.config.seed
+        )
         if (kinds := data.file.index["vocab_size"]) > self.model_config.vocab_size:
             known = self.model_config.vocab_size
             raise ValueError(
@@ -376,7 +378,7 @@ class Trainer:
             )
         return data
 
-    def _open_validation(self, folder: str) -> Opened:
+    def _open_validation(self, folder: str) -> Data:
         """Open validation data. Raises ValueError if its tokenizer is not the training data's. Warn
         if both are one folder.
         """
@@ -397,9 +399,9 @@ class Trainer:
         file = self.train_data.file
         apart = resume.choose_documents(self.config, path, file.documents is not None)
         bos = resume.choose_begin_token(self.config, path, apart, file, self.tokenizer)
-        self.train_data = keep_documents_apart(self.train_data, apart, bos)
+        self.train_data = self.train_data.keep_documents_apart(apart, bos)
         if self.val_data:
-            self.val_data = keep_documents_apart(self.val_data, apart, bos)
+            self.val_data = self.val_data.keep_documents_apart(apart, bos)
         self._check_padding()
 
     def _check_padding(self) -> None:

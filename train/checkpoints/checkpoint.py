@@ -31,10 +31,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from train.base import ranks
 from train.base.wording import counted
 from train.data.tokenizer import Tokenizer
 from train.engine import Shard
-from train.run import ranks
 
 TOKENIZER = "tokenizer"  # the folder in a checkpoint; for older checkpoints, beside them
 _ROOM = 1.05  # free space for the next checkpoint, relative to the size of the last one

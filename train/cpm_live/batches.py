@@ -19,8 +19,7 @@ from models.cpm_live.config import LiveConfig
 from train.base.wording import counted
 from train.cpm_live.instances import MOST_SUBS
 from train.cpm_live.rows import PackedRows, Row
-from train.data.batches import Dealer, Settings
-from train.run.flops import keys_seen
+from train.data.batches import Dealer, Settings, keys_seen
 
 Extended = tuple[Tensor, Tensor]  # tokens and sub-ids, (N,) int64
 
@@ -60,7 +59,7 @@ class LiveMicroBatch:
         )
 
 
-class LiveBatches(Dealer):
+class LiveBatches(Dealer[PackedRows, LiveMicroBatch]):
     """Micro-batches of this rank: whole rows of its data parallel group, cut over its sequence
     parallel ranks.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,22 +17,27 @@ from train.cpm_live.batches import extended_table
 from train.cpm_live.instances import ANSWER, COLUMNS, TASKS, Instance, bee_instance
 from train.cpm_live.rows import Row, bee_row
 from train.cpm_live.tokenizers import AntTokenizer, BeeTokenizer, SubIds
-from train.cpm_live.vocabulary import BadRecord
+from train.data.records import BadRecord
 from train.generation.decoding import AntDecoder, BeeDecoder, continue_row
-
-Choose = Callable[[Tensor], int]
+from train.generation.sampling import Choose
 
 
 def fill_in(
-    model: CPMBee, tokenizer: BeeTokenizer, prompt: str, tokens: int, choose: Choose
+    model: CPMBee,
+    tokenizer: BeeTokenizer,
+    prompt: str,
+    tokens: int,
+    choose: Choose,
+    bos: int | None = None,
 ) -> str:
     """Return the instance in `prompt` with its answers. The prompt is JSON, like a line of data:
     `{"question": "2 + 3", "<ans>": ""}`.
 
     Each text under "<ans>" is continued by up to `tokens` tokens, one text after the other.
-    `choose` takes a token from logits (V,). Raises ValueError if the prompt is not an instance, or
-    has no text under "<ans>".
+    `choose` takes a token from logits (V,). Instances have their own begin tokens, so `bos` is
+    None. Raises ValueError if the prompt is not an instance, or has no text under "<ans>".
     """
+    assert bos is None
     try:
         record = json.loads(prompt)
     except (ValueError, RecursionError) as error:
@@ -114,11 +119,17 @@ def _with_answers(record: Any, answers: Iterator[str]) -> Any:
 
 
 def continue_text(
-    model: CPMAnt, tokenizer: AntTokenizer, prompt: str, tokens: int, choose: Choose
+    model: CPMAnt,
+    tokenizer: AntTokenizer,
+    prompt: str,
+    tokens: int,
+    choose: Choose,
+    bos: int | None = None,
 ) -> str:
     """Return the text `prompt` and up to `tokens` more tokens. `choose` takes a token from logits
-    (V,).
+    (V,). Instances have their own begin tokens, so `bos` is None.
     """
+    assert bos is None
     config, task = model.config, TASKS["lm"]
     text = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
     row = torch.tensor(

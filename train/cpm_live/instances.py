@@ -20,16 +20,15 @@ trained on.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.cpm_live.tokenizers import AntTokenizer, BeeTokenizer, LiveTokenizer, SubIds
-from train.cpm_live.vocabulary import BadRecord
-from train.data.tokenizer_base import Tokenizer
+from train.cpm_live.tokenizers import AntTokenizer, BeeTokenizer, SubIds
+from train.data.records import BadRecord, check_unicode
+from train.data.text import text_in
 
 ANSWER = "<ans>"
 TASKS = {"mlm": 1, "lm": 2}  # and the types of their segments
@@ -66,26 +65,14 @@ class Instance:
         return len(self.tokens)
 
 
-class Reader(ABC):
-    """Turns records and texts of files into instances. Raises BadRecord for invalid ones."""
+class BeeReader:
+    """Reads a Bee's records. Raises BadRecord for one without a text to predict."""
 
-    def __init__(self, tokenizer: LiveTokenizer, json_field: str):
-        self.tokenizer, self.json_field = tokenizer, json_field
-
-    @abstractmethod
-    def of_record(self, record: Any) -> Instance:
-        """Return the instance in a .jsonl line."""
-
-    @abstractmethod
-    def of_text(self, text: str) -> Instance:
-        """Return the instance in a part of a .txt."""
-
-
-class BeeReader(Reader):
-    tokenizer: BeeTokenizer
+    def __init__(self, tokenizer: BeeTokenizer, _json_field: str):
+        self._tokenizer = tokenizer
 
     def of_record(self, record: Any) -> Instance:
-        instance, _ = bee_instance(self.tokenizer, record)
+        instance, _ = bee_instance(self._tokenizer, record)
         if not instance.segments[:, COLUMNS.kind].any():
             raise BadRecord(
                 f"there is no text under the key {ANSWER}, so there is nothing to predict"
@@ -98,15 +85,14 @@ class BeeReader(Reader):
         )
 
 
-class AntReader(Reader):
+class AntReader:
     """Reads texts. The parts of a .txt are one instance. stored.py writes its begin and end."""
 
-    tokenizer: AntTokenizer
+    def __init__(self, tokenizer: AntTokenizer, json_field: str):
+        self._tokenizer, self._json_field = tokenizer, json_field
 
     def of_record(self, record: Any) -> Instance:
-        text = record.get(self.json_field) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise BadRecord(f"no text in field {self.json_field!r}")
+        text = text_in(record, self._json_field)
         task = record.get("task", "lm")
         if not isinstance(task, str) or task not in TASKS:
             raise BadRecord(f"task must be one of {', '.join(TASKS)}, got {task!r}")
@@ -116,18 +102,10 @@ class AntReader(Reader):
         return self._instance(text, TASKS["lm"])
 
     def _instance(self, text: str, task: int) -> Instance:
-        tokens = self.tokenizer.encode(check_unicode(text))
+        tokens = self._tokenizer.encode(text)
         return Instance(
             tokens, np.zeros_like(tokens), np.array([[len(tokens), -1, 0, task]], dtype=np.int32)
         )
-
-
-READERS: dict[str, type[Reader]] = {"cpm-bee": BeeReader, "cpm-ant": AntReader}
-
-
-def reader(tokenizer: Tokenizer, json_field: str) -> Reader | None:
-    """Return the reader of the tokenizer's instances, or None if the tokenizer has documents."""
-    return READERS[tokenizer.instances](tokenizer, json_field) if tokenizer.instances else None
 
 
 def bee_instance(tokenizer: BeeTokenizer, record: Any) -> tuple[Instance, SubIds]:
@@ -185,15 +163,6 @@ def _tree(values: Any) -> Iterator[_Node]:
             raise BadRecord(
                 f"the value of {key!r} must be a text or an object, got {type(value).__name__}"
             )
-
-
-def check_unicode(text: str) -> str:
-    """Return the text. Raises BadRecord if it is not Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecord(f"not Unicode: {error.reason} at character {error.start}") from error
-    return text
 
 
 def shuffle_answers(instance: Instance, chance: np.random.Generator) -> Instance:

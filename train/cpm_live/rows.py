@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -80,6 +80,18 @@ class PackedRows(ABC):
             int(lengths.sum()),
             pack_rows(lengths, slices, seq_len, MOST_SLICES, seed),
         )
+
+    @classmethod
+    def open(cls, folder: str, model: LiveConfig, seq_len: int, seed: int) -> Self:
+        return cls(InstanceFile(folder, model.model_type), model, seq_len, seed)
+
+    def keep_documents_apart(self, apart: bool, bos: int | None) -> Self:
+        """Return the rows unchanged: instances say which tokens see each other."""
+        return self
+
+    @property
+    def example_scores(self) -> Scores:
+        return self.read(0).scores
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -101,14 +101,6 @@ class AntWriter(InstanceWriter):
         self._end(segments)
 
 
-WRITERS = {"cpm-bee": InstanceWriter, "cpm-ant": AntWriter, None: TokenWriter}
-
-
-def writer(folder: Path, tokenizer: Tokenizer) -> TokenWriter:
-    """Return the writer for a folder of the tokenizer's documents or instances."""
-    return WRITERS[tokenizer.instances](folder, tokenizer)
-
-
 class InstanceFiles:
     """The numbers in a folder of instances, without its index."""
 

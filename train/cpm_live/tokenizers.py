@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from train.cpm_live.vocabulary import BadRecord, Vocabulary, bee_parts, escaped
+from train.cpm_live.vocabulary import Vocabulary, bee_parts, escaped
+from train.data.records import BadRecord
 from train.data.tokenizer_base import Tokenizer
 
 Piece = tuple[int, str | None]  # an id, and the text of a token that gets a sub-id

@@ -11,14 +11,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from train.data.records import BadRecord
+
 LONGEST = 32  # most characters of a piece of text
 WRITTEN = {"\n": "</n>", " ": "</_>"}  # their spelling in the file
 
 _BEE = re.compile(r"<<|<([^<>]*)>|<|[^<]+")
-
-
-class BadRecord(ValueError):
-    """A record that cannot be used. The message has the reason."""
 
 
 class Vocabulary:

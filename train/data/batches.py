@@ -6,18 +6,18 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bmt_burst import Layout, SequenceParallel
+from bmt_burst import Layout, Scores, SequenceParallel
 from bmt_burst.sequence.mask import Mask
+from bmt_burst.sequence.span import length
 from models.config import CPMConfig
 from train.base.wording import counted
-from train.data.folder import Row, Sequences
-from train.run.flops import keys_seen
+from train.data.folder import Row, Sequences, TokenFile
 
 _LARGEST_DEFAULT = 8  # sequences
 
@@ -57,7 +57,35 @@ class Work(Protocol):
 
 
 class Data(Protocol):
-    """Sequences in the order of samples. `len` is the number of sequences in an epoch."""
+    """A data folder as sequences, in the order of samples. `len` is the number of sequences in an
+    epoch.
+    """
+
+    @classmethod
+    def open(cls, folder: str, model: Any, seq_len: int, seed: int) -> Self:
+        """Open a folder for a model with this configuration. Raises ValueError if it is not data
+        of such models.
+        """
+
+    @property
+    def file(self) -> TokenFile: ...
+
+    @property
+    def padding(self) -> float:
+        """The share of an epoch's positions that are padding."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The facts that must not change for a sample number to mean the same sample."""
+
+    @property
+    def example_scores(self) -> Scores | None:
+        """Scores of one row, for a model that adds a learned bias to the scores of attention."""
+
+    def keep_documents_apart(self, apart: bool, bos: int | None) -> Self:
+        """Return sequences that keep documents apart if `apart`, with begin token `bos`. Return
+        instances unchanged.
+        """
 
     def __len__(self) -> int: ...
 
@@ -65,7 +93,11 @@ class Data(Protocol):
         """Return the sequence that is sample number `sample` of the run."""
 
 
-class Dealer(ABC):
+SomeData = TypeVar("SomeData", bound=Data)
+SomeWork = TypeVar("SomeWork", bound=Work)
+
+
+class Dealer(ABC, Generic[SomeData, SomeWork]):
     """Deals whole sequences to data parallel groups. Raises ValueError for sizes that do not fit
     the ranks.
     """
@@ -75,7 +107,7 @@ class Dealer(ABC):
         self.dp_rank, self.dp_size = dist.get_rank() // sp.size, dist.get_world_size() // sp.size
         self.micro_batch_size = _micro_batch_size(config, self.dp_size)
 
-    def of_step(self, data: Data, first: int, last: bool = False) -> list[Work]:
+    def of_step(self, data: SomeData, first: int, last: bool = False) -> list[SomeWork]:
         """Return the micro-batches of a step, which starts at sample `first` of the run. After the
         `last` step, nothing is read ahead.
 
@@ -88,7 +120,7 @@ class Dealer(ABC):
             for start in range(first, first + share, size)
         ]
 
-    def of_evaluation(self, data: Data) -> Iterator[Work]:
+    def of_evaluation(self, data: SomeData) -> Iterator[SomeWork]:
         """Yield micro-batches of evenly spaced sequences. Every rank gets the same number, since
         all ranks must take part.
         """
@@ -99,7 +131,7 @@ class Dealer(ABC):
         for start in range(self.dp_rank * size, len(chosen), size * self.dp_size):
             yield self._read(data, chosen[start : start + size])
 
-    def _of_samples(self, data: Data, samples: Sequence[int]) -> Work:
+    def _of_samples(self, data: SomeData, samples: Sequence[int]) -> SomeWork:
         return self._read(data, [data.order(sample) for sample in samples])
 
     def _mine(self, wholes: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor:
@@ -115,11 +147,11 @@ class Dealer(ABC):
         return tuple(int(layout.shard(seen, rank, 0).sum()) for rank in range(self.sp.size))
 
     @abstractmethod
-    def _read(self, data: Data, indices: Sequence[int | None]) -> Work:
+    def _read(self, data: SomeData, indices: Sequence[int | None]) -> SomeWork:
         """Return a micro-batch of these sequences. None stands for a sequence without targets."""
 
     @abstractmethod
-    def describe(self, data: Data) -> str:
+    def describe(self, data: SomeData) -> str:
         """Describe in a few words which tokens attend to each other."""
 
 
@@ -163,7 +195,7 @@ class _RowPlan:
     work: tuple[int, ...]
 
 
-class Batches(Dealer):
+class Batches(Dealer[Sequences, MicroBatch]):
     """Micro-batches of this rank: whole sequences of its data parallel group, cut over its sequence
     parallel ranks.
 
@@ -247,6 +279,33 @@ class Batches(Dealer):
             layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)
         work = sum(count * keys_seen(in_layers[window]) for window, count in self._windows.items())
         return _RowPlan(mask, layout, self._work_of(work, layout))
+
+
+def keys_seen(mask: Mask) -> Tensor:
+    """Return the number of keys that each query sees: (seq_len,) int64. The sum is `mask.area`."""
+    steps = torch.zeros(mask.seq_len + 1, dtype=torch.int64)
+    whole = torch.tensor(
+        [(*s.q, length(s.kv)) for s in mask.slices if s.low is None and s.high is None]
+    )
+    if len(whole):
+        steps.index_add_(0, whole[:, 0], whole[:, 2]).index_add_(0, whole[:, 1], -whole[:, 2])
+    seen = steps.cumsum(0)[:-1]
+    bounds = [
+        (*s.q, *s.kv, s.low, s.high) for s in mask.slices if s.low is not None or s.high is not None
+    ]
+    if not bounds:
+        return seen
+    # A missing bound becomes one that no distance reaches.
+    far = mask.seq_len
+    rows = torch.tensor(
+        [(*b[:4], -far if b[4] is None else b[4], far if b[5] is None else b[5]) for b in bounds]
+    )
+    lengths = rows[:, 1] - rows[:, 0]
+    first, _, start, stop, low, high = rows.repeat_interleave(lengths, 0).unbind(1)
+    before = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    query = first + torch.arange(len(first)) - before
+    keys = torch.minimum(stop, query - low + 1) - torch.maximum(start, query - high + 1)
+    return seen.index_add_(0, query, keys.clamp_min_(0))
 
 
 def _micro_batch_size(config: Settings, dp_size: int) -> int:

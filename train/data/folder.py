@@ -19,25 +19,26 @@ a document starts with the rest of it. Each document may get a begin token (--bo
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bmt_burst.sequence.layout import IGNORE_INDEX
+from train.base import ranks
 from train.base.paths import inside
 from train.base.wording import counted
 from train.data.begin import BegunText
 from train.data.documents import Documents, DocumentsByEos, StoredDocuments
 from train.data.stored import StoredNumbers, sample_digest
-from train.run import ranks
 
 _CHEAP = 1 << 28  # bytes of a file that are hashed whenever it is opened
 
@@ -232,6 +233,18 @@ class Sequences:
             self.file.known_documents()
         if len(self.text) < 2:
             raise ValueError(f"{self.file.folder} has fewer than two tokens")
+
+    @classmethod
+    def open(cls, folder: str, _model: object, seq_len: int, seed: int) -> Self:
+        return cls(TokenFile(folder), seq_len, seed)
+
+    def keep_documents_apart(self, apart: bool, bos: int | None) -> Self:
+        return dataclasses.replace(self, documents=apart, bos=bos)
+
+    @property
+    def example_scores(self) -> None:
+        """Nothing, because these models add no learned bias."""
+        return None
 
     @cached_property
     def text(self) -> StoredNumbers | BegunText:

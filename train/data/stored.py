@@ -15,6 +15,7 @@ import numpy as np
 
 from train.base.wording import counted
 from train.data.tokenizer_base import Tokenizer
+from train.registry import kind_of_data, load
 
 _SAMPLED = 1 << 15  # tokens in a row
 _COPIED = 1 << 20  # tokens at once
@@ -140,6 +141,12 @@ class TokenWriter:
     def _note_documents(self, starts: np.ndarray) -> None:
         self._document_file.write(starts.astype(np.int64).tobytes())
         self.documents += len(starts)
+
+
+def make_writer(folder: Path, tokenizer: Tokenizer) -> TokenWriter:
+    """Return the writer of a new folder for the kind of model that has this tokenizer."""
+    writer: TokenWriter = load(kind_of_data(tokenizer.instances).writer)(folder, tokenizer)
+    return writer
 
 
 class StoredNumbers:

@@ -7,34 +7,30 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
-import json
 import os
-import re
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from train.base.wording import counted
-from train.cpm_live.instances import Instance, check_unicode, reader
-from train.cpm_live.vocabulary import BadRecord
+from train.data.records import (
+    BadRecord,
+    check_unicode,
+    decode_utf8,
+    guess_encoding,
+    parse_json,
+)
 from train.data.tokenizer import open_tokenizer
+from train.data.tokenizer_base import Tokenizer
+from train.registry import kind_of_data, load
 
 _PIECE = 1 << 20  # bytes of text that are tokenized at once, up to the end of a line
 _LISTED = 20  # bad lines that are listed
-_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # listed first, since it begins like the mark of UTF-16
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-# share of zero bytes at even or at odd places that only UTF-16 and UTF-32 exceed
-_ZEROS = 0.2
-_NOT_ASCII = re.compile(rb"[\x80-\xff]+")
 
 
 @dataclass
@@ -72,7 +68,7 @@ class BadLines:
             return "no line is bad"
         verb = "is" if self.count == 1 else "are"
         said = [f"{self.count:,} of {counted(self.among, 'line')} {verb} bad{too_many}"]
-        if guess := guess_encoding(self.file):
+        if guess := guess_encoding(_first_bytes(self.file)):
             said.append(f"{self.file} looks like {guess}: iconv -f {guess} -t UTF-8 converts it")
         said.append(f"The first: {'; '.join(self.first[:3])}")
         return ". ".join(said)
@@ -170,9 +166,49 @@ class Encoded:
     A .txt file is one document in all of its parts.
     """
 
-    documents: list[tuple[Document, np.ndarray | Instance]]
+    documents: list[tuple[Document, Sized]]
     bad: BadLines
     size: int
+
+
+class Reader(Protocol):
+    """Turns records and texts of files into documents or instances, for one kind of model.
+
+    It is made as (tokenizer, json_field). Raises BadRecord for a record that it cannot use.
+    """
+
+    def of_record(self, record: Any) -> Sized:
+        """Return the document or instance in a .jsonl line."""
+
+    def of_text(self, text: str) -> Sized:
+        """Return the part of a document or instance in a part of a .txt."""
+
+
+class DocumentReader:
+    """Reads documents: the ids of the text in field `json_field` of a record."""
+
+    def __init__(self, tokenizer: Tokenizer, json_field: str):
+        self._tokenizer, self._json_field = tokenizer, json_field
+
+    def of_record(self, record: Any) -> np.ndarray:
+        return self.of_text(text_in(record, self._json_field))
+
+    def of_text(self, text: str) -> np.ndarray:
+        return np.asarray(self._tokenizer.encode(text), self._tokenizer.dtype)
+
+
+def text_in(record: Any, json_field: str) -> str:
+    """Return the text in a field of a record. Raises BadRecord if there is none."""
+    text = record.get(json_field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise BadRecord(f"no text in field {json_field!r}")
+    return check_unicode(text)
+
+
+def make_reader(tokenizer: Tokenizer, json_field: str) -> Reader:
+    """Return the reader for the kind of model that has this tokenizer."""
+    reader: Reader = load(kind_of_data(tokenizer.instances).reader)(tokenizer, json_field)
+    return reader
 
 
 class Encoder:
@@ -181,10 +217,8 @@ class Encoder:
     def __init__(self, tokenizer: str, json_field: str, eos: str | None = None):
         # a single text leaves nothing to do for more threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self.tokenizer, self.json_field = open_tokenizer(tokenizer, eos), json_field
-        instances = reader(self.tokenizer, json_field)
-        self._of_record = instances.of_record if instances else self._document_of_record
-        self._of_text = instances.of_text if instances else self._document
+        self.tokenizer = open_tokenizer(tokenizer, eos)
+        self._reader = make_reader(self.tokenizer, json_field)
 
     def __call__(self, piece: TextLines) -> Encoded:
         bad = BadLines(
@@ -194,35 +228,24 @@ class Encoder:
         if is_records(piece.path):
             documents = list(self._records(piece, bad))
         else:
-            documents = [(Document(piece.file), self._of_text(plain_text(piece, bad)))]
+            text = plain_text(piece, bad)
+            documents = [(Document(piece.file), self._reader.of_text(text))]
         if piece.damage:
             reason = f"damaged, so nothing is read from here on: {piece.damage}"
             bad.add(piece.path, piece.first_line + len(piece.lines), reason)
         bad.left_out = self.tokenizer.left_out - before
         return Encoded(documents, bad, piece.size)
 
-    def _records(
-        self, piece: TextLines, bad: BadLines
-    ) -> Iterator[tuple[Document, np.ndarray | Instance]]:
+    def _records(self, piece: TextLines, bad: BadLines) -> Iterator[tuple[Document, Sized]]:
         for number, line in enumerate(piece.lines, piece.first_line):
             if not line.strip():
                 continue
             try:
-                record = parse_json(line)
-                found = self._of_record(record)
+                found = self._reader.of_record(parse_json(line))
             except BadRecord as error:
                 bad.add(piece.path, number, str(error))
             else:
                 yield Document(piece.file, number), found
-
-    def _document_of_record(self, record: Any) -> np.ndarray:
-        text = record.get(self.json_field) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise BadRecord(f"no text in field {self.json_field!r}")
-        return self._document(check_unicode(text))
-
-    def _document(self, text: str) -> np.ndarray:
-        return np.asarray(self.tokenizer.encode(text), self.tokenizer.dtype)
 
 
 def find_files(
@@ -302,6 +325,13 @@ def _take_lines(text: io.BufferedReader, path: Path) -> tuple[list[bytes], str |
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     return lines, None
+
+
+def _first_bytes(path: Path) -> bytes:
+    """Return the first part of a file. Raises OSError if it can no longer be read."""
+    with open(path, "rb") as raw:
+        lines, _ = _take_lines(_decompressed(raw, path), path)
+    return b"".join(lines)
 
 
 def _decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
@@ -391,17 +421,6 @@ def _problem(path: Path) -> Reason | None:
     return _NOT_GZIP if _compressed(path) and start not in (b"", b"\x1f\x8b") else None
 
 
-def parse_json(line: bytes) -> Any:
-    """Return the value of a .jsonl line. Raises BadRecord if it is not JSON in UTF-8."""
-    text = decode_utf8(
-        line.removeprefix(codecs.BOM_UTF8)
-    )  # also inside a file that was joined from others
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
-        raise BadRecord(f"not JSON: {error}") from error
-
-
 def plain_text(piece: TextLines, bad: BadLines) -> str:
     """Return the text of a part, without bad lines."""
     good = []
@@ -411,61 +430,3 @@ def plain_text(piece: TextLines, bad: BadLines) -> str:
         except BadRecord as error:
             bad.add(piece.path, number, str(error))
     return "".join(good)
-
-
-def decode_utf8(line: bytes) -> str:
-    """Return a line as text. Raises BadRecord if it is not UTF-8, or has as many zero bytes as
-    UTF-16.
-    """
-    if any(_many_zeros(line)):
-        raise BadRecord(f"not UTF-8: {line.count(0)} of {len(line)} bytes are zero")
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        raise BadRecord(f"not UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def guess_encoding(path: Path) -> str | None:
-    """Guess the encoding of a file from its first bytes. Return a name that iconv knows, or None
-    for UTF-8 and unclear cases.
-
-    Raises OSError if the file can no longer be read.
-    """
-    with open(path, "rb") as raw:
-        lines, _ = _take_lines(_decompressed(raw, path), path)
-    start = b"".join(lines)
-    if marked := next((name for mark, name in _MARKS.items() if start.startswith(mark)), None):
-        return marked
-    even, odd = _many_zeros(start)
-    if even or odd:
-        return "UTF-32" if even and odd else "UTF-16BE" if even else "UTF-16LE"
-    if _readable(start, "UTF-8"):
-        return None
-    if _has_pairs(start) and _readable(start, "GB18030"):
-        return "GB18030"
-    return "WINDOWS-1252" if _readable(start, "WINDOWS-1252") else None
-
-
-def _many_zeros(text: bytes) -> tuple[bool, bool]:
-    """Whether bytes at even and at odd places are zero as often as in UTF-16. Such bytes may be
-    valid UTF-8.
-    """
-    even, odd = text[::2], text[1::2]
-    return even.count(0) > _ZEROS * len(even), odd.count(0) > _ZEROS * len(odd)
-
-
-def _has_pairs(text: bytes) -> bool:
-    """Whether most bytes above ASCII have another one beside them, as in Chinese. Accented letters
-    stand alone.
-    """
-    runs = [len(run) for run in _NOT_ASCII.findall(text)]
-    return sum(length for length in runs if length > 1) > sum(runs) / 2
-
-
-def _readable(start: bytes, encoding: str) -> bool:
-    """Whether bytes are text in an encoding. They may end inside a character."""
-    try:
-        codecs.getincrementaldecoder(encoding)().decode(start)
-    except UnicodeDecodeError:
-        return False
-    return True

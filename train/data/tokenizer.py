@@ -11,15 +11,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from train.base.paths import inside
-from train.cpm_live.tokenizers import AntGreedyTokenizer, AntTokenizer, BeeTokenizer
 from train.data.tokenizer_base import SPEC, Tokenizer
+from train.registry import KINDS, load
 
 BYTES_END_OF_TEXT = "<|endoftext|>"  # the name of the token that ends a document of bytes
 _BEGIN_OF_TEXT = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[CLS]")
@@ -199,15 +199,11 @@ class SentencePieceTokenizer(Tokenizer):
         return hashlib.sha256(self._backend.serialized_model_proto()).hexdigest()
 
 
-_BY_SUFFIX = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
-
-
-# tokenizers that are named as PREFIX:FILE
-_BY_PREFIX: dict[str, type[Tokenizer]] = {
-    "cpm-bee": BeeTokenizer,
-    "cpm-ant": AntTokenizer,
-    "cpm-ant-greedy": AntGreedyTokenizer,
-}
+_Open = Callable[..., Tokenizer]  # the class of a tokenizer, made from a file
+_BY_SUFFIX: dict[str, _Open] = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
+# tokenizers that are named as PREFIX:FILE, as parts of their kinds of models
+_BY_PREFIX = {prefix: part for kind in KINDS for prefix, part in kind.tokenizers.items()}
+_BY_CLASS = {part.partition(":")[2]: part for part in _BY_PREFIX.values()}
 
 
 def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
@@ -227,7 +223,7 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     if listed:
-        return _read(_BY_PREFIX[prefix], Path(vocabulary))
+        return _read(load(_BY_PREFIX[prefix]), Path(vocabulary))
     path = Path(name)
     if path.suffix not in _BY_SUFFIX:
         raise ValueError(
@@ -244,12 +240,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     spec_file = inside(folder, SPEC)
     if not spec_file.is_file():
         raise ValueError(f"{folder} has no tokenizer ({SPEC})")
-    kinds = {
-        kind.__name__: kind for kind in (ByteTokenizer, *_BY_SUFFIX.values(), *_BY_PREFIX.values())
-    }
     try:
         spec = json.loads(spec_file.read_text())
-        kind, name, eos = kinds[spec["kind"]], spec["file"], spec.get("eos")
+        kind, name, eos = _class_named(spec["kind"]), spec["file"], spec.get("eos")
     except _NO_SPEC as error:
         raise ValueError(
             f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}"
@@ -257,6 +250,16 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if kind is ByteTokenizer:
         return kind()
     return _read(kind, inside(folder, name), eos)
+
+
+def _class_named(name: str) -> _Open:
+    """Return the class of a tokenizer. Raises KeyError if there is no such class."""
+    own: dict[str, _Open] = {
+        "ByteTokenizer": ByteTokenizer,
+        "JsonTokenizer": JsonTokenizer,
+        "SentencePieceTokenizer": SentencePieceTokenizer,
+    }
+    return own[name] if name in own else load(_BY_CLASS[name])
 
 
 def saved_identity(folder: Path) -> str | None:
@@ -282,7 +285,7 @@ def saved_identity(folder: Path) -> str | None:
     return identity
 
 
-def _read(kind: type[Tokenizer], path: Path, eos: str | None = None) -> Tokenizer:
+def _read(kind: _Open, path: Path, eos: str | None = None) -> Tokenizer:
     if not path.is_file():
         raise ValueError(f"no tokenizer file {path}")
     try:

@@ -12,7 +12,7 @@ works on one rank, with one row at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -26,6 +26,7 @@ from models.cpm_bee import CPMBee, bee_scores
 from models.cpm_live.config import LiveConfig
 from models.cpm_live.layers import LiveModel
 from train.base.wording import counted
+from train.generation.sampling import Choose
 
 
 class Cache:
@@ -60,9 +61,7 @@ class Decoder(Protocol):
         """Add the token with this place in `logits` to the row."""
 
 
-def continue_row(
-    decoder: Decoder, tokens: int, end: int, choose: Callable[[Tensor], int]
-) -> list[int]:
+def continue_row(decoder: Decoder, tokens: int, end: int, choose: Choose) -> list[int]:
     """Return up to `tokens` more tokens, which `choose` takes from logits (V,). Stop before
     `end`.
     """

@@ -22,7 +22,8 @@ from models.huggingface import read_config
 from models.rope import RopeScaling
 from train.base.command_line import ArgumentParser
 from train.base.wording import counted, flag
-from train.run.kinds import KINDS, PRESETS, Kind, ModelConfig, config_of, kind_of
+from train.registry import KINDS, Kind
+from train.run.kinds import PRESETS, ModelConfig, config_of, kind_of
 from train.run.schedule import SCHEDULES
 from train.run.strategy import check_strategy
 

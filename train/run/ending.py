@@ -7,10 +7,10 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
+from train.base import ranks
 from train.base.error_file import leave_reason
 from train.base.files import print_error
 from train.base.signals import INTERRUPTED, NOTED, has_launcher
-from train.run import ranks
 from train.run.watchdog import Watchdog
 
 

@@ -5,10 +5,7 @@ utilization (MFU).
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from bmt_burst.sequence.mask import Mask
-from bmt_burst.sequence.span import length
 from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
 
@@ -43,33 +40,6 @@ def step_flops(model: CPMConfig | LiveConfig, tokens: int, pairs: int) -> float:
     B) counts all pairs instead.
     """
     return 6.0 * model.num_multiplied * tokens + 12.0 * model.num_heads * model.head_dim * pairs
-
-
-def keys_seen(mask: Mask) -> Tensor:
-    """Return the number of keys that each query sees: (seq_len,) int64. The sum is `mask.area`."""
-    steps = torch.zeros(mask.seq_len + 1, dtype=torch.int64)
-    whole = torch.tensor(
-        [(*s.q, length(s.kv)) for s in mask.slices if s.low is None and s.high is None]
-    )
-    if len(whole):
-        steps.index_add_(0, whole[:, 0], whole[:, 2]).index_add_(0, whole[:, 1], -whole[:, 2])
-    seen = steps.cumsum(0)[:-1]
-    bounds = [
-        (*s.q, *s.kv, s.low, s.high) for s in mask.slices if s.low is not None or s.high is not None
-    ]
-    if not bounds:
-        return seen
-    # A missing bound becomes one that no distance reaches.
-    far = mask.seq_len
-    rows = torch.tensor(
-        [(*b[:4], -far if b[4] is None else b[4], far if b[5] is None else b[5]) for b in bounds]
-    )
-    lengths = rows[:, 1] - rows[:, 0]
-    first, _, start, stop, low, high = rows.repeat_interleave(lengths, 0).unbind(1)
-    before = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    query = first + torch.arange(len(first)) - before
-    keys = torch.minimum(stop, query - low + 1) - torch.maximum(start, query - high + 1)
-    return seen.index_add_(0, query, keys.clamp_min_(0))
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from train.base import ranks
 from train.base.files import print_error
 from train.base.signals import INTERRUPTED, LAUNCHER, NOTED, StopSignal
 from train.checkpoints import checkpoint
-from train.run import ranks
 from train.run.watchdog import EXIT_CODE
 
 _GRACE = 5.0  # seconds in which ranks may end on their own after one has failed

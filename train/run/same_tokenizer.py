@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from train.base import ranks
 from train.data.tokenizer import Tokenizer, open_tokenizer, saved_identity
-from train.run import ranks
 
 _FILES = ("tokenizer.json", "tokenizer.model")  # as other programs name them
 _SHOWN = 12  # digits of an identity that are shown

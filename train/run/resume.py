@@ -15,11 +15,11 @@ from pathlib import Path
 
 from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
+from train.base import ranks
 from train.base.wording import flag
 from train.checkpoints import checkpoint
 from train.data.folder import TokenFile
 from train.data.tokenizer import Tokenizer
-from train.run import ranks
 from train.run.config import TrainConfig
 from train.run.kinds import config_of
 from train.run.schedule import learning_rate

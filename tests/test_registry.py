@@ -1,0 +1,67 @@
+"""The registry of the kinds of models: its parts exist, and are imported when they are used."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+from torch import nn
+
+from tests.helpers import ROOT
+from train.data.batches import Dealer
+from train.data.stored import TokenWriter
+from train.data.tokenizer_base import Tokenizer
+from train.generation.sampling import Generator
+from train.registry import KINDS, Kind, kind_of_data, load
+from train.run.kinds import PRESETS, config_of, kind_of
+
+EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+
+
+@EACH_KIND
+def test_the_parts_of_a_kind_follow_their_contracts(kind: Kind):
+    assert issubclass(load(kind.model), nn.Module)
+    assert issubclass(load(kind.batches), Dealer)
+    assert issubclass(load(kind.writer), TokenWriter)
+    for part, methods in (
+        (kind.reader, ["of_record", "of_text"]),
+        (kind.data, ["open", "order", "keep_documents_apart", "example_scores", "identity"]),
+        (kind.config, ["from_dict", "to_dict"]),
+    ):
+        assert all(hasattr(load(part), method) for method in methods), part
+    expected = inspect.signature(Generator.__call__).parameters
+    assert ["self", *inspect.signature(load(kind.generator)).parameters] == list(expected)
+    for part in kind.tokenizers.values():
+        assert issubclass(load(part), Tokenizer)
+        assert load(part).instances == kind.name
+
+
+@EACH_KIND
+def test_a_kind_is_found_by_its_configurations_and_by_its_data(kind: Kind):
+    presets = [preset for preset in PRESETS.values() if isinstance(preset, load(kind.config))]
+    assert presets
+    for preset in presets:
+        assert kind_of(preset) is kind
+        assert config_of(preset.to_dict()) == preset
+        assert kind.own & preset.to_dict().keys()
+    assert kind_of_data(kind.name) is kind
+    assert kind_of_data(None) is KINDS[0]
+
+
+def _modules_after(statement: str) -> set[str]:
+    """Return the modules that a new process has imported after a statement."""
+    code = f"import sys; {statement}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_a_script_imports_only_what_it_needs():
+    assert not _modules_after("import train.registry") & {"torch", "numpy", "models"}
+    prepare = _modules_after("import train.prepare_data")
+    assert "train.data.text" in prepare
+    assert not prepare & {"torch", "train.cpm_live", "models.cpm"}
+    pretrain = _modules_after("import train.pretrain")
+    assert "train.data.batches" in pretrain
+    others = {"train.cpm_live.rows", "train.generation", "models.cpm_bee", "models.cpm_ant"}
+    assert not pretrain & others
