@@ -15,6 +15,7 @@ LEVELS = [
     ("base", "errors"),
     ("sequence", "scores", "spec"),
     ("kernels", "merging"),
+    ("sparse",),
     ("transport",),
     ("ranks",),
     ("strategies",),
