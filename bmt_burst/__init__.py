@@ -8,6 +8,7 @@ from . import kernels as kernels
 from . import loss as loss
 from . import nn as nn
 from . import offload as offload
+from . import sparse as sparse
 from .attention import (
     burst_attn_func,
     burst_attn_kvpacked_func,
@@ -19,12 +20,14 @@ from .ranks.simulation import simulate
 from .scores import Scores
 from .sequence.layout import IGNORE_INDEX, Layout, shard, shift_labels, unshard
 from .sequence.mask import Mask, Slice
+from .sparse import InfLLMV2
 from .transport import Transport
 
 __version__ = "0.1.0"
 
 __all__ = [
     "IGNORE_INDEX",
+    "InfLLMV2",
     "Layout",
     "Mask",
     "Scores",

@@ -26,6 +26,7 @@ from .calls.refusal import (
 from .ranks.rings import Group, make_rings
 from .sequence.layout import Layout
 from .sequence.mask import Mask
+from .sparse.config import InfLLMV2
 from .strategies import GROUP_BYTES
 
 Parameters = ParamSpec("Parameters")
@@ -110,6 +111,8 @@ def burst_attn_func(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    sparse: InfLLMV2 | None = None,
+    choose_by: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention over a sequence that is cut over the ranks of a group.
 
@@ -164,6 +167,12 @@ def burst_attn_func(
             query head a learned score of a key that all queries see and that has no value, as in
             gpt-oss. It only enlarges the divisor of the softmax. Ranks compare only whether there
             are sinks. All kernels and strategies support them.
+        sparse: a `bmt_burst.InfLLMV2`: each query attends only to some blocks of its document,
+            which the data chooses. It needs `causal` or a mask of causal documents, and takes no
+            bias and no softcap. A call whose longest document has fewer than dense_len tokens is
+            dense. No gradient flows through the choice.
+        choose_by: for `sparse` with use_nope: queries (B, S_local, H, D) and keys (B, S_local, G,
+            D) without rotary positions, by which blocks are chosen.
 
     Returns:
         out (B, S_local, H, D), in the dtype of q or of autocast. With return_lse also lse (B, H,
@@ -201,8 +210,11 @@ def burst_attn_func(
         group_bytes=group_bytes,
         scores=scores,
         softcap=softcap,
+        sparse=sparse,
     )
-    out, lse = attend(make_rings(process_group, double_group), q, k, v, bias, sinks, options)
+    out, lse = attend(
+        make_rings(process_group, double_group), q, k, v, bias, sinks, options, choose_by
+    )
     return (out, lse) if return_lse else out
 
 
@@ -434,6 +446,8 @@ def burst_attn_varlen_func(
     return_lse: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    sparse: InfLLMV2 | None = None,
+    choose_by: tuple[Tensor, Tensor] | None = None,
     optimize_bwd_comm: bool = True,
     deterministic: bool = False,
     strategy: str = "auto",
@@ -478,7 +492,8 @@ def burst_attn_varlen_func(
         group_bytes=group_bytes,
         scores=None,
         softcap=softcap,
+        sparse=sparse,
     )
     rings = make_rings(process_group, double_group)
-    out, lse = attend(rings, q, k, v, None, sinks, options, is_packed=True)
+    out, lse = attend(rings, q, k, v, None, sinks, options, choose_by, is_packed=True)
     return (out[0], lse[0]) if return_lse else out[0]

@@ -11,6 +11,7 @@ Terms and plans are kept, so a call that repeats another one only checks, tells 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,9 @@ from ..ranks.agreement import (
     report_failure,
 )
 from ..ranks.rings import Rings
+from ..sparse.choice import find_longest
 from ..strategies import Plan, Problem, Sizes, choose
+from ..strategies.selected import SelectedPlan, window_problem
 from .autograd import BurstAttention
 from .inputs import Inputs, check_inputs
 from .masking import check_lengths, resolve_layout
@@ -43,6 +46,7 @@ def attend(
     bias: Tensor | None,
     sinks: Tensor | None,
     options: Options,
+    choose_by: tuple[Tensor, Tensor] | None = None,
     is_packed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, S, H, D) and lse (B, H, S) of a call that all ranks of `rings` make.
@@ -56,7 +60,7 @@ def attend(
     device: Any = torch.cuda.device(q.device) if is_on_gpu else contextlib.nullcontext()
     with device, admit_one_thread(rings, CALL):
         try:
-            inputs = check_inputs(q, k, v, bias, sinks, is_packed)
+            inputs = check_inputs(q, k, v, bias, sinks, choose_by, is_packed)
             terms = find_terms(rings, inputs, options)
         except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
             refuse_in_rings(rings, error)
@@ -68,22 +72,32 @@ def attend(
             return _compute(rings, plan, number, inputs, terms.masking.rows)
 
 
-def find_plan(rings: Rings, terms: Terms, said: tuple[bytes, ...], device: torch.device) -> Plan:
+def find_plan(
+    rings: Rings, terms: Terms, said: tuple[bytes, ...], device: torch.device
+) -> Plan | SelectedPlan:
     """Return the plan that follows from the terms of all ranks, `said`. Plans are kept.
 
     Raises ValueError on all ranks if the terms do not agree or no strategy can compute the problem.
     """
     plans = rings.history.plans
-    plan: Plan | None = plans.pop(said, None)
+    plan: Plan | SelectedPlan | None = plans.pop(said, None)
     if plan is None:
         with mark_known_errors():
             problem = make_problem(rings, terms, compare_terms(said))
-            strategy = choose(terms.options.strategy, problem)
-        plan = strategy.plan(problem, rings.rank)
+            plan = _make_plan(terms.options.strategy, problem, rings.rank)
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
         _make_room(plans)
     plans[said] = plan  # last in order: just used
     return plan
+
+
+def _make_plan(name: str, problem: Problem, rank: int) -> Plan | SelectedPlan:
+    """Return the plan of the strategy called `name`. Raises ValueError if it refuses."""
+    if problem.sparse is None:
+        return choose(name, problem).plan(problem, rank)
+    strategy = choose(name, window_problem(problem))
+    span_bytes = sys.maxsize if name == "all-gather" else problem.group_bytes
+    return SelectedPlan(problem, rank, strategy, span_bytes)
 
 
 def _make_room(plans: dict[tuple[bytes, ...], Plan]) -> None:
@@ -104,6 +118,9 @@ def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
     mask = masking.mask_of(tokens)
     layout = resolve_layout(masking.layout, mask, len(tokens))
     check_lengths(layout, tokens)
+    sparse = options.sparse
+    if sparse is not None and sparse.is_dense(find_longest(mask)):
+        sparse = None
     batch, _, heads, head_size = terms.shape
     return Problem(
         mask=mask,
@@ -125,16 +142,21 @@ def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
         group_bytes=options.group_bytes,
         scores=masking.scores,
         biased_kernel=terms.biased_kernel,
+        sparse=sparse,
     )
 
 
 def _compute(
-    rings: Rings, plan: Plan, number: int, inputs: Inputs, rows: int
+    rings: Rings, plan: Plan | SelectedPlan, number: int, inputs: Inputs, rows: int
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse. `rows` rows are computed as one sequence, if there are any."""
     q, k, v = inputs.q, inputs.k, inputs.v
+    choose_by = inputs.choose_by or (q, k)
     if rows:
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+        choose_by = choose_by[0].flatten(0, 1).unsqueeze(0), choose_by[1].flatten(0, 1).unsqueeze(0)
+    if isinstance(plan, SelectedPlan):
+        plan = plan.choose(rings, *choose_by)
     run: Callable[..., tuple[Tensor, Tensor]] = BurstAttention.apply
     out, lse = run(q, k, v, inputs.bias, inputs.sinks, rings, plan, number)
     if rows:

@@ -24,6 +24,8 @@ class Inputs:
     k, v      (B, S, G, D) in q's dtype; G divides H
     bias      (R, H) fp32 (fp64 for fp64 inputs), or None
     sinks     (H,) fp32 (fp64 for fp64 inputs), or None
+    choose_by the queries and keys by which sparse attention chooses blocks, of the shapes of q and
+              k, or None
     autocast  the dtype that autocast cast q, k and v to, or None if it is off
     """
 
@@ -32,6 +34,7 @@ class Inputs:
     v: Tensor
     bias: Tensor | None
     sinks: Tensor | None
+    choose_by: tuple[Tensor, Tensor] | None
     autocast: torch.dtype | None
 
     @property
@@ -52,6 +55,7 @@ def check_inputs(
     v: Tensor,
     bias: Tensor | None,
     sinks: Tensor | None,
+    choose_by: tuple[Tensor, Tensor] | None,
     is_packed: bool,
 ) -> Inputs:
     """Return the inputs with a batch dimension and in the dtype of autocast.
@@ -73,7 +77,7 @@ def check_inputs(
     _check_bias(bias, q)
     _check_sinks(sinks, q)
     check_transforms("burst_attn_func", *(x for x in (q, k, v, bias, sinks) if x is not None))
-    return Inputs(q, k, v, bias, sinks, autocast)
+    return Inputs(q, k, v, bias, sinks, _check_choose_by(choose_by, q, k, is_packed), autocast)
 
 
 def _check_one(name: str, x: Tensor, is_packed: bool) -> None:
@@ -127,6 +131,29 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
             f"got shape {tuple(sinks.shape)}"
         )
     _check_like_lse("sinks", sinks, q)
+
+
+def _check_choose_by(
+    choose_by: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, is_packed: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Return the tensors with a batch dimension, in the dtype of q, without gradients."""
+    if choose_by is None:
+        return None
+    if not isinstance(choose_by, list | tuple) or len(choose_by) != 2:
+        raise TypeError(
+            f"choose_by must be a pair of queries and keys, got {type(choose_by).__name__}"
+        )
+    found = []
+    for name, x, like in zip(("queries", "keys"), choose_by, (q, k), strict=True):
+        check_tensor(f"{name} of choose_by", x)
+        x = x.detach().unsqueeze(0) if is_packed else x.detach()
+        if x.shape != like.shape or x.device != like.device:
+            raise ValueError(
+                f"expected {name} of choose_by of shape {tuple(like.shape[is_packed:])} on "
+                f"{like.device}, got {tuple(x.shape[is_packed:])} on {x.device}"
+            )
+        found.append(x.to(like.dtype))
+    return found[0], found[1]
 
 
 def _check_like_lse(name: str, x: Tensor, q: Tensor) -> None:

@@ -17,6 +17,8 @@ from ..kernels import Kernel, pick, pick_biased
 from ..ranks.agreement import format_terms, read_terms
 from ..ranks.rings import Rings, check_device
 from ..sequence.layout import Layout
+from ..sparse.choice import find_fault
+from ..sparse.memory import is_recomputing
 from ..spec import Spec
 from .inputs import Inputs
 from .masking import Masking, find_masking
@@ -33,6 +35,7 @@ class Terms:
     shape           (B, S, H, D), the shape of q
     autocast        the dtype that autocast cast the inputs to, if it is on
     needs_gradient  whether autograd records the call
+    has_choice      whether sparse attention takes the choice of an earlier run
     bias_rows       the number of rows of the bias, if there is one
     options         checked options
     biased_kernel   the kernel of pairs that are in no area of one row, if there is a bias
@@ -46,6 +49,8 @@ class Terms:
     needs_gradient: bool
     bias_rows: int | None
     has_sinks: bool
+    has_choose_by: bool
+    has_choice: bool
     options: Options
     masking: Masking
     spec: Spec
@@ -73,6 +78,9 @@ class Terms:
             "softmax_scale": self.spec.scale,
             "softcap": self.spec.softcap,
             "sinks": self.has_sinks,
+            "sparse": options.sparse and str(options.sparse),
+            "choose_by": self.has_choose_by,
+            "kept choices": self.has_choice,
             "mask": _describe_mask(masking),
             "layout": _describe_layout(masking.layout),
             "scores": masking.scores and masking.scores.digest,
@@ -106,6 +114,8 @@ def find_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
         inputs.need_gradient,
         inputs.bias_rows,
         inputs.sinks is None,
+        inputs.choose_by is None,
+        is_recomputing(),
         *values,
         *map(type, values),  # 1 is equal to True
     )
@@ -134,6 +144,7 @@ def _make_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
         raise ValueError("expected softcap or a bias, got both: no kernel caps scores with a bias")
     kernel = pick(options.flash, q, k, spec)
     masking = find_masking(options, len(q), rings.size)
+    _check_sparse(options, masking, rows is not None, inputs.choose_by is not None)
     if rows is not None and masking.scores is not None and masking.scores.num_rows > rows:
         raise ValueError(f"bias has {rows} rows, the scores take {masking.scores.num_rows}")
     return Terms(
@@ -145,6 +156,8 @@ def _make_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
         needs_gradient=inputs.need_gradient,
         bias_rows=rows,
         has_sinks=inputs.sinks is not None,
+        has_choose_by=inputs.choose_by is not None,
+        has_choice=options.sparse is not None and is_recomputing(),
         options=options,
         masking=masking,
         spec=spec,
@@ -157,6 +170,22 @@ def _make_spec(options: Options, head_size: int, dtype: torch.dtype) -> Spec:
     scale = head_size**-0.5 if options.softmax_scale is None else options.softmax_scale
     check_scale(scale, options.softcap, dtype)
     return Spec(scale, options.deterministic, softcap=options.softcap)
+
+
+def _check_sparse(options: Options, masking: Masking, has_bias: bool, has_choose_by: bool) -> None:
+    """Raise ValueError if the other arguments do not fit `sparse`."""
+    sparse = options.sparse
+    if has_choose_by != (sparse is not None and sparse.use_nope):
+        got = f"choose_by and sparse={sparse}" if has_choose_by else f"{sparse} alone"
+        raise ValueError(f"expected choose_by together with use_nope=True, got {got}")
+    if sparse is None:
+        return
+    if has_bias:
+        raise ValueError("expected sparse or a bias, got both: sparse attention adds no bias")
+    if masking.mask is None and not masking.causal:
+        raise ValueError("expected causal=True or a mask of causal documents with sparse, got none")
+    if masking.mask is not None and (fault := find_fault(masking.mask)):
+        raise ValueError(fault)
 
 
 def _describe_mask(masking: Masking) -> str:

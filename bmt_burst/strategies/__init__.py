@@ -28,6 +28,7 @@ from ..ranks.rings import Rings
 from ..scores import Scores, Term, is_one_row
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask
+from ..sparse.config import InfLLMV2
 from ..spec import Spec
 
 GROUP_BYTES = 5 << 26  # by default
@@ -68,6 +69,8 @@ class Problem:
     scores         the row of a bias's table that each pair adds to its scores, if there is a bias.
                    They have the same mask.
     biased_kernel  the kernel for pairs that do not share one row, if there is a bias
+    sparse         the choice of blocks that narrows the mask, if the call is sparse. The mask has
+                   causal documents then.
     """
 
     mask: Mask
@@ -82,6 +85,7 @@ class Problem:
     group_bytes: int = GROUP_BYTES
     scores: Scores | None = None
     biased_kernel: Kernel | None = None
+    sparse: InfLLMV2 | None = None
 
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:

@@ -1,0 +1,260 @@
+"""Sparse attention over ranks: blocks of keys that the data chose, beside a window.
+
+Queries stay. The window, the nearest keys of each query, is a mask. Any strategy computes it, as a
+dense call. The far part are the chosen blocks beyond the window:
+
+    choose    ranks gather all keys in spans of the sequence, and sum them up to compressed keys.
+              Each rank then chooses blocks for its own queries.
+    forward   ranks gather keys and values, span by span. Each computes its far part, which merges
+              with the window by lse.
+    backward  ranks gather keys and values again, and return the gradients of each span to the
+              owners of its tokens.
+
+A span has as many tokens as `span_bytes` of keys and values allow. Nearly every block is chosen by
+some query of each rank, so to send only what is chosen would save nothing. The choice depends
+neither on ranks nor on spans (see `bmt_burst.sparse`).
+
+Letters: B batch, S tokens of a rank, T tokens of a span, H query heads, G kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..merging.merge import Outputs, empty_lse
+from ..ranks.rings import Rings
+from ..sequence.span import Span, length
+from ..sparse.choice import CompressedKeys, choose_in_document, compress, documents_in, sum_strides
+from ..sparse.far import FarBlocks, far_gradients, far_outputs
+from ..sparse.memory import keep_choice, take_choice
+from . import Plan, Problem, Saved, Strategy
+
+
+def window_problem(problem: Problem) -> Problem:
+    """Return the dense problem of the windows of a sparse one."""
+    assert problem.sparse is not None
+    mask = problem.mask.windowed(problem.sparse.window_size + 1)
+    return replace(problem, mask=mask, sparse=None)
+
+
+class SelectedPlan:
+    """The part of one rank in sparse calls of one problem, before their blocks are chosen.
+
+    window      the plan of `window_problem`
+    span_bytes  the most bytes of keys and values in a span, unless a stride of tokens is larger
+    """
+
+    def __init__(self, problem: Problem, rank: int, strategy: Strategy, span_bytes: int):
+        assert problem.sparse is not None
+        self.problem, self.rank, self.sparse = problem, rank, problem.sparse
+        self.window = strategy.plan(window_problem(problem), rank)
+        self.span_bytes = span_bytes
+
+    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+        """Reserve the memory of the window's plan. Spans are received into new tensors."""
+        self.window.reserve(rings, device, with_backward)
+
+    def choose(self, rings: Rings, q: Tensor, k: Tensor) -> ChosenPlan:
+        """Choose blocks for this rank's q (B, S, H, D), by the k (B, S, G, D) of all ranks.
+
+        A recomputation takes the choice of the first run.
+        """
+        chosen = take_choice()
+        if chosen is None:
+            with torch.no_grad():
+                keys = self._compress(rings, k)
+                rows = [self._choose_row(*row) for row in zip(q, keys, strict=True)]
+                chosen = torch.stack(rows)
+            keep_choice(chosen)
+        return ChosenPlan(self, chosen)
+
+    def _compress(self, rings: Rings, k: Tensor) -> list[dict[int, CompressedKeys]]:
+        """Return the compressed keys of each row's documents, by the documents' starts."""
+        parts = self.problem.mask.parts
+        sums: list[dict[int, list[Tensor]]] = [{start: [] for start, _ in parts} for _ in k]
+        for span in self.spans:
+            [whole] = self.gather(rings, [k], span)
+            for (start, stop), (first, last) in _cut_spans(parts, span):
+                for row, of_documents in zip(whole, sums, strict=True):
+                    tokens = row[first - span[0] : last - span[0]]
+                    assert (first - start) % self.sparse.kernel_stride == 0 or first == stop
+                    of_documents[start].append(sum_strides(tokens, self.sparse))
+        return [
+            {start: compress(torch.cat(found), self.sparse) for start, found in row.items()}
+            for row in sums
+        ]
+
+    def _choose_row(self, q: Tensor, keys: dict[int, CompressedKeys]) -> Tensor:
+        """Return the chosen blocks of a row's q (S, H, D): (S, G, N) int32."""
+        found = []
+        for (start, _), indices in documents_in(self._positions[self.rank], self.problem.mask):
+            places = self._positions[self.rank][slice(*indices)] - start
+            found.append(
+                choose_in_document(
+                    q[slice(*indices)],
+                    places.to(q.device),
+                    keys[start],
+                    self.sparse,
+                    self.problem.spec.scale,
+                )
+            )
+        return torch.cat(found)
+
+    @functools.cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of the sequence that are gathered one after the other. None ends within a
+        stride of a document.
+        """
+        sizes = self.problem.sizes
+        bytes_of_token = 2 * sizes.batch * sizes.kv_heads * sizes.head_size * sizes.dtype.itemsize
+        most = max(self.span_bytes // bytes_of_token, self.sparse.kernel_stride)
+        return _cut_sequence(self.problem.mask.parts, most, self.sparse.kernel_stride)
+
+    @functools.cached_property
+    def _positions(self) -> list[Tensor]:
+        """The positions of each rank's tokens."""
+        layout = self.problem.layout
+        return [layout.positions(rank) for rank in range(layout.size)]
+
+    @functools.cached_property
+    def _held(self) -> dict[Span, list[Span]]:
+        """The indices of each rank's tokens in each span."""
+        cuts = torch.tensor([start for start, _ in self.spans] + [self.problem.mask.seq_len])
+        of_ranks = [torch.searchsorted(positions, cuts).tolist() for positions in self._positions]
+        return {
+            span: [(cuts[i], cuts[i + 1]) for cuts in of_ranks] for i, span in enumerate(self.spans)
+        }
+
+    def gather(self, rings: Rings, tensors: Sequence[Tensor], span: Span) -> list[Tensor]:
+        """Return the tokens of a span, from all ranks, in the order of their positions.
+
+        tensors  (B, S, G, D) each, of this rank's tokens; the results are (B, T, G, D)
+        """
+        held = self._held[span]
+        mine = torch.stack([x[:, slice(*held[self.rank])] for x in tensors])
+        shapes = [torch.Size((*mine.shape[:2], length(s), *mine.shape[3:])) for s in held]
+        whole = mine.new_empty(*mine.shape[:2], length(span), *mine.shape[3:])
+        parts = rings.gather_tensors(mine, shapes)
+        for places, part in zip(self._places(span, mine.device), parts, strict=True):
+            whole.index_copy_(2, places, part)
+        return list(whole)
+
+    def give_back(self, rings: Rings, grads: Sequence[Tensor], span: Span) -> list[Tensor]:
+        """Return the sum over the ranks of the gradients of this rank's tokens in a span.
+
+        grads  (B, T, G, D) each, of all tokens of the span; the results are (B, S', G, D). They
+               are sent in the dtype of the kernel's gradients.
+        """
+        stacked = torch.stack(list(grads)).to(self.problem.sizes.partial)
+        parts = [stacked.index_select(2, places) for places in self._places(span, stacked.device)]
+        return list(rings.sum_at_owners(parts, grads[0].dtype))
+
+    def own_tokens(self, span: Span) -> slice:
+        """Return the indices of this rank's tokens in a span."""
+        return slice(*self._held[span][self.rank])
+
+    def _places(self, span: Span, device: torch.device) -> Iterator[Tensor]:
+        """Yield the places of each rank's tokens in a span."""
+        for positions, held in zip(self._positions, self._held[span], strict=True):
+            yield (positions[slice(*held)] - span[0]).to(device)
+
+    def far_blocks(self, chosen: Tensor) -> list[FarBlocks]:
+        """Return the far blocks of each row's `chosen` (B, S, G, N)."""
+        positions = self._positions[self.rank]
+        starts = positions - self.problem.mask.positions()[positions]
+        starts, places = (x.to(chosen.device) for x in (starts, positions - starts))
+        sizes = self.sparse.block_size, self.sparse.window_size
+        return [FarBlocks.of_choice(row, starts, places, *sizes) for row in chosen]
+
+
+@dataclass(frozen=True)
+class ChosenPlan(Plan):
+    """The plan of one call whose blocks are chosen.
+
+    chosen  (B, S, G, N) int32: the blocks of this rank's queries, see `choose_in_document`
+    """
+
+    selected: SelectedPlan
+    chosen: Tensor
+
+    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+        self.selected.reserve(rings, device, with_backward)
+
+    def forward(
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, None]:
+        assert table is None, "sparse attention has no bias"
+        selected = self.selected
+        out, lse = torch.empty_like(q), empty_lse(q)
+        merged = Outputs(out, lse)
+        everything = [(0, q.shape[1])]
+        near, near_lse, _ = selected.window.forward(rings, q, k, v)
+        merged.add(everything, near, near_lse)
+        blocks = selected.far_blocks(self.chosen)
+        for span in selected.spans:
+            keys, values = selected.gather(rings, [k, v], span)
+            rows = zip(q, keys, values, blocks, strict=True)
+            parts = [far_outputs(*row, span[0], selected.problem.spec.scale) for row in rows]
+            outs, lses = zip(*parts, strict=True)
+            merged.add(everything, torch.stack(outs), torch.stack(lses))
+        merged.result()
+        return out, lse, None
+
+    def backward(
+        self, rings: Rings, dout: Tensor, saved: Saved
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        selected = self.selected
+        *near, _ = selected.window.backward(rings, dout, saved)
+        wide = saved.lse.dtype
+        dq, dk, dv = (x.to(wide) for x in near)
+        delta = (saved.out.to(wide) * dout).sum(-1).transpose(1, 2)
+        blocks = selected.far_blocks(self.chosen)
+        for span in selected.spans:
+            keys, values = selected.gather(rings, [saved.k, saved.v], span)
+            far = [
+                far_gradients(
+                    dout[row],
+                    saved.q[row],
+                    keys[row],
+                    values[row],
+                    saved.lse[row],
+                    delta[row],
+                    of_row,
+                    span[0],
+                    selected.problem.spec.scale,
+                )
+                for row, of_row in enumerate(blocks)
+            ]
+            dq_far, dk_far, dv_far = (torch.stack(parts) for parts in zip(*far, strict=True))
+            dq += dq_far
+            own = selected.own_tokens(span)
+            for total, part in zip(
+                (dk, dv), selected.give_back(rings, (dk_far, dv_far), span), strict=True
+            ):
+                total[:, own] += part
+        return dq.to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype), None
+
+
+def _cut_sequence(parts: Sequence[Span], most: int, stride: int) -> tuple[Span, ...]:
+    """Cut a sequence of documents into spans of at most `most` tokens, which are at least a stride.
+    No span ends within a stride of a document.
+    """
+    cuts = [0]
+    for start, stop in parts:
+        while stop - cuts[-1] > most:
+            cuts.append(start + (cuts[-1] + most - start) // stride * stride)
+    return tuple(itertools.pairwise((*cuts, parts[-1][1])))
+
+
+def _cut_spans(parts: Sequence[Span], span: Span) -> Iterator[tuple[Span, Span]]:
+    """Yield the documents that overlap a span, with the positions that both have."""
+    for start, stop in parts:
+        first, last = max(start, span[0]), min(stop, span[1])
+        if first < last:
+            yield (start, stop), (first, last)

@@ -1,0 +1,119 @@
+"""InfLLM-V2 written out in float64, from its definition, and random cases of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bmt_burst import InfLLMV2
+
+
+def chosen_blocks(
+    q: Tensor, k: Tensor, cu_seqlens: Sequence[int], sparse: InfLLMV2, scale: float
+) -> list[list[list[int]]]:
+    """Return the blocks of each query and kv head: q (T, H, D), k (T, G, D), fp64.
+
+    Scores that differ by rounding count as equal.
+    """
+    return [
+        [_blocks_of(q[a:b], k[a:b], i, group, sparse, scale) for group in range(k.shape[1])]
+        for a, b in itertools.pairwise(cu_seqlens)
+        for i in range(b - a)
+    ]
+
+
+def _blocks_of(
+    q: Tensor, k: Tensor, i: int, group: int, sparse: InfLLMV2, scale: float
+) -> list[int]:
+    """Return the blocks of query i of a document and a kv head."""
+    size, stride, own = sparse.kernel_size, sparse.kernel_stride, i // sparse.block_size
+    heads = q.shape[1] // k.shape[1]
+    visible = range(max((i + 1 - size) // stride + 1, 0))
+    keys = [k[j * stride : j * stride + size, group].mean(0) for j in visible]
+    longer = range(max((i + 1 - 4 * size) // (4 * stride) + 1, 0))
+    normal = [k[4 * j * stride :][: 4 * size, group].mean(0) for j in longer]
+    score = [0.0] * len(keys)
+    for head in range(group * heads, (group + 1) * heads):
+        total = [scale * float(q[i, head] @ key) for key in normal]
+        log = math.log(math.fsum(map(math.exp, total))) if total else 0.0
+        for j, key in enumerate(keys):
+            score[j] += math.exp(scale * float(q[i, head] @ key) - log)
+    each = sparse.block_size // stride
+
+    def rank(block: int) -> tuple[float, int]:
+        if block < sparse.init_blocks or block >= own - sparse.window_blocks:
+            return -math.inf, block
+        near = score[max(each * block - 1, 0) : each * (block + 1)]
+        return -float(f"{max(near, default=-math.inf):.11e}"), block
+
+    return sorted(sorted(range(own + 1), key=rank)[: sparse.most_blocks])
+
+
+def oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Sequence[int],
+    sparse: InfLLMV2,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return out (T, H, D) and lse (H, T) of whole sequences in fp64, differentiable."""
+    scale = q.shape[-1] ** -0.5
+    chosen = chosen_blocks(q.detach(), k.detach(), cu_seqlens, sparse, scale)
+    starts = [a for a, b in itertools.pairwise(cu_seqlens) for _ in range(a, b)]
+    hidden = torch.ones(k.shape[1], len(q), len(q), dtype=torch.bool)
+    for i, (start, of_query) in enumerate(zip(starts, chosen, strict=True)):
+        for group, blocks in enumerate(of_query):
+            for block in blocks:
+                first = start + block * sparse.block_size
+                hidden[group, i, first : min(first + sparse.block_size, i + 1)] = False
+    heads = q.shape[1] // k.shape[1]
+    k, v, hidden = (x.repeat_interleave(heads, d) for x, d in ((k, 1), (v, 1), (hidden, 0)))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+    scores = scores.masked_fill(hidden, -math.inf)
+    lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.unsqueeze(1))
+    probs = (scores - lse.unsqueeze(-1)).exp()
+    return torch.einsum("hij,jhd->ihd", probs, v), lse
+
+
+@dataclass(frozen=True)
+class Case:
+    """Constants, documents and sizes of a random call."""
+
+    sparse: InfLLMV2
+    cu_seqlens: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_size: int
+
+
+def random_case(chance: random.Random, tokens: int = 90) -> Case:
+    """Return small constants and a few documents of up to `tokens` tokens."""
+    stride, init = chance.choice((1, 2, 4)), chance.randint(0, 2)
+    block = stride * chance.choice((1, 2, 4))
+    sparse = InfLLMV2(
+        block_size=block,
+        kernel_size=2 * stride,
+        kernel_stride=stride,
+        init_blocks=init,
+        window_size=block * chance.randint(0, 3),
+        topk=init + chance.randint(1, 4),
+        dense_len=-1,
+    )
+    lengths = [chance.choice((1, 7, tokens // 3, tokens)) for _ in range(chance.randint(1, 3))]
+    groups = chance.choice((1, 2))
+    return Case(
+        sparse,
+        tuple(itertools.accumulate(lengths, initial=0)),
+        groups * chance.choice((1, 2, 4, 8, 16)),
+        groups,
+        chance.choice((4, 8, 24)),
+    )

@@ -1,0 +1,380 @@
+"""Sparse attention equals its definition on any number of ranks, and chooses the same blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from bmt_burst import (
+    InfLLMV2,
+    Layout,
+    Mask,
+    burst_attn_func,
+    burst_attn_kvpacked_func,
+    burst_attn_varlen_func,
+    kernels,
+    simulate,
+    strategies,
+)
+from bmt_burst.ranks.rings import Rings
+from bmt_burst.sparse import choose, keep_choices
+from bmt_burst.spec import Spec
+from bmt_burst.strategies.selected import SelectedPlan
+from bmt_burst.transport import ALONE
+from tests.helpers import attention_errors, random_qkv, ring_arguments, run_ranks
+from tests.sparse import Case, chosen_blocks, oracle, random_case
+
+SMALL = InfLLMV2(
+    block_size=4,
+    kernel_size=4,
+    kernel_stride=2,
+    init_blocks=1,
+    window_size=8,
+    topk=3,
+    dense_len=-1,
+)
+# float64 sums of some hundred terms of about 1
+EXACT = 1e-13
+
+
+def make_layout(name: str, mask: Mask, size: int) -> Layout:
+    return (
+        Layout.balanced(mask, size)
+        if name == "balanced"
+        else Layout.named(name, mask.seq_len, size)
+    )
+
+
+def make_inputs(case: Case, seed: int = 0, batch: int = 1):
+    return random_qkv(
+        batch, case.cu_seqlens[-1], case.heads, case.kv_heads, case.head_size, seed=seed
+    )
+
+
+def attend(layout, tensors, inner=None, sinks=None, **options):
+    """Return out, lse, dq, dk, dv (and dsinks) of simulated ranks, for whole sequences."""
+
+    def work(ring):
+        q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        if sinks is not None:
+            leaves.append(sinks.clone().requires_grad_())
+        out, lse = burst_attn_func(
+            q,
+            k,
+            v,
+            layout=layout,
+            sinks=None if sinks is None else leaves[-1],
+            return_lse=True,
+            **{"causal": "mask" not in options, **options},
+            **ring_arguments(ring, inner or ring.size),
+        )
+        return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+
+    results = simulate(layout.size, work)
+    joined = [layout.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
+    return [*joined, *(sum(shares) for shares in zip(*(r[5:] for r in results), strict=True))]
+
+
+def expected(tensors, cu_seqlens, sparse, sinks=None):
+    """Return what `attend` returns, from the definition."""
+    *leaves, dout = tensors
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    if sinks is not None:
+        sinks = sinks.clone().requires_grad_()
+    rows = [oracle(*row, cu_seqlens, sparse, sinks) for row in zip(*leaves, strict=True)]
+    out, lse = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    wanted = leaves if sinks is None else [*leaves, sinks]
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, wanted, dout)
+
+
+def errors(got, exact, tensors, scale):
+    learned = ["sinks"] * (len(exact) - 5)
+    return attention_errors(got, exact, tensors[-1], scale, learned)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_choices_are_those_of_the_definition(seed):
+    case = random_case(random.Random(seed))
+    q, k, *_ = make_inputs(case, seed)
+    found = choose(q, k, Mask.documents(case.cu_seqlens), case.sparse)
+    assert found.dtype == torch.int32
+    assert found.shape == (1, q.shape[1], case.kv_heads, case.sparse.most_blocks)
+    scale = case.head_size**-0.5
+    exact = chosen_blocks(q[0], k[0], case.cu_seqlens, case.sparse, scale)
+    for row, of_query in zip(found[0].tolist(), exact, strict=True):
+        padded = [[*blocks, *[-1] * (len(row[0]) - len(blocks))] for blocks in of_query]
+        assert row == padded
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_equal_the_definition(size, seed):
+    chance = random.Random(10 * seed + size)
+    case = random_case(chance)
+    while case.cu_seqlens[-1] < size:
+        case = random_case(chance)
+    tensors, mask = make_inputs(case, seed), Mask.documents(case.cu_seqlens)
+    layout = make_layout(chance.choice(("zigzag", "striped", "contiguous", "balanced")), mask, size)
+    exact = expected(tensors, case.cu_seqlens, case.sparse)
+    got = attend(
+        layout,
+        tensors,
+        mask=mask,
+        sparse=case.sparse,
+        strategy=chance.choice(("auto", "ring", "all-gather", "plain-ring")),
+        group_bytes=chance.choice((0, 1000, 1 << 20)),
+    )
+    found = errors(got, exact, tensors, case.head_size**-0.5)
+    assert max(found.values()) < EXACT, (case, layout, found)
+
+
+@pytest.mark.parametrize("strategy", strategies.names())
+def test_every_strategy_computes_the_window(strategy):
+    """Ulysses needs as many kv heads as ranks."""
+    tensors, inner = random_qkv(1, 64, 4, 2, 8), 2
+    double = strategy in ("ring", "all-gather", "usp")
+    layout = Layout.zigzag(64, 4 if double else 2)
+    got = attend(layout, tensors, inner, sparse=SMALL, strategy=strategy)
+    found = errors(got, expected(tensors, (0, 64), SMALL), tensors, 8**-0.5)
+    assert max(found.values()) < EXACT, found
+
+
+def test_a_batch_has_a_choice_for_each_row_and_sinks_enlarge_the_divisor():
+    tensors, sinks = random_qkv(2, 70, 4, 1, 8), torch.randn(4, dtype=torch.float64)
+    got = attend(Layout.zigzag(70, 3), tensors, sinks=sinks, sparse=SMALL, deterministic=True)
+    exact = expected(tensors, (0, 70), SMALL, sinks)
+    assert max(errors(got, exact, tensors, 8**-0.5).values()) < EXACT
+
+
+def test_rows_have_masks_of_their_own():
+    tensors, rows = random_qkv(2, 60, 2, 1, 8), [(0, 60), (0, 13, 60)]
+    masks = [Mask.documents(cu_seqlens) for cu_seqlens in rows]
+
+    def work(ring):
+        layout = Layout.zigzag(60, 2)
+        q, k, v, _ = (layout.shard(x, ring.rank) for x in tensors)
+        return burst_attn_func(q, k, v, mask=masks, process_group=ring, sparse=SMALL)
+
+    got = Layout.zigzag(60, 2).unshard(simulate(2, work))
+    for row, cu_seqlens in enumerate(rows):
+        exact, _ = oracle(*(x[row] for x in tensors[:3]), cu_seqlens, SMALL)
+        assert (got[row] - exact).abs().max() < EXACT
+
+
+def test_documents_of_few_blocks_are_exactly_dense():
+    """The window and topk cover 6 of the default constants' blocks of 64 tokens."""
+    sparse = InfLLMV2(window_size=128, topk=4, dense_len=-1)
+    tensors = random_qkv(1, 6 * 64, 2, 1, 8)
+    layout = Layout.zigzag(6 * 64, 2)
+    got, dense = attend(layout, tensors, sparse=sparse), attend(layout, tensors)
+    assert max(errors(got, dense, tensors, 8**-0.5).values()) < EXACT
+
+
+def test_calls_of_short_documents_are_dense():
+    """Bit for bit, and by the longest document of all rows."""
+    tensors, layout = random_qkv(1, 64, 2, 1, 8), Layout.zigzag(64, 2)
+    dense = attend(layout, tensors)
+    for length, is_dense in ((64, False), (65, True)):
+        sparse = dataclasses.replace(SMALL, dense_len=length)
+        got = attend(layout, tensors, sparse=sparse)
+        same = all(a.equal(b) for a, b in zip(got, dense, strict=True))
+        assert same == is_dense
+    q, k, *_ = tensors
+    with pytest.raises(ValueError, match="got at most 64: this call is dense"):
+        choose(q, k, Mask.causal(64), sparse)
+
+
+def choose_on_a_rank(ring, layout, q, k, mask):
+    """Return the blocks that a call chooses, after all keys were gathered in spans of any size."""
+    problem = strategies.Problem(
+        mask=mask,
+        layout=layout,
+        spec=Spec(q.shape[-1] ** -0.5),
+        kernel=kernels.load("reference"),
+        sizes=strategies.Sizes(1, q.shape[2], k.shape[2], q.shape[3], q.dtype, partial=q.dtype),
+        inner=ring.size,
+        outer=1,
+        sparse=SMALL,
+    )
+    q, k = (layout.shard(x, ring.rank) for x in (q, k))
+    few, some, whole = (
+        SelectedPlan(problem, ring.rank, strategies.load("ring"), span_bytes)
+        .choose(Rings(ring, ALONE), q, k)
+        .chosen
+        for span_bytes in (0, 5000, 1 << 30)
+    )
+    assert few.equal(some)
+    assert few.equal(whole)
+    return few
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_choice_is_the_same_on_any_ranks_bit_for_bit(dtype):
+    """With ties: keys repeat, and a kernel overlaps two blocks."""
+    q, k = (x.to(dtype) for x in random_qkv(1, 203, 8, 2, 24)[:2])
+    k[:, 64:128] = k[:, :64]
+    mask = Mask.documents((0, 40, 203))
+    alone = choose(q, k, mask, SMALL)
+    for size in (1, 2, 3, 4, 8):
+        for name in ("zigzag", "striped", "contiguous", "balanced"):
+            layout = make_layout(name, mask, size)
+            work = functools.partial(choose_on_a_rank, layout=layout, q=q, k=k, mask=mask)
+            got = layout.unshard(simulate(size, work))
+            assert got.equal(alone), (size, name)
+
+
+def test_blocks_may_be_chosen_by_other_queries_and_keys():
+    tensors, (other_q, other_k, *_) = random_qkv(1, 64, 2, 1, 8), random_qkv(1, 64, 2, 1, 8, seed=1)
+    sparse = dataclasses.replace(SMALL, use_nope=True)
+    q, k, v, _ = tensors
+    got = burst_attn_func(q, k, v, causal=True, sparse=sparse, choose_by=(other_q, other_k))
+    by_own = burst_attn_func(q, k, v, causal=True, sparse=SMALL)
+    assert not got.equal(by_own)
+    assert got.equal(
+        burst_attn_func(q, k, v, causal=True, sparse=sparse, choose_by=(2 * other_q, other_k / 2))
+    )
+    assert by_own.equal(burst_attn_func(q, k, v, causal=True, sparse=sparse, choose_by=(q, k)))
+
+
+def test_packed_and_varlen_functions_are_sparse_too():
+    q, k, v, _ = random_qkv(1, 64, 2, 1, 8)
+    exact, _ = oracle(q[0], k[0], v[0], (0, 20, 64), SMALL)
+    got = burst_attn_varlen_func(q[0], k[0], v[0], (0, 20, 64), causal=True, sparse=SMALL)
+    assert (got - exact).abs().max() < EXACT
+    whole = burst_attn_func(q, k, v, causal=True, sparse=SMALL)
+    packed = burst_attn_kvpacked_func(q, torch.stack((k, v), 2), causal=True, sparse=SMALL)
+    assert packed.equal(whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"causal": False}, "causal=True or a mask of causal documents with sparse, got none"),
+        ({"mask": Mask.window(64, 8), "causal": False}, "needs causal documents"),
+        ({"mask": Mask.full(64), "causal": False}, "needs causal documents"),
+        ({"softcap": 2.0}, "sparse or softcap, got both"),
+        ({"sparse": 3}, "sparse must be an InfLLMV2, got int"),
+        ({"sparse": dataclasses.replace(SMALL, use_nope=True)}, "choose_by together with use_nope"),
+        ({"choose_by": (torch.ones(1), torch.ones(1))}, "expected queries of choose_by of shape"),
+    ],
+)
+def test_wrong_calls_raise_on_all_ranks(options, message):
+    q, k, v, _ = random_qkv(1, 32, 2, 1, 8)
+
+    def work(ring):
+        wrong = options if ring.rank else {}
+        with pytest.raises(ValueError if ring.rank == 0 else (TypeError, ValueError)) as caught:
+            burst_attn_func(
+                q, k, v, process_group=ring, **{"causal": True, "sparse": SMALL, **wrong}
+            )
+        return str(caught.value)
+
+    for said in simulate(2, work):
+        assert message in said
+
+
+def test_ranks_must_agree_on_the_constants():
+    q, k, v, _ = random_qkv(1, 32, 2, 1, 8)
+
+    def work(ring):
+        sparse = dataclasses.replace(SMALL, topk=3 + ring.rank)
+        with pytest.raises(ValueError, match="ranks differ in sparse"):
+            burst_attn_func(q, k, v, causal=True, process_group=ring, sparse=sparse)
+
+    simulate(2, work)
+
+
+@pytest.mark.parametrize(
+    ("constants", "message"),
+    [
+        ({"topk": 1}, "topk of at least init_blocks [+] 1 = 2, got 1"),
+        ({"window_size": 100}, "window_size to be a multiple of block_size=64, got 100"),
+        ({"kernel_size": 64}, "kernel_size = 2 [*] kernel_stride = 32, got 64"),
+        ({"block_size": 40}, "block_size to be a multiple of kernel_stride=16, got 40"),
+        ({"dense_len": -2}, "dense_len of at least -1"),
+        ({"init_blocks": -1}, "init_blocks of at least 0"),
+        ({"topk": 2.5}, "topk must be a whole number"),
+        ({"use_nope": 1}, "use_nope must be True or False"),
+    ],
+)
+def test_wrong_constants_are_refused(constants, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        InfLLMV2(**constants)
+
+
+def test_constants_are_those_of_a_config_and_print():
+    released = {
+        "kernel_size": 32,
+        "kernel_stride": 16,
+        "init_blocks": 1,
+        "block_size": 64,
+        "window_size": 2048,
+        "topk": 64,
+        "use_nope": False,
+        "dense_len": 8192,
+    }
+    assert InfLLMV2.from_dict(released) == InfLLMV2()
+    assert InfLLMV2().to_dict() == released
+    assert "topk=64" in str(InfLLMV2())
+    with pytest.raises(ValueError, match="got also \\['top_k'\\]"):
+        InfLLMV2.from_dict({"top_k": 3})
+
+
+def test_checkpointing_keeps_the_choice(monkeypatch):
+    """The recomputation chooses nothing, and gradients are those without checkpointing."""
+    tensors, layout = random_qkv(1, 64, 4, 2, 8), Layout.zigzag(64, 2)
+    *_, dq, dk, dv = attend(layout, tensors, sparse=SMALL)
+    chosen = []
+    compress = SelectedPlan._compress
+    monkeypatch.setattr(
+        SelectedPlan, "_compress", lambda *args: chosen.append(None) or compress(*args)
+    )
+
+    def work(ring):
+        *leaves, dout = (layout.shard(x, ring.rank) for x in tensors)
+        leaves = [x.requires_grad_() for x in leaves]
+        out = checkpoint(
+            lambda *qkv: burst_attn_func(*qkv, causal=True, process_group=ring, sparse=SMALL),
+            *leaves,
+            use_reentrant=False,
+            context_fn=keep_choices,
+        )
+        return torch.autograd.grad(out, leaves, dout)
+
+    results = simulate(2, work)
+    for i, exact in enumerate((dq, dk, dv)):
+        assert layout.unshard([r[i] for r in results]).equal(exact)
+    assert len(chosen) == 2  # once on each rank
+
+
+def sparse_rank(rank: int, tensors) -> list[torch.Tensor]:
+    layout = Layout.striped(64, 3)
+    q, k, v, dout = (layout.shard(x, rank) for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = burst_attn_func(*leaves, causal=True, layout="striped", sparse=SMALL, group_bytes=4000)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def test_processes_equal_simulated_ranks():
+    tensors = random_qkv(1, 64, 4, 2, 8)
+    layout = Layout.striped(64, 3)
+    out, _, *grads = attend(layout, tensors, sparse=SMALL, group_bytes=4000)
+    results = run_ranks(3, sparse_rank, tensors)
+    for i, simulated in enumerate((out, *grads)):
+        assert layout.unshard([r[i] for r in results]).equal(simulated)
+
+
+def test_half_precision_stays_near_the_definition():
+    """bf16 rounds at 2^-9, and a partial result is rounded once more before it is merged."""
+    tensors = random_qkv(1, 96, 4, 2, 16)
+    half = [x.bfloat16() for x in tensors]
+    wide = [x.double() for x in half]
+    got = attend(Layout.zigzag(96, 2), half, sparse=SMALL)
+    found = errors(got, expected(wide, (0, 96), SMALL), wide, 16**-0.5)
+    assert max(found.values()) < 2**-7, found
