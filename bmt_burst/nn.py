@@ -24,6 +24,8 @@ from .calls.refusal import fits_signature, refuse_call
 from .ranks.groups import SequenceParallel
 from .sequence.layout import Layout
 from .sequence.mask import Mask
+from .sparse.cache import attend_to_cache
+from .sparse.config import InfLLMV2
 
 _MOST_MASKS = 256  # with a window, kept in a cache
 # Errors of wrong inputs. Not Exception: checkpointing stops a recomputation with one.
@@ -144,13 +146,17 @@ class BurstAttention(SequenceParallelModule):
     sinks          whether there is a parameter `sinks` (H,), as in GptOss: the learned score of a
                    key that all queries see and that has no value. It starts as 0. In use bf16 and
                    fp16 are widened to fp32.
+    sparse         a `bmt_burst.InfLLMV2`, as burst_attn_func's: a token attends to some blocks of
+                   its document. It excludes window, softcap and use_nope. With a cache it counts
+                   all tokens of the cache as one document.
 
     Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its
     dtype, whatever the dtype of q and k after norms and rotary tables.
 
     Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd, window is below 1,
-    or qk_norm_eps or softcap is not positive. Raises TypeError for a window that is no whole
-    number, a softcap that is no number, or sinks that are not True or False.
+    qk_norm_eps or softcap is not positive, or sparse excludes another argument. Raises TypeError
+    for a window that is no whole number, a softcap that is no number, a sparse that is no InfLLMV2,
+    or sinks that are not True or False.
     """
 
     def __init__(
@@ -171,6 +177,7 @@ class BurstAttention(SequenceParallelModule):
         qk_norm_eps: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        sparse: InfLLMV2 | None = None,
     ):
         super().__init__()
         if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
@@ -189,6 +196,8 @@ class BurstAttention(SequenceParallelModule):
             raise ValueError(f"qk_norm_eps must be positive, got {qk_norm_eps}")
         if softcap is not None and not as_float("softcap", softcap) > 0:
             raise ValueError(f"softcap must be positive, got {softcap}")
+        if sparse is not None:
+            _check_sparse(sparse, window, softcap)
         self.hidden_size, self.head_dim = hidden_size, head_dim
         self.sp = sp or SequenceParallel()
         self.options: dict[str, Any] = {
@@ -196,6 +205,7 @@ class BurstAttention(SequenceParallelModule):
             "deterministic": deterministic,
             "strategy": strategy,
             "softcap": softcap,
+            "sparse": sparse,
         }
         self.window = None if window is None else int(window)
         self.layer = layer
@@ -288,6 +298,9 @@ class BurstAttention(SequenceParallelModule):
             self._refuse(error)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
+            sparse: InfLLMV2 | None = self.options["sparse"]
+            if sparse is not None and not sparse.is_dense(k.shape[1]):
+                return attend_to_cache(q, k, v, sparse, sinks).flatten(2)
             return _attend_to_cache(q, k, v, self.window, self.options["softcap"], sinks).flatten(2)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
         if self.window is not None:
@@ -311,6 +324,20 @@ class BurstAttention(SequenceParallelModule):
                 "expected a cache or a mask and layout, got both: new tokens attend to all of a "
                 "KVCache"
             )
+
+
+def _check_sparse(sparse: InfLLMV2, window: int | None, softcap: float | None) -> None:
+    """Raise TypeError or ValueError if a layer cannot be sparse in this way."""
+    if not isinstance(sparse, InfLLMV2):
+        raise TypeError(f"sparse must be an InfLLMV2, got {type(sparse).__name__}")
+    for name, value in (("window", window), ("softcap", softcap)):
+        if value is not None:
+            raise ValueError(f"expected sparse or {name}, got {sparse} and {name}={value}")
+    if sparse.use_nope:
+        raise ValueError(
+            "expected sparse without use_nope, since this layer chooses by rotated queries and "
+            f"keys, got {sparse}: call burst_attn_func with choose_by"
+        )
 
 
 @not_compiled

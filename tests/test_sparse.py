@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import random
@@ -21,6 +22,8 @@ from bmt_burst import (
     simulate,
     strategies,
 )
+from bmt_burst.nn import BurstAttention, rope_tables
+from bmt_burst.ranks.groups import SequenceParallel
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sparse import choose, keep_choices
 from bmt_burst.spec import Spec
@@ -378,3 +381,56 @@ def test_half_precision_stays_near_the_definition():
     got = attend(Layout.zigzag(96, 2), half, sparse=SMALL)
     found = errors(got, expected(wide, (0, 96), SMALL), wide, 16**-0.5)
     assert max(found.values()) < 2**-7, found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_are_sparse_and_generate_sparsely(size):
+    """New tokens attend to a cache as the last tokens of the whole sequence do."""
+    torch.manual_seed(0)
+    layer = BurstAttention(32, 4, 2, 8, sparse=SMALL, sinks=True).double()
+    torch.nn.init.normal_(layer.sinks)
+    x = torch.randn(2, 70, 32, dtype=torch.float64)
+    cos, sin = rope_tables(torch.arange(70), 8)
+    whole = layer(x, cos, sin)
+    dense = BurstAttention(32, 4, 2, 8, sinks=True).double()
+    dense.load_state_dict(layer.state_dict())
+    assert not torch.allclose(whole, dense(x, cos, sin))
+    if size == 1:
+        cache = Cache()
+        pieces = [
+            layer(x[:, a:b], cos[a:b], sin[a:b], cache) for a, b in ((0, 50), (50, 69), (69, 70))
+        ]
+        assert (torch.cat(pieces, 1) - whole).abs().max() < EXACT
+        return
+    layout = Layout.zigzag(70, size)
+
+    def work(ring):
+        part = copy.deepcopy(layer)
+        part.attach(SequenceParallel(ring.rank, size, process_group=ring))
+        shards = (layout.shard(t, ring.rank, d) for t, d in ((x, 1), (cos, 0), (sin, 0)))
+        return part(*shards)
+
+    assert (layout.unshard(simulate(size, work)) - whole).abs().max() < EXACT
+
+
+class Cache:
+    """Keys and values of one layer."""
+
+    def __init__(self):
+        self.kv = None
+
+    def extend(self, layer, k, v):
+        both = torch.stack((k, v))
+        self.kv = both if self.kv is None else torch.cat((self.kv, both), 2)
+        return tuple(self.kv)
+
+
+def test_a_layer_refuses_what_excludes_sparse_attention():
+    for options, message in (
+        ({"window": 3}, "expected sparse or window"),
+        ({"softcap": 2.0}, "expected sparse or softcap"),
+        ({"sparse": dataclasses.replace(SMALL, use_nope=True)}, "without use_nope"),
+        ({"sparse": "InfLLMV2"}, "must be an InfLLMV2, got str"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            BurstAttention(32, 4, **{"sparse": SMALL, **options})

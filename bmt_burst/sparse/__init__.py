@@ -5,6 +5,7 @@ A mask says which pairs are visible. A choice narrows that to some blocks of eac
 config   `InfLLMV2`, the constants of the choice
 choice   compressed keys, scores of blocks, and the chosen blocks
 far      attention to the chosen blocks beyond the window
+cache    attention of new tokens to a cache of keys and values
 memory   choices that outlive activation checkpointing
 
 `choose` returns the choice of whole sequences on one process, for inspection. `burst_attn_func` and

@@ -32,7 +32,7 @@ class FarBlocks:
     """The far blocks of some queries, as places in a sequence.
 
     starts      (S, G, N) int64: the first tokens of the blocks. Entries that are no block are -1.
-    stops       (S,) int64: the end of the far part, so the first token of the window
+    stops       (S,) int64: where the far part ends, so the first token of the window
     block_size  tokens of a block
     """
 
@@ -41,16 +41,12 @@ class FarBlocks:
     block_size: int
 
     @staticmethod
-    def of_choice(
-        chosen: Tensor, starts: Tensor, places: Tensor, block_size: int, window_size: int
-    ) -> FarBlocks:
-        """Return the far blocks among those that `choose_in_document` returned.
+    def of_choice(chosen: Tensor, starts: Tensor, stops: Tensor, block_size: int) -> FarBlocks:
+        """Return the blocks before `stops` among those that `choose_in_document` returned.
 
         chosen  (S, G, N) int32
         starts  (S,) int64: where the query's document starts in the sequence
-        places  (S,) int64: the query's place in its document
         """
-        stops = starts + places - window_size
         tokens = starts.view(-1, 1, 1) + chosen.long() * block_size
         is_far = (chosen >= 0) & (tokens < stops.view(-1, 1, 1))
         return FarBlocks(tokens.masked_fill(~is_far, -1), stops, block_size)

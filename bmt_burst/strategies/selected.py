@@ -168,9 +168,9 @@ class SelectedPlan:
         """Return the far blocks of each row's `chosen` (B, S, G, N)."""
         positions = self._positions[self.rank]
         starts = positions - self.problem.mask.positions()[positions]
-        starts, places = (x.to(chosen.device) for x in (starts, positions - starts))
-        sizes = self.sparse.block_size, self.sparse.window_size
-        return [FarBlocks.of_choice(row, starts, places, *sizes) for row in chosen]
+        starts, positions = starts.to(chosen.device), positions.to(chosen.device)
+        stops = positions - self.sparse.window_size
+        return [FarBlocks.of_choice(row, starts, stops, self.sparse.block_size) for row in chosen]
 
 
 @dataclass(frozen=True)

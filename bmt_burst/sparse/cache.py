@@ -1,0 +1,39 @@
+"""Sparse attention of new tokens to a cache of keys and values, for generation on one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..merging.sinks import with_sinks
+from .choice import choose_in_document, compress, sum_strides
+from .config import InfLLMV2
+from .far import FarBlocks, far_outputs
+
+
+@torch.no_grad()
+def attend_to_cache(
+    q: Tensor, k: Tensor, v: Tensor, sparse: InfLLMV2, sinks: Tensor | None = None
+) -> Tensor:
+    """Return the sparse attention of the last tokens of a document: (B, S, H, D), in q's dtype.
+
+    q      (B, S, H, D), the last S of T tokens
+    k, v   (B, T, G, D)
+    sinks  (H,) in the accumulator's dtype, or None
+
+    No gradient flows through it.
+    """
+    scale = q.shape[-1] ** -0.5
+    places = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device)
+    outs, lses = [], []
+    for row, keys, values in zip(q, k, v, strict=True):
+        compressed = compress(sum_strides(keys, sparse), sparse)
+        chosen = choose_in_document(row, places, compressed, sparse, scale)
+        blocks = FarBlocks.of_choice(chosen, places * 0, places + 1, sparse.block_size)
+        out, lse = far_outputs(row, keys, values, blocks, 0, scale)
+        outs.append(out)
+        lses.append(lse)
+    out = torch.stack(outs)
+    if sinks is not None:
+        out, _ = with_sinks(out, torch.stack(lses), sinks)
+    return out.to(q.dtype)
