@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bmt_burst import sparse
 from bmt_burst.offload import Offload
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -26,11 +27,13 @@ class Saving:
     offload        save them in host memory. Not with "none", which would move the weights, too
     blocks         how many of a model's first blocks this applies to; the last ones, whose backward
                    runs first, save everything. None: it applies to all
+    keep_choices   whether "full" also keeps the choices of sparse attention
     """
 
     checkpointing: str = "none"
     offload: Offload | None = None
     blocks: int | None = None
+    keep_choices: bool = False
 
     def __post_init__(self):
         if self.checkpointing not in CHECKPOINTING:
@@ -60,7 +63,7 @@ class Saving:
             return whole(_call, *args)
         with self._around(keep):
             if self.checkpointing == "full":
-                return recompute(whole, _call, *args)
+                return recompute(whole, _call, *args, keep_choices=self.keep_choices)
             return whole(recompute if self.checkpointing == "selective" else _call, *args)
 
     def _around(self, keep: Sequence[Tensor]) -> AbstractContextManager:
@@ -78,9 +81,12 @@ class Layers(nn.ModuleList):
         return x
 
 
-def recompute(function: Callable, *args: Any) -> Any:
-    """Call function(*args), and save only `args` for the backward."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+def recompute(function: Callable, *args: Any, keep_choices: bool = False) -> Any:
+    """Call function(*args), and save only `args` for the backward. With `keep_choices` also save
+    the choices of sparse attention in it.
+    """
+    contexts: dict[str, Any] = {"context_fn": sparse.keep_choices} if keep_choices else {}
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 
 def _call(function: Callable, *args: Any) -> Any:

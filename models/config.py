@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from bmt_burst import InfLLMV2
+
 from .minicpm4 import FACTORS_OF_64, FACTORS_OF_128
 from .rope import Llama3, LongRope, RopeScaling
 
@@ -36,6 +38,8 @@ class CPMConfig:
                     layer, repeated. "w" is all layers, "wwwf" all except every fourth
     max_position_embeddings  tokens of the longest sequence that the weights were made for, or None
                     if that is not known. It changes no result
+    sparse          the constants of sparse attention in all layers: an InfLLMV2, or its to_dict;
+                    None: attention is dense
 
     MiniCPM, arXiv 2404.06395, appendix A.1, defines the scalings. Raises ValueError for values of
     another type, out of range, or that contradict each other.
@@ -63,6 +67,7 @@ class CPMConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     max_position_embeddings: int | None = None
+    sparse: InfLLMV2 | None = None
 
     def __post_init__(self):
         check_fields(self)
@@ -73,6 +78,7 @@ class CPMConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
         self._check_rope_scaling()
+        self._check_sparse()
         if not self.window_pattern or not {"w"} <= set(self.window_pattern) <= {"w", "f"}:
             raise ValueError(
                 "window_pattern must be letters w and f, at least one w, "
@@ -102,6 +108,27 @@ class CPMConfig:
         except ValueError as error:
             raise ValueError(f"rope_scaling: {error}") from error
         object.__setattr__(self, "rope_scaling", scaling)
+
+    def _check_sparse(self) -> None:
+        sparse = self.sparse
+        if sparse is None:
+            return
+        if self.window is not None:
+            raise ValueError(f"expected sparse or window, got {sparse} and window={self.window}")
+        try:
+            sparse = InfLLMV2.from_dict(sparse) if isinstance(sparse, dict) else sparse
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"sparse: {error}") from error
+        if not isinstance(sparse, InfLLMV2):
+            raise ValueError(
+                f"sparse: expected an InfLLMV2 or its names and values, got {sparse!r}"
+            )
+        if sparse.use_nope:
+            raise ValueError(
+                "sparse: expected use_nope=False, since CPM chooses by rotated queries and keys, "
+                "got True"
+            )
+        object.__setattr__(self, "sparse", sparse)
 
     @property
     def residual_scale(self) -> float:
@@ -163,7 +190,8 @@ class CPMConfig:
         """Return the arguments of CPMConfig, in JSON's types."""
         scaling = self.rope_scaling
         return dataclasses.asdict(self) | {
-            "rope_scaling": None if scaling is None else scaling.to_dict()
+            "rope_scaling": None if scaling is None else scaling.to_dict(),
+            "sparse": None if self.sparse is None else self.sparse.to_dict(),
         }
 
 

@@ -11,6 +11,7 @@ Letters: B batch, S tokens of this rank, E hidden size, F intermediate size, V v
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class CPMBlock(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         of_config: dict[str, Any] = {
             "window": config.windows[layer],
+            "sparse": config.sparse,
             "qkv_bias": config.qkv_bias,
             "o_bias": config.o_bias,
             "qk_norm_eps": config.rms_norm_eps if config.qk_norm else None,
@@ -134,7 +136,7 @@ class CPM(SequenceParallelModule):
     ):
         super().__init__()
         self.config, self.sp = config, sp or SequenceParallel()
-        saving = saving or Saving()
+        saving = replace(saving or Saving(), keep_choices=config.sparse is not None)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = Layers(
             CPMBlock(config, self.sp, layer, saving.for_block(layer), **attention)

@@ -6,14 +6,14 @@
 | mistral, ministral | a Llama with a window in all, or in some layers |
 | qwen2              | biases of q, k, v; windows by layer_types or from max_window_layers on |
 | qwen3              | norms of q and k, biases if attention_bias; windows as in Qwen2 |
-| minicpm            | MiniCPM's scalings; MiniCPM 1, 2 and 4 |
+| minicpm            | MiniCPM's scalings; MiniCPM 1, 2 and 4; sparse attention (sparse_config) |
 
 `config_to_hf` writes the first model type that fits a CPMConfig. A Mistral without a window becomes
 a Llama if its heads divide its hidden size, as transformers requires of Llamas. models/rope.py has
 the rotary scalings, which are read under the names of transformers 4 and 5.
 
-Other models are refused, and the error names the field: mixtures of experts, sparse attention
-(sparse_config), other kinds of windows, other rotary scalings, partial rotary positions or none,
+Other models are refused, and the error names the field: mixtures of experts, other models with
+sparse attention, other kinds of windows, other rotary scalings, partial rotary positions or none,
 and MiniCPM's scalings if some are missing, if they are switched off (use_mup), or if their depth is
 not the number of layers (mup_denominator).
 """
@@ -23,6 +23,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from typing import Any
+
+from bmt_burst import InfLLMV2
 
 from .config import CPMConfig
 from .rope import DynamicNTK, Linear, Llama3, LongRope, RopeScaling, Yarn
@@ -113,6 +115,7 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
         mlp_bias=hf.get("mlp_bias", False),
         qk_norm=kind == "qwen3",
         max_position_embeddings=hf.get("max_position_embeddings"),
+        sparse=_sparse(hf),
         **(_qwen_windows(whole) if kind in _QWEN else _windows(whole)),
     )
 
@@ -134,7 +137,7 @@ def _refuse_others(hf: dict[str, Any], rope: dict[str, Any]) -> None:
         "attention_bias": bool(hf.get("attention_bias")) and kind not in ("llama", "qwen3"),
         "mlp_bias": bool(hf.get("mlp_bias")) and kind != "llama",
         "quantization_config": bool(hf.get("quantization_config")),
-        "sparse_config": "sparse_config" in hf,
+        "sparse_config": "sparse_config" in hf and kind != "minicpm",
         "use_mup": hf.get("use_mup", scales) != scales,
         "mup_denominator": hf.get("mup_denominator", layers) != layers,
         "partial_rotary_factor": rope.get(
@@ -147,6 +150,18 @@ def _refuse_others(hf: dict[str, Any], rope: dict[str, Any]) -> None:
         raise ValueError(
             f"this is not a dense {', '.join(_ARCHITECTURES)} as CPM computes them: {values}"
         )
+
+
+def _sparse(hf: dict[str, Any]) -> InfLLMV2 | None:
+    """Return sparse_config. Raises ValueError if CPM does not compute such sparse attention."""
+    if (said := hf.get("sparse_config")) is None:
+        return None
+    if not isinstance(said, dict):
+        raise ValueError(f"sparse_config must hold names and values, got {said!r}")
+    try:
+        return InfLLMV2.from_dict(said)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"sparse_config: {error}") from error
 
 
 def _windows(hf: dict[str, Any]) -> dict[str, Any]:
@@ -331,6 +346,8 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
             "scale_depth": config.residual_scale * config.num_layers**0.5,
             "dim_model_base": config.dim_model_base or config.hidden_size,
         }
+        if config.sparse:
+            hf["sparse_config"] = config.sparse.to_dict()
     original = config.max_position_embeddings
     most = _max_position_embeddings(
         config.rope_scaling, kind, max(longest or 0, original or 0) or None
@@ -351,7 +368,8 @@ def _kind(config: CPMConfig) -> str:
     """Return the model_type that fits `config`."""
     biases = [name for name in ("qkv_bias", "o_bias", "mlp_bias") if getattr(config, name)]
     has = biases + ["qk_norm"] * config.qk_norm
-    if (config.scale_emb, config.residual_scale, config.width_scale) != (1.0, 1.0, 1.0):
+    scalings = (config.scale_emb, config.residual_scale, config.width_scale)
+    if scalings != (1.0, 1.0, 1.0) or config.sparse:
         if config.window:
             raise ValueError(
                 "a MiniCPM with scalings has no window there, this one has "

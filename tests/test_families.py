@@ -479,7 +479,7 @@ def test_ranks_tell_each_other_the_longest():
         ),
         ("llama", {"model_type": "minicpm3"}, "'model_type': 'minicpm3'"),
         ("llama", {"model_type": "minicpm", "num_experts": 8}, "'num_experts': 8"),
-        ("llama", {"model_type": "minicpm", "sparse_config": {"kernel_size": 32}}, "sparse_config"),
+        ("llama", {"sparse_config": {"kernel_size": 32}}, "sparse_config"),
         ("llama", {"model_type": "minicpm", "use_mup": False}, "'use_mup': False"),
         ("llama", {"use_mup": True}, "'use_mup': True"),
         ("llama", {"model_type": "minicpm", "mup_denominator": 40}, "'mup_denominator': 40"),

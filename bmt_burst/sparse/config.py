@@ -73,7 +73,7 @@ class InfLLMV2:
         """
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
-            raise ValueError(f"expected sparse_config with {sorted(known)}, got also {unknown}")
+            raise ValueError(f"expected some of {sorted(known)}, got {unknown}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from bmt_burst import Layout, Scores, SequenceParallel
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.sequence.span import length
+from bmt_burst.sparse import InfLLMV2
+from bmt_burst.sparse.choice import find_longest
 from models.config import CPMConfig
 from train.base.wording import counted
 from train.data.folder import Row, Sequences, TokenFile
@@ -277,8 +279,34 @@ class Batches(Dealer[Sequences, MicroBatch]):
         if balanced and self.sp.size > 1:
             # full layers first
             layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)
-        work = sum(count * keys_seen(in_layers[window]) for window, count in self._windows.items())
+        sparse = self._model.sparse
+        work = sum(
+            count * (sparse_keys(mask, sparse) if sparse else keys_seen(in_layers[window]))
+            for window, count in self._windows.items()
+        )
         return _RowPlan(mask, layout, self._work_of(work, layout))
+
+
+def sparse_keys(mask: Mask, sparse: InfLLMV2) -> Tensor:
+    """Return the keys that each query of causal documents attends to with sparse attention, and
+    what the choice costs in keys: (seq_len,) int64.
+
+    A query attends to the tokens at or before it in its `most_blocks` blocks, or in all visible
+    blocks if they are fewer. If they are more, it chooses: it multiplies with each visible
+    compressed key, in the forward only. That is a sixth of the operations of a key (`step_flops`),
+    rounded down. A sequence whose documents are all shorter than dense_len is dense.
+    """
+    if sparse.is_dense(find_longest(mask)):
+        return keys_seen(mask)
+    places, size, stride = mask.positions(), sparse.kernel_size, sparse.kernel_stride
+    own = places // sparse.block_size
+    blocks = own.clamp_max(sparse.most_blocks - 1)
+    attended = blocks * sparse.block_size + places % sparse.block_size + 1
+    compressed = sum(
+        ((places + 1 - tokens) // step + 1).clamp_min(0)
+        for tokens, step in ((size, stride), (4 * size, 4 * stride))
+    )
+    return attended + torch.where(own >= sparse.most_blocks, compressed // 6, 0)
 
 
 def keys_seen(mask: Mask) -> Tensor:

@@ -1,0 +1,119 @@
+"""Models with sparse attention: their configuration, their loss on any ranks, and their FLOPs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from bmt_burst import InfLLMV2, Layout, Mask, shift_labels, simulate
+from bmt_burst.ranks.groups import SequenceParallel
+from bmt_burst.strategies.selected import SelectedPlan
+from models.blocks import Saving
+from models.config import PRESETS, CPMConfig
+from models.cpm import CPM
+from models.hf_config import config_from_hf, config_to_hf
+from tests.test_sparse import SMALL
+from train.data.batches import sparse_keys
+from train.run.flops import step_flops
+
+TINY = CPMConfig(40, 32, 48, 2, 4, 2, 8, scale_emb=12.0, scale_depth=1.4, sparse=SMALL)
+RELEASED = {
+    "kernel_size": 32,
+    "kernel_stride": 16,
+    "init_blocks": 1,
+    "block_size": 64,
+    "window_size": 2048,
+    "topk": 64,
+    "use_nope": False,
+    "dense_len": 8192,
+}
+
+
+def test_sparse_config_is_read_and_written():
+    """As in the config.json of MiniCPM4.1."""
+    dense = PRESETS["minicpm4-8b"]
+    hf = config_to_hf(dense)
+    assert "sparse_config" not in hf
+    config = config_from_hf(hf | {"sparse_config": RELEASED})
+    assert config == dataclasses.replace(config_from_hf(hf), sparse=InfLLMV2())
+    assert config_to_hf(config)["sparse_config"] == RELEASED
+    assert CPMConfig(**config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"top_k": 3}, r"sparse_config: expected some of .* got \['top_k'\]"),
+        ({"topk": 1}, r"sparse_config: expected topk of at least init_blocks \+ 1 = 2, got 1"),
+        ({"use_nope": True}, "sparse: expected use_nope=False"),
+        ("infllm", "sparse_config must hold names and values, got 'infllm'"),
+    ],
+)
+def test_other_sparse_configs_are_refused(said, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(config_to_hf(PRESETS["minicpm4-8b"]) | {"sparse_config": said})
+
+
+def test_a_window_excludes_sparse_attention():
+    with pytest.raises(ValueError, match="expected sparse or window"):
+        dataclasses.replace(TINY, window=8)
+
+
+def loss_and_norm(model: CPM, sp: SequenceParallel, layout: Layout, tokens, cu_seqlens):
+    """Return this rank's sum of losses and its gradients."""
+    model = copy.deepcopy(model)
+    model.attach(sp)
+    mask = Mask.documents(cu_seqlens)
+    labels = shift_labels(tokens, mask=mask)
+    mine = [layout.shard(x, sp.rank) for x in (tokens, labels, mask.positions().unsqueeze(0))]
+    loss, _ = model(mine[0], mine[2], mine[1], mask=mask, layout=layout)
+    return loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_loss_and_gradients_do_not_depend_on_the_ranks(checkpointing, monkeypatch):
+    """A model in fp64, so that sums in another order differ by 1e-12 of them at most."""
+    torch.manual_seed(0)
+    model = CPM(TINY, saving=Saving(checkpointing)).double()
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        model.init_parameter(name, weight.data, generator)
+    tokens, cu_seqlens = torch.randint(40, (1, 90), generator=generator), (0, 20, 90)
+    exact = loss_and_norm(model, SequenceParallel(), Layout.zigzag(90, 1), tokens, cu_seqlens)
+    chosen = []
+    compress = SelectedPlan._compress
+    monkeypatch.setattr(
+        SelectedPlan, "_compress", lambda *args: chosen.append(None) or compress(*args)
+    )
+    for size, name in ((2, "zigzag"), (3, "striped")):
+        layout = Layout.named(name, 90, size)
+
+        def work(ring, size=size, layout=layout):
+            sp = SequenceParallel(ring.rank, size, process_group=ring)
+            return loss_and_norm(model, sp, layout, tokens, cu_seqlens)
+
+        chosen.clear()
+        for mine, expected in zip(
+            map(sum, zip(*simulate(size, work), strict=True)), exact, strict=True
+        ):
+            assert (mine - expected).norm() <= 1e-12 * expected.norm()
+        assert len(chosen) == size * TINY.num_layers  # once in each layer of each rank
+
+
+def test_flops_count_the_chosen_keys_and_the_choice():
+    mask, most = Mask.documents((0, 13, 200)), SMALL.most_blocks
+    found = sparse_keys(mask, SMALL)
+    for position, place in ((5, 5), (12, 12), (13, 0), (199, 186)):
+        own = place // SMALL.block_size
+        keys = min(own, most - 1) * SMALL.block_size + place % SMALL.block_size + 1
+        if own >= most:
+            kernels = [j for j in range(200) if 2 * j + 3 <= place]
+            longer = [j for j in range(200) if 8 * j + 15 <= place]
+            keys += (len(kernels) + len(longer)) // 6
+        assert found[position] == keys
+    dense = dataclasses.replace(SMALL, dense_len=188)
+    assert int(sparse_keys(mask, dense).sum()) == mask.area
+    assert step_flops(TINY, 0, int(found.sum())) < step_flops(TINY, 0, mask.area)
