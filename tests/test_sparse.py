@@ -15,6 +15,7 @@ from bmt_burst import (
     InfLLMV2,
     Layout,
     Mask,
+    Slice,
     burst_attn_func,
     burst_attn_kvpacked_func,
     burst_attn_varlen_func,
@@ -168,6 +169,22 @@ def test_rows_have_masks_of_their_own():
     for row, cu_seqlens in enumerate(rows):
         exact, _ = oracle(*(x[row] for x in tensors[:3]), cu_seqlens, SMALL)
         assert (got[row] - exact).abs().max() < EXACT
+
+
+def test_padding_sees_nothing():
+    """Tokens in no document have an output of 0 and no gradient."""
+    tensors = random_qkv(1, 70, 4, 2, 8)
+    mask = Mask(70, tuple(Slice(span, span, low=0) for span in ((0, 40), (45, 62))))
+    out, lse, *grads = attend(Layout.zigzag(70, 3), tensors, mask=mask, sparse=SMALL)
+    for a, b in ((0, 40), (45, 62)):
+        part = [x[:, a:b] for x in tensors]
+        exact = expected(part, (0, b - a), SMALL)
+        got = out[:, a:b], lse[:, :, a:b], *(x[:, a:b] for x in grads)
+        assert max(errors(got, exact, part, 8**-0.5).values()) < EXACT
+    for x in (out, *grads):
+        assert not x[:, 40:45].any()
+        assert not x[:, 62:].any()
+    assert (choose(tensors[0], tensors[1], mask, SMALL)[0, 62:] == -1).all()
 
 
 def test_documents_of_few_blocks_are_exactly_dense():

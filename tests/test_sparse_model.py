@@ -117,3 +117,40 @@ def test_flops_count_the_chosen_keys_and_the_choice():
     dense = dataclasses.replace(SMALL, dense_len=188)
     assert int(sparse_keys(mask, dense).sum()) == mask.area
     assert step_flops(TINY, 0, int(found.sum())) < step_flops(TINY, 0, mask.area)
+
+
+def test_transformers_models_with_a_sparse_config_are_sparse_over_ranks():
+    """A Llama's logits are those of a CPM with the same weights."""
+    transformers = pytest.importorskip("transformers")
+    from bmt_burst.adapters.transformers import enable
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        sparse_config=SMALL.to_dict(),
+    )
+    llama = transformers.LlamaForCausalLM(config).double().requires_grad_(False)
+    said = {name: value for name, value in config.to_dict().items() if name != "sparse_config"}
+    model = CPM(dataclasses.replace(config_from_hf(said), sparse=SMALL)).double()
+    weights = {name.removeprefix("model."): x for name, x in llama.state_dict().items()}
+    model.load_state_dict(weights)
+    tokens = torch.randint(40, (1, 90))
+    exact = model(tokens, torch.arange(90)).detach()
+    assert not torch.allclose(llama(tokens).logits, exact, atol=1e-3)  # transformers is dense
+
+    def work(ring):
+        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+        return enable(copy.deepcopy(llama), sp)(tokens).logits
+
+    got = Layout.zigzag(90, 2).unshard(simulate(2, work))
+    assert (got - exact).abs().max() < 1e-5  # transformers rotates in fp32
+
+    config.sparse_config = {"top_k": 3}
+    with pytest.raises(ValueError, match="top_k"):
+        simulate(2, work)

@@ -20,7 +20,6 @@ Letters: T tokens, H query heads, G kv heads, D head size, B batch.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -81,13 +80,19 @@ def choose(
         ]
         return torch.stack(rows)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    found = []
+    shape = len(q), k.shape[1], sparse.most_blocks
+    chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
     with torch.no_grad():
-        for start, stop in mask.parts:
+        for start, stop in documents(mask):
             keys = compress(sum_strides(k[start:stop], sparse), sparse)
             places = torch.arange(stop - start, device=q.device)
-            found.append(choose_in_document(q[start:stop], places, keys, sparse, scale))
-    return torch.cat(found)
+            chosen[start:stop] = choose_in_document(q[start:stop], places, keys, sparse, scale)
+    return chosen
+
+
+def documents(mask: Mask) -> list[Span]:
+    """Return the documents of a mask. Tokens in none of them, such as padding, see nothing."""
+    return [s.q for s in mask.slices]
 
 
 def find_fault(mask: Mask) -> str | None:
@@ -98,14 +103,12 @@ def find_fault(mask: Mask) -> str | None:
                 "sparse attention needs causal documents, whole sequences or Mask.documents("
                 f"..., causal=True); got a mask with Slice{tuple(s)}"
             )
-    if sum(length(s.q) for s in mask.slices) != mask.seq_len:
-        return "sparse attention needs a mask in which each token sees itself"
     return None
 
 
 def find_longest(mask: Mask) -> int:
     """Return the number of tokens of the longest document."""
-    return max(map(length, mask.parts))
+    return max(map(length, documents(mask)), default=0)
 
 
 def sum_strides(k: Tensor, sparse: InfLLMV2) -> Tensor:
@@ -291,8 +294,8 @@ def documents_in(positions: Tensor, mask: Mask) -> Iterator[tuple[Span, Span]]:
     """Yield the documents with some of the rising `positions` (S,): the document's span of the
     sequence, and the span of indices of `positions` in it.
     """
-    bounds = torch.tensor([start for start, _ in mask.parts] + [mask.seq_len])
-    cuts = torch.searchsorted(positions.cpu(), bounds).tolist()
-    for part, indices in zip(mask.parts, itertools.pairwise(cuts), strict=True):
-        if length(indices):
-            yield part, indices
+    spans = documents(mask)
+    bounds = torch.tensor(spans, dtype=torch.int64).view(-1, 2)
+    for span, indices in zip(spans, torch.searchsorted(positions, bounds).tolist(), strict=True):
+        if indices[0] < indices[1]:
+            yield span, (indices[0], indices[1])

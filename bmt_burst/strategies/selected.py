@@ -30,7 +30,14 @@ from torch import Tensor
 from ..merging.merge import Outputs, empty_lse
 from ..ranks.rings import Rings
 from ..sequence.span import Span, length
-from ..sparse.choice import CompressedKeys, choose_in_document, compress, documents_in, sum_strides
+from ..sparse.choice import (
+    CompressedKeys,
+    choose_in_document,
+    compress,
+    documents,
+    documents_in,
+    sum_strides,
+)
 from ..sparse.far import FarBlocks, far_gradients, far_outputs
 from ..sparse.memory import keep_choice, take_choice
 from . import Plan, Problem, Saved, Strategy
@@ -76,7 +83,7 @@ class SelectedPlan:
 
     def _compress(self, rings: Rings, k: Tensor) -> list[dict[int, CompressedKeys]]:
         """Return the compressed keys of each row's documents, by the documents' starts."""
-        parts = self.problem.mask.parts
+        parts = documents(self.problem.mask)
         sums: list[dict[int, list[Tensor]]] = [{start: [] for start, _ in parts} for _ in k]
         for span in self.spans:
             [whole] = self.gather(rings, [k], span)
@@ -92,19 +99,15 @@ class SelectedPlan:
 
     def _choose_row(self, q: Tensor, keys: dict[int, CompressedKeys]) -> Tensor:
         """Return the chosen blocks of a row's q (S, H, D): (S, G, N) int32."""
-        found = []
-        for (start, _), indices in documents_in(self._positions[self.rank], self.problem.mask):
-            places = self._positions[self.rank][slice(*indices)] - start
-            found.append(
-                choose_in_document(
-                    q[slice(*indices)],
-                    places.to(q.device),
-                    keys[start],
-                    self.sparse,
-                    self.problem.spec.scale,
-                )
+        positions, scale = self._positions[self.rank], self.problem.spec.scale
+        shape = len(q), self.problem.sizes.kv_heads, self.sparse.most_blocks
+        chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
+        for (start, _), (first, last) in documents_in(positions, self.problem.mask):
+            places = (positions[first:last] - start).to(q.device)
+            chosen[first:last] = choose_in_document(
+                q[first:last], places, keys[start], self.sparse, scale
             )
-        return torch.cat(found)
+        return chosen
 
     @functools.cached_property
     def spans(self) -> tuple[Span, ...]:

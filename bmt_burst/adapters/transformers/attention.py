@@ -14,6 +14,7 @@ from ...base.compiled import not_compiled
 from ...base.dtypes import accumulator_dtype
 from ...calls.refusal import refuse_call
 from ...sequence.mask import Mask
+from ...sparse.config import InfLLMV2
 
 ATTENTION = "bmt_burst"  # the name under which transformers knows this attention
 MOST_MASKS = 256  # that are kept
@@ -63,7 +64,8 @@ def attention(
     to (B, S_local, H, D).
 
     Values may have smaller heads than keys, as in MiniCPM3. `s_aux` (H,) are sinks, as in GptOss.
-    `attention_mask` is what `_make_window` returned.
+    `attention_mask` is what `_make_window` returned. If the configuration has a `sparse_config`, as
+    MiniCPM4's, attention is sparse.
     """
     if bmt_burst is None:
         raise TypeError(
@@ -72,19 +74,41 @@ def attention(
         )
     try:
         _check_layer(module, dropout, sliding_window, attention_mask)
-    except ValueError as error:
+        sparse = _find_sparse(module)
+    except (TypeError, ValueError) as error:
         refuse_call(error, bmt_burst.options["process_group"], bmt_burst.options["double_group"])
     narrower = key.shape[-1] - value.shape[-1]
     padded = F.pad(value, (0, narrower)) if narrower else value
     q, k, v = (x.transpose(1, 2) for x in (query, key, padded))
     sinks = None if s_aux is None else s_aux.to(accumulator_dtype(q.dtype))
-    options = {**bmt_burst.with_window(sliding_window), "softcap": softcap, "sinks": sinks}
+    options = {
+        **bmt_burst.with_window(sliding_window),
+        "softcap": softcap,
+        "sinks": sinks,
+        "sparse": sparse,
+    }
     return burst_attn_func(q, k, v, scaling, **options)[..., : value.shape[-1]], None
 
 
 def _make_window(*_args: Any, local_size: int | None = None, **_named: Any) -> int | None:
     """Return the window of a mask. Models call this to make a mask, and pass the result on."""
     return local_size
+
+
+def _find_sparse(module: nn.Module) -> InfLLMV2 | None:
+    """Return the sparse_config of a layer's configuration. Raises TypeError or ValueError if it is
+    no `InfLLMV2`, or chooses by what the layer does not pass.
+    """
+    said = getattr(module.config, "sparse_config", None)
+    if said is None:
+        return None
+    sparse = InfLLMV2.from_dict(said)
+    if sparse.use_nope:
+        raise ValueError(
+            "sparse_config: expected use_nope=False, since transformers passes rotated queries and "
+            "keys alone, got True"
+        )
+    return sparse
 
 
 def _check_layer(
