@@ -168,26 +168,6 @@ class Rings:
         hosts = self.outer.all_gather([tensor for [tensor] in here], host_shapes)
         return [tensor for host in hosts for tensor in host]
 
-    def sum_at_owners(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the sum over the ranks of what each has for this rank, in `dtype`.
-
-        parts  a tensor for each rank, in rank order. Two ranks' tensors for a rank have one shape.
-
-        Ranks of a host are added first, then hosts, each in rank order. Only the sums of a host are
-        sent to other hosts.
-        """
-        places = range(self.inner.size)
-        for_places = [
-            torch.cat([part.flatten() for part in parts[place :: self.inner.size]])
-            for place in places
-        ]
-        here = self.inner.sum_at_owners(for_places, dtype)
-        hosts = here.split([part.numel() for part in parts[self.inner.rank :: self.inner.size]])
-        if self.outer.size > 1:
-            sent = [host.to(parts[0].dtype) for host in hosts]
-            return self.outer.sum_at_owners(sent, dtype).view(parts[self.rank].shape)
-        return hosts[0].view(parts[self.rank].shape)
-
 
 def _unpack_host(rank: int, packed: bytes) -> bytes:
     """Return the lines of a host's ranks. Rank `rank` of the inter group packed them."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..merging.merge import Outputs, empty_lse
 from ..ranks.rings import Rings
-from ..sequence.span import Span, length
+from ..sequence.span import Span
 from ..sparse.choice import (
     CompressedKeys,
     choose_in_document,
@@ -41,6 +41,7 @@ from ..sparse.choice import (
 from ..sparse.far import FarBlocks, far_gradients, far_outputs
 from ..sparse.memory import keep_choice, take_choice
 from . import Plan, Problem, Saved, Strategy
+from .spans import Spans
 
 
 def window_problem(problem: Problem) -> Problem:
@@ -64,8 +65,13 @@ class SelectedPlan:
         self.span_bytes = span_bytes
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        """Reserve the memory of the window's plan. Spans are received into new tensors."""
+        """Reserve the transport's memory for the windows and for spans, as `Plan.reserve` does."""
         self.window.reserve(rings, device, with_backward)
+        sizes = self.problem.sizes
+        entries = 2 * sizes.batch * sizes.kv_heads * sizes.head_size
+        width = max(sizes.dtype.itemsize, sizes.partial.itemsize if with_backward else 0)
+        most = self.spans.most_bytes(self._most_tokens, entries * width)
+        rings.reserve(most if with_backward else {**most, "return": 0}, device)
 
     def choose(self, rings: Rings, q: Tensor, k: Tensor) -> ChosenPlan:
         """Choose blocks for this rank's q (B, S, H, D), by the k (B, S, G, D) of all ranks.
@@ -85,12 +91,11 @@ class SelectedPlan:
         """Return the compressed keys of each row's documents, by the documents' starts."""
         parts = documents(self.problem.mask)
         sums: list[dict[int, list[Tensor]]] = [{start: [] for start, _ in parts} for _ in k]
-        for span in self.spans:
-            [whole] = self.gather(rings, [k], span)
-            for (start, stop), (first, last) in _cut_spans(parts, span):
+        for number, span in enumerate(self.spans.spans):
+            [whole] = self.spans.gather(rings, [k], number)
+            for (start, _), (first, last) in _cut_spans(parts, span):
                 for row, of_documents in zip(whole, sums, strict=True):
                     tokens = row[first - span[0] : last - span[0]]
-                    assert (first - start) % self.sparse.kernel_stride == 0 or first == stop
                     of_documents[start].append(sum_strides(tokens, self.sparse))
         return [
             {start: compress(torch.cat(found), self.sparse) for start, found in row.items()}
@@ -99,7 +104,7 @@ class SelectedPlan:
 
     def _choose_row(self, q: Tensor, keys: dict[int, CompressedKeys]) -> Tensor:
         """Return the chosen blocks of a row's q (S, H, D): (S, G, N) int32."""
-        positions, scale = self._positions[self.rank], self.problem.spec.scale
+        positions, scale = self.spans.positions[self.rank], self.problem.spec.scale
         shape = len(q), self.problem.sizes.kv_heads, self.sparse.most_blocks
         chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
         for (start, _), (first, last) in documents_in(positions, self.problem.mask):
@@ -110,70 +115,32 @@ class SelectedPlan:
         return chosen
 
     @functools.cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> Spans:
         """The spans of the sequence that are gathered one after the other. None ends within a
         stride of a document.
         """
+        problem, stride = self.problem, self.sparse.kernel_stride
+        cut = _cut_sequence(problem.mask.parts, self._most_tokens, stride)
+        return Spans(problem.layout, self.rank, problem.inner, cut)
+
+    @property
+    def _most_tokens(self) -> int:
+        """The most tokens of a span."""
         sizes = self.problem.sizes
         bytes_of_token = 2 * sizes.batch * sizes.kv_heads * sizes.head_size * sizes.dtype.itemsize
-        most = max(self.span_bytes // bytes_of_token, self.sparse.kernel_stride)
-        return _cut_sequence(self.problem.mask.parts, most, self.sparse.kernel_stride)
-
-    @functools.cached_property
-    def _positions(self) -> list[Tensor]:
-        """The positions of each rank's tokens."""
-        layout = self.problem.layout
-        return [layout.positions(rank) for rank in range(layout.size)]
-
-    @functools.cached_property
-    def _held(self) -> dict[Span, list[Span]]:
-        """The indices of each rank's tokens in each span."""
-        cuts = torch.tensor([start for start, _ in self.spans] + [self.problem.mask.seq_len])
-        of_ranks = [torch.searchsorted(positions, cuts).tolist() for positions in self._positions]
-        return {
-            span: [(cuts[i], cuts[i + 1]) for cuts in of_ranks] for i, span in enumerate(self.spans)
-        }
-
-    def gather(self, rings: Rings, tensors: Sequence[Tensor], span: Span) -> list[Tensor]:
-        """Return the tokens of a span, from all ranks, in the order of their positions.
-
-        tensors  (B, S, G, D) each, of this rank's tokens; the results are (B, T, G, D)
-        """
-        held = self._held[span]
-        mine = torch.stack([x[:, slice(*held[self.rank])] for x in tensors])
-        shapes = [torch.Size((*mine.shape[:2], length(s), *mine.shape[3:])) for s in held]
-        whole = mine.new_empty(*mine.shape[:2], length(span), *mine.shape[3:])
-        parts = rings.gather_tensors(mine, shapes)
-        for places, part in zip(self._places(span, mine.device), parts, strict=True):
-            whole.index_copy_(2, places, part)
-        return list(whole)
-
-    def give_back(self, rings: Rings, grads: Sequence[Tensor], span: Span) -> list[Tensor]:
-        """Return the sum over the ranks of the gradients of this rank's tokens in a span.
-
-        grads  (B, T, G, D) each, of all tokens of the span; the results are (B, S', G, D). They
-               are sent in the dtype of the kernel's gradients.
-        """
-        stacked = torch.stack(list(grads)).to(self.problem.sizes.partial)
-        parts = [stacked.index_select(2, places) for places in self._places(span, stacked.device)]
-        return list(rings.sum_at_owners(parts, grads[0].dtype))
-
-    def own_tokens(self, span: Span) -> slice:
-        """Return the indices of this rank's tokens in a span."""
-        return slice(*self._held[span][self.rank])
-
-    def _places(self, span: Span, device: torch.device) -> Iterator[Tensor]:
-        """Yield the places of each rank's tokens in a span."""
-        for positions, held in zip(self._positions, self._held[span], strict=True):
-            yield (positions[slice(*held)] - span[0]).to(device)
+        return max(self.span_bytes // bytes_of_token, self.sparse.kernel_stride)
 
     def far_blocks(self, chosen: Tensor) -> list[FarBlocks]:
         """Return the far blocks of each row's `chosen` (B, S, G, N)."""
-        positions = self._positions[self.rank]
-        starts = positions - self.problem.mask.positions()[positions]
-        starts, positions = starts.to(chosen.device), positions.to(chosen.device)
-        stops = positions - self.sparse.window_size
+        starts, stops = (x.to(chosen.device) for x in self._ends)
         return [FarBlocks.of_choice(row, starts, stops, self.sparse.block_size) for row in chosen]
+
+    @functools.cached_property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        """For each query, the start of its document and the end of its far part: (S,) int64."""
+        positions = self.spans.positions[self.rank]
+        starts = positions - self.problem.mask.positions()[positions]
+        return starts, positions - self.sparse.window_size
 
 
 @dataclass(frozen=True)
@@ -200,10 +167,11 @@ class ChosenPlan(Plan):
         near, near_lse, _ = selected.window.forward(rings, q, k, v)
         merged.add(everything, near, near_lse)
         blocks = selected.far_blocks(self.chosen)
-        for span in selected.spans:
-            keys, values = selected.gather(rings, [k, v], span)
+        scale = selected.problem.spec.scale
+        for number, (first, _) in enumerate(selected.spans.spans):
+            keys, values = selected.spans.gather(rings, [k, v], number)
             rows = zip(q, keys, values, blocks, strict=True)
-            parts = [far_outputs(*row, span[0], selected.problem.spec.scale) for row in rows]
+            parts = [far_outputs(*row, first, scale) for row in rows]
             outs, lses = zip(*parts, strict=True)
             merged.add(everything, torch.stack(outs), torch.stack(lses))
         merged.result()
@@ -218,8 +186,9 @@ class ChosenPlan(Plan):
         dq, dk, dv = (x.to(wide) for x in near)
         delta = (saved.out.to(wide) * dout).sum(-1).transpose(1, 2)
         blocks = selected.far_blocks(self.chosen)
-        for span in selected.spans:
-            keys, values = selected.gather(rings, [saved.k, saved.v], span)
+        scale = selected.problem.spec.scale
+        for number, (first, _) in enumerate(selected.spans.spans):
+            keys, values = selected.spans.gather(rings, [saved.k, saved.v], number)
             far = [
                 far_gradients(
                     dout[row],
@@ -229,17 +198,16 @@ class ChosenPlan(Plan):
                     saved.lse[row],
                     delta[row],
                     of_row,
-                    span[0],
-                    selected.problem.spec.scale,
+                    first,
+                    scale,
                 )
                 for row, of_row in enumerate(blocks)
             ]
-            dq_far, dk_far, dv_far = (torch.stack(parts) for parts in zip(*far, strict=True))
+            dq_far, *dkv_far = (torch.stack(parts) for parts in zip(*far, strict=True))
             dq += dq_far
-            own = selected.own_tokens(span)
-            for total, part in zip(
-                (dk, dv), selected.give_back(rings, (dk_far, dv_far), span), strict=True
-            ):
+            own = selected.spans.own_tokens(number)
+            given = selected.spans.give_back(rings, dkv_far, number, selected.problem.sizes.partial)
+            for total, part in zip((dk, dv), given, strict=True):
                 total[:, own] += part
         return dq.to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype), None
 

@@ -173,23 +173,6 @@ class Transport(ABC):
         self.exchange(sends, recvs).wait()
         return everyone
 
-    def sum_at_owners(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the sum, in rank order and in `dtype`, of what the ranks have for this rank.
-
-        parts  a contiguous tensor for each rank. All ranks' tensors for a rank have one shape.
-        """
-        mine = parts[self.rank]
-        theirs = [torch.empty_like(mine) for _ in range(self.size)]
-        theirs[self.rank] = mine
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        sends = [(parts[peer], peer) for peer in others if parts[peer].numel()]
-        recvs = [(theirs[peer], peer) for peer in others if mine.numel()]
-        self.exchange(sends, recvs).wait()
-        total = theirs[0].to(dtype, copy=True)
-        for part in theirs[1:]:
-            total += part
-        return total
-
     def gather(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, in rank order.
 
