@@ -214,7 +214,7 @@ def _check_ring() -> str:
         raise
     reports = [line for line in output.splitlines() if line.startswith("ring: ")]
     if run.returncode or not reports:
-        raise RuntimeError(f"two processes could not do a ring:\n{output[-4000:]}")
+        raise RuntimeError(f"the ring of two processes failed:\n{output[-4000:]}")
     return reports[0].removeprefix("ring: ")
 
 

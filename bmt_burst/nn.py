@@ -253,8 +253,8 @@ class BurstAttention(SequenceParallelModule):
         for name, given in (("cos", cos), ("sin", sin)):
             if given.dim() < 2 or given.shape[-2:] != (x.shape[1], self.head_dim // 2):
                 raise ValueError(
-                    f"{name} must be of rope_tables, (..., {x.shape[1]} tokens of x, "
-                    f"{self.head_dim // 2}), got shape {tuple(given.shape)}"
+                    f"{name} must be (..., {x.shape[1]}, {self.head_dim // 2}), rope_tables of the "
+                    f"positions of x, got shape {tuple(given.shape)}"
                 )
 
     def _refuse(self, error: Exception) -> NoReturn:
@@ -390,7 +390,7 @@ def _make_causal(seq_len: int) -> Mask:
 def _limit_mask(mask: Mask, window: int) -> Mask:
     """Return a mask within a window. All layers get one object, so that they share its plans."""
     if not isinstance(mask, Mask):
-        raise TypeError(f"mask: expected a Mask, or one for each row, got {type(mask).__name__}")
+        raise TypeError(f"mask must be a Mask or one for each row, got {type(mask).__name__}")
     return mask.windowed(window)
 
 

@@ -150,9 +150,9 @@ class Scores:
             if (tokens := len(x)) != self.seq_len:
                 raise ValueError(f"{name} has {tokens} numbers for a mask of {self.seq_len} tokens")
         object.__setattr__(self, "other", as_int("other", self.other))
-        if len(self._numbers.distances) % 2 == 0:
+        if len(numbers.distances) % 2 == 0:
             raise ValueError(
-                f"distances are 2 reach + 1 rows, an odd number; got {len(self._numbers.distances)}"
+                f"distances must be 2 reach + 1 rows, an odd number, got {len(numbers.distances)}"
             )
         self._check_rows()
         self._check_entries()
@@ -290,7 +290,9 @@ class Scores:
         pairs = self._numbers.pairs
         rows = torch.cat((pairs[pairs != BY_DISTANCE], self._numbers.distances))
         if (least := min(int(rows.min()), self.other)) < 0:
-            raise ValueError(f"rows of the table cannot be negative, got {least}")
+            raise ValueError(
+                f"pairs, distances and other must be rows of a table, 0 or more, got {least}"
+            )
         if self.other >= 1 << 31:
             raise ValueError(
                 "other must be a row of a table, below 2^31; "
@@ -311,8 +313,10 @@ class Scores:
         )
         lowest, highest = int((least + first).min()), int((most + last).max())
         if lowest < 0 or highest >= len(self._numbers.pairs):
-            reach = f"base + segment reaches from {lowest} to {highest}"
-            raise ValueError(f"{reach}, but there are {len(self._numbers.pairs)} pairs")
+            raise ValueError(
+                f"pairs must have entries {lowest} to {highest}, for each base + segment, "
+                f"got {len(self._numbers.pairs)} entries"
+            )
 
     @functools.cached_property
     def _runs(self) -> Tensor:

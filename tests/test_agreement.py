@@ -204,7 +204,7 @@ def test_a_rank_that_takes_the_inter_group_for_all_is_an_error_on_the_ranks_that
         "ranks do not do the same: rank 0 begins a call of burst_attn_func, rank 1 begins"
     )
     assert second.startswith(
-        "rank 0 of the inter group has it as process_group: expected packed lines, got '{"
+        "rank 0 of the inter group passed it as process_group: expected packed lines, got '{"
     )
 
 
@@ -483,7 +483,7 @@ def test_groups_that_are_no_grid_are_refused_on_every_rank(name):
     def work(ring):
         intra, inter = (next(g for g in groups if ring.rank in g) for groups in (intras, inters))
         q = torch.zeros(1, 6, 2, 8)
-        with pytest.raises(ValueError, match="double_group's groups are no grid"):
+        with pytest.raises(ValueError, match="double_group must be a grid"):
             burst_attn_func(q, q, q, double_group=(ring.subring(intra), ring.subring(inter)))
         return True
 
@@ -500,7 +500,7 @@ def test_a_rank_that_swaps_the_groups_is_an_error_on_every_rank(inner, swapped):
             ring.subring(range(place, 2 * inner, inner)),
         )
         q = torch.zeros(1, 6, 2, 8)
-        with pytest.raises(ValueError, match="double_group's groups are no grid"):
+        with pytest.raises(ValueError, match="double_group must be a grid"):
             burst_attn_func(q, q, q, double_group=groups[::-1] if ring.rank == swapped else groups)
         return True
 
@@ -510,7 +510,7 @@ def test_a_rank_that_swaps_the_groups_is_an_error_on_every_rank(inner, swapped):
 def test_parts_of_unlike_layouts_are_not_joined():
     def work(ring):
         sp = SequenceParallel(ring.rank, 2, ("zigzag", "striped")[ring.rank], process_group=ring)
-        with pytest.raises(ValueError, match="ranks differ in what they join"):
+        with pytest.raises(ValueError, match="ranks differ in unshard's arguments"):
             sp.unshard(torch.zeros(1, 4), 8)
 
     simulate(2, work)
@@ -548,8 +548,8 @@ def test_a_wrong_part_is_an_error_on_every_rank():
             "no dimension 5",
             "seq_len must be a whole number",
             "got meta",
-            "differ in what",
-            "differ in what",
+            "differ in unshard",
+            "differ in unshard",
         ],
         strict=True,
     ):

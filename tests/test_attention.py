@@ -145,7 +145,7 @@ WRONG_TENSORS = [
     (
         lambda q, k, v: (q[:, :, :0], k[:, :, :0], v[:, :, :0]),
         ValueError,
-        "q has an empty dimension",
+        "q must have batch, heads and head size above 0",
     ),
     (lambda q, k, v: (q.to_sparse(), k, v), TypeError, "q must be a dense tensor"),
     (
@@ -385,7 +385,7 @@ def test_groups_are_either_single_or_double():
             burst_attn_func(*qkv(), process_group=ring, double_group=(ring, ring))
         with pytest.raises(ValueError, match="both groups or neither"):
             burst_attn_func(*qkv(), double_group=(ring, None))
-        with pytest.raises(ValueError, match="no grid of hosts and places"):
+        with pytest.raises(ValueError, match="must be a grid of hosts and places"):
             burst_attn_func(*qkv(), double_group=(ring, ring.subring([0, 1])))
 
     simulate(2, work)
@@ -395,7 +395,7 @@ def test_uneven_hosts_are_refused():
     def work(ring):
         intra = ring.subring([0, 1] if ring.rank < 2 else [2])
         inter = ring.subring([1] if ring.rank == 1 else [0, 2])
-        with pytest.raises(ValueError, match="no grid of hosts and places"):
+        with pytest.raises(ValueError, match="must be a grid of hosts and places"):
             burst_attn_func(*qkv(), double_group=(intra, inter))
         return True
 
@@ -614,7 +614,7 @@ def test_wrong_inputs_of_a_layer_on_one_rank_are_an_error_on_all():
         ((x, cos, None), TypeError, "sin must be a torch.Tensor, got NoneType"),
         ((x[0], cos, cos), ValueError, r"x must be \(batch, tokens, 32\), got shape \(6, 32\)"),
         ((x[..., :8], cos, cos), ValueError, r"x must be \(batch, tokens, 32\), got .*\(1, 6, 8\)"),
-        ((x, cos[:1], cos), ValueError, r"cos must be of rope_tables, .* got shape \(1, 4\)"),
+        ((x, cos[:1], cos), ValueError, r"cos must be \(..., 6, 4\), .* got shape \(1, 4\)"),
         ((x.double(), cos, cos), RuntimeError, "dtype"),
         ((x, cos, cos, object()), ValueError, "a KVCache holds one rank's tokens"),
     ]

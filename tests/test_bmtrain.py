@@ -72,7 +72,7 @@ def test_engine_equals_the_torch_engine(found, expected):
         assert rank["summed"] == [1 + 2**-8]
         assert rank["nan"] == "the gradient norm is nan"
         assert (
-            "does not go with BMTrain's tensor or pipeline parallelism yet: tp_size is 2"
+            "expected BMTrain without tensor and pipeline parallelism, got tp_size=2"
             in rank["refused"]
         )
 

@@ -355,8 +355,8 @@ def what_each_says(size, work):
 
 
 WRONG = [
-    ({"dropout_p": 0.1}, "dropout is not supported"),
-    ({"alibi_slopes": torch.ones(2)}, "alibi_slopes are not supported"),
+    ({"dropout_p": 0.1}, "expected dropout_p=0"),
+    ({"alibi_slopes": torch.ones(2)}, "expected alibi_slopes=None"),
     ({"window_size": (-2, 0)}, "must have numbers of tokens"),
     ({"window_size": 5}, r"must be \(left, right\)"),
     ({"window_size": (1.5, 0)}, "whole number"),

@@ -184,7 +184,7 @@ def misuse(rank):
 
 
 def test_groups_are_of_torch_distributeds_ranks():
-    with pytest.raises(RuntimeError, match="set_seq_parallel_pg needs"):
+    with pytest.raises(RuntimeError, match="before set_seq_parallel_pg"):
         set_seq_parallel_pg(1, 1, 0, 1)
 
 
@@ -210,10 +210,10 @@ def test_what_is_wrong_is_said():
         "softcap must be positive",
         "expected a ring_impl_type of ['basic', 'strip', 'zigzag'], got 'stripe'",
         "must be (2, 1), got (1, 1)",
-        "an attn_processor is not supported",
+        "attn_processor must be None",
         "attn_type must be an AttnType, got 'fa'",
         "approximates attention",
-        "dropout is not supported",
+        "expected dropout_p=0",
     ]
     for said, part in zip(second, expected, strict=True):
         assert part in said

@@ -522,7 +522,7 @@ def bee_row(tokens: int) -> dict[str, torch.Tensor]:
         ),
         (
             {"segment_rel_offset": torch.full((8,), 3)},
-            "base [+] segment reaches from 3 to 3, but there are 1 pairs",
+            "pairs must have entries 3 to 3, for each base [+] segment, got 1 entries",
         ),
         ({"sample_ids": torch.full((8,), -1)}, "sample_ids must be at least 0"),
     ],

@@ -361,7 +361,7 @@ def test_a_layer_with_a_window_is_the_dense_one():
         assert torch.allclose(
             Layout.zigzag(21, 2).unshard(parts, 1), expected, rtol=1e-5, atol=1e-6
         )
-    with pytest.raises(TypeError, match="mask: expected a Mask, or one for each row, got str"):
+    with pytest.raises(TypeError, match="mask must be a Mask or one for each row, got str"):
         windowed(x, *tables, mask=["causal", "causal"])
 
 

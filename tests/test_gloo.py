@@ -126,7 +126,7 @@ def misuse(rank: int) -> list[str]:
         (torch.zeros(2 + rank, 3), "rank 1's x, .* got \\[3, 3\\]|rank 0's x, .* got \\[2, 3\\]"),
         (
             torch.zeros(2, 3, dtype=(torch.int64, torch.int32)[rank]),
-            "ranks differ in what they join",
+            "ranks differ in unshard's arguments",
         ),
         (
             torch.zeros(2, 3 - rank),
@@ -138,7 +138,7 @@ def misuse(rank: int) -> list[str]:
     for arguments in ({"sp_size": 2 - rank}, {"sp_size": 2, "layout": ("zigzag", "striped")[rank]}):
         with pytest.raises(ValueError, match="ranks differ in init_sequence_parallel's arguments"):
             init_sequence_parallel(**arguments)
-    with pytest.raises(ValueError, match="no grid of hosts and places"):
+    with pytest.raises(ValueError, match="must be a grid of hosts and places"):
         burst_attn_func(q, k, v, double_group=(dist.group.WORLD, dist.group.WORLD))
     return messages
 

@@ -423,7 +423,7 @@ WRONG_ON_ALL = [
     ({"mask": [[Mask.causal(12)]]}, TypeError, "mask must be a Mask or one for each row, got list"),
     ({"mask": [Mask.causal(12)] * 3}, ValueError, "mask has 3 entries for a batch of 2 rows"),
     ({"mask": []}, ValueError, "mask has 0 entries for a batch of 2 rows"),
-    ({"mask": [Mask.causal(12), Mask.full(13)]}, ValueError, "equally many tokens|13"),
+    ({"mask": [Mask.causal(12), Mask.full(13)]}, ValueError, "the same number of tokens|13"),
     ({"layout": ["zigzag"] * 3}, ValueError, "layout has 3 entries for a batch of 2 rows"),
     (
         {"layout": ["zigzag", None]},
@@ -445,7 +445,7 @@ WRONG_ON_ALL = [
     (
         {"layout": Layout.zigzag(12, 4)},
         ValueError,
-        "the layout is one for 4 ranks, the group has 3",
+        "expected a layout on 3 ranks, got one on 4",
     ),
     (
         {"layout": Layout.zigzag(13, 3)},
@@ -465,7 +465,7 @@ WRONG_ON_ALL = [
     (
         {"layout": [Layout.zigzag(12, 3), Layout.zigzag(13, 3)]},
         ValueError,
-        "the layouts of the rows must give a rank equally many tokens",
+        "layouts of rows must give a rank the same number of tokens",
     ),
 ]
 
@@ -625,7 +625,7 @@ def test_processes_hear_of_wrong_masks_too():
         "mask must be a Mask or one for each row, got str",
         "mask has 3 entries for a batch of 2 rows",
         "expected mask or causal, got both",
-        "the layout is one for 3 ranks, the group has 2",
+        "expected a layout on 2 ranks, got one on 3",
         "the ranks hold [6, 6] tokens, but zigzag cuts 13",
     ]
     first, second = run_ranks(2, refused)

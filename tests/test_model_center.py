@@ -114,7 +114,7 @@ KNOWN = "expected one of ModelCenter's Llama, GPTj, GPT2, OPT, Bert, Roberta, CP
 REFUSED = {
     "no sp": "TypeError: sp must be a SequenceParallel, from init_sequence_parallel, got NoneType",
     "no model": f"TypeError: {KNOWN} Linear",
-    "inside": f"TypeError: {KNOWN} ModuleDict: give its lm, a Llama",
+    "inside": f"TypeError: {KNOWN} ModuleDict: pass its lm, a Llama",
     "twice": "ValueError: this Llama is already enabled, for 2 ranks",
     "T5": "TypeError: T5 cannot be sequence parallel: its decoder attends to another sequence",
     "CPM2": "TypeError: CPM2 cannot be sequence parallel: its decoder attends to another sequence",
@@ -135,10 +135,10 @@ REFUSED = {
     "shapes": "ValueError: tensors of this rank's tokens must be (B, S_local, ...), with "
     "equal sizes, got {'input_ids': (2, ",
     "dense mask": "ValueError: attention_mask must be (2, ",
-    "two of them": "ValueError: length and mask all say what tokens see: give one of them",
+    "two of them": "ValueError: expected one of length, attention_mask, mask, got length and mask",
     "length is of ranks": "RanksDisagree: ranks differ in length: rank 0 has [37, 0], rank 1 has "
     "[37, 1]",
-    "long": "ValueError: length counts the tokens of whole rows, 37 at most, got 38",
+    "long": "ValueError: length must be of whole rows, 37 tokens at most, got 38",
     "length's shape": "ValueError: length must be integers (2,), one for each whole row, got shape "
     "(1,)",
     "other layout": "ValueError: the layout is for sequences of 38 tokens, got one of 37",
@@ -155,7 +155,7 @@ REFUSED = {
     "save its weights with",
     "pickled": "TypeError: an enabled Llama cannot be copied or pickled, as torch.save does: "
     "save its weights with",
-    "layers": "TypeError: attention over 2 ranks got a Tensor as its mask: call the model",
+    "layers": "TypeError: attention over 2 ranks got a Tensor as its mask: call the enabled model",
 }
 
 # What is wrong on rank 0 alone, and rank 1 hears.
@@ -174,8 +174,7 @@ REFUSED_BIASED = {
     "bias type": "ValueError: pos_bias_type must be 'relative' in this model, got 'none'",
     "buckets": "ValueError: position_bias_max_distance must be above 20, since so many distances "
     "have their own buckets",
-    "mask and context": "ValueError: a mask says everything that tokens see: give it "
-    "without context",
+    "mask and context": "ValueError: expected a mask alone, got context too",
     "shape": "ValueError: span must be of this rank's tokens, (2, ",
     "dtype": "ValueError: span must be integers, got torch.float32",
     "no tensor": "TypeError: context must be a torch.Tensor, got list",
@@ -245,7 +244,7 @@ def test_a_model_for_one_rank_generates_as_before(found):
     for rank in found(2)[0]["alone"]:
         assert rank["same"] and rank["generated"]
         assert all(rank[name] < 1e-6 for name in ("hidden", "logits", "loss"))
-        assert rank["refused"].startswith("ValueError: mask and layout do not go with use_cache")
+        assert rank["refused"].startswith("ValueError: expected a cache or mask and layout")
 
 
 @on_cpus

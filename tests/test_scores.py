@@ -259,26 +259,26 @@ WRONG = [
     (
         {"distances": integers([1, 2])},
         ValueError,
-        "distances are 2 reach \\+ 1 rows, an odd number; got 2",
+        "distances must be 2 reach \\+ 1 rows, an odd number, got 2",
     ),
-    ({"distances": integers([-1])}, ValueError, "rows of the table cannot be negative, got -1"),
-    ({"pairs": integers([-2] * 5)}, ValueError, "rows of the table cannot be negative, got -2"),
+    ({"distances": integers([-1])}, ValueError, "other must be rows of a table, 0 or more, got -1"),
+    ({"pairs": integers([-2] * 5)}, ValueError, "other must be rows of a table, 0 or more, got -2"),
     (
         {"pairs": integers([])},
         ValueError,
-        "base \\+ segment reaches from 0 to 4, but there are 0 pairs",
+        "pairs must have entries 0 to 4, for each base \\+ segment, got 0 entries",
     ),
     (
         {"base": integers([0, 0, 2, 2, 5, 5])},
         ValueError,
-        "base \\+ segment reaches from 0 to 5, but there are 5 pairs",
+        "pairs must have entries 0 to 5, for each base \\+ segment, got 5 entries",
     ),
     (
         {"segment": integers([-1] * 6)},
         ValueError,
-        "base \\+ segment reaches from -1 to 3, but there are 5 pairs",
+        "pairs must have entries -1 to 3, for each base \\+ segment, got 5 entries",
     ),
-    ({"other": -1}, ValueError, "rows of the table cannot be negative, got -1"),
+    ({"other": -1}, ValueError, "other must be rows of a table, 0 or more, got -1"),
     ({"other": 1.5}, TypeError, "other must be a whole number, got 1.5"),
     ({"other": 1 << 70}, ValueError, "below 2\\^31; got a number of 71 bits"),
 ]
@@ -453,7 +453,7 @@ def test_ranks_must_have_one_kernel_for_biases(monkeypatch):
         added = Scores.by_distance(Mask.causal(6), integers([0]))
         with pytest.raises(
             ValueError,
-            match="differ in kernel of the bias: rank 0 has 'reference', rank 1 has 'cpu'",
+            match="differ in the kernel of the bias: rank 0 has 'reference', rank 1 has 'cpu'",
         ):
             burst_attn_func(q, q, q, scores=added, bias=torch.zeros(1, 2), process_group=ring)
 

@@ -446,7 +446,7 @@ MODELS = {  # what cannot be enabled
     "inside": (
         lambda: nn.ModuleDict({"lm": plain("Llama")}),
         TypeError,
-        "expected one of .*, got a ModuleDict: give its lm, a LlamaForCausalLM",
+        "expected one of .*, got a ModuleDict: pass its lm, a LlamaForCausalLM",
     ),
     "forward": (
         lambda: OtherForward(plain("Llama").config),
@@ -623,7 +623,7 @@ def test_options_are_checked():
         ours.set_attn_implementation("sdpa")
     with pytest.raises(
         TypeError,
-        match="a LlamaAttention was called without what its tokens see: call the model that",
+        match="a LlamaAttention was called without its model: call the model that",
     ):
         ours.model(tokens(1, 5))
     with pytest.raises(
@@ -633,7 +633,7 @@ def test_options_are_checked():
         type(ours)(ours.config)
     with pytest.raises(
         TypeError,
-        match="a Phi3RotaryEmbedding was called by itself: call the model that was enabled",
+        match="a Phi3RotaryEmbedding was called without its model: call the model that was enabled",
     ):
         enabled(plain("Phi3, long"), SequenceParallel()).model(tokens(1, 5))
 
@@ -655,9 +655,9 @@ REFUSED = {  # by what is wrong on all ranks
     ),
     "both": (
         {"inputs_embeds": torch.zeros(2, 37, 32)},
-        "give either input_ids or inputs_embeds, got input_ids and",
+        "expected either input_ids or inputs_embeds, got input_ids and",
     ),
-    "neither": ({"input_ids": None}, "give either input_ids or inputs_embeds, got neither"),
+    "neither": ({"input_ids": None}, "expected either input_ids or inputs_embeds, got neither"),
     "shape": (
         {"input_ids": torch.ones(37, dtype=torch.int64)},
         "input_ids must be (B, S), got shape (37,)",
@@ -701,7 +701,7 @@ REFUSED = {  # by what is wrong on all ranks
     ),
     "padding's labels": (
         {"attention_mask": torch.arange(37).expand(2, -1).lt(30)},
-        "labels of padding, as attention_mask",
+        "labels must be -100 where attention_mask is 0",
     ),
     "both of these": (
         {"attention_mask": torch.ones(2, 37), "position_ids": packed(30, 7)},

@@ -285,7 +285,7 @@ def _mark_lengths(lengths: list[int], seq_len: int) -> Tensor:
     """Return (B, S) int64, 1 up to the length of each row."""
     if max(lengths) > seq_len:
         raise ValueError(
-            f"length counts the tokens of whole rows, {seq_len} at most, got {max(lengths)}"
+            f"length must be of whole rows, {seq_len} tokens at most, got {max(lengths)}"
         )
     return torch.arange(seq_len).lt(torch.tensor(lengths).unsqueeze(1)).long()
 
@@ -354,11 +354,11 @@ def _check_exclusive(inputs: LocalInputs) -> None:
     }
     names = [name for name, x in masking.items() if x is not None]
     if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} all say what tokens see: give one of them")
+        raise ValueError(f"expected one of {', '.join(masking)}, got {' and '.join(names)}")
     names = [name for name in ("context", "span") if name in inputs.marks]
     if names and inputs.mask is not None:
         raise ValueError(
-            f"a mask says everything that tokens see: give it without {' and '.join(names)}"
+            f"expected a mask alone, got {' and '.join(names)} too: a mask has all visible pairs"
         )
 
 
@@ -367,7 +367,7 @@ def _check_padding(attention_mask: Tensor, shape: tuple[int, int]) -> None:
     if attention_mask.shape != shape:
         raise ValueError(
             f"attention_mask must be {shape}, 0 where this rank's tokens are padding, got shape "
-            f"{tuple(attention_mask.shape)}; to hide other tokens give a mask"
+            f"{tuple(attention_mask.shape)}; to hide other tokens pass a mask"
         )
 
 
@@ -380,7 +380,7 @@ def _read_lengths(length: Tensor, size: int) -> list[int]:
         )
     lengths = length.tolist()
     if min(lengths) < 0:
-        raise ValueError(f"length counts tokens, got {min(lengths)}")
+        raise ValueError(f"length must be 0 or more, got {min(lengths)}")
     return lengths
 
 

@@ -91,7 +91,9 @@ def _check_one(name: str, x: Tensor, is_packed: bool) -> None:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
     *batch, _tokens, heads, head_size = x.shape
     if 0 in (*batch, heads, head_size):
-        raise ValueError(f"{name} has an empty dimension: shape {tuple(x.shape)}")
+        raise ValueError(
+            f"{name} must have batch, heads and head size above 0, got shape {tuple(x.shape)}"
+        )
 
 
 def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:

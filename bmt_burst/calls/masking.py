@@ -66,7 +66,7 @@ def find_masking(options: Options, batch: int, size: int) -> Masking:
         raise ValueError("expected scores alone, got mask or causal too: scores have a mask")
     for layout in layouts:
         if isinstance(layout, Layout) and layout.size != size:
-            raise ValueError(f"the layout is one for {layout.size} ranks, the group has {size}")
+            raise ValueError(f"expected a layout on {size} ranks, got one on {layout.size}")
     masks = masks or tuple(row.mask for row in scores)
     if all(len(set(rows)) <= 1 for rows in (masks, layouts, scores)):
         return Masking(
@@ -125,8 +125,13 @@ def _stack_rows(
     for mask, layout in zip(masks, of_rows, strict=True):
         if mask.seq_len != layout.seq_len:
             raise ValueError(f"a row's mask has {mask.seq_len} tokens, its layout {layout.seq_len}")
-        if any(layout.length(rank) != of_rows[0].length(rank) for rank in range(size)):
-            raise ValueError("the layouts of the rows must give a rank equally many tokens of each")
+    for rank in range(size):
+        lengths = [layout.length(rank) for layout in of_rows]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                "layouts of rows must give a rank the same number of tokens of each row, got "
+                f"{lengths} for rank {rank}"
+            )
     return Mask.stacked(masks), Stacked(of_rows)
 
 
@@ -161,5 +166,5 @@ def check_lengths(layout: Layout, tokens: Sequence[int]) -> None:
     if sum(tokens) != layout.seq_len or list(tokens) != expected:
         raise ValueError(
             f"the ranks hold {tokens} tokens, but {layout.name} cuts {layout.seq_len} into "
-            f"{expected}; use bmt_burst.shard or the layout's, or torch.tensor_split's sizes"
+            f"{expected}; cut tensors with bmt_burst.shard or with the layout's shard"
         )

@@ -135,8 +135,8 @@ def find_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
 def _make_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
     q, k, rows = inputs.q, inputs.k, inputs.bias_rows
     if (rows is None) != (options.scores is None):
-        got = "scores without a bias" if rows is None else "a bias alone"
-        raise ValueError(f"scores and bias go together, got {got}")
+        got = "scores" if rows is None else "a bias"
+        raise ValueError(f"expected scores and bias together, got {got} alone")
     options = check_options(options)
     check_device(rings, q)
     spec = _make_spec(options, q.shape[-1], q.dtype)
@@ -146,7 +146,9 @@ def _make_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
     masking = find_masking(options, len(q), rings.size)
     _check_sparse(options, masking, rows is not None, inputs.choose_by is not None)
     if rows is not None and masking.scores is not None and masking.scores.num_rows > rows:
-        raise ValueError(f"bias has {rows} rows, the scores take {masking.scores.num_rows}")
+        raise ValueError(
+            f"bias must have {masking.scores.num_rows} rows, as scores need, got {rows}"
+        )
     return Terms(
         shape=q.shape,
         kv_heads=k.shape[2],

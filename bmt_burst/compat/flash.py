@@ -69,11 +69,12 @@ class Options:
         """
         if as_float("dropout_p", self.dropout_p):
             raise ValueError(
-                f"dropout is not supported: expected dropout_p=0, got {self.dropout_p}"
+                f"expected dropout_p=0, since dropout is not supported, got {self.dropout_p}"
             )
         if self.alibi_slopes is not None:
             raise ValueError(
-                "alibi_slopes are not supported; see scores and bias of bmt_burst.burst_attn_func"
+                "expected alibi_slopes=None: pass scores and bias to bmt_burst.burst_attn_func "
+                "instead"
             )
         if not isinstance(self.window_size, list | tuple) or len(self.window_size) != 2:
             raise TypeError(f"window_size must be (left, right), got {self.window_size!r}")

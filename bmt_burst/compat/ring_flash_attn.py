@@ -171,9 +171,9 @@ def _place_chunks(
     expected = _prepare(whole, causal, rings.rank, rings.size)
     if (of_q, of_k, local_k_slice) != expected:
         raise ValueError(
-            "cu_seqlens_q, cu_seqlens_k and local_k_slice must be those that "
-            f"llama3_flash_attn_prepare_cu_seqlens makes for rank {rings.rank} of {rings.size} "
-            f"and causal={causal}; the documents of the ranks begin at {whole[:-1]}, so expected "
+            "cu_seqlens_q, cu_seqlens_k and local_k_slice must be from "
+            f"llama3_flash_attn_prepare_cu_seqlens for rank {rings.rank} of {rings.size} and "
+            f"causal={causal}; the documents of the ranks begin at {whole[:-1]}, so expected "
             f"{expected}, got {(of_q, of_k, local_k_slice)}"
         )
     return whole, "contiguous"
@@ -183,7 +183,7 @@ def _check_layout(layout: str, causal: bool, lengths: Sequence[int]) -> None:
     """Raise ValueError for calls that ring-flash-attention does not compute either."""
     if layout != "contiguous" and not as_bool("causal", causal):
         raise ValueError(
-            f"{layout} attention is causal: give causal=True, or call a ring_flash_attn function"
+            f"{layout} attention is causal: pass causal=True, or call a ring_flash_attn function"
         )
     if layout == "zigzag" and any(length % 2 for length in lengths):
         raise ValueError(

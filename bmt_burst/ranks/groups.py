@@ -150,7 +150,8 @@ class SequenceParallel:
             for rank, theirs in enumerate(everyone):
                 if theirs["rows"] != rows:
                     raise RanksDisagree(
-                        f"ranks differ in rows: this one has {rows}, rank {rank} {theirs['rows']}"
+                        f"ranks differ in rows of positions: this one has {rows}, rank {rank} has "
+                        f"{theirs['rows']}"
                     )
             agreed.append(torch.tensor([theirs["lengths"] for theirs in everyone]).amax(0))
         return torch.cat(agreed).view(mine.shape).to(mine.device)
@@ -181,7 +182,7 @@ class SequenceParallel:
         for rank, theirs in enumerate(everyone):
             if any(theirs[name] != everyone[0][name] for name in everyone[0].keys() - {"shape"}):
                 raise RanksDisagree(
-                    f"ranks differ in what they join: rank 0 has {everyone[0]}, "
+                    f"ranks differ in unshard's arguments: rank 0 has {everyone[0]}, "
                     f"rank {rank} {theirs}"
                 )
         seq_len, dim = everyone[0]["seq_len"], everyone[0]["dim"]
@@ -348,7 +349,8 @@ def _take_mesh_groups(world: Transport, mesh: dist.DeviceMesh, layout: str) -> S
     """Return the ranks of this rank's mesh, once all ranks in each mesh agree on it."""
     if isinstance(world, BMTrainTransport):
         raise ValueError(
-            "a mesh has ranks of torch.distributed: with BMTrain expected sp_size and inner_size"
+            "expected sp_size and inner_size on BMTrain, got a mesh, which has torch.distributed's "
+            "ranks"
         )
 
     def terms() -> dict[str, Any]:
@@ -364,13 +366,13 @@ def _take_mesh_groups(world: Transport, mesh: dist.DeviceMesh, layout: str) -> S
     lines = gather_terms(Rings(world, ALONE), "init_sequence_parallel of a mesh", terms)
     everyone, counts = read_terms(lines), Counter(lines)
     for rank, (line, theirs) in enumerate(zip(lines, everyone, strict=True)):
-        # Each rank is in its mesh. If as many as the mesh has gave the same, these are its ranks.
+        # Each rank is in its mesh. So if as many ranks passed a mesh as it has, all of its ranks
+        # passed it.
         if counts[line] != theirs["size"]:
-            given = (
-                f"rank {rank} gives the ranks {theirs['ranks']}, as {counts[line]} of "
-                f"{theirs['size']} ranks do"
+            raise RanksDisagree(
+                f"ranks differ in their meshes: rank {rank}'s mesh has ranks {theirs['ranks']}, "
+                f"but {counts[line]} of these {theirs['size']} passed it"
             )
-            raise RanksDisagree(f"ranks differ in their meshes: {given}")
         if theirs["size"] != everyone[0]["size"]:
             sizes = f"rank 0 has {everyone[0]['size']} ranks, rank {rank} has {theirs['size']}"
             raise RanksDisagree(f"ranks differ in the size of their meshes: {sizes}")
@@ -408,14 +410,14 @@ def _find_world() -> ProcessTransport:
         config = bmtrain.config
         if config["tp_size"] > 1 or config["pipe_enabled"]:
             raise ValueError(
-                "sequence parallelism does not go with BMTrain's tensor or pipeline parallelism "
-                f"yet: tp_size is {config['tp_size']}, pipe_size {config['pipe_size']}"
+                "expected BMTrain without tensor and pipeline parallelism, got tp_size="
+                f"{config['tp_size']} and pipe_size={config['pipe_size']}"
             )
         return bmtrain_transport(config["comm"])
     if not dist.is_initialized():
         raise RuntimeError(
-            "init_sequence_parallel needs bmtrain.init_distributed or "
-            "torch.distributed.init_process_group to have been called"
+            "call bmtrain.init_distributed or torch.distributed.init_process_group before "
+            "init_sequence_parallel"
         )
     return torch_transport(world_group())
 

@@ -109,9 +109,7 @@ class Rings:
         for ring in (inner, outer, inner, outer):
             fault = next((line.decode() for line in ring.gather(fault.encode()) if line), "")
         if fault:
-            raise RanksDisagree(
-                f"double_group's groups are no grid of hosts and places in them: {fault}"
-            )
+            raise RanksDisagree(f"double_group must be a grid of hosts and places in them: {fault}")
         # Groups may also connect two grids so that each rank sees one of them. Then the ranks of a
         # host see different ones.
         everyone = self._gather_over_both(
@@ -120,8 +118,8 @@ class Rings:
         digest = hashlib.sha256(b"\n".join(everyone)).hexdigest().encode()
         if any(theirs != digest for theirs in inner.gather(digest)):
             raise RanksDisagree(
-                "double_group's groups are no grid: the ranks of one host are connected with "
-                "different ranks"
+                "double_group must be a grid: the ranks of one host are connected with different "
+                "ranks"
             )
 
     def give_up(self, words: bytes) -> RuntimeError | None:
@@ -176,8 +174,8 @@ def _unpack_host(rank: int, packed: bytes) -> bytes:
     except zlib.error:
         line = packed.decode(errors="replace")[:200]
         raise RanksDisagree(
-            f"rank {rank} of the inter group has it as process_group: expected packed lines, got "
-            f"'{line}'"
+            f"rank {rank} of the inter group passed it as process_group: expected packed lines, "
+            f"got '{line}'"
         ) from None
 
 

@@ -46,7 +46,7 @@ class RingAttention(Attention):
             if self._sp.size > 1:
                 raise TypeError(
                     f"attention over {self._sp.size} ranks got a {type(attention_mask).__name__} "
-                    "as its mask: call the model, which knows what its layers see, not its layers"
+                    "as its mask: call the enabled model, not its layers"
                 )
             return super().forward(
                 query, key_value, attention_mask, position_bias, use_cache, past_key_value

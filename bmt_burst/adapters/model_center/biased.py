@@ -142,7 +142,7 @@ def _check_distances(row: Row, mask: Mask) -> None:
         if start in seeing and first < len(jumps) and jumps[first] < stop:
             raise ValueError(
                 f"position_ids do not rise by one at token {jumps[first]} of a row, and tokens "
-                "before it see it or are seen by it: leave them out, or give span or mask if "
+                "before it see it or are seen by it: leave them out, or pass span or mask if "
                 "sequences are packed"
             )
 

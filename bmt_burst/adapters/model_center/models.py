@@ -57,7 +57,10 @@ class EnabledModel(nn.Module):
         own = super().forward
         if self._sp.size == 1 and _generates(self._bind(args, named)):
             if mask is not None or layout is not None:
-                raise ValueError("mask and layout do not go with use_cache and past_key_values")
+                raise ValueError(
+                    "expected a cache or mask and layout, got both: the new tokens attend to all "
+                    "of past_key_values"
+                )
             return own(*args, **named)
 
         def prepare() -> tuple[LocalInputs, dict[str, Any]]:

@@ -69,8 +69,8 @@ def attention(
     """
     if bmt_burst is None:
         raise TypeError(
-            f"a {type(module).__name__} was called without what its tokens see: call the model "
-            "that was enabled"
+            f"a {type(module).__name__} was called without its model: call the model that was "
+            "enabled"
         )
     try:
         _check_layer(module, dropout, sliding_window, attention_mask)

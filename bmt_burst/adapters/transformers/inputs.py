@@ -185,7 +185,7 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
     ):
         raise ValueError(
             f"{' and '.join(unknown)}: cannot cut an unknown argument over ranks; to separate "
-            "documents, give position_ids that start again"
+            "documents, pass position_ids that start again"
         )
 
 
@@ -193,7 +193,7 @@ def _check_tokens(tensors: dict[str, Tensor]) -> tuple[int, int]:
     """Return B and S. Raises ValueError or TypeError for wrong tokens."""
     if len(tensors) != 1:
         raise ValueError(
-            f"give either input_ids or inputs_embeds, got {' and '.join(tensors) or 'neither'}"
+            f"expected either input_ids or inputs_embeds, got {' and '.join(tensors) or 'neither'}"
         )
     [(name, x)] = tensors.items()
     check_tensor(name, x)
@@ -246,7 +246,7 @@ def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
             "attention_mask has padding before other tokens: rows must be padded on the right"
         )
     if targets is not None and (targets.to(valid.device).ne(IGNORE_INDEX) & ~valid).any():
-        raise ValueError(f"labels of padding, as attention_mask says it, must be {IGNORE_INDEX}")
+        raise ValueError(f"labels must be {IGNORE_INDEX} where attention_mask is 0")
 
 
 def _format_number(name: str, x: Any) -> str:

@@ -136,7 +136,8 @@ class EnabledRotary(Enabled):
     def forward(self, x: Tensor, position_ids: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
         if self._last is None:
             raise TypeError(
-                f"a {type(self).__name__} was called by itself: call the model that was enabled"
+                f"a {type(self).__name__} was called without its model: call the model that was "
+                "enabled"
             )
         last = self._last.to(position_ids).expand(len(position_ids), 1)
         cos, sin = super().forward(x, position_ids=torch.cat((position_ids, last), 1), **named)

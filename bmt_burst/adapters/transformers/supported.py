@@ -81,5 +81,5 @@ def _hint(model: Any) -> str:
     """Name a module of `model` that can be enabled, if there is one."""
     for path, part in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(part, tuple(_FAMILIES)):
-            return f": give its {path}, a {type(part).__name__}"
+            return f": pass its {path}, a {type(part).__name__}"
     return ""

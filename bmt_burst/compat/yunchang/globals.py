@@ -88,9 +88,7 @@ def set_seq_parallel_pg(
     """
     world_group = dist.group.WORLD
     if world_group is None:
-        raise RuntimeError(
-            "set_seq_parallel_pg needs torch.distributed.init_process_group to have been called"
-        )
+        raise RuntimeError("call torch.distributed.init_process_group before set_seq_parallel_pg")
     world = torch_transport(world_group)
 
     def terms() -> dict[str, Any]:

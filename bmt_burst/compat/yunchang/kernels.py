@@ -34,5 +34,5 @@ def check_exact(attn_type: AttnType) -> None:
         raise TypeError(f"attn_type must be an AttnType, got {attn_type!r}")
     if "sage" in attn_type.value:
         raise ValueError(
-            f"{attn_type} approximates attention: expected an exact one, as AttnType.FA"
+            f"{attn_type} approximates attention: expected an exact kernel, such as AttnType.FA"
         )

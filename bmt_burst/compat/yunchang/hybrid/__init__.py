@@ -44,9 +44,7 @@ class LongContextAttention(AttentionLayer):
         attn_processor: nn.Module | None = None,
     ):
         if attn_processor is not None:
-            raise ValueError(
-                f"an attn_processor is not supported: got a {type(attn_processor).__name__}"
-            )
+            raise ValueError(f"attn_processor must be None, got a {type(attn_processor).__name__}")
         if ring_impl_type not in EXTRACT_FUNC_DICT:
             raise ValueError(
                 f"expected a ring_impl_type of {sorted(EXTRACT_FUNC_DICT)}, got {ring_impl_type!r}"
@@ -60,7 +58,7 @@ def _place_extracted(
     kind: str, grid: Grid, rings: Rings, q: Tensor, causal: bool
 ) -> tuple[Bounds, Layout]:
     if kind != "basic" and not as_bool("causal", causal):
-        raise ValueError(f"{kind} attention is causal: give causal=True, or ring_impl_type='basic'")
+        raise ValueError(f"{kind} attention is causal: pass causal=True, or ring_impl_type='basic'")
     seq_len = count_tokens(q, 4) * rings.size
     layout = extracted_layout(kind, seq_len, grid.ulysses, grid.ring, grid.ulysses_low)
     return (0, seq_len), layout
