@@ -129,7 +129,7 @@ def burst_attn_func(
             `bmt_burst.kernels`. "cuda" is the best kernel of the flash-attn packages.
         causal: whether a token sees only tokens at its own or earlier positions. `layout` gives
             the positions.
-        optimize_bwd_comm: where a backward sends queries, send delta = rowsum(out * dout) with them
+        optimize_bwd_comm: if the backward sends queries, send delta = rowsum(out * dout) with them
             instead of out.
         deterministic: make results equal bit for bit between runs.
         process_group: the ranks that share the sequence: a torch.distributed ProcessGroup, a
@@ -186,8 +186,8 @@ def burst_attn_func(
 
     Raises:
         ValueError, TypeError: on every rank, if arguments are wrong on any rank or differ between
-            ranks, if there are fewer tokens than ranks, if double_group is not a grid of ranks, or
-            if a rank does something else in the call or its backward.
+            ranks, if the sequence has fewer tokens than ranks, if double_group is not a grid of
+            ranks, or if a rank does something else in the call or its backward.
         RuntimeError: if a rank has ended or failed in the middle, for a backward with create_graph,
             inside transforms of torch.func, and in forward mode. Also if two threads of a process
             call in one group at once, which makes the group unusable.

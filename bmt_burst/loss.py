@@ -1,8 +1,8 @@
 """Cross entropy over a shard of a sequence, with or without the projection to the vocabulary.
 
-A mean over a shard is no share of the mean over the sequence: shards differ in valid targets, and
-one may have none. So the loss of a shard is a sum and a count. The caller divides by the count over
-the global batch.
+The mean over a shard is not a share of the mean over the sequence: shards differ in valid targets,
+and one may have none. So the loss of a shard is a sum and a count. The caller divides by the count
+over the global batch.
 
 Letters: N tokens, E hidden size, V vocabulary.
 """
@@ -127,7 +127,8 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
     logits: (..., S, V), fp16, bf16, fp32 or fp64, widened to fp32 (fp64). labels: (..., S) int64,
     IGNORE_INDEX (-100) where there is no target. Both results are scalars, fp32 (fp64) and int64.
-    Without targets they are 0 and 0, with zero gradients. Raises as linear_cross_entropy_sum.
+    Without targets they are 0 and 0, with zero gradients. Raises the errors of
+    linear_cross_entropy_sum.
     """
     _check_floats("logits", logits)
     if logits.dim() < 2:

@@ -94,8 +94,8 @@ class SequenceParallelModule(nn.Module):
     def attach(self, sp: SequenceParallel) -> None:
         """Run this module, and all such modules inside it, over the ranks of `sp`.
 
-        A module that was read from a pickle needs it before its first call: a pickle has no groups.
-        Raises TypeError if sp is not a SequenceParallel.
+        Call it before the first use of a module that was read from a pickle: a pickle has no
+        groups. Raises TypeError if sp is not a SequenceParallel.
         """
         if not isinstance(sp, SequenceParallel):
             raise TypeError(f"sp must be a SequenceParallel, got {type(sp).__name__}")
@@ -143,9 +143,9 @@ class BurstAttention(SequenceParallelModule):
     o_bias         whether o_proj has one
     qk_norm_eps    if given, q and k are RMS-normalized in each head before they are rotated, as in
                    Qwen3. It is added to the mean square. `q_norm` and `k_norm` have weights (D,).
-    sinks          whether there is a parameter `sinks` (H,), as in GptOss: the learned score of a
-                   key that all queries see and that has no value. It starts as 0. In use bf16 and
-                   fp16 are widened to fp32.
+    sinks          whether the layer has a parameter `sinks` (H,), as in GptOss: the learned score
+                   of a key that all queries see and that has no value. It starts as 0. In bf16 and
+                   fp16 it is widened to fp32 when it is used.
     sparse         a `bmt_burst.InfLLMV2`, as burst_attn_func's: a token attends to some blocks of
                    its document. It excludes window, softcap and use_nope. With a cache it counts
                    all tokens of the cache as one document.
@@ -233,7 +233,8 @@ class BurstAttention(SequenceParallelModule):
         """Map x (B, S, E) of this rank's tokens to (B, S, E). `cos` and `sin` are `rope_tables` of
         their positions. The other arguments are `attend`'s.
 
-        With a cache, x continues the tokens that the cache holds.
+        With a cache, x continues the tokens that the cache holds. Raises on all ranks if inputs are
+        wrong on any rank.
         """
         try:
             self._check_inputs(x, cos, sin)
@@ -286,9 +287,9 @@ class BurstAttention(SequenceParallelModule):
                 token attends to all earlier ones.
         layout  which rank owns which positions, or one for each row; by default sp's
 
-        Raises ValueError for a cache with a mask, with a layout, or with an `sp` of more than one
-        rank. Raises ValueError if a layer with a window cannot make its mask, since one rank does
-        not know the sequence's length: pass a mask or a Layout then.
+        Raises on all ranks ValueError for a cache with a mask, with a layout, or with an `sp` of
+        more than one rank. Raises ValueError if a layer with a window cannot make its mask, since
+        one rank does not know the sequence's length: pass a mask or a Layout then.
         """
         try:
             self._check_cache(cache, mask, layout)

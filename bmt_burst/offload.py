@@ -1,4 +1,4 @@
-"""Offloading: tensors that autograd saves for the backward are kept in host memory meanwhile.
+"""Offloading: tensors that autograd saves wait for the backward in host memory.
 
     offload = Offload()
     for block in blocks:
@@ -42,8 +42,8 @@ class Offload:
     def block(self, keep: Sequence[Tensor] = ()) -> Iterator[None]:
         """Keep tensors that are saved inside in host memory.
 
-        In the backward they return together, followed by those of the block before. Tensors in
-        `keep` stay on the device: others need them there anyway.
+        In the backward they return together, followed by the tensors of the previous block. Tensors
+        in `keep` stay on the device, for example because other blocks use them too.
         """
         block = _Block(self._last, {x.data_ptr() for x in keep})
         self._last = weakref.ref(block)

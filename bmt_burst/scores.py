@@ -69,7 +69,7 @@ class _Segment(NamedTuple):
 
 
 class _LabelledSpan(NamedTuple):
-    """A range of tokens. `of` is the long segment or group that they belong to, if there is one."""
+    """A range of tokens. `of` is their long segment or group, if any."""
 
     span: Span
     of: _Segment | int | None
@@ -175,8 +175,8 @@ class Scores:
     def stacked(scores: Sequence[Scores]) -> Scores:
         """Return the scores of several sequences as one sequence.
 
-        They follow one another in it and see nothing of each other. Raises ValueError if there are
-        none or if their `distances` or `other` differ, TypeError for anything but Scores.
+        No token sees another sequence. Raises ValueError for no scores or if their `distances` or
+        `other` differ, TypeError for anything but Scores.
         """
         for each in scores:
             if not isinstance(each, Scores):
@@ -256,7 +256,7 @@ class Scores:
 
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:
-        """The visible pairs in parts, first those without a row, if there are any."""
+        """The visible pairs in parts. The part without a row, if any, is the first."""
         segments = self._long_segments
         if len(segments) == len(self._long_groups) == 1 and segments[0].of is None:
             return (Term(None, self.mask),)
@@ -333,7 +333,7 @@ class Scores:
 
     @functools.cached_property
     def _long_segments(self) -> list[_LabelledSpan]:
-        """The sequence in long runs of a segment, and what is between them."""
+        """The sequence in long runs of a segment, and the ranges between them."""
         runs = self._runs[:, self._runs[1] - self._runs[0] >= _LONG].T.tolist()
         return self._with_gaps(
             [_LabelledSpan((start, stop), _Segment(*segment)) for start, stop, *segment in runs]

@@ -1,7 +1,7 @@
 """The batch of whole sequences, from the parts of it that the ranks pass to a model's forward.
 
-A rank's tensors say neither how long the sequences are nor where they are padded. The ranks tell
-each other.
+A rank's tensors say neither how long the sequences are nor where they are padded. So the ranks
+exchange both.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class LocalInputs:
 
     Integers of this rank's tokens, (B, S_local), or (S_local,) or (1, S_local) if rows are equal:
 
-    context         not 0 where all tokens except padding see a token, which sees only such tokens
+    context         not 0 for a token that all tokens except padding see. It sees only such tokens
     span            tokens see only tokens with the same number
     token_type_ids  any numbers
-    position_ids    any numbers; most are the one before plus 1
+    position_ids    any numbers; most rise by one
     """
 
     tensors: Mapping[str, Tensor | None]
@@ -152,8 +152,8 @@ class Batch:
         """Return options of burst_attn_func: layout, and causal or mask.
 
         Without a mask or padding, tokens see all tokens before them if `causal`, otherwise all. No
-        token sees padding. If `padding_sees`, padding sees what any token in its place would see.
-        With a context it sees nothing.
+        token sees padding. If `padding_sees`, padding sees as a token in its place would. With a
+        context it sees nothing.
         """
         layout = _join_rows([row.layout for row in self.rows])
         if all(row.visible(causal, padding_sees) is None for row in self.rows):
@@ -177,11 +177,11 @@ class Batch:
 def agree_on_batch(
     sp: SequenceParallel, doing: str, prepare: Callable[[], tuple[LocalInputs, Prepared]]
 ) -> tuple[Batch, Prepared]:
-    """Return the batch that the ranks' parts make, and what `prepare` returned beside this rank's
-    part. Every rank of `sp` must call it.
+    """Return the batch that the ranks' parts make, and the second result of `prepare`. Every rank
+    of `sp` must call it.
 
-    doing    what the ranks are about to do, for errors
-    prepare  makes this rank's part, or raises what is wrong with it
+    doing    the next step of the ranks, for errors
+    prepare  makes this rank's part and another result, or raises an error
 
     Raises on every rank ValueError or TypeError for arguments that are wrong on any rank or differ
     between ranks.
@@ -389,7 +389,7 @@ def _make_mask(
     kinds: tuple[_Kind, ...], seq_len: int, with_context: bool, causal: bool, padding_sees: bool
 ) -> Mask:
     """Return the mask of a row with padding, context or spans. It is made once for all layers and
-    calls, so that plans are found again.
+    calls, so that they share its plans.
     """
     of_span: dict[int, list[_Kind]] = {}
     for kind in kinds:

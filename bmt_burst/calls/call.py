@@ -2,10 +2,10 @@
 
 1. `check_inputs` checks the tensors of this rank.
 2. `find_terms` checks the options, and finds everything that ranks must agree on.
-3. `gather_lines` tells the terms to the other ranks. It also tells them if a check failed here.
-4. `make_problem` makes the problem from the terms of all ranks. A strategy makes a plan of it.
+3. `gather_lines` sends the terms to the other ranks, or the error if a check failed here.
+4. `make_problem` makes the problem from the terms of all ranks. A strategy makes its plan.
 
-Terms and plans are kept, so a call that repeats another one only checks, tells and computes.
+Terms and plans are kept, so a call that repeats another one only checks, sends and computes.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, S, H, D) and lse (B, H, S) of a call that all ranks of `rings` make.
 
-    is_packed  whether q, k and v have no batch dimension; out and lse have one all the same
+    is_packed  whether q, k and v have no batch dimension; out and lse still have one
 
-    Raises, on every rank, what is wrong with the arguments of any rank.
+    Raises on every rank if arguments are wrong on any rank.
     """
     # kernels rely on the current device
     is_on_gpu = isinstance(q, Tensor) and q.is_cuda
@@ -101,7 +101,7 @@ def _make_plan(name: str, problem: Problem, rank: int) -> Plan | SelectedPlan:
 
 
 def _make_room(plans: dict[tuple[bytes, ...], Plan]) -> None:
-    """Drop the plans that were not used for longest, if there are many.
+    """Drop the least recently used plans if there are many.
 
     Several threads without a group may do this at once. So the keys are copied, which is atomic.
     """
@@ -112,7 +112,7 @@ def _make_room(plans: dict[tuple[bytes, ...], Plan]) -> None:
 def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
     """Return the problem of a call in which rank r holds tokens[r] tokens.
 
-    Raises ValueError if they are not as the mask and the layout say.
+    Raises ValueError if these numbers do not fit the mask and the layout.
     """
     masking, options = terms.masking, terms.options
     mask = masking.mask_of(tokens)
@@ -149,7 +149,7 @@ def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
 def _compute(
     rings: Rings, plan: Plan | SelectedPlan, number: int, inputs: Inputs, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse. `rows` rows are computed as one sequence, if there are any."""
+    """Return out and lse. If `rows` is not 0, so many rows are computed as one sequence."""
     q, k, v = inputs.q, inputs.k, inputs.v
     choose_by = inputs.choose_by or (q, k)
     if rows:

@@ -45,7 +45,7 @@ class Inputs:
 
     @property
     def bias_rows(self) -> int | None:
-        """The number of rows of the bias, or None if there is no bias."""
+        """The number of rows of the bias, or None without a bias."""
         return None if self.bias is None else len(self.bias)
 
 
@@ -169,8 +169,8 @@ def _check_like_lse(name: str, x: Tensor, q: Tensor) -> None:
 def unpack_tensor(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:
     """Return the tensors that are packed in x (..., count, heads, D), as views.
 
-    Autograd joins their gradients once. Raises TypeError if x is no tensor, ValueError if it does
-    not hold `count` tensors.
+    Autograd joins their gradients once. Raises TypeError unless x is a tensor, ValueError unless it
+    holds `count` tensors.
     """
     check_tensor(name, x)
     if x.dim() < 4 or x.shape[-3] != count:

@@ -1,7 +1,7 @@
 """Masks, layouts and scores of a call: one for the whole batch, or one for each of its rows.
 
-Rows with masks, layouts or scores of their own are computed as one sequence, in which the rows
-follow one another and see nothing of each other.
+If rows differ in masks, layouts or scores, all rows are computed as one sequence. No token sees
+another row.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Item = TypeVar("Item", Mask, Scores, str | Layout)
 class Masking:
     """The visible pairs of a call, and where its tokens lie.
 
-    mask    the mask, or None if any sequence length will do: then all pairs are visible, or with
-            `causal` those of Mask.causal
+    mask    the mask, or None for sequences of any length: then all pairs are visible, or with
+            `causal` the pairs of Mask.causal
     layout  a layout, or the name of one
-    scores  the scores, if there are any; the mask is theirs
+    scores  the scores, if any; `mask` is then their mask
     rows    the batch size if the rows were stacked as one sequence, otherwise 0
     """
 
@@ -39,7 +39,7 @@ class Masking:
     rows: int
 
     def mask_of(self, tokens: Sequence[int]) -> Mask:
-        """Return the mask. Raises ValueError if it is not as long as the ranks' tokens together."""
+        """Return the mask. Raises ValueError if its length is not the number of all ranks' tokens."""
         seq_len = sum(tokens)
         mask = self.mask or (Mask.causal if self.causal else Mask.full)(seq_len)
         if mask.seq_len != seq_len:
@@ -84,7 +84,7 @@ def expand_rows(
 ) -> tuple[Item, ...]:
     """Return one item for each row of the batch, or none if none was passed.
 
-    Raises TypeError if an item is none of `kinds`, ValueError if there are not `batch` of them.
+    Raises TypeError if an item is not of `kinds`, ValueError if their number is not `batch`.
     """
     if given is None:
         return ()
@@ -139,8 +139,7 @@ def _stack_rows(
 def stack_scores(scores: tuple[Scores, ...]) -> Scores:
     """Return the scores of all rows as one sequence.
 
-    They are kept, with everything that they have computed. So a loader can prepare them before the
-    call.
+    Results are kept, with all that they computed. So a loader can prepare them before the call.
     """
     return Scores.stacked(scores)
 
@@ -161,7 +160,7 @@ def resolve_layout(layout: str | Layout, mask: Mask, size: int) -> Layout:
 
 
 def check_lengths(layout: Layout, tokens: Sequence[int]) -> None:
-    """Raise ValueError if a rank holds another number of tokens than the layout gives it."""
+    """Raise ValueError unless each rank holds as many tokens as the layout gives it."""
     expected = [layout.length(rank) for rank in range(layout.size)]
     if sum(tokens) != layout.seq_len or list(tokens) != expected:
         raise ValueError(

@@ -76,7 +76,7 @@ class VarlenKeywords(SharedKeywords, total=False):
 
 
 def check_options(options: Options) -> Options:
-    """Return the options with Python's numbers in place of numpy's, which JSON does not take.
+    """Return the options with numpy's numbers as Python's, since JSON takes no number of numpy.
 
     Raises TypeError for a value of a wrong type, ValueError for one that is out of range.
     """
@@ -117,7 +117,7 @@ def _check_sparse(sparse: Any, softcap: Any) -> None:
 
 
 def _check_positive(name: str, value: Any) -> float | None:
-    """Return the value as a float. Kernels assume that the largest score is the largest scaled."""
+    """Return the value as a float. Kernels assume that scaling keeps the order of scores."""
     if value is None:
         return None
     number = as_float(name, value)

@@ -1,4 +1,4 @@
-"""Refused calls: all ranks of a group raise what is wrong with the arguments of one rank."""
+"""Refused calls: if arguments are wrong on one rank, all ranks of its group raise an error."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from ..ranks.agreement import gather_terms
 from ..ranks.rings import Group, Rings, make_rings
 
-CALL = "a call of burst_attn_func"  # ranks tell each other that they begin it
+CALL = "a call of burst_attn_func"  # its name in the ranks' messages
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
 def refuse_wrong_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Return `function`, but arguments that do not fit its signature raise on all ranks."""
+    """Return `function`. A call that does not fit its signature raises on all ranks."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -58,7 +58,7 @@ def fits_signature(
 def refuse_arguments(
     error: Exception, signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
 ) -> NoReturn:
-    """Raise `error` on this rank, as `refuse_call` does, in the group that is in the arguments."""
+    """Raise `error` as `refuse_call` does, in the group that the arguments name."""
     given = {**dict(zip(signature.parameters, args, strict=False)), **named}
     if "cu_seqlens" in signature.parameters:
         error = find_second_cu_seqlens(given.get("softmax_scale")) or error
@@ -68,7 +68,7 @@ def refuse_arguments(
 
 
 def find_second_cu_seqlens(softmax_scale: Any) -> TypeError | None:
-    """Return the error of a call with flash-attn's arguments, or None if it is none.
+    """Return the error of a call with flash-attn's arguments, or None for other calls.
 
     The fifth argument of flash-attn's function is cu_seqlens_k. Here that is softmax_scale.
     """
@@ -87,9 +87,9 @@ def find_second_cu_seqlens(softmax_scale: Any) -> TypeError | None:
 def refuse_call(
     error: Exception, process_group: Group | None, double_group: Sequence[Group | None]
 ) -> NoReturn:
-    """Raise `error` in place of a call of burst_attn_func. The other ranks raise ValueError.
+    """Raise `error` instead of calling burst_attn_func. The other ranks raise ValueError.
 
-    If the groups are wrong too, there is no rank to tell.
+    If the groups are wrong too, only this rank raises.
     """
     try:
         rings = make_rings(process_group, double_group)
@@ -99,7 +99,7 @@ def refuse_call(
 
 
 def refuse_in_rings(rings: Rings, error: Exception) -> NoReturn:
-    """Raise `error` in place of a call of burst_attn_func, once the other ranks know of it."""
+    """Raise `error` instead of calling burst_attn_func, once the other ranks know it."""
 
     def fail() -> NoReturn:
         raise error

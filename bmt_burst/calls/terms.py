@@ -1,7 +1,7 @@
 """The terms of a call: everything that its ranks must agree on.
 
-A rank cannot know alone what a call means: the same number of tokens here may be part of sequences
-of several lengths. So the ranks compare their terms in each call.
+One rank alone does not know the length of the sequence that its tokens belong to. So the ranks
+compare their terms in each call.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Terms:
     autocast        the dtype that autocast cast the inputs to, if it is on
     needs_gradient  whether autograd records the call
     has_choice      whether sparse attention takes the choice of an earlier run
-    bias_rows       the number of rows of the bias, if there is one
+    bias_rows       the number of rows of the bias, if any
     options         checked options
-    biased_kernel   the kernel of pairs that are in no area of one row, if there is a bias
+    biased_kernel   with a bias, the kernel of the pairs outside areas of one row
     """
 
     shape: torch.Size
@@ -100,8 +100,8 @@ class Terms:
 def find_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
     """Return the terms of a call. Raises TypeError or ValueError if an option is wrong.
 
-    Terms are kept by the arguments that they follow from: layers repeat a call, and the host has
-    little time for each.
+    Terms are kept by the arguments that they follow from, since layers repeat calls and the host
+    has little time for each.
     """
     q, k = inputs.q, inputs.k
     values = [tuple(x) if isinstance(x, list) else x for x in vars(options).values()]

@@ -75,7 +75,7 @@ def _attention(
     is_causal: bool | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for a layer, which has a window or not, over the documents of `update`."""
+    """Compute attention for a layer, with or without a window, over the documents of `update`."""
     try:
         _check(
             query,

@@ -4,8 +4,8 @@ library.
     # before: from ring_flash_attn import zigzag_ring_flash_attn_func
     from bmt_burst.compat.ring_flash_attn import zigzag_ring_flash_attn_func
 
-They take the arguments of that package, in its order and with its defaults. They return what it
-returns: out, or with return_attn_probs (out, softmax_lse, None). `Options` in
+They take the arguments of that package, in its order and with its defaults. They return the same
+results: out, or with return_attn_probs (out, softmax_lse, None). `Options` in
 bmt_burst.compat.flash describes the options. Each function has forms for packed tensors, which are
 not copied.
 
@@ -22,7 +22,7 @@ one rank, and are the same on all ranks:
     zigzag    chunks r and 2W - 1 - r of 2W of each document; causal only
     llama3    chunk r of W of the sequence; see llama3_flash_attn_prepare_cu_seqlens
 
-max_seqlen and heads_k_stride are for the kernels of that package, and unused here.
+max_seqlen and heads_k_stride are for that package's kernels, and ignored here.
 
 substitute_hf_flash_attn and update_ring_flash_attn_params are for models of transformers, and
 import that package.

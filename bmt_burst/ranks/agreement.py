@@ -1,9 +1,9 @@
 """Agreement of the ranks before they begin something together.
 
-Each rank sends a line of JSON. It has what the rank is "doing", with the terms of that, or the
-"failure" that prevents it. All ranks read the same lines, so all go on or all raise. Ranks number
-their calls and also agree on the backward of each call. Otherwise two ranks with different calls
-would silently add up wrong gradients.
+Each rank sends a line of JSON. It names what the rank is "doing", with the terms, or the "failure"
+that prevents it. All ranks read the same lines, so all go on or all raise. Ranks number their calls
+and also agree on the backward of each call. Otherwise ranks in different backwards would silently
+add up wrong gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RULE = (
     "two threads of this process called in the same group at once, so it is unusable now. A group "
     "is for one thread at a time: let threads take turns, or give each thread its own group"
 )
-_KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank raises or has heard of
+_KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank raises or knows
 
 
 def gather_terms(
@@ -72,7 +72,7 @@ def _gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[
     except RankLate as late:
         raise _mark_known(RankLate(f"{doing}: {late}")) from late
     except Exception as lost:
-        # To report it would be to wait once more for a rank that is gone.
+        # reporting it would wait again for a rank that is gone
         _mark_known(lost)
         raise
     if failure:
@@ -118,7 +118,8 @@ def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result
 
 @contextmanager
 def admit_one_thread(rings: Rings, doing: str) -> Iterator[None]:
-    """Keep other threads of this process out of the rings meanwhile. This thread may enter again.
+    """Keep other threads of this process out of the rings inside the block. This thread may enter
+    again.
 
     Ranks pair messages by their order. Two threads would receive each other's messages.
 
@@ -143,7 +144,7 @@ def admit_one_thread(rings: Rings, doing: str) -> Iterator[None]:
 
 
 def _check_uncontested(used: Sequence[Transport], doing: str) -> None:
-    """Raise RuntimeError if a second thread called in one of the rings meanwhile."""
+    """Raise RuntimeError if a second thread called in one of the rings."""
     if any(ring.contested for ring in used):
         raise _mark_known(RuntimeError(f"{doing}: {_RULE}"))
 
@@ -166,7 +167,7 @@ def _leave_contested(used: Sequence[Transport], doing: str) -> None:
 
 @contextmanager
 def mark_known_errors() -> Iterator[None]:
-    """Mark a ValueError inside as one that every rank raises, since it follows from all ranks'
+    """Mark a ValueError inside as known: every rank raises it, since it follows from all ranks'
     terms.
     """
     try:
@@ -178,10 +179,10 @@ def mark_known_errors() -> Iterator[None]:
 
 @contextmanager
 def report_failure(rings: Rings, doing: str) -> Iterator[None]:
-    """Let the other ranks know if this one fails in a call that all agreed on, unless they know the
-    error already.
+    """Report it to the other ranks if this one fails in a call that all agreed on, unless they know
+    the error already.
 
-    If this rank fails because another one did, raises the error of that one, with its reason.
+    If this rank fails because another one did, raises that rank's error, with its reason.
     """
     try:
         yield

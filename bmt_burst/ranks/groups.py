@@ -48,7 +48,7 @@ from .rings import Group, Rings, check_device, check_member, make_rings
 
 _groups_made = itertools.count()
 _DOUBLE_RING = ("inter", "intra")  # names of the dimensions of a mesh
-_ROWS_A_MESSAGE = 128  # lengths in a message, which fit whatever they are
+_ROWS_A_MESSAGE = 128  # this many lengths fit a message, however large they are
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class SequenceParallel:
 
     rank    this rank's number, 0 to size - 1
     size    the number of ranks
-    layout  the name of a layout, for sequences of any length, or a Layout, for those of its length
+    layout  the name of a layout, for sequences of any length, or a Layout, for sequences of its
+            length
     groups  the keyword arguments with which burst_attn_func runs over these ranks
 
     A copy (copy.copy, copy.deepcopy) has the same groups. A pickle has none, since groups do not
@@ -133,8 +134,8 @@ class SequenceParallel:
 
     @not_compiled
     def longest(self, positions: Tensor) -> Tensor:
-        """Return one more than the largest position on any rank: () for `positions` (S_local,)
-        int64, (B,) for (B, S_local).
+        """Return the largest position on any rank, plus 1: () for `positions` (S_local,) int64,
+        (B,) for (B, S_local).
 
         Rotary scalings that depend on a length use this one. Every rank must call it with its part.
         If positions are on a GPU, the host waits for it. Raises on every rank if one has no
@@ -206,7 +207,7 @@ def _gather_lengths(rings: Rings, terms: dict[str, Any]) -> list[dict[str, Any]]
 
 
 class DetachedGroups:
-    """A SequenceParallel of `size` ranks that was read from a pickle. Its use raises RuntimeError.
+    """A SequenceParallel of `size` ranks that was read from a pickle. Using it raises RuntimeError.
 
     A layer that holds it needs `layer.attach(sp)`.
     """
@@ -238,7 +239,7 @@ def init_sequence_parallel(
 ) -> SequenceParallel:
     """Make the groups of sequence parallelism. Every rank must call it, with the same arguments.
 
-    It uses BMTrain's ranks after bmtrain.init_distributed, otherwise those of torch.distributed.
+    It uses BMTrain's ranks after bmtrain.init_distributed, otherwise torch.distributed's.
 
     layout        the name of a layout, for all sequences. `with_layout` sets another for one of
                   them.
@@ -391,7 +392,7 @@ def _take_mesh_groups(world: Transport, mesh: dist.DeviceMesh, layout: str) -> S
 
 
 def _check_mesh(mesh: Any) -> None:
-    """Raise TypeError for no DeviceMesh, ValueError for one of other dimensions or without this
+    """Raise TypeError unless this is a DeviceMesh, ValueError for other dimensions or without this
     rank.
     """
     if not isinstance(mesh, dist.DeviceMesh):
@@ -449,6 +450,6 @@ def make_group(world: Transport, partition: list[range]) -> Group:
     ranks = [list(part) for part in partition]
     if "nccl" not in dist.get_backend_config():
         return dist.new_subgroups_by_enumeration(ranks)[0]
-    # Its kernels should start between those of the attention, not after them.
+    # NCCL's kernels should start between the kernels of attention, not after them.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     return dist.new_subgroups_by_enumeration(ranks, backend="nccl", pg_options=options)[0]

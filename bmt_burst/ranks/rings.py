@@ -105,7 +105,7 @@ class Rings:
                         f"expected rank {rank} of an {role} group to be '{expected.decode()}', "
                         f"got '{line.decode()[:200]}'"
                     )
-        # over both equally often, in case a rank confuses them
+        # the same number of messages over both, in case a rank swapped them
         for ring in (inner, outer, inner, outer):
             fault = next((line.decode() for line in ring.gather(fault.encode()) if line), "")
         if fault:
@@ -144,14 +144,14 @@ class Rings:
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         """Prepare for deliveries within the host, see Transport, and for exchanges over both rings.
 
-        All ranks call it with the same numbers, also those with nothing to send.
+        All ranks call it with the same numbers, also ranks with nothing to send.
         """
         self.inner.reserve(lane_bytes, device)
         for ring in (self.inner, self.outer):
             ring.connect(device)
 
     def note_enqueued(self, doing: str) -> None:
-        """Note it in the ring that may leave streams waiting, see Transport."""
+        """Note it in the inner ring, whose streams may wait for other ranks; see Transport."""
         self.inner.note_enqueued(doing)
 
     def gather_tensors(self, x: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -187,7 +187,7 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
     """Return the rings that `burst_attn_func`'s arguments name.
 
     Without a double group: one ring over `process_group`, by default all ranks of BMTrain or
-    torch.distributed, or this process alone where neither is initialised.
+    torch.distributed, or this process alone if neither is initialised.
 
     With double_group=(intra, inter), process_group must be None. The inner ring is over intra, the
     ranks of a host. The outer ring is over inter, the ranks at the same place of all hosts. A

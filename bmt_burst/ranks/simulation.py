@@ -40,8 +40,8 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
     take part in the backward, with gradients of 0 where a rank's results are not used.
     Checkpointing inside `work` needs use_reentrant=False, unless `work` calls backward itself.
 
-    A tensor that ranks share and that is no leaf is no input of the results: torch.autograd.grad
-    raises for it. A hook of it runs on each rank, with that rank's share of the gradient.
+    If ranks share a tensor that is not a leaf, torch.autograd.grad raises for it. Its hooks run on
+    each rank, with that rank's share of the gradient.
 
     Raises:
 
@@ -65,8 +65,8 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
 
 
 def _run(network: Network, works: Sequence[Callable[[], Any] | None]) -> list[Any]:
-    """Return the results of the ranks' works, each run on a thread. A rank without work has None,
-    and the others must not wait for it.
+    """Run each rank's work on a thread, and return the results. A rank without work has None. The
+    others must not wait for it.
 
     Raises the first failure.
     """
@@ -122,7 +122,7 @@ class _Graph:
     leaves: list[Tensor]
 
     def differentiate(self, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Return the leaves' gradients, from those of the outputs."""
+        """Return the leaves' gradients, from the outputs' gradients."""
         try:
             return torch.autograd.grad(
                 self.outputs, self.leaves, grads, allow_unused=True, retain_graph=True
@@ -197,7 +197,7 @@ def _find_outputs(result: Any) -> dict[int, Tensor]:
 
 
 def _replace_tensors(replacements: Mapping[int, Tensor], result: Any) -> Any:
-    """Return a result with other tensors in place of those with these ids."""
+    """Return a result in which the tensors with these ids are replaced."""
     return _map_tensors(lambda x: replacements.get(id(x), x), result)
 
 

@@ -96,7 +96,7 @@ class Transport(ABC):
     size: int
     device_types: frozenset[str] = frozenset({"cpu"})
     in_use: threading.RLock  # held by the thread that makes a call
-    contested: bool = False  # whether another thread made a call meanwhile
+    contested: bool = False  # whether another thread made a call at the same time
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         transport = super().__new__(cls)
@@ -128,7 +128,7 @@ class Transport(ABC):
         """
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:  # noqa: B027 - nothing to do here
-        """Prepare for deliveries of up to so many bytes a lane.
+        """Prepare for deliveries of up to these numbers of bytes on each lane.
 
         All ranks call it with the same numbers, between deliveries. Earlier reservations stay.
         """
@@ -186,21 +186,21 @@ class Transport(ABC):
         return self._gather(message)
 
     def set_timeout(self, seconds: float) -> None:  # noqa: B027 - nothing to wait for here
-        """Wait in `gather` for other ranks as many seconds, or for the group's own timeout if that
-        is longer.
+        """Set how many seconds `gather` waits for other ranks. The group's own timeout applies if
+        it is longer.
         """
 
     def give_up(self, words: bytes) -> RuntimeError | None:
         """Report, with `words` of text, that this rank breaks off a call that all ranks had begun.
 
-        Ranks that wait for this one fail. The ring is unusable afterwards, and later messages on
-        it fail, unless all ranks give up. Return the error of the rank that was the reason, where
-        that is known to be another one.
+        Ranks that wait for this one fail. The ring is unusable afterwards, and later messages on it
+        fail, unless all ranks give up. Return the error of the rank that caused it, if that is
+        known to be another one.
         """
         return None
 
     def find_lost_rank(self) -> RuntimeError | None:
-        """Return the error of a rank that is known to take no further part, None if all do."""
+        """Return the error of a rank that is known to take no further part, if any."""
         return None
 
     def leave(self, words: bytes) -> None:  # noqa: B027 - as give_up
@@ -226,7 +226,7 @@ class Transport(ABC):
 
 
 def make_late_error(peers: Sequence[int], seconds: float) -> RankLate:
-    """Return the error of a rank that waited in vain for one of `peers`, for so many seconds."""
+    """Return the error of a rank that waited `seconds` for one of `peers` in vain."""
     return RankLate(f"{name_ranks(peers)} of the group did not make this call within {seconds:g} s")
 
 

@@ -191,7 +191,9 @@ class _Lane:
         self.releases = [current.record()]
 
     def try_out(self) -> None:
-        """Do once what deliveries do, so that a device refuses now if it does. Nothing changes."""
+        """Do once what deliveries do, so that a device that refuses it does so now. Nothing
+        changes.
+        """
         self.stream.write([self.arrived[self.rank]], 1)
         self.stream.wait([self.arrived[self.rank]], 1)
         for peer, part in enumerate(self.parts):

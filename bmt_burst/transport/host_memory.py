@@ -1,5 +1,5 @@
-"""Messages between the processes of one host, through shared memory. They take microseconds, less
-than sockets.
+"""Messages between the processes of one host, through shared memory. A message takes microseconds,
+less than over a socket.
 
 Every rank has two places, which it uses in turn. A place holds the number of a message, its length,
 a checksum of all, and the message. A rank overwrites a place only after every rank has written the
@@ -71,8 +71,8 @@ class HostMemory(Mail):
         """Write last words. If all ranks do within some seconds, take them back: all may go on
         together.
 
-        Otherwise this memory is unusable. Return the error of the rank that is the reason, None if
-        it is this one.
+        Otherwise this memory is unusable. Return the error of the rank that caused it, or None for
+        this one.
         """
         self._write(self._find_words(self.rank), _TENTATIVE, words)
         deadline = time.monotonic() + _GIVING_UP
@@ -163,7 +163,7 @@ class HostMemory(Mail):
         self.memory[at : at + _HEAD.size + len(message)] = head + message
 
     def _read_words(self, peer: int, least: int = _TENTATIVE) -> str:
-        """Return a rank's last words, "" if there are none of kind `least` or above."""
+        """Return a rank's last words of kind `least` or above, "" without any."""
         at = self._find_words(peer)
         kind, *_ = _HEAD.unpack_from(self.memory, at)
         return (self._read_message(at) or b"").decode() if kind >= least else ""
@@ -184,7 +184,7 @@ def open_host_memory(
 ) -> HostMemory | None:
     """Return memory that all ranks share, or None on all of them if they are on several hosts.
 
-    `gather` is another way for messages.
+    `gather` gathers messages in another way.
     """
     nbytes = size * _PLACES * _place_bytes(longest)
     made = _new_file(nbytes) if rank == 0 else b""
@@ -197,13 +197,13 @@ def open_host_memory(
             os.unlink(made)
     if memory is None or not all(names):
         return None
-    # A process that is invisible from here now is not known to have ended when it is later.
+    # A process that seems to have ended now is only invisible from here, so it is not watched.
     processes = ["" if has_ended(name.decode()) else name.decode() for name in names]
     return HostMemory(rank, size, memory, longest, processes, timeout)
 
 
 def process_name() -> str:
-    """Return a name of this process for `has_ended`, "" if there is none.
+    """Return a name of this process for `has_ended`, "" if it has none.
 
     It has the process's number, the time when it began, and the namespace of such numbers.
     """
@@ -231,14 +231,14 @@ def has_ended(name: str) -> bool:
 def _read_state(process: int) -> tuple[str, str]:
     """Return a process's state and the time when it began, in the terms of proc(5).
 
-    Raises OSError if there is no such process.
+    Raises OSError if the process does not exist.
     """
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def _new_file(nbytes: int) -> bytes:
-    """Make a file, in memory where possible. Return its path, empty if there is no room for it."""
+    """Make a file, in memory where possible. Return its path, empty if it does not fit."""
     name = None
     try:
         descriptor, name = tempfile.mkstemp(

@@ -21,7 +21,7 @@ class Mail(ABC):
         """Return the messages of all ranks, in rank order."""
 
     def fail_if_broken(self) -> None:
-        """Raise the error that made these messages unusable, if there is one."""
+        """Raise the error that made these messages unusable, if any."""
         if self.broken:
             raise type(self.broken)(f"{self.broken}; its group is unusable")
 
@@ -38,11 +38,11 @@ class Mail(ABC):
             )
 
     def find_lost_rank(self) -> RuntimeError | None:
-        """Return the error of a rank that is known to take no further part, None if all do."""
+        """Return the error of a rank that is known to take no further part, if any."""
         return None
 
     def set_timeout(self, seconds: float) -> None:  # noqa: B027 - the carrier has its own
-        """Wait for other ranks as many seconds."""
+        """Set how many seconds to wait for other ranks."""
 
 
 class UnopenedMail(Mail):

@@ -62,7 +62,7 @@ class ProcessTransport(Transport):
 
     @abstractmethod
     def _gather_remotely(self, message: bytes) -> list[bytes]:
-        """Gather messages, on whichever hosts the ranks are."""
+        """Gather messages between ranks on any hosts."""
 
     @abstractmethod
     def symmetric_group(self) -> Any:
@@ -75,8 +75,8 @@ class ProcessTransport(Transport):
         self.mail.set_timeout(self.timeout)
 
     def _gather(self, message: bytes) -> list[bytes]:
-        """Gather messages. A rank that is interrupted meanwhile leaves the group, since others may
-        have read its message.
+        """Gather messages. A rank that is interrupted leaves the group, since others may have read
+        its message.
         """
         self.mail.fail_if_broken()
         try:
@@ -109,7 +109,7 @@ class ProcessTransport(Transport):
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Let ranks fail that wait for bytes from this one."""
+        """Make the ranks fail that wait for bytes from this one."""
 
     def note_enqueued(self, doing: str) -> None:
         if self.watch:
@@ -183,13 +183,13 @@ class ProcessTransport(Transport):
         )
 
     def _describe_hosts(self) -> str:
-        """Return a text about the ranks' hosts if there are several, "" if there is one."""
+        """Return a text about the ranks' hosts, or "" if all are on one."""
         hosts = sorted({name.decode() for name in self.gather(host_name())})
         return f"the ranks are on several hosts, {hosts}" if len(hosts) > 1 else ""
 
     def _first_failure(self, attempt: Callable[[], None]) -> str:
-        """Attempt something on every rank. Return the first rank's failure, the same on all ranks,
-        "" if there is none.
+        """Attempt something on every rank. Return the first rank's failure or "", the same on all
+        ranks.
         """
         failure = ""
         try:

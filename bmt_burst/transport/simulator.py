@@ -1,5 +1,5 @@
-"""Transports in one process, for tests and measurements. Ranks are threads, or there is only one
-rank.
+"""Transports in one process, for tests and measurements. Ranks are threads, or one rank has
+imagined peers.
 
 `bmt_burst.simulate` runs the threads. Their ring is stricter than a real network:
 
@@ -74,8 +74,8 @@ class Network:
 
 @dataclass
 class _Inbox:
-    """The messages from a peer. Each is for the exchange that began at its number, in whichever
-    order exchanges are waited for.
+    """The messages from a peer. Message n belongs to exchange n, whatever order they are waited for
+    in.
     """
 
     take: Callable[[], Tensor]

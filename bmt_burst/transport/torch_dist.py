@@ -52,9 +52,7 @@ class _GlooTicket(_Ticket):
 
 @contextlib.contextmanager
 def _name_peers(peers: Sequence[int], seconds: float) -> Iterator[None]:
-    """Raise RankLate with `peers` where torch waits for them in vain, RankGone where it fails
-    earlier.
-    """
+    """Raise RankLate with `peers` if torch waits for them in vain, RankGone if it fails earlier."""
     began = time.monotonic()
     try:
         yield
@@ -140,7 +138,7 @@ class TorchTransport(ProcessTransport):
                 self.companion.disconnect()
             return
         nothing, peer = torch.empty(1, dtype=torch.uint8), (self.rank + 1) % self.size
-        # gloo closes all connections of a group where one wait takes too long
+        # gloo closes all connections of a group after one wait that takes too long
         with contextlib.suppress(RuntimeError):
             work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_NOTHING)
             _check_work(work).wait(timedelta(milliseconds=1))

@@ -35,7 +35,7 @@ class Event(Protocol):
 class Watch:
     """A watch that lasts as long as it is referred to.
 
-    find_lost_rank  returns the error of a rank that takes no further part, None if all do
+    find_lost_rank  returns the error of a rank that takes no further part, if any
     event           makes an event
     timeout         seconds that ranks wait for each other. Work may take half of that, and at most
                     30 s, without a lost rank.
@@ -55,7 +55,7 @@ class Watch:
         ).start()
 
     def note_enqueued(self, doing: str) -> None:
-        """Note that all of what this rank was `doing` has been enqueued on the current stream."""
+        """Note that this rank has enqueued everything it was `doing` on the current stream."""
         event = self.event()
         event.record()
         self.calls.append((doing, event))

@@ -20,11 +20,11 @@ arguments and two more:
     context, span
             (B, S_local), the same, of CPM1 and CPM3
     length  (B,), the tokens of the whole rows, without the padding after them
-    mask    what tokens of the whole sequence see, instead of length and attention_mask: a Mask, or
-            one for each row. Positions start again in each of its documents
+    mask    the visible pairs of the whole sequence, instead of length and attention_mask: a Mask,
+            or one for each row. Positions start again in each of its documents
     layout  the layout of this call's sequences on the ranks, by default sp's; or one for each row
 
-Without length, attention_mask and mask there is no padding. The results belong to this rank's
+Without length, attention_mask and mask no token is padding. The results belong to this rank's
 tokens. Ranks have different numbers of targets, so never take the mean over this rank's. Divide the
 sum over them by the number of targets on all ranks of the batch. BMTrain's OptimManager averages
 over ranks, so multiply by their number:
@@ -35,8 +35,7 @@ over ranks, so multiply by their number:
     manager.backward(loss)
 
 CPM1 and CPM3 add learned numbers to their scores, by the distance of tokens in the sequence. So
-their position_ids, (B, S_local) or (S_local,), must rise by one from token to token where these see
-each other.
+their position_ids, (B, S_local) or (S_local,), must rise by one between tokens that see each other.
 
 Letters: B batch, S tokens of the whole sequence, S_local tokens of this rank, H heads, D head size,
 E model width.

@@ -37,10 +37,10 @@ class RingAttention(Attention):
         use_cache: bool = False,
         past_key_value: Any = None,
     ) -> Any:
-        """Compute query and key_value (B, S_local, E) to (B, S_local, E). With a mask that is a
-        tensor, call the attention of one rank.
+        """Map query and key_value (B, S_local, E) to (B, S_local, E). With a tensor as mask, call
+        the attention of one rank.
 
-        position_bias  the table (R, H) for the scores in the ForwardContext, if there are any
+        position_bias  the table (R, H) for the scores in the ForwardContext, if any
         """
         if not isinstance(attention_mask, ForwardContext):
             if self._sp.size > 1:

@@ -1,4 +1,4 @@
-"""The families with a learned bias of their scores: CPM1 and CPM3."""
+"""The families with a learned bias of scores: CPM1 and CPM3."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class CPM3(BiasedModel):
 
 
 def _check_distances(row: Row, mask: Mask) -> None:
-    """Raise ValueError if position_ids give another distance than the sequence, for tokens that see
-    each other.
+    """Raise ValueError if tokens that see each other have another distance in position_ids than in
+    the sequence.
     """
     jumps = [start for (start, _), _ in row.shifts[1:]] if row.shifts else []
     # the starts of parts that are more than padding

@@ -53,7 +53,7 @@ class EnabledModel(nn.Module):
     def forward(
         self, *args: Any, mask: Masks | None = None, layout: Layouts | None = None, **named: Any
     ) -> Any:
-        """Run the model's own forward on this rank's tokens; see the module."""
+        """Run the model's own forward on this rank's tokens; see the package."""
         own = super().forward
         if self._sp.size == 1 and _generates(self._bind(args, named)):
             if mask is not None or layout is not None:
@@ -90,7 +90,7 @@ class EnabledModel(nn.Module):
         )
 
     def _check(self, given: dict[str, Any]) -> None:
-        """Raise ValueError for arguments that only a whole sequence can have."""
+        """Raise ValueError for arguments that need whole sequences."""
         if _generates(given):
             raise ValueError(
                 "use_cache and past_key_values need whole sequences, and these are cut over "
@@ -110,11 +110,11 @@ class EnabledModel(nn.Module):
         )
 
     def _mask_options(self, batch: Batch, device: torch.device) -> dict[str, Any]:
-        """Return the options of burst_attn_func that say what tokens see."""
+        """Return the options of burst_attn_func with the visible pairs."""
         return batch.mask_options(self.causal, self.padding_sees)
 
     def _bias_table(self, device: torch.device) -> Tensor | None:
-        """Return the bias (R, H) for the scores of _mask_options, if there are any."""
+        """Return the bias (R, H) for the scores of _mask_options, if any."""
         return None
 
     def _embed(self, given: dict[str, Any], batch: Batch) -> Tensor:

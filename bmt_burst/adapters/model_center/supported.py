@@ -56,7 +56,7 @@ def find_family(model: Any) -> type[EnabledModel]:
 
 
 def _hint(model: Any) -> str:
-    """Name a module of `model` that can be enabled, if there is one."""
+    """Name a module of `model` that can be enabled, if any."""
     for path, part in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(part, tuple(_FAMILIES)):
             return f": pass its {path}, a {type(part).__name__}"

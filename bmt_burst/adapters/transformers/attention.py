@@ -60,11 +60,11 @@ def attention(
     bmt_burst: ForwardContext | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of a layer: query (B, H, S_local, D), key and value (B, G, S_local, D)
-    to (B, S_local, H, D).
+    """Compute the attention of a layer, (B, S_local, H, D), from query (B, H, S_local, D), key and
+    value (B, G, S_local, D).
 
     Values may have smaller heads than keys, as in MiniCPM3. `s_aux` (H,) are sinks, as in GptOss.
-    `attention_mask` is what `_make_window` returned. If the configuration has a `sparse_config`, as
+    `attention_mask` is the result of `_make_window`. If the configuration has a `sparse_config`, as
     MiniCPM4's, attention is sparse.
     """
     if bmt_burst is None:
@@ -145,8 +145,8 @@ def causal_mask(seq_len: int) -> Mask:
 
 @functools.lru_cache(maxsize=MOST_MASKS)
 def _windowed_mask(mask: Mask, window: int) -> Mask:
-    """Return the mask with a window. It is made once for all layers and calls, so that plans are
-    found again.
+    """Return the mask with a window. It is made once for all layers and calls, so that they share
+    its plans.
     """
     return mask.windowed(window)
 

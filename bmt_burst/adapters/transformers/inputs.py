@@ -131,8 +131,8 @@ class ForwardInputs:
         )
 
     def _describe(self, vocabulary: int | None) -> dict[str, Any]:
-        """Return what ranks compare. Raises ValueError for tokens outside the vocabulary, in any
-        rank's part.
+        """Return the terms that ranks compare. Raises ValueError for tokens outside the vocabulary,
+        in any rank's part.
         """
         terms: dict[str, Any] = {"arguments": sorted(self.arguments)}
         if "inputs_embeds" in self.arguments:

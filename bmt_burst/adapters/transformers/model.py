@@ -26,7 +26,7 @@ from .inputs import ForwardInputs
 
 
 class Enabled(nn.Module):
-    """An enabled object. Copies of it, and what is read from its pickles, are enabled too."""
+    """An enabled object. Its copies and pickles are enabled too."""
 
     def __reduce_ex__(self, _protocol: SupportsIndex) -> tuple:
         return _new, type(self).__bases__, self.__getstate__()
@@ -54,7 +54,7 @@ class EnabledModel(Enabled):
         self._sp = sp
 
     def _run(self, own: Callable, args: tuple, named: dict[str, Any]) -> Any:
-        """Run the model's own forward on this rank's tokens; see the module."""
+        """Run the model's own forward on this rank's tokens; see the package."""
         return own(**self._prepare(own, args, named))
 
     @not_compiled
@@ -145,8 +145,8 @@ class EnabledRotary(Enabled):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of a scalar over the ranks of sp, on each of them. Gradients are the ranks' own times
-    their number.
+    """The sum of a scalar over the ranks of sp, on each of them. The gradient on a rank is its own
+    one times the number of ranks.
     """
 
     @staticmethod

@@ -78,7 +78,7 @@ def _has_forward_of(base: type[nn.Module], module: Any) -> bool:
 
 
 def _hint(model: Any) -> str:
-    """Name a module of `model` that can be enabled, if there is one."""
+    """Name a module of `model` that can be enabled, if any."""
     for path, part in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(part, tuple(_FAMILIES)):
             return f": pass its {path}, a {type(part).__name__}"

@@ -82,8 +82,8 @@ def set_seq_parallel_pg(
     consecutive ranks are a Ulysses group, or with use_ulysses_low=False a ring.
 
     Raises on every rank ValueError if the world does not divide by the degrees, if rank and
-    world_size are not those of torch.distributed, or if ranks differ. A degree that is not a whole
-    number raises TypeError on its rank, and ValueError on the others. Raises RuntimeError before
+    world_size are not torch.distributed's, or if ranks differ. A degree that is not a whole number
+    raises TypeError on its rank and ValueError on the others. Raises RuntimeError before
     init_process_group.
     """
     world_group = dist.group.WORLD

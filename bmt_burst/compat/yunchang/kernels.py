@@ -6,9 +6,7 @@ from enum import Enum
 
 
 class AttnType(Enum):
-    """A kernel of yunchang. Each that computes exact attention means flash="auto" here, the fastest
-    kernel there is.
-    """
+    """A kernel of yunchang. Every exact one means flash="auto" here, the fastest kernel."""
 
     AITER = "aiter"
     FA = "fa"

@@ -1,4 +1,4 @@
-"""The functions of a ring alone: those of bmt_burst.compat.ring_flash_attn.
+"""The functions of a ring alone, from bmt_burst.compat.ring_flash_attn.
 
 Unlike yunchang's they take no softcap, attn_type or attn_processor.
 """
