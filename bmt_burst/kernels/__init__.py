@@ -67,7 +67,8 @@ class Kernel(ABC):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         """Return why this kernel cannot compute such inputs on this machine, or None if it can.
 
-        The answer holds for any `KernelCall`.
+        The answer holds for any `KernelCall`. Refuse tensors without values (meta), and return
+        NO_BIAS, NO_SOFTCAP or NOT_BOTH for a spec that the kernel does not support.
         """
 
     def broken(self) -> str | None:
@@ -89,6 +90,8 @@ class Kernel(ABC):
         bias: CallBias | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute out (B, S, H, D) = softmax(scores) v and lse (B, H, S) = logsumexp(scores).
+
+        No later call writes to the memory of the results.
 
         scores = scale q k^T. With a bias + table[row of the pair, head]; the caller passes a bias
         only if `spec.biased`. With a softcap scores = softcap tanh(scale q k^T / softcap), computed

@@ -264,19 +264,19 @@ def sliding_with_sink(seq_len: int, window: int, sink: int) -> Mask:
 
 
 # An example of each kind of mask, by the number of tokens. examples/masks.py draws them, and
-# tests/conformance tests them.
+# tests/conformance tests them: `pytest -k NAME` takes a name without spaces.
 EXAMPLES: dict[str, Callable[[int], Mask]] = {
     "causal": Mask.causal,
     "full": Mask.full,
     "window": lambda n: Mask.window(n, max(n // 4, 1)),
     "documents": lambda n: Mask.documents(sorted({0, n // 5, n // 2, n})),
-    "full documents": lambda n: Mask.documents(sorted({0, n // 5, n // 2, n}), causal=False),
-    "windows in documents": lambda n: Mask.documents(
+    "full-documents": lambda n: Mask.documents(sorted({0, n // 5, n // 2, n}), causal=False),
+    "windows-in-documents": lambda n: Mask.documents(
         sorted({0, n // 5, n // 2, n}), window=max(n // 8, 1)
     ),
-    "window to both sides": lambda n: Mask.documents((0, n), causal=False, window=max(n // 8, 1)),
+    "window-to-both-sides": lambda n: Mask.documents((0, n), causal=False, window=max(n // 8, 1)),
     "prefix": lambda n: prefix(n, n // 3),
-    "window with a sink": lambda n: sliding_with_sink(n, max(n // 5, 1), n // 8),
+    "window-with-sink": lambda n: sliding_with_sink(n, max(n // 5, 1), n // 8),
 }
 
 

@@ -218,6 +218,31 @@ def test_inputs_are_left_alone(subject):
 
 
 @each_subject
+def test_every_head_size(subject):
+    """A kernel may compute heads in parts, or pad them: each size that it takes must be right."""
+    call, done = CALLS["a window of documents"], 0
+    for size in (16, 40) if subject.is_interpreted else (16, 40, 64, 128, 192, 256):
+        larger = subject._replace(head_size=size)
+        if larger.refuses(SPEC) is None:
+            assert_right(larger, call, larger.tensors(call), Spec(scale=size**-0.5), size)
+            done += 1
+    assert done, "it takes no other head size"
+
+
+@each_subject
+def test_calls_leave_each_other_alone(subject):
+    """A call is run again with another batch. What it returned and what it kept for the call must
+    not mix.
+    """
+    call = CALLS["documents"]
+    before = _results(subject, call, subject.tensors(call))
+    kept = [x.clone() for x in before]
+    assert_right(subject, call, subject.tensors(call, batch=3, seed=1), SPEC, "a larger batch")
+    assert_right(subject, call, subject.tensors(call, seed=2), SPEC, "other values")
+    assert all(x.equal(y) for x, y in zip(before, kept, strict=True))
+
+
+@each_subject
 def test_any_strides(subject):
     """The ring hands over slices of tokens and of heads."""
     call = CALLS["a window of documents"]

@@ -92,6 +92,11 @@ def test_it_prints_and_draws(kind):
     assert len(text.splitlines()) == 33
 
 
+def test_names_can_be_selected():
+    """`pytest -k NAME` takes them as they are."""
+    assert [name for name in EXAMPLES if len(name.split()) != 1] == []
+
+
 def test_the_gallery_draws_itself(tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "examples/masks.py", tmp_path], capture_output=True, text=True
