@@ -16,7 +16,8 @@ from models.rope import Linear
 from tests.helpers import ROOT
 from train.data.folder import Sequences, TokenFile
 from train.data.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer
-from train.run.config import TrainConfig, parse_config
+from train.run.config import TrainConfig
+from train.run.options import parse_config
 from train.run.schedule import learning_rate
 
 EOS = ByteTokenizer.eos_id

@@ -15,7 +15,7 @@ from tests.conftest import let_processes_hang_up
 from train.base import ranks
 from train.base.error_file import leave_reason
 from train.run import ending, launch
-from train.run.config import parse_config
+from train.run.options import parse_config
 from train.run.watchdog import EXIT_CODE
 
 

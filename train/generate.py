@@ -96,7 +96,7 @@ def _begin_token(path: Path, prompt: str) -> int | None:
     return bos
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="generate.py",
         description=__doc__,
@@ -134,6 +134,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="sample from the most likely tokens with total probability p (default: 0.95)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = _parser()
     args = parser.parse_args(argv)
     sampling = {
         "temperature": args.temperature,

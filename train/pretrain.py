@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
@@ -34,12 +35,6 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from bmt_burst import SequenceParallel, init_sequence_parallel, kernels
-from bmt_burst.loss import count_targets
-from bmt_burst.ranks.rings import make_rings
-from bmt_burst.spec import Spec
-from bmt_burst.transport.bmtrain import initialized_bmtrain
-from models.config import CPMConfig
 from train.base import ranks
 from train.base.files import printing
 from train.base.lock import lock
@@ -47,29 +42,27 @@ from train.base.signals import StopSignal
 from train.base.wording import counted
 from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
-from train.data.batches import Data, Work
-from train.data.tokenizer import load_tokenizer
-from train.engine import Engine
-from train.engine.common import AdamW
+from train.data.batches import Data, Dealer, Work
 from train.registry import load
 from train.run import ending, resume
+from train.run.building import make_engine, make_groups
 from train.run.clock import Clock
-from train.run.config import TrainConfig, parse_config
-from train.run.distributed import init_distributed, rank_timeout
-from train.run.flops import peak_tflops, step_flops
-from train.run.kinds import kind_of
+from train.run.config import TrainConfig
+from train.run.distributed import init_distributed
+from train.run.inputs import keep_documents_apart, open_inputs
+from train.run.kinds import ModelConfig
 from train.run.launch import launch
-from train.run.metrics import Metrics
+from train.run.measure import count_work, measure_speed
+from train.run.metrics import Metrics, NoMetrics
+from train.run.options import parse_config
 from train.run.same_tokenizer import check_folder, check_weights
 from train.run.schedule import learning_rate
 from train.run.watchdog import Watchdog
 
-_MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # share of padding that is refused, and reported
 _CALMER = (
     "give a smaller --lr than {:g}; if the last good checkpoint still explodes, resume from an "
     "earlier one"
 )
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -84,6 +77,20 @@ class Progress:
     skips_in_a_row: int = 0
 
 
+@dataclass(frozen=True)
+class Start:
+    """The state from which a rank begins.
+
+    progress     zero for a new run or a new stage
+    model        the configuration, with the length that resumed weights were made for
+    longest_row  the length of the longest row in all stages
+    """
+
+    progress: Progress
+    model: ModelConfig
+    longest_row: int
+
+
 class Trainer:
     """One rank of a run."""
 
@@ -92,62 +99,64 @@ class Trainer:
     ):
         self.config, self.device, self.stop, self.watchdog = config, device, stop, watchdog
         self.rank, self.root = dist.get_rank(), Path(config.output)
-        self.longest_row = config.seq_len
         watchdog.alive("opening files and making groups")
-        ranks.together(self._check_and_open)
+        opened = ranks.together(lambda: open_inputs(config, device))
+        self.lock = ranks.together(lambda: lock(self.root) if self.rank == 0 else None)
         ranks.together(lambda: watchdog.write_to(self.root / "stacks"))
-        self.sp = ranks.together(self._make_groups)
-        self.batches = ranks.together(
-            lambda: load(self.kind.batches)(config, self.model_config, self.sp, device)
+        self.sp = ranks.together(lambda: make_groups(config, opened.training))
+        self.batches: Dealer[Data, Work] = ranks.together(
+            lambda: load(opened.kind.batches)(config, opened.model, self.sp, device)
         )
         watchdog.alive("choosing a checkpoint")
         path = resume.choose_checkpoint(config)
-        ranks.together(lambda: self._keep_documents_apart(path))
+        self.inputs = ranks.together(lambda: keep_documents_apart(opened, config, path))
         watchdog.alive("building the model")
-        self.engine = self._make_engine()
+        self.engine = make_engine(config, self.inputs, self.sp, device)
         watchdog.alive("reading a checkpoint")
-        self.progress = ranks.together(lambda: self._load(path) if path else self._start())
+        start = ranks.together(lambda: self._load(path) if path else self._start())
+        self.progress, self.model, self.longest_row = start.progress, start.model, start.longest_row
         self.saved_step = self.progress.step
         self.clock = Clock(device)
         self.metrics = ranks.together(self._open_metrics)
         self._set_last_words()
 
-    def _make_groups(self) -> SequenceParallel:
-        config, world = self.config, dist.get_world_size()
-        if world % config.sp_size:
-            raise ValueError(
-                f"--sp-size {config.sp_size} does not divide the world of {counted(world, 'rank')}"
-            )
-        sp = init_sequence_parallel(
-            config.sp_size,
-            layout="zigzag" if config.layout == "auto" else config.layout,
-            # ulysses takes one group, on any hosts
-            inner_size=1 if config.strategy == "ulysses" else config.inner_size,
-            ulysses_size=config.ulysses_size,
-            timeout=rank_timeout(config),
+    def _load(self, path: Path) -> Start:
+        """Load the checkpoint `path` into the engine."""
+        config, inputs, engine = self.config, self.inputs, self.engine
+        saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(config)
+        resume.check_same(
+            saved, inputs.model, inputs.training.identity, new_stage, inputs.tokenizer
         )
-        group_size = make_rings(sp.process_group, sp.double_group).inner.size
-        config.check_strategy(group_size, self.train_data.example_scores)
-        return sp
+        check_folder(inputs.folder, path / checkpoint.TOKENIZER, path)
+        so_far = {} if new_stage else saved.state
+        progress = Progress(
+            **{field.name: so_far.get(field.name, 0) for field in dataclasses.fields(Progress)}
+        )
+        model = resume.keep_length(inputs.model, saved.state)
+        resume.print_changes(
+            saved.state, self._identity(model), config, progress.step + 1, inputs.tokenizer
+        )
+        engine.load(saved.read, saved.state["optimizer_steps"])
+        if saved.state["config"]["dtype"] == config.dtype:
+            engine.loss_scale = saved.state.get("loss_scale", engine.loss_scale)
+            engine.steps_at_scale = saved.state.get("steps_at_scale", 0)
+        saved.restore_rng(self.rank)
+        return Start(progress, model, max(config.seq_len, resume.longest_row(saved.state)))
 
-    def _make_engine(self) -> Engine:
-        config = self.config
-        common = {
-            "build": lambda: load(self.kind.model)(
-                self.model_config, self.sp, config.saving(), **config.attention
-            ),
-            "dtype": DTYPES[config.dtype],
-            "seed": config.seed,
-            "adamw": AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay),
-        }
-        if initialized_bmtrain():
-            from train.engine.bmtrain import BMTrainEngine
+    def _start(self) -> Start:
+        """Load the weights of --init-from, if it is given."""
+        config, inputs = self.config, self.inputs
+        if source := config.init_from:
+            allowed = config.allow_other_tokenizer
+            check_weights(inputs.folder, inputs.tokenizer, Path(source), allowed)
+            load_weights(source, self.engine, config.model)
+        return Start(Progress(), inputs.model, config.seq_len)
 
-            return BMTrainEngine(**common, offload=config.offload_optimizer)
-        # imported late: it takes seconds, which the launcher and refused runs need not spend
-        from train.engine.torch import TorchEngine
-
-        return TorchEngine(**common, device=self.device)
+    def _open_metrics(self) -> Metrics | NoMetrics:
+        if self.rank:
+            return NoMetrics()
+        self.inputs.tokenizer.save(self.root / checkpoint.TOKENIZER)
+        return Metrics(self.root, self.progress.step, self.config.steps, self.config.log_every)
 
     def run(self) -> bool:
         """Train to the last step, or until told to stop. Return whether nothing is left to do.
@@ -172,8 +181,7 @@ class Trainer:
                 stopping = not self._evaluate()
         if stopping:
             self._save()
-        if self.metrics:
-            self.metrics.close()
+        self.metrics.close()
         if self._is_last() and progress.skips_in_a_row > 1:
             raise FloatingPointError(self._skipped("the run ended"))
         return self._is_last() and not self._evaluation_missing()
@@ -194,13 +202,12 @@ class Trainer:
         # while steps are skipped, an older checkpoint may be needed
         keep_last = None if self.progress.skips_in_a_row else self.config.keep_last
         path = checkpoint.save(
-            self.root, self._state(), self.engine.state(), keep_last, self.tokenizer
+            self.root, self._state(), self.engine.state(), keep_last, self.inputs.tokenizer
         )
         self.saved_step = step
         self._say(f"step {step}: saved {path}")
         self._set_last_words()
-        if self.metrics:
-            self.metrics.draw()
+        self.metrics.draw()
 
     def _set_last_words(self) -> None:
         self.watchdog.last_words = ranks.gather(
@@ -213,20 +220,9 @@ class Trainer:
         self.watchdog.alive(f"reading for step {progress.step + 1}")
         with self.clock.phase("data"):
             last = progress.step + 1 == config.steps
-            micro_batches = self.batches.of_step(self.train_data, progress.samples, last)
-            targets, pairs, work = self._count(micro_batches)
-        losses = []
-        for batch in micro_batches:
-            self.watchdog.alive(f"step {progress.step + 1}")
-            with self.clock.phase("forward"):
-                loss, _ = batch.losses(self.engine.model)
-            with self.clock.phase("backward"):
-                self.engine.backward(loss / max(targets, 1))
-            losses.append(loss.detach())
-        loss, stops = self.engine.sum(
-            [float(torch.stack(losses).double().sum()), float(self.stop.received)]
-        )
-        loss /= max(targets, 1)
+            micro_batches = self.batches.of_step(self.inputs.training, progress.samples, last)
+            work = count_work(micro_batches, self.sp, self.engine)
+        loss, stops = self._compute_gradients(micro_batches, max(work.targets, 1))
         progress.step += 1
         progress.samples += config.batch_size
         lr = learning_rate(progress.step, config)
@@ -234,33 +230,32 @@ class Trainer:
             outcome = self._optimize(loss, lr)
         phases = self.clock.read()
         seconds = time.perf_counter() - began
-        speed = self._speed(seconds, pairs)
+        speed = measure_speed(config, self.model, self.sp, self.device, seconds, work.pairs)
         split = {f"{name}_s": seconds for name, seconds in phases.items()}
         read = {"samples": progress.samples, "tokens": progress.samples * config.seq_len}
-        self._record(**outcome, lr=lr, **read, **work, **speed, step_s=seconds, **split)
-        if self.metrics:
-            self.metrics.progress(progress.step)
-        return stops > 0
+        counts = {**work.counts, "balance": work.balance}
+        self._record(**outcome, lr=lr, **read, **counts, **speed, step_s=seconds, **split)
+        self.metrics.progress(progress.step)
+        return stops
 
-    def _count(self, micro_batches: Sequence[Work]) -> tuple[float, float, dict[str, float]]:
-        """Return targets and visible pairs of a step, over all ranks, and its work for the record.
-
-        The balance is the most work of a rank, in pairs, relative to the mean of all ranks. A group
-        waits for its slowest rank in each micro-batch. At the end of the step all groups wait for
-        the slowest group.
+    def _compute_gradients(
+        self, micro_batches: Sequence[Work], targets: float
+    ) -> tuple[float, bool]:
+        """Compute the gradients of the mean loss over `targets` targets of all ranks. Return that
+        loss, and whether any rank was told to stop.
         """
-        slowest = [0.0] * self.batches.dp_size
-        names = list(micro_batches[0].counts)
-        pairs, counts = 0, [0] * len(names)
-        if self.sp.rank == 0:  # the other ranks of a group have the same numbers
-            slowest[self.batches.dp_rank] = sum(max(batch.work) for batch in micro_batches)
-            pairs = sum(sum(batch.work) for batch in micro_batches)
-            counts = [sum(batch.counts[name] for batch in micro_batches) for name in names]
-        mine = sum(int(count_targets(batch.labels)) for batch in micro_batches)
-        targets, pairs, *sums = self.engine.sum([mine, pairs, *counts, *slowest])
-        counts, slowest = map(int, sums[: len(names)]), sums[len(names) :]
-        work = dict(zip(names, counts, strict=True))
-        return targets, pairs, work | {"balance": max(slowest) * dist.get_world_size() / pairs}
+        losses = []
+        for batch in micro_batches:
+            self.watchdog.alive(f"step {self.progress.step + 1}")
+            with self.clock.phase("forward"):
+                loss, _ = batch.losses(self.engine.model)
+            with self.clock.phase("backward"):
+                self.engine.backward(loss / targets)
+            losses.append(loss.detach())
+        total, stops = self.engine.sum(
+            [float(torch.stack(losses).double().sum()), float(self.stop.received)]
+        )
+        return total / targets, stops > 0
 
     def _optimize(self, loss: float, lr: float) -> dict[str, float]:
         """Do an optimizer step, unless loss or gradients are not finite. Return values for the
@@ -292,24 +287,8 @@ class Trainer:
         )
         return f"step {self.progress.step}: {what}; {skipped}: {_CALMER.format(self.config.lr)}"
 
-    def _speed(self, seconds: float, pairs: float) -> dict[str, float]:
-        """Return tokens per second over all ranks, TFLOP/s and MFU of a rank, and peak memory."""
-        config = self.config
-        tokens = config.batch_size * config.seq_len
-        tflops = (
-            step_flops(self.model_config, tokens, pairs) / dist.get_world_size() / seconds / 1e12
-        )
-        values = {"tokens_per_s": tokens / seconds, "tflops_per_rank": tflops}
-        if peak := peak_tflops(self.device, DTYPES[config.dtype]):
-            values["mfu"] = tflops / peak
-        if self.device.type == "cuda":
-            # torch does not count the memory of the rings
-            held = make_rings(self.sp.process_group, self.sp.double_group).inner.held_bytes
-            values["peak_gib"] = (torch.cuda.max_memory_allocated() + held) / 2**30
-        return values
-
     def _evaluation_due(self) -> bool:
-        return self.val_data is not None and (
+        return self.inputs.validation is not None and (
             self._is_last() or _due(self.progress.step, self.config.eval_every)
         )
 
@@ -319,19 +298,19 @@ class Trainer:
         """
         if not self.progress.step or not self._evaluation_due():
             return False
-        return not ranks.gather(self.metrics and self.metrics.has(self.progress.step, "val_loss"))[
-            0
-        ]
+        recorded = self.metrics.has(self.progress.step, "val_loss")
+        return not ranks.gather(recorded)[0]
 
     @torch.no_grad()
     def _evaluate(self) -> bool:
         """Record the mean token loss over evenly spaced sequences. Return False if told to stop
         meanwhile.
         """
-        began, step, batches = time.perf_counter(), self.progress.step, self.batches
+        began, step, data = time.perf_counter(), self.progress.step, self.inputs.validation
+        assert data is not None
         self._say(f"step {step}: evaluating on {self.config.val_data}")
         loss = targets = 0.0
-        for batch in batches.of_evaluation(self.val_data):
+        for batch in self.batches.of_evaluation(data):
             self.watchdog.alive(f"evaluation after step {step}")
             if self._told_to_stop():
                 self._say(f"step {step}: evaluation stopped")
@@ -346,178 +325,49 @@ class Trainer:
         )
         return True
 
-    def _check_and_open(self) -> None:
-        """Do the part of the setup that needs no other rank: the model's shape, its kernel, and the
-        data. Rank 0 also locks the output.
-        """
-        config = self.config
-        self.model_config = config.model_config()
-        self.kind = kind_of(self.model_config)
-        self._check_length()
-        self._check_kernel()
-        self.train_data = self._open(config.data)
-        self.val_data = self._open_validation(config.val_data) if config.val_data else None
-        self.tokenizer = load_tokenizer(self.train_data.file.folder)
-        self.lock = lock(self.root) if self.rank == 0 else None
-
-    def _open_metrics(self) -> Metrics | None:
-        if self.rank:
-            return None
-        self.tokenizer.save(self.root / checkpoint.TOKENIZER)
-        return Metrics(self.root, self.progress.step, self.config.steps, self.config.log_every)
-
-    def _open(self, folder: str) -> Data:
-        data = load(self.kind.data).open(
-            folder, self.model_config, self.config.seq_len, self.config.seed
-        )
-        if (kinds := data.file.index["vocab_size"]) > self.model_config.vocab_size:
-            known = self.model_config.vocab_size
-            raise ValueError(
-                f"{folder} has {kinds} kinds of tokens, but --model {self.config.model} has only "
-                f"{known}"
-            )
-        return data
-
-    def _open_validation(self, folder: str) -> Data:
-        """Open validation data. Raises ValueError if its tokenizer is not the training data's. Warn
-        if both are one folder.
-        """
-        data, trained = self._open(folder), self.train_data.file.folder
-        if data.file.folder.samefile(trained) and self.rank == 0:
-            same = f"--val-data and --data are the same folder, {trained}"
-            print(f"{same}: the validation loss will be measured on training text", file=sys.stderr)
-        check_folder(trained, data.file.folder, data.file.folder)
-        return data
-
-    def _keep_documents_apart(self, path: Path | None) -> None:
-        """Choose whether documents are kept apart, and their begin token. `path` is the checkpoint
-        to resume from.
-
-        Raises ValueError if the starts of documents are not known, if the begin token is unknown,
-        or if most positions would be padding.
-        """
-        file = self.train_data.file
-        apart = resume.choose_documents(self.config, path, file.documents is not None)
-        bos = resume.choose_begin_token(self.config, path, apart, file, self.tokenizer)
-        self.train_data = self.train_data.keep_documents_apart(apart, bos)
-        if self.val_data:
-            self.val_data = self.val_data.keep_documents_apart(apart, bos)
-        self._check_padding()
-
-    def _check_padding(self) -> None:
-        """Raise ValueError if most of the training positions are padding. Warn if many are."""
-        padding, text = self.train_data.padding, self.config.data
-        tokens = len(self.train_data.file.tokens)
-        said = f"{padding:.0%} of the positions of {text} ({tokens:,} tokens) are padding"
-        if padding > _MOST_PADDING:
-            raise ValueError(
-                f"{said} at --seq-len {self.config.seq_len}: give more text or a shorter one"
-            )
-        if padding > _MUCH_PADDING and self.rank == 0:
-            print(f"{said} at --seq-len {self.config.seq_len}", file=sys.stderr)
-
-    def _check_length(self) -> None:
-        """Warn if rows are longer than the sequences that the model was made for."""
-        model, seq_len = self.model_config, self.config.seq_len
-        longest = model.longest_sequence if isinstance(model, CPMConfig) else None
-        if longest and seq_len > longest and self.rank == 0:
-            print(
-                f"--seq-len {seq_len:,} is beyond the {longest:,} tokens that the model was made "
-                "for: see --rope-theta and --rope-scaling",
-                file=sys.stderr,
-            )
-
-    def _check_kernel(self) -> None:
-        """Raise ValueError if --flash names a kernel that cannot compute this model's heads
-        here.
-        """
-        model, like = self.model_config, {"dtype": DTYPES[self.config.dtype], "device": self.device}
-        q = torch.empty(1, 1, model.num_heads, model.head_dim, **like)
-        k = torch.empty(1, 1, model.num_kv_heads, model.head_dim, **like)
-        try:
-            kernels.pick(
-                self.config.flash, q, k, Spec(model.head_dim**-0.5, self.config.deterministic)
-            )
-        except ValueError as error:
-            raise ValueError(f"--flash {self.config.flash}: {error}") from error
-
-    def _load(self, path: Path) -> Progress:
-        saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(self.config)
-        resume.check_same(
-            saved, self.model_config, self.train_data.identity, new_stage, self.tokenizer
-        )
-        check_folder(self.train_data.file.folder, path / checkpoint.TOKENIZER, path)
-        counted = {} if new_stage else saved.state
-        progress = Progress(
-            **{field.name: counted.get(field.name, 0) for field in dataclasses.fields(Progress)}
-        )
-        self.model_config = resume.keep_length(self.model_config, saved.state)
-        self.longest_row = max(self.longest_row, resume.longest_row(saved.state))
-        resume.print_changes(
-            saved.state, self._identity(), self.config, progress.step + 1, self.tokenizer
-        )
-        self.engine.load(saved.read, saved.state["optimizer_steps"])
-        if saved.state["config"]["dtype"] == self.config.dtype:
-            self.engine.loss_scale = saved.state.get("loss_scale", self.engine.loss_scale)
-            self.engine.steps_at_scale = saved.state.get("steps_at_scale", 0)
-        saved.restore_rng(self.rank)
-        return progress
-
-    def _start(self) -> Progress:
-        if source := self.config.init_from:
-            allowed = self.config.allow_other_tokenizer
-            check_weights(self.train_data.file.folder, self.tokenizer, Path(source), allowed)
-            load_weights(source, self.engine, self.config.model)
-        return Progress()
-
-    def _state(self) -> dict:
+    def _state(self) -> dict[str, Any]:
+        """Return the state of a checkpoint."""
         return {
             **dataclasses.asdict(self.progress),
             "optimizer_steps": self.engine.optimizer_steps,
             "loss_scale": self.engine.loss_scale,
             "steps_at_scale": self.engine.steps_at_scale,
             "longest_row": self.longest_row,
-            **self._identity(),
+            **self._identity(self.model),
         }
 
-    def _identity(self) -> dict:
+    def _identity(self, model: ModelConfig) -> dict[str, Any]:
         """Return the part of a checkpoint's state that identifies its run."""
         return {
-            "data": self.train_data.identity,
-            "model": self.model_config.to_dict(),
+            "data": self.inputs.training.identity,
+            "model": model.to_dict(),
             "config": self.config.to_dict(),
         }
 
     def _description(self) -> str:
-        c, resumed = (
-            self.config,
-            f", resumed after step {self.progress.step}" if self.progress.step else "",
-        )
+        """Return what is trained, on which ranks and data."""
+        c, inputs, describe = self.config, self.inputs, self.batches.describe
+        resumed = f", resumed after step {self.progress.step}" if self.progress.step else ""
         if resume.begins_stage(c):
             resumed = f", a new stage from {c.resume}"
-        val = f"; validation: {self.batches.describe(self.val_data)}" if self.val_data else ""
-        name, size = c.init_from or c.model, self.model_config.num_parameters
+        val = f"; validation: {describe(inputs.validation)}" if inputs.validation else ""
         strategy = c.attention["strategy"]
-        parallel = (
+        said = [
+            f"{c.init_from or c.model}: {self.model.num_parameters:,} parameters, {c.dtype} on "
+            f"{self.device.type}, {type(self.engine).__name__}",
             f"{self.batches.dp_size} data parallel x "
             f"{counted(self.sp.size, 'sequence parallel rank')}"
-        )
-        return (
-            f"{name}: {size:,} parameters, {c.dtype} on {self.device.type}, "
-            f"{type(self.engine).__name__}; "
-            f"{parallel}{'' if strategy == 'auto' else f', strategy {strategy}'}; "
-            f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step; "
-            f"{counted(len(self.train_data), 'sequence')} an epoch, "
-            f"{self.batches.describe(self.train_data)}{val}{resumed}"
-        )
+            + ("" if strategy == "auto" else f", strategy {strategy}"),
+            f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step",
+            f"{counted(len(inputs.training), 'sequence')} an epoch, {describe(inputs.training)}",
+        ]
+        return "; ".join(said) + val + resumed
 
     def _record(self, **values: float) -> None:
-        if self.metrics:
-            self.metrics.record(self.progress.step, **values)
+        self.metrics.record(self.progress.step, **values)
 
     def _say(self, text: str) -> None:
-        if self.metrics:
-            self.metrics.say(text)
+        self.metrics.say(text)
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,18 +1,18 @@
-"""The configuration of a pretraining run: one dataclass that is also the command line and the
-config file.
+"""The configuration of a pretraining run. options.py makes the command line and the config file of
+its fields.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bmt_burst import Scores, strategies
 from bmt_burst.offload import Offload
@@ -20,7 +20,6 @@ from bmt_burst.sequence.layout import LAYOUTS
 from models.blocks import CHECKPOINTING, Saving
 from models.huggingface import read_config
 from models.rope import RopeScaling
-from train.base.command_line import ArgumentParser
 from train.base.wording import counted, flag
 from train.registry import KINDS, Kind
 from train.run.kinds import PRESETS, ModelConfig, config_of, kind_of
@@ -35,8 +34,33 @@ def option(default: Any, group: str, help: str, **extra) -> Any:
     return field(default=default, metadata={"group": group, "help": help, **extra})
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST = 2**63 - 1
 _LONGEST_TIMEOUT = 1e8  # seconds; longer ones overflow timers
+_AT_LEAST_ONE = (
+    "window",
+    "seq_len",
+    "batch_size",
+    "micro_batch_size",
+    "processes",
+    "sp_size",
+    "steps",
+    "keep_last",
+    "inner_size",
+    "ulysses_size",
+    "eval_sequences",
+    "max_skips",
+    "log_every",
+)
+_NOT_NEGATIVE = (
+    "warmup_steps",
+    "decay_steps",
+    "checkpointing_blocks",
+    "save_every",
+    "eval_every",
+    "weight_decay",
+    "seed",
+)
 MODEL, DATA, PARALLEL, OPTIMIZER, RUN = "model", "data", "parallelism", "optimization", "the run"
 
 
@@ -89,7 +113,7 @@ class TrainConfig:
         "fp32",
         MODEL,
         "weights and activations in forward and backward; master weights and AdamW are always fp32",
-        choices=("fp32", "bf16", "fp16"),
+        choices=tuple(DTYPES),
     )
 
     data: str = option("data/stdlib/train", DATA, "folder of training tokens, from prepare_data.py")
@@ -251,60 +275,53 @@ class TrainConfig:
         1800.0, RUN, "seconds without a sign of life after which a rank prints its stacks and ends"
     )
 
-    def __post_init__(self):
-        positive = (
-            "window",
-            "seq_len",
-            "batch_size",
-            "micro_batch_size",
-            "processes",
-            "sp_size",
-            "steps",
-            "keep_last",
-        )
-        for name in (
-            *positive,
-            "inner_size",
-            "ulysses_size",
-            "eval_sequences",
-            "max_skips",
-            "log_every",
-        ):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
-        countable = (
-            "warmup_steps",
-            "decay_steps",
-            "checkpointing_blocks",
-            "save_every",
-            "eval_every",
-        )
-        for name in (*countable, "weight_decay", "seed"):
-            if getattr(self, name) is not None and getattr(self, name) < 0:
-                raise ValueError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_values()
+        self._check_needs()
+        self._check_saving()
+        self._check_rope_scaling()
+        self._check_schedule()
+        self._check_choices()
+        self._check_groups()
+        if self.warmup + self.decay > self.steps and self.schedule == "wsd":
+            raise ValueError(
+                f"--warmup-steps {self.warmup} and --decay-steps {self.decay} are together longer "
+                f"than the run, --steps {self.steps}"
+            )
+
+    def _check_ranges(self) -> None:
+        """Raise ValueError for a number that is too small."""
+        for name in _AT_LEAST_ONE:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{flag(name)} must be at least 1, got {value}")
+        for name in _NOT_NEGATIVE:
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{flag(name)} must not be negative, got {value}")
+
+    def _check_values(self) -> None:
+        """Raise ValueError for empty text, and for numbers that are too large or out of range."""
         for name, value in vars(self).items():
             if value == "":
                 raise ValueError(f"{flag(name)} must not be empty")
             if isinstance(value, int) and abs(value) > _LARGEST:
                 raise ValueError(f"{flag(name)} must be below 2^63, got {value}")
-            if (
-                isinstance(value, float)
-                and not math.isfinite(value)
-                and (name, value) != ("clip", math.inf)
-            ):
+            unbounded = (name, value) == ("clip", math.inf)
+            if isinstance(value, float) and not math.isfinite(value) and not unbounded:
                 raise ValueError(f"{flag(name)} must be finite, got {value}")
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{flag(name)} must be at least 0 and below 1, got {getattr(self, name)}"
-                )
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(f"{flag(name)} must be at least 0 and below 1, got {value}")
         if self.timeout > _LONGEST_TIMEOUT:
             raise ValueError(
                 f"--timeout must be at most {_LONGEST_TIMEOUT:.0e} seconds, got {self.timeout}"
             )
         for name in ("lr", "clip", "timeout", "rope_theta"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"{flag(name)} must be positive, got {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"{flag(name)} must be positive, got {value}")
+
+    def _check_needs(self) -> None:
+        """Raise ValueError for an option without another one that it needs."""
         if self.allow_other_tokenizer and not self.init_from:
             raise ValueError("--allow-other-tokenizer needs --init-from, which is not given")
         if self.new_stage and self.resume == "never":
@@ -315,9 +332,8 @@ class TrainConfig:
             raise ValueError(
                 f"--bos {self.bos} does not go with --documents ignore, which makes rows one text"
             )
-        self._check_saving()
-        if self.rope_scaling is not None:
-            self._check_rope_scaling()
+
+    def _check_schedule(self) -> None:
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(
                 f"--min-lr-ratio must be at least 0 and at most 1, got {self.min_lr_ratio}"
@@ -327,6 +343,8 @@ class TrainConfig:
                 "--min-lr-ratio must be above 0 for --schedule wsd, which decays exponentially; "
                 "other schedules may end at 0"
             )
+
+    def _check_choices(self) -> None:
         for f in dataclasses.fields(self):
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
@@ -334,12 +352,6 @@ class TrainConfig:
                     f"{flag(f.name)} must be one of {', '.join(choices)}, "
                     f"got {getattr(self, f.name)!r}"
                 )
-        self._check_groups()
-        if self.warmup + self.decay > self.steps and self.schedule == "wsd":
-            raise ValueError(
-                f"--warmup-steps {self.warmup} and --decay-steps {self.decay} are together longer "
-                f"than the run, --steps {self.steps}"
-            )
 
     def _check_saving(self) -> None:
         if self.checkpointing == "none" and self.offload:
@@ -382,8 +394,10 @@ class TrainConfig:
         check_strategy(strategy, layout, self.seq_len, self.sp_size, group_size, scores)
 
     def _check_rope_scaling(self) -> None:
+        if self.rope_scaling is None:
+            return
         try:
-            RopeScaling.from_dict(self.rope_scaling)
+            RopeScaling.from_dict(dict(self.rope_scaling))
         except ValueError as error:
             raise ValueError(f"--rope-scaling: {error}") from error
 
@@ -420,7 +434,9 @@ class TrainConfig:
             "rope_scaling": self.rope_scaling,
             "window": self.window,
         }
-        given = {name: value for name, value in instead.items() if value is not None}
+        given: dict[str, Any] = {
+            name: value for name, value in instead.items() if value is not None
+        }
         try:
             return dataclasses.replace(named, **given)
         except ValueError as error:
@@ -464,91 +480,3 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-
-def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
-    """Return the configuration of the command line `argv`. Options override --config FILE, which
-    overrides the defaults.
-    """
-    parser = _parser()
-    given = vars(parser.parse_args(argv))
-    file = given.pop("config", None)
-    try:
-        values = _read_config_file(Path(file)) if file else {}
-        return TrainConfig(**{**values, **given})
-    except (ValueError, TypeError, OSError, RecursionError) as error:
-        parser.fail(error)
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="pretrain.py",
-        description="Pretrain a CPM language model on long sequences, each cut over --sp-size "
-        "ranks.",
-        epilog="Example: python train/pretrain.py --processes 2 --sp-size 2 --resume auto "
-        "--data data/stdlib/train",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="TOML or JSON file with any of the options below, as in seq_len = 512",
-    )
-    groups = {
-        name: parser.add_argument_group(name) for name in (MODEL, DATA, PARALLEL, OPTIMIZER, RUN)
-    }
-    for f in dataclasses.fields(TrainConfig):
-        kind = f.metadata.get("kind", type(f.default))
-        shown = "" if f.default is None else f" (default: {f.default})"
-        extra: dict[str, Any] = {"help": f.metadata["help"].replace("%", "%%") + shown}
-        if kind is bool:
-            extra["action"] = argparse.BooleanOptionalAction
-        else:
-            extra |= {
-                "type": _json_object if kind is dict else kind,
-                "choices": f.metadata.get("choices"),
-            }
-            extra |= (
-                {}
-                if extra["choices"]
-                else {"metavar": "JSON" if kind is dict else kind.__name__.upper()}
-            )
-        groups[f.metadata["group"]].add_argument("--" + f.name.replace("_", "-"), **extra)
-    return parser
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected names and values in braces, got {text!r}")
-    return value
-
-
-def _read_config_file(path: Path) -> dict[str, Any]:
-    formats = {".toml": tomllib.loads, ".json": json.loads}
-    if path.suffix not in formats:
-        raise ValueError(f"--config must end in .toml or .json, got {path}")
-    try:
-        values = formats[path.suffix](path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"expected names and values in {path}, got {type(values).__name__}")
-    fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
-    for name, value in values.items():
-        if name not in fields:
-            raise ValueError(
-                f"{path}: unknown option {name!r}; expected one of {', '.join(fields)}"
-            )
-        kind = fields[name].metadata.get("kind", type(fields[name].default))
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            values[name] = float(value)
-        elif value is None and fields[name].default is None:
-            continue  # JSON's way to leave it unset
-        elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"{path}: {name} must be {kind.__name__}, got {value!r}")
-    return values

@@ -27,7 +27,7 @@ _PEAK_TFLOPS = {
 }
 
 
-def step_flops(model: CPMConfig | LiveConfig, tokens: int, pairs: int) -> float:
+def step_flops(model: CPMConfig | LiveConfig, tokens: int, pairs: float) -> float:
     """Return the operations of forward and backward over `tokens`, without recomputation.
 
     Each token costs 6 operations for each entry of a matrix that multiplies it: 2 in the forward

@@ -98,7 +98,7 @@ class Metrics:
         before it.
         """
         record, now = self.records[-1], time.monotonic()
-        self._first = self._first or (step, now)
+        first = self._first = self._first or (step, now)
         usual = self._usual_loss()
         spike = usual is not None and record.get("loss", 0.0) > usual
         if spike:
@@ -112,14 +112,16 @@ class Metrics:
             if not self._bar.disable:
                 self._bar.set_postfix_str(line, refresh=False)
                 self._bar.update()
-            elif spike or step in (self._first[0], self.steps) or step % self._log_every == 0:
-                print(f"step {step}/{self.steps}: {line}, {self._times(step, now)}", flush=True)
+            elif spike or step in (first[0], self.steps) or step % self._log_every == 0:
+                print(
+                    f"step {step}/{self.steps}: {line}, {self._times(first, step, now)}", flush=True
+                )
 
-    def _times(self, step: int, now: float) -> str:
-        """Return the elapsed time and the time left, estimated from the mean step since the first
-        one.
+    def _times(self, shown: tuple[int, float], step: int, now: float) -> str:
+        """Return the elapsed time and the time left, estimated from the mean step since `shown`,
+        the first step that was shown, and when.
         """
-        first, since = self._first
+        first, since = shown
         seconds = (now - since) / (step - first) if step > first else now - self._began
         elapsed, left = (
             tqdm.format_interval(x) for x in (now - self._began, seconds * (self.steps - step))
@@ -163,6 +165,28 @@ class Metrics:
         with writing(self._file.name):
             self._file.close()
         self.draw()
+
+
+class NoMetrics:
+    """Metrics of a rank that records and says nothing, since rank 0 does."""
+
+    def record(self, step: int, **values: float) -> None:
+        pass
+
+    def has(self, step: int, name: str) -> bool:
+        return False
+
+    def progress(self, step: int) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def draw(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
@@ -239,6 +263,7 @@ def _tell_shortly(arguments: threading.ExceptHookArgs) -> None:
     record raises the same error and names the file.
     """
     if isinstance(arguments.exc_value, OSError):
-        print_error(f"{arguments.thread.name}: {arguments.exc_value}")
+        name = arguments.thread.name if arguments.thread else "a thread"
+        print_error(f"{name}: {arguments.exc_value}")
     else:
         threading.__excepthook__(arguments)

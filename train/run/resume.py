@@ -82,10 +82,10 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
             f"{root} has checkpoints: give --resume auto to continue their stage, or another "
             "--output for a new one"
         )
-    newest = next(iter(checkpoint.listed(root)), path)
-    if not newest.samefile(path):
-        newest = checkpoint.newest(root, set_aside=True)  # the newest one may be damaged
-    if not newest.samefile(path):
+    latest = next(iter(checkpoint.listed(root)), path)
+    # the latest one may be damaged
+    whole = path if latest.samefile(path) else checkpoint.newest(root, set_aside=True)
+    if whole is None or not whole.samefile(path):
         raise ranks.RankError(
             f"{root} has checkpoints that do not follow from {path}: give another --output"
         )
@@ -214,9 +214,9 @@ def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer) -> str:
     said = []
     for name, values in differences.items():
         if name == "bos":
-            values = [
+            values = tuple(
                 "none" if token is None else _name_token(token, tokenizer) for token in values
-            ]
+            )
         said.append(f"{flag(name) if name in settings else name} {values[0]} -> {values[1]}")
     return ", ".join(said)
 

@@ -1,0 +1,64 @@
+"""The groups of ranks and the engine of a run. All ranks build them together."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from bmt_burst import SequenceParallel, init_sequence_parallel
+from bmt_burst.ranks.rings import make_rings
+from bmt_burst.transport.bmtrain import initialized_bmtrain
+from train.base.wording import counted
+from train.data.batches import Data
+from train.engine import Engine
+from train.engine.common import AdamW
+from train.registry import load
+from train.run.config import DTYPES, TrainConfig
+from train.run.distributed import rank_timeout
+from train.run.inputs import Inputs
+
+
+def make_groups(config: TrainConfig, data: Data) -> SequenceParallel:
+    """Make the groups of ranks that share the sequences of `data`.
+
+    Raises ValueError if the ranks cannot be grouped, or if --strategy cannot run on these groups.
+    """
+    world = dist.get_world_size()
+    if world % config.sp_size:
+        raise ValueError(
+            f"--sp-size {config.sp_size} does not divide the world of {counted(world, 'rank')}"
+        )
+    sp = init_sequence_parallel(
+        config.sp_size,
+        layout="zigzag" if config.layout == "auto" else config.layout,
+        # ulysses takes one group, on any hosts
+        inner_size=1 if config.strategy == "ulysses" else config.inner_size,
+        ulysses_size=config.ulysses_size,
+        timeout=rank_timeout(config),
+    )
+    group_size = make_rings(sp.process_group, sp.double_group).inner.size
+    config.check_strategy(group_size, data.example_scores)
+    return sp
+
+
+def make_engine(
+    config: TrainConfig, inputs: Inputs, sp: SequenceParallel, device: torch.device
+) -> Engine:
+    """Build the model on the engine that init_distributed chose."""
+    model, dtype = load(inputs.kind.model), DTYPES[config.dtype]
+    adamw = AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
+
+    def build() -> torch.nn.Module:
+        built: torch.nn.Module = model(inputs.model, sp, config.saving(), **config.attention)
+        return built
+
+    if initialized_bmtrain():
+        from train.engine.bmtrain import BMTrainEngine
+
+        return BMTrainEngine(
+            build, dtype=dtype, seed=config.seed, adamw=adamw, offload=config.offload_optimizer
+        )
+    # imported late: it takes seconds, which the launcher and refused runs need not spend
+    from train.engine.torch import TorchEngine
+
+    return TorchEngine(build, device=device, dtype=dtype, seed=config.seed, adamw=adamw)

@@ -1,0 +1,139 @@
+"""The inputs of a run: the model's shape, the data and the tokenizer. All are checked before
+anything is built, and without the other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bmt_burst import kernels
+from bmt_burst.spec import Spec
+from models.config import CPMConfig
+from train.base import ranks
+from train.data.batches import Data
+from train.data.tokenizer import Tokenizer, load_tokenizer
+from train.registry import Kind, load
+from train.run import resume
+from train.run.config import DTYPES, TrainConfig
+from train.run.kinds import ModelConfig, kind_of
+from train.run.same_tokenizer import check_folder
+
+_MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # share of padding that is refused, and reported
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a run.
+
+    kind            the model's kind, and its configuration, `model`
+    training        sequences of --data
+    validation      sequences of --val-data; None without
+    tokenizer       the tokenizer of the training data
+    """
+
+    kind: Kind
+    model: ModelConfig
+    training: Data
+    validation: Data | None
+    tokenizer: Tokenizer
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the training data."""
+        return self.training.file.folder
+
+
+def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
+    """Open what `config` names. Documents are not kept apart yet.
+
+    Raises ValueError if the model, the kernel or the data do not fit together.
+    """
+    model = config.model_config()
+    kind = kind_of(model)
+    _warn_of_length(config, model)
+    _check_kernel(config, model, device)
+    training = _open(config, kind, model, config.data)
+    validation = _open_validation(config, kind, model, training) if config.val_data else None
+    return Inputs(kind, model, training, validation, load_tokenizer(training.file.folder))
+
+
+def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | None) -> Inputs:
+    """Return the inputs with documents kept apart or not, and with their begin token. `resumed` is
+    the checkpoint to resume from.
+
+    Raises ValueError if the starts of documents are not known, if the begin token is unknown, or if
+    most positions would be padding.
+    """
+    file = inputs.training.file
+    apart = resume.choose_documents(config, resumed, file.documents is not None)
+    bos = resume.choose_begin_token(config, resumed, apart, file, inputs.tokenizer)
+    training, validation = inputs.training.keep_documents_apart(apart, bos), inputs.validation
+    if validation is not None:
+        validation = validation.keep_documents_apart(apart, bos)
+    _check_padding(config, training)
+    return dataclasses.replace(inputs, training=training, validation=validation)
+
+
+def _open(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Data:
+    data: Data = load(kind.data).open(folder, model, config.seq_len, config.seed)
+    if (found := data.file.index["vocab_size"]) > model.vocab_size:
+        raise ValueError(
+            f"{folder} has {found} kinds of tokens, but --model {config.model} has only "
+            f"{model.vocab_size}"
+        )
+    return data
+
+
+def _open_validation(config: TrainConfig, kind: Kind, model: ModelConfig, training: Data) -> Data:
+    """Open validation data. Raises ValueError if its tokenizer is not the training data's. Warn if
+    both are one folder.
+    """
+    assert config.val_data is not None
+    data, trained = _open(config, kind, model, config.val_data), training.file.folder
+    if data.file.folder.samefile(trained):
+        same = f"--val-data and --data are the same folder, {trained}"
+        _warn(f"{same}: the validation loss will be measured on training text")
+    check_folder(trained, data.file.folder, data.file.folder)
+    return data
+
+
+def _check_padding(config: TrainConfig, training: Data) -> None:
+    """Raise ValueError if most of the training positions are padding. Warn if many are."""
+    padding, tokens = training.padding, len(training.file.tokens)
+    said = f"{padding:.0%} of the positions of {config.data} ({tokens:,} tokens) are padding"
+    if padding > _MOST_PADDING:
+        raise ValueError(f"{said} at --seq-len {config.seq_len}: give more text or a shorter one")
+    if padding > _MUCH_PADDING:
+        _warn(f"{said} at --seq-len {config.seq_len}")
+
+
+def _warn_of_length(config: TrainConfig, model: ModelConfig) -> None:
+    """Warn if rows are longer than the sequences that the model was made for."""
+    longest = model.longest_sequence if isinstance(model, CPMConfig) else None
+    if longest and config.seq_len > longest:
+        _warn(
+            f"--seq-len {config.seq_len:,} is beyond the {longest:,} tokens that the model was "
+            "made for: see --rope-theta and --rope-scaling"
+        )
+
+
+def _check_kernel(config: TrainConfig, model: ModelConfig, device: torch.device) -> None:
+    """Raise ValueError if --flash names a kernel that cannot compute this model's heads here."""
+    q, k = (
+        torch.empty(1, 1, heads, model.head_dim, dtype=DTYPES[config.dtype], device=device)
+        for heads in (model.num_heads, model.num_kv_heads)
+    )
+    try:
+        kernels.pick(config.flash, q, k, Spec(model.head_dim**-0.5, config.deterministic))
+    except ValueError as error:
+        raise ValueError(f"--flash {config.flash}: {error}") from error
+
+
+def _warn(text: str) -> None:
+    if ranks.rank() == 0:
+        print(text, file=sys.stderr)

@@ -1,0 +1,74 @@
+"""The work of a step over all ranks, and its speed, for the records of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from bmt_burst import SequenceParallel
+from bmt_burst.loss import count_targets
+from bmt_burst.ranks.rings import make_rings
+from train.data.batches import Work
+from train.engine import Engine
+from train.run.config import DTYPES, TrainConfig
+from train.run.flops import peak_tflops, step_flops
+from train.run.kinds import ModelConfig
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The work of a step, over all ranks.
+
+    targets  number of targets
+    pairs    visible pairs of a query and a key, over all layers, of one head
+    counts   numbers of documents and the like
+    balance  the most work of a rank, in pairs, relative to the mean of all ranks. A group waits for
+             its slowest rank in each micro-batch. At the end of the step all groups wait for the
+             slowest group
+    """
+
+    targets: float
+    pairs: float
+    counts: dict[str, int]
+    balance: float
+
+
+def count_work(micro_batches: Sequence[Work], sp: SequenceParallel, engine: Engine) -> StepWork:
+    """Count the work of a step. Every rank must call this function."""
+    group, groups = dist.get_rank() // sp.size, dist.get_world_size() // sp.size
+    slowest = [0.0] * groups
+    names = list(micro_batches[0].counts)
+    pairs, counts = 0, [0] * len(names)
+    if sp.rank == 0:  # the other ranks of a group have the same numbers
+        slowest[group] = sum(max(batch.work) for batch in micro_batches)
+        pairs = sum(sum(batch.work) for batch in micro_batches)
+        counts = [sum(batch.counts[name] for batch in micro_batches) for name in names]
+    mine = sum(int(count_targets(batch.labels)) for batch in micro_batches)
+    targets, all_pairs, *sums = engine.sum([mine, pairs, *counts, *slowest])
+    all_counts = dict(zip(names, map(int, sums), strict=False))
+    most = max(sums[len(names) :])
+    return StepWork(targets, all_pairs, all_counts, most * dist.get_world_size() / all_pairs)
+
+
+def measure_speed(
+    config: TrainConfig,
+    model: ModelConfig,
+    sp: SequenceParallel,
+    device: torch.device,
+    seconds: float,
+    pairs: float,
+) -> dict[str, float]:
+    """Return tokens per second over all ranks, TFLOP/s and MFU of a rank, and peak memory."""
+    tokens = config.batch_size * config.seq_len
+    tflops = step_flops(model, tokens, pairs) / dist.get_world_size() / seconds / 1e12
+    values = {"tokens_per_s": tokens / seconds, "tflops_per_rank": tflops}
+    if peak := peak_tflops(device, DTYPES[config.dtype]):
+        values["mfu"] = tflops / peak
+    if device.type == "cuda":
+        # torch does not count the memory of the rings
+        held = make_rings(sp.process_group, sp.double_group).inner.held_bytes
+        values["peak_gib"] = (torch.cuda.max_memory_allocated() + held) / 2**30
+    return values

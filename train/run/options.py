@@ -1,0 +1,102 @@
+"""The command line of pretrain.py and its config file, made from the fields of TrainConfig."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.base.command_line import ArgumentParser
+from train.run.config import DATA, MODEL, OPTIMIZER, PARALLEL, RUN, TrainConfig
+
+
+def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
+    """Return the configuration of the command line `argv`. Options override --config FILE, which
+    overrides the defaults.
+    """
+    parser = _parser()
+    given = vars(parser.parse_args(argv))
+    file = given.pop("config", None)
+    try:
+        values = _read_config_file(Path(file)) if file else {}
+        return TrainConfig(**{**values, **given})
+    except (ValueError, TypeError, OSError, RecursionError) as error:
+        parser.fail(error)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="pretrain.py",
+        description="Pretrain a CPM language model on long sequences, each cut over --sp-size "
+        "ranks.",
+        epilog="Example: python train/pretrain.py --processes 2 --sp-size 2 --resume auto "
+        "--data data/stdlib/train",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML or JSON file with any of the options below, as in seq_len = 512",
+    )
+    groups = {
+        name: parser.add_argument_group(name) for name in (MODEL, DATA, PARALLEL, OPTIMIZER, RUN)
+    }
+    for f in dataclasses.fields(TrainConfig):
+        kind = f.metadata.get("kind", type(f.default))
+        shown = "" if f.default is None else f" (default: {f.default})"
+        extra: dict[str, Any] = {"help": f.metadata["help"].replace("%", "%%") + shown}
+        if kind is bool:
+            extra["action"] = argparse.BooleanOptionalAction
+        else:
+            extra |= {
+                "type": _json_object if kind is dict else kind,
+                "choices": f.metadata.get("choices"),
+            }
+            extra |= (
+                {}
+                if extra["choices"]
+                else {"metavar": "JSON" if kind is dict else kind.__name__.upper()}
+            )
+        groups[f.metadata["group"]].add_argument("--" + f.name.replace("_", "-"), **extra)
+    return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected names and values in braces, got {text!r}")
+    return value
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    formats = {".toml": tomllib.loads, ".json": json.loads}
+    if path.suffix not in formats:
+        raise ValueError(f"--config must end in .toml or .json, got {path}")
+    try:
+        values = formats[path.suffix](path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"expected names and values in {path}, got {type(values).__name__}")
+    fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
+    for name, value in values.items():
+        if name not in fields:
+            raise ValueError(
+                f"{path}: unknown option {name!r}; expected one of {', '.join(fields)}"
+            )
+        kind = fields[name].metadata.get("kind", type(fields[name].default))
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            values[name] = float(value)
+        elif value is None and fields[name].default is None:
+            continue  # JSON's way to leave it unset
+        elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{path}: {name} must be {kind.__name__}, got {value!r}")
+    return values
