@@ -122,7 +122,7 @@ def test_folders_that_do_not_say_where_documents_start_are_read_as_one_text(fold
     file = TokenFile(folder)
     assert file.documents is None
     row = Sequences(file, 16, 0).read(0)
-    assert row.documents is None
+    assert row.documents == (0, len(row.tokens))
     assert (row.labels != IGNORE_INDEX).all()
     with pytest.raises(
         ValueError,

@@ -70,8 +70,8 @@ def test_an_interrupt_while_processes_start_is_not_lost(monkeypatch, thread):
             super().__init__(make)
             started.append(self.process)
             os.kill(self.process.pid, signal.SIGINT)
-            self.give(0, 3)
-            assert self.take() == 9
+            self.give(3)
+            assert self.take(3) == 9
 
     monkeypatch.setattr(parallel, "Worker", Slow)
     with pytest.raises(KeyboardInterrupt):

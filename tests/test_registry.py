@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.helpers import ROOT
 from train.data.batches import Dealer
-from train.data.stored import TokenWriter
+from train.data.stored import DataWriter
 from train.data.tokenizer_base import Tokenizer
 from train.generation.sampling import Generator
 from train.registry import KINDS, Kind, kind_of_data, load
@@ -22,7 +22,7 @@ EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_the_parts_of_a_kind_follow_their_contracts(kind: Kind):
     assert issubclass(load(kind.model), nn.Module)
     assert issubclass(load(kind.batches), Dealer)
-    assert issubclass(load(kind.writer), TokenWriter)
+    assert issubclass(load(kind.writer), DataWriter)
     for part, methods in (
         (kind.reader, ["of_record", "of_text"]),
         (kind.data, ["open", "order", "keep_documents_apart", "example_scores", "identity"]),

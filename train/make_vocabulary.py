@@ -52,7 +52,7 @@ _NOT_A_LINE = re.compile(r"[\r\n]")  # readers may treat them as the end of a li
 
 def pieces_of(texts: Iterator[str], special: Sequence[str], size: int) -> list[str]:
     """Return up to `size` lines of a vocabulary. Raises ValueError if `size` is too small."""
-    characters, words = Counter(), Counter()
+    characters, words = Counter[str](), Counter[str]()
     for text in texts:
         characters.update(text)
         words.update(

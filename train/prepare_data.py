@@ -54,7 +54,7 @@ from train.base.lock import lock
 from train.base.parallel import map_in_order
 from train.base.signals import Interrupts
 from train.base.wording import counted
-from train.data.stored import TokenWriter, make_writer
+from train.data.stored import DataWriter, make_writer
 from train.data.text import (
     BadLines,
     Document,
@@ -161,7 +161,7 @@ def _documents(
 def _tokenize(
     files: list[TextFile],
     args: argparse.Namespace,
-    writers: dict[str, TokenWriter],
+    writers: dict[str, DataWriter],
     interrupts: Interrupts,
 ) -> BadLines:
     """Write every document to its part. Return the lines that could not be used."""
@@ -177,8 +177,8 @@ def _tokenize(
 
 
 def _split(
-    folder: Path, writers: dict[str, TokenWriter], tokenizer: Tokenizer, fraction: float
-) -> dict[str, TokenWriter]:
+    folder: Path, writers: dict[str, DataWriter], tokenizer: Tokenizer, fraction: float
+) -> dict[str, DataWriter]:
     """Split the only part that has tokens. The last `fraction` of them is for validation.
 
     Instances are split the same way. Raises ValueError if there are too few.
@@ -252,7 +252,7 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
         print(f"{skipped}, the first:", *bad.first[:5], sep="\n  ", file=sys.stderr)
 
 
-def main() -> None:
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="prepare_data.py",
         description=__doc__,
@@ -313,7 +313,11 @@ def main() -> None:
         help="processes that tokenize (default: one for each CPU core; 1 for bytes and for little "
         "text)",
     )
-    args = parser.parse_args()
+    return parser
+
+
+def _check_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    """End the process with a message if an argument is out of range."""
     if args.workers is not None and args.workers < 1:
         parser.error(f"--workers must be at least 1, got {args.workers}")
     if not args.output:
@@ -322,6 +326,12 @@ def main() -> None:
         parser.error(f"--max-bad must be at least 0 and at most 1, got {args.max_bad}")
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val-fraction must be at least 0 and below 1, got {args.val_fraction}")
+
+
+def main() -> None:
+    parser = _parser()
+    args = parser.parse_args()
+    _check_arguments(parser, args)
     try:
         prepare(args, Interrupts())
     except (ValueError, OSError) as error:

@@ -23,7 +23,7 @@ class Kind:
     tokenizers  the classes of its tokenizers over a vocabulary, by PREFIX of --tokenizer
                 PREFIX:FILE. They name the kind in `instances`
     reader      turns records and texts into documents or instances (train.data.text.Reader)
-    writer      writes a data folder (train.data.stored.TokenWriter)
+    writer      writes a data folder (train.data.stored.DataWriter)
     data        opens a data folder by its method `open` (train.data.batches.Data)
     batches     deals the sequences of `data` to ranks (train.data.batches.Dealer)
     generator   answers a prompt (train.generation.sampling.Generator)

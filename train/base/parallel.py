@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _AHEAD = 4  # items of each worker that may be in progress or wait for an earlier one
+
+
+@dataclass(frozen=True)
+class _Job:
+    """An item that a worker has, and its number."""
+
+    worker: Worker
+    number: int
+    item: object
+
+    def take(self) -> Any:
+        """Return the result of the item. Raises ValueError with the item if the work on it
+        failed.
+        """
+        return self.worker.take(self.item)
 
 
 class Worker:
@@ -27,23 +43,22 @@ class Worker:
         self.process.start()
         theirs.close()
 
-    def give(self, number: int, item: object) -> None:
-        self.number, self.item = number, item
+    def give(self, item: object) -> None:
         try:
             self.connection.send(item)
         except OSError:
-            raise self._death() from None
+            raise self._death(item) from None
 
-    def take(self) -> object:
-        """Return the result of the item that was given. Raises ValueError with the item if the work
-        on it failed.
+    def take(self, item: object) -> Any:
+        """Return the result of the item that was given last. Raises ValueError with the item if the
+        work on it failed.
         """
         try:
             result, problem = self.connection.recv()
         except (EOFError, OSError):
-            raise self._death() from None
+            raise self._death(item) from None
         if problem:
-            raise ValueError(f"{self.item}: {problem}")
+            raise ValueError(f"{item}: {problem}")
         return result
 
     def stop(self) -> None:
@@ -51,16 +66,14 @@ class Worker:
         self.process.join()
         self.connection.close()
 
-    def _death(self) -> ValueError:
+    def _death(self, item: object) -> ValueError:
         self.process.join()
-        return ValueError(
-            f"{self.item}: the worker process died with exit code {self.process.exitcode}"
-        )
+        return ValueError(f"{item}: the worker process died with exit code {self.process.exitcode}")
 
 
 def map_in_order(
     make: Callable[[], Callable[[Item], Result]], items: Iterable[Item], workers: int
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield `make()(item)` for each item, computed by `workers` processes. With one worker, this
     process does the work.
 
@@ -109,7 +122,8 @@ def _deal(pool: list[Worker], items: Iterator) -> Iterator:
     """Yield results in order. Each worker has one item at a time, so neither side of a pipe ever
     waits for the other to read.
     """
-    idle, busy, done = list(pool), {}, {}
+    idle, done = list(pool), dict[int, Any]()
+    busy: list[_Job] = []
     given = taken = 0
     while True:
         while idle and given - taken < _AHEAD * len(pool):
@@ -117,15 +131,16 @@ def _deal(pool: list[Worker], items: Iterator) -> Iterator:
             if item is None:
                 break
             worker = idle.pop()
-            worker.give(given, item)
-            busy[worker.connection] = worker
+            worker.give(item)
+            busy.append(_Job(worker, given, item))
             given += 1
         if not busy:
             return
-        for connection in wait(list(busy)):
-            worker = busy.pop(connection)
-            done[worker.number] = worker.take()
-            idle.append(worker)
+        ready = wait([job.worker.connection for job in busy])
+        for job in [job for job in busy if job.worker.connection in ready]:
+            busy.remove(job)
+            done[job.number] = job.take()
+            idle.append(job.worker)
         while taken in done:
             yield done.pop(taken)
             taken += 1
@@ -139,7 +154,7 @@ def _serve(connection: Connection, make: Callable) -> None:
             item = connection.recv()
         except EOFError:
             return
-        answer = (None, None)
+        answer: tuple[Any, str | None]
         try:
             work = work or make()
             answer = (work(item), None)

@@ -47,14 +47,16 @@ def together(work: Callable[[], Result], raising: type[Exception] | None = None)
     RankError) on every rank, with the reason and the rank. `work` itself must not need the other
     ranks to fail with it.
     """
-    result, problem = None, None
+    results: list[Result] = []
+    problem = None
     try:
-        result = work()
+        results.append(work())
     except (ValueError, OSError, SafetensorError, RankError) as error:
         problem = str(error) or type(error).__name__
     for number, theirs in enumerate(gather(problem)):
         if theirs is not None:
             raise (raising or RankError)(f"rank {number}: {theirs}" if world_size() > 1 else theirs)
+    [result] = results
     return result
 
 

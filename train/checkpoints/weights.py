@@ -66,5 +66,6 @@ def _read_file(source: str, engine: Engine, model: str) -> Mapping[str, Tensor]:
 
 
 def _is_weight(name: object, weight: object) -> bool:
-    dense = isinstance(weight, Tensor) and weight.layout == torch.strided
-    return isinstance(name, str) and dense and weight.dtype in _DTYPES
+    if not isinstance(name, str) or not isinstance(weight, Tensor):
+        return False
+    return weight.layout == torch.strided and weight.dtype in _DTYPES

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel
 from bmt_burst.calls.masking import stack_scores
 from models.cpm_bee import check_subs
-from models.cpm_live.config import LiveConfig
+from models.cpm_live.config import BeeConfig, LiveConfig
 from train.base.wording import counted
 from train.cpm_live.instances import MOST_SUBS
 from train.cpm_live.rows import PackedRows, Row
@@ -118,7 +118,7 @@ class LiveBatches(Dealer[PackedRows, LiveMicroBatch]):
             tuple(layouts),
             sum(row.instances for row in rows),
             sum(int((row != IGNORE_INDEX).sum()) for row in labels),
-            tuple(map(sum, zip(*map(self._work, rows, layouts), strict=True))),
+            tuple(sum(each) for each in zip(*map(self._work, rows, layouts), strict=True)),
         )
 
     def _layout(self, row: Row) -> Layout:
@@ -142,6 +142,8 @@ class BeeBatches(LiveBatches):
     """Micro-batches of a Bee. All rows of a micro-batch share one extended table, so losses depend
     on the number of rows.
     """
+
+    _model: BeeConfig
 
     def _inputs(
         self, rows: Sequence[Row], layouts: Sequence[Layout]

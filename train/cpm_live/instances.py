@@ -174,11 +174,11 @@ def shuffle_answers(instance: Instance, chance: np.random.Generator) -> Instance
     order = _order(parents, _answer(parents, tree[:, COLUMNS.kind]), chance)
     if order == list(range(len(tree))):
         return instance
-    order = np.concatenate((order, np.arange(len(tree), len(instance.segments))))
+    whole = np.concatenate((order, np.arange(len(tree), len(instance.segments))))
     counts = instance.segments[:, COLUMNS.tokens]
-    starts, lengths = (np.cumsum(counts) - counts)[order], counts[order]
+    starts, lengths = (np.cumsum(counts) - counts)[whole], counts[whole]
     tokens = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(len(instance))
-    segments, moved = instance.segments[order], np.argsort(order)
+    segments, moved = instance.segments[whole], np.argsort(whole)
     parents = segments[: len(tree), COLUMNS.parent]
     segments[: len(tree), COLUMNS.parent] = np.where(parents < 0, -1, moved[parents])
     return Instance(instance.tokens[tokens], instance.subs[tokens], segments)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -165,7 +165,8 @@ class BeeRows(PackedRows):
 def bee_row(config: BeeConfig, instances: Sequence[Instance], seq_len: int, eos_id: int) -> Row:
     """Return a row of instances, one after the other, each a span, then padding of 0."""
     parts = [_bee_fields(instance, eos_id) for instance in instances]
-    blocks, filled = [], 0
+    blocks: list[np.ndarray] = []
+    filled = 0
     for part in parts:
         mine = [relation(parents, cap(config)).ravel() for parents in part.pop("trees")]
         starts = filled + np.cumsum([0, *map(len, mine)])
@@ -345,11 +346,13 @@ def ant_row(
         prompt, size = config.prompt_length, config.prompt_length + len(text)
         tokens = np.concatenate((np.arange(prompt) + prompt * task, text))
         context = np.concatenate((np.ones(prompt, dtype=bool), ~hides))
-        targets = np.full(size, IGNORE_INDEX)
+        following = np.full(size, IGNORE_INDEX)
         at = np.nonzero(~context)[0]
-        targets[at - 1] = tokens[at]
+        following[at - 1] = tokens[at]
         segment = np.repeat([0, task], [prompt, len(text)])
-        parts.append({"input": tokens, "context": context, "segment": segment, "targets": targets})
+        parts.append(
+            {"input": tokens, "context": context, "segment": segment, "targets": following}
+        )
         spans.append(tokens)
     fields = {name: _padded(name, [part[name] for part in parts], seq_len) for name in parts[0]}
     fields |= _spans(spans, seq_len, padding=len(spans))
@@ -385,7 +388,7 @@ def _padded(name: str, parts: Sequence[np.ndarray], seq_len: int) -> Tensor:
     return torch.from_numpy(whole)
 
 
-def _spans(parts: Sequence[Sequence], seq_len: int, padding: int = 0) -> dict[str, Tensor]:
+def _spans(parts: Sequence[Sized], seq_len: int, padding: int = 0) -> dict[str, Tensor]:
     """Return the row's length, and the number of the part of each token."""
     lengths = [len(part) for part in parts]
     span = np.full(seq_len, padding, dtype=np.int32)

@@ -14,19 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from train.base.paths import inside
 from train.cpm_live.instances import COLUMNS, Instance
-from train.data.stored import HashedFile, StoredNumbers, TokenWriter
+from train.data.stored import DataWriter, HashedFile, StoredNumbers
 from train.data.tokenizer_base import Tokenizer
 
 _SUBS, _SEGMENTS, _STARTS = np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.int64)
 _COPIED = 1 << 20  # tokens or segments at once
 
 
-class InstanceWriter(TokenWriter):
+class InstanceWriter(DataWriter[Instance]):
     """Writes one folder of instances."""
 
     unit, fewest = "instances", (1, 1)
@@ -42,14 +43,12 @@ class InstanceWriter(TokenWriter):
         return self.documents
 
     def write(self, document: Iterable[Instance]) -> None:
-        """Append an instance. Skip one without tokens."""
         [instance] = document
         if len(instance):
             self._extend(instance.tokens, instance.subs)
             self._end(instance.segments)
 
-    def copy(self, other: TokenWriter, start: int, end: int) -> None:
-        """Append instances `start` to `end` of another writer that is closed."""
+    def copy(self, other: DataWriter[Instance], start: int, end: int) -> None:
         file = InstanceFiles(other.folder, other.tokenizer.dtype)
         for number, tokens in enumerate(file.lengths[start:end].tolist(), start):
             for at in range(0, tokens, _COPIED):
@@ -60,8 +59,8 @@ class InstanceWriter(TokenWriter):
     def close(self) -> dict[str, str]:
         return super().close() | {name: file.close() for name, file in self._more.items()}
 
-    def finish(self, **notes: object) -> None:
-        super().finish(instances=self.tokenizer.instances, segments=self.segments, **notes)
+    def _notes(self) -> dict[str, Any]:
+        return {"instances": self.tokenizer.instances, "segments": self.segments}
 
     def _extend(self, tokens: Sequence[int] | np.ndarray, subs: Sequence[int] | np.ndarray) -> None:
         """Append tokens of an instance and their sub-ids."""

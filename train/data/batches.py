@@ -48,9 +48,10 @@ class Work(Protocol):
     counts  numbers of documents and the like, for the record of a step
     """
 
-    labels: Tensor
-    work: tuple[int, ...]
-
+    @property
+    def labels(self) -> Tensor: ...
+    @property
+    def work(self) -> tuple[int, ...]: ...
     @property
     def counts(self) -> dict[str, int]: ...
 
@@ -260,7 +261,7 @@ class Batches(Dealer[Sequences, MicroBatch]):
             masks=tuple(plan.mask for plan in plans),
             layouts=tuple(plan.layout for plan in plans),
             documents=sum(len(row.documents) - 1 for row in rows),
-            work=tuple(map(sum, zip(*(plan.work for plan in plans), strict=True))),
+            work=tuple(sum(each) for each in zip(*(plan.work for plan in plans), strict=True)),
         )
 
     def _parts(self, rows: Sequence[Row], plans: Sequence[_RowPlan]) -> tuple[Tensor, Tensor]:
@@ -280,11 +281,11 @@ class Batches(Dealer[Sequences, MicroBatch]):
             # full layers first
             layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)
         sparse = self._model.sparse
-        work = sum(
+        seen = [
             count * (sparse_keys(mask, sparse) if sparse else keys_seen(in_layers[window]))
             for window, count in self._windows.items()
-        )
-        return _RowPlan(mask, layout, self._work_of(work, layout))
+        ]
+        return _RowPlan(mask, layout, self._work_of(torch.stack(seen).sum(0), layout))
 
 
 def sparse_keys(mask: Mask, sparse: InfLLMV2) -> Tensor:

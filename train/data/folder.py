@@ -187,12 +187,12 @@ class Row:
     tokens     (seq_len,) int64
     labels     (seq_len,) int64, the next tokens; IGNORE_INDEX where there is no target
     documents  (0, ..., seq_len): the start of each document, and the end, as Mask.documents takes
-               them; None if documents are not kept apart
+               them; (0, seq_len) if documents are not kept apart
     """
 
     tokens: Tensor
     labels: Tensor
-    documents: tuple[int, ...] | None
+    documents: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class Sequences:
                 bounds += [*after[after < filled].tolist(), filled]
         if bounds[-1] < self.seq_len:
             bounds.append(self.seq_len)
-        return Row(tokens, labels, tuple(bounds) if self.documents else None)
+        return Row(tokens, labels, tuple(bounds))
 
     def _window(self, index: int) -> Tensor:
         """Return the tokens of sequence `index` and the next one, as far as there are any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
@@ -44,6 +45,7 @@ def save_for_transformers(
     backend = _backend(tokenizer)
     begin = None if bos_id is None else backend.id_to_token(bos_id)
     if add_bos:
+        assert begin is not None
         _put_in_front(begin, backend)
     backend.save(str(folder / "tokenizer.json"))
     settings = {
@@ -77,7 +79,8 @@ def _backend(tokenizer: Tokenizer) -> Backend:
         return _of_bytes(tokenizer)
     if isinstance(tokenizer, SentencePieceTokenizer):
         return _of_sentencepiece(tokenizer.file)
-    settings = json.loads(Path(tokenizer.file).read_text())
+    assert isinstance(tokenizer, JsonTokenizer)
+    settings = json.loads(tokenizer.file.read_text())
     settings |= {"truncation": None, "padding": None}
     if Backend.from_file(str(tokenizer.file)).num_special_tokens_to_add(False):
         settings["post_processor"] = None  # it would add tokens around a text
@@ -103,8 +106,9 @@ def _of_sentencepiece(file: Path) -> Backend:
     """
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto()
-    proto.ParseFromString(Path(file).read_bytes())
+    messages: Any = sentencepiece_model_pb2  # it makes its classes when it is imported
+    proto = messages.ModelProto()
+    proto.ParseFromString(file.read_bytes())
     trainer, spec = proto.trainer_spec, proto.normalizer_spec
     if trainer.treat_whitespace_as_suffix or not spec.escape_whitespaces:
         raise ValueError(f"{file} writes spaces in a way that transformers does not support")
@@ -116,15 +120,16 @@ def _of_sentencepiece(file: Path) -> Backend:
         raise ValueError(
             f"{file} is neither a BPE nor a unigram model, which transformers supports"
         )
-    steps = (
-        [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
-    )
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
         steps += [
             normalizers.Replace(Regex(r"\A +| +\z"), ""),
             normalizers.Replace(Regex(" {2,}"), " "),
         ]
-    steps += [normalizers.Prepend(_SPACE)] if spec.add_dummy_prefix else []
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(_SPACE))
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     after = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(
@@ -138,7 +143,7 @@ def _of_sentencepiece(file: Path) -> Backend:
     return backend
 
 
-def _unigram(proto) -> models.Unigram:
+def _unigram(proto: Any) -> models.Unigram:
     """Make pieces that no text should become, such as bytes, unlikely: tokenizers has no other
     way.
     """
@@ -149,7 +154,7 @@ def _unigram(proto) -> models.Unigram:
     return models.Unigram(scores, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
 
 
-def _bpe(proto) -> models.BPE:
+def _bpe(proto: Any) -> models.BPE:
     """Merge two pieces into one in the order of its score, the highest first."""
     vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
     merges = [

@@ -8,8 +8,10 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -42,54 +44,42 @@ class HashedFile:
         return self._hash.hexdigest()
 
 
-class TokenWriter:
-    """Writes one folder of tokens. The index is written last, so a folder with an index is
-    complete.
+Part = TypeVar("Part")
+
+
+class DataWriter(ABC, Generic[Part]):
+    """Writes one data folder. The index is written last, so a folder with an index is complete.
 
     unit    the unit of `units` and `copy`
     fewest  the number of units that training and validation data need
     """
 
-    unit, fewest = "tokens", (1, 2)
+    unit: ClassVar[str]
+    fewest: ClassVar[tuple[int, int]]
 
     def __init__(self, folder: Path, tokenizer: Tokenizer):
         self.folder, self.tokenizer = folder, tokenizer
         folder.mkdir(parents=True)
-        self.tokens = self.documents = self.begun = 0
+        self.tokens = self.documents = 0
         self._token_file = HashedFile(folder / "tokens.bin")
         self._document_file = HashedFile(folder / "documents.bin")
 
     @property
+    @abstractmethod
     def units(self) -> int:
         """The number of units so far."""
-        return self.tokens
 
-    def write(self, document: Iterable[np.ndarray]) -> None:
-        """Append a document, given as ids in pieces, and eos. Skip a document without ids."""
-        start = self.tokens
-        for ids in document:
-            if len(ids) and self.tokens == start:
-                self.begun += int(ids[0] == self.tokenizer.bos_id)
-            self._append(ids)
-        if self.tokens > start:
-            self._append([self.tokenizer.eos_id])
-            self._note_documents(np.array([start]))
+    @abstractmethod
+    def write(self, document: Iterable[Part]) -> None:
+        """Append a document or an instance, given in parts. Skip one without tokens."""
 
-    def copy(self, other: TokenWriter, start: int, end: int) -> None:
-        """Append tokens `start` to `end` of another writer that is closed. A document that is cut
-        gets an eos.
-        """
-        tokens = StoredNumbers(other.folder / "tokens.bin", self.tokenizer.dtype)
-        documents = np.fromfile(other.folder / "documents.bin", dtype=np.int64)
-        documents = np.concatenate([[start], documents[(documents > start) & (documents < end)]])
-        self._note_documents(documents - start + self.tokens)
-        for place in range(start, end, _COPIED):
-            part = tokens[place : min(place + _COPIED, end)]
-            starts = documents[(documents >= place) & (documents < place + len(part))]
-            self.begun += int((part[starts - place] == self.tokenizer.bos_id).sum())
-            self._append(part)
-        if tokens[end - 1 : end] != self.tokenizer.eos_id:
-            self._append([self.tokenizer.eos_id])
+    @abstractmethod
+    def copy(self, other: DataWriter[Part], start: int, end: int) -> None:
+        """Append units `start` to `end` of another writer that is closed."""
+
+    @abstractmethod
+    def _notes(self) -> dict[str, Any]:
+        """Return what else the index says of this kind of data."""
 
     def close(self) -> dict[str, str]:
         """Close the files of tokens. Return the sha256 of each. The folder is incomplete until
@@ -116,25 +106,15 @@ class TokenWriter:
             "digest": sample_digest(
                 StoredNumbers(self.folder / "tokens.bin", self.tokenizer.dtype)
             ),
-            **self._begin_notes(),
+            **self._notes(),
             **notes,
         }
-        with open(self.folder / "index.json", "w") as file:
-            file.write(json.dumps(index, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with open(self.folder / "index.json", "w") as opened:
+            opened.write(json.dumps(index, indent=1) + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
 
-    def _begin_notes(self) -> dict[str, int]:
-        """Return the begin token and how many documents start with it. Instances have begin tokens
-        already, so return nothing for them.
-        """
-        return (
-            {}
-            if self.tokenizer.instances
-            else {"bos_id": self.tokenizer.bos_id, "begun_documents": self.begun}
-        )
-
-    def _append(self, ids) -> None:
+    def _append(self, ids: Sequence[int] | np.ndarray) -> None:
         self._token_file.write(np.asarray(ids, dtype=self.tokenizer.dtype).tobytes())
         self.tokens += len(ids)
 
@@ -143,9 +123,56 @@ class TokenWriter:
         self.documents += len(starts)
 
 
-def make_writer(folder: Path, tokenizer: Tokenizer) -> TokenWriter:
+class TokenWriter(DataWriter[np.ndarray]):
+    """Writes documents, given as ids, and eos after each.
+
+    begun  the number of documents so far that start with the begin token
+    """
+
+    unit, fewest = "tokens", (1, 2)
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer):
+        super().__init__(folder, tokenizer)
+        self.begun = 0
+
+    @property
+    def units(self) -> int:
+        return self.tokens
+
+    def write(self, document: Iterable[np.ndarray]) -> None:
+        start = self.tokens
+        for ids in document:
+            if len(ids) and self.tokens == start:
+                self.begun += int(ids[0] == self.tokenizer.bos_id)
+            self._append(ids)
+        if self.tokens > start:
+            self._append([self.tokenizer.eos_id])
+            self._note_documents(np.array([start]))
+
+    def copy(self, other: DataWriter[np.ndarray], start: int, end: int) -> None:
+        """Append tokens `start` to `end` of another writer that is closed. A document that is cut
+        gets an eos.
+        """
+        tokens = StoredNumbers(other.folder / "tokens.bin", self.tokenizer.dtype)
+        documents = np.fromfile(other.folder / "documents.bin", dtype=np.int64)
+        documents = np.concatenate([[start], documents[(documents > start) & (documents < end)]])
+        self._note_documents(documents - start + self.tokens)
+        for place in range(start, end, _COPIED):
+            part = tokens[place : min(place + _COPIED, end)]
+            starts = documents[(documents >= place) & (documents < place + len(part))]
+            self.begun += int((part[starts - place] == self.tokenizer.bos_id).sum())
+            self._append(part)
+        if tokens[end - 1 : end] != self.tokenizer.eos_id:
+            self._append([self.tokenizer.eos_id])
+
+    def _notes(self) -> dict[str, Any]:
+        """Return the begin token and how many documents start with it."""
+        return {"bos_id": self.tokenizer.bos_id, "begun_documents": self.begun}
+
+
+def make_writer(folder: Path, tokenizer: Tokenizer) -> DataWriter[Any]:
     """Return the writer of a new folder for the kind of model that has this tokenizer."""
-    writer: TokenWriter = load(kind_of_data(tokenizer.instances).writer)(folder, tokenizer)
+    writer: DataWriter[Any] = load(kind_of_data(tokenizer.instances).writer)(folder, tokenizer)
     return writer
 
 

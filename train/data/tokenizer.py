@@ -59,6 +59,8 @@ class JsonTokenizer(Tokenizer):
     that are not special: they decode to the same text.
     """
 
+    file: Path
+
     def __init__(self, file: Path, eos: str | None = None):
         from tokenizers import Tokenizer as Backend
 
@@ -76,8 +78,8 @@ class JsonTokenizer(Tokenizer):
         self._not_text = np.array(sorted((special - {self._unknown_id()}) | {self.eos_id}))
 
     def encode(self, text: str) -> np.ndarray:
-        ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        ids = np.array(ids, dtype=np.int64)
+        encoding = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
+        ids = np.array(encoding.ids, dtype=np.int64)
         return self._encode_apart(text) if np.isin(ids, self._not_text).any() else ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -97,7 +99,8 @@ class JsonTokenizer(Tokenizer):
         return self._backend.token_to_id(token)
 
     def name_of(self, token: int) -> str:
-        return self._backend.id_to_token(token)
+        found = self._backend.id_to_token(token)
+        return f"token {token}" if found is None else found
 
     def _begin_id(self, special: set[int]) -> int:
         """Return a special token with a usual name, else the one that the file puts in front of
@@ -163,6 +166,8 @@ class SentencePieceTokenizer(Tokenizer):
     A text never becomes control symbols, not even where it spells them. It may become user-defined
     symbols, which SentencePiece treats as text.
     """
+
+    file: Path
 
     def __init__(self, file: Path, eos: str | None = None):
         from sentencepiece import SentencePieceProcessor

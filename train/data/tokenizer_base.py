@@ -76,9 +76,11 @@ class Tokenizer(ABC):
         tokenizer.json or tokenizer.model.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"tokenizer{self.file.suffix}" if self.file else None
-        if self.file and self.file.resolve() != (folder / name).resolve():
-            shutil.copyfile(self.file, inside(folder, name))
+        name = None
+        if self.file is not None:
+            name = f"tokenizer{self.file.suffix}"
+            if self.file.resolve() != (folder / name).resolve():
+                shutil.copyfile(self.file, inside(folder, name))
         spec = {
             "kind": type(self).__name__,
             "file": name,

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,13 @@ class Shard:
     flat: Tensor
     start: int
     shape: tuple[int, ...]
+
+
+def layers_name(model: nn.Module) -> str:
+    """Return the name of the model's list of blocks."""
+    name: Any = model.layers_at
+    assert isinstance(name, str)
+    return name
 
 
 class Engine(ABC):
@@ -49,7 +57,7 @@ class Engine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Accumulates gradients of the *sum* over ranks of `loss`: divide by global counts, never
+        """Accumulate gradients of the *sum* over ranks of `loss`. Divide by global counts, never
         by ranks.
         """
 

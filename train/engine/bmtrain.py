@@ -14,11 +14,12 @@ fp32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import Shard
+from . import Shard, layers_name
 from .common import AdamW, MasterEngine, ShardedAdamW, WeightShard
 
 _FIRST_LOSS_SCALE = 2.0**16
@@ -54,13 +55,16 @@ class BMTrainEngine(MasterEngine):
         self.loss_scale = _FIRST_LOSS_SCALE if self._scales_loss else 1.0
         with torch.device("meta"):
             self.model = build()
-        empty = {"dtype": dtype, "device": self.device}  # until the masters are stored below
-        self._parameters = distribute(self.model, lambda _, p: torch.empty(p.shape, **empty))
+        # empty until the masters are stored below
+        self._parameters = distribute(
+            self.model, lambda _, p: torch.empty(p.shape, dtype=dtype, device=self.device)
+        )
         # Each block keeps its parameters in one storage. A parameter's own data is then this rank's
         # shard of it.
-        layers = self.model.get_submodule(self.model.layers_at)
+        at = layers_name(self.model)
+        layers: Any = self.model.get_submodule(at)
         self._blocks = [bmtrain.Block(block, use_checkpoint=False) for block in layers]
-        self.model.set_submodule(self.model.layers_at, bmtrain.TransformerBlockList(self._blocks))
+        self.model.set_submodule(at, bmtrain.TransformerBlockList(self._blocks))
         self._optimizer = ShardedAdamW(
             {name: self._make_shard(p, offload) for name, p in self._parameters.items()},
             adamw or AdamW(),
@@ -69,7 +73,8 @@ class BMTrainEngine(MasterEngine):
         self._start_masters(seed)
         self._store_weights()
 
-    def _make_shard(self, p: nn.Parameter, offload: bool) -> WeightShard:
+    def _make_shard(self, p: Any, offload: bool) -> WeightShard:
+        """Return this rank's shard of `p`, a DistributedParameter."""
         master = p.data.detach().to("cpu" if offload else self.device, torch.float32)
         return WeightShard(
             master, (p._start_partition or 0) if master.numel() else 0, tuple(p._original_shape)

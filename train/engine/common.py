@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
 
 
 class ShardedAdamW:
-    """AdamW's state of named `pieces`, on the device of the pieces. Pieces may be empty."""
+    """AdamW over named shards, with its state on their devices. Shards may be empty."""
 
     def __init__(self, shards: Mapping[str, WeightShard], settings: AdamW):
         self.shards = dict(shards)
@@ -81,9 +82,13 @@ class ShardedAdamW:
             if groups
             else None
         )
-        for p in self._masters.values():
-            state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            self._adamw.state[p] = {"step": torch.zeros((), device=p.device), **state}
+        # the state that AdamW updates in place, by the names of the masters
+        self._state: dict[str, dict[str, Tensor]] = {}
+        if self._adamw is not None:
+            for name, p in self._masters.items():
+                state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self._state[name] = {"step": torch.zeros((), device=p.device), **state}
+                self._adamw.state[p] = self._state[name]
         self.steps = 0
 
     def step(
@@ -99,17 +104,19 @@ class ShardedAdamW:
         Return the global norm of the loss's gradients before they are clipped to `max_norm`. Raises
         FloatingPointError on every rank if it is not finite. Then nothing changes.
         """
-        grads = [grads[name] for name in self._masters]
-        [square] = sum_over_ranks([square_sum(grads)])
+        mine = [grads[name] for name in self._masters]
+        [square] = sum_over_ranks([square_sum(mine)])
         norm = math.sqrt(square) / loss_scale
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}")
         factor = min(1.0, max_norm / norm if norm else 1.0) / loss_scale
-        for p, grad in zip(self._masters.values(), grads, strict=True):
+        unscaled = []
+        for p, grad in zip(self._masters.values(), mine, strict=True):
             p.grad = grad.to(p.device, torch.float32).view(p.shape)
-        if self._adamw:
+            unscaled.append(p.grad)
+        if self._adamw is not None:
             if factor != 1.0:
-                torch._foreach_mul_([p.grad for p in self._masters.values()], factor)
+                torch._foreach_mul_(unscaled, factor)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
@@ -124,7 +131,7 @@ class ShardedAdamW:
             for name, shard in self.shards.items():
                 flat = shard.master.detach().flatten()
                 if kind != "weight" and flat.numel():
-                    flat = self._adamw.state[self._masters[name]][kind].flatten()
+                    flat = self._state[name][kind].flatten()
                 state[f"{kind}/{name}"] = Shard(flat, shard.start, shard.shape)
         return state
 
@@ -133,8 +140,8 @@ class ShardedAdamW:
         for key, shard in self.state().items():
             shard.flat.copy_(read(key, shard))
         self.steps = steps
-        for p in self._masters.values():
-            self._adamw.state[p]["step"].fill_(steps)
+        for state in self._state.values():
+            state["step"].fill_(steps)
 
 
 class MasterEngine(Engine):
@@ -170,5 +177,6 @@ def _starting_weight(
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     whole = torch.empty(shape, device=device)
-    model.init_parameter(name, whole, generator)
+    fill: Any = model.init_parameter
+    fill(name, whole, generator)
     return whole

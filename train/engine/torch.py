@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from . import layers_name
 from .common import AdamW, MasterEngine, ShardedAdamW, WeightShard
+
+
+def _distributed(tensor: object) -> DTensor:
+    """Return a parameter or gradient, which FSDP2 made a DTensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor
 
 
 class TorchEngine(MasterEngine):
@@ -36,7 +44,7 @@ class TorchEngine(MasterEngine):
         with torch.device("meta"):
             self.model = build()
         self._shard_model(dtype)
-        self._sharded = dict(self.model.named_parameters())
+        self._sharded = {name: _distributed(p) for name, p in self.model.named_parameters()}
         self._optimizer = ShardedAdamW(
             {name: self._make_shard(p) for name, p in self._sharded.items()}, adamw or AdamW()
         )
@@ -48,7 +56,8 @@ class TorchEngine(MasterEngine):
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        for module in [*self.model.get_submodule(self.model.layers_at), self.model]:
+        layers: Any = self.model.get_submodule(layers_name(self.model))
+        for module in [*layers, self.model]:
             fully_shard(module, mesh=mesh, mp_policy=policy)
             # gradients are sums over ranks; the loss carries the scale
             module.set_gradient_divide_factor(1.0)
@@ -67,7 +76,7 @@ class TorchEngine(MasterEngine):
         loss.backward()
 
     def step(self, lr: float, max_norm: float) -> float:
-        grads = {name: p.grad.to_local() for name, p in self._sharded.items()}
+        grads = {name: _distributed(p.grad).to_local() for name, p in self._sharded.items()}
         try:
             return self._optimizer.step(grads, lr, max_norm, self.sum)
         finally:

@@ -142,7 +142,7 @@ class BeeDecoder:
         )
         tokens = len(row["input"])
         span = torch.zeros(tokens, dtype=torch.int32)
-        scores = bee_scores(model.config, tokens, *(row[name] for name in names), span)
+        scores = bee_scores(model.config, tokens, **{name: row[name] for name in names}, span=span)
         main = row["sample_ids"] == 0
         if not main.any():
             raise ValueError("expected tokens of the main sample, which has the answers, got none")

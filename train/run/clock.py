@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._marks = defaultdict(list)
+        self._marks: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -35,10 +36,11 @@ class Clock:
         self._marks.clear()
         return seconds
 
-    def _mark(self):
+    def _mark(self) -> Any:
+        """Return the present time: seconds, or a CUDA event."""
         if not self._cuda:
             return time.perf_counter()
         return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
-    def _seconds(self, start, stop) -> float:
+    def _seconds(self, start: Any, stop: Any) -> float:
         return start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
