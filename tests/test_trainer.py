@@ -19,6 +19,7 @@ from models.huggingface import save_weights
 from tests.live import changed
 from tests.test_begin import without_bos
 from tests.test_model import SMALL, initialized
+from tests.test_sparse import SMALL as SPARSE
 from train import make_vocabulary
 from train.base import ranks
 from train.checkpoints import checkpoint
@@ -283,6 +284,31 @@ def test_stages_keep_the_longest_row_and_what_the_model_was_made_for(settings, t
     assert train(settings, seq_len=122, resume="auto")
     state = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run")).state
     assert (state["longest_row"], state["model"]["max_position_embeddings"]) == (122, 131_072)
+
+
+def test_a_new_stage_may_attend_sparsely(settings, tmp_path, capsys):
+    """As MiniCPM4 was trained: dense at first, then sparse on longer sequences."""
+    sparse = SPARSE.to_dict()
+    train(settings)
+    path = checkpoint.newest(tmp_path / "run")
+    stage = {"resume": str(path), "output": str(tmp_path / "stage"), "seq_len": 122}
+    capsys.readouterr()
+    assert train(settings, **stage, new_stage=True, sparse=sparse)
+    assert "sparse attention to 5 blocks of 4 tokens" in capsys.readouterr().out
+    state = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "stage")).state
+    assert state["model"] == SMALL.to_dict() | {"sparse": sparse}
+    assert train(settings, **stage | {"output": str(tmp_path / "dense")}, new_stage=True)
+    losses, dense = records(tmp_path / "stage"), records(tmp_path / "dense")
+    assert losses.keys() == dense.keys()
+    assert losses != dense
+    checkpoint._remove(checkpoint.newest(tmp_path / "stage"))
+    again = settings | stage | {"new_stage": True, "sparse": sparse}
+    assert train(again, resume="auto")
+    assert records(tmp_path / "stage") == losses
+    with pytest.raises(ranks.RankError, match=r"another model: --sparse .* -> None"):
+        train(settings, **stage | {"resume": "auto"}, new_stage=True)
+    with pytest.raises((ranks.RankError, ValueError), match="--sparse: expected topk of at least"):
+        train(settings, sparse={"topk": 1})
 
 
 def test_what_is_no_stage_is_refused(settings, tmp_path):

@@ -51,6 +51,7 @@ _INSTANCES_REFUSE = {
     "rope_theta": "it has no rotary positions",
     "rope_scaling": "it has no rotary positions",
     "window": "its layers have no windows",
+    "sparse": "its attention has a bias",
 }
 
 # The first kind reads documents. The others read instances of their own.

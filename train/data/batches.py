@@ -224,6 +224,8 @@ class Batches(Dealer[Sequences, MicroBatch]):
             else "documents not kept apart"
         )
         seen += f", each after begin token {data.bos}" if data.bos is not None else ""
+        if model.sparse:
+            seen += f", {_describe_sparse(model.sparse)}"
         if model.window is None:
             return seen
         windowed, layers = model.windows.count(model.window), counted(model.num_layers, "layer")
@@ -286,6 +288,14 @@ class Batches(Dealer[Sequences, MicroBatch]):
             for window, count in self._windows.items()
         ]
         return _RowPlan(mask, layout, self._work_of(torch.stack(seen).sum(0), layout))
+
+
+def _describe_sparse(sparse: InfLLMV2) -> str:
+    """Return what a log says of sparse attention."""
+    blocks = f"{sparse.most_blocks} blocks of {counted(sparse.block_size, 'token')}"
+    if sparse.dense_len == -1:
+        return f"sparse attention to {blocks}"
+    return f"sparse attention to {blocks} in documents of {sparse.dense_len:,} tokens and more"
 
 
 def sparse_keys(mask: Mask, sparse: InfLLMV2) -> Tensor:

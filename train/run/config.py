@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bmt_burst import Scores, strategies
+from bmt_burst import InfLLMV2, Scores, strategies
 from bmt_burst.offload import Offload
 from bmt_burst.sequence.layout import LAYOUTS
 from models.blocks import CHECKPOINTING, Saving
@@ -100,6 +100,14 @@ class TrainConfig:
         "scaling of the rotary positions, instead of the model's: "
         """'{"kind": "yarn", "factor": 4, "original_length": 32768}'; """
         "models/rope.py lists kinds and numbers",
+        kind=dict,
+    )
+    sparse: Mapping[str, Any] | None = option(
+        None,
+        MODEL,
+        "sparse attention in all layers, instead of the model's: '{}' for InfLLM-V2 as MiniCPM4 "
+        """has it, or with other constants, '{"dense_len": 4096}'; """
+        "bmt_burst.InfLLMV2 lists them",
         kind=dict,
     )
     window: int | None = option(
@@ -281,6 +289,7 @@ class TrainConfig:
         self._check_needs()
         self._check_saving()
         self._check_rope_scaling()
+        self._check_sparse()
         self._check_schedule()
         self._check_choices()
         self._check_groups()
@@ -393,6 +402,14 @@ class TrainConfig:
         strategy, layout = self.attention["strategy"], self.layout
         check_strategy(strategy, layout, self.seq_len, self.sp_size, group_size, scores)
 
+    def _check_sparse(self) -> None:
+        if self.sparse is None:
+            return
+        try:
+            InfLLMV2.from_dict(self.sparse)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"--sparse: {error}") from error
+
     def _check_rope_scaling(self) -> None:
         if self.rope_scaling is None:
             return
@@ -432,6 +449,7 @@ class TrainConfig:
         instead = {
             "rope_theta": self.rope_theta,
             "rope_scaling": self.rope_scaling,
+            "sparse": self.sparse,
             "window": self.window,
         }
         given: dict[str, Any] = {

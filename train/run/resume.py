@@ -50,7 +50,7 @@ _TECHNICAL = {
 
 _NOTES = {"max_position_embeddings"}  # fields of a model that no computation uses
 # fields of a model that a stage may change
-_STAGES_OWN = {"rope_theta", "rope_scaling", "window", "window_pattern"}
+_STAGES_OWN = {"rope_theta", "rope_scaling", "window", "window_pattern", "sparse"}
 _STAGE = "give --new-stage to start another stage from its weights and optimizer"
 _JUMP = 0.01  # relative change of a learning rate that is reported
 
@@ -173,7 +173,7 @@ def check_same(
 ) -> None:
     """Raise ValueError unless the checkpoint has the same model, and was reading the same data.
 
-    A new stage may have other rotary positions, other windows and any data.
+    A new stage may have other rotary positions, windows, sparse attention and data.
     """
     try:
         # fields that the checkpoint lacks have the value that was implied then
