@@ -39,7 +39,7 @@ class Masking:
     rows: int
 
     def mask_of(self, tokens: Sequence[int]) -> Mask:
-        """Return the mask. Raises ValueError if its length is not the number of all ranks' tokens."""
+        """Return the mask. Raises ValueError if it is not as long as the sequence of all ranks."""
         seq_len = sum(tokens)
         mask = self.mask or (Mask.causal if self.causal else Mask.full)(seq_len)
         if mask.seq_len != seq_len:
