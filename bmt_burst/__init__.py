@@ -15,7 +15,8 @@ from .attention import (
     burst_attn_qkvpacked_func,
     burst_attn_varlen_func,
 )
-from .ranks.groups import SequenceParallel, init_sequence_parallel
+from .ranks.groups import init_sequence_parallel
+from .ranks.sequence_parallel import SequenceParallel
 from .ranks.simulation import simulate
 from .scores import Scores
 from .sequence.layout import IGNORE_INDEX, Layout, shard, shift_labels, unshard

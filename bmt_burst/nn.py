@@ -21,7 +21,7 @@ from .base.dtypes import accumulator_dtype
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
 from .calls.refusal import fits_signature, refuse_call
-from .ranks.groups import SequenceParallel
+from .ranks.sequence_parallel import SequenceParallel
 from .sequence.layout import Layout
 from .sequence.mask import Mask
 from .sparse.cache import attend_to_cache

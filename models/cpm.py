@@ -29,7 +29,7 @@ from bmt_burst.nn import (
     rotations,
     swiglu,
 )
-from bmt_burst.ranks.groups import SequenceParallel
+from bmt_burst.ranks.sequence_parallel import SequenceParallel
 
 from .blocks import Layers, Saving
 from .config import CPMConfig

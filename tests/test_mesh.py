@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, nn
-from bmt_burst.ranks.groups import DetachedGroups, _take_mesh_groups
+from bmt_burst.ranks.groups import _take_mesh_groups
+from bmt_burst.ranks.sequence_parallel import DetachedGroups
 from bmt_burst.transport.bmtrain import BMTrainTransport
 from bmt_burst.transport.torch_dist import torch_transport
 from tests.helpers import dense_attention, random_qkv, relative_error, run_ranks

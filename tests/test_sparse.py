@@ -24,8 +24,8 @@ from bmt_burst import (
     strategies,
 )
 from bmt_burst.nn import BurstAttention, rope_tables
-from bmt_burst.ranks.groups import SequenceParallel
 from bmt_burst.ranks.rings import Rings
+from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from bmt_burst.sparse import choose, keep_choices
 from bmt_burst.spec import Spec
 from bmt_burst.strategies.selected import SelectedPlan

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bmt_burst import InfLLMV2, Layout, Mask, shift_labels, simulate
-from bmt_burst.ranks.groups import SequenceParallel
+from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from bmt_burst.strategies.selected import SelectedPlan
 from models.blocks import Saving
 from models.config import PRESETS, CPMConfig

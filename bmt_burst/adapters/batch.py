@@ -21,8 +21,8 @@ from ..calls.masking import check_lengths, expand_rows
 from ..calls.options import Layouts, Masks
 from ..calls.terms import compare_terms
 from ..ranks.agreement import gather_terms
-from ..ranks.groups import SequenceParallel
 from ..ranks.rings import make_rings
+from ..ranks.sequence_parallel import SequenceParallel
 from ..scores import Scores
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice

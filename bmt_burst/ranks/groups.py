@@ -17,23 +17,18 @@ sp_size - 1. For other ranks pass a DeviceMesh: init_sequence_parallel(mesh=mesh
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ..base.arguments import as_float, as_int, check_dim, check_tensor, to_python_int
-from ..base.compiled import not_compiled
+from ..base.arguments import as_float, as_int, to_python_int
 from ..errors import RanksDisagree
-from ..sequence.layout import Layout, layout_class
+from ..sequence.layout import layout_class
 from ..transport import ALONE, Transport
 from ..transport.bmtrain import (
     BMTrainTransport,
@@ -43,189 +38,12 @@ from ..transport.bmtrain import (
 )
 from ..transport.processes import ProcessTransport, host_name
 from ..transport.torch_dist import torch_transport, world_group
-from .agreement import admit_one_thread, gather_terms, read_terms, report_failure, run_together
-from .rings import Group, Rings, check_device, check_member, make_rings
+from .agreement import admit_one_thread, gather_terms, read_terms
+from .rings import Group, Rings, check_member, make_rings
+from .sequence_parallel import SequenceParallel
 
 _groups_made = itertools.count()
 _DOUBLE_RING = ("inter", "intra")  # names of the dimensions of a mesh
-_ROWS_A_MESSAGE = 128  # this many lengths fit a message, however large they are
-
-
-@dataclass(frozen=True)
-class SequenceParallel:
-    """This rank's place among the ranks that share its sequence, and the sequence's layout. By
-    default this rank is alone.
-
-    rank    this rank's number, 0 to size - 1
-    size    the number of ranks
-    layout  the name of a layout, for sequences of any length, or a Layout, for sequences of its
-            length
-    groups  the keyword arguments with which burst_attn_func runs over these ranks
-
-    A copy (copy.copy, copy.deepcopy) has the same groups. A pickle has none, since groups do not
-    outlive their process: it is read as DetachedGroups. A rank alone is pickled as it is.
-    """
-
-    rank: int = 0
-    size: int = 1
-    layout: str | Layout = "zigzag"
-    process_group: Group | None = ALONE
-    double_group: tuple[Group | None, Group | None] = (None, None)
-
-    def __copy__(self) -> SequenceParallel:
-        return self
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> SequenceParallel:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.process_group is ALONE:
-            return SequenceParallel, (self.rank, self.size, self.layout)
-        return DetachedGroups, (self.size,)
-
-    @property
-    def groups(self) -> dict[str, Any]:
-        """process_group, double_group and layout, as keyword arguments of burst_attn_func."""
-        return {
-            "process_group": self.process_group,
-            "double_group": self.double_group,
-            "layout": self.layout,
-        }
-
-    def with_layout(self, layout: str | Layout) -> SequenceParallel:
-        """Return the same ranks and groups with another layout.
-
-        Raises ValueError for an unknown name or a layout of another number of ranks, TypeError for
-        anything else.
-        """
-        if not isinstance(layout, Layout):
-            layout_class(layout)
-        elif layout.size != self.size:
-            raise ValueError(f"expected a layout on {self.size} ranks, got one on {layout.size}")
-        return dataclasses.replace(self, layout=layout)
-
-    def layout_of(self, seq_len: int) -> Layout:
-        """Return the layout of a sequence of `seq_len` tokens.
-
-        Raises ValueError if it is too short, or if the layout is for another length.
-        """
-        if not isinstance(self.layout, Layout):
-            return Layout.named(self.layout, seq_len, self.size)
-        if self.layout.seq_len != as_int("seq_len", seq_len):
-            raise ValueError(
-                f"the layout is for sequences of {self.layout.seq_len} tokens, got one of {seq_len}"
-            )
-        return self.layout
-
-    def positions(self, seq_len: int, device: torch.device | str | None = None) -> Tensor:
-        """Return the global positions of this rank's tokens of a sequence of `seq_len`: (S_local,)
-        int64.
-        """
-        return self.layout_of(seq_len).positions(self.rank, device)
-
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of `x` along `dim`, a differentiable copy. `x` is whole and the
-        same on every rank.
-
-        Raises as `layout_of` for a number of entries that cannot be cut.
-        """
-        dim = check_dim(x, dim)
-        return self.layout_of(x.shape[dim]).shard(x, self.rank, dim)
-
-    @not_compiled
-    def longest(self, positions: Tensor) -> Tensor:
-        """Return the largest position on any rank, plus 1: () for `positions` (S_local,) int64,
-        (B,) for (B, S_local).
-
-        Rotary scalings that depend on a length use this one. Every rank must call it with its part.
-        If positions are on a GPU, the host waits for it. Raises on every rank if one has no
-        positions, RanksDisagree if they differ in B.
-        """
-        if self.size == 1:
-            return positions.amax(-1) + 1
-        rings = make_rings(self.process_group, self.double_group)
-        mine = run_together(rings, "a call of longest", lambda: positions.amax(-1) + 1)
-        rows, agreed = list(mine.shape), []
-        for part in mine.reshape(-1).split(_ROWS_A_MESSAGE):
-            everyone = _gather_lengths(rings, {"rows": rows, "lengths": part.tolist()})
-            for rank, theirs in enumerate(everyone):
-                if theirs["rows"] != rows:
-                    raise RanksDisagree(
-                        f"ranks differ in rows of positions: this one has {rows}, rank {rank} has "
-                        f"{theirs['rows']}"
-                    )
-            agreed.append(torch.tensor([theirs["lengths"] for theirs in everyone]).amax(0))
-        return torch.cat(agreed).view(mine.shape).to(mine.device)
-
-    @not_compiled
-    def unshard(self, x: Tensor, seq_len: int, dim: int = 1) -> Tensor:
-        """Return the whole tensor that `shard` cut, on every rank, without gradient. Every rank
-        must call it with its part `x`.
-
-        Raises ValueError or TypeError on every rank if any rank's `x` is no tensor on a device of
-        the group, or does not have that rank's tokens of a sequence of `seq_len`. Raises
-        RanksDisagree if ranks differ in layout, dtype or anything else.
-        """
-        rings = make_rings(self.process_group, self.double_group)
-        with admit_one_thread(rings, "a call of unshard"):
-            return self._unshard(rings, x, seq_len, dim)
-
-    def _unshard(self, rings: Rings, x: Tensor, seq_len: int, dim: int) -> Tensor:
-        def terms() -> dict[str, Any]:
-            check_tensor("x", x)
-            check_device(rings, x)
-            at = check_dim(x, dim)
-            layout = self.layout_of(seq_len)
-            where = {"seq_len": layout.seq_len, "dim": at, "layout": layout.term}
-            return {"shape": list(x.shape), "dtype": str(x.dtype), **where}
-
-        everyone = read_terms(gather_terms(rings, "a call of unshard", terms))
-        for rank, theirs in enumerate(everyone):
-            if any(theirs[name] != everyone[0][name] for name in everyone[0].keys() - {"shape"}):
-                raise RanksDisagree(
-                    f"ranks differ in unshard's arguments: rank 0 has {everyone[0]}, "
-                    f"rank {rank} {theirs}"
-                )
-        seq_len, dim = everyone[0]["seq_len"], everyone[0]["dim"]
-        layout, shapes = self.layout_of(seq_len), [theirs["shape"] for theirs in everyone]
-        for rank, shape in enumerate(shapes):
-            expected = list(everyone[0]["shape"])
-            expected[dim] = layout.length(rank)
-            if shape != expected:
-                raise RanksDisagree(
-                    f"expected rank {rank}'s x, of {seq_len} tokens along {dim}, to be {expected}, "
-                    f"got {shape}"
-                )
-        with report_failure(rings, "a call of unshard"):
-            mine = x.detach().resolve_conj().resolve_neg().contiguous()
-            parts = rings.gather_tensors(mine, [torch.Size(shape) for shape in shapes])
-        return layout.unshard(parts, dim)
-
-
-def _gather_lengths(rings: Rings, terms: dict[str, Any]) -> list[dict[str, Any]]:
-    return read_terms(gather_terms(rings, "a call of longest", lambda: terms))
-
-
-class DetachedGroups:
-    """A SequenceParallel of `size` ranks that was read from a pickle. Using it raises RuntimeError.
-
-    A layer that holds it needs `layer.attach(sp)`.
-    """
-
-    def __init__(self, size: int):
-        self._size = size
-
-    def __repr__(self) -> str:
-        return f"DetachedGroups({self._size})"
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # protocols of Python ask for them
-            raise AttributeError(name)
-        raise RuntimeError(
-            f"this was read from a pickle, which has no groups: its {self._size} ranks shared a "
-            "sequence in another process. Call attach(sp) of the layer or model first, with the sp "
-            "that init_sequence_parallel returned here"
-        )
 
 
 def init_sequence_parallel(

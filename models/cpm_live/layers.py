@@ -23,7 +23,7 @@ from bmt_burst.base.compiled import fused_on_gpus
 from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.nn import KVCache, Layouts, SequenceParallelModule
-from bmt_burst.ranks.groups import SequenceParallel
+from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from models.blocks import Layers, Saving
 
 from .config import LiveConfig

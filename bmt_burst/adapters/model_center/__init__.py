@@ -46,7 +46,7 @@ from __future__ import annotations
 from model_center.layer import Attention
 from torch import nn
 
-from ...ranks.groups import SequenceParallel
+from ...ranks.sequence_parallel import SequenceParallel
 from .attention import RingAttention
 from .models import EnabledModel, RotaryModel
 from .supported import check_layer, enabled_class, find_family

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...calls.options import Layouts, Masks
 from ...calls.refusal import bind_arguments
 from ...nn import apply_rope, rope_tables
-from ...ranks.groups import SequenceParallel
+from ...ranks.sequence_parallel import SequenceParallel
 from ..batch import Batch, LocalInputs, agree_on_batch
 from .attention import ForwardContext
 

@@ -45,7 +45,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from ...base.arguments import as_bool
-from ...ranks.groups import SequenceParallel
+from ...ranks.sequence_parallel import SequenceParallel
 from .attention import ATTENTION
 from .configs import give_own_configs
 from .model import EnabledModel, EnabledRotary, enabled_class

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from ...base.arguments import as_float, check_tensor
 from ...calls.masking import balanced_layout
 from ...loss import count_targets
-from ...ranks.groups import SequenceParallel
+from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.layout import IGNORE_INDEX, Layout
 from ...sequence.mask import Mask
 from ..batch import LocalInputs

@@ -17,8 +17,8 @@ from ...base.compiled import not_compiled
 from ...calls.refusal import bind_arguments
 from ...loss import cross_entropy_sum
 from ...ranks.agreement import run_together
-from ...ranks.groups import SequenceParallel
 from ...ranks.rings import make_rings
+from ...ranks.sequence_parallel import SequenceParallel
 from ..batch import LocalInputs, agree_on_batch
 from .attention import ForwardContext
 from .configs import check_configs
