@@ -21,12 +21,10 @@ Nothing here knows ranks, layouts or GPUs. All of it is O(sequence), and the sam
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,45 +32,13 @@ import torch
 from torch import Tensor
 
 from .base.arguments import as_int
-from .sequence.mask import Mask, Slice
-from .sequence.span import Span, length, overlap
-
-BY_DISTANCE = -1  # instead of a row: the distance says which
-_LONG = 256  # tokens of a segment that is worth separate kernel calls
-_MOST_TERMS = 16  # of one row: attention keeps a number for each of them, query and head
+from .sequence.areas import BY_DISTANCE as BY_DISTANCE
+from .sequence.areas import Areas
+from .sequence.areas import Term as Term
+from .sequence.areas import is_one_row as is_one_row
+from .sequence.mask import Mask
 
 Class = TypeVar("Class")
-
-
-class Term(NamedTuple):
-    """The visible pairs of `mask`, a part of all visible pairs.
-
-    row  the row of the table that all of them have; BY_DISTANCE if the distance gives the row of
-         each; None if rows follow no such rule
-    """
-
-    row: int | None
-    mask: Mask
-
-
-def is_one_row(row: int | None) -> bool:
-    """Check whether all pairs of a term have the same row of the table."""
-    return row is not None and row != BY_DISTANCE
-
-
-class _Segment(NamedTuple):
-    """The integers of `Scores` that all tokens of a segment have."""
-
-    group: int
-    base: int
-    segment: int
-
-
-class _LabelledSpan(NamedTuple):
-    """A range of tokens. `of` is their long segment or group, if any."""
-
-    span: Span
-    of: _Segment | int | None
 
 
 class _Numbers(NamedTuple):
@@ -257,23 +223,9 @@ class Scores:
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:
         """The visible pairs in parts. The part without a row, if any, is the first."""
-        segments = self._long_segments
-        if len(segments) == len(self._long_groups) == 1 and segments[0].of is None:
-            return (Term(None, self.mask),)
-        areas: dict[int | None, list[Slice]] = {}
-        for s in self.mask.slices:
-            for row, area in self._areas(s):
-                areas.setdefault(row, []).append(area)
-        by_area = sorted(
-            areas.keys() - {None, BY_DISTANCE},
-            key=lambda row: (sum(s.area for s in areas[row]), row),
-        )
-        for row in by_area[:-_MOST_TERMS]:
-            areas.setdefault(None, []).extend(areas.pop(row))
-        order = sorted(areas, key=lambda row: -2 if row is None else row)
-        return tuple(
-            Term(row, Mask(self.seq_len, tuple(_join_slices(areas[row])))) for row in order
-        )
+        numbers = self._numbers
+        areas = Areas(self.mask, self._runs, numbers.pairs, numbers.distances, self.other)
+        return areas.terms()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scores) and self.digest == other.digest
@@ -331,89 +283,6 @@ class Scores:
             (bounds[:-1].unsqueeze(0), bounds[1:].unsqueeze(0), numbers[:, bounds[:-1]])
         )
 
-    @functools.cached_property
-    def _long_segments(self) -> list[_LabelledSpan]:
-        """The sequence in long runs of a segment, and the ranges between them."""
-        runs = self._runs[:, self._runs[1] - self._runs[0] >= _LONG].T.tolist()
-        return self._with_gaps(
-            [_LabelledSpan((start, stop), _Segment(*segment)) for start, stop, *segment in runs]
-        )
-
-    @functools.cached_property
-    def _long_groups(self) -> list[_LabelledSpan]:
-        """The sequence in long runs of a group, and the ranges between them."""
-        found = []
-        for group, runs in itertools.groupby(self._runs.T.tolist(), key=lambda run: run[2]):
-            spans = [run[:2] for run in runs]
-            if (stop := spans[-1][1]) - (start := spans[0][0]) >= _LONG:
-                found.append(_LabelledSpan((start, stop), group))
-        return self._with_gaps(found)
-
-    def _with_gaps(self, spans: Sequence[_LabelledSpan]) -> list[_LabelledSpan]:
-        found, at = [], 0
-        for each in (*spans, _LabelledSpan((self.seq_len, self.seq_len), None)):
-            start, stop = each.span
-            found += [_LabelledSpan((at, start), None)] * (at < start) + [each] * (start < stop)
-            at = stop
-        return found
-
-    def _areas(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
-        """Yield the parts of a visible slice, each with its row or None."""
-        for part, mine, theirs in _parts(s, self._long_groups):
-            if mine is not None and theirs is not None and mine != theirs:
-                yield self.other, part
-            else:
-                yield from self._areas_of_segments(part)
-
-    def _areas_of_segments(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
-        for part, mine, theirs in _parts(s, self._long_segments):
-            if mine is None or theirs is None:
-                yield None, part
-            elif (row := self._row(mine, theirs)) == BY_DISTANCE:
-                yield from self._bands(part)
-            else:
-                yield row, part
-
-    def _row(self, mine: _Segment, theirs: _Segment) -> int:
-        """Return the row of queries of one segment and keys of another."""
-        if mine.group != theirs.group:
-            return self.other
-        return int(self._numbers.pairs[mine.base + theirs.segment])
-
-    def _bands(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
-        """Yield the parts of a slice in one segment: near pairs, and far pairs on either side."""
-        low, high = -math.inf if s.low is None else s.low, math.inf if s.high is None else s.high
-        edges = (1 - self.reach, self.reach) if self.reach else ()
-        for start, stop in itertools.pairwise([low, *(x for x in edges if low < x < high), high]):
-            far = int(self._numbers.distances[-1 if stop <= 1 - self.reach else 0])
-            near = 1 - self.reach <= start < self.reach
-            lowest, highest = (None if math.isinf(x) else int(x) for x in (start, stop))
-            part = Slice(s.q, s.kv, lowest, highest)
-            if part.area:
-                yield (BY_DISTANCE if near else far), part
-
-
-def _parts(s: Slice, spans: Sequence[_LabelledSpan]) -> Iterator[tuple[Slice, Any, Any]]:
-    """Yield the parts of a slice that spans cut, with the labels of their queries and keys."""
-    for (q, mine), (kv, theirs) in itertools.product(_within(s.q, spans), _within(s.kv, spans)):
-        part = s._replace(q=q, kv=kv)
-        if part.area:
-            yield part, mine, theirs
-
-
-def _within(span: Span, spans: Sequence[_LabelledSpan]) -> Iterator[_LabelledSpan]:
-    """Yield the spans of a range. A short part of a long run counts as lying between runs."""
-    first = bisect.bisect_right(spans, span[0], key=_stop)
-    for one, of in itertools.islice(spans, first, None):
-        part = overlap(one, span)
-        if not length(part):
-            return
-        yield _LabelledSpan(part, of if length(part) >= _LONG else None)
-
-
-def _stop(each: _LabelledSpan) -> int:
-    return each.span[1]
-
 
 def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
     """Return the bucket of each distance, key - query, from -reach to reach.
@@ -451,32 +320,6 @@ def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
     reach = int((bucket == half - 1).nonzero()[0])
     bucket = bucket[: reach + 1].int()
     return torch.cat((bucket.flip(0), bucket[1:] + half))
-
-
-def _join_slices(slices: Sequence[Slice]) -> list[Slice]:
-    """Return the same pairs in fewer slices.
-
-    Slices side by side are joined if they differ only in their keys, or only in their queries.
-    """
-    by_keys: list[Slice] = []
-    for s in sorted(slices, key=lambda s: (s.q, _order_bands(s), s.kv)):
-        last = by_keys[-1] if by_keys else None
-        if last and last.q == s.q and last[2:] == s[2:] and last.kv[1] == s.kv[0]:
-            by_keys[-1] = s._replace(kv=(last.kv[0], s.kv[1]))
-        else:
-            by_keys.append(s)
-    by_queries: list[Slice] = []
-    for s in sorted(by_keys, key=lambda s: (s.kv, _order_bands(s), s.q)):
-        last = by_queries[-1] if by_queries else None
-        if last and last.kv == s.kv and last[2:] == s[2:] and last.q[1] == s.q[0]:
-            by_queries[-1] = s._replace(q=(last.q[0], s.q[1]))
-        else:
-            by_queries.append(s)
-    return by_queries
-
-
-def _order_bands(s: Slice) -> tuple[bool, int, int]:
-    return s[2:] != (None, None), s.low or 0, s.high or 0
 
 
 def _check_integers(name: str, x: Tensor) -> None:

@@ -280,10 +280,11 @@ def equality(folder: Path, dtype: str, models: dict[str, list[str] | None]) -> d
     """
     import bmtrain
 
-    from bmt_burst import init_sequence_parallel, scores
+    from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
+    from bmt_burst.sequence import areas
 
-    scores._LONG = 6  # so that there are large areas of one row in short sequences
+    areas._LONG = 6  # so that there are large areas of one row in short sequences
     sp, found = init_sequence_parallel(), {}
     for name, chosen in models.items():
         alone = build(name, getattr(torch, dtype))

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import bmt_burst.scores
+import bmt_burst.sequence.areas
 from bench import live_rows
 from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, kernels
 from bmt_burst.kernels.bias import CallBias
@@ -331,7 +331,7 @@ def biased_equality(rank: int, size: int, tokens: int = 4096) -> dict[str, float
     """The errors of a row of CPM-Bee's, many of whose pairs lie in areas with a row of the table
     each.
     """
-    bmt_burst.scores._LONG = tokens // 32
+    bmt_burst.sequence.areas._LONG = tokens // 32
     few = {"position_bias_num_buckets": 32, "position_bias_max_distance": 64}
     config, errors, groups = dataclasses.replace(live_rows.BEE, **few), {}, rings(size)
     scores = live_rows.bee(tokens, config)

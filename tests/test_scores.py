@@ -19,6 +19,7 @@ from bmt_burst.calls import terms
 from bmt_burst.kernels import load
 from bmt_burst.kernels.bias import dscores_bound
 from bmt_burst.scores import BY_DISTANCE, Scores
+from bmt_burst.sequence import areas
 from bmt_burst.sequence.tiling import GatheredCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
@@ -90,8 +91,8 @@ def test_terms_are_each_visible_pair_once_with_its_row(part, monkeypatch):
     rows = set()
     for seed in range(part, 4 * CASES, PARTS):
         chance = random.Random(seed)
-        monkeypatch.setattr(scores, "_LONG", chance.choice((1, 2, 4, 7, 1024)))
-        monkeypatch.setattr(scores, "_MOST_TERMS", chance.choice((1, 3, 16)))
+        monkeypatch.setattr(areas, "_LONG", chance.choice((1, 2, 4, 7, 1024)))
+        monkeypatch.setattr(areas, "_MOST_TERMS", chance.choice((1, 3, 16)))
         mask = random_mask(chance, chance.randint(1, 60))
         added = random_scores(chance, mask, 12)
         found, expected = torch.zeros(mask.seq_len, mask.seq_len, dtype=torch.int), added.dense()
@@ -113,15 +114,15 @@ def test_pairs_of_two_long_groups_are_one_area(mask, monkeypatch):
     """Whatever their segments: here each token is one. Of a short group between them nothing is an
     area.
     """
-    monkeypatch.setattr(scores, "_LONG", 8)
+    monkeypatch.setattr(areas, "_LONG", 8)
     group = integers([0] * 10 + [1] * 4 + [2] * 10)
     segment = integers([*range(10), *range(4), *range(10)])
     added = Scores(mask, group, 10 * segment, segment, integers([5] * 100), integers([0]), OTHER)
-    areas = {term.row: term.mask for term in added.terms}
+    masks = {term.row: term.mask for term in added.terms}
     both = torch.zeros(24, 24, dtype=torch.bool)
     both[:10, 14:] = both[14:, :10] = True
-    assert areas.keys() == {None, OTHER}
-    assert areas[OTHER].dense().equal(both & mask.dense())
+    assert masks.keys() == {None, OTHER}
+    assert masks[OTHER].dense().equal(both & mask.dense())
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -131,8 +132,8 @@ def test_any_scores_equal_dense(part, monkeypatch):
     """
     for seed in range(part, CASES, PARTS):
         chance = random.Random(seed)
-        monkeypatch.setattr(scores, "_LONG", chance.choice((1, 4, 1024)))
-        monkeypatch.setattr(scores, "_MOST_TERMS", chance.choice((2, 16)))
+        monkeypatch.setattr(areas, "_LONG", chance.choice((1, 4, 1024)))
+        monkeypatch.setattr(areas, "_MOST_TERMS", chance.choice((2, 16)))
         size, inner = RINGS[seed % len(RINGS)]
         mask = random_mask(chance, chance.randint(size, 60))
         layout, (heads, kv_heads) = (
@@ -162,7 +163,7 @@ def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
     """Kernels count on it; in a striped layout several blocks may be one tile, as of 0, 6, 2.
     `apart` is exact.
     """
-    monkeypatch.setattr(scores, "_LONG", 1)
+    monkeypatch.setattr(areas, "_LONG", 1)
     kernel, evens = load("reference"), set()
     sizes = Sizes(1, 2, 2, 8, torch.float32, torch.float32)
     for seed in range(60):
@@ -343,7 +344,7 @@ def test_what_is_written_to_a_tensor_of_scores_does_not_change_them(name):
 
 def test_scores_that_were_made_ahead_are_the_same(monkeypatch):
     """As by a loader of data, with the parts that were found."""
-    monkeypatch.setattr(scores, "_LONG", 2)
+    monkeypatch.setattr(areas, "_LONG", 2)
     added = small_scores()
     assert len(added.terms) == 4
     read = pickle.loads(pickle.dumps(added))
@@ -388,7 +389,7 @@ def test_what_kernels_know_of_tokens_is_not_kept_for_all_plans(monkeypatch):
 )
 def test_a_bias_that_is_not_finite_is_not_hidden(flash, strategy, mask, monkeypatch):
     """Also where all that a query sees is one area of the row."""
-    monkeypatch.setattr(scores, "_LONG", 1)
+    monkeypatch.setattr(areas, "_LONG", 1)
     group, nothing = integers([0] * 6 + [1] * 6), integers([0] * 12)
     added = Scores(
         mask, group, nothing, nothing, integers([BY_DISTANCE]), integers([0, 1, 2]), OTHER
@@ -410,7 +411,7 @@ def test_a_bias_that_is_not_finite_is_not_hidden(flash, strategy, mask, monkeypa
 
 @pytest.mark.parametrize("flash", CPU_KERNELS)
 def test_rows_of_minus_infinity_count_for_nothing(flash, monkeypatch):
-    monkeypatch.setattr(scores, "_LONG", 1)
+    monkeypatch.setattr(areas, "_LONG", 1)
     added, bias = small_scores(mask=Mask.full(6)), torch.zeros(8, 2, dtype=torch.float64)
     bias[5:8, 0] = -math.inf
     tensors = random_qkv(1, 6, 2, 2, 8)
@@ -425,7 +426,7 @@ def test_rows_of_minus_infinity_count_for_nothing(flash, monkeypatch):
 @pytest.mark.parametrize("flash", CPU_KERNELS)
 def test_who_sees_rows_of_minus_infinity_alone_has_no_lse_and_no_gradient(flash, long, monkeypatch):
     """Whether they are an area or not; what out is then is not said."""
-    monkeypatch.setattr(scores, "_LONG", long)
+    monkeypatch.setattr(areas, "_LONG", long)
     group, nothing = integers([0] * 6 + [1] * 6), integers([0] * 12)
     mask = Mask(12, (Slice((0, 6), (6, 12)),))
     added = Scores(
@@ -465,7 +466,7 @@ def test_in_bf16_areas_cost_a_table_little_of_its_precision(backward, monkeypatc
     """Gradients of areas are a difference of sums, of v dv and of P delta, made of what was rounded
     to bf16.
     """
-    monkeypatch.setattr(scores, "_LONG", 32)
+    monkeypatch.setattr(areas, "_LONG", 32)
     group, base, segment = (
         integers(x).repeat_interleave(64) for x in ([0, 0, 1], [0, 2, 4], [0, 1, 0])
     )
@@ -483,7 +484,7 @@ def test_in_bf16_areas_cost_a_table_little_of_its_precision(backward, monkeypatc
 
 
 def test_rows_of_a_batch_may_have_scores_of_their_own(monkeypatch):
-    monkeypatch.setattr(scores, "_LONG", 2)
+    monkeypatch.setattr(areas, "_LONG", 2)
     tokens, layout = 12, Layout.zigzag(12, 3)
     chance = random.Random(1)
     each = [
@@ -512,7 +513,7 @@ def test_gradients_of_what_needs_one(wanted, again, strategy, monkeypatch):
     """Of the inputs or of the table alone, and where the forward is computed again in the
     backward.
     """
-    monkeypatch.setattr(scores, "_LONG", 2)
+    monkeypatch.setattr(areas, "_LONG", 2)
     added, layout = small_scores(), Layout.zigzag(6, 2)
     *qkv, dout = random_qkv(1, 6, 2, 2, 8)
     bias = torch.randn(8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
