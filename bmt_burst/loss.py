@@ -23,9 +23,9 @@ from .base.compiled import fused_on_gpus, not_compiled
 from .base.dtypes import accumulator_dtype
 from .sequence.layout import IGNORE_INDEX, SIGNED
 
-# Logits exist in tiles of so many tokens and entries of the vocabulary: 128 MiB in bf16. CPUs keep
-# an fp32 copy beside it, GPUs keep that in registers. The gradient of the hidden states is summed
-# over entries, the gradient of the weights over tokens. So there are few tiles of tokens.
+# Logits exist in tiles of at most these sizes: 128 MiB in bf16. CPUs keep an fp32 copy beside it,
+# GPUs keep that in registers. The gradient of the hidden states is summed over entries, the
+# gradient of the weights over tokens. So few tiles of tokens are best.
 _TILE_TOKENS = 1 << 15
 _TILE_ENTRIES = 1 << 11
 

@@ -33,7 +33,7 @@ NumberedSpans = tuple[tuple[Span, int], ...]
 Prepared = TypeVar("Prepared")
 
 _MOST_MASKS = 256  # of padded rows that are kept
-_FEW_ROWS = 16  # the ranks compare up to so many rows one by one, and a digest of more
+_FEW_ROWS = 16  # ranks compare up to this many rows one by one, and a digest of more
 _MOST_SLICES = 1 << 16  # of a row's mask: a plan of more would take minutes
 
 

@@ -149,7 +149,7 @@ def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
 def _compute(
     rings: Rings, plan: Plan | SelectedPlan, number: int, inputs: Inputs, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse. If `rows` is not 0, so many rows are computed as one sequence."""
+    """Return out and lse. If `rows` is not 0, all rows are computed as one sequence."""
     q, k, v = inputs.q, inputs.k, inputs.v
     choose_by = inputs.choose_by or (q, k)
     if rows:

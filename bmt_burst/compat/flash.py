@@ -224,7 +224,7 @@ def _read_cached(x: Tensor) -> Bounds:
 
 
 def _unpack(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, as views where they are packed."""
+    """Return q, k and v, as views if they are packed."""
     names = {1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}[len(tensors)]
     for name, x in zip(names, tensors, strict=True):
         check_tensor(name, x)

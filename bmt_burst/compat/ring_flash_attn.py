@@ -154,7 +154,7 @@ def _place_chunks(
     heads_k_stride: int,
     local_k_slice: slice,
 ) -> tuple[Bounds, str]:
-    """Place packed documents in sequence. Each rank knows only those in its chunk."""
+    """Place packed documents in sequence. Each rank knows only the documents in its chunk."""
     tokens = count_tokens(q, 3)
     of_q = read_numbers("cu_seqlens_q", cu_seqlens_q)
     of_k = read_numbers("cu_seqlens_k", cu_seqlens_k)

@@ -214,7 +214,7 @@ def _format_reason(error: BaseException) -> str:
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
-    """Return the terms in a line. A line of another form is shown as what the rank is doing."""
+    """Return the terms in a line. A line of another form counts as the rank's "doing"."""
     try:
         terms = json.loads(line)
     except ValueError:

@@ -237,8 +237,8 @@ def _check_functional() -> None:
 def _check_hooks(leaves: Sequence[Tensor]) -> None:
     """Raise RuntimeError if a leaf has a tensor hook.
 
-    Autograd runs such hooks where it finds the leaf's gradient: on each rank, and again for the sum
-    over ranks.
+    Autograd runs such hooks whenever it finds the leaf's gradient: on each rank, and again for the
+    sum over ranks.
     """
     for leaf in leaves:
         if leaf._backward_hooks:

@@ -92,7 +92,7 @@ class CopyEngines:
         return self.arena.numel()
 
     def fits(self, lane_bytes: Mapping[str, int]) -> bool:
-        """Whether there is room for deliveries of `lane_bytes`."""
+        """Whether deliveries of `lane_bytes` fit."""
         return bool(self.lanes) and all(lane_bytes[lane] <= self.slot_bytes[lane] for lane in LANES)
 
     def growth(self, lane_bytes: Mapping[str, int]) -> list[Callable[[], None]]:

@@ -39,7 +39,7 @@ class HostMemory(Mail):
     """One rank's end of the shared memory.
 
     longest    bytes of the longest message
-    processes  the result of `process_name` on each rank, "" where it is unknown
+    processes  the result of `process_name` on each rank, "" if it is unknown
     timeout    seconds to wait for a rank that does not write its message
     """
 
@@ -131,7 +131,7 @@ class HostMemory(Mail):
             raise
 
     def _wait_for(self, peer: int, heeding: int) -> bytes:
-        """Return the message of a rank, once it is there."""
+        """Return the message of a rank, once it is complete."""
         at, looks, began = self._find_place(peer), 0, time.monotonic()
         checked = began
         while True:

@@ -16,9 +16,9 @@ A forward takes its own arguments, of whole sequences, and cuts them itself:
             (B, S, ...). Ranks compare a digest of integers, since training on different sequences
             would raise no error
     position_ids
-            (B, S) or (1, S). A document begins where they do not rise by one. It sees nothing of
-            the documents before it. In GptOss they must always rise by one, since transformers
-            would let documents see each other there
+            (B, S) or (1, S). A document begins where they do not rise by one. No token sees earlier
+            documents. In GptOss they must always rise by one, since transformers would let
+            documents see each other there
     attention_mask
             (B, S), 0 where a row is padded, on the right only. Ignore what a model returns for
             padding. Labels of padding must be -100. With an attention_mask position_ids may not

@@ -4,8 +4,8 @@ library.
     from bmt_burst.compat.yunchang import EXTRACT_FUNC_DICT, LongContextAttention
     from bmt_burst.compat.yunchang.kernels import AttnType
 
-They are in the modules where that package has them: `comm`, `globals`, `hybrid`, `kernels`, `ring`
-and `ulysses`. docs/migrate.md lists them.
+They are in the same modules as in that package: `comm`, `globals`, `hybrid`, `kernels`, `ring` and
+`ulysses`. docs/migrate.md lists them.
 """
 
 from .comm import EXTRACT_FUNC_DICT, basic_extract_local, stripe_extract_local, zigzag_extract_local
