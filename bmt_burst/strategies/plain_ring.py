@@ -76,7 +76,7 @@ class PlainRingPlan(Plan):
         block = [k.contiguous(), v.contiguous()]
         for hop in range(self.size):
             for rows, part, part_lse in compute_outputs(
-                attention, self._calls(hop), queries, Keys(*block)
+                attention, self._calls[hop], queries, Keys(*block)
             ):
                 merged.add(rows, part, part_lse)
             if hop + 1 < self.size:
@@ -97,7 +97,7 @@ class PlainRingPlan(Plan):
         for hop in range(self.size):
             keys, (dk, dv) = Keys(*block[:2]), block[2:]
             for rows, columns, parts in compute_gradients(
-                attention, self._calls(hop), queries, keys
+                attention, self._calls[hop], queries, keys
             ):
                 for total, spans, part in zip(
                     (dq, dk, dv), (rows, columns, columns), parts, strict=True
@@ -107,7 +107,7 @@ class PlainRingPlan(Plan):
         return dq.to(q.dtype), block[2].to(k.dtype), block[3].to(v.dtype), None
 
     def __str__(self) -> str:
-        hops = (f"  hop {hop}: {len(self._calls(hop))} kernel calls" for hop in range(self.size))
+        hops = (f"  hop {hop}: {len(self._calls[hop])} kernel calls" for hop in range(self.size))
         return "\n".join((f"rank {self.rank}, forward and backward:", *hops))
 
     def _owner(self, hop: int) -> int:
@@ -118,11 +118,14 @@ class PlainRingPlan(Plan):
     def _tiling(self) -> Tiling:
         return Tiling(self.problem.mask, self.problem.layout)
 
-    @functools.cache  # noqa: B019 - a plan lives as long as its calls
-    def _calls(self, hop: int) -> Sequence[GatheredCall]:
-        """Return the kernel calls of a hop: this rank's queries with the block that it holds."""
-        runs = self._tiling.shard(self._owner(hop))
-        return kernel_calls(self._tiling.tiles(self.rank, runs, [run.span for run in runs]))
+    @functools.cached_property
+    def _calls(self) -> list[Sequence[GatheredCall]]:
+        """The kernel calls of each hop: this rank's queries with the block that it holds."""
+        shards = [self._tiling.shard(self._owner(hop)) for hop in range(self.size)]
+        return [
+            kernel_calls(self._tiling.tiles(self.rank, runs, [run.span for run in runs]))
+            for runs in shards
+        ]
 
     def _pass_on(self, rings: Rings, block: Sequence[Tensor], hop: int) -> list[Tensor]:
         """Send a block to the next rank. Return the block from the previous rank: each (B, S, G,

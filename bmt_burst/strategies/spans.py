@@ -11,7 +11,6 @@ Letters: N tensors, B batch, S tokens of a rank, T tokens of a span, G kv heads,
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ class Spans:
         self.place = rank % inner
         self.positions = [layout.positions(r) for r in range(layout.size)]
         cuts = torch.tensor([*(start for start, _ in self.spans), layout.seq_len])
+        self._known_indices: dict[tuple[int, int, torch.device], Tensor] = {}
         self._cuts = [torch.searchsorted(p, cuts).tolist() for p in self.positions]
 
     def own_tokens(self, span: int) -> slice:
@@ -163,11 +163,14 @@ class Spans:
         ranks = range(place, self.size, self.inner)
         return [self._cuts[rank][span + 1] - self._cuts[rank][span] for rank in ranks]
 
-    @functools.cache  # noqa: B019 - spans live as long as their plan
     def _indices(self, span: int, rank: int, device: torch.device) -> Tensor:
-        """Return the indices of a rank's tokens in a span."""
-        first, last = self._cuts[rank][span : span + 2]
-        return (self.positions[rank][first:last] - self.spans[span][0]).to(device)
+        """Return the indices of a rank's tokens in a span, on a device."""
+        key = span, rank, device
+        if key not in self._known_indices:
+            first, last = self._cuts[rank][span : span + 2]
+            indices = self.positions[rank][first:last] - self.spans[span][0]
+            self._known_indices[key] = indices.to(device)
+        return self._known_indices[key]
 
 
 def _with_tokens(x: Tensor, tokens: int) -> torch.Size:

@@ -7,7 +7,9 @@ that may not be read yet, and refuses deliveries that `reserve` did not announce
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -255,6 +257,17 @@ def test_a_plan_is_a_pure_function_that_prints(name):
         plans = [load(name).plan(call, rank) for _ in range(2)]
         assert str(plans[0]) == str(plans[1])
         assert f"rank {rank}" in str(plans[0])
+
+
+@each_strategy
+def test_a_plan_that_nothing_refers_to_is_freed(name):
+    """A cache around a method would keep it, with its tilings and tensors."""
+    plan = load(name).plan(problem(Mask.causal(24), Layout.zigzag(24, 2), heads=2, kv_heads=2), 0)
+    str(plan)  # computes what the plan keeps
+    freed = weakref.ref(plan)
+    del plan
+    gc.collect()
+    assert freed() is None
 
 
 @each_strategy
