@@ -42,11 +42,11 @@ class Saving:
                 f"got {self.checkpointing!r}"
             )
         if self.offload and self.checkpointing == "none":
-            raise ValueError("offloading needs checkpointing, selective or full")
+            raise ValueError("offload needs checkpointing='selective' or 'full', got 'none'")
         if self.blocks is not None and (self.blocks < 0 or self.checkpointing == "none"):
             raise ValueError(
-                "checkpointing of some blocks needs a mode, selective or full, and a number of "
-                f"blocks, got {self.checkpointing!r} for {self.blocks}"
+                "blocks must be at least 0 and needs checkpointing='selective' or 'full', "
+                f"got {self.blocks} with {self.checkpointing!r}"
             )
 
     def for_block(self, layer: int) -> Saving:

@@ -81,7 +81,7 @@ class CPMConfig:
         self._check_sparse()
         if not self.window_pattern or not {"w"} <= set(self.window_pattern) <= {"w", "f"}:
             raise ValueError(
-                "window_pattern must be letters w and f, at least one w, "
+                "window_pattern must consist of w and f, with at least one w, "
                 f"got {self.window_pattern!r}"
             )
         if len(self.window_pattern) > self.num_layers:
@@ -91,8 +91,7 @@ class CPMConfig:
             )
         if self.window is None and "f" in self.window_pattern:
             raise ValueError(
-                f"window_pattern={self.window_pattern!r} says which layers have a window: "
-                "give window too"
+                f"window_pattern={self.window_pattern!r} needs a window, got window=None"
             )
         check_size(self.num_parameters)
 
@@ -215,7 +214,7 @@ def check_size(num_parameters: int) -> None:
     """Check that a model is not absurdly large. Raises ValueError."""
     if num_parameters >= _MOST_PARAMETERS:
         raise ValueError(
-            f"these sizes make {float(num_parameters):.0e} parameters, expected less than 1e15"
+            f"expected sizes that make less than 1e15 parameters, got {float(num_parameters):.0e}"
         )
 
 

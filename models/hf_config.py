@@ -148,7 +148,7 @@ def _refuse_others(hf: dict[str, Any], rope: dict[str, Any]) -> None:
     if refused := [name for name, is_refused in unsupported.items() if is_refused]:
         values = {name: rope.get(name, hf.get(name)) for name in refused}
         raise ValueError(
-            f"this is not a dense {', '.join(_ARCHITECTURES)} as CPM computes them: {values}"
+            f"expected a dense {', '.join(_ARCHITECTURES)}, got unsupported fields {values}"
         )
 
 
@@ -174,11 +174,11 @@ def _windows(hf: dict[str, Any]) -> dict[str, Any]:
     if kind not in _WINDOWED and (window is None or hf.get("use_sliding_window") is False):
         if layers is not None and _pattern(layers, hf["num_hidden_layers"]).strip("f"):
             raise ValueError(
-                f"layer_types say that layers of this {kind} have a window, of which there is none"
+                f"layer_types give layers of this {kind} a window, but sliding_window is off"
             )
         return {}
     if "sliding_window" not in hf:
-        raise ValueError("config.json lacks ['sliding_window'], which is null where there is none")
+        raise ValueError("config.json lacks ['sliding_window']: expected tokens, or null for none")
     said = [
         name
         for name in ("use_sliding_window", "max_window_layers", "layer_types")
@@ -186,7 +186,7 @@ def _windows(hf: dict[str, Any]) -> dict[str, Any]:
     ]
     if kind not in _WINDOWED or set(said) - _WINDOWED[kind]:
         values = {name: hf[name] for name in ("sliding_window", *said)}
-        raise ValueError(f"it is not plain which layers of a {kind} have a window: {values}")
+        raise ValueError(f"cannot tell which layers of a {kind} have a window: {values}")
     count = hf["num_hidden_layers"]
     if layers is None:
         layers = [_FULL if window is None else _SLIDING] * count
@@ -205,8 +205,7 @@ def _qwen_windows(hf: dict[str, Any]) -> dict[str, Any]:
         first = hf.get("max_window_layers")
         if type(first) is not int or first < 0:
             raise ValueError(
-                "max_window_layers must be a whole number, the layers without a window, "
-                f"got {first!r}"
+                f"max_window_layers must be the number of layers without a window, got {first!r}"
             )
         layers = [_SLIDING if layer >= first else _FULL for layer in range(count)]
     return _window_fields(hf.get("sliding_window"), _pattern(layers, count))
@@ -247,7 +246,7 @@ def _rope(hf: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} must hold names and values, got {rope!r}")
         if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
             raise ValueError(
-                f"{name} has separate rotary positions for {nested}, CPM the same for all layers"
+                f"{name} must be the same for all layers, got separate ones for {nested}"
             )
     return hf.get("rope_scaling") or hf.get("rope_parameters", {})
 
@@ -259,14 +258,9 @@ def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | Non
         return None
     if not isinstance(kind, str) or kind not in _OF_KIND:
         known = ", ".join(_OF_KIND)
-        raise ValueError(
-            f"rotary positions are scaled by {kind!r}, which CPM does not compute (but {known}): "
-            f"{rope}"
-        )
+        raise ValueError(f"rotary positions must be scaled by one of {known}, got {kind!r}: {rope}")
     if unknown := sorted(rope.keys() - _OF_ALL - _NO_MATTER):
-        raise ValueError(
-            f"rotary positions are scaled by {kind}, of which CPM does not know {unknown}"
-        )
+        raise ValueError(f"rotary positions are scaled by {kind} with unknown fields {unknown}")
     said = {name: rope[name] for name in _OF_KIND[kind] & rope.keys() if rope[name] is not None}
     if kind == "yarn" and rope.get("truncate", True) is None:  # as transformers reads it
         said["truncate"] = False
@@ -372,11 +366,11 @@ def _kind(config: CPMConfig) -> str:
     if scalings != (1.0, 1.0, 1.0) or config.sparse:
         if config.window:
             raise ValueError(
-                "a MiniCPM with scalings has no window there, this one has "
-                f"{config.window}: fold them"
+                "Hugging Face's MiniCPM has no window, this one has "
+                f"{config.window}: fold the scalings"
             )
         if has:
-            raise ValueError(f"a MiniCPM with scalings has none of {has} there: fold them")
+            raise ValueError(f"Hugging Face's MiniCPM has none of {has}: fold the scalings")
         _check_longrope(config.rope_scaling)
         return "minicpm"
     if config.qk_norm and biases in ([], ["qkv_bias", "o_bias"]):
@@ -392,7 +386,7 @@ def _kind(config: CPMConfig) -> str:
     beside += f" and {config.num_heads} heads, which do not divide {config.hidden_size}" * (
         not divides
     )
-    raise ValueError(f"no model there has {has}{beside}")
+    raise ValueError(f"no Hugging Face model has {has}{beside}")
 
 
 def _check_longrope(scaling: RopeScaling | None) -> None:
@@ -404,8 +398,8 @@ def _check_longrope(scaling: RopeScaling | None) -> None:
         )
         if not math.isclose(expected, scale, rel_tol=1e-6):
             raise ValueError(
-                "the longrope of a MiniCPM with scalings has the attention_factor that follows "
-                f"from its factor there, {expected:.6g}, this one has {scale:.6g}: fold them"
+                f"Hugging Face's MiniCPM has a longrope with attention_factor {expected:.6g}, as "
+                f"follows from its factor, this one has {scale:.6g}: fold the scalings"
             )
 
 

@@ -72,7 +72,7 @@ class HFWeights(Mapping[str, Tensor]):
                 or not file.endswith(".safetensors")
                 or file != os.path.basename(file)
             ):
-                raise ValueError(f"{index} names {file!r}, which is no *.safetensors in its folder")
+                raise ValueError(f"{index} must name *.safetensors in its folder, got {file!r}")
         files = {file: _open(self.folder / file) for file in sorted(set(places.values()))}
         held = {file: set(opened.keys()) for file, opened in files.items()}
         for name, file in places.items():
@@ -98,8 +98,8 @@ class HFWeights(Mapping[str, Tensor]):
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 if name in files:
                     raise ValueError(
-                        f"{places[name]} and {path.name} in {self.folder} both hold {name}; "
-                        f"no {_INDEX}"
+                        f"{places[name]} and {path.name} in {self.folder} both hold {name}: "
+                        f"delete one, or add a {_INDEX}"
                     )
                 files[name], places[name] = opened, path.name
         return files
@@ -128,8 +128,8 @@ class HFWeights(Mapping[str, Tensor]):
         }
         if self.config.num_layers > len(found):  # before a model of that size is made
             raise ValueError(
-                f"{self.folder}: num_hidden_layers is {self.config.num_layers} for "
-                f"{len(found)} weights"
+                f"{self.folder}: expected weights of {self.config.num_layers} layers "
+                f"(num_hidden_layers), got {len(found)} weights"
             )
         self._expected = {
             name: tuple(p.shape) for name, p in _meta_model(self.config).named_parameters()
@@ -147,14 +147,12 @@ class HFWeights(Mapping[str, Tensor]):
         for name, shape in self._expected.items():
             if tuple(found[name].get_shape()) != shape:
                 have = tuple(found[name].get_shape())
-                raise ValueError(
-                    f"{self.folder}: {name} has shape {have}, its config means {shape}"
-                )
+                raise ValueError(f"{self.folder}: expected {name} of shape {shape}, got {have}")
             if found[name].get_dtype() not in _DTYPES:
                 kinds = ", ".join(_DTYPES)
                 raise ValueError(
-                    f"{self.folder}: {name} has dtype {found[name].get_dtype()}, "
-                    f"expected one of {kinds}"
+                    f"{self.folder}: expected {name} in one of {kinds}, "
+                    f"got {found[name].get_dtype()}"
                 )
 
 
@@ -235,9 +233,9 @@ def read_config(folder: Path) -> CPMConfig:
     if folder.is_file():
         raise ValueError(f"{folder} is a file, expected a Hugging Face model folder")
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}")
+        raise ValueError(f"folder {folder} does not exist")
     if not file.is_file():
-        raise ValueError(f"{folder} has no config.json: not a Hugging Face model folder")
+        raise ValueError(f"{folder} has no config.json, expected a Hugging Face model folder")
     hf = read_json(file)
     try:
         return config_from_hf(hf)
@@ -255,7 +253,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file}: it holds a {type(content).__name__}, not names and values")
+        raise ValueError(f"{file}: expected names and values, got a {type(content).__name__}")
     return content
 
 
@@ -272,7 +270,7 @@ def round_weight(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if not rounded.isfinite().all():
         largest = float(weight.abs().max())
         raise ValueError(
-            f"{name} has an entry of {largest:g}, beyond {str(dtype).removeprefix('torch.')}"
+            f"{name} has {largest:g}, too large for {str(dtype).removeprefix('torch.')}"
         )
     return rounded
 

@@ -57,7 +57,7 @@ class RopeScaling(ABC):
         unknown = [name for name in said if name not in fields]
         if missing or unknown:
             raise ValueError(
-                f"{kind} has {', '.join(fields)}: missing {missing}, unknown {unknown}"
+                f"{kind} takes {', '.join(fields)}: missing {missing}, unknown {unknown}"
             )
         return KINDS[kind](**said)
 
@@ -157,7 +157,7 @@ class DynamicNTK(RopeScaling):
 
     def check(self, head_dim: int, theta: float) -> None:
         if head_dim == 2:
-            raise ValueError("dynamic needs a head_dim above 2: with 2 there is only one rotation")
+            raise ValueError("dynamic needs a head_dim above 2, got 2")
 
     def frequencies(
         self, head_dim: int, theta: float, length: Tensor | None, device: torch.device

@@ -466,15 +466,15 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
                 "--seq-len",
                 "32768",
             ],
-            "--strategy usp with --layout striped, --seq-len 32768 and --sp-size 4: it takes at",
+            "--strategy usp with --layout striped, --seq-len 32768 and --sp-size 4: expected at",
         ),
         (
             ["--strategy", "plain-ring", "--sp-size", "4", "--inner-size", "2"],
-            "--strategy plain-ring, --seq-len 512 and --sp-size 4: it takes one ring",
+            "--strategy plain-ring, --seq-len 512 and --sp-size 4: expected a single group",
         ),
         (
             ["--rope-scaling", '{"kind": "linear"}'],
-            "--rope-scaling: linear has factor: missing ['factor']",
+            "--rope-scaling: linear takes factor: missing ['factor']",
         ),
     ],
 )

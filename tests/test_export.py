@@ -317,7 +317,7 @@ def test_runs_of_other_families_are_written_as_theirs(tmp_path, change, kind):
 
 def test_what_no_family_has_is_refused_and_leaves_nothing(tmp_path, capsys):
     run = run_of(tmp_path / "run", dataclasses.replace(PADDED, o_bias=True), ByteTokenizer())
-    assert "no model there has ['o_bias']" in refusal(
+    assert "no Hugging Face model has ['o_bias']" in refusal(
         capsys, "--run", run, "--output", tmp_path / "out"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -312,7 +312,7 @@ def test_minicpms_longrope_has_no_attention_factor_of_its_own():
         for factor in (1.3, MINICPM4.rope_scaling.attention_scale)
     )
     with pytest.raises(
-        ValueError, match=r"attention_factor that follows from its factor there, 1\.22474, this one"
+        ValueError, match=r"attention_factor 1\.22474, as follows from its factor, this one"
     ):
         config_to_hf(own)
     assert config_to_hf(same)["model_type"] == "minicpm"
@@ -504,8 +504,8 @@ def test_ranks_tell_each_other_the_longest():
             {"layer_types": ["chunked_attention"] * 2},
             "layer_types must be .* got .*chunked_attention",
         ),
-        ("llama", {"layer_types": ["sliding_attention"] * 2}, "layers of this llama have a window"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layers of this qwen2 have a window"),
+        ("llama", {"layer_types": ["sliding_attention"] * 2}, "layers of this llama a window"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layers of this qwen2 a window"),
         (
             "qwen2, windows",
             {"sliding_window": None},
@@ -514,7 +514,7 @@ def test_ranks_tell_each_other_the_longest():
         (
             "qwen2, windows",
             {"layer_types": None, "max_window_layers": None},
-            "max_window_layers must be a whole",
+            "max_window_layers must be the number",
         ),
         ("qwen3, biases, windows", {"layer_types": ["sliding_attention"]}, "for each of 2 layers"),
     ],
@@ -530,10 +530,10 @@ def test_other_models_are_refused_by_name(family, change, message):
         (
             "yarn",
             {"rope_type": "proportional"},
-            "scaled by 'proportional', which CPM does not compute",
+            "must be scaled by one of .*, got 'proportional'",
         ),
-        ("yarn", {"rope_type": ["yarn"]}, "which CPM does not compute"),
-        ("yarn", {"mrope_section": [1, 1, 2]}, "of which CPM does not know .'mrope_section'"),
+        ("yarn", {"rope_type": ["yarn"]}, "must be scaled by one of"),
+        ("yarn", {"mrope_section": [1, 1, 2]}, "with unknown fields .'mrope_section'"),
         ("yarn", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("yarn", {"factor": 0.5}, "factor of yarn must be a finite number at least 1, got 0.5"),
         ("yarn", {"factor": "4"}, "factor of yarn must be a finite number at least 1, got '4'"),
@@ -557,11 +557,15 @@ def test_other_models_are_refused_by_name(family, change, message):
         (
             "yarn",
             {"full_attention": {"rope_type": "default"}},
-            "has separate rotary positions for .'full_attention'.",
+            "must be the same for all layers, got separate ones for .'full_attention'.",
         ),
         ("yarn", {"rope_theta": 1}, "yarn needs a rope_theta above 1, got 1"),
         ("dynamic", {"factor": math.inf}, "factor of dynamic must be a finite number"),
-        ("llama3", {"low_freq_factor": None}, "llama3 has factor, .*: missing .'low_freq_factor'."),
+        (
+            "llama3",
+            {"low_freq_factor": None},
+            "llama3 takes factor, .*: missing .'low_freq_factor'.",
+        ),
         (
             "llama3",
             {"low_freq_factor": 5},
@@ -602,19 +606,19 @@ def test_lengths_that_a_scaling_needs_are_asked_for():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"qkv_bias": True, "window": 5}, "a MiniCPM with scalings has no window"),
+        ({"qkv_bias": True, "window": 5}, "Hugging Face's MiniCPM has no window"),
         (
             {"qk_norm": True, "o_bias": True},
-            r"a MiniCPM with scalings has none of \['o_bias', 'qk_norm'\] there",
+            r"Hugging Face's MiniCPM has none of \['o_bias', 'qk_norm'\]",
         ),
-        ({"scale_emb": 1.0, "o_bias": True}, r"no model there has \['o_bias'\]"),
+        ({"scale_emb": 1.0, "o_bias": True}, r"no Hugging Face model has \['o_bias'\]"),
         (
             {"scale_emb": 1.0, "qk_norm": True, "mlp_bias": True},
-            r"no model there has \['mlp_bias', 'qk_norm'\]",
+            r"no Hugging Face model has \['mlp_bias', 'qk_norm'\]",
         ),
         (
             {"scale_emb": 1.0, "mlp_bias": True, "window": 5},
-            r"no model there has \['mlp_bias'\] and a window of 5",
+            r"no Hugging Face model has \['mlp_bias'\] and a window of 5",
         ),
     ],
 )
@@ -637,8 +641,8 @@ YARN = {"kind": "yarn", "factor": 4.0, "original_length": 32}
     [
         ({"factor": 2.0}, "kind must be one of linear, dynamic, yarn, llama3, longrope, got None"),
         ({"kind": "su"}, "kind must be one of .*, got 'su'"),
-        ({"kind": "linear"}, r"linear has factor: missing \['factor'\]"),
-        ({**YARN, "mscale": 1.0}, r"yarn has factor, .*unknown \['mscale'\]"),
+        ({"kind": "linear"}, r"linear takes factor: missing \['factor'\]"),
+        ({**YARN, "mscale": 1.0}, r"yarn takes factor, .*unknown \['mscale'\]"),
         (
             {**YARN, "original_length": 32.0},
             "original_length of yarn must be a whole number at least 1, got 32.0",
@@ -668,7 +672,8 @@ def test_heads_that_do_not_divide_the_hidden_size_are_written_as_no_llama(tmp_pa
     assert error(theirs(tokens).logits, model(tokens, torch.arange(9))) < CLOSE
     assert HFWeights(tmp_path / "out").config == config
     with pytest.raises(
-        ValueError, match=r"no model there has \['mlp_bias'\] and 6 heads, which do not divide 44"
+        ValueError,
+        match=r"no Hugging Face model has \['mlp_bias'\] and 6 heads, which do not divide 44",
     ):
         config_to_hf(dataclasses.replace(config, mlp_bias=True))
 
@@ -686,7 +691,7 @@ def test_a_model_file_says_its_scaling(tmp_path):
         json.dumps({**SMALL.to_dict(), "rope_scaling": {"kind": "yarn"}})
     )
     with pytest.raises(
-        ValueError, match=r"m\.json: rope_scaling: yarn has factor, original_length"
+        ValueError, match=r"m\.json: rope_scaling: yarn takes factor, original_length"
     ):
         TrainConfig(model=str(tmp_path / "m.json")).model_config()
 

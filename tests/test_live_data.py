@@ -760,7 +760,7 @@ def test_rows_of_many_hidden_runs_are_packed_such_that_they_can_be_planned(tmp_p
     assert sum(row.instances for row in read) == 120
     assert len(rows) > 4 > 120 * 90 / 4096
     monkeypatch.setattr(live_rows, "MOST_SLICES", 10**6)
-    with pytest.raises(ValueError, match="would have more than 60 slices"):
+    with pytest.raises(ValueError, match="a mask of at most 60 slices"):
         AntRows(rows.file, rows.config, 4096, 0).read(0)
 
 
@@ -900,7 +900,7 @@ def test_a_strategy_without_biases_is_refused_before_training(bee_folder):
     file = InstanceFile(bee_folder / "train", "cpm-bee")
     rows = BeeRows(file, PRESETS["cpm-bee-tiny"], int(file.all.lengths.max()), 0)
     config = TrainConfig(strategy="plain-ring")
-    with pytest.raises(ValueError, match=r"--strategy plain-ring, .*: it adds no learned bias"):
+    with pytest.raises(ValueError, match=r"--strategy plain-ring, .*: it does not support a bias"):
         config.check_strategy(1, rows.read(0).scores)
 
 

@@ -253,7 +253,7 @@ def test_overlaps_are_found_whenever_there_are_some():
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: Mask(8, (((0, 4), (0, 4)),)), TypeError, "a mask is made of Slices, got tuple"),
+        (lambda: Mask(8, (((0, 4), (0, 4)),)), TypeError, "slices must be Slices, got tuple"),
         (
             lambda: Mask(8, (Slice(4, (0, 4)),)),
             TypeError,
@@ -270,7 +270,7 @@ def test_overlaps_are_found_whenever_there_are_some():
             r"low must be a whole number, got 0\.5",
         ),
         (lambda: Mask(8.0, ()), TypeError, r"seq_len must be a whole number, got 8\.0"),
-        (lambda: Mask(0, ()), ValueError, "a mask needs at least one token, got 0"),
+        (lambda: Mask(0, ()), ValueError, "seq_len must be at least 1, got 0"),
         (lambda: Mask.causal(0), ValueError, "seq_len must be at least 1, got 0"),
         (lambda: Mask.full(True), TypeError, "seq_len must be a whole number, got True"),
         (lambda: Mask.window(8, 0), ValueError, "window must be at least 1, got 0"),
@@ -323,7 +323,7 @@ CU_SEQLENS = [
         ValueError,
         r"cu_seqlens must be \(0, \.\.\., tokens\) with at least one token, got \(0, 0, 0\)",
     ),
-    ((0, 5, 3, 8), ValueError, "cu_seqlens must not fall, but 3 comes after 5"),
+    ((0, 5, 3, 8), ValueError, "cu_seqlens must not decrease, got 3 after 5"),
     ((0, 2.0), TypeError, r"cu_seqlens must be a whole number, got 2\.0"),
     ("0123", TypeError, "cu_seqlens must be a sequence of whole numbers, got str"),
     (b"0123", TypeError, "cu_seqlens must be a sequence of whole numbers, got bytes"),

@@ -275,7 +275,7 @@ WRONG = [
         ValueError,
         "softcap=1e\\+38, or softmax_scale=1e-10 divided by it",
     ),
-    ({"softcap": 2.0, "flash": "cpu"}, ValueError, "cpu: it has no soft cap of the scores"),
+    ({"softcap": 2.0, "flash": "cpu"}, ValueError, "cpu: it does not support a softcap"),
     ({"sinks": [0.0, 0.0]}, TypeError, "sinks must be a torch.Tensor, got list"),
     (
         {"sinks": torch.zeros(3)},

@@ -260,7 +260,7 @@ def test_a_run_that_ends_in_skipped_steps_keeps_all_it_has_and_is_no_success(fol
         ({"init_from": "junk.pt"}, "junk.pt is not a file of weights"),
         ({"init_from": "list.pt"}, "list.pt does not hold names and tensors"),
         ({"init_from": "bin"}, "only safetensors are read"),
-        ({"init_from": "junk"}, "junk/config.json: it holds a list, not names and values"),
+        ({"init_from": "junk"}, "junk/config.json: expected names and values, got a list"),
         ({"model": "cut.json"}, "cut.json: Unterminated string"),
         ({"processes": 2, "sp_size": 3}, "--sp-size 3 does not divide the world of 2 ranks"),
         ({"seq_len": 10_000}, "% of the positions of"),

@@ -130,12 +130,14 @@ def test_a_striped_layout_of_many_tokens_is_refused():
     mask = Mask.causal(1 << 15)
     reason = load("usp").refuses(problem(mask, Layout.striped(1 << 15, 4), 2))
     assert reason == (
-        "it takes at most 4096 runs of positions on a host, but a striped layout has 8192: "
+        "expected at most 4096 runs of positions on a host, got 8192 of a striped layout: "
         "choose another layout"
     )
     assert load("usp").refuses(problem(mask, Layout.zigzag(1 << 15, 4), 2)) is None
     rows = Stacked([Layout.contiguous(1 << 15, 4), Layout.striped(1 << 15, 4)])
-    assert "layout has 8192" in load("usp").refuses(problem(Mask.causal(1 << 16), rows, 2))
+    assert "got 8192 of a stacked layout" in load("usp").refuses(
+        problem(Mask.causal(1 << 16), rows, 2)
+    )
 
 
 def test_a_plan_says_what_its_rings_do():

@@ -189,9 +189,9 @@ def pick_biased(kernel: Kernel, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
     return pick("auto", q, k, biased) if kernel.refuses(biased, q, k) else kernel
 
 
-NO_BIAS = "it adds no bias to the scores"
-NO_SOFTCAP = "it has no soft cap of the scores"
-NOT_BOTH = "it does not cap scores that have a bias"
+NO_BIAS = "it does not support a bias"
+NO_SOFTCAP = "it does not support a softcap"
+NOT_BOTH = "it does not support a softcap together with a bias"
 
 
 def refuses_half(
@@ -212,14 +212,19 @@ def refuses_half(
     if q.device.type != "cuda":
         return f"inputs are on {q.device}, not on an NVIDIA GPU"
     if torch.cuda.get_device_capability(q.device) < capability:
-        return (
-            f"{torch.cuda.get_device_name(q.device)} is older than compute capability {capability}"
-        )
+        return needs_capability(q.device, capability)
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"inputs are {q.dtype}, not fp16 or bf16"
     if q.shape[-1] not in head_sizes:
-        return f"head size {q.shape[-1]} is not one of {list(head_sizes)}"
+        return f"head size must be a multiple of 8 up to {max(head_sizes)}, got {q.shape[-1]}"
     return None
+
+
+def needs_capability(device: torch.device, capability: tuple[int, int]) -> str:
+    """Return the refusal of a GPU below a compute `capability`."""
+    has = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    needed = ".".join(map(str, capability))
+    return f"it needs compute capability {needed}, {torch.cuda.get_device_name(device)} has {has}"
 
 
 @functools.cache

@@ -25,7 +25,7 @@ class CudnnKernel(PlainKernel):
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if spec.deterministic:
-            return "its backward sums in no fixed order"
+            return "its backward is not deterministic"
         return refuses_half(spec, q, capability=(9, 0), head_sizes=range(8, _most(q) + 1, 8))
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -31,7 +31,7 @@ class Fa2Kernel(Kernel):
             and not self.broken()
             and not _package().caps_gradients
         ):
-            return "flash-attn before 2.6.2 does not apply the soft cap to gradients"
+            return "flash-attn before 2.6.2 does not apply the softcap to gradients: update it"
         return reason
 
     def broken(self) -> str | None:

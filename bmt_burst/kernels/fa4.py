@@ -72,7 +72,7 @@ class Fa4Kernel(Kernel):
             return "the package flash-attn-4 is not installed"
         generation = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
         if spec.deterministic and generation == 12:
-            return "its backward sums in no fixed order on GPUs of compute capability 12"
+            return "its backward is not deterministic on GPUs of compute capability 12"
         if spec.biased and (reason := _refuses_biases(spec, q, k, generation)):
             return reason
         largest = (_HEAD_SIZES_HOPPER if generation == 9 else _HEAD_SIZES)[-1]
@@ -84,7 +84,7 @@ class Fa4Kernel(Kernel):
             and not self.broken()
             and not all(map(_takes_scalars, _functions()))
         ):
-            return "this version of flash-attn-4 passes no numbers to functions of scores"
+            return "this version of flash-attn-4 lacks aux_scalars, which a bias needs: update it"
         return reason
 
     def broken(self) -> str | None:
@@ -165,15 +165,16 @@ def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | 
     if spec.softcap is not None:
         return NOT_BOTH
     if generation != 9:
-        return "it adds biases only on GPUs of compute capability 9"
+        return "it supports a bias only on GPUs of compute capability 9"
     if spec.deterministic:
-        return "with biases its backward sums in no fixed order"
+        return "its backward with a bias is not deterministic"
     if q.shape[2] != k.shape[2]:
         return (
-            f"with biases it has as many query heads as kv heads, not {q.shape[2]} and {k.shape[2]}"
+            "with a bias it needs as many kv heads as query heads, "
+            f"got {k.shape[2]} and {q.shape[2]}"
         )
     if q.shape[-1] > _HEAD_SIZES[-1]:
-        return f"with biases head sizes are {_HEAD_SIZES[-1]} at most, not {q.shape[-1]}"
+        return f"with a bias it supports head sizes up to {_HEAD_SIZES[-1]}, got {q.shape[-1]}"
     return (
         None if installed("triton") else "the gradient of a bias's table needs the package triton"
     )

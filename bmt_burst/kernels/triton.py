@@ -28,7 +28,7 @@ from torch import Tensor
 from ..base.compiled import multiply_by_16
 from ..sequence.tile import KernelCall
 from ..spec import Spec
-from . import NOT_BOTH, Kernel, import_failure, installed
+from . import NOT_BOTH, Kernel, import_failure, installed, needs_capability
 from .bias import CallBias, dscores_bound
 from .packed import effective_band, prepare_once, send_to_device
 
@@ -72,11 +72,11 @@ class TritonKernel(Kernel):
         if not q.is_cuda:
             return f"inputs are on {q.device}, not on a GPU"
         if torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
-            return f"{torch.cuda.get_device_name(q.device)} is older than compute capability (8, 0)"
+            return needs_capability(q.device, (8, 0))
         if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"inputs are {q.dtype}, not fp16, bf16 or fp32"
         if q.shape[-1] not in range(8, 257, 8):
-            return f"head size {q.shape[-1]} is not one of {list(range(8, 257, 8))}"
+            return f"head size must be a multiple of 8 up to 256, got {q.shape[-1]}"
         return None
 
     def broken(self) -> str | None:

@@ -72,7 +72,7 @@ class Layout(ABC):
     def __init__(self, seq_len: int, size: int):
         self.seq_len, self.size = as_int("seq_len", seq_len), as_int("size", size)
         if self.size < 1:
-            raise ValueError(f"a layout needs at least one rank, got size={self.size}")
+            raise ValueError(f"expected a layout of at least one rank, got size={self.size}")
         if self.seq_len < self.size:
             raise ValueError(
                 f"a sequence of {self.seq_len} tokens is too short for {self.size} ranks; "
@@ -296,7 +296,7 @@ def layout_class(name: str) -> type[Layout]:
     Raises ValueError for an unknown name, TypeError for anything but a string.
     """
     if not isinstance(name, str):
-        raise TypeError(f"a layout is one of {sorted(LAYOUTS)}, got {type(name).__name__}")
+        raise TypeError(f"expected a layout of {sorted(LAYOUTS)}, got {type(name).__name__}")
     if name not in LAYOUTS:
         raise ValueError(f"unknown layout {name!r}; expected one of {sorted(LAYOUTS)}")
     return LAYOUTS[name]
@@ -361,7 +361,7 @@ def _chunk(seq_len: int, chunks: int, index: int) -> range:
 def _last_tokens(mask: Mask, seq_len: int, device: torch.device) -> Tensor:
     """Return the last position of each part of a mask: int64."""
     if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be a Mask, or one for each row, got {type(mask).__name__}")
+        raise TypeError(f"mask must be a Mask or one for each row, got {type(mask).__name__}")
     if mask.seq_len != seq_len:
         raise ValueError(f"expected a mask of {seq_len} tokens, got one of {mask.seq_len}")
     return torch.tensor([stop - 1 for _, stop in mask.parts], device=device)

@@ -62,7 +62,7 @@ class Mask:
     def __post_init__(self) -> None:
         object.__setattr__(self, "seq_len", _number("seq_len", self.seq_len))
         if self.seq_len < 1:
-            raise ValueError(f"a mask needs at least one token, got {self.seq_len}")
+            raise ValueError(f"seq_len must be at least 1, got {self.seq_len}")
         slices = sorted((_check_slice(s, self.seq_len) for s in self.slices), key=_start)
         _check_disjoint(slices)
         object.__setattr__(self, "slices", tuple(s for s in slices if s.area))
@@ -373,7 +373,7 @@ def _read_bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
         raise ValueError(f"cu_seqlens must be (0, ..., tokens), got {_shorten(bounds)}")
     for before, after in itertools.pairwise(bounds):
         if after < before:
-            raise ValueError(f"cu_seqlens must not fall, but {after} comes after {before}")
+            raise ValueError(f"cu_seqlens must not decrease, got {after} after {before}")
     _number("cu_seqlens", bounds[-1])
     if not bounds[-1]:
         raise ValueError(
@@ -384,7 +384,7 @@ def _read_bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
 
 def _check_slice(s: Any, seq_len: int) -> Slice:
     if not isinstance(s, Slice):
-        raise TypeError(f"a mask is made of Slices, got {type(s).__name__}")
+        raise TypeError(f"slices must be Slices, got {type(s).__name__}")
     spans: list[Span] = []
     for name, span in (("q", s.q), ("kv", s.kv)):
         if not isinstance(span, Sequence) or len(span) != 2:

@@ -369,7 +369,7 @@ def _tile(part: _QueryRun, run: RunFields, place: Span) -> TileFields | None:
     if columns <= 0:
         return None
     assert its_step == step, (
-        f"a run of step {step} sees one of step {its_step}: a layout's ranges have one step"
+        f"expected one step for all ranges of a layout, got {step} and {its_step}"
     )
     ahead = first_position - position
     below = -columns if low is None else -((ahead - low) // step)

@@ -50,8 +50,10 @@ class PlainRing(Strategy):
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.outer > 1:
-            return f"it takes one ring, got a double ring of {problem.outer} x {problem.inner}"
-        return "it adds no learned bias to the scores" if problem.scores else None
+            return (
+                f"expected a single group, got a double_group of {problem.outer} x {problem.inner}"
+            )
+        return "it does not support a bias" if problem.scores else None
 
     def plan(self, problem: Problem, rank: int) -> PlainRingPlan:
         return PlainRingPlan(problem, rank)

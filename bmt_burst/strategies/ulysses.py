@@ -54,7 +54,7 @@ class Ulysses(Strategy):
     def refuses(self, problem: Problem) -> str | None:
         if problem.outer > 1:
             sizes = f"{problem.outer} x {problem.inner}"
-            return f"it takes a single group of ranks, not a double_group of {sizes}"
+            return f"expected a single group, got a double_group of {sizes}"
         return None
 
     def plan(self, problem: Problem, rank: int) -> UlyssesPlan:
@@ -71,8 +71,8 @@ class USP(Ulysses):
         runs = sum(len(r) for r in layout.shards[0] if r.step > 1) if is_grid else 0
         if runs > _MOST_RUNS:
             return (
-                f"it takes at most {_MOST_RUNS} runs of positions on a host, but a {layout.name} "
-                f"layout has {runs}: choose another layout"
+                f"expected at most {_MOST_RUNS} runs of positions on a host, got {runs} of a "
+                f"{layout.name} layout: choose another layout"
             )
         return None
 

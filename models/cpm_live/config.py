@@ -75,12 +75,10 @@ class LiveConfig(ABC):
         values = dict(values)
         if (found := values.pop("model_type", cls.model_type)) != cls.model_type:
             raise ValueError(
-                f"this is a configuration of {found!r}, expected one of {cls.model_type!r}"
+                f"expected a configuration of {cls.model_type!r}, got one of {found!r}"
             )
         if dropout := values.get("dropout_p"):
-            raise ValueError(
-                f"dropout_p must be 0, since dropout is not supported, got {dropout!r}"
-            )
+            raise ValueError(f"dropout_p must be 0, dropout is not supported, got {dropout!r}")
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{k: v for k, v in cls._accepted(values, known).items() if k not in _NOT_OURS})
 
@@ -88,7 +86,7 @@ class LiveConfig(ABC):
     def _accepted(cls, values: dict[str, Any], known: set[str]) -> dict[str, Any]:
         """Return the values of known fields. Raises ValueError for others."""
         if unknown := sorted(values.keys() - known - {*_NOT_OURS}):
-            raise ValueError(f"a configuration of {cls.model_type} has no fields {unknown}")
+            raise ValueError(f"unknown fields {unknown} in a configuration of {cls.model_type}")
         return values
 
     def to_dict(self) -> dict[str, Any]:

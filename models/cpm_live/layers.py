@@ -307,7 +307,7 @@ class LiveModel(SequenceParallelModule):
         """
         if (scores is None) == (rows is None) or (rows is not None and cache is None):
             raise ValueError(
-                "expected scores or, for tokens that continue a cache, rows of the bias table"
+                "expected either scores, or rows of the bias table together with a cache"
             )
         table = self.position_bias.table()
         return self.encoder(

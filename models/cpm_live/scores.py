@@ -149,8 +149,8 @@ def _mask(seq_len: int, span: Tensor, sample: Tensor, context: Tensor) -> Mask:
     predicted = [sum(not run.context for run in runs) for runs in by_span.values()]
     if sum(map(slices_of, predicted)) > MOST_SLICES:
         raise ValueError(
-            f"there are {sum(predicted)} runs of tokens to be predicted, up to {max(predicted)} "
-            f"in a span: their mask would have more than {MOST_SLICES} slices. Predict fewer and "
+            f"expected a mask of at most {MOST_SLICES} slices, got more for {sum(predicted)} runs "
+            f"of tokens to be predicted, up to {max(predicted)} in a span: predict fewer and "
             "longer runs, or cut shorter spans"
         )
     return Mask(

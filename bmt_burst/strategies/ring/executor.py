@@ -257,7 +257,7 @@ class Execution(ABC):
             case "end":
                 self._end(event)
             case "return" | "collect" | "leave" | "receive":
-                raise AssertionError(f"nothing returns in a forward: {event}")
+                raise AssertionError(f"a forward returns no gradients, got {event}")
             case _:
                 assert_never(event.do)
 
