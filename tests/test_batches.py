@@ -73,9 +73,13 @@ def test_every_group_reads_its_share_in_micro_batches_that_fit(
         (
             3,
             {},
-            "--batch-size 8 does not divide by 3 data parallel groups: give --batch-size 6 or 9",
+            "--batch-size 8 is not a multiple of 3 data parallel groups: give --batch-size 6 or 9",
         ),
-        (16, {}, "--batch-size 8 does not divide by 16 data parallel groups: give --batch-size 16"),
+        (
+            16,
+            {},
+            "--batch-size 8 is not a multiple of 16 data parallel groups: give --batch-size 16",
+        ),
         (
             1,
             {"micro_batch_size": 3},

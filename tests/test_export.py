@@ -407,7 +407,7 @@ def test_a_full_disk_is_named(run, tmp_path, capsys, kind):
 
 
 def test_two_exports_do_not_write_to_one_folder(run, tmp_path, capsys):
-    with export.written_aside(tmp_path / "out"):
+    with export.write_aside(tmp_path / "out"):
         assert "is in use by process" in refusal(capsys, "--run", run, "--output", tmp_path / "out")
     assert (tmp_path / "out").is_dir()
 

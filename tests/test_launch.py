@@ -52,7 +52,7 @@ def test_nobody_outside_of_the_machine_reaches_the_store():
     ],
 )
 def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
-    assert launch._cause(failed) == cause
+    assert launch._find_cause(failed) == cause
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_a_rank_that_failed_by_itself_is_told_apart(error, code):
 
 
 def test_codes_are_those_of_a_shell_with_the_signals_name():
-    assert launch._named(-9) == "code 137 (SIGKILL)"
-    assert launch._named(2) == "code 2"
+    assert launch._describe_code(-9) == "code 137 (SIGKILL)"
+    assert launch._describe_code(2) == "code 2"
     assert launch._exit_code(-15) == 143
 
 

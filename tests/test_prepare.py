@@ -136,7 +136,7 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
         (
             "x.txt.gz",
             b"text",
-            "x.txt.gz is not read, like all .gz files that are not compressed by gzip",
+            "x.txt.gz is not read: it is a .gz file that is not compressed by gzip",
         ),
         ("x.txt", b"", "there is no text to read: 1 empty file, such as"),
         ("x.jsonl.gz", b"", "there is no text to read: 1 empty file, such as"),

@@ -375,7 +375,7 @@ def changed_state(path, change) -> None:
     change(state)
     (path / "state.json").write_text(json.dumps(state))
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["state.json"] = checkpoint._entry(path / "state.json")
+    manifest["files"]["state.json"] = checkpoint._describe_file(path / "state.json")
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -651,9 +651,7 @@ def forget_identity(folder) -> None:
 def test_data_of_another_tokenizer_neither_validates_nor_starts_a_stage(settings, theirs, tmp_path):
     other = written_text(tmp_path / "theirs", theirs)
     refused = (
-        "theirs is of another tokenizer than .*text: expected "
-        f"{ByteTokenizer().identity[:12]}, "
-        "got "
+        f"theirs has another tokenizer than .*text: expected {ByteTokenizer().identity[:12]}, got "
     )
     with pytest.raises(ranks.RankError, match=refused + theirs.identity[:12]):
         train(settings, val_data=str(other))
@@ -666,8 +664,7 @@ def test_data_of_another_tokenizer_neither_validates_nor_starts_a_stage(settings
         "output": str(tmp_path / "stage"),
     }
     refused = (
-        f"step_00000004 is of another tokenizer than .*theirs: expected {theirs.identity[:12]}, "
-        "got "
+        f"step_00000004 has another tokenizer than .*theirs: expected {theirs.identity[:12]}, got "
     )
     with pytest.raises(ranks.RankError, match=refused + ByteTokenizer().identity[:12]):
         train(settings, **stage)
@@ -684,7 +681,7 @@ def test_a_run_does_not_go_on_with_the_same_tokens_of_another_tokenizer(settings
     other = written_text(tmp_path / "longer", JsonTokenizer(tmp_path / "longer.json"))
     train(settings | {"data": str(written_text(tmp_path / "theirs", theirs))})
     with pytest.raises(
-        ranks.RankError, match=r"step_00000004 is of another tokenizer than .*longer: expected"
+        ranks.RankError, match=r"step_00000004 has another tokenizer than .*longer: expected"
     ):
         train(settings | {"data": str(other), "resume": "auto"})
 
@@ -717,7 +714,7 @@ def test_folders_without_an_identity_are_used_with_a_warning(settings, theirs, t
     assert capsys.readouterr().err.count(f"{first} {warning}") == 1
     small = changed(SMALL, vocab_size=256)
     (tmp_path / "model.json").write_text(json.dumps(small.to_dict()))
-    with pytest.raises(ranks.RankError, match="has 257 kinds of tokens"):
+    with pytest.raises(ranks.RankError, match="has a vocabulary of 257 tokens"):
         train(settings, val_data=str(other), output=str(tmp_path / "small"))
 
 
@@ -762,7 +759,7 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
     assert started(settings, source, tmp_path / "1")
     digits = theirs.identity[:12], ByteTokenizer().identity[:12]
     refused = (
-        f"hf is of another tokenizer than .*theirs: expected {digits[0]}, got {digits[1]} as it "
+        f"hf has another tokenizer than .*theirs: expected {digits[0]}, got {digits[1]} as it "
         "was exported, .*"
     )
     with pytest.raises(
@@ -773,7 +770,7 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
     capsys.readouterr()
     allowed = {"data": str(other), "allow_other_tokenizer": True}
     assert started(settings, source, tmp_path / "2", **allowed)
-    assert "hf is of another tokenizer than" in capsys.readouterr().err
+    assert "hf has another tokenizer than" in capsys.readouterr().err
     assert started(settings, source, tmp_path / "2", **allowed | {"resume": "auto", "steps": 2})
 
     save_weights(tmp_path / "plain", SMALL, initialized(SMALL).state_dict())
@@ -783,7 +780,7 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
     assert started(settings, tmp_path / "plain", tmp_path / "4", data=str(other))
     assert "identity" not in capsys.readouterr().err
     with pytest.raises(
-        ranks.RankError, match=f"plain is of another tokenizer than {mine}: expected {digits[1]}"
+        ranks.RankError, match=f"plain has another tokenizer than {mine}: expected {digits[1]}"
     ):
         started(settings, tmp_path / "plain", tmp_path / "5")
     forget_identity(mine)
@@ -833,7 +830,7 @@ def test_neither_do_cpm_lives_models_mix_vocabularies(name, settings, tmp_path):
         "seq_len": 96,
     }
     settings |= {"steps": 1, "warmup_steps": 0, "decay_steps": 0}
-    refused = "is of another tokenizer than .*live-ab: expected"
+    refused = "has another tokenizer than .*live-ab: expected"
     with pytest.raises(ranks.RankError, match=f"live-ba {refused}"):
         train(settings, val_data=str(tmp_path / "live-ba"))
     tokenizer.save(tmp_path / "exported")
@@ -846,6 +843,6 @@ def test_neither_do_cpm_lives_models_mix_vocabularies(name, settings, tmp_path):
         "output": str(tmp_path / "stage"),
     }
     with pytest.raises(
-        ranks.RankError, match=r"step_00000001 is of another tokenizer than .*live-ba: expected"
+        ranks.RankError, match=r"step_00000001 has another tokenizer than .*live-ba: expected"
     ):
         train(settings, **stage, data=str(tmp_path / "live-ba"))

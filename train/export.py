@@ -3,8 +3,8 @@
     python train/export.py --run runs/cpm --output exported    # a Hugging Face folder
     python train/export.py --run runs/cpm --output exported --format bmtrain    # model.pt
 
-By default the export is a Hugging Face folder of a Llama, or of a Mistral, Qwen2 or Qwen3 if the
-model needs it (see models/hf_config.py). MiniCPM's scalings are folded into the weights, so
+By default the export is a Hugging Face folder of a Llama. It is a Mistral, Qwen2 or Qwen3 if the
+model needs that (see models/hf_config.py). MiniCPM's scalings are folded into the weights, so
 transformers can load it without other code. With --keep-scalings the folder is a MiniCPM's instead.
 transformers needs that model's own code for it (trust_remote_code), and training can resume with
 the scalings.
@@ -105,7 +105,7 @@ def export_bmtrain(
 
 
 @contextmanager
-def written_aside(output: Path) -> Iterator[Path]:
+def write_aside(output: Path) -> Iterator[Path]:
     """Yield a folder that is renamed to `output` at the end, or removed if the work fails.
 
     Raises ValueError if another process is writing it. Files of an earlier run that was killed are
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"{args.output} exists")
         path = checkpoint.find(args.run)
         saved, tokenizer = checkpoint.Checkpoint(path), checkpoint_tokenizer(path)
-        with written_aside(args.output) as folder:
+        with write_aside(args.output) as folder:
             if args.format == "bmtrain":
                 export_bmtrain(saved, tokenizer, folder, dtype)
             else:

@@ -6,10 +6,10 @@ words.
     python train/prepare_data.py --tokenizer cpm-bee:vocabulary.txt --input corpus.jsonl \
         --output data/corpus
 
-Inputs are those of prepare_data.py: .txt and .jsonl files, .gz or not, and folders of them (--glob
-selects others). All keys and texts of a .jsonl line count. Up to half of the vocabulary are the
-most frequent characters. The rest are the words that save the most tokens. For real training, use
-the vocabulary that belongs to a model's weights.
+It reads the same inputs as prepare_data.py: .txt and .jsonl files, .gz or not, and folders of them
+(--glob selects others). It counts all keys and texts of a .jsonl line. Up to half of the vocabulary
+are the most frequent characters. The rest are the words that save the most tokens. For real
+training, use the vocabulary that belongs to a model's weights.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def pieces_of(texts: Iterator[str], special: Sequence[str], size: int) -> list[s
             f"--size must leave room for more than the {len(special)} special tokens, got {size}"
         )
     known = {*WRITTEN, "\r"}
-    single = _best({c: n for c, n in characters.items() if c not in known}, room // 2)
+    single = _take_best({c: n for c, n in characters.items() if c not in known}, room // 2)
     scores = {
         word: count * (len(word) - 1) for word, count in words.items() if not is_special(word)
     }
-    return [*special, *single, *_best(scores, room - len(single))]
+    return [*special, *single, *_take_best(scores, room - len(single))]
 
 
-def _best(scores: dict[str, int], count: int) -> list[str]:
+def _take_best(scores: dict[str, int], count: int) -> list[str]:
     """Return the pieces with the highest scores. Equal scores are ordered by characters."""
     return sorted(scores, key=lambda piece: (-scores[piece], piece))[:count]
 
@@ -86,12 +86,15 @@ def texts_of(file: TextFile, model: str, bad: BadLines) -> Iterator[str]:
             continue
         for number, line in enumerate(piece.lines, piece.first_line):
             try:
-                yield from _plain(_strings(parse_json(line)), model) if line.strip() else ()
+                yield from (
+                    _drop_special(_find_strings(parse_json(line)), model) if line.strip() else ()
+                )
             except BadRecord as error:
                 bad.add(file.path, number, str(error))
 
 
-def _plain(texts: Iterator[str], model: str) -> Iterator[str]:
+def _drop_special(texts: Iterator[str], model: str) -> Iterator[str]:
+    """Yield the texts, without the special tokens that a Bee's texts name."""
     if model != "cpm-bee":
         yield from texts
         return
@@ -99,19 +102,19 @@ def _plain(texts: Iterator[str], model: str) -> Iterator[str]:
         yield from (part for part, special in bee_parts(text) if not special)
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _find_strings(value: Any) -> Iterator[str]:
     """Yield keys and texts of a JSON value. Raises BadRecord for text that is not Unicode."""
     if isinstance(value, str):
         yield check_unicode(value)
     elif isinstance(value, dict):
         for inner in itertools.chain.from_iterable(value.items()):
-            yield from _strings(inner)
+            yield from _find_strings(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _strings(inner)
+            yield from _find_strings(inner)
 
 
-def _write(file: Path, text: str) -> None:
+def _write_file(file: Path, text: str) -> None:
     """Write the file as a whole or not at all."""
     partial = file.with_name(f"{file.name}.partial")
     try:
@@ -132,7 +135,7 @@ def make(args: argparse.Namespace) -> None:
     bad = BadLines()
     texts = itertools.chain.from_iterable(texts_of(file, args.model, bad) for file in files)
     pieces = pieces_of(texts, special, args.size)
-    _write(Path(args.output), "".join(f"{piece}\n" for piece in pieces))
+    _write_file(Path(args.output), "".join(f"{piece}\n" for piece in pieces))
     made, read = counted(len(pieces), "piece"), counted(len(files), "file")
     print(f"{args.output}: {made}, {len(special)} of them special, from {read}")
     for line in unread.lines():
@@ -152,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--model",
         choices=tuple(SPECIAL),
         required=True,
-        help="the model, whose special tokens begin the vocabulary",
+        help="the model; its special tokens begin the vocabulary",
     )
     parser.add_argument(
         "--input", nargs="+", required=True, help=".txt or .jsonl files, also as .gz, or folders"

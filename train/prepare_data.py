@@ -21,9 +21,9 @@ so is the rest of a damaged .gz. index.json lists the first of them. If more tha
 lines are bad, nothing is written.
 
 A document's name alone decides whether it is for validation. The name is the path of its file
-relative to its --input, or the file's own name if the file is itself an --input, and the line for
-.jsonl. So a corpus that is moved or copied gets the same split. If the names leave one part empty,
-as with few documents, the last tokens are for validation instead, and a document may be cut in two.
+relative to its --input. For a file that is itself an --input, it is the file's own name. A .jsonl
+adds the line. So a corpus that is moved or copied gets the same split. With few documents, one part
+may be empty. The last tokens are then for validation, and a document may be cut in two.
 
 OUTPUT appears when it is complete. Until then the run works in OUTPUT.partial, which it locks. This
 folder is removed after Ctrl-C and errors. If the run is killed, the next run replaces it.
@@ -66,17 +66,17 @@ from train.data.text import (
 )
 from train.data.tokenizer import Tokenizer, open_tokenizer
 
-_SMALL = 1 << 23  # bytes of text for which it does not pay to start processes
+_SMALL = 1 << 23  # bytes of text below which starting processes takes longer than it saves
 _PARTS = {"train", "val"}
 
 
 def _is_validation(name: str, fraction: float) -> bool:
-    """Whether a document is for validation. Only its name matters."""
+    """Whether the document of this name is for validation."""
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") < fraction * 2**64
 
 
 def _check_output(output: Path, overwrite: bool, files: list[TextFile]) -> None:
-    """Raise ValueError if the output is anything but a folder that this script wrote."""
+    """Raise ValueError unless the output is new, or a folder of this script to be replaced."""
     if output.is_symlink():
         raise ValueError(
             f"{output} is a link, which is not replaced: give the folder that it points to"
@@ -134,8 +134,8 @@ def _empty(folder: Path) -> None:
 
 
 def _workers(asked: int | None, tokenizer: str, size: int) -> int:
-    """Return the number of CPU cores of this process, or one if the work takes less time than to
-    start processes.
+    """Return the number of worker processes: as asked, else one for each CPU core, or one in all
+    for little work.
     """
     if asked is not None:
         return asked
@@ -285,7 +285,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--glob",
-        help="in folders, read the files whose path matches this pattern, as text if not .jsonl",
+        help="in folders, read the files that match this pattern, as text unless they are .jsonl",
     )
     parser.add_argument(
         "--exclude",
@@ -304,13 +304,13 @@ def _parser() -> ArgumentParser:
         type=float,
         default=0.01,
         metavar="SHARE",
-        help="share of the lines, not counting empty ones, that may be bad; if more are, nothing "
-        "is written (default: 0.01)",
+        help="largest share of bad lines among the lines that are not empty; if more are bad, "
+        "nothing is written (default: 0.01)",
     )
     parser.add_argument(
         "--workers",
         type=int,
-        help="processes that tokenize (default: one for each CPU core; 1 for bytes and for little "
+        help="processes that tokenize (default: one for each CPU core, but 1 for bytes or little "
         "text)",
     )
     return parser

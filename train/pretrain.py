@@ -159,7 +159,7 @@ class Trainer:
         return Metrics(self.root, self.progress.step, self.config.steps, self.config.log_every)
 
     def run(self) -> bool:
-        """Train to the last step, or until told to stop. Return whether nothing is left to do.
+        """Train to the last step, or until a signal to stop. Return whether nothing is left to do.
 
         Raises FloatingPointError on every rank if the run ends with several skipped steps. A single
         skipped step may be due to the loss scale.
@@ -168,7 +168,7 @@ class Trainer:
         self._say(self._description())
         if progress.step >= config.steps:
             self._say(f"there is nothing to do: step {progress.step} of {config.steps} is done")
-        stopping = self._told_to_stop()
+        stopping = self._is_stopping()
         if self._evaluation_missing() and not stopping:
             stopping = not self._evaluate()
         while progress.step < config.steps and not stopping:
@@ -189,8 +189,8 @@ class Trainer:
     def _is_last(self) -> bool:
         return self.progress.step >= self.config.steps
 
-    def _told_to_stop(self) -> bool:
-        """Whether any rank was told to stop."""
+    def _is_stopping(self) -> bool:
+        """Whether any rank received a signal to stop."""
         return self.engine.sum([float(self.stop.received)])[0] > 0
 
     def _save(self) -> None:
@@ -215,7 +215,7 @@ class Trainer:
         )[0]
 
     def _train_step(self) -> bool:
-        """Do one step. Return whether any rank was told to stop."""
+        """Do one step. Return whether any rank received a signal to stop."""
         began, config, progress = time.perf_counter(), self.config, self.progress
         self.watchdog.alive(f"reading for step {progress.step + 1}")
         with self.clock.phase("data"):
@@ -242,7 +242,7 @@ class Trainer:
         self, micro_batches: Sequence[Work], targets: float
     ) -> tuple[float, bool]:
         """Compute the gradients of the mean loss over `targets` targets of all ranks. Return that
-        loss, and whether any rank was told to stop.
+        loss, and whether any rank received a signal to stop.
         """
         losses = []
         for batch in micro_batches:
@@ -303,8 +303,8 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> bool:
-        """Record the mean token loss over evenly spaced sequences. Return False if told to stop
-        meanwhile.
+        """Record the mean token loss over evenly spaced sequences. Return False if a signal
+        to stop arrives meanwhile.
         """
         began, step, data = time.perf_counter(), self.progress.step, self.inputs.validation
         assert data is not None
@@ -312,7 +312,7 @@ class Trainer:
         loss = targets = 0.0
         for batch in self.batches.of_evaluation(data):
             self.watchdog.alive(f"evaluation after step {step}")
-            if self._told_to_stop():
+            if self._is_stopping():
                 self._say(f"step {step}: evaluation stopped")
                 return False
             batch_loss, batch_targets = batch.losses(self.engine.model)

@@ -42,7 +42,7 @@ else
 fi
 
 trap 'interrupted=1' INT # on Ctrl-C, training saves and exits, and then so does this script
-# The ranks share every sequence: each has a part of the tokens, and keys and values pass round the ring.
+# The ranks share every sequence: each has a part of the tokens, and sends its keys and values around the ring.
 python train/pretrain.py --processes "$ranks" --sp-size "$ranks" --model cpm-tiny --data "$data/train" \
     --val-data "$data/val" --steps 850 --batch-size 4 --micro-batch-size 4 --lr 4e-3 --dtype "$dtype" \
     --output "$run" --resume auto

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of model: its name, its parts, and how it is told from others.
+    """One kind of model: its name, its parts, and the fields that identify it.
 
     name        the "model_type" of its configurations
     config      the class of its configurations, with from_dict and to_dict

@@ -1,5 +1,5 @@
 # Make .venv in the repository with bmt_burst and the extras named in $1, and activate it. The project's scripts source
-# this file. It installs nothing if that is done already, also by install_gpu.sh. BMT_BURST_TORCH names another torch.
+# this file. It installs nothing if this script or install_gpu.sh did so before. BMT_BURST_TORCH names another torch.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . train/pip.sh
 python3 - <<'CHECK' || exit 1

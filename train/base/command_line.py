@@ -1,4 +1,4 @@
-"""The command line of each script. An error takes one line instead of the usage of every option."""
+"""The command line of each script. It prints an error in one line, without the usage."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from train.base.error_file import leave_reason
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that reports every error, its own and those passed to `error`, in one line on stderr
-    and exits with code 2.
-    """
+    """A parser that reports an error in one line on stderr, and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")

@@ -1,8 +1,8 @@
-"""The file in which torchrun looks for the reason of a failed rank, to show it in its summary.
+"""The file from which torchrun reads why a rank failed. torchrun shows the reason in its summary.
 
-torchrun names this file in TORCHELASTIC_ERROR_FILE, another one for each rank. torch's own
-decorator `record`, of torch.distributed.elastic.multiprocessing.errors, writes a traceback there.
-The scripts of train/ write the sentence that the rank prints.
+torchrun names a file for each rank in TORCHELASTIC_ERROR_FILE. torch's decorator `record`, of
+torch.distributed.elastic.multiprocessing.errors, writes a traceback there. The scripts of train/
+write the sentence that the rank prints.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_LATER = 5  # seconds, more than torchrun lets pass between looks at its ranks
+_LATER = 5  # seconds; torchrun checks its ranks more often
 
 
 def leave_reason(sentence: str, cause: bool = True) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_AHEAD = 4  # items of each worker that may be in progress or wait for an earlier one
+_AHEAD = 4  # items of each worker that are in progress, or wait for the result of an earlier one
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,17 @@ def _interrupts_later() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block. Processes that are started in the block ignore it
     for good, because this process handles it.
     """
-    came: list[int] = []
-    # for threads that do not block the signal
-    before = signal.signal(signal.SIGINT, lambda signum, _: came.append(signum))
-    resource_tracker.ensure_running()  # it unblocks signals
+    received: list[int] = []
+    # threads that do not block the signal may still receive it
+    before = signal.signal(signal.SIGINT, lambda signum, _: received.append(signum))
+    resource_tracker.ensure_running()  # started now, because it unblocks signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which processes inherit
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 

@@ -1,4 +1,4 @@
-"""Paths inside a folder. A name in a folder that someone else wrote must not lead out of it."""
+"""Paths inside a folder. Names in a folder from elsewhere must not lead out of it."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ from bmt_burst.errors import RankFailed, RankGone
 
 Result = TypeVar("Result")
 
-LOST_CONTACT = 4  # exit code of a rank that ends since another one is gone
+LOST_CONTACT = 4  # exit code of a rank that ends because another one is gone
 # torch has no class for a peer that gloo or NCCL lost. gloo's errors name its source file, NCCL's
 # their code.
 _LOST_PEER = ("gloo/transport", "ncclRemoteError")
 
 
 class RankError(RuntimeError):
-    """Something failed on a rank, and every rank knows."""
+    """A failure on one rank, raised on every rank."""
 
 
 def rank() -> int:
@@ -32,7 +32,7 @@ def world_size() -> int:
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every rank, in rank order."""
+    """Return `value` of every rank, in rank order."""
     values = [None] * world_size()
     if len(values) == 1:
         return [value]
@@ -41,11 +41,10 @@ def gather(value: Any) -> list[Any]:
 
 
 def together(work: Callable[[], Result], raising: type[Exception] | None = None) -> Result:
-    """Does `work` on every rank and returns this rank's result.
+    """Do `work` on every rank. Return this rank's result.
 
-    If it fails on any rank for a reason that lies in files or settings, raises `raising` (default:
-    RankError) on every rank, with the reason and the rank. `work` itself must not need the other
-    ranks to fail with it.
+    If files or settings make it fail on one rank, every rank raises `raising` (default: RankError)
+    with the reason and the rank. A rank that fails must not leave others waiting inside `work`.
     """
     results: list[Result] = []
     problem = None

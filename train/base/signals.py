@@ -20,7 +20,7 @@ INTERRUPTED = 128 + signal.SIGINT  # exit code of a run that was ended at once
 NOTED = "stopping after this step; press Ctrl-C again to end the run now"
 
 _PR_SET_PDEATHSIG = 1
-# seconds within which a second interrupt is the same one: it may reach a process in several ways
+# Seconds within which a second interrupt counts as the first one. A process may get one twice.
 _SAME = 0.5
 
 
@@ -72,19 +72,19 @@ class StopSignal:
 
 
 class Interrupts:
-    """A handler by which SIGINT raises KeyboardInterrupt, as usual, and that remembers the signal.
+    """A handler of SIGINT. It raises KeyboardInterrupt, as usual, and remembers the signal.
 
     Python drops exceptions that are raised in callbacks, for example of garbage collection. `check`
     raises such an exception again. SIGINT stays ignored where it already is, as under nohup.
     """
 
     def __init__(self):
-        self._came = False
+        self._received = False
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, self._note)
 
     def check(self) -> None:
-        if self._came:
+        if self._received:
             raise KeyboardInterrupt
 
     def end(self) -> None:
@@ -93,7 +93,7 @@ class Interrupts:
         self.check()
 
     def _note(self, *_: object) -> None:
-        self._came = True
+        self._received = True
         raise KeyboardInterrupt
 
 

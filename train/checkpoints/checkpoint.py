@@ -103,7 +103,7 @@ def _readable(root: Path) -> Iterator[tuple[Path, int]]:
         try:
             yield path, Checkpoint(path).state.get("skips_in_a_row", 0)
         except CheckpointError as error:
-            _name_damaged(path, str(error))
+            _print_damage(path, str(error))
 
 
 def newest(root: Path, set_aside: bool = False) -> Path | None:
@@ -118,7 +118,7 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
         problem = _damage_on_any_rank(path)
         if problem:
             damaged.append(path)
-            _name_damaged(path, problem)
+            _print_damage(path, problem)
             continue
         if set_aside:
             _on_first_rank(lambda: _set_aside(damaged))
@@ -218,14 +218,14 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path}: expected {key} of shape {shard.shape}, got {self.shapes.get(key)}"
             )
-        return self._range(key, shard.start, shard.start + shard.flat.numel())
+        return self._read_range(key, shard.start, shard.start + shard.flat.numel())
 
     def weights(self) -> dict[str, Tensor]:
         """Return all weights, whole."""
         keys = [key for key in self.shapes if key.startswith("weight/")]
         whole = {key: torch.Size(self.shapes[key]).numel() for key in keys}
         return {
-            k.removeprefix("weight/"): self._range(k, 0, n).view(self.shapes[k])
+            k.removeprefix("weight/"): self._read_range(k, 0, n).view(self.shapes[k])
             for k, n in whole.items()
         }
 
@@ -234,7 +234,7 @@ class Checkpoint:
         if rank < len(self._files):
             torch.set_rng_state(self._files[rank].get_tensor(_RNG))
 
-    def _range(self, key: str, start: int, stop: int) -> Tensor:
+    def _read_range(self, key: str, start: int, stop: int) -> Tensor:
         parts, at = [], start
         for first, last, piece in sorted(self._pieces[key], key=lambda p: p[:2]):
             if at < stop and first <= at < last:
@@ -269,7 +269,7 @@ def _on_first_rank(work: Callable[[], None]) -> None:
     ranks.together(lambda: work() if ranks.rank() == 0 else None, CheckpointError)
 
 
-def _name_damaged(path: Path, problem: str) -> None:
+def _print_damage(path: Path, problem: str) -> None:
     if ranks.rank() == 0:
         print(f"checkpoint {path} is damaged: {problem}", file=sys.stderr)
 
@@ -297,7 +297,7 @@ def _make_room(root: Path, keep_last: int) -> None:
     The newest one that is good and whole stays in any case. No more are removed than necessary.
     """
     there = listed(root)
-    wanted = _ROOM * max((_size(path) for path in there[:1]), default=0)
+    wanted = _ROOM * max((_count_bytes(path) for path in there[:1]), default=0)
     if shutil.disk_usage(root).free >= wanted:
         return
     good = next((path for path, skips in _readable(root) if not skips and not damage(path)), None)
@@ -310,7 +310,7 @@ def _make_room(root: Path, keep_last: int) -> None:
             _remove(old)
 
 
-def _size(path: Path) -> int:
+def _count_bytes(path: Path) -> int:
     """Return the bytes of a checkpoint."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
@@ -334,7 +334,7 @@ def _write_shards(file: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, 
     )
     file.chmod(mode)
     _sync(file)
-    return file.name, _entry(file)
+    return file.name, _describe_file(file)
 
 
 def _write_tokenizer(partial: Path, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -344,7 +344,7 @@ def _write_tokenizer(partial: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     written = sorted(file for file in folder.rglob("*") if file.is_file())
     for place in (*written, folder):
         _sync(place)
-    return {file.relative_to(partial).as_posix(): _entry(file) for file in written}
+    return {file.relative_to(partial).as_posix(): _describe_file(file) for file in written}
 
 
 def _finish(
@@ -364,7 +364,7 @@ def _finish(
 def _write_json(file: Path, value: Any) -> dict[str, Any]:
     file.write_text(json.dumps(value, indent=1) + "\n")
     _sync(file)
-    return _entry(file)
+    return _describe_file(file)
 
 
 def _remove(path: Path) -> None:
@@ -382,7 +382,7 @@ def _erase(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _entry(file: Path) -> dict[str, Any]:
+def _describe_file(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 

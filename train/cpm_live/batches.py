@@ -1,4 +1,4 @@
-"""The rows that a rank reads of CPM-Live's data, and its part of each. A thread reads them
+"""The rows of CPM-Live's data that a rank reads, and its part of each. A thread reads them
 ahead.
 """
 
@@ -34,8 +34,8 @@ class LiveMicroBatch:
     layouts    layouts of the rows on the ranks
     instances  number of instances in all B rows
     targets    number of targets on all ranks that share the rows
-    work       visible pairs of the queries of each of these ranks, over all layers with attention,
-               of one head
+    work       for each of these ranks, the visible pairs of its queries: of one head, summed over
+               all layers with attention
     """
 
     inputs: tuple[Tensor, ...]
@@ -101,24 +101,24 @@ class LiveBatches(Dealer[PackedRows, LiveMicroBatch]):
         return ", ".join(said)
 
     def _of_samples(self, data: PackedRows, samples: Sequence[int]) -> LiveMicroBatch:
-        return self._made([data.of_sample(sample) for sample in samples])
+        return self._make_batch([data.of_sample(sample) for sample in samples])
 
     def _read(self, data: PackedRows, indices: Sequence[int | None]) -> LiveMicroBatch:
-        return self._made(
-            [_blank(data.read(0)) if i is None else data.read(i) for i in indices]
+        return self._make_batch(
+            [_blank_row(data.read(0)) if i is None else data.read(i) for i in indices]
         ).to(self.device)
 
-    def _made(self, rows: Sequence[Row]) -> LiveMicroBatch:
+    def _make_batch(self, rows: Sequence[Row]) -> LiveMicroBatch:
         layouts = [self._layout(row) for row in rows]
         inputs, labels = self._inputs(rows, layouts)
         return LiveMicroBatch(
             inputs,
-            self._mine(labels, layouts),
-            _planned(tuple(row.scores for row in rows)),
+            self._shard(labels, layouts),
+            _plan_scores(tuple(row.scores for row in rows)),
             tuple(layouts),
             sum(row.instances for row in rows),
             sum(int((row != IGNORE_INDEX).sum()) for row in labels),
-            tuple(sum(each) for each in zip(*map(self._work, rows, layouts), strict=True)),
+            tuple(sum(each) for each in zip(*map(self._count_work, rows, layouts), strict=True)),
         )
 
     def _layout(self, row: Row) -> Layout:
@@ -134,8 +134,8 @@ class LiveBatches(Dealer[PackedRows, LiveMicroBatch]):
         whole row, (S,) int64.
         """
 
-    def _work(self, row: Row, layout: Layout) -> tuple[int, ...]:
-        return self._work_of(keys_seen(row.scores.mask) * self._model.num_attentions, layout)
+    def _count_work(self, row: Row, layout: Layout) -> tuple[int, ...]:
+        return self._count_pairs(keys_seen(row.scores.mask) * self._model.num_attentions, layout)
 
 
 class BeeBatches(LiveBatches):
@@ -149,7 +149,7 @@ class BeeBatches(LiveBatches):
         self, rows: Sequence[Row], layouts: Sequence[Layout]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         mine = (
-            self._mine([row.fields[name].long() for row in rows], layouts)
+            self._shard([row.fields[name].long() for row in rows], layouts)
             for name in ("input", "input_sub")
         )
         extended = extended_table(rows)
@@ -160,11 +160,13 @@ class BeeBatches(LiveBatches):
 
 
 class AntBatches(LiveBatches):
+    """Micro-batches of an Ant."""
+
     def _inputs(
         self, rows: Sequence[Row], layouts: Sequence[Layout]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         mine = (
-            self._mine([row.fields[name].long() for row in rows], layouts)
+            self._shard([row.fields[name].long() for row in rows], layouts)
             for name in ("input", "segment")
         )
         positions = torch.stack([layout.positions(self.sp.rank) for layout in layouts])
@@ -192,9 +194,9 @@ def row_labels(row: Row, extended: Extended, vocab_size: int) -> Tensor:
     return torch.where(row.target_subs > 0, vocab_size + places, row.targets)
 
 
-def _blank(row: Row) -> Row:
-    """Return a row without targets. Without sub-ids too, which would make the extended table longer
-    for the other rows.
+def _blank_row(row: Row) -> Row:
+    """Return a row without targets. Its sub-ids are 0, because others would make the extended table
+    longer for all rows.
     """
     return replace(
         row,
@@ -205,8 +207,10 @@ def _blank(row: Row) -> Row:
     )
 
 
-def _planned(rows: tuple[Scores, ...]) -> tuple[Scores, ...]:
-    """Return rows with their plan computed in advance, as attention reads them: as one sequence."""
+def _plan_scores(rows: tuple[Scores, ...]) -> tuple[Scores, ...]:
+    """Return the rows after computing the plan of their scores, as one sequence. Attention reads it
+    later.
+    """
     whole = rows[0] if len(set(rows)) == 1 else stack_scores(rows)
     assert whole.terms is not None and whole.digest
     return rows

@@ -49,11 +49,11 @@ def fill_in(
             f'there is nothing to fill in: give a text under {ANSWER}, as in {{"{ANSWER}": ""}}'
         )
     row = bee_row(model.config, [instance], len(instance), tokenizer.eos_id)
-    decoder = BeeDecoder(model, _context(row), len(instance) + tokens * len(blanks))
-    allowed = _allowed(decoder, tokenizer, sub_ids)
+    decoder = BeeDecoder(model, _context_fields(row), len(instance) + tokens * len(blanks))
+    allowed = _allowed_tokens(decoder, tokenizer, sub_ids)
     answers = []
     for segment in blanks.tolist():
-        first, *begun = _places(decoder, instance, segment)
+        first, *begun = _segment_places(decoder, instance, segment)
         decoder.begin(segment, first)
         for place in begun:
             decoder.append(place)
@@ -64,10 +64,10 @@ def fill_in(
             lambda logits: choose(logits.where(allowed, -torch.inf)),
         )
         answers.append(tokenizer.text(map(decoder.token, [*begun, *found]), sub_ids))
-    return json.dumps(_with_answers(record, iter(answers)), ensure_ascii=False)
+    return json.dumps(_put_answers(record, iter(answers)), ensure_ascii=False)
 
 
-def _context(row: Row) -> dict[str, Tensor]:
+def _context_fields(row: Row) -> dict[str, Tensor]:
     """Return the arguments of BeeDecoder: the tokens that are given, and the extended table."""
     given = row.fields["context"]
     fields = {
@@ -83,16 +83,16 @@ def _context(row: Row) -> dict[str, Tensor]:
     }
 
 
-def _places(decoder: BeeDecoder, instance: Instance, segment: int) -> Iterator[int]:
+def _segment_places(decoder: BeeDecoder, instance: Instance, segment: int) -> Iterator[int]:
     """Yield the tokens of a segment by their place in the logits."""
     stop = int(instance.segments[: segment + 1, COLUMNS.tokens].sum())
     for at in range(stop - int(instance.segments[segment, COLUMNS.tokens]), stop):
         yield decoder.place(int(instance.tokens[at]), int(instance.subs[at]))
 
 
-def _allowed(decoder: BeeDecoder, tokenizer: BeeTokenizer, sub_ids: SubIds) -> Tensor:
-    """Return the tokens that an answer may have, (V,) bool: those of the tokenizer and the numbered
-    ones of the instance, but not those that frame texts.
+def _allowed_tokens(decoder: BeeDecoder, tokenizer: BeeTokenizer, sub_ids: SubIds) -> Tensor:
+    """Return the tokens that an answer may have, (V,) bool: the tokenizer's tokens and the
+    instance's numbered ones, without the tokens that frame texts.
     """
     places = len(decoder.logits)
     words = decoder.model.config.vocab_size
@@ -104,7 +104,7 @@ def _allowed(decoder: BeeDecoder, tokenizer: BeeTokenizer, sub_ids: SubIds) -> T
     return allowed.to(decoder.logits.device)
 
 
-def _with_answers(record: Any, answers: Iterator[str]) -> Any:
+def _put_answers(record: Any, answers: Iterator[str]) -> Any:
     """Return the record with these texts under "<ans>", in the order of the texts there."""
     found = copy.deepcopy(record)
     main = found[0] if isinstance(found, list) else found

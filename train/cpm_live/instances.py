@@ -1,8 +1,8 @@
 """Instances: lines of data for CPM-Live's models, as tokens and segments.
 
 CPM-Bee: a line is an object, or a list of an instance and in-context samples. An object holds texts
-and further objects. The texts under its key "<ans>" are to be predicted, but those of in-context
-samples are given:
+and further objects. The texts under its key "<ans>" are to be predicted. In-context samples are
+given as a whole:
 
     {"document": "The ring has three ranks.", "<ans>": {"summary": "Three ranks."}}
     [{"question": "2 + 3", "<ans>": "5"}, {"question": "1 + 1", "<ans>": "2"}]
@@ -32,7 +32,7 @@ from train.data.text import text_in
 
 ANSWER = "<ans>"
 TASKS = {"mlm": 1, "lm": 2}  # and the types of their segments
-MOST_SEGMENTS = 2048  # of a tree, whose relations are a table of all pairs
+MOST_SEGMENTS = 2048  # of a tree; the relations of a tree are a table of all pairs
 MOST_SUBS = 1 << 16
 
 
@@ -118,7 +118,7 @@ def bee_instance(tokenizer: BeeTokenizer, record: Any) -> tuple[Instance, SubIds
         raise BadRecord("expected an object and in-context samples, got an empty list")
     sub_ids, tokens, subs, segments = SubIds(), [], [], []
     for sample, values in enumerate(samples):
-        tree = list(_tree(values))
+        tree = list(_walk_tree(values))
         if len(tree) > MOST_SEGMENTS:
             raise BadRecord(f"expected at most {MOST_SEGMENTS} keys and texts, got {len(tree)}")
         for node in tree:
@@ -144,7 +144,7 @@ class _Node(NamedTuple):
     answer: bool  # a text under <ans>
 
 
-def _tree(values: Any) -> Iterator[_Node]:
+def _walk_tree(values: Any) -> Iterator[_Node]:
     """Yield the root, keys and texts of an object, depth first."""
     if not isinstance(values, dict):
         raise BadRecord(f"expected an object of texts and objects, got {type(values).__name__}")
@@ -171,7 +171,7 @@ def shuffle_answers(instance: Instance, chance: np.random.Generator) -> Instance
     """
     tree = instance.segments[instance.segments[:, COLUMNS.sample] == 0]
     parents = tree[:, COLUMNS.parent].tolist()
-    order = _order(parents, _answer(parents, tree[:, COLUMNS.kind]), chance)
+    order = _order_segments(parents, _find_answer(parents, tree[:, COLUMNS.kind]), chance)
     if order == list(range(len(tree))):
         return instance
     whole = np.concatenate((order, np.arange(len(tree), len(instance.segments))))
@@ -184,7 +184,7 @@ def shuffle_answers(instance: Instance, chance: np.random.Generator) -> Instance
     return Instance(instance.tokens[tokens], instance.subs[tokens], segments)
 
 
-def _answer(parents: list[int], predicted: np.ndarray) -> int:
+def _find_answer(parents: list[int], predicted: np.ndarray) -> int:
     """Return the segment of the key `<ans>`."""
     at = int(predicted.argmax())
     while parents[at]:
@@ -192,7 +192,7 @@ def _answer(parents: list[int], predicted: np.ndarray) -> int:
     return at
 
 
-def _order(parents: list[int], answer: int, chance: np.random.Generator) -> list[int]:
+def _order_segments(parents: list[int], answer: int, chance: np.random.Generator) -> list[int]:
     """Return the segments of a tree, depth first. Siblings below `answer` are in random order."""
     children: list[list[int]] = [[] for _ in parents]
     for segment, parent in enumerate(parents[1:], 1):

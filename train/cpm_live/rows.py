@@ -103,7 +103,7 @@ class PackedRows(ABC):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The facts that must not change for a sample number to mean the same sample."""
+        """The facts that must stay the same, so that a sample number means the same sample."""
         numbers = {
             "tokens": len(self.file.tokens),
             "digest": self.file.digest,
@@ -172,10 +172,10 @@ def bee_row(config: BeeConfig, instances: Sequence[Instance], seq_len: int, eos_
         starts = filled + np.cumsum([0, *map(len, mine)])
         part["segment_rel_offset"] = starts[part["sample_ids"]]
         blocks, filled = blocks + mine, int(starts[-1])
-    fields = {name: _padded(name, [part[name] for part in parts], seq_len) for name in parts[0]}
+    fields = {name: _pad(name, [part[name] for part in parts], seq_len) for name in parts[0]}
     fields |= {
         "segment_rel": torch.from_numpy(np.concatenate(blocks)),
-        **_spans(instances, seq_len),
+        **_number_spans(instances, seq_len),
     }
     targets, target_subs = (fields.pop(name).long() for name in ("targets", "target_subs"))
     names = (
@@ -223,7 +223,7 @@ def cap(config: BeeConfig) -> int:
     """Return how many numbers of steps to a common ancestor are distinguished. The last one stands
     for all larger ones.
 
-    Raises ValueError if it is 1: segments of one tree would count like those of two samples.
+    Raises ValueError if it is 1, because two segments of a tree would count like two samples.
     """
     buckets = config.position_bias_num_segment_buckets
     if buckets < 4:
@@ -251,7 +251,8 @@ def _cached_relation(parents: bytes, most: int) -> np.ndarray:
 
 
 def _relation(parents: np.ndarray, most: int) -> np.ndarray:
-    above = np.eye(len(parents), dtype=np.float32)  # which segments are on the way to the root
+    # above[i, j]: whether segment j is on the way from segment i to the root
+    above = np.eye(len(parents), dtype=np.float32)
     for segment, parent in enumerate(parents.tolist()):
         if parent >= 0:
             above[segment] += above[parent]
@@ -313,8 +314,8 @@ def hidden_runs(tokens: ArrayLike, task: ArrayLike) -> np.ndarray:
 def hide(tokens: int, task: int, chance: np.random.Generator) -> np.ndarray:
     """Return which of two or more tokens are hidden, (tokens,) bool. The first one never is.
 
-    The task decides: either a tail of random length is hidden, or a share of all tokens in short
-    runs, one run in each of several equal parts.
+    Task "lm" hides a tail of random length. Task "mlm" hides a share of all tokens in short runs,
+    one run in each of several equal parts.
     """
     hidden = np.zeros(tokens, dtype=bool)
     if task == TASKS["lm"]:
@@ -354,8 +355,8 @@ def ant_row(
             {"input": tokens, "context": context, "segment": segment, "targets": following}
         )
         spans.append(tokens)
-    fields = {name: _padded(name, [part[name] for part in parts], seq_len) for name in parts[0]}
-    fields |= _spans(spans, seq_len, padding=len(spans))
+    fields = {name: _pad(name, [part[name] for part in parts], seq_len) for name in parts[0]}
+    fields |= _number_spans(spans, seq_len, padding=len(spans))
     targets = fields.pop("targets").long()
     scores = ant_scores(
         config, *(fields[name] for name in ("length", "context", "segment", "span"))
@@ -364,7 +365,7 @@ def ant_row(
 
 
 def check_ant(config: AntConfig) -> None:
-    """Raise ValueError for a model that lacks the tasks, or whose prompts exceed its vocabulary."""
+    """Raise ValueError for a model without the tasks, or with prompts beyond its vocabulary."""
     most = max(TASKS.values())
     if min(config.prompt_types, config.segment_types) <= most:
         raise ValueError(
@@ -379,7 +380,7 @@ def check_ant(config: AntConfig) -> None:
         )
 
 
-def _padded(name: str, parts: Sequence[np.ndarray], seq_len: int) -> Tensor:
+def _pad(name: str, parts: Sequence[np.ndarray], seq_len: int) -> Tensor:
     """Return the joined parts with padding, (seq_len,): int32, bool, or int64 for targets."""
     fill = IGNORE_INDEX if name == "targets" else 0
     whole = np.full(seq_len, fill, dtype=bool if name == "context" else np.int32)
@@ -388,7 +389,7 @@ def _padded(name: str, parts: Sequence[np.ndarray], seq_len: int) -> Tensor:
     return torch.from_numpy(whole)
 
 
-def _spans(parts: Sequence[Sized], seq_len: int, padding: int = 0) -> dict[str, Tensor]:
+def _number_spans(parts: Sequence[Sized], seq_len: int, padding: int = 0) -> dict[str, Tensor]:
     """Return the row's length, and the number of the part of each token."""
     lengths = [len(part) for part in parts]
     span = np.full(seq_len, padding, dtype=np.int32)

@@ -5,13 +5,13 @@ with a sub-id. Each run of characters that the vocabulary lacks is `<unk>` with 
 distinguish different tokens of an instance that share an id.
 
 An Ant's text is first cut into words by the package jieba. Characters that the vocabulary lacks are
-left out and counted. AntGreedyTokenizer does without words, for vocabularies that were made that
-way, such as those of make_vocabulary.py.
+left out and counted. AntGreedyTokenizer does not cut words. It is for vocabularies that were made
+without words, such as those of make_vocabulary.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +82,7 @@ class BeeTokenizer(LiveTokenizer):
         """
         found: list[Piece] = []
         for part, special in bee_parts(text):
-            found += [self._special(part)] if special else self._plain(part)
+            found += [self._special_piece(part)] if special else self._plain_pieces(part)
         return found
 
     def encode(self, text: str) -> np.ndarray:
@@ -97,9 +97,11 @@ class BeeTokenizer(LiveTokenizer):
         numbered tokens.
         """
         sub_ids = sub_ids or SubIds()
-        return "".join(self._written(token, sub, sub_ids.text(token, sub)) for token, sub in tokens)
+        return "".join(
+            self._write_token(token, sub, sub_ids.text(token, sub)) for token, sub in tokens
+        )
 
-    def _written(self, token: int, sub: int, known: str | None) -> str:
+    def _write_token(self, token: int, sub: int, known: str | None) -> str:
         if known is not None:
             return escaped(known) if token == self.unk_id else known
         spelled = self.vocabulary.spelled(token)
@@ -107,7 +109,7 @@ class BeeTokenizer(LiveTokenizer):
             return escaped(spelled)
         return f"{spelled[:-1]}_{sub}>" if sub else spelled
 
-    def _special(self, name: str) -> Piece:
+    def _special_piece(self, name: str) -> Piece:
         if name in self.vocabulary:
             return self.vocabulary.id(name), None
         base = f"<{name[1:-1].partition('_')[0]}>"
@@ -117,7 +119,7 @@ class BeeTokenizer(LiveTokenizer):
             )
         return self.vocabulary.id(base), name
 
-    def _plain(self, text: str) -> list[Piece]:
+    def _plain_pieces(self, text: str) -> list[Piece]:
         matched = self.vocabulary.matched(text)
         return [(self.unk_id, run) if token is None else (token, None) for run, token in matched]
 
@@ -129,7 +131,7 @@ class AntTokenizer(LiveTokenizer):
 
     def __init__(self, file: Path):
         super().__init__(file)
-        self._words = self._cutter()
+        self._words = self._make_cutter()
 
     def encode(self, text: str) -> np.ndarray:
         found = [piece for word in self._words(text) for piece in self.vocabulary.matched(word)]
@@ -141,7 +143,7 @@ class AntTokenizer(LiveTokenizer):
             self.vocabulary.spelled(int(i)) for i in ids if self.vocabulary.is_text(int(i))
         )
 
-    def _cutter(self):
+    def _make_cutter(self) -> Callable[[str], Iterable[str]]:
         try:
             import jieba
         except ImportError as error:
@@ -156,5 +158,5 @@ class AntTokenizer(LiveTokenizer):
 class AntGreedyTokenizer(AntTokenizer):
     """Finds the longest matches in the whole text."""
 
-    def _cutter(self):
+    def _make_cutter(self) -> Callable[[str], Iterable[str]]:
         return lambda text: [text]

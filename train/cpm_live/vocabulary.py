@@ -1,8 +1,8 @@
 """Vocabularies of CPM-Live's models, and text as pieces of them.
 
 A file is UTF-8 with one piece a line. A piece's id is its line number, from 0. `</n>` stands for a
-newline, `</_>` for a space. Pieces like `<name>` are special: a text never becomes them, except
-where a Bee's text names them this way.
+newline, `</_>` for a space. Pieces like `<name>` are special. Text becomes them only where
+a Bee's text names them this way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Vocabulary:
 
     def __init__(self, file: Path):
         self.file = file
-        self.pieces = _lines(file)
+        self.pieces = _read_lines(file)
         self._ids = {piece: i for i, piece in enumerate(self.pieces)}
         for i, piece in enumerate(self.pieces):
             if not piece or self._ids[piece] != i:
@@ -122,7 +122,7 @@ def escaped(text: str) -> str:
     return text.replace("<", "<<")
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     try:
         text = file.read_bytes().decode()
     except UnicodeDecodeError as error:

@@ -25,7 +25,7 @@ _LARGEST_DEFAULT = 8  # sequences
 
 
 class Settings(Protocol):
-    """The settings by which sequences are dealt and cut, a part of TrainConfig's."""
+    """The part of TrainConfig that says how sequences are dealt to ranks and cut."""
 
     @property
     def seq_len(self) -> int: ...
@@ -43,8 +43,8 @@ class Work(Protocol):
     """One micro-batch of any kind of model: B sequences, S tokens of each.
 
     labels  (B, S) int64, IGNORE_INDEX where there is no target
-    work    visible pairs of the queries of each rank that shares the sequences, over all layers, of
-            one head
+    work    for each rank that shares the sequences, the visible pairs of its queries: of one head,
+            summed over all layers
     counts  numbers of documents and the like, for the record of a step
     """
 
@@ -79,7 +79,7 @@ class Data(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The facts that must not change for a sample number to mean the same sample."""
+        """The facts that must stay the same, so that a sample number means the same sample."""
 
     @property
     def example_scores(self) -> Scores | None:
@@ -124,8 +124,8 @@ class Dealer(ABC, Generic[SomeData, SomeWork]):
         ]
 
     def of_evaluation(self, data: SomeData) -> Iterator[SomeWork]:
-        """Yield micro-batches of evenly spaced sequences. Every rank gets the same number, since
-        all ranks must take part.
+        """Yield micro-batches of evenly spaced sequences. Every rank gets the same number of them,
+        because all ranks must take part in each.
         """
         size = self.micro_batch_size
         count = min(self.config.eval_sequences, len(data))
@@ -137,15 +137,15 @@ class Dealer(ABC, Generic[SomeData, SomeWork]):
     def _of_samples(self, data: SomeData, samples: Sequence[int]) -> SomeWork:
         return self._read(data, [data.order(sample) for sample in samples])
 
-    def _mine(self, wholes: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor:
+    def _shard(self, wholes: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor:
         """Return this rank's part of each whole row (S,): (B, S_local)."""
         return torch.stack(
             [at.shard(x, self.sp.rank, 0) for x, at in zip(wholes, layouts, strict=True)]
         )
 
-    def _work_of(self, seen: Tensor, layout: Layout) -> tuple[int, ...]:
-        """Return the number of visible pairs for each rank that shares a row. `seen` (S,) has it
-        for each query.
+    def _count_pairs(self, seen: Tensor, layout: Layout) -> tuple[int, ...]:
+        """Return the number of visible pairs for each rank that shares a row. `seen` (S,) has the
+        number of keys that each query sees.
         """
         return tuple(int(layout.shard(seen, rank, 0).sum()) for rank in range(self.sp.size))
 
@@ -169,8 +169,8 @@ class MicroBatch:
     layouts    a layout for all rows or for each; None for the layout of `sp`
     documents  number of documents in all B sequences, including those cut at an end; 0 if documents
                are not kept apart
-    work       visible pairs of the queries of each rank that shares the sequences, over all layers,
-               of one head
+    work       for each rank that shares the sequences, the visible pairs of its queries: of one
+               head, summed over all layers
     """
 
     tokens: Tensor
@@ -236,12 +236,10 @@ class Batches(Dealer[Sequences, MicroBatch]):
         return self._of_documents(rows) if data.documents else self._of_whole(rows)
 
     def _of_whole(self, rows: Sequence[Row]) -> MicroBatch:
-        """Return a micro-batch whose rows are one text each, so that they share a mask and a
-        layout.
-        """
+        """Return a micro-batch of rows that are one text each. They share a mask and a layout."""
         plan, windowed = self._whole, any(self._windows)
         return MicroBatch(
-            *self._parts(rows, [plan] * len(rows)),
+            *self._shard_rows(rows, [plan] * len(rows)),
             positions=plan.layout.positions(self.sp.rank, self.device),
             masks=plan.mask if windowed else None,
             layouts=plan.layout if windowed else None,
@@ -254,11 +252,11 @@ class Batches(Dealer[Sequences, MicroBatch]):
             self._plan_row(Mask.documents(row.documents), self.config.layout == "auto")
             for row in rows
         ]
-        positions = self._mine(
+        positions = self._shard(
             [plan.mask.positions() for plan in plans], [plan.layout for plan in plans]
         )
         return MicroBatch(
-            *self._parts(rows, plans),
+            *self._shard_rows(rows, plans),
             positions=positions.to(self.device),
             masks=tuple(plan.mask for plan in plans),
             layouts=tuple(plan.layout for plan in plans),
@@ -266,11 +264,11 @@ class Batches(Dealer[Sequences, MicroBatch]):
             work=tuple(sum(each) for each in zip(*(plan.work for plan in plans), strict=True)),
         )
 
-    def _parts(self, rows: Sequence[Row], plans: Sequence[_RowPlan]) -> tuple[Tensor, Tensor]:
+    def _shard_rows(self, rows: Sequence[Row], plans: Sequence[_RowPlan]) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens and labels of each row."""
         layouts = [plan.layout for plan in plans]
         tokens, labels = (
-            self._mine(x, layouts) for x in ([r.tokens for r in rows], [r.labels for r in rows])
+            self._shard(x, layouts) for x in ([r.tokens for r in rows], [r.labels for r in rows])
         )
         return tokens.to(self.device), labels.to(self.device)
 
@@ -287,7 +285,7 @@ class Batches(Dealer[Sequences, MicroBatch]):
             count * (sparse_keys(mask, sparse) if sparse else keys_seen(in_layers[window]))
             for window, count in self._windows.items()
         ]
-        return _RowPlan(mask, layout, self._work_of(torch.stack(seen).sum(0), layout))
+        return _RowPlan(mask, layout, self._count_pairs(torch.stack(seen).sum(0), layout))
 
 
 def _describe_sparse(sparse: InfLLMV2) -> str:
@@ -334,7 +332,7 @@ def keys_seen(mask: Mask) -> Tensor:
     ]
     if not bounds:
         return seen
-    # A missing bound becomes one that no distance reaches.
+    # no distance reaches the bounds that stand for missing ones
     far = mask.seq_len
     rows = torch.tensor(
         [(*b[:4], -far if b[4] is None else b[4], far if b[5] is None else b[5]) for b in bounds]
@@ -356,7 +354,7 @@ def _micro_batch_size(config: Settings, dp_size: int) -> int:
     if rest:
         fitting = [n for n in (config.batch_size - rest, config.batch_size - rest + dp_size) if n]
         raise ValueError(
-            f"--batch-size {config.batch_size} does not divide by "
+            f"--batch-size {config.batch_size} is not a multiple of "
             f"{counted(dp_size, 'data parallel group')}: "
             f"give --batch-size {' or '.join(map(str, fitting))}"
         )

@@ -1,7 +1,7 @@
 """The text of a data folder with a begin token in front of each document.
 
-Rows are cut from this text (pretrain.py --bos). So a begin token is a token of its row, and the
-rest of a document that is cut at a row's end gets none.
+Rows are cut from this text (pretrain.py --bos). So a begin token is a token of its row. A document
+that is cut at a row's end continues in the next row without a begin token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BegunText(Documents):
     ):
         self.how = documents.how
         self._tokens, self._documents, self._bos = tokens, documents, bos
-        # places in the file; the n-th is n tokens later in this text
+        # places in the file; in this text, the n-th added token is n tokens later
         self._added = _documents_without(tokens, documents, bos, begun)
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class BegunText(Documents):
         first, last = self._added_before(start), self._added_before(stop)
         added, place, end = self._added[first:last], start - first, stop - last
         own = self._documents.between(place, end) if place < end else added[:0]
-        # start with the token in the file
+        # drop the documents that start with an added token
         own = own[~np.isin(own, self._added[max(first - 1, 0) : last])]
         starts = np.sort(np.concatenate([added, own]))
         return starts + first + np.searchsorted(added, starts)

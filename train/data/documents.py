@@ -1,6 +1,4 @@
-"""The places where documents start in a folder of tokens: as in documents.bin, or after each
-eos.
-"""
+"""The places where documents start in a folder of tokens, from documents.bin or after each eos."""
 
 from __future__ import annotations
 

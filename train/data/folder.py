@@ -13,8 +13,8 @@ samples of larger ones (`sha256sum` compares the rest). The folder may be a link
 not lead out of it.
 
 Training reads sequences of one length. Documents are kept apart (--documents mask) or not (ignore).
-If they are, the mask of a sequence is cut where documents start, and a sequence that starts inside
-a document starts with the rest of it. Each document may get a begin token (--bos, see begin.py).
+If they are, the mask of a sequence is cut where documents start. A sequence that starts inside a
+document starts with the rest of it. Each document may get a begin token (--bos, see begin.py).
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ class TokenFile:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of samples of the tokens, by which another text of the same length is
-        noticed.
-        """
+        """The sha256 of samples of the tokens. It tells texts of the same length apart."""
         return sample_digest(self.tokens)
 
     def verify(self, up_to: float = float("inf")) -> None:
@@ -140,8 +138,8 @@ class TokenFile:
                     )
         if self.index.get("digest") != self.digest:
             raise ValueError(
-                f"{self.folder / 'tokens.bin'} was changed: its tokens differ from those that "
-                "index.json was written for"
+                f"{self.folder / 'tokens.bin'} was changed: its tokens differ from the "
+                "tokens that index.json was written for"
             )
 
     def _read_index(self) -> dict:
@@ -209,8 +207,8 @@ class Sequences:
     With `bos`, this token stands in front of each document that does not start with it, and counts
     as a token.
 
-    Raises ValueError for fewer than two tokens; with `documents`, if it is not known where they
-    start; and for `bos` without `documents` or outside of the vocabulary.
+    Raises ValueError for fewer than two tokens, for `documents` if their starts are not known, and
+    for `bos` without `documents` or outside of the vocabulary.
     """
 
     file: TokenFile
@@ -263,7 +261,7 @@ class Sequences:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The facts that must not change for a sample number to mean the same sample."""
+        """The facts that must stay the same, so that a sample number means the same sample."""
         order = {
             "seq_len": self.seq_len,
             "seed": self.seed,
@@ -289,7 +287,7 @@ class Sequences:
         bounds = [0]
         if index is not None:
             start = index * self.seq_len
-            window = self._window(index)
+            window = self._read_window(index)
             filled = len(window) - 1
             tokens[:filled], labels[:filled] = window[:-1], window[1:]
             if self.documents:
@@ -303,7 +301,7 @@ class Sequences:
             bounds.append(self.seq_len)
         return Row(tokens, labels, tuple(bounds))
 
-    def _window(self, index: int) -> Tensor:
+    def _read_window(self, index: int) -> Tensor:
         """Return the tokens of sequence `index` and the next one, as far as there are any:
         int64.
         """

@@ -1,8 +1,8 @@
 """A tokenizer in the files that transformers reads: tokenizer.json and tokenizer_config.json.
 
-Ids are those of the tokenizer that the model was trained with. A begin token is put in front of a
-text if training did so, and nothing else is added. One difference remains: where a text spells a
-special token, transformers reads it as that token.
+The ids stay the same. transformers puts a begin token in front of a text if training did, and adds
+nothing else. One difference remains: where a text spells a special token, transformers reads it as
+that token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def save_for_transformers(
 
     Raises ValueError for SentencePiece models that transformers cannot represent.
     """
-    backend = _backend(tokenizer)
+    backend = _convert(tokenizer)
     begin = None if bos_id is None else backend.id_to_token(bos_id)
     if add_bos:
         assert begin is not None
@@ -65,7 +65,7 @@ def save_for_transformers(
 
 
 def _put_in_front(begin: str, backend: Backend) -> None:
-    """Make `backend` put token `begin` in front of every text."""
+    """Make the backend put token `begin` in front of every text."""
     template = {"single": [begin, "$A"], "pair": [begin, "$A", begin, "$B:1"]}
     rules = processors.TemplateProcessing(
         **template, special_tokens=[(begin, backend.token_to_id(begin))]
@@ -74,21 +74,21 @@ def _put_in_front(begin: str, backend: Backend) -> None:
     backend.post_processor = processors.Sequence([before, rules]) if before else rules
 
 
-def _backend(tokenizer: Tokenizer) -> Backend:
+def _convert(tokenizer: Tokenizer) -> Backend:
     if isinstance(tokenizer, ByteTokenizer):
-        return _of_bytes(tokenizer)
+        return _convert_bytes(tokenizer)
     if isinstance(tokenizer, SentencePieceTokenizer):
-        return _of_sentencepiece(tokenizer.file)
+        return _convert_sentencepiece(tokenizer.file)
     assert isinstance(tokenizer, JsonTokenizer)
     settings = json.loads(tokenizer.file.read_text())
     settings |= {"truncation": None, "padding": None}
     if Backend.from_file(str(tokenizer.file)).num_special_tokens_to_add(False):
-        settings["post_processor"] = None  # it would add tokens around a text
+        settings["post_processor"] = None  # it adds tokens around a text
     return Backend.from_str(json.dumps(settings))
 
 
-def _of_bytes(tokenizer: ByteTokenizer) -> Backend:
-    """Return a tokenizer whose vocabulary has no characters, so that each falls back to its
+def _convert_bytes(tokenizer: ByteTokenizer) -> Backend:
+    """Return a tokenizer without characters in its vocabulary, so that each character becomes its
     bytes.
     """
     backend = Backend(
@@ -100,7 +100,7 @@ def _of_bytes(tokenizer: ByteTokenizer) -> Backend:
     return backend
 
 
-def _of_sentencepiece(file: Path) -> Backend:
+def _convert_sentencepiece(file: Path) -> Backend:
     """Return a SentencePiece model with its normalization and decoding, in the terms of
     tokenizers.
     """
@@ -113,9 +113,9 @@ def _of_sentencepiece(file: Path) -> Backend:
     if trainer.treat_whitespace_as_suffix or not spec.escape_whitespaces:
         raise ValueError(f"{file} writes spaces in a way that transformers does not support")
     if trainer.model_type == trainer.UNIGRAM:
-        backend = Backend(_unigram(proto))
+        backend = Backend(_make_unigram(proto))
     elif trainer.model_type == trainer.BPE:
-        backend = Backend(_bpe(proto))
+        backend = Backend(_make_bpe(proto))
     else:
         raise ValueError(
             f"{file} is neither a BPE nor a unigram model, which transformers supports"
@@ -143,7 +143,7 @@ def _of_sentencepiece(file: Path) -> Backend:
     return backend
 
 
-def _unigram(proto: Any) -> models.Unigram:
+def _make_unigram(proto: Any) -> models.Unigram:
     """Make pieces that no text should become, such as bytes, unlikely: tokenizers has no other
     way.
     """
@@ -154,7 +154,7 @@ def _unigram(proto: Any) -> models.Unigram:
     return models.Unigram(scores, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
 
 
-def _bpe(proto: Any) -> models.BPE:
+def _make_bpe(proto: Any) -> models.BPE:
     """Merge two pieces into one in the order of its score, the highest first."""
     vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
     merges = [

@@ -32,7 +32,7 @@ class HashedFile:
     def write(self, data: bytes) -> None:
         try:
             self._file.write(data)
-        except OSError as error:  # a full disk, for example, whose error names no file
+        except OSError as error:  # for a full disk, for example, it names no file
             raise OSError(error.errno, error.strerror, self._file.name) from error
         self._hash.update(data)
 

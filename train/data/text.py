@@ -254,12 +254,12 @@ def find_files(
     """Return the files that `inputs` name, and the files that were found but are not read.
 
     Folders are searched for names that match `pattern` (default: .txt and .jsonl, .gz or not, in
-    either case). Files are sorted within a folder, and each is read once, however often it is
-    named. Links to files are followed. Links to folders are followed only if they are an input
+    either case). Files are sorted within a folder. A file that is named several times is read
+    once. Links to files are followed. Links to folders are followed only if they are an input
     themselves.
 
-    Raises ValueError for an input that does not exist, cannot be opened, is of an unknown kind or
-    is "", and for a folder without any match.
+    Raises ValueError for an input that is "", does not exist, cannot be opened or has an unknown
+    suffix. Also raises it for a folder without any match.
     """
     if "" in inputs:
         raise ValueError('--input must not be ""; the current folder is .')
@@ -267,7 +267,7 @@ def find_files(
     unread, seen = Unread(), set()
     for path in map(Path, inputs):
         if path.is_dir():
-            found, others = _search(path, pattern, exclude)
+            found, others = _search_folder(path, pattern, exclude)
             for other, reason in others:
                 unread.add(reason, other)
             if not found:
@@ -366,11 +366,11 @@ def _check_named(path: Path) -> None:
             f"{path} is neither .txt nor .jsonl, .gz or not; to read other text, give its folder "
             "and --glob"
         )
-    if problem := _problem(path):
-        raise ValueError(f"{path} is not read, like all {problem[1]}")
+    if problem := _find_problem(path):
+        raise ValueError(f"{path} is not read: it is a {problem[0]}")
 
 
-def _search(
+def _search_folder(
     folder: Path, pattern: str | None, exclude: list[str]
 ) -> tuple[list[Path], list[tuple[Path, Reason]]]:
     """Return the files to read in a folder and its subfolders, sorted, and the other files with
@@ -399,14 +399,14 @@ def _search(
                 )
             elif not pattern and _kind(path) not in (".txt", ".jsonl"):
                 others.append((path, _OTHER_KIND))
-            elif problem := _problem(path):
+            elif problem := _find_problem(path):
                 others.append((path, problem))
             else:
                 found.append(path)
     return sorted(found), sorted(others)
 
 
-def _problem(path: Path) -> Reason | None:
+def _find_problem(path: Path) -> Reason | None:
     """Return the reason that keeps a file from being read, or None."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):

@@ -222,8 +222,8 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
     listed = vocabulary and prefix in _BY_PREFIX
     if eos is not None and (listed or name == "bytes"):
         raise ValueError(
-            f"--eos is for a .json or .model file, got {eos!r} for {name}, whose end-of-text token "
-            "is fixed"
+            f"--eos is for a .json or .model file, got {eos!r} for {name}, which has a "
+            "fixed end-of-text token"
         )
     if name == "bytes":
         return ByteTokenizer()

@@ -24,7 +24,7 @@ class Tokenizer(ABC):
     bos_id     the begin token, which pretraining puts in front of a document; `eos_id` if there is
                none
     eos        the end-of-text token that was asked for by name; None for the tokenizer's own
-    instances  the kind of models whose instances its data folders hold; None for documents
+    instances  the kind of model that reads its data folders; None if they hold documents
     left_out   number of characters so far for which `encode` had no ids
     """
 
@@ -54,9 +54,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _rules(self) -> Any:
-        """Return the vocabulary and all rules that decide which ids a text becomes, as JSON
-        values.
-        """
+        """Return, as JSON values, the vocabulary and all rules by which text becomes ids."""
 
     @cached_property
     def identity(self) -> str:

@@ -4,8 +4,8 @@ torch     FSDP2 over torch.distributed: gloo on CPUs, NCCL on GPUs
 bmtrain   BMTrain's ZeRO-3, on GPUs
 common    the parts that both share: masters, their initial values, AdamW over them
 
-A model consists of torch modules, with a method `init_parameter` and a list of blocks whose name in
-the model is `layers_at`. An engine shards it and keeps fp32 master weights and AdamW state. It
+A model consists of torch modules. It has a method `init_parameter`, and its attribute `layers_at`
+names its list of blocks. An engine shards it and keeps fp32 master weights and AdamW state. It
 exposes both as flat shards, so a checkpoint depends neither on the engine nor on the number of
 ranks.
 """

@@ -1,4 +1,4 @@
-"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, and AdamW on each rank's pieces, on the
+"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, and AdamW on each rank's shards, on the
 GPU or in host memory.
 
 Parameters become DistributedParameters, and the blocks a TransformerBlockList. So
@@ -111,7 +111,7 @@ class BMTrainEngine(MasterEngine):
         return norm
 
     def adopt_weights(self) -> None:
-        """Copy the model's weights, which someone else has filled, to the masters."""
+        """Copy the model's weights to the masters, after other code has filled them."""
         for name, shard in self._optimizer.shards.items():
             shard.master.copy_(self._parameters[name].data)
 

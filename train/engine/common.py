@@ -1,4 +1,4 @@
-"""The common part of the engines: fp32 masters of this rank's pieces of a model, their initial
+"""The common part of the engines: fp32 masters of this rank's shards of a model, their initial
 values, and AdamW over them.
 """
 
@@ -38,14 +38,14 @@ class WeightShard:
     shape: tuple[int, ...]
 
 
-_CHUNK = 1 << 18  # entries whose squares a CPU sums at once
+_CHUNK = 1 << 18  # entries that a CPU squares and sums at once
 
 
 def square_sum(tensors: Iterable[Tensor]) -> float:
     """Return the sum of squares of all entries in fp64, for tensors of any dtype on one device.
 
-    GPUs square and sum in fp64 while they read. CPUs convert first and add one entry after another.
-    Chunks keep the copies small and the sum exact to 1e-12.
+    GPUs square and sum in fp64 while they read. CPUs first make a copy in fp64, and add one entry
+    after another. Chunks keep the copies small and the sum exact to 1e-12.
     """
     parts = [
         part
@@ -99,7 +99,7 @@ class ShardedAdamW:
         sum_over_ranks: Callable[[list[float]], list[float]],
         loss_scale: float = 1.0,
     ) -> float:
-        """Do one step with this rank's pieces of the gradients, which are scaled by `loss_scale`.
+        """Do one step with this rank's shards of the gradients, which are scaled by `loss_scale`.
 
         Return the global norm of the loss's gradients before they are clipped to `max_norm`. Raises
         FloatingPointError on every rank if it is not finite. Then nothing changes.

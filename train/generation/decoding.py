@@ -5,8 +5,8 @@ bias.
     decoder.begin(segment, start)                 # each answer of a Bee is a segment
     tokens = continue_row(decoder, 100, end, choose)
 
-The given tokens are computed once, as in training. Each later token takes time and memory in
-proportion to the tokens before it, since the bias needs one row of its table for each of them. This
+The given tokens are computed once, as in training. The bias needs one row of its table for each
+earlier token. So a later token takes time and memory in proportion to the tokens before it. This
 works on one rank, with one row at a time.
 """
 
@@ -121,12 +121,12 @@ class BeeDecoder:
            yet
     limit  most tokens of the row, including S
 
-    Answers are at the end of the row, one after the other, wherever their segments are in the tree.
-    This is exact because distances only count between tokens of one segment. A token of `logits`
+    Answers are at the end of the row, one after the other, in any order of their segments. This is
+    exact, because distances only count between tokens of one segment. A token of `logits`
     beyond the vocabulary belongs to the extended table.
 
     Raises ValueError for an invalid row, for a full row, for a limit that exceeds memory, and for
-    an answer that was not begun.
+    an answer that has not begun.
     """
 
     @torch.inference_mode()

@@ -69,7 +69,7 @@ def _sample(
     """
     if temperature == 0:
         return int(logits.argmax())
-    # the most likely token gets 0, however small the temperature is
+    # the most likely token gets 0 at any temperature
     logits = (logits.double() - logits.max()) / temperature
     probs, tokens = logits.softmax(-1).sort(descending=True)
     if top_k:

@@ -84,8 +84,7 @@ class TrainConfig:
     allow_other_tokenizer: bool = option(
         False,
         MODEL,
-        "with --init-from: start even if the weights were trained with another tokenizer than the "
-        "data's",
+        "with --init-from: start even if the tokenizer of the weights differs from the data's",
     )
     rope_theta: float | None = option(
         None,
@@ -158,10 +157,10 @@ class TrainConfig:
     strategy: str = option(
         "auto",
         PARALLEL,
-        "how the ranks of a sequence share attention. ring: keys and values pass all ranks; "
-        "all-gather: a ring that takes those of a host at once; ulysses: each rank has whole "
-        "heads; usp: ulysses in groups of --ulysses-size ranks, a ring between them; auto: usp if "
-        "--ulysses-size is given, else ring",
+        "how the ranks of a sequence share attention. ring: each rank sends keys and values to "
+        "the next; all-gather: a ring that sends all keys and values of a host at once; ulysses: "
+        "each rank computes whole heads; usp: ulysses in groups of --ulysses-size ranks, a ring "
+        "between the groups; auto: usp if --ulysses-size is given, else ring",
         choices=("auto", *strategies.names()),
     )
     inner_size: int | None = option(
@@ -184,8 +183,8 @@ class TrainConfig:
     engine: str = option(
         "auto",
         PARALLEL,
-        "what shards and steps the model: bmtrain on GPUs, torch (FSDP2) anywhere; auto: bmtrain "
-        "if possible",
+        "the engine that shards and updates the model: bmtrain on GPUs, torch (FSDP2) anywhere; "
+        "auto: bmtrain if it is installed and there are GPUs",
         choices=("auto", "torch", "bmtrain"),
     )
     device: str = option(
@@ -204,7 +203,8 @@ class TrainConfig:
     checkpointing: str = option(
         "none",
         PARALLEL,
-        "what the backward recomputes; selective: everything but the attention",
+        "what the backward recomputes; selective: everything except the attention; full: "
+        "everything",
         choices=CHECKPOINTING,
     )
     checkpointing_blocks: int | None = option(
@@ -216,7 +216,7 @@ class TrainConfig:
     offload: bool = option(
         False,
         PARALLEL,
-        "keep saved activations in host memory; needs --checkpointing, and has an effect on GPUs",
+        "keep saved activations in host memory; needs --checkpointing, and has no effect on CPUs",
     )
     offload_optimizer: bool = option(
         False,
@@ -380,8 +380,7 @@ class TrainConfig:
         if self.inner_size not in (None, 1, self.sp_size) and self.strategy == "ulysses":
             raise ValueError(
                 "--strategy ulysses takes all ranks as one group: leave out --inner-size, or "
-                "choose "
-                "usp"
+                "choose usp"
             )
         if self.seq_len < self.sp_size:
             ranks = counted(self.sp_size, "rank")
@@ -398,7 +397,7 @@ class TrainConfig:
         self.check_strategy(group_size)
 
     def check_strategy(self, group_size: int, scores: Scores | None = None) -> None:
-        """Raise ValueError if --strategy cannot run. `group_size` ranks are those of a host."""
+        """Raise ValueError if --strategy cannot run. A host has `group_size` ranks."""
         strategy, layout = self.attention["strategy"], self.layout
         check_strategy(strategy, layout, self.seq_len, self.sp_size, group_size, scores)
 
@@ -444,7 +443,7 @@ class TrainConfig:
         """Return the model's shape. Raises ValueError if there is none, or for options that do not
         go with such a model.
         """
-        named = self._named_model()
+        named = self._read_model()
         self._check_kind(kind_of(named))
         instead = {
             "rope_theta": self.rope_theta,
@@ -469,7 +468,7 @@ class TrainConfig:
                     f"{flag(name)} does not go with --model {self.model}, a {kind.name}: {reason}"
                 )
 
-    def _named_model(self) -> ModelConfig:
+    def _read_model(self) -> ModelConfig:
         if self.init_from and not self.init_from.endswith(".pt"):
             self._check_folder_of_weights()
             return read_config(Path(self.init_from))

@@ -21,15 +21,15 @@ def acknowledge() -> None:
 
 
 def end_now(watchdog: Watchdog) -> NoReturn:
-    """End the run after a second Ctrl-C, whatever the main thread is doing."""
+    """End the run at once after a second Ctrl-C, even in the middle of a step."""
     if ranks.rank() == 0:
         print_error(_join_sentences(f"ended now, in {watchdog.doing}", watchdog.last_words))
     os._exit(INTERRUPTED)
 
 
 def explain(error: Exception, watchdog: Watchdog) -> int | None:
-    """Say why the run ends and where its last checkpoint is. Return the exit code, or None for an
-    unexpected error, which needs a traceback.
+    """Print why the run ends and where its last checkpoint is. Return the exit code. Return None
+    for an unexpected error. The caller then prints the traceback.
 
     An error that is the same on every rank is printed by rank 0 only. torchrun's summary gets the
     message of every rank.

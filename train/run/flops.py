@@ -9,7 +9,7 @@ import torch
 from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
 
-# Dense 16-bit TFLOP/s from the vendors' datasheets. The first entry counts that has all of its
+# Dense 16-bit TFLOP/s from the vendors' datasheets. The first entry is used that has all of its
 # words in the device's name.
 _PEAK_TFLOPS = {
     "H100 PCIe": 756.0,

@@ -83,7 +83,7 @@ def _open(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> D
     data: Data = load(kind.data).open(folder, model, config.seq_len, config.seed)
     if (found := data.file.index["vocab_size"]) > model.vocab_size:
         raise ValueError(
-            f"{folder} has {found} kinds of tokens, but --model {config.model} has only "
+            f"{folder} has a vocabulary of {found} tokens, but --model {config.model} has only "
             f"{model.vocab_size}"
         )
     return data

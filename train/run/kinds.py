@@ -20,10 +20,10 @@ def kind_of(config: ModelConfig) -> Kind:
 
 
 def config_of(values: Any) -> ModelConfig:
-    """Return the configuration in the values of a JSON file, or in those that `to_dict` returned.
+    """Return the configuration in the values of a JSON file, or in the values of `to_dict`.
 
-    The values are those of CPMConfig, or those of CPM-Live with or without a model_type. Raises
-    ValueError or TypeError if they are neither, and ValueError if the kind is ambiguous.
+    The values are the fields of CPMConfig, or of CPM-Live with or without a model_type. Raises
+    ValueError or TypeError for others, and ValueError if the kind is ambiguous.
     """
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values, got {type(values).__name__}")

@@ -25,7 +25,7 @@ from train.checkpoints import checkpoint
 from train.run.watchdog import EXIT_CODE
 
 _GRACE = 5.0  # seconds in which ranks may end on their own after one has failed
-_TICK = 0.05  # seconds between looks at the ranks
+_TICK = 0.05  # seconds between checks of the ranks
 _EXPLAINED = 2  # exit code of a rank that printed what is wrong
 
 
@@ -39,10 +39,10 @@ def launch(argv: Sequence[str], processes: int, root: Path) -> int:
     store = _local_store()
     started = [_start(argv, rank, processes, store.port) for rank in range(processes)]
     ended: dict[int, int] = {}  # rank: exit code, in the order in which they ended
-    told = False
+    stopping = False
     while len(ended) < processes and not any(ended.values()):
-        if stop.received and not told:
-            told = True
+        if stop.received and not stopping:
+            stopping = True
             for rank in started:
                 rank.terminate()
         if stop.insisted:
@@ -53,8 +53,8 @@ def launch(argv: Sequence[str], processes: int, root: Path) -> int:
         _note_ended(started, ended)
     if not any(ended.values()):
         return 0
-    # the rank did not handle signals yet
-    if told and any(-code in (signal.SIGTERM, signal.SIGHUP) for code in ended.values()):
+    # a rank that a signal killed did not handle signals yet
+    if stopping and any(-code in (signal.SIGTERM, signal.SIGHUP) for code in ended.values()):
         print_error("stopped before training began")
         _kill(started)
         return 0
@@ -80,8 +80,8 @@ def _start(argv: Sequence[str], rank: int, processes: int, port: int) -> subproc
 
 
 def _ignore_interrupts() -> None:
-    """Ignore Ctrl-C in a rank. A terminal sends it to the ranks too, but the launcher tells
-    them.
+    """Ignore Ctrl-C in a rank. A terminal sends it to all processes, but the launcher stops the
+    ranks.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -103,18 +103,20 @@ def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: P
         _note_ended(started, ended)
     _kill(started)
     failed = {number: code for number, code in ended.items() if code}
-    cause = _cause(failed)
+    cause = _find_cause(failed)
     others = [
-        f"rank {number} with {_named(code)}" for number, code in failed.items() if number != cause
+        f"rank {number} with {_describe_code(code)}"
+        for number, code in failed.items()
+        if number != cause
     ]
     then = f", then {', '.join(others)}" if others else ""
-    print_error(f"rank {cause} ended with {_named(failed[cause])}{then}; the run is over")
+    print_error(f"rank {cause} ended with {_describe_code(failed[cause])}{then}; the run is over")
     if failed[cause] != _EXPLAINED:
         print_error(checkpoint.outlook(root))
     return _exit_code(failed[cause])
 
 
-def _cause(failed: dict[int, int]) -> int:
+def _find_cause(failed: dict[int, int]) -> int:
     """Return the rank that made the others fail: one that was killed first, else one that knew the
     reason, else the first.
     """
@@ -132,7 +134,7 @@ def _kill(started: list[subprocess.Popen]) -> None:
         rank.wait()
 
 
-def _named(code: int) -> str:
+def _describe_code(code: int) -> str:
     return f"code {_exit_code(code)}" + (f" ({signal.Signals(-code).name})" if code < 0 else "")
 
 

@@ -61,7 +61,7 @@ class Metrics:
         self.folder = folder
         self.records = _keep_until(folder / "metrics.jsonl", start)
         self._file = open(folder / "metrics.jsonl", "a")
-        threading.excepthook = _tell_shortly
+        threading.excepthook = _print_write_error
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         self.steps, self._log_every = steps, log_every
         self._drawn = -1  # records
@@ -258,7 +258,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return values if type(values.get("step")) is int else None
 
 
-def _tell_shortly(arguments: threading.ExceptHookArgs) -> None:
+def _print_write_error(arguments: threading.ExceptHookArgs) -> None:
     """Print one line for a thread that dies of a failed write, as TensorBoard's may. The next
     record raises the same error and names the file.
     """

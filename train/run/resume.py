@@ -1,4 +1,4 @@
-"""Resuming: the checkpoint to resume from, whether that is allowed, and what differs from before.
+"""Resuming: choosing the checkpoint, checking that it fits, and printing what has changed.
 
 A resumed run continues as if it had not stopped. A new stage (--new-stage) takes weights and
 optimizer only, like MiniCPM's longer contexts (arXiv 2404.06395, 2506.07900). It may have other
@@ -50,7 +50,7 @@ _TECHNICAL = {
 
 _NOTES = {"max_position_embeddings"}  # fields of a model that no computation uses
 # fields of a model that a stage may change
-_STAGES_OWN = {"rope_theta", "rope_scaling", "window", "window_pattern", "sparse"}
+_CHANGED_BY_STAGES = {"rope_theta", "rope_scaling", "window", "window_pattern", "sparse"}
 _STAGE = "give --new-stage to start another stage from its weights and optimizer"
 _JUMP = 0.01  # relative change of a learning rate that is reported
 
@@ -119,8 +119,8 @@ def choose_begin_token(
     """Return the begin token of documents: as configured, else as in the checkpoint `path`, else
     the one of `file`.
 
-    Return None if documents get none, as when they are not kept `apart`. Raises ValueError for a
-    token that the tokenizer lacks.
+    Return None if documents get no begin token, for example if they are not kept `apart`. Raises
+    ValueError for a token that the tokenizer lacks.
     """
     if config.bos == "none" or (config.bos == "auto" and not apart) or file.instances:
         return None
@@ -182,7 +182,7 @@ def check_same(
         raise ValueError(f"{saved.path} holds an unknown model: {error}") from error
     changed = _differences(before.to_dict(), model.to_dict())
     if changed := {name: values for name, values in changed.items() if name not in _NOTES}:
-        if not changed.keys() <= _STAGES_OWN:
+        if not changed.keys() <= _CHANGED_BY_STAGES:
             raise ValueError(
                 f"{saved.path} holds another model: {_list_changes(changed, tokenizer)}"
             )
@@ -215,13 +215,13 @@ def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer) -> str:
     for name, values in differences.items():
         if name == "bos":
             values = tuple(
-                "none" if token is None else _name_token(token, tokenizer) for token in values
+                "none" if token is None else _token_name(token, tokenizer) for token in values
             )
         said.append(f"{flag(name) if name in settings else name} {values[0]} -> {values[1]}")
     return ", ".join(said)
 
 
-def _name_token(token: int, tokenizer: Tokenizer) -> str:
+def _token_name(token: int, tokenizer: Tokenizer) -> str:
     """Return a token's name. A checkpoint may be of another tokenizer, with more tokens."""
     return tokenizer.name_of(token) if token < tokenizer.vocab_size else f"token {token}"
 
@@ -244,7 +244,7 @@ def print_changes(
     if changed:
         print("changed since the checkpoint:", _list_changes(changed, tokenizer), file=sys.stderr)
     if next_step <= config.steps:
-        _name_jump(state, config, next_step)
+        _print_jump(state, config, next_step)
 
 
 def _settings(state: dict) -> dict:
@@ -265,7 +265,7 @@ def _settings(state: dict) -> dict:
     return by_default | config | meant
 
 
-def _name_jump(state: dict, config: TrainConfig, next_step: int) -> None:
+def _print_jump(state: dict, config: TrainConfig, next_step: int) -> None:
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     then = TrainConfig(**{name: value for name, value in state["config"].items() if name in known})
     last, lr = learning_rate(state["step"], then), learning_rate(next_step, config)

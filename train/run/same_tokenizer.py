@@ -1,5 +1,4 @@
-"""Checks that data, checkpoints and weights belong to one tokenizer, by the identity stored with
-each.
+"""Checks that data, checkpoints and weights have the same tokenizer. Each stores its identity.
 
 Folders that were written before tokenizers had an identity are not refused. A warning says so, and
 only the size of the vocabulary is compared with the model's.
@@ -26,7 +25,7 @@ def check_folder(data: Path, other: Path, name: Path) -> None:
         _warn_of_missing(data if expected is None else name)
     elif expected != found:
         raise ValueError(
-            f"{name} is of another tokenizer than {data}: expected {expected[:_SHOWN]}, "
+            f"{name} has another tokenizer than {data}: expected {expected[:_SHOWN]}, "
             f"got {found[:_SHOWN]}"
         )
 
@@ -46,7 +45,7 @@ def check_weights(data: Path, tokenizer: Tokenizer, weights: Path, allowed: bool
         _warn_of_missing(data if expected is None else weights)
     elif expected not in identities:
         problem = (
-            f"{weights} is of another tokenizer than {data}: expected {expected[:_SHOWN]}, "
+            f"{weights} has another tokenizer than {data}: expected {expected[:_SHOWN]}, "
             f"got {', '.join(said)}"
         )
         if not allowed:

@@ -19,12 +19,12 @@ def check_strategy(
 ) -> None:
     """Raise ValueError, with the reason, if a strategy refuses what the options ask for.
 
-    group_size  consecutive ranks that are a group: those of a host, or --ulysses-size
+    group_size  consecutive ranks that are a group: the ranks of a host, or --ulysses-size ranks
     scores      of an example row, for models that add a learned bias to the scores
     """
     if strategy == "auto":
         return
-    # A strategy refuses groups, layouts and biases, but no number of heads and no dtype.
+    # Strategies do not refuse numbers of heads or dtypes, so these are examples.
     sizes = strategies.Sizes(1, ranks, ranks, 16, torch.float32, torch.float32)
     problem = strategies.Problem(
         mask=scores.mask if scores else Mask.causal(seq_len),

@@ -2,8 +2,8 @@
 
 A rank that waits for another rank, or for a GPU that never finishes, would wait forever. So each
 rank must show signs of life. After `timeout` seconds without one, the watchdog writes the stacks of
-all threads to stderr, and to a file once there is one, and ends the process with code 3. A hang
-stops all ranks, so each of them writes its stacks.
+all threads to stderr and, once there is one, to a file. Then it ends the process with code 3. A
+hang stops all ranks, so each of them writes its stacks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import TextIO
 from train.base.error_file import leave_reason
 
 EXIT_CODE = 3
-_TICK = 1.0  # seconds between looks, at most
-# seconds after which faulthandler acts, in its own thread that does not need the interpreter's lock
+_TICK = 1.0  # seconds between checks, at most
+# Seconds until faulthandler acts too. Its thread does not need the interpreter's lock.
 _GRACE = 30.0
 
 
 class Watchdog:
     """A thread that watches this rank from now on.
 
-    doing        the present work of the rank
-    last_words   a message for the end of the run: the last good checkpoint, and how to resume
+    doing        what the rank does now, for messages
+    last_words   the end of a message: the last good checkpoint, and how to resume
     """
 
     def __init__(self, rank: int, timeout: float):
@@ -66,9 +66,9 @@ class Watchdog:
         while not self._over.wait(min(_TICK, self.timeout / 4)):
             waited = time.monotonic() - self._since
             if waited > self.timeout:
-                self._bark(waited)
+                self._end_run(waited)
 
-    def _bark(self, waited: float) -> None:
+    def _end_run(self, waited: float) -> None:
         where = f"; stacks in {self._file.name}" if self._file else ""
         what = f"rank {self.rank}: no sign of life for {waited:.0f} s in {self.doing}{where}"
         text = "; ".join(filter(None, (f"{time.strftime('%F %T')} {what}", self.last_words))) + "\n"
@@ -78,5 +78,5 @@ class Watchdog:
             stream.flush()
             faulthandler.dump_traceback(stream, all_threads=True)
             stream.flush()
-        time.sleep(2 * _TICK)  # other ranks must bark first: they lose contact when this one ends
+        time.sleep(2 * _TICK)  # let other ranks report first: they lose contact when this one ends
         os._exit(EXIT_CODE)
