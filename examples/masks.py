@@ -29,7 +29,7 @@ from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.mask import EXAMPLES
 
 TOKENS, RANKS = 64, 4
-# hidden pairs, then those of ranks 0 to 3
+# hidden pairs, then pairs of ranks 0 to 3
 COLOURS = ["#ffffff", "#3b6fb6", "#e1812c", "#3a923a", "#c03d3e"]
 
 

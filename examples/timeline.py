@@ -3,7 +3,7 @@
     python examples/timeline.py --tokens 131072 --ranks 8 --output timeline.png
     python examples/timeline.py --ranks 8 --inner 4     # two hosts, a double ring
 
-It also prints a drawing of each rank. The default rates are those of H200 with NVLink; see --help.
+It also prints a drawing of each rank. The default rates are for H200 with NVLink; see --help.
 """
 
 from __future__ import annotations

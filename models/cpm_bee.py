@@ -47,7 +47,7 @@ class CPMBee(LiveModel):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits (B, S, V + N), or the loss if there are labels. All inputs are integers.
 
-        The first V logits are those of words, the others those of the N tokens with sub-ids.
+        The first V logits are of words, the others of the N tokens with sub-ids.
 
         tokens, subs          (B, S) and their sub-ids
         ext_tokens, ext_subs  (N,), identical on all ranks that share rows: tokens with sub-ids that

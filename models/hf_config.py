@@ -58,8 +58,8 @@ _OF_OTHERS = (
 _SCALINGS = ("scale_emb", "scale_depth", "dim_model_base")
 _QWEN3_HEAD_DIM = 128  # if a Qwen3's config.json does not say it
 
-# Names in rope_scaling and rope_parameters: those that all kinds may have, those of each kind, and
-# those of other kinds, which transformers ignores.
+# Names in rope_scaling and rope_parameters: names that any kind may have, names of each kind, and
+# names of other kinds, which transformers ignores.
 _OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 _OF_KIND = {
     "linear": {"factor"},

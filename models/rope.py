@@ -228,7 +228,7 @@ class Yarn(_Extension):
         return rope_frequencies(head_dim, theta, device) * (1 - slowed + slowed / self.factor)
 
     def _index(self, turns: float, head_dim: int, theta: float) -> float:
-        """Compute the index of the rotation that turns so many times in the original length."""
+        """Compute the index of the rotation that turns `turns` times in the original length."""
         return (
             head_dim
             * math.log(self.original_length / (turns * 2 * math.pi))

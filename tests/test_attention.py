@@ -662,7 +662,7 @@ def test_backward_auto_moves_the_fewer_bytes():
                 x.requires_grad_() for x in qkv(heads=heads, kv_heads=kv_heads, head_size=32)
             )
             out = burst_attn_func(q, k, v, process_group=ring)
-            return "q" if out.grad_fn.plan.backward_program.payload.queries_travel else "kv"
+            return "q" if out.grad_fn.plan.backward_program.payload.sends_queries else "kv"
 
         return set(simulate(2, work))
 

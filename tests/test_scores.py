@@ -183,7 +183,7 @@ def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
                 sides = own, program.tokens(key, torch.device("cpu"))
                 for cut in (cut for cut in cuts if cut.row == BY_DISTANCE):
                     tiles = positions(
-                        cut, *(sides[::-1] if program.payload.queries_travel else sides)
+                        cut, *(sides[::-1] if program.payload.sends_queries else sides)
                     )
                     steps = torch.cat([x.diff() for tile in tiles for x in tile])
                     assert (steps > 0).all(), (seed, key, cut)

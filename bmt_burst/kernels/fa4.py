@@ -248,7 +248,7 @@ def _one_segment(call: KernelCall, device: torch.device) -> Segments:
 
 
 def _dense_options(call: KernelCall) -> dict[str, Any] | None:
-    """Return the options of a call whose only tile is everything, or None for others."""
+    """Return the options of a call with one tile of all tokens, or None for other calls."""
     if call.is_whole:
         return {"causal": call.is_causal}
     return (

@@ -4,7 +4,7 @@ A bias is one number of `biases` (H, width) fp32. These are the numbers of all d
 reach, then the table, so that width is 2 reach + 1 + R. The package passes some scores with the
 indices of their queries and keys in a sequence, and the sequence's number.
 
-Tensors are passed as addresses. For tensors that the package knows it limits each index by two
+Tensors are passed as addresses. If the package gets a tensor, it limits each index with two
 divisions, which take longer than everything here. These functions limit the indices themselves.
 """
 
@@ -17,7 +17,7 @@ import cutlass
 import torch
 from cutlass import cute
 
-_MANY = 1 << 30  # the size of a tensor whose address alone is known
+_MANY = 1 << 30  # the size of a tensor of which only the address is known
 
 
 @cute.jit
@@ -70,7 +70,7 @@ def gradient_of_sum(grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_te
 
 
 def scalars(*numbers: int | torch.Tensor) -> tuple:
-    """Return aux_scalars from numbers and tensors, whose addresses are passed."""
+    """Return aux_scalars: numbers, and the addresses of tensors."""
     return tuple(
         cutlass.Int64(x.data_ptr()) if isinstance(x, torch.Tensor) else cutlass.Int32(x)
         for x in numbers

@@ -138,7 +138,7 @@ def _cut_tile(q: Span, kv: Span, left: int | None, right: int | None) -> Iterato
     if low is None or high is None:
         yield from _cut_at_edge(q, kv, low, high)
         return
-    # A part has as many rows as the band is wide. All its rows see the first key of its last row.
+    # Each group has as many rows as the band is wide, so all see the first key of its last row.
     for start in range(0, length(q), high - low + 1):
         stop = min(start + high - low + 1, length(q))
         middle = min(max(kv[0] + stop - 1 + low, kv[0]), kv[1])  # that key

@@ -7,8 +7,8 @@ One launch computes all tiles of a call. Each program reads from a list which to
 programs with the most work are first in the list. The backward has one program for each block of
 keys, which sums dk and dv, and one for each block of queries, which sums dq. Several programs add
 to the same sum only for the gradient of a bias's table, and they add integers. Therefore results
-are bit-identical between runs. The gradient of a bias by distance has a kernel of its own: its
-programs follow diagonals, on which distances are equal.
+are bit-identical between runs. A separate kernel computes the gradient of a bias by distance: its
+programs follow diagonals, along which distances are equal.
 
 `triton_shapes.json` has the block sizes, and the GPU and commit that they were measured with.
 """
@@ -33,7 +33,7 @@ from .bias import CallBias, dscores_bound
 from .packed import effective_band, prepare_once, send_to_device
 
 _LOG2_E = math.log2(math.e)
-_LARGEST_SUM = 2.0**61  # of whole numbers of 64 bits, with room for what rounding adds
+_LARGEST_SUM = 2.0**61  # of 64-bit integers, with room for rounding
 
 
 class LaunchShape(NamedTuple):
@@ -325,7 +325,7 @@ def _shape(name: str, q: Tensor, width: int, mode: int) -> LaunchShape:
 def _bytes(name: str, shape: LaunchShape, row: int, by_segments: bool) -> int:
     """Return the bytes of shared memory of a kernel with rows of `row` bytes.
 
-    Triton 3.9 takes so much on Hopper. 2 KiB are added.
+    This is what Triton 3.9 allocates on Hopper, plus 2 KiB.
     """
     own, other = (shape.N, shape.M) if name == "backward_kv" else (shape.M, shape.N)
     held = own if name == "forward" else 2 * own

@@ -1,8 +1,8 @@
 """The bias in the Triton kernels of `triton_blocks.py`: its terms, and its table's gradient.
 
 A pair's row of the table depends on its distance alone, or on segments: see `CallBias`. The
-gradient is summed in 64-bit integers, so that the result does not depend on the order. Letters are
-those of `triton_blocks.py`.
+gradient is summed in 64-bit integers, so that the result does not depend on the order.
+`triton_blocks.py` explains the letters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NONE = tl.constexpr(0)
 BY_DISTANCE = tl.constexpr(1)
 BY_SEGMENTS = tl.constexpr(2)
 
-# Up to so many rows, summing a block's pairs of each row is faster than adding each pair.
+# Up to this many rows, summing a block's pairs of each row is faster than adding each pair.
 _FEW_ROWS = tl.constexpr(48)
 
 
@@ -127,7 +127,7 @@ class Fields(NamedTuple):
 
     groups, segments, positions  (SIZE,); segments are bases on the queries' side
     group, segment               of the first token
-    alike                        whether all tokens have this group and segment
+    uniform                      whether all tokens have this group and segment
     """
 
     groups: tl.tensor
@@ -135,7 +135,7 @@ class Fields(NamedTuple):
     positions: tl.tensor
     group: tl.tensor
     segment: tl.tensor
-    alike: tl.tensor
+    uniform: tl.tensor
     first: tl.tensor
     count: tl.tensor
 
@@ -172,7 +172,7 @@ def by_segments(bias, head, queries, keys, TRANSPOSED: tl.constexpr):
     biases = bias.biases + head * (bias.rows + 2 * bias.reach + 1)
     q_positions, kv_positions = _spread(queries.positions, keys.positions, TRANSPOSED)
     near = bias.rows + bias.reach + _clamp(kv_positions - q_positions, bias.reach)
-    if queries.alike & keys.alike:
+    if queries.uniform & keys.uniform:
         row = tl.load(
             bias.pairs + queries.segment + keys.segment,
             mask=queries.group == keys.group,
@@ -219,7 +219,7 @@ def add_near(bias, head, dscores, queries, keys, M: tl.constexpr):
     Return (M,) the sum of each query's other dscores.
     """
     rows = _rows_with(bias, queries, keys.group, keys.segment, queries.groups == keys.group)
-    near = _there(queries, M) & (rows < 0)
+    near = _existing(queries, M) & (rows < 0)
     if tl.max(near.to(tl.int32), 0) > 0:
         distances = keys.positions[None, :] - queries.positions[:, None]
         add_by_distance(bias, head, tl.where(near[:, None], dscores, 0.0), distances)
@@ -229,7 +229,7 @@ def add_near(bias, head, dscores, queries, keys, M: tl.constexpr):
 @triton.jit
 def add_waiting(bias, head, waiting, queries, group, segment, M: tl.constexpr):
     """Add the sums (M,) of queries with keys of one segment to the sums of their rows."""
-    some = _there(queries, M) & (waiting != 0.0)
+    some = _existing(queries, M) & (waiting != 0.0)
     rows = _rows_with(bias, queries, group, segment, some & (queries.groups == group))
     unit = tl.load(bias.unit + head)
     tl.atomic_add(
@@ -238,7 +238,7 @@ def add_waiting(bias, head, waiting, queries, group, segment, M: tl.constexpr):
 
 
 @triton.jit
-def _there(fields, SIZE: tl.constexpr):
+def _existing(fields, SIZE: tl.constexpr):
     """Return (SIZE,): which tokens of a block exist.
 
     With a key of inf the gradients of missing tokens' scores are NaN, and must not be added.
@@ -259,7 +259,7 @@ def _rows_with(bias, queries, group, segment, same):
 def add_by_segments(bias, head, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
     """Add dscores (M, N) to the sums of their rows, which depend on segments."""
     rows = _pair_rows(bias, queries, keys, False)
-    near = tl.where(_there(queries, M)[:, None] & (rows < 0), dscores, 0.0)
+    near = tl.where(_existing(queries, M)[:, None] & (rows < 0), dscores, 0.0)
     if tl.max(tl.max((near != 0.0).to(tl.int32), 1), 0) > 0:
         add_by_distance(bias, head, near, keys.positions[None, :] - queries.positions[:, None])
     if tl.max(tl.max(rows, 1), 0) >= 0:
@@ -269,7 +269,7 @@ def add_by_segments(bias, head, dscores, queries, keys, M: tl.constexpr, N: tl.c
 
 @triton.jit
 def _add_by_runs(sums, unit, bias, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """Add dscores (M, N) of pairs that go by segments; those of other pairs are 0.
+    """Add dscores (M, N) of pairs that go by segments. For other pairs, dscores are 0.
 
     All queries of a run have the same row with a key. Sum them before adding.
     """

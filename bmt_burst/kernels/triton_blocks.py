@@ -1,16 +1,18 @@
 """The Triton kernels that `triton.py` launches: what one program computes.
 
-A program has one block of queries, or of keys, of one sequence. It loops over the blocks of the
-other side that its block sees, or that see it. The band splits these blocks in three parts: blocks
-that one edge cuts, blocks that are visible whole, and blocks that the other edge or the end of the
-sequence cuts. Only the outer parts are masked.
+A program has one block of queries, or of keys, of one sequence: its own side. It loops over the
+blocks of the other side that share visible pairs with its block. The band splits these blocks into
+three parts: blocks that its first edge cuts, blocks that are completely visible, and blocks that
+its last edge or the end of the sequence cuts. Only the first and the last part are masked.
 
 All four attention kernels compute a pair of blocks with `_scores_of`. The three of the backward
 continue with `_probs_of` and `_dscores_of`. Exponents are to base 2. Therefore the terms of a bias
 are to base 2, too: see `triton_bias.py`.
 
-Letters: D is the head size, WIDTH the power of two that it is padded to. M and N are the queries
-and keys of a block. CAP is the softcap of the scores, or None.
+Letters: D is the head size, WIDTH the power of two that it is padded to. M and N are the numbers of
+queries and keys of a block. CAP is the softcap of the scores, or None. `first` is the first token
+of the program's block, `at` the first token of the other block, both counted in the sequence.
+`more` is how many tokens more the other side of the sequence has.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _INFINITY = tl.constexpr(float("inf"))
 
-# These numbers differ from call to call. To compile a kernel again for each kind of number would
-# take seconds. Strides of lse and delta differ, too: they pass through `multiply_by_16`.
+# These numbers differ from call to call. Triton must not specialize on them: compiling a kernel
+# again takes seconds. Strides of lse and delta differ, too, so they pass through `multiply_by_16`.
 _NUMBERS = ["left", "right"]
 _ROWS = ["lse", "delta"]  # (B, H, S) tensors that may begin at any address
 
@@ -68,7 +70,7 @@ def forward(
     if BIAS == BY_DISTANCE:
         places = distances_of(bias, q_start, q_count, kv_start, kv_count)
 
-    # Without a bias and a cap scores are multiplied by their factor only in the exponents.
+    # Without a bias and a cap, scores get their factor only in the exponents.
     SCALED: tl.constexpr = CAP is not None or BIAS != NONE
     sums = tl.zeros((M, WIDTH), tl.float32)
     weights = tl.zeros((M,), tl.float32)
@@ -267,7 +269,7 @@ def backward_q(
                     dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION
                 )
             if BIAS == BY_SEGMENTS:
-                if keys.alike:
+                if keys.uniform:
                     if (keys.group != group) | (keys.segment != segment):
                         add_waiting(bias, head, waiting, own, group, segment, M)
                         waiting = tl.zeros((M,), tl.float32)
@@ -295,8 +297,8 @@ def backward_table(
     """Add the share of the blocks along one diagonal to the gradient of a bias by distance.
 
     If positions are EVEN, all blocks of a diagonal have the same distances. Then dscores are summed
-    over the blocks, and the sums are added once. The program skips sequences that are EVEN where
-    the constant is not, and the other way round.
+    over the blocks, and the sums are added once. The program skips sequences for which EVEN is
+    wrong.
     """
     head, batch, walk = tl.program_id(1), tl.program_id(2), walks + tl.program_id(0) * 7
     start, steps, ahead = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2)
@@ -495,8 +497,8 @@ def _visible(
 ):  # fmt: skip
     """Return which pairs (OWN, OTHER) are visible.
 
-    These are OWN tokens first .. and OTHER tokens at .. of the other side. It has `others` tokens
-    from there on. `_edges` explains the band.
+    These are OWN tokens from `first` on and OTHER tokens of the other side from `at` on. From
+    there, the other side has `others` tokens. `_edges` explains the band.
     """
     other = tl.arange(0, OTHER)[None, :]
     ahead = other - tl.arange(0, OWN)[:, None] + (at - first - more)

@@ -12,7 +12,7 @@ attention.
 Gradients are plain sums. So is delta = rowsum(out * dout), with which a backward corrects for the
 softmax's divisor (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
-Parts are kept as the kernels made them until there are enough to add up, so that each is read once.
+Parts are kept as the kernels made them until enough are waiting, so that each is read only once.
 The arithmetic is fp32, or fp64 for fp64 inputs. Tokens are not written again if their only part, or
 their earlier sum, already lies in the memory of the result.
 """
@@ -39,7 +39,7 @@ from .parts import (
     tokens_at,
 )
 
-_MOST_PARTS = 8  # that are added up in one pass over memory
+_MOST_PARTS = 8  # parts that are added up in one pass over memory
 
 
 class Backend(Protocol):

@@ -46,10 +46,10 @@ def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None
 
 
 def _weigh(out: Tensor, lse: Tensor, other: Tensor) -> Tensor:
-    """Return what out (B, S, H, D) with `lse` (B, H, S) adds to its merge with a side of lse
+    """Return the share of out (B, S, H, D) with `lse` (B, H, S) in its merge with a side of lse
     `other`.
 
-    That is all of it if neither side saw anything. It is 0, even for NaN, if only this side saw
+    It is all of out if neither side saw anything. It is 0, even for NaN, if only this side saw
     nothing.
     """
     nothing = lse == -torch.inf

@@ -3,20 +3,20 @@
 Documents are the parts of a mask that see nothing of each other. The work of a document is its
 number of visible pairs. Its density is its work divided by its tokens.
 
-1. Deal short documents like cards, so that ranks have nearly equal numbers of them, of similar
-   lengths. (Kernels take longer for many short documents than for a few long ones with as many
-   pairs.) Keep some of them for step 2.
+1. Deal short documents to the ranks, like cards, so that ranks have nearly equal numbers of them,
+   of similar lengths. (Kernels take longer for many short documents than for a few long ones with
+   as many pairs.) Keep some of them for step 2.
 2. Fill the ranks one after the other, each with the tokens and the work that it still lacks. Take
    the densest documents that fit, and then the sparsest ones for the tokens that are left. Make up
    the rest by swapping documents of just the right lengths, or by peeling a document: tokens off
    its start, which see little, and off its end, which see much. The next rank begins with the rest
    of the peeled document.
 
-Each rank gets just its share, so what is left always has the mean density. There are always denser
-and sparser documents to mix, and the last rank fares as well as the first. A rank leaves at most
-two documents unfinished: the peeled one, and a sparse one where the peeled one is so dense that it
-fits no rank. One causal document becomes the zigzag layout, nearly, and a window or a full mask the
-contiguous one.
+Each rank gets exactly its share, so the remaining documents always have the mean density. They
+always include denser and sparser ones to mix, and the last rank is as balanced as the first. A rank
+leaves at most two documents unfinished: the peeled one, and a sparse one if the peeled one is so
+dense that it fits no rank. One causal document becomes the zigzag layout, nearly, and a window or a
+full mask the contiguous one.
 
 Step 1 is Graham's list scheduling, the densest documents first (LPT takes the longest first). Step
 2 is a greedy fill of one rank after the other, like next-fit, in which a document may be cut. The
@@ -27,8 +27,8 @@ assignment of chunks.
 Balance is worse where the work is in the middle of documents: for a window to both sides that is
 not much shorter than they are.
 
-Plain numbers and no torch. Nothing is left to chance: all ranks and all versions of Python find the
-same layout.
+This module uses plain numbers, no torch, and nothing random: all ranks and all versions of Python
+find the same layout.
 """
 
 from __future__ import annotations
@@ -42,27 +42,28 @@ from itertools import accumulate
 from .mask import Mask, Slice
 from .span import Span, merged
 
-# How far the work of a rank may be from its share, as a part of the mean work of a rank. The next
-# rank makes up for it. Less cuts more documents, more unbalances the ranks.
+# How far the work of a rank may be from its share, relative to the mean work of a rank. The next
+# rank makes up for it. A smaller value cuts more documents, a larger one unbalances the ranks.
 _SLACK = 0.005
-# How far the work of a long document's piece may be from its share by tokens, as a part of the work
-# of the piece. Otherwise the rest would be much denser or sparser than the document was.
-_BENT = 0.2
-# Documents that a rank tries to swap for another one before it cuts one. It bounds the time.
+# How far the work of a piece of a long document may be from the mean of as many of its tokens,
+# relative to the work of the piece. A larger value leaves a rest much denser or sparser than the
+# document was.
+_MOST_DEVIATION = 0.2
+# How many of its documents a rank tries to swap before it cuts one. It bounds the time.
 _SWAPS = 64
 # A short document has at most 1 / _SHORT of a rank's mean tokens and of its mean work.
 _SHORT = 4
-# Short documents that are not dealt, to choose from in the end: this many for each rank, and twice
-# as many for each of the first _KEPT ranks.
+# How many short documents for each rank are not dealt but kept for step 2; for each of the first
+# _KEPT ranks, twice as many.
 _KEPT = 8
-# The same where one document has half of the work. Then each rank gets a piece of that document,
-# which makes up for what lengths lack.
+# The same if one document has half of the work. Each rank then gets a piece of that document, which
+# can have any length.
 _KEPT_BESIDE_LONG = 4
 
 
 def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
     """Return the positions of each of `size` ranks. The first ranks may have a token more."""
-    documents = _documents(mask)
+    documents = _find_documents(mask)
     area, tokens = sum(document.work for document in documents), mask.seq_len
     ranks = [
         _Rank(
@@ -72,23 +73,25 @@ def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
         )
         for rank in reversed(range(size))
     ]
-    pool = _Pool(_deal(documents, ranks))
+    pool = _Pool(_deal_documents(documents, ranks))
     for rank, following in itertools.pairwise(ranks):
-        _fill(rank, pool)
+        _fill_rank(rank, pool)
         following.work += rank.work
     ranks[-1].documents += pool.everything()
     return [rank.spans for rank in ranks]
 
 
-def _deal(documents: list[_Document], ranks: Sequence[_Rank]) -> list[_Document]:
+def _deal_documents(documents: list[_Document], ranks: Sequence[_Rank]) -> list[_Document]:
     """Deal short documents to the ranks, and return the others.
 
     Each dense document goes to the rank that lacks the most work, and then each sparse one to the
-    rank that lacks the most tokens. Some of all lengths are kept, for where tokens or work must be
-    just right.
+    rank that lacks the most tokens. Some of all lengths are kept, to match tokens or work exactly
+    later.
     """
     size = len(ranks)
-    tokens, work = (sum(amount(document) for document in documents) for amount in (_tokens, _work))
+    tokens, work = (
+        sum(amount(document) for document in documents) for amount in (_tokens_of, _work_of)
+    )
     short: list[_Document] = []
     others: list[_Document] = []
     for document in documents:
@@ -100,16 +103,20 @@ def _deal(documents: list[_Document], ranks: Sequence[_Rank]) -> list[_Document]
     kept = _KEPT_BESIDE_LONG * size if one_for_all else _KEPT * (size + min(size, _KEPT))
     if kept >= len(short):
         return documents
-    short.sort(key=_order, reverse=True)
+    short.sort(key=_sort_key, reverse=True)
     chosen = {len(short) * (2 * i + 1) // (2 * kept) for i in range(kept)}
     others += [short[i] for i in chosen]
     dealt = [document for i, document in enumerate(short) if i not in chosen]
-    tokens, work = (sum(amount(document) for document in dealt) for amount in (_tokens, _work))
+    tokens, work = (
+        sum(amount(document) for document in dealt) for amount in (_tokens_of, _work_of)
+    )
     sparse = bisect_left(
         dealt, True, key=lambda document: document.work * tokens <= work * document.tokens
     )
     return (
-        others + _hand_out(dealt[:sparse], ranks, _work) + _hand_out(dealt[sparse:], ranks, _tokens)
+        others
+        + _hand_out(dealt[:sparse], ranks, _work_of)
+        + _hand_out(dealt[sparse:], ranks, _tokens_of)
     )
 
 
@@ -153,9 +160,9 @@ class _Document:
         return self.work + self.seen(self.start + early) - self.seen(self.stop - tokens + early)
 
     def reach(self, tokens: int) -> tuple[int, int]:
-        """Return the least and the most work of so many tokens off its ends.
+        """Return the least and the most work of `tokens` tokens off its ends.
 
-        That holds for documents that are sparser at one end.
+        This is right for documents that are sparser at one end.
         """
         first, last = (
             self.seen(self.start + tokens) - self.before,
@@ -164,7 +171,7 @@ class _Document:
         return (first, last) if first < last else (last, first)
 
     def fair(self, tokens: int) -> float:
-        """Return its mean work of so many tokens, or the nearest that tokens off its ends have."""
+        """Return its mean work of `tokens` tokens, or the nearest that tokens off its ends have."""
         if tokens >= self.tokens:  # more than it has: as if there were more
             return tokens * self.density
         low, high = self.reach(tokens)
@@ -220,7 +227,7 @@ class _Pool:
         self._sort()
 
     def _sort(self) -> None:
-        self.documents.sort(key=_order)
+        self.documents.sort(key=_sort_key)
         self.tokens = list(accumulate([d.tokens for d in self.documents], initial=0))
         self.work = list(accumulate([d.work for d in self.documents], initial=0))
 
@@ -240,7 +247,7 @@ class _Pool:
         del self.documents[:count], self.tokens[:count], self.work[:count]
 
     def peel_sparsest(self, tokens: int, rank: _Rank) -> None:
-        """Give a rank so many tokens of the sparsest document, or all of it if it has no more."""
+        """Give a rank `tokens` tokens of the sparsest document, or all of it if it has no more."""
         document = self.documents[0]
         if tokens >= document.tokens:
             self.give_sparsest(1, rank)
@@ -249,7 +256,7 @@ class _Pool:
                 document,
                 rank,
                 tokens,
-                _early(document, tokens, tokens * document.density, rank.slack),
+                _count_early(document, tokens, tokens * document.density, rank.slack),
             )
 
     def peel(self, document: _Document, rank: _Rank, tokens: int, early: int) -> None:
@@ -268,13 +275,13 @@ class _Pool:
         return bisect_right(self.tokens, self.tokens[0] + rank.tokens) - 1
 
     def lacking(self, rank: _Rank, count: int) -> tuple[int, int]:
-        """Return the tokens and the work that a rank lacks after so many sparsest documents."""
+        """Return the tokens and the work that a rank lacks after the `count` sparsest documents."""
         return rank.tokens + self.tokens[0] - self.tokens[count], rank.work + self.work[
             0
         ] - self.work[count]
 
     def sparsest(self, tokens: int) -> float:
-        """Return the work of so many of the sparsest tokens, or of all that there are."""
+        """Return the work of the `tokens` sparsest tokens, or of all if there are fewer."""
         stop = self.tokens[0] + tokens
         count = bisect_right(self.tokens, stop) - 1
         work = self.work[count] - self.work[0]
@@ -285,7 +292,7 @@ class _Pool:
         )
 
     def densest(self, tokens: int) -> float:
-        """Return the work of so many of the densest tokens, or of all that there are."""
+        """Return the work of the `tokens` densest tokens, or of all if there are fewer."""
         others = max(self.tokens[-1] - self.tokens[0] - tokens, 0)
         return self.work[-1] - self.work[0] - self.sparsest(others)
 
@@ -299,19 +306,19 @@ class _Pool:
         return document.work + self.densest(rank.tokens - document.tokens) >= rank.work - rank.slack
 
 
-def _order(document: _Document) -> tuple[float, int, int]:
+def _sort_key(document: _Document) -> tuple[float, int, int]:
     return document.density, document.tokens, document.start
 
 
-def _tokens(x: _Document | _Rank) -> int:
+def _tokens_of(x: _Document | _Rank) -> int:
     return x.tokens
 
 
-def _work(x: _Document | _Rank) -> int:
+def _work_of(x: _Document | _Rank) -> int:
     return x.work
 
 
-def _fill(rank: _Rank, pool: _Pool) -> None:
+def _fill_rank(rank: _Rank, pool: _Pool) -> None:
     """Give a rank its tokens and its work. If it gets a part of a document, that is `pool.cut`."""
     if pool.cut is None and not pool.fits(pool.documents[-1], rank):
         pool.cut = pool.pop(len(pool.documents) - 1)
@@ -320,13 +327,13 @@ def _fill(rank: _Rank, pool: _Pool) -> None:
         if pool.fits(document, rank) and pool.is_enough(document, rank):
             rank.take(document)
         elif document.density * rank.tokens >= rank.work - rank.slack:
-            _split(document, rank, pool)
+            _split_document(document, rank, pool)
             return
         else:  # too sparse to begin with
             pool.insert(document)
     _take_dense(rank, pool)
     if rank.tokens and not (_end_whole(rank, pool) or _end_cutting(rank, pool)):
-        _split(pool.pop(len(pool.documents) - 1), rank, pool)
+        _split_document(pool.pop(len(pool.documents) - 1), rank, pool)
 
 
 def _take_dense(rank: _Rank, pool: _Pool) -> None:
@@ -358,7 +365,7 @@ def _end_whole(rank: _Rank, pool: _Pool) -> bool:
     for old in itertools.islice(
         (document for document in owned if document.tokens >= shortest), _SWAPS
     ):
-        index = bisect_left(documents, old.tokens + tokens, room, key=_tokens)
+        index = bisect_left(documents, old.tokens + tokens, room, key=_tokens_of)
         new = documents[min(index, len(documents) - 1)]
         if new.tokens == old.tokens + tokens and abs(old.work + work - new.work) <= rank.slack:
             rank.take(pool.pop(index))
@@ -378,7 +385,7 @@ def _end_cutting(rank: _Rank, pool: _Pool) -> bool:
     while True:
         count = max(room - fewer, 0)
         tokens, work = pool.lacking(rank, count)
-        index = _cuttable(pool, count, tokens, work, rank.slack) if tokens else None
+        index = _find_cuttable(pool, count, tokens, work, rank.slack) if tokens else None
         if index is not None:
             document = pool.pop(index)
             pool.give_sparsest(count, rank)
@@ -389,8 +396,8 @@ def _end_cutting(rank: _Rank, pool: _Pool) -> bool:
         fewer = max(2 * fewer, 1)
 
 
-def _cuttable(pool: _Pool, first: int, tokens: int, work: int, slack: int) -> int | None:
-    """Find the first document whose ends have a piece of so many tokens and so much work."""
+def _find_cuttable(pool: _Pool, first: int, tokens: int, work: int, slack: int) -> int | None:
+    """Find the first document that has a piece of `tokens` and `work` at its ends."""
 
     def has_as_much(document: _Document) -> bool:
         return document.tokens >= tokens and document.reach(tokens)[1] >= work - slack
@@ -402,11 +409,11 @@ def _cuttable(pool: _Pool, first: int, tokens: int, work: int, slack: int) -> in
     )
 
 
-def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
+def _split_document(document: _Document, rank: _Rank, pool: _Pool) -> None:
     """Give a rank a piece of a long document, about as dense as that is, and sparse documents."""
 
     def excess(count: int, work_of: Callable[[int], float]) -> float:
-        """Return the work in excess if a rank gets so many sparse documents and a piece."""
+        """Return the excess work if a rank gets `count` sparse documents and a piece."""
         tokens, work = pool.lacking(rank, count)
         return work_of(tokens) - work
 
@@ -420,7 +427,7 @@ def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
     whole = [
         k
         for k in (count, count + 1)
-        if k <= room and _bends(document, rank, *pool.lacking(rank, k))
+        if k <= room and _leaves_similar_rest(document, rank, *pool.lacking(rank, k))
     ]
     # its ends are sparser than it is
     while not whole and count and excess(count, document.fair) < 0:
@@ -433,23 +440,25 @@ def _split(document: _Document, rank: _Rank, pool: _Pool) -> None:
     ):
         pool.peel_sparsest(tokens, rank)
     _cut_document(document, rank, pool)
-    while rank.tokens:  # of a document whose ends are sparse all was not enough
+    while rank.tokens:  # all of a document with sparse ends was not enough
         pool.peel_sparsest(rank.tokens, rank)
 
 
-def _bends(document: _Document, rank: _Rank, tokens: int, work: int) -> bool:
-    """Whether a piece can have so many tokens and so much work and leave a similar rest."""
+def _leaves_similar_rest(document: _Document, rank: _Rank, tokens: int, work: int) -> bool:
+    """Whether a piece can have these tokens and this work and leave a rest of similar density."""
     if not 0 < tokens < document.tokens:
         return False
     low, high = document.reach(tokens)
     off = abs(work - tokens * document.density)
-    return low - rank.slack <= work <= high + rank.slack and off <= max(_BENT * work, rank.slack)
+    return low - rank.slack <= work <= high + rank.slack and off <= max(
+        _MOST_DEVIATION * work, rank.slack
+    )
 
 
 def _sparse_share(document: _Document, rank: _Rank, sparse: _Document) -> int:
-    """Count the tokens of the sparsest document that go with a piece of the long one.
+    """Count the tokens of the sparsest document that a rank needs beside a piece of the long one,
+    so that it has no excess work.
 
-    With them, no work is in excess.
     """
     least, most = max(rank.tokens - document.tokens, 0), min(rank.tokens, sparse.tokens)
     at_none = document.fair(rank.tokens) - rank.work
@@ -462,14 +471,14 @@ def _cut_document(document: _Document, rank: _Rank, pool: _Pool) -> None:
     """Give a rank the tokens it lacks off the ends of a document, and the next rank the rest."""
     if rank.tokens:
         tokens = min(rank.tokens, document.tokens)
-        rank.peel(document, tokens, _early(document, tokens, rank.work, rank.slack))
+        rank.peel(document, tokens, _count_early(document, tokens, rank.work, rank.slack))
     pool.cut = document if document.tokens else None
 
 
-def _early(document: _Document, tokens: int, work: float, slack: float) -> int:
-    """Return how many of `tokens` are taken off the start of a document, so that they have `work`.
+def _count_early(document: _Document, tokens: int, work: float, slack: float) -> int:
+    """Return how many of `tokens` to take off the start of a document, so that they have `work`.
 
-    It is none or all if possible.
+    It is none or all if possible. The others are taken off its end.
     """
     low = 0, document.until - document.seen(document.stop - tokens) - work
     high = tokens, document.seen(document.start + tokens) - document.before - work
@@ -489,7 +498,7 @@ def _early(document: _Document, tokens: int, work: float, slack: float) -> int:
     return nearest[0]
 
 
-def _documents(mask: Mask) -> list[_Document]:
+def _find_documents(mask: Mask) -> list[_Document]:
     """Return the parts of the mask."""
     parts = mask.parts
     slices: list[list[Slice]] = [[] for _ in parts]
@@ -497,11 +506,12 @@ def _documents(mask: Mask) -> list[_Document]:
     for s in mask.slices:
         slices[bisect_right(starts, s.q[0]) - 1].append(s)
     return [
-        _Document(*span, _seen(*span, found)) for span, found in zip(parts, slices, strict=True)
+        _Document(*span, _pair_counter(*span, found))
+        for span, found in zip(parts, slices, strict=True)
     ]
 
 
-def _seen(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[int], int]:
+def _pair_counter(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[int], int]:
     """Return a function that counts the visible pairs of a part's queries before a position.
 
     Simple parts have a closed form.
@@ -513,11 +523,11 @@ def _seen(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[int], int
             return lambda i: (i - start) * size
         if low == 0:
             most = size if high is None else high
-            return lambda i: _ramp(i - start, most)
+            return lambda i: _sum_ramp(i - start, most)
         if high is not None and low == 1 - high:
             most, behind = high, high - 1
-            later = _ramp(size - 1, behind)
-            return lambda i: _ramp(i - start, most) + later - _ramp(stop - i - 1, behind)
+            later = _sum_ramp(size - 1, behind)
+            return lambda i: _sum_ramp(i - start, most) + later - _sum_ramp(stop - i - 1, behind)
 
     def pairs_before(i: int) -> int:
         before = (s._replace(q=(s.q[0], min(s.q[1], i))) for s in slices if s.q[0] < i)
@@ -526,6 +536,6 @@ def _seen(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[int], int
     return pairs_before
 
 
-def _ramp(count: int, most: int) -> int:
+def _sum_ramp(count: int, most: int) -> int:
     """Return the sum of min(i, most) for i from 1 to `count`."""
     return count * (count + 1) // 2 if count <= most else count * most - most * (most - 1) // 2

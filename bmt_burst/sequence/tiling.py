@@ -25,7 +25,7 @@ from .mask import Mask, Slice
 from .span import Span, length, merged, shifted
 from .tile import KernelCall, Tile
 
-# Tokens between two tiles that one kernel call may take along, rather than copy the tiles together.
+# The most tokens between two tiles that a kernel call includes, instead of copying tiles together.
 _GAP = 256
 # A rectangle with at most this many queries is joined with others that see the same keys, and one
 # with at most this many keys with others that are seen by the same queries.
@@ -219,7 +219,7 @@ class Tiling:
     def looks_at(self, rank: int) -> tuple[Span, ...]:
         """Return the positions that queries of `rank` see, in rising spans with gaps between them.
 
-        What a run sees of nothing but itself, as of a whole document, is left out.
+        Runs that see only themselves, as whole documents do, are left out.
         """
         if rank in self._reach:
             return self._reach[rank]

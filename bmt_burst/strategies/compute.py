@@ -91,7 +91,7 @@ class QueryGradients:
         )
 
     def with_delta(self) -> QueryGradients:
-        """Return the same with delta in place of out."""
+        """Return the same queries with delta instead of out."""
         if self.out is None:
             return self
         delta = stack_lse_delta(self.out, self.dout, self.lse)[..., 1].transpose(1, 2)
@@ -152,8 +152,8 @@ class LearnedBias:
 
     kernel, spec      compute pairs that do not share a row
     table             (R, H) fp32 or fp64
-    pairs, distances  those of the Scores, on the device
-    other             that of the Scores
+    pairs, distances  fields of the Scores, on the device
+    other             a field of the Scores
     rows              the rows that all pairs of some calls share, in the order of row_lse
     row_lse           (rows, B, H, S): for each row and query the logsumexp over the pairs with it
     prepared          what kernels keep for the table
@@ -188,7 +188,7 @@ class LearnedBias:
         gathered: GatheredCall,
         bound: Tensor | None = None,
     ) -> CallBias:
-        """Return the bias of a call whose pairs do not share a row, as kernels take it."""
+        """Return the bias of a call without one row for all pairs, as kernels take it."""
         assert query_tokens is not None, "with a bias, both sides have `tokens`"
         assert key_tokens is not None
         q_group, q_base, _, q_position = query_tokens
@@ -281,7 +281,7 @@ class Attention:
     def forward(
         self, queries: Queries, keys: Keys, gathered: GatheredCall
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse of one call, whose gathered tokens are given."""
+        """Return out and lse of one call. `queries` and `keys` are its gathered tokens."""
         bias, call, row = self.bias, gathered.call, gathered.row
         if bias and not is_one_row(row):
             added = bias.of_call(queries.tokens, keys.tokens, gathered)
@@ -360,13 +360,13 @@ def _make_bias(
     scores, kernel = problem.scores, problem.biased_kernel
     assert scores is not None, "a call with a table has scores"
     assert kernel is not None
-    pairs, distances = _lookups(scores, device, current_stream(device))
+    pairs, distances = _send_lookups(scores, device, current_stream(device))
     spec = replace(problem.spec, biased=True)
     return LearnedBias(kernel, spec, table, pairs, distances, scores.other, problem.rows, row_lse)
 
 
 @functools.lru_cache(maxsize=8)
-def _lookups(
+def _send_lookups(
     scores: Scores, device: torch.device, stream: torch.cuda.Stream | None
 ) -> tuple[Tensor, Tensor]:
     """Return pairs and distances on a device."""
@@ -416,7 +416,7 @@ def compute_gradients(
 def _find_bound(
     calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
 ) -> Tensor | None:
-    """Return `dscores_bound` of all calls whose pairs do not share a row, from their tokens."""
+    """Return `dscores_bound` of the tokens of all calls without one row for all pairs."""
     biased = [gathered for gathered in calls if not is_one_row(gathered.row)]
     if queries.delta is None or not biased:
         return None

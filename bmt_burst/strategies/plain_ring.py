@@ -1,8 +1,9 @@
 """The ring in its simplest form: no overlap, no passes, no choice of what to send.
 
-Each rank keeps its queries. In `size` hops, every block of keys and values visits every rank. A
-rank computes with the block that it holds and sends it to the next rank. In the backward the
-gradients of a block are sent with it. After `size` hops they are complete, and at its owner again.
+Each rank keeps its queries. In `size` hops, every block of keys and values visits every rank. At
+each hop, a rank computes its queries with the block that it holds, and then sends the block to the
+next rank. In the backward, a block is sent with its gradients, to which each rank adds its share.
+After `size` hops the gradients are complete, and back at the owner of the block.
 
             hop 0        hop 1        hop 2
     rank 0  q0 x kv0     q0 x kv2     q0 x kv1
@@ -66,7 +67,7 @@ class PlainRingPlan(Plan):
         self.problem, self.rank, self.size = problem, rank, problem.inner
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        rings.reserve(dict.fromkeys(LANES, 0), device)  # `exchange` receives into given tensors
+        rings.reserve(dict.fromkeys(LANES, 0), device)  # `exchange` receives into new tensors
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None

@@ -78,7 +78,7 @@ class USP(Ulysses):
 
 
 class HostLayout(Layout):
-    """The layout of tokens on hosts of `inner` ranks each, whose ranks have a `layout`.
+    """The layout of tokens on hosts of `inner` ranks each. `layout` is that of the ranks.
 
     A host has its tokens in rising order.
     """

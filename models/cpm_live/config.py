@@ -106,7 +106,7 @@ class LiveConfig(ABC):
 
     @property
     def num_looked_up(self) -> int:
-        """Parameters of tables whose rows are only looked up."""
+        """The number of parameters in tables that are only looked up."""
         return 0
 
     @property
@@ -130,7 +130,7 @@ class LiveConfig(ABC):
 
     @property
     def head_dim(self) -> int:
-        """dim_head. This name and the next ones are those of other configurations."""
+        """dim_head. This property and the next ones have the names of other configurations."""
         return self.dim_head
 
     @property

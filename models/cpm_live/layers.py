@@ -68,7 +68,9 @@ class Norm(nn.Module):
 
 
 class Attention(SequenceParallelModule):
-    """Attention over the ranks of `sp`, or to a KVCache. `options` are those of burst_attn_func."""
+    """Attention over the ranks of `sp`, or to a KVCache. `options` are passed to
+    burst_attn_func.
+    """
 
     def __init__(
         self, config: LiveConfig, sp: SequenceParallel, layer: int, options: dict[str, Any]

@@ -25,7 +25,7 @@ from bmt_burst.sequence.span import Span
 
 from .config import AntConfig, BeeConfig
 
-# in a row, between tokens to be predicted; planning takes minutes then
+# of a row, between tokens to be predicted; with this many, planning takes minutes
 MOST_SLICES = 1 << 18
 
 

@@ -34,7 +34,7 @@ from ...sequence.tiling import GatheredCall, Tiling, by_columns, flipped, kernel
 from .. import Plan, Problem, Saved, Sizes, Strategy
 from ..compute import Keys, Queries, QueryGradients
 from .executor import Backward, Forward, Pass, Program, find_landing_positions
-from .payload import KeysValues, Payload, QueriesTravel, backward_payload, select_heads
+from .payload import KeysValues, Payload, QueryPayload, backward_payload, select_heads
 from .program import order_events
 from .routes import Landings, Routes
 from .schedule import Schedule
@@ -128,7 +128,7 @@ class RingPlan(Plan):
         return "\n".join(f"rank {self.rank}, {name}: {program}" for name, program in programs)
 
     @functools.cached_property
-    def _backward_payload(self) -> KeysValues | QueriesTravel:
+    def _backward_payload(self) -> KeysValues | QueryPayload:
         problem = self.problem
         return backward_payload(problem.backward, problem.send_out, problem.sizes)
 
@@ -164,17 +164,17 @@ class RingPlan(Plan):
         return Routes(self._tiling, self.schedule, self.rank)
 
     def _make_program(self, payload: Payload, returning: bool) -> Program:
-        problem, queries_travel = self.problem, payload.queries_travel
+        problem, sends_queries = self.problem, payload.sends_queries
         routes = (
             Routes(self._tiling.transposed, self.schedule, self.rank)
-            if queries_travel
+            if sends_queries
             else self._kv_routes
         )
         passes = self._make_passes(payload, routes, returning)
         rounds = routes.rounds(*self._find_limits(payload, passes, returning)) if passes else ()
 
         terms = [
-            (row, tiling.transposed if queries_travel else tiling) for row, tiling in self._terms
+            (row, tiling.transposed if sends_queries else tiling) for row, tiling in self._terms
         ]
 
         def find_calls(landings: Landings, tokens: int) -> list[GatheredCall]:
@@ -182,11 +182,11 @@ class RingPlan(Plan):
             for row, tiling in terms if landings else ():
                 tiles = tiling.tiles(self.rank, landings.runs, landings.places)
                 tiles = by_columns(tiles) if returning else tiles
-                found += kernel_calls(map(flipped, tiles) if queries_travel else tiles, row)
+                found += kernel_calls(map(flipped, tiles) if sends_queries else tiles, row)
 
             def sides() -> tuple[Tensor, Tensor]:
                 here, landed = self._positions, find_landing_positions(landings, tokens)
-                return (landed, here) if queries_travel else (here, landed)
+                return (landed, here) if sends_queries else (here, landed)
 
             return _add_positions(found, sides)
 

@@ -39,7 +39,7 @@ from ..compute import (
     compute_gradients,
     compute_outputs,
 )
-from .payload import KeysValues, Payload, QueriesTravel
+from .payload import KeysValues, Payload, QueryPayload
 from .program import Event
 from .routes import Landings, Outgoing, Round, Stage
 
@@ -65,7 +65,7 @@ class Pass:
 class Program:
     """A rank's part in a call or its backward, without tensors.
 
-    own   kernel calls of the own block
+    own    kernel calls of the own block
     calls  kernel calls of each stage by (round, stage), and of each root by (round, -1)
     """
 
@@ -189,7 +189,7 @@ def _find_positions(program: Program, number: int, stage: int) -> Tensor:
 def find_landing_positions(landings: Landings, tokens: int) -> Tensor:
     """Return the positions (tokens,) of a stage or a root as its tokens lie in memory.
 
-    Tokens that nobody here sees get 0.
+    Tokens that no query of this rank sees get 0.
     """
     positions = torch.zeros(tokens, dtype=torch.int64)
     for (start, step, _, span), _, at in landings:
@@ -211,8 +211,8 @@ class Execution(ABC):
 
     leaving  the side of the own block that others look at
 
-    Lists hold what is under way: an exchange between hosts, fetched deliveries, the one that
-    landed.
+    The lists hold exchanges and deliveries that are under way: `crossing` between hosts, `fetched`
+    until they land, then `landed`.
     """
 
     def __init__(self, program: Program, rings: Rings, leaving: Side, device: torch.device):
@@ -300,7 +300,7 @@ class Execution(ABC):
         pass_, payload = self._pass(event), self.program.payload
         if not any(map(length, spans)):
             return ()
-        side = self.leaving.part(ALL, pass_.q if payload.queries_travel else pass_.kv)
+        side = self.leaving.part(ALL, pass_.q if payload.sends_queries else pass_.kv)
         return payload.depart(side.gather(spans))
 
     def _cross(self, event: Event) -> None:
@@ -438,14 +438,14 @@ class Forward(Execution):
 
 
 class Backward(Execution):
-    """The backward. It adds up the gradients of the side that stays. Gradients of the travelling
-    side are returned, and their owner adds them up.
+    """The backward. It adds up the gradients of the side that stays. Gradients of the side that is
+    sent are returned, and their owner adds them up.
 
     own_parts     partial dq, dk and dv of the own block
     grads         dq, dk and dv, from the event `own` on
     sums          the sums of dq, dk and dv, by pass
     root_sums     the sums of a root's gradients, by pass and round
-    computed      partial gradients of the travelling side of a stage
+    computed      partial gradients of the sent side of a stage
     returning     the delivery of gradients that is under way
     leaving_host  the exchange of gradients between hosts that is under way
     """
@@ -453,7 +453,7 @@ class Backward(Execution):
     def __init__(
         self,
         program: Program,
-        payload: KeysValues | QueriesTravel,
+        payload: KeysValues | QueryPayload,
         rings: Rings,
         queries: QueryGradients,
         keys: Keys,
@@ -466,7 +466,7 @@ class Backward(Execution):
         if table is not None and program.problem.takes_delta:
             # the table's gradient needs delta, and then calls need not gather out
             queries = queries.with_delta()
-        super().__init__(program, rings, queries if payload.queries_travel else keys, device)
+        super().__init__(program, rings, queries if payload.sends_queries else keys, device)
         self.payload, self.queries, self.keys = payload, queries, keys
         self.attention = AttentionGradient.begin(program.problem, queries, table, row_lse)
         self.inputs = queries.q, keys.k, keys.v
@@ -543,25 +543,25 @@ class Backward(Execution):
 
     def _open(self, event: Event) -> None:
         if tensors := self._root_tensors(event):
-            for going, spans in self._differentiate(event, (event.round, -1), tensors):
-                _add_gradients(self._sums_of_root(event), spans, going)
+            for sent, spans in self._differentiate(event, (event.round, -1), tensors):
+                _add_gradients(self._sums_of_root(event), spans, sent)
 
     def _compute(self, event: Event) -> None:
-        self.computed = [[] for _ in self._travelling_sums(event.number)]
+        self.computed = [[] for _ in self._sent_sums(event.number)]
         tensors = self._landed_tensors(event)
-        for going, spans in self._differentiate(event, (event.round, event.stage), tensors):
-            for parts, grad in zip(self.computed, going, strict=True):
+        for sent, spans in self._differentiate(event, (event.round, event.stage), tensors):
+            for parts, grad in zip(self.computed, sent, strict=True):
                 parts.append((spans, grad))
 
     def _differentiate(
         self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]
     ) -> Iterator[tuple[Sequence[Tensor], Sequence[Span]]]:
-        """Add gradients of the side that stays to its sums. Yield those of the travelling side with
+        """Add gradients of the side that stays to its sums. Yield those of the sent side with
         its spans.
         """
         program, pass_, payload = self.program, self._pass(event), self.payload
         tokens = program.tokens(key, self.device)
-        if isinstance(payload, QueriesTravel):
+        if isinstance(payload, QueryPayload):
             queries = payload.arrive(tensors, tokens, program.problem.takes_delta)
             keys = self.keys.part(ALL, pass_.kv)
         else:
@@ -571,11 +571,11 @@ class Backward(Execution):
             attention, program.calls[key], queries, keys
         ):
             of_queries, of_keys = ((dq,), rows), ((dk, dv), columns)
-            going, staying = (
-                (of_queries, of_keys) if payload.queries_travel else (of_keys, of_queries)
+            sent, staying = (
+                (of_queries, of_keys) if payload.sends_queries else (of_keys, of_queries)
             )
             _add_gradients(self._staying_sums(event.number), staying[1], staying[0])
-            yield going
+            yield sent
 
     def _return(self, event: Event) -> None:
         manifest, packing = self.program.manifest(event), self._pass(event).return_packing
@@ -610,7 +610,7 @@ class Backward(Execution):
         """Wait for the gradients of a stage and add them to the root's sums. Return the sums."""
         stage, round_ = self._stage(event), self._round(event)
         self.returning[-1].wait()
-        sums = self._sums_of_root(event) if event.round else self._travelling_sums(event.number)
+        sums = self._sums_of_root(event) if event.round else self._sent_sums(event.number)
         first = 0 if event.round else round_.held[0][0]
         views = self._pass(event).return_packing.views(
             self.returning[-1].memory, stage.gradient_tokens
@@ -637,13 +637,13 @@ class Backward(Execution):
         ticket, grads = self.leaving_host.pop()
         ticket.wait()
         if grads:
-            _add_gradients(self._travelling_sums(event.number), self._round(event).lent, grads)
+            _add_gradients(self._sent_sums(event.number), self._round(event).lent, grads)
 
     def _sums_of_root(self, event: Event) -> list[Gradients]:
         """Return the sums of this host's share of a root's gradients."""
         key, tokens = (event.number, event.round), self._round(event).held_tokens
         if key not in self.root_sums:
-            own = self._travelling_sums(event.number)
+            own = self._sent_sums(event.number)
             shapes = [(x.shape[0], tokens, *x.shape[2:]) for x in own]
             pairs = zip(shapes, own, strict=True)
             self.root_sums[key] = [
@@ -651,11 +651,11 @@ class Backward(Execution):
             ]
         return self.root_sums[key]
 
-    def _travelling_sums(self, number: int) -> list[Gradients]:
-        return self.sums[number][:1] if self.payload.queries_travel else self.sums[number][1:]
+    def _sent_sums(self, number: int) -> list[Gradients]:
+        return self.sums[number][:1] if self.payload.sends_queries else self.sums[number][1:]
 
     def _staying_sums(self, number: int) -> list[Gradients]:
-        return self.sums[number][1:] if self.payload.queries_travel else self.sums[number][:1]
+        return self.sums[number][1:] if self.payload.sends_queries else self.sums[number][:1]
 
 
 def _add_gradients(

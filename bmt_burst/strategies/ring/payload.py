@@ -33,11 +33,11 @@ Entries = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Payload(ABC):
-    """The tensors of a block that are sent. If `queries_travel`, keys stay; otherwise queries
+    """The tensors of a block that are sent. If it `sends_queries`, keys stay; otherwise queries
     stay.
     """
 
-    queries_travel: bool
+    sends_queries: bool
 
     def packing(self, sizes: Sizes) -> Packing:
         """Return how blocks lie in memory when they are sent."""
@@ -49,7 +49,7 @@ class Payload(ABC):
 
     @abstractmethod
     def depart(self, block: Side) -> tuple[Tensor, ...]:
-        """Return the tensors of a block to send, contiguous. The block is of the travelling
+        """Return the tensors of a block to send, contiguous. The block is of the sent
         side.
         """
 
@@ -63,9 +63,9 @@ class Payload(ABC):
 
 
 class KeysValues(Payload):
-    """k and v are sent. A backward returns dk and dv."""
+    """The payload of k and v. A backward returns dk and dv."""
 
-    queries_travel = False
+    sends_queries = False
 
     def return_packing(self, sizes: Sizes) -> Packing:
         return Packing(sizes.batch, (((sizes.kv_heads, sizes.head_size), sizes.partial),) * 2)
@@ -83,10 +83,10 @@ class KeysValues(Payload):
         return (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2
 
 
-class QueriesTravel(Payload):
-    """The query side of a backward is sent. It returns dq."""
+class QueryPayload(Payload):
+    """The payload of the query side of a backward, which returns dq."""
 
-    queries_travel = True
+    sends_queries = True
 
     def return_packing(self, sizes: Sizes) -> Packing:
         return Packing(sizes.batch, (((sizes.heads, sizes.head_size), sizes.partial),))
@@ -97,12 +97,12 @@ class QueriesTravel(Payload):
     ) -> QueryGradients:
         """Return the block from the tensors of `depart`. `tokens` are `Scores.tokens`.
 
-        takes_delta  whether kernels can take delta in place of out
+        takes_delta  whether kernels can take delta instead of out
         """
 
 
-class QueriesDelta(QueriesTravel):
-    """q and dout are sent, with lse and delta side by side."""
+class QueriesDelta(QueryPayload):
+    """The payload of q and dout, with lse and delta side by side."""
 
     def depart(self, block: Side) -> tuple[Tensor, ...]:
         assert isinstance(block, QueryGradients)
@@ -127,8 +127,8 @@ class QueriesDelta(QueriesTravel):
         return row, row, ((sizes.heads, 2), accumulator_dtype(sizes.dtype))
 
 
-class QueriesOut(QueriesTravel):
-    """q, dout, lse and out are sent."""
+class QueriesOut(QueryPayload):
+    """The payload of q, dout, lse and out."""
 
     def depart(self, block: Side) -> tuple[Tensor, ...]:
         assert isinstance(block, QueryGradients)
@@ -147,11 +147,11 @@ class QueriesOut(QueriesTravel):
         return row, row, ((sizes.heads,), accumulator_dtype(sizes.dtype)), row
 
 
-def backward_payload(backward: str, send_out: bool, sizes: Sizes) -> KeysValues | QueriesTravel:
+def backward_payload(backward: str, send_out: bool, sizes: Sizes) -> KeysValues | QueryPayload:
     """Return the payload of a backward that sends "q" or "kv". "auto" picks the one with
     fewer bytes.
     """
-    choices: dict[str, KeysValues | QueriesTravel] = {
+    choices: dict[str, KeysValues | QueryPayload] = {
         "q": QueriesOut() if send_out else QueriesDelta(),
         "kv": KeysValues(),
     }
@@ -170,8 +170,8 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     """Return o' (B, S, H, D) in dout's dtype with rowsum(o' * dout) = delta (B, H, S), for kernels
     that need out.
 
-    If the softmax is saturated, dq is what remains of dP - delta after nearly all cancels. So the
-    row sum must meet delta far better than rounding o' allows. Therefore only a few entries of o'
+    If the softmax is saturated, dP and delta nearly cancel in dq. So the row sum must match delta
+    far better than the rounding of o' allows. Therefore only a few entries of o'
     differ from 0. The entry with the largest |dout| carries as much as its rounding allows, and the
     next ones carry the rest. Three entries leave an error below fp32's. In fp16, whose smallest
     numbers are not small, the error is about 1e-4 if delta is small beside |dout|, as from rounding

@@ -2,8 +2,8 @@
 printed and checked.
 
 Each exchange starts before the computation that overlaps with it, and memory is released as soon as
-it was read. This also keeps streams from deadlock: a rank's peers enqueue what it waits for before
-they wait for anything later (see transport/copy_engine.py).
+it has been read. This also keeps streams from deadlock: a rank's peers enqueue what it waits for
+before they wait for anything later (see transport/copy_engine.py).
 
     pack     p        copy the tokens of the own block that others look at in pass p
     cross    p n      start to receive the root of round n from its host
@@ -21,7 +21,7 @@ they wait for anything later (see transport/copy_engine.py).
     leave    p n      start to send this host's share of the root's gradients to the root's owner
     receive  p n      wait for another host's share of the own gradients, and add it
     arrive   p n      wait for the root of round n
-    end      p (n s)  wait for the last gradients, those of stage s, and complete the sums of a pass
+    end      p (n s)  wait for the last gradients (of stage s), and complete the sums of a pass
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Event(NamedTuple):
 
 
 def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Event]:
-    """Yield the events of a rank in `passes` over a ring. Each round has so many stages. In a
-    backward gradients are `returning`.
+    """Yield the events of a rank in `passes` over a ring. `stages` counts the stages of each round.
+    In a backward, gradients are `returning`.
 
     The first exchanges of a pass start before the last stage of the previous pass is computed.
     Those of the first pass start before the own block is. Gradients of a stage are returned while
@@ -73,7 +73,7 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
     receive: list[Event] = []  # of the round before
     end: list[Event] = []  # of the pass before
     if passes:
-        yield from _begin(0, 0, stages)
+        yield from _begin_round(0, 0, stages)
     yield Event("own")
     for number in range(passes):
         following = [number + 1] if number + 1 < passes else []
@@ -106,7 +106,7 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
                 receive.append(Event("receive", number, round_))
             if round_ < last:
                 yield Event("arrive", number, round_ + 1)
-                yield from _begin(number, round_ + 1, stages)
+                yield from _begin_round(number, round_ + 1, stages)
         if last or not collect:
             end.append(Event("end", number, last, -1))
         else:
@@ -124,13 +124,13 @@ def _take_all(events: list[Event]) -> Iterator[Event]:
 
 
 def _begin_next(following: list[int], stages: Sequence[int]) -> Iterator[Event]:
-    """Yield what begins with the next pass, if there is one."""
+    """Yield the first events of the `following` pass, if any."""
     for number in following:
-        yield from _begin(number, 0, stages)
+        yield from _begin_round(number, 0, stages)
 
 
-def _begin(number: int, round_: int, stages: Sequence[int]) -> Iterator[Event]:
-    """Yield what begins with a round."""
+def _begin_round(number: int, round_: int, stages: Sequence[int]) -> Iterator[Event]:
+    """Yield the events that start the first exchanges of a round."""
     if not round_:
         yield Event("pack", number)
     if round_ + 1 < len(stages):

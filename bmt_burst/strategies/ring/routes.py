@@ -6,8 +6,8 @@ kernel call. Gradients of a stage return to the owners of its tokens. There they
 Both ends of a message compute its place from the same data, so a transport may write it there
 without asking.
 
-A rank knows what the ranks of its own host look at, and what each other host looks at of its own
-tokens. It knows nothing else. No tensors are sent here. Try
+A rank knows only two things: what the ranks of its host look at, and which of its tokens each other
+host looks at. No tensors are sent here. Try
 `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Schedule(4), 1).rounds())`.
 """
 
@@ -194,7 +194,7 @@ class Round:
 
 
 class Routes:
-    """The routes of `rank` under a tiling, whose queries stay here and whose keys travel."""
+    """The routes of `rank` under a tiling. Its queries stay, its keys are sent."""
 
     def __init__(self, tiling: Tiling, schedule: Schedule, rank: int):
         self.tiling, self.schedule, self.rank = tiling, schedule, rank
@@ -365,7 +365,7 @@ def _find_seen_by_columns(tiling: Tiling, schedule: Schedule, rank: int) -> dict
         seen[of].tokens = counts[of].tolist()
 
     mine = viewer == rank
-    for at, by, of, a, b in _rows(x[mine] for x in (start, step, owner, first, stop)):
+    for at, by, of, a, b in _iterate_rows(x[mine] for x in (start, step, owner, first, stop)):
         seen[of // inner].own.append((at, by, of, (a, b)))
 
     of_root = (owner % inner == place).nonzero().squeeze(1)
@@ -376,13 +376,13 @@ def _find_seen_by_columns(tiling: Tiling, schedule: Schedule, rank: int) -> dict
         before = of_hop.cumsum(0) - of_hop
         earlier.append(before[of_root] - before[group_start])
     columns = [x[of_root] for x in (hop, owner, first, stop)]
-    for (h, of, a, b), counted in zip(_rows(columns), _rows(earlier), strict=True):
+    for (h, of, a, b), counted in zip(_iterate_rows(columns), _iterate_rows(earlier), strict=True):
         seen[of // inner].spans[h].append((a, b))
         seen[of // inner].earlier[h].append(counted)
     return seen
 
 
-def _rows(columns: Iterable[Tensor]) -> Iterator[tuple[int, ...]]:
+def _iterate_rows(columns: Iterable[Tensor]) -> Iterator[tuple[int, ...]]:
     """Iterate over the rows of a table, given by columns."""
     return zip(*(column.tolist() for column in columns), strict=True)
 

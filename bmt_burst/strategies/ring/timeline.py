@@ -3,7 +3,7 @@
 Nothing runs. Kernels run one after the other. Deliveries of a kind (visits and returns) follow one
 another. Both wait for each other as the program's events do. Merging and launching cost nothing
 here, so a real rank is never faster. `RingPlan.timelines` returns a timeline of the forward and one
-of the backward. examples/timeline.py draws those of all ranks.
+of the backward. examples/timeline.py draws all ranks.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
             calls = program.calls[event.round, event.stage if event.do == "compute" else -1]
             done[event] = occupy("compute", event, work * heads * _pairs(calls), arrived)
         elif event.do == "fetch":
-            buffer_read = at(event._replace(stage=event.stage - 2), "compute")  # there are two
+            buffer_read = at(event._replace(stage=event.stage - 2), "compute")  # two buffers
             done[event] = occupy(
                 "visit", event, program.manifest(event).nbytes / rates.bytes, buffer_read
             )
