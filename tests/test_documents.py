@@ -111,7 +111,7 @@ def test_labels_end_with_the_documents_of_a_mask():
         ),
         ({"mask": masks, "dim": 0}, ValueError, r"tokens \(2, 10\) and dim 0"),
         ({"mask": Mask.causal(9)}, ValueError, "expected a mask of 10 tokens, got one of 9"),
-        ({"mask": 3}, TypeError, "mask must be a Mask, or one for each row, got int"),
+        ({"mask": 3}, TypeError, "mask must be a Mask or one for each row, got int"),
     ):
         with pytest.raises(error, match=message):
             shift_labels(tokens, **arguments)
