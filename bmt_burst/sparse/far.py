@@ -57,7 +57,7 @@ class _Tile:
     """Some queries, and the keys that at least one of them looks at.
 
     queries  the indices of the queries
-    keys     (U,) int64: the indices of the keys at hand, rising and unique
+    keys     (U,) int64: the indices of the keys at hand
     visible  (S, U) bool: the pairs of the far part
     """
 
@@ -126,9 +126,10 @@ def far_gradients(
             probs = probs.masked_fill(~tile.visible, 0.0)
             dscores = probs * (drows @ values.mT - row_delta) * scale
             dq[tile.queries, of_group] = (dscores @ keys).transpose(0, 1)
-            # A tile's keys are unique, so the order of sums is that of the tiles.
-            dk[tile.keys, group] += (dscores.mT @ rows).sum(0)
-            dv[tile.keys, group] += (probs.mT @ drows).sum(0)
+            # A key is twice in a tile where a document's last block reaches into the next
+            # document. Its second share is 0, so the sums do not depend on the order.
+            dk[:, group].index_add_(0, tile.keys, (dscores.mT @ rows).sum(0))
+            dv[:, group].index_add_(0, tile.keys, (probs.mT @ drows).sum(0))
     return dq, dk, dv
 
 
