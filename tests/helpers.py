@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing import util
+from multiprocessing import connection, util
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,6 @@ from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.transport.simulator import SimulatedRing
-from train.run.distributed import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -546,17 +545,21 @@ def run_script(
     timeout: float = 600,
     environments: Sequence[dict[str, str]] = (),
 ) -> tuple[int, str]:
-    """What `torchrun` does on CPUs, with ranks that are forked from a process which has imported
-    torch once.
+    """Run a script on CPUs as `torchrun` does, with ranks that are forked from a process which has
+    imported torch once.
 
     Without a size it is one process that is told of no ranks, as `python script` is. Ranks may have
-    environments of their own. Returns the exit code of one that failed, or 0, and what they said to
-    both of their streams.
+    environments of their own. Returns the exit code of the rank that failed first, or 0, and what
+    all ranks said to both of their streams. If a rank failed, the last line says how each ended.
+
+    Ranks that wait for a failed one are killed after GRACE seconds, in which they may fail too.
     """
     context = forkserver()
     with tempfile.NamedTemporaryFile(mode="r", errors="replace") as said:
-        line, port = [str(ROOT / script), *map(str, arguments)], free_port()
-        places = [_places(rank, size, port) for rank in range(size)] if size else [{}]
+        line = [str(ROOT / script), *map(str, arguments)]
+        # In this process, so that no other one can take its port.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        places = [_places(rank, size, store.port) for rank in range(size)] if size else [{}]
         places = [
             there | more
             for there, more in itertools.zip_longest(places, environments, fillvalue={})
@@ -566,12 +569,32 @@ def run_script(
         ]
         for rank in ranks:
             rank.start()
-        end = time.monotonic() + timeout
-        for rank in ranks:
-            rank.join(max(end - time.monotonic(), 0))
-            rank.kill()
-            rank.join()
-        return next((rank.exitcode for rank in ranks if rank.exitcode), 0), said.read()
+        failed = _join_all(ranks, timeout)
+        if failed is None:
+            return 0, said.read()
+        endings = ", ".join(f"rank {i} with {rank.exitcode}" for i, rank in enumerate(ranks))
+        return failed.exitcode, f"{said.read()}\nrun_script: ended {endings}\n"
+
+
+GRACE = 60.0
+
+
+def _join_all(ranks: Sequence[mp.Process], timeout: float) -> mp.Process | None:
+    """Wait for all ranks and return the one that failed first, or None.
+
+    Kills those that still run after `timeout` seconds, or GRACE seconds after the first failure.
+    """
+    running, failed, end = list(ranks), None, time.monotonic() + timeout
+    while running and (left := end - time.monotonic()) > 0:
+        connection.wait([rank.sentinel for rank in running], left)
+        for rank in [rank for rank in running if rank.exitcode is not None]:
+            running.remove(rank)
+            if rank.exitcode and failed is None:
+                failed, end = rank, min(end, time.monotonic() + GRACE)
+    for rank in running:
+        rank.kill()
+        rank.join()
+    return failed or next((rank for rank in running if rank.exitcode), None)
 
 
 def fork_the_forkserver() -> None:
@@ -625,6 +648,8 @@ def _places(rank: int, size: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": size,
         "MASTER_PORT": port,
+        # As under torchrun, rank 0 uses the store on this port and makes none.
+        "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in places.items()}
 
@@ -657,6 +682,9 @@ def _rank_main(
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         torch.save(work(rank, *args), f"{folder}/{rank}.pt")
+        # A rank that ends closes connections, which another one may still be making.
+        store.set(f"rank {rank} is done", "")
+        store.wait([f"rank {other} is done" for other in range(size)])
     except BaseException:
         traceback.print_exc()
         raise

@@ -427,7 +427,7 @@ def last_reached():
     file = root / "reached"
     return int(file.read_text() or 0) if file.exists() else 0  # empty while it is written
 
-for _ in range(25):
+for _ in range(12):
     def endless(start=reached):
         for step in range(start + 1, 10**6):
             save(folder, 0, 1, step)

@@ -502,6 +502,12 @@ def test_options_that_spoil_a_model_are_named():
         config.model_config()
 
 
+def test_a_model_that_is_nested_too_deeply_is_refused(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"deep\.json: .*recursion"):
+        TrainConfig(model=str(tmp_path / "deep.json")).model_config()
+
+
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit):
         parse_config(["--help"])

@@ -3,12 +3,14 @@ one.
 """
 
 import math
+import time
 
 import pytest
 import torch
 
 from bmt_burst import Mask, Slice
-from tests.helpers import attention_errors, dense_results, random_qkv, relative_error
+from tests import helpers
+from tests.helpers import attention_errors, dense_results, random_qkv, relative_error, run_script
 
 SCALE = 0.3
 # each query sees one key or none, so dq and dk are 0 in exact arithmetic
@@ -54,3 +56,33 @@ def test_without_a_size_nothing_but_zero_is_zero():
     assert relative_error(zero, zero) == 0
     assert relative_error(zero + 1e-30, zero) == math.inf
     assert relative_error(zero + 1e-9, zero, least=1.0) < 1e-8
+
+
+FAILING = """
+import os, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+dist.barrier()  # all have said it
+if dist.get_rank() == 1:
+    os._exit(7)
+time.sleep(500)
+"""
+
+
+def test_ranks_that_outlive_a_failed_one_are_ended(tmp_path, monkeypatch):
+    """The failed one is not the first, for which a loop over ranks would wait."""
+    monkeypatch.setattr(helpers, "GRACE", 0.5)
+    (tmp_path / "script.py").write_text(FAILING)
+    began = time.monotonic()
+    code, said = run_script(3, tmp_path / "script.py")
+    assert time.monotonic() - began < 300
+    assert code == 7
+    assert all(f"rank {rank} of 3" in said for rank in range(3))
+    assert said.endswith("run_script: ended rank 0 with -9, rank 1 with 7, rank 2 with -9\n")
+
+
+def test_ranks_that_never_end_are_a_failure(tmp_path):
+    (tmp_path / "script.py").write_text("import time; time.sleep(500)")
+    code, said = run_script(None, tmp_path / "script.py", timeout=0.5)
+    assert (code, said) == (-9, "\nrun_script: ended rank 0 with -9\n")

@@ -268,7 +268,7 @@ def test_kills_at_random_moments_leave_no_trace_in_the_curve(folder):
     }
     options |= {"eval_sequences": 3, "batch_size": 2}
     [_, _, *flags] = command(folder, "killed-often", **options)
-    line = [sys.executable, "-c", KILLER, "6", folder / "spared", folder / "killed-often", *flags]
+    line = [sys.executable, "-c", KILLER, "4", folder / "spared", folder / "killed-often", *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600

@@ -275,7 +275,7 @@ def test_a_double_ring_is_refused_on_every_rank():
 
     def work(ring):
         with pytest.raises(
-            ValueError, match=r"strategy 'ulysses': it takes a single group .* of 2 x 2"
+            ValueError, match=r"strategy 'ulysses': expected a single group, got .* of 2 x 2"
         ):
             burst_attn_func(q, k, v, strategy="ulysses", **ring_arguments(ring, 2))
         return make_rings(ring, (None, None)).size

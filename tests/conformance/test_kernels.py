@@ -56,9 +56,15 @@ class Subject(NamedTuple):
         return INTERPRETED and self.kernel.runs_interpreted and self.device == "cpu"
 
     def tensors(
-        self, call: KernelCall, heads: int = 4, kv_heads: int = 2, batch: int = 2, seed: int = 0
+        self,
+        call: KernelCall,
+        heads: int = 4,
+        kv_heads: int = 2,
+        batch: int | None = None,
+        seed: int = 0,
     ):
-        """Return q, k, v and an output gradient."""
+        """Return q, k, v and an output gradient, by default of two rows, or one if it is slow."""
+        batch = batch or (1 if self.is_interpreted else 2)
         made = call_tensors(call, batch, heads, kv_heads, self.head_size, self.dtype, seed)
         return [x.to(self.device) for x in made]
 
@@ -195,7 +201,7 @@ def test_dtypes_are_those_of_the_contract(subject):
     assert torch.promote_types(partial, subject.dtype) == partial
     assert out.dtype == partial
     assert lse.dtype == (torch.float64 if subject.dtype == torch.float64 else torch.float32)
-    assert lse.shape == (2, 4, call.q_tokens)
+    assert lse.shape == (len(q), 4, call.q_tokens)
     grads = subject.kernel.backward(dout, q, k, v, _as(out, q), lse, None, call, SPEC)
     assert [x.dtype for x in grads] == [partial] * 3
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
@@ -221,7 +227,7 @@ def test_inputs_are_left_alone(subject):
 def test_every_head_size(subject):
     """A kernel may compute heads in parts, or pad them: each size that it takes must be right."""
     call, done = CALLS["a window of documents"], 0
-    for size in (16, 40) if subject.is_interpreted else (16, 40, 64, 128, 192, 256):
+    for size in (40,) if subject.is_interpreted else (16, 40, 64, 128, 192, 256):
         larger = subject._replace(head_size=size)
         if larger.refuses(SPEC) is None:
             assert_right(larger, call, larger.tensors(call), Spec(scale=size**-0.5), size)
@@ -238,7 +244,8 @@ def test_calls_leave_each_other_alone(subject):
     before = _results(subject, call, subject.tensors(call))
     kept = [x.clone() for x in before]
     assert_right(subject, call, subject.tensors(call, batch=3, seed=1), SPEC, "a larger batch")
-    assert_right(subject, call, subject.tensors(call, seed=2), SPEC, "other values")
+    if not subject.is_interpreted:  # which takes seconds
+        assert_right(subject, call, subject.tensors(call, seed=2), SPEC, "other values")
     assert all(x.equal(y) for x, y in zip(before, kept, strict=True))
 
 

@@ -481,8 +481,8 @@ class TrainConfig:
             )
         try:
             return config_of(json.loads(path.read_text()))
-        # missing, unknown or wrong fields, or text that is not JSON
-        except (TypeError, ValueError) as error:
+        # missing, unknown or wrong fields, text that is not JSON, or JSON that is nested too deeply
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def _check_folder_of_weights(self) -> None:
