@@ -59,12 +59,13 @@ def test_without_a_size_nothing_but_zero_is_zero():
 
 
 FAILING = """
-import os, time
+import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
 dist.init_process_group("gloo")
 rank, folder = dist.get_rank(), Path(__file__).parent
-print("rank", rank, "of", dist.get_world_size(), flush=True)
+sys.stdout.write(f"rank {rank} of {dist.get_world_size()}\\n")  # in one piece
+sys.stdout.flush()
 (folder / f"{rank}").touch()
 while rank == 1:
     if all((folder / f"{other}").exists() for other in range(3)):  # all have said it
@@ -82,7 +83,7 @@ def test_ranks_that_outlive_a_failed_one_are_ended(tmp_path, monkeypatch):
     code, said = run_script(3, tmp_path / "script.py")
     assert time.monotonic() - began < 300
     assert code == 7
-    assert all(f"rank {rank} of 3" in said for rank in range(3))
+    assert all(f"rank {rank} of 3" in said for rank in range(3)), said
     assert said.endswith("run_script: ended rank 0 with -9, rank 1 with 7, rank 2 with -9\n")
 
 
