@@ -682,9 +682,6 @@ def _rank_main(
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         torch.save(work(rank, *args), f"{folder}/{rank}.pt")
-        # A rank that ends closes connections, which another one may still be making.
-        store.set(f"rank {rank} is done", "")
-        store.wait([f"rank {other} is done" for other in range(size)])
     except BaseException:
         traceback.print_exc()
         raise

@@ -114,7 +114,7 @@ def lines_of(
     """What is printed of steps that take so many seconds each, and a minute more for the first
     one.
     """
-    now = metrics._began
+    metrics._began = now = 1000.0  # a whole number, so that differences are exact
     for step in steps:
         now += seconds + 60 * (step == steps[0])
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)

@@ -248,6 +248,24 @@ def test_the_choice_is_the_same_on_any_ranks_bit_for_bit(dtype):
             assert got.equal(alone), (size, name)
 
 
+def test_autocast_does_not_change_the_choice():
+    """Its scores are summed in fp32, as without autocast."""
+    q, k, v = (x.bfloat16() for x in random_qkv(1, 300, 4, 2, 16)[:3])
+    layer = BurstAttention(32, 4, 2, 8, sparse=SMALL).bfloat16()
+    x, tables = torch.randn(1, 300, 32, dtype=torch.bfloat16), rope_tables(torch.arange(300), 8)
+
+    def results():
+        attended = burst_attn_func(q, k, v, causal=True, sparse=SMALL)
+        with torch.no_grad():
+            generated = layer(x, *tables, Cache())
+        return choose(q, k, Mask.causal(300), SMALL), attended, generated
+
+    plain = results()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for got, expected in zip(results(), plain, strict=True):
+            assert got.equal(expected)
+
+
 def test_blocks_may_be_chosen_by_other_queries_and_keys():
     tensors, (other_q, other_k, *_) = random_qkv(1, 64, 2, 1, 8), random_qkv(1, 64, 2, 1, 8, seed=1)
     sparse = dataclasses.replace(SMALL, use_nope=True)

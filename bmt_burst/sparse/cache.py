@@ -26,13 +26,14 @@ def attend_to_cache(
     scale = q.shape[-1] ** -0.5
     places = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device)
     outs, lses = [], []
-    for row, keys, values in zip(q, k, v, strict=True):
-        compressed = compress(sum_strides(keys, sparse), sparse)
-        chosen = choose_in_document(row, places, compressed, sparse, scale)
-        blocks = FarBlocks.of_choice(chosen, places * 0, places + 1, sparse.block_size)
-        out, lse = far_outputs(row, keys, values, blocks, 0, scale)
-        outs.append(out)
-        lses.append(lse)
+    with torch.autocast(q.device.type, enabled=False):
+        for row, keys, values in zip(q, k, v, strict=True):
+            compressed = compress(sum_strides(keys, sparse), sparse)
+            chosen = choose_in_document(row, places, compressed, sparse, scale)
+            blocks = FarBlocks.of_choice(chosen, places * 0, places + 1, sparse.block_size)
+            out, lse = far_outputs(row, keys, values, blocks, 0, scale)
+            outs.append(out)
+            lses.append(lse)
     out = torch.stack(outs)
     if sinks is not None:
         out, _ = with_sinks(out, torch.stack(lses), sinks)

@@ -82,7 +82,7 @@ def choose(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     shape = len(q), k.shape[1], sparse.most_blocks
     chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for start, stop in documents(mask):
             keys = compress(sum_strides(k[start:stop], sparse), sparse)
             places = torch.arange(stop - start, device=q.device)

@@ -80,7 +80,7 @@ class SelectedPlan:
         """
         chosen = take_choice()
         if chosen is None:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
                 keys = self._compress(rings, k)
                 rows = [self._choose_row(*row) for row in zip(q, keys, strict=True)]
                 chosen = torch.stack(rows)
