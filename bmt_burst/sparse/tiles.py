@@ -1,0 +1,169 @@
+"""Queries that load the same blocks together, as the GPU's kernels take them.
+
+QueryTiles   the union of the blocks that a few neighbouring queries chose
+KeyLists     the queries that chose each block
+
+Both are computed on the device of the choice, and the host waits for nothing. So their sizes are
+bounds, which depend on shapes alone. They describe a whole sequence. `QueryTiles.between` and
+`KeyLists.between` find what concerns the keys at hand.
+
+Letters: S queries, G kv heads, N chosen blocks of a query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NONE = torch.iinfo(torch.int32).max  # where an entry that is no block starts: after all others
+_LISTS = 512  # a part of a list has at least this share of all entries
+_SHORTEST = 1024  # but no fewer queries
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """The unions of the blocks of neighbouring queries.
+
+    starts  (G, tiles, W) int32: the first tokens of a tile's blocks, rising. The rest is NONE.
+    chosen  (G, tiles, W) int32: bit i says whether query i of the tile chose the block
+    """
+
+    starts: Tensor
+    chosen: Tensor
+
+    @staticmethod
+    def of_starts(starts: Tensor, tokens: int) -> QueryTiles:
+        """Join the blocks of each `tokens` queries, which are a power of two and at most 32.
+
+        starts  (S, G, N): the first tokens of blocks, -1 for none
+        """
+        queries, groups, most = starts.shape
+        tiles = -(-queries // tokens)
+        padded = starts.new_full((tiles * tokens, groups, most), -1)
+        padded[:queries] = starts
+        padded = padded.view(tiles, tokens, groups, most).permute(2, 0, 1, 3).long()
+        query = torch.arange(tokens, device=starts.device).unsqueeze(1)
+        keys = torch.where(padded < 0, NONE, padded) * tokens + query
+        keys = keys.flatten(2).sort(-1).values
+        start, bits = (keys // tokens).int(), torch.ones_like(keys, dtype=torch.int32)
+        bits <<= (keys % tokens).int()
+        # Entries of a block are neighbours, one for each query. The first collects their bits.
+        union = bits.clone()
+        for ahead in range(1, min(tokens, start.shape[-1])):
+            same = start[..., ahead:] == start[..., :-ahead]
+            union[..., :-ahead] |= bits[..., ahead:].masked_fill(~same, 0)
+        is_first = _differs_from_last(start) & (start != NONE)
+        place = is_first.cumsum(-1) - 1
+        return QueryTiles(
+            _pick(start, is_first, place, NONE).contiguous(),
+            _pick(union, is_first, place, 0).contiguous(),
+        )
+
+    def between(self, low: int, high: int) -> Tensor:
+        """Return the ranges of a tile's blocks that start at low .. high - 1: (G, tiles, 2) int32,
+        the first one and the one after the last.
+        """
+        return torch.cat([_count_before(self.starts, bound) for bound in (low, high)], -1)
+
+
+@dataclass(frozen=True)
+class KeyLists:
+    """The queries that chose each block, sorted by blocks.
+
+    starts   (G, S N) int32: where the blocks start, rising. Entries of no block, NONE, come last.
+    queries  (G, S N) int32: the queries, rising in each block
+    parts    (G, S N) int32: how many parts have begun, up to each entry. Every list begins a part,
+             and long ones begin another each `longest` queries.
+    """
+
+    starts: Tensor
+    queries: Tensor
+    parts: Tensor
+    longest: int
+
+    @staticmethod
+    def of_starts(starts: Tensor) -> KeyLists:
+        """Sort (query, block) pairs by blocks.
+
+        starts  (S, G, N): the first tokens of blocks, -1 for none
+        """
+        entries = len(starts) * starts.shape[2]
+        longest = max(-(-entries // _LISTS), _SHORTEST)
+        flat = torch.where(starts < 0, NONE, starts).int().transpose(0, 1).flatten(1).contiguous()
+        flat, order = flat.sort(dim=-1, stable=True)
+        place = torch.arange(entries, device=starts.device, dtype=torch.int32).expand_as(flat)
+        begin = place.masked_fill(~_differs_from_last(flat), 0).cummax(-1).values
+        begins_part = ((place - begin) % longest == 0) & (flat != NONE)
+        parts = begins_part.cumsum(-1, dtype=torch.int32)
+        return KeyLists(flat, (order // starts.shape[2]).int(), parts, longest)
+
+    def between(self, low: int, high: int) -> ListParts:
+        """Return the parts of the lists of blocks that start at low .. high - 1."""
+        entries = self.starts.shape[1]
+        long_parts = entries // self.longest
+        # No two lists are of blocks that start at the same token.
+        most = min(entries, high - low) + long_parts
+        low_entry, high_entry = (_count_before(self.starts, bound) for bound in (low, high))
+        begun = torch.cat([torch.zeros_like(low_entry), self.parts], 1)
+        before, after = (begun.gather(1, x.long()) for x in (low_entry, high_entry))
+        counts = after - before
+        wanted = torch.arange(1, most + 2, device=counts.device, dtype=torch.int32)
+        begins = torch.searchsorted(self.parts, before + wanted, out_int32=True)
+        begins = torch.minimum(begins, high_entry)
+        exists = wanted[:-1] <= counts
+        starts = self.starts.gather(1, begins[:, :-1].clamp_max(entries - 1).long())
+        starts = starts.masked_fill(~exists, NONE)
+        follows = ~_differs_from_last(starts) & exists
+        is_shared = follows.clone()
+        is_shared[:, :-1] |= follows[:, 1:]
+        place = is_shared.cumsum(1) - 1
+        slots = place.masked_fill(~is_shared, -1).int()
+        held = _pick(starts, is_shared, place, NONE)[:, : 2 * long_parts].contiguous()
+        stops = torch.searchsorted(held, held, right=True, out_int32=True)
+        stops = stops.masked_fill(~_differs_from_last(held) | (held == NONE), 0)
+        return ListParts(starts, begins, counts.squeeze(1), slots, held, stops)
+
+
+@dataclass(frozen=True)
+class ListParts:
+    """Parts of the lists of some blocks. A program sums up the gradients of each.
+
+    starts  (G, most) int32: where a part's block starts, rising
+    begins  (G, most + 1) int32: a part has the entries begins[i] .. begins[i + 1] - 1
+    counts  (G,) int32: how many parts there are
+    slots   (G, most) int32: where sums of a part are held if its block has several, else -1
+    held    (G, slots) int32: where the block of a slot starts, rising. The rest is NONE.
+    stops   (G, slots) int32: the slot after the last one of the block, 0 except at its first slot
+    """
+
+    starts: Tensor
+    begins: Tensor
+    counts: Tensor
+    slots: Tensor
+    held: Tensor
+    stops: Tensor
+
+
+def _differs_from_last(x: Tensor) -> Tensor:
+    """Return whether each entry differs from the one before it. The first one does."""
+    result = torch.ones_like(x, dtype=torch.bool)
+    result[..., 1:] = x[..., 1:] != x[..., :-1]
+    return result
+
+
+def _pick(x: Tensor, wanted: Tensor, place: Tensor, fill: int) -> Tensor:
+    """Return the wanted entries, in order, then `fill`: in x's shape.
+
+    place  how many entries are wanted before each wanted one
+    """
+    size = x.shape[-1]
+    result = x.new_full((*x.shape[:-1], size + 1), fill)  # what is not wanted lands at the end
+    return result.scatter_(-1, place.masked_fill(~wanted, size), x)[..., :size]
+
+
+def _count_before(starts: Tensor, bound: int) -> Tensor:
+    """Return how many of the rising `starts` (..., W) are less than a bound: (..., 1) int32."""
+    wanted = starts.new_full((*starts.shape[:-1], 1), bound)
+    return torch.searchsorted(starts, wanted, out_int32=True)

@@ -1,0 +1,505 @@
+"""Triton kernels of the far part of sparse attention. `far.py` specifies them.
+
+forward, dq  A program has a tile of neighbouring queries with the query heads of one kv head. It
+             loops over the union of the tile's blocks. Bits say which query chose which block.
+dk, dv       A program has a block of keys and loops over the queries that chose it. Long lists of
+             queries have several programs. Their sums are added in a second launch.
+
+Programs add up in a fixed order, so results are bit-identical between runs. Unions and lists are
+computed once for each `FarBlocks`, whatever parts of the sequence are at hand (see `tiles.py`).
+
+Exponents are to base 2. Products are of the inputs' dtype, and sums are fp32.
+
+Letters: S queries, H query heads, G kv heads, D head size, T keys at hand. GROUP query heads share
+a kv head, and HEADS is the power of two that they are padded to. WIDTH is that of D, and N that of
+a block's tokens. A tile or a step has TOKENS queries, so M = TOKENS * HEADS rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..base.compiled import multiply_by_16
+from ..kernels.packed import current_stream
+from .far import FarBlocks
+from .tiles import NONE, KeyLists, QueryTiles
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_INFINITY = tl.constexpr(float("inf"))
+_NOWHERE = tl.constexpr(NONE)
+
+# See `kernels/triton_blocks.py`. These numbers and addresses differ from call to call.
+_NUMBERS = ["queries", "first", "keys", "entries", "most", "slot_count"]
+_ROWS = ["lse", "delta", "stops"]
+
+
+Kept = TypeVar("Kept")
+
+
+class LaunchShape(NamedTuple):
+    """The rows of a program, its warps, and pipeline stages."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+# Not measured. Forward and dq share their unions, so they have equal rows.
+_HALF = {
+    "forward": LaunchShape(128, 8, 2),
+    "dq": LaunchShape(128, 8, 2),
+    "dkdv": LaunchShape(64, 8, 2),
+}
+_SINGLE = {
+    "forward": LaunchShape(64, 8, 1),
+    "dq": LaunchShape(64, 8, 1),
+    "dkdv": LaunchShape(32, 8, 1),
+}
+_INTERPRETED = {name: LaunchShape(16, 4, 1) for name in _HALF}
+
+
+def far_outputs(
+    q: Tensor, k: Tensor, v: Tensor, blocks: FarBlocks, first: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute what `far.far_outputs` does, for fp16, bf16 or fp32 tensors."""
+    q, k, v = map(make_dense, (q, k, v))
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full((q.shape[1], len(q)), -torch.inf, dtype=torch.float32, device=q.device)
+    if q.numel() and k.numel():
+        _launch_by_tiles("forward", _forward, (q, k, v, out, lse), blocks, first, scale)
+    return out, lse
+
+
+def far_gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    blocks: FarBlocks,
+    first: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `far.far_gradients` does, for fp16, bf16 or fp32 tensors."""
+    q, k, v, dout, lse, delta = inputs = tuple(map(make_dense, (q, k, v, dout, lse, delta)))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    if q.numel() and k.numel():
+        _launch_by_tiles("dq", _dq, (*inputs, dq), blocks, first, scale)
+        _launch_by_lists((*inputs, dk, dv), blocks, first, scale)
+    return dq, dk, dv
+
+
+def _launch_by_tiles(
+    name: str,
+    kernel: triton.JITFunction,
+    tensors: tuple[Tensor, ...],
+    blocks: FarBlocks,
+    first: int,
+    scale: float,
+) -> None:
+    """Launch the kernel of forward or dq. The first two of `tensors` are q and k."""
+    q, k = tensors[:2]
+    shape = _shape(name, q)
+    tokens = _tokens(shape, q, k)
+    tiles = _prepare_once(
+        blocks, ("tiles", tokens), lambda: QueryTiles.of_starts(blocks.starts, tokens)
+    )
+    ranges = tiles.between(first - blocks.block_size + 1, first + len(k))
+    grid = tiles.starts.shape[1], k.shape[1]
+    kernel[grid](
+        *tensors,
+        *map(_kernel_strides, tensors),
+        blocks.stops,
+        tiles.starts,
+        tiles.chosen,
+        ranges,
+        len(q),
+        first,
+        len(k),
+        tiles.starts.shape[2],
+        scale,
+        TOKENS=tokens,
+        **_constants(q, k, blocks.block_size),
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _launch_by_lists(
+    tensors: tuple[Tensor, ...], blocks: FarBlocks, first: int, scale: float
+) -> None:
+    """Launch the kernels of dk and dv, which are the last two of `tensors`, after q and k."""
+    q, k, *_, dk, dv = tensors
+    shape, constants = _shape("dkdv", q), _constants(q, k, blocks.block_size)
+    lists = _prepare_once(blocks, ("lists",), lambda: KeyLists.of_starts(blocks.starts))
+    parts = lists.between(first - blocks.block_size + 1, first + len(k))
+    groups, slots = parts.held.shape
+    held = torch.empty(groups, slots, 2, constants["N"], constants["WIDTH"], device=q.device)
+    reaches = torch.empty(groups, slots, dtype=torch.int32, device=q.device)
+    # Programs take another part until none is left, because the host does not know the count.
+    programs = -(-len(k) // blocks.block_size) + 1 + slots
+    _dkdv[programs, groups](
+        *tensors,
+        *map(_kernel_strides, tensors),
+        blocks.stops,
+        lists.queries,
+        parts.starts,
+        parts.begins,
+        parts.counts,
+        parts.slots,
+        held,
+        reaches,
+        first,
+        len(k),
+        lists.queries.shape[1],
+        parts.starts.shape[1],
+        slots,
+        scale,
+        TOKENS=_tokens(shape, q, k),
+        **constants,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        enable_fp_fusion=True,
+    )
+    if slots:
+        _add_parts[slots, groups](
+            held,
+            reaches,
+            parts.held,
+            parts.stops,
+            dk,
+            dv,
+            dk.stride(),
+            dv.stride(),
+            first,
+            len(k),
+            slots,
+            D=q.shape[-1],
+            WIDTH=constants["WIDTH"],
+            BLOCK=blocks.block_size,
+            N=constants["N"],
+        )
+
+
+def _constants(q: Tensor, k: Tensor, block_size: int) -> dict[str, Any]:
+    """Return the constants that all kernels of a call have."""
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "HEADS": _pad_heads(q, k),
+        "D": q.shape[-1],
+        "WIDTH": max(triton.next_power_of_2(q.shape[-1]), 16),
+        "BLOCK": block_size,
+        "N": max(triton.next_power_of_2(block_size), 16),
+        "PRECISION": precision(q),
+    }
+
+
+def _shape(name: str, q: Tensor) -> LaunchShape:
+    if not q.is_cuda:
+        return _INTERPRETED[name]
+    return (_SINGLE if q.dtype == torch.float32 else _HALF)[name]
+
+
+def _tokens(shape: LaunchShape, q: Tensor, k: Tensor) -> int:
+    """Return the queries of a program. Their rows are at least 16, and their bits at most 32."""
+    heads = _pad_heads(q, k)
+    return min(max(shape.rows, 16, heads) // heads, 32)
+
+
+def _pad_heads(q: Tensor, k: Tensor) -> int:
+    return 1 << (q.shape[1] // k.shape[1] - 1).bit_length()
+
+
+def precision(q: Tensor) -> str:
+    """Return how fp32 is multiplied: three TF32 products are as exact as one, and are faster."""
+    return "tf32x3" if q.is_cuda and torch.version.hip is None else "ieee"
+
+
+def _prepare_once(blocks: FarBlocks, name: tuple[Hashable, ...], make: Callable[[], Kept]) -> Kept:
+    """Return what `make` makes. It is called once for each stream. `blocks` keeps the result."""
+    prepared: dict[Hashable, Kept] = vars(blocks).setdefault("prepared", {})
+    key = *name, current_stream(blocks.starts.device)
+    if key not in prepared:
+        prepared[key] = make()
+    return prepared[key]
+
+
+def make_dense(x: Tensor) -> Tensor:
+    """Return x with a contiguous last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _kernel_strides(x: Tensor) -> tuple[int, ...]:
+    """Return the strides that a kernel takes. Those of lse and delta depend on the tokens."""
+    return x.stride() if x.dim() == 3 else multiply_by_16(x.stride())
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
+def _forward(
+    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, lse_strides,
+    stops, starts, chosen, ranges, queries, first, keys, width, scale,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fill out and lse of a tile of queries. Rows that see no key keep what is there."""
+    group, begin, end, union = _tile(ranges, width)
+    nth, token, head, there = _tile_rows(queries, TOKENS, GROUP, HEADS)
+    stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
+    q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
+
+    sums = tl.zeros((TOKENS * HEADS, WIDTH), tl.float32)
+    weights = tl.zeros((TOKENS * HEADS,), tl.float32)
+    largest = tl.full((TOKENS * HEADS,), -_INFINITY, tl.float32)
+    for at in tl.range(begin, end):
+        key = _keys(tl.load(starts + union + at), first, keys, BLOCK, N)
+        seen = _seen(key, tl.load(chosen + union + at), nth, stop)
+        k_block = _load_keys(k, k_strides, key, first, group, D, WIDTH)
+        scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
+        scores = tl.where(seen, scores, -_INFINITY)
+        now = tl.maximum(largest, tl.max(scores, 1) * (scale * _LOG2_E))
+        shift = tl.where(now == -_INFINITY, 0.0, now)
+        probs = tl.exp2(scores * (scale * _LOG2_E) - shift[:, None])
+        decay = tl.exp2(largest - shift)
+        weights = weights * decay + tl.sum(probs, 1)
+        v_block = _load_keys(v, v_strides, key, first, group, D, WIDTH)
+        sums = tl.dot(
+            probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
+        )
+        largest = now
+
+    sums /= tl.where(weights == 0.0, 1.0, weights)[:, None]
+    _store(address_rows(out, out_strides, token, head), sums, there, D, WIDTH)
+    tl.store(
+        _row_places(lse, lse_strides, token, head), (largest + tl.log2(weights)) * _LN_2, there
+    )
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
+def _dq(
+    q, k, v, dout, lse, delta, dq,
+    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides, dq_strides,
+    stops, starts, chosen, ranges, queries, first, keys, width, scale,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fill dq of a tile of queries."""
+    group, begin, end, union = _tile(ranges, width)
+    nth, token, head, there = _tile_rows(queries, TOKENS, GROUP, HEADS)
+    stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
+    q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
+    dout_block = load_rows(address_rows(dout, dout_strides, token, head), there, D, WIDTH)
+    row_lse = _load_lse(_row_places(lse, lse_strides, token, head), there)
+    row_delta = tl.load(_row_places(delta, delta_strides, token, head), mask=there, other=0.0)
+
+    sums = tl.zeros((TOKENS * HEADS, WIDTH), tl.float32)
+    for at in tl.range(begin, end):
+        key = _keys(tl.load(starts + union + at), first, keys, BLOCK, N)
+        seen = _seen(key, tl.load(chosen + union + at), nth, stop)
+        k_block = _load_keys(k, k_strides, key, first, group, D, WIDTH)
+        v_block = _load_keys(v, v_strides, key, first, group, D, WIDTH)
+        _, dscores = _probs_and_dscores(
+            tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION),
+            tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION),
+            seen, row_lse[:, None], row_delta[:, None], scale,
+        )  # fmt: skip
+        sums = tl.dot(dscores.to(k_block.dtype), k_block, sums, input_precision=PRECISION)
+    _store(address_rows(dq, dq_strides, token, head), sums * scale, there, D, WIDTH)
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
+def _dkdv(
+    q, k, v, dout, lse, delta, dk, dv,
+    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
+    dk_strides, dv_strides, stops, lists, starts, begins, counts, slots, held, reaches,
+    first, keys, entries, most, slot_count, scale,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fill dk and dv of blocks whose lists have one part. Hold the sums of other parts.
+
+    Scores are transposed, so that no product of the loop has to transpose them.
+    """
+    group = tl.program_id(1)
+    row = tl.arange(0, TOKENS * HEADS)
+    head = group * GROUP + row % HEADS
+    for part in tl.range(tl.program_id(0), tl.load(counts + group), tl.num_programs(0)):
+        key = _keys(tl.load(starts + group * most + part), first, keys, BLOCK, N)
+        k_block = _load_keys(k, k_strides, key, first, group, D, WIDTH)
+        v_block = _load_keys(v, v_strides, key, first, group, D, WIDTH)
+        dk_sums = tl.zeros((N, WIDTH), tl.float32)
+        dv_sums = tl.zeros((N, WIDTH), tl.float32)
+        reach = 0  # no query of the part sees a key from there on
+        begin = tl.load(begins + group * (most + 1) + part)
+        end = tl.load(begins + group * (most + 1) + part + 1)
+        for at in tl.range(begin, end, TOKENS):
+            place = at + row // HEADS
+            there = (place < end) & (row % HEADS < GROUP)
+            token = tl.load(lists + wide(group) * entries + place, mask=there, other=0)
+            stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
+            reach = tl.maximum(reach, tl.max(stop, 0))
+            q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
+            dout_block = load_rows(address_rows(dout, dout_strides, token, head), there, D, WIDTH)
+            row_lse = _load_lse(_row_places(lse, lse_strides, token, head), there)
+            row_delta = tl.load(
+                _row_places(delta, delta_strides, token, head), mask=there, other=0.0
+            )
+            probs, dscores = _probs_and_dscores(
+                tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION),
+                tl.dot(v_block, tl.trans(dout_block), input_precision=PRECISION),
+                key[:, None] < stop[None, :], row_lse[None, :], row_delta[None, :], scale,
+            )  # fmt: skip
+            dv_sums = tl.dot(
+                probs.to(dout_block.dtype), dout_block, dv_sums, input_precision=PRECISION
+            )
+            dk_sums = tl.dot(dscores.to(q_block.dtype), q_block, dk_sums, input_precision=PRECISION)
+        slot = tl.load(slots + group * most + part)
+        if slot < 0:
+            _store_keys(dk, dk_strides, dk_sums * scale, key, reach, first, group, D, WIDTH)
+            _store_keys(dv, dv_strides, dv_sums, key, reach, first, group, D, WIDTH)
+        else:
+            at_slot = group * slot_count + slot
+            held_places = _held_places(held, at_slot, N, WIDTH)
+            tl.store(held_places, dk_sums * scale)
+            tl.store(held_places + N * WIDTH, dv_sums)
+            tl.store(reaches + at_slot, reach)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _add_parts(
+    held, reaches, starts, stops, dk, dv, dk_strides, dv_strides, first, keys, slot_count,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Fill dk and dv of a block from the sums of its parts, if this slot is the block's first."""
+    slot, group = tl.program_id(0), tl.program_id(1)
+    row = group * slot_count
+    stop = tl.load(stops + row + slot)
+    dk_sums = tl.zeros((N, WIDTH), tl.float32)
+    dv_sums = tl.zeros((N, WIDTH), tl.float32)
+    reach = 0
+    for at in tl.range(slot, stop):
+        held_places = _held_places(held, row + at, N, WIDTH)
+        dk_sums += tl.load(held_places)
+        dv_sums += tl.load(held_places + N * WIDTH)
+        reach = tl.maximum(reach, tl.load(reaches + row + at))
+    key = _keys(tl.load(starts + row + slot), first, keys, BLOCK, N)
+    _store_keys(dk, dk_strides, dk_sums, key, reach, first, group, D, WIDTH)
+    _store_keys(dv, dv_strides, dv_sums, key, reach, first, group, D, WIDTH)
+
+
+@triton.jit
+def _probs_and_dscores(scores, dprobs, seen, lse, delta, scale):
+    """Compute the probabilities, and the gradient of the scores, without the factor `scale`."""
+    probs = tl.where(seen, tl.exp2(scores * (scale * _LOG2_E) - lse), 0.0)
+    return probs, probs * (dprobs - delta)
+
+
+@triton.jit
+def _tile(ranges, width):
+    """Return the program's kv head, the range of blocks in its union, and the union's offset."""
+    group = tl.program_id(1)
+    tile = group * tl.num_programs(0) + tl.program_id(0)
+    return group, tl.load(ranges + 2 * tile), tl.load(ranges + 2 * tile + 1), wide(tile) * width
+
+
+@triton.jit
+def _tile_rows(queries, TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr):
+    """Return each row's query in the tile, its query and head, and whether it is one."""
+    row = tl.arange(0, TOKENS * HEADS)
+    nth = row // HEADS
+    token = tl.program_id(0) * TOKENS + nth
+    there = (token < queries) & (row % HEADS < GROUP)
+    return nth, token, tl.program_id(1) * GROUP + row % HEADS, there
+
+
+@triton.jit
+def _keys(start, first, keys, BLOCK: tl.constexpr, N: tl.constexpr):
+    """Return the places in the sequence of a block's keys: (N,), _NOWHERE for those that are not
+    at hand.
+    """
+    nth = tl.arange(0, N)
+    key = start + nth
+    return tl.where((nth < BLOCK) & (key >= first) & (key < first + keys), key, _NOWHERE)
+
+
+@triton.jit
+def _seen(key, bits, nth, stop):
+    """Return the visible pairs (M, N): keys before the row's stop, if its query chose the block."""
+    limit = tl.where((bits >> nth) & 1 != 0, stop, 0)
+    return key[None, :] < limit[:, None]
+
+
+@triton.jit
+def _load_keys(x, strides, key, first, group, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows of x (T, G, D): (N, WIDTH), zeros for keys that are not at hand."""
+    there = key < _NOWHERE
+    return load_rows(
+        address_rows(x, strides, tl.where(there, key - first, 0), group), there, D, WIDTH
+    )
+
+
+@triton.jit
+def _store_keys(x, strides, rows, key, reach, first, group, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Store rows (N, WIDTH) of x (T, G, D) for keys before `reach`.
+
+    A block may end after its document. The keys there belong to another block, too.
+    """
+    there = key < reach
+    _store(address_rows(x, strides, tl.where(there, key - first, 0), group), rows, there, D, WIDTH)
+
+
+@triton.jit
+def address_rows(x, strides, token, head):
+    """Return the addresses of rows of x (S, H, D)."""
+    return x + token.to(tl.int64) * strides[0] + head * strides[1]
+
+
+@triton.jit
+def _row_places(x, strides, token, head):
+    """Return addresses in x (H, S). Strides were passed through `multiply_by_16`."""
+    return x + head.to(tl.int64) * (strides[0] // 16) + token.to(tl.int64) * (strides[1] // 16)
+
+
+@triton.jit
+def _held_places(held, slot, N: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the addresses (N, WIDTH) of dk in a slot. Those of dv come next."""
+    at = held + wide(slot) * (2 * N * WIDTH)
+    return at + tl.arange(0, N)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def load_rows(places, there, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows of D numbers: (rows, WIDTH). Other rows and columns are 0."""
+    column = tl.arange(0, WIDTH)[None, :]
+    mask = there[:, None]
+    if D < WIDTH:
+        mask = mask & (column < D)
+    return tl.load(places[:, None] + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(places, x, there, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Store rows of D numbers of x (rows, WIDTH)."""
+    column = tl.arange(0, WIDTH)[None, :]
+    tl.store(places[:, None] + column, x, mask=there[:, None] & (column < D))
+
+
+@triton.jit
+def _load_lse(places, there):
+    """Load lse, to base 2. It is inf for rows that see nothing, so their probabilities are 0."""
+    lse = tl.load(places, mask=there, other=_INFINITY)
+    return tl.where(lse == -_INFINITY, _INFINITY, lse * _LOG2_E)
+
+
+@triton.jit
+def wide(number):
+    """Convert a number to 64 bits. In the interpreter loop counters are Python's integers."""
+    return tl.full((), number, tl.int64)

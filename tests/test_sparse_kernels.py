@@ -1,0 +1,283 @@
+"""The kernels of sparse attention against its torch functions: on GPUs where there are some, else
+in Triton's interpreter.
+
+The interpreter accepts more than the compiler, so without GPUs they are compiled for one as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional
+
+from bmt_burst.sparse import choice, far, tiles
+from bmt_burst.sparse.choice import CompressedKeys, choose_in_document, compress, sum_strides
+from bmt_burst.sparse.far import FarBlocks
+from bmt_burst.sparse.tiles import NONE, KeyLists, QueryTiles
+from tests.helpers import ROOT, relative_error
+from tests.sparse import random_case
+
+pytest.importorskip("triton")
+
+from bmt_burst.sparse import triton_choice, triton_far
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")]
+if DEVICE == "cuda":
+    pytestmark.append(pytest.mark.gpu)
+# Operands, probabilities and dscores are rounded to 24 or 11 bits. On GPUs a product of fp32 is
+# three of TF32.
+BOUNDS = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.float16: 2e-3}
+
+
+def random_blocks(
+    chance: random.Random, lengths: list[int], queries: int, groups: int, size: int, window: int
+) -> FarBlocks:
+    """Choose random blocks for some queries of documents, beyond a window."""
+    starts = torch.cat([torch.full((n,), sum(lengths[:i])) for i, n in enumerate(lengths)])
+    positions = torch.tensor(sorted(chance.sample(range(sum(lengths)), queries)))
+    most = max(lengths) // size + 1
+    chosen = torch.full((queries, groups, most), -1, dtype=torch.int32)
+    for i, position in enumerate(positions):
+        own = int(position - starts[position]) // size
+        for group in range(groups):
+            # the first block always, as in InfLLM-V2: its list is long
+            some = [0, *sorted(chance.sample(range(1, own + 1), chance.randint(0, own)))]
+            chosen[i, group, : len(some)] = torch.tensor(some)
+    return on_device(FarBlocks.of_choice(chosen, starts[positions], positions - window, size))
+
+
+def on_device(blocks: FarBlocks) -> FarBlocks:
+    return dataclasses.replace(
+        blocks, starts=blocks.starts.to(DEVICE), stops=blocks.stops.to(DEVICE)
+    )
+
+
+def random_tensors(blocks, keys, heads, head_size, dtype=torch.float32):
+    """Return q, k, v, dout, and a lse and delta that a backward could have."""
+    queries, groups, _ = blocks.starts.shape
+    torch.manual_seed(0)
+    q, dout = (torch.randn(queries, heads * groups, head_size).to(dtype) for _ in range(2))
+    k, v = (torch.randn(keys, groups, head_size).to(dtype) for _ in range(2))
+    lse, delta = 4 + torch.rand(heads * groups, queries), torch.randn(heads * groups, queries)
+    return [x.to(DEVICE) for x in (q, k, v, dout, lse, delta)]
+
+
+def check(blocks, tensors, first, scale=0.3):
+    """Compare out, lse, dq, dk and dv with those of torch."""
+    q, k, v, dout, lse, delta = tensors
+    bound = BOUNDS[q.dtype]
+    wide_q, wide_k, wide_v, wide_dout, wide_lse, wide_delta = (x.double().cpu() for x in tensors)
+    on_cpu = dataclasses.replace(blocks, starts=blocks.starts.cpu(), stops=blocks.stops.cpu())
+    out, row_lse = (x.cpu() for x in triton_far.far_outputs(q, k, v, blocks, first, scale))
+    exact, exact_lse = far.far_outputs(wide_q, wide_k, wide_v, on_cpu, first, scale)
+    assert relative_error(out, exact) < bound
+    assert row_lse.isneginf().equal(exact_lse.isneginf())
+    assert torch.allclose(row_lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    got = triton_far.far_gradients(dout, q, k, v, lse, delta, blocks, first, scale)
+    exact_grads = far.far_gradients(
+        wide_dout, wide_q, wide_k, wide_v, wide_lse, wide_delta, on_cpu, first, scale
+    )
+    for mine, exact in zip(got, exact_grads, strict=True):
+        assert mine.dtype == torch.float32
+        assert relative_error(mine.cpu(), exact, 1e-3) < bound
+
+
+@pytest.fixture
+def short_lists(monkeypatch):
+    """Lists of more than 5 queries have several parts."""
+    monkeypatch.setattr(tiles, "_SHORTEST", 5)
+    monkeypatch.setattr(tiles, "_LISTS", 1 << 30)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 32])
+@pytest.mark.parametrize("seed", range(3))
+def test_tiles_are_unions_and_lists_are_complete(seed, tokens, short_lists):
+    chance = random.Random(seed)
+    blocks = random_blocks(chance, [30, 1, 60], 41, 2, 4, 4)
+    low, high = 7, 61
+    unions, lists = QueryTiles.of_starts(blocks.starts, tokens), KeyLists.of_starts(blocks.starts)
+    ranges, parts = unions.between(low, high), lists.between(low, high)
+    for group in range(2):
+        of_queries = blocks.starts[:, group].tolist()
+        for tile in range(-(-41 // tokens)):
+            rows = of_queries[tile * tokens : (tile + 1) * tokens]
+            union = sorted({start for row in rows for start in row if start >= 0})
+            found = unions.starts[group, tile].tolist()
+            assert found == union + [NONE] * (len(found) - len(union))
+            bits = [sum(1 << i for i, row in enumerate(rows) if start in row) for start in union]
+            assert [x % 2**32 for x in unions.chosen[group, tile, : len(union)].tolist()] == bits
+            begin, end = ranges[group, tile].tolist()
+            assert union[begin:end] == [start for start in union if low <= start < high]
+
+        count = int(parts.counts[group])
+        bounds = itertools.pairwise(parts.begins[group, : count + 1].tolist())
+        cut = [lists.queries[group, begin:end].tolist() for begin, end in bounds]
+        starts, slots = (x[group, :count].tolist() for x in (parts.starts, parts.slots))
+        pairs = [(start, i) for i, row in enumerate(of_queries) for start in row]
+        expected = sorted(pair for pair in pairs if low <= pair[0] < high)
+        assert [(x, i) for x, part in zip(starts, cut, strict=True) for i in part] == expected
+        assert all(0 < len(part) <= lists.longest for part in cut)
+        several = [start for start in starts if starts.count(start) > 1]
+        assert several
+        assert [slot for slot in slots if slot >= 0] == list(range(len(several)))
+        held, stops = parts.held[group].tolist(), parts.stops[group].tolist()
+        assert held == several + [NONE] * (len(held) - len(several))
+        for i, start in enumerate(several):
+            is_first = several.index(start) == i
+            assert stops[i] == (i + several.count(start) if is_first else 0)
+        assert not any(stops[len(several) :])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("seed", range(2))
+def test_far_kernels_equal_torch(seed, heads, short_lists):
+    chance = random.Random(seed * 100 + heads)
+    lengths = chance.sample([1, 9, 30, 60, 100], 3)
+    size = chance.choice((4, 16, 24, 32))
+    window = chance.choice((0, 1, 2)) * size
+    blocks = random_blocks(chance, lengths, min(sum(lengths), 40), 2, size, window)
+    first = chance.choice((0, 7, sum(lengths) // 2))
+    keys = chance.randint(1, sum(lengths) - first)
+    tensors = random_tensors(blocks, keys, heads, chance.choice((8, 16, 24, 64)))
+    check(blocks, tensors, first)
+
+
+@pytest.mark.parametrize(("block_size", "head_size"), [(64, 128), (128, 64)])
+def test_large_blocks_and_heads_in_half_precision(block_size, head_size):
+    blocks = random_blocks(random.Random(0), [5 * block_size - 3], 9, 1, block_size, block_size)
+    tensors = random_tensors(blocks, 5 * block_size - 3, 4, head_size, torch.float16)
+    check(blocks, tensors, 0)
+
+
+def test_parts_of_the_keys_add_up_and_queries_without_keys_are_zero(short_lists):
+    """The lse of a query that sees nothing anywhere is -inf in the backward, too."""
+    blocks = random_blocks(random.Random(1), [60, 20], 40, 2, 16, 16)
+    q, k, v, dout, lse, delta = random_tensors(blocks, 80, 2, 16)
+    blind = (blocks.starts < 0).all(-1).all(-1)
+    assert 0 < blind.sum() < 40
+    lse[:, blind] = -torch.inf
+    out, row_lse = triton_far.far_outputs(q, k, v, blocks, 0, 0.3)
+    assert not out[blind].any()
+    assert row_lse[:, blind].isneginf().all()
+    whole = triton_far.far_gradients(dout, q, k, v, lse, delta, blocks, 0, 0.3)
+    assert not whole[0][blind].any()
+    assert all(x.isfinite().all() for x in whole)
+    cuts = [(0, 23), (23, 31), (31, 80)]
+    parts = [
+        triton_far.far_gradients(dout, q, k[a:b], v[a:b], lse, delta, blocks, a, 0.3)
+        for a, b in cuts
+    ]
+    dq, dk, dv = zip(*parts, strict=True)
+    for got, exact in zip((sum(dq), torch.cat(dk), torch.cat(dv)), whole, strict=True):
+        assert relative_error(got, exact, 1e-3) < BOUNDS[torch.float32]
+
+
+def test_no_queries_or_no_keys_give_zeros():
+    blocks = FarBlocks(torch.full((3, 1, 2), -1), torch.zeros(3, dtype=torch.int64), 16)
+    q, k = torch.ones(3, 2, 16), torch.ones(4, 1, 16)
+    for some_q, some_k, some in ((q, k[:0], blocks), (q[:0], k, cut(blocks, 0)), (q, k, blocks)):
+        out, lse = triton_far.far_outputs(some_q, some_k, some_k, on_device(some), 0, 1.0)
+        assert not out.any()
+        assert lse.isneginf().all()
+        rows = torch.zeros(2, len(some_q))
+        grads = triton_far.far_gradients(
+            some_q, some_q, some_k, some_k, rows, rows, on_device(some), 0, 1.0
+        )
+        assert not any(x.any() for x in grads)
+
+
+def cut(blocks: FarBlocks, count: int) -> FarBlocks:
+    return dataclasses.replace(blocks, starts=blocks.starts[:count], stops=blocks.stops[:count])
+
+
+def choice_case(seed: int, dtype: torch.dtype, tokens: int | None = None):
+    """Return q, places, compressed keys, constants and the scale of queries of a document.
+
+    They are some queries, or all of `tokens`.
+    """
+    chance = random.Random(seed)
+    case = random_case(chance)
+    count = tokens or chance.choice((5, 60, 130))
+    torch.manual_seed(seed)
+    q = torch.randn(count, case.heads, case.head_size).to(dtype)
+    k = torch.randn(count, case.kv_heads, case.head_size).to(dtype)
+    places = torch.tensor(sorted(chance.sample(range(count), tokens or chance.randint(1, count))))
+    keys = compress(sum_strides(k, case.sparse), case.sparse)
+    keys = CompressedKeys(*(x.to(DEVICE) for x in keys))
+    return q[places].to(DEVICE), places.to(DEVICE), keys, case.sparse, case.head_size**-0.5
+
+
+def score(q, places, keys, sparse, scale):
+    halves = CompressedKeys(*(triton_choice._split(x, q.dtype) for x in keys))
+    return triton_choice.score_blocks(q, places, halves, int(places[-1]), sparse, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("seed", range(6))
+def test_scores_and_choices_equal_torch(seed, dtype, monkeypatch):
+    q, places, keys, sparse, scale = choice_case(seed, dtype)
+    got = score(q, places, keys, sparse, scale)
+    for group, mine in enumerate(got):
+        scorer = choice._Scorer(q, places, keys, group, sparse, scale)
+        padded = functional.pad(scorer.q, (0, -q.shape[-1] % choice._ALIGNED))
+        # Scores are exponentials of numbers up to some tens, and fp16 holds keys with 22 digits.
+        assert torch.allclose(mine, scorer._score_blocks(padded, places), rtol=5e-5)
+    monkeypatch.setattr(triton_choice, "_BYTES", 1)  # pieces of 128 queries
+    chosen = triton_choice.choose_by_score(q, places, keys, sparse, scale)
+    assert chosen.equal(choose_in_document(q, places, keys, sparse, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_scores_do_not_depend_on_other_queries(dtype):
+    q, places, keys, sparse, scale = choice_case(3, dtype, tokens=100)
+    whole = score(q, places, keys, sparse, scale)
+    for some in (range(5, 100, 3), range(90, 100), [60]):
+        part = score(q[some], places[some], keys, sparse, scale)
+        assert part.equal(whole[:, some, : part.shape[2]])
+        assert whole[:, some, part.shape[2] :].isneginf().all()
+
+
+def test_equal_keys_tie():
+    """Blocks with the same keys have the same scores, bit for bit, and the lower one is taken."""
+    q, places, keys, sparse, scale = choice_case(3, torch.float32, tokens=100)
+    keys = CompressedKeys(torch.ones_like(keys.scored), keys.normalizing)
+    scores = score(q, places, keys, sparse, scale)[:, -1]
+    scored = [row[row.isfinite()] for row in scores]
+    assert all(len(row) > 3 and row.unique().numel() == 1 for row in scored)
+    chosen = triton_choice.choose_by_score(q, places, keys, sparse, scale)
+    assert chosen.equal(choose_in_document(q, places, keys, sparse, scale))
+
+
+@pytest.mark.parametrize(("blocks", "most"), [(1, 3), (7, 3), (50, 9), (70, 70), (2000, 96)])
+def test_the_largest_are_taken_and_the_lower_of_equal_ones(blocks, most, monkeypatch):
+    monkeypatch.setattr(triton_choice, "_TAKEN", 64)
+    torch.manual_seed(0)
+    scores = torch.randint(-1, 6, (12, blocks), device=DEVICE).float()
+    scores[:, :2], scores[:, -2:] = torch.inf, torch.inf
+    scores[torch.rand(12, blocks, device=DEVICE) < 0.3] = -torch.inf
+    scores[0] = -torch.inf
+    scores[1] = 1.0
+    scores[2:6] = torch.randn(4, blocks, device=DEVICE)
+    got = triton_choice.take_largest(scores, most)
+    assert got.equal(choice._take_largest(scores, most))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile them")
+def test_they_compile_for_gpus(tmp_path):
+    """Once for all numbers of tokens."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.compile_sparse"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    far_names = ["_forward", "_dq", "_dkdv", "_add_parts"]
+    assert done.stdout.split() == [*far_names, "_fill_normalizers", "_fill_scores", "_take"]
