@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 NONE = torch.iinfo(torch.int32).max  # where an entry that is no block starts: after all others
-_LISTS = 512  # a part of a list has at least this share of all entries
-_SHORTEST = 1024  # but no fewer queries
+_PARTS = 512  # cuts through all lists together, at most
+_SHORTEST = 1024  # entries between two cuts, at least
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class KeyLists:
 
     starts   (G, S N) int32: where the blocks start, rising. Entries of no block, NONE, come last.
     queries  (G, S N) int32: the queries, rising in each block
-    parts    (G, S N) int32: how many parts have begun, up to each entry. Every list begins a part,
-             and long ones begin another each `longest` queries.
+    parts    (G, S N) int32: how many parts have begun, up to each entry. Every list begins one, and
+             so does every entry whose number is a multiple of `longest`.
     """
 
     starts: Tensor
@@ -90,13 +90,12 @@ class KeyLists:
         starts  (S, G, N): the first tokens of blocks, -1 for none
         """
         entries = len(starts) * starts.shape[2]
-        longest = max(-(-entries // _LISTS), _SHORTEST)
+        longest = max(-(-entries // _PARTS), _SHORTEST)
         flat = torch.where(starts < 0, NONE, starts).int().transpose(0, 1).flatten(1).contiguous()
         flat, order = flat.sort(dim=-1, stable=True)
-        place = torch.arange(entries, device=starts.device, dtype=torch.int32).expand_as(flat)
-        begin = place.masked_fill(~_differs_from_last(flat), 0).cummax(-1).values
-        begins_part = ((place - begin) % longest == 0) & (flat != NONE)
-        parts = begins_part.cumsum(-1, dtype=torch.int32)
+        cuts = torch.arange(entries, device=starts.device) % longest == 0
+        begins_part = (_differs_from_last(flat) | cuts) & (flat != NONE)
+        parts = _count_up_to(begins_part)
         return KeyLists(flat, (order // starts.shape[2]).int(), parts, longest)
 
     def between(self, low: int, high: int) -> ListParts:
@@ -118,8 +117,8 @@ class KeyLists:
         follows = ~_differs_from_last(starts) & exists
         is_shared = follows.clone()
         is_shared[:, :-1] |= follows[:, 1:]
-        place = is_shared.cumsum(1) - 1
-        slots = place.masked_fill(~is_shared, -1).int()
+        place = _count_up_to(is_shared) - 1
+        slots = place.masked_fill(~is_shared, -1)
         held = _pick(starts, is_shared, place, NONE)[:, : 2 * long_parts].contiguous()
         stops = torch.searchsorted(held, held, right=True, out_int32=True)
         stops = stops.masked_fill(~_differs_from_last(held) | (held == NONE), 0)
@@ -153,6 +152,15 @@ def _differs_from_last(x: Tensor) -> Tensor:
     return result
 
 
+def _count_up_to(x: Tensor) -> Tensor:
+    """Return how many entries of each row of x (G, W) are true, up to each: int32.
+
+    All rows are one scan. Torch would scan each long row by one block of threads.
+    """
+    total = x.flatten().cumsum(0, dtype=torch.int32).view_as(x)
+    return total - total[:, :1] + x[:, :1].int()
+
+
 def _pick(x: Tensor, wanted: Tensor, place: Tensor, fill: int) -> Tensor:
     """Return the wanted entries, in order, then `fill`: in x's shape.
 
@@ -160,7 +168,7 @@ def _pick(x: Tensor, wanted: Tensor, place: Tensor, fill: int) -> Tensor:
     """
     size = x.shape[-1]
     result = x.new_full((*x.shape[:-1], size + 1), fill)  # what is not wanted lands at the end
-    return result.scatter_(-1, place.masked_fill(~wanted, size), x)[..., :size]
+    return result.scatter_(-1, place.masked_fill(~wanted, size).long(), x)[..., :size]
 
 
 def _count_before(starts: Tensor, bound: int) -> Tensor:
