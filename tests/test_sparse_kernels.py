@@ -33,17 +33,17 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")]
 if DEVICE == "cuda":
     pytestmark.append(pytest.mark.gpu)
-# Operands, probabilities and dscores are rounded to 24 or 11 bits. On GPUs a product of fp32 is
-# three of TF32.
-BOUNDS = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.float16: 2e-3}
+# Operands, probabilities and dscores are rounded to 24 or 11 bits, exponents of up to some tens to
+# 24. Found in the interpreter are 2e-6 and 3e-4. On GPUs a product of fp32 is three of TF32.
+BOUNDS = {torch.float32: 5e-6 if DEVICE == "cpu" else 2e-5, torch.float16: 1e-3}
 
 
 def random_blocks(
     chance: random.Random, lengths: list[int], queries: int, groups: int, size: int, window: int
 ) -> FarBlocks:
-    """Choose random blocks for some queries of documents, beyond a window."""
+    """Choose random blocks for some queries of documents, in any order, beyond a window."""
     starts = torch.cat([torch.full((n,), sum(lengths[:i])) for i, n in enumerate(lengths)])
-    positions = torch.tensor(sorted(chance.sample(range(sum(lengths)), queries)))
+    positions = torch.tensor(chance.sample(range(sum(lengths)), queries))
     most = max(lengths) // size + 1
     chosen = torch.full((queries, groups, most), -1, dtype=torch.int32)
     for i, position in enumerate(positions):
@@ -187,6 +187,11 @@ def test_parts_of_the_keys_add_up_and_queries_without_keys_are_zero(short_lists)
     dq, dk, dv = zip(*parts, strict=True)
     for got, exact in zip((sum(dq), torch.cat(dk), torch.cat(dv)), whole, strict=True):
         assert relative_error(got, exact, 1e-3) < BOUNDS[torch.float32]
+
+
+def test_there_may_be_more_blocks_than_programs():
+    blocks = random_blocks(random.Random(0), [3] * 20, 60, 1, 16, 0)
+    check(blocks, random_tensors(blocks, 60, 1, 16), 0)
 
 
 def test_no_queries_or_no_keys_give_zeros():

@@ -53,7 +53,7 @@ class LaunchShape(NamedTuple):
 
 
 # Not measured.
-_HALF = {"normalizers": LaunchShape(128, 128, 8, 2), "scores": LaunchShape(64, 64, 4, 2)}
+_HALF = {"normalizers": LaunchShape(128, 64, 8, 2), "scores": LaunchShape(64, 64, 4, 2)}
 _SINGLE = {"normalizers": LaunchShape(64, 32, 4, 1), "scores": LaunchShape(64, 32, 4, 1)}
 _INTERPRETED = {"normalizers": LaunchShape(16, 16, 4, 1), "scores": LaunchShape(16, 16, 4, 1)}
 
@@ -199,7 +199,7 @@ def _fill_normalizers(
         kernel = at + tl.arange(0, N)
         high, low = _load_keys(keys, key_strides, kernel, head // GROUP, kernels, D, WIDTH, PARTS)
         scores = _score(q_block, high, low, scale, PARTS, PRECISION)
-        hidden = _hidden(kernel, 4 * STRIDE, 8 * STRIDE, kernels, place)
+        hidden = _hidden(kernel, 4 * STRIDE, 8 * STRIDE, place)
         scores = tl.where(hidden, -_INFINITY, scores)
         now = tl.maximum(largest, tl.max(scores, 1))
         shift = tl.where(now == -_INFINITY, 0.0, now)
@@ -239,7 +239,7 @@ def _fill_scores(
             )
             terms = _score(q_block, high, low, scale, PARTS, PRECISION)
             sums += tl.exp2(terms - normalizer[:, None])
-        hidden = _hidden(kernel, STRIDE, 2 * STRIDE, kernels, place)
+        hidden = _hidden(kernel, STRIDE, 2 * STRIDE, place)
         sums = tl.where(hidden | (sums != sums), -1.0, tl.minimum(sums, _LARGEST))
         largest = tl.maximum(largest, sums)
 
@@ -282,10 +282,13 @@ def _queries_of(places, queries, M: tl.constexpr):
 
 
 @triton.jit
-def _hidden(kernel, stride, size, kernels, place):
-    """Return the pairs (M, N) of queries and kernels that end after them or do not exist."""
+def _hidden(kernel, stride, size, place):
+    """Return the pairs (M, N) of queries and kernels that end after them.
+
+    Kernels after the last one of the document are among them.
+    """
     end = kernel * stride + size
-    return (end[None, :] > place[:, None] + 1) | (kernel >= kernels)[None, :]
+    return end[None, :] > place[:, None] + 1
 
 
 @triton.jit

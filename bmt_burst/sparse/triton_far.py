@@ -297,8 +297,8 @@ def _dq(
     stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
     dout_block = load_rows(address_rows(dout, dout_strides, token, head), there, D, WIDTH)
-    row_lse = _load_lse(_row_places(lse, lse_strides, token, head), there)
-    row_delta = tl.load(_row_places(delta, delta_strides, token, head), mask=there, other=0.0)
+    row_lse = _load_numbers(lse, lse_strides, token, head, there)
+    row_delta = _load_numbers(delta, delta_strides, token, head, there)
 
     sums = tl.zeros((TOKENS * HEADS, WIDTH), tl.float32)
     for at in tl.range(begin, end):
@@ -348,10 +348,8 @@ def _dkdv(
             reach = tl.maximum(reach, tl.max(stop, 0))
             q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
             dout_block = load_rows(address_rows(dout, dout_strides, token, head), there, D, WIDTH)
-            row_lse = _load_lse(_row_places(lse, lse_strides, token, head), there)
-            row_delta = tl.load(
-                _row_places(delta, delta_strides, token, head), mask=there, other=0.0
-            )
+            row_lse = _load_numbers(lse, lse_strides, token, head, there)
+            row_delta = _load_numbers(delta, delta_strides, token, head, there)
             probs, dscores = _probs_and_dscores(
                 tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION),
                 tl.dot(v_block, tl.trans(dout_block), input_precision=PRECISION),
@@ -397,8 +395,11 @@ def _add_parts(
 
 @triton.jit
 def _probs_and_dscores(scores, dprobs, seen, lse, delta, scale):
-    """Compute the probabilities, and the gradient of the scores, without the factor `scale`."""
-    probs = tl.where(seen, tl.exp2(scores * (scale * _LOG2_E) - lse), 0.0)
+    """Compute the probabilities and the gradient of the scores, without the factor `scale`.
+
+    All pairs of a query with an lse of -inf are hidden.
+    """
+    probs = tl.where(seen, tl.exp2(scores * (scale * _LOG2_E) - lse * _LOG2_E), 0.0)
     return probs, probs * (dprobs - delta)
 
 
@@ -493,10 +494,9 @@ def _store(places, x, there, D: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_lse(places, there):
-    """Load lse, to base 2. It is inf for rows that see nothing, so their probabilities are 0."""
-    lse = tl.load(places, mask=there, other=_INFINITY)
-    return tl.where(lse == -_INFINITY, _INFINITY, lse * _LOG2_E)
+def _load_numbers(x, strides, token, head, there):
+    """Load numbers of rows from x (H, S). Those of other rows are 0."""
+    return tl.load(_row_places(x, strides, token, head), mask=there, other=0.0)
 
 
 @triton.jit
