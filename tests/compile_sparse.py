@@ -10,8 +10,8 @@ import torch
 
 from bmt_burst import InfLLMV2
 from bmt_burst.sparse import tiles, triton_choice, triton_far
-from bmt_burst.sparse.choice import CompressedKeys
-from bmt_burst.sparse.far import FarBlocks
+from bmt_burst.sparse.blocks import FarBlocks
+from bmt_burst.sparse.compressed import CompressedKeys
 from tests.compile_triton import Compiler
 
 NAMES = {

@@ -2,11 +2,14 @@
 
 A mask says which pairs are visible. A choice narrows that to some blocks of each document.
 
-config   `InfLLMV2`, the constants of the choice
-choice   compressed keys, scores of blocks, and the chosen blocks
-far      attention to the chosen blocks beyond the window
-cache    attention of new tokens to a cache of keys and values
-memory   choices that outlive activation checkpointing
+config      `InfLLMV2`, the constants of the choice
+compressed  means of neighbouring keys
+choice      the definition of the choice, by `torch_choice`, or on GPUs `triton_choice`
+blocks      the chosen blocks beyond the window, as places in a sequence
+far         attention to them, by `torch_far`, or on GPUs `triton_far`
+tiles       the blocks of neighbouring queries, and the queries of each block, for GPUs
+cache       attention of new tokens to a cache of keys and values
+memory      choices that outlive activation checkpointing
 
 `choose` returns the choice of whole sequences on one process, for inspection. `burst_attn_func` and
 `nn.BurstAttention` take `sparse=InfLLMV2()`. `keep_choices` is for activation checkpointing.

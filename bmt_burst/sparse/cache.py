@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from ..merging.sinks import with_sinks
-from .choice import choose_in_document, compress, sum_strides
+from .blocks import FarBlocks
+from .choice import choose_in_document
+from .compressed import compress, sum_strides
 from .config import InfLLMV2
-from .far import FarBlocks, far_outputs
+from .far import far_outputs
 
 
 @torch.no_grad()
@@ -24,12 +26,13 @@ def attend_to_cache(
     No gradient flows through it.
     """
     scale = q.shape[-1] ** -0.5
-    places = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device)
+    positions = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
+    places = positions.to(q.device)
     outs, lses = [], []
     with torch.autocast(q.device.type, enabled=False):
         for row, keys, values in zip(q, k, v, strict=True):
             compressed = compress(sum_strides(keys, sparse), sparse)
-            chosen = choose_in_document(row, places, compressed, sparse, scale)
+            chosen = choose_in_document(row, positions, compressed, sparse, scale)
             blocks = FarBlocks.of_choice(chosen, places * 0, places + 1, sparse.block_size)
             out, lse = far_outputs(row, keys, values, blocks, 0, scale)
             outs.append(out)

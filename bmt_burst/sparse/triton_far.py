@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..base.compiled import multiply_by_16
 from ..kernels.packed import current_stream
-from .far import FarBlocks
+from .blocks import FarBlocks
 from .tiles import NONE, KeyLists, QueryTiles
 
 _LOG2_E = tl.constexpr(1.4426950408889634)

@@ -30,15 +30,10 @@ from torch import Tensor
 from ..merging.merge import Outputs, empty_lse
 from ..ranks.rings import Rings
 from ..sequence.span import Span
-from ..sparse.choice import (
-    CompressedKeys,
-    choose_in_document,
-    compress,
-    documents,
-    documents_in,
-    sum_strides,
-)
-from ..sparse.far import FarBlocks, far_gradients, far_outputs
+from ..sparse.blocks import FarBlocks
+from ..sparse.choice import choose_in_document, documents, documents_in
+from ..sparse.compressed import CompressedKeys, compress, sum_strides
+from ..sparse.far import far_gradients, far_outputs
 from ..sparse.memory import keep_choice, take_choice
 from . import Plan, Problem, Saved, Strategy
 from .spans import Spans
@@ -108,7 +103,7 @@ class SelectedPlan:
         shape = len(q), self.problem.sizes.kv_heads, self.sparse.most_blocks
         chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
         for (start, _), (first, last) in documents_in(positions, self.problem.mask):
-            places = (positions[first:last] - start).to(q.device)
+            places = positions[first:last] - start
             chosen[first:last] = choose_in_document(
                 q[first:last], places, keys[start], self.sparse, scale
             )

@@ -1,0 +1,35 @@
+"""The far blocks: the chosen ones that begin before a query's window.
+
+Letters: S queries, G kv heads, N chosen blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FarBlocks:
+    """The far blocks of some queries, as places in a sequence.
+
+    starts      (S, G, N) int64: the first tokens of the blocks. Entries that are no block are -1.
+    stops       (S,) int64: where the far part ends, so the first token of the window
+    block_size  tokens of a block
+    """
+
+    starts: Tensor
+    stops: Tensor
+    block_size: int
+
+    @staticmethod
+    def of_choice(chosen: Tensor, starts: Tensor, stops: Tensor, block_size: int) -> FarBlocks:
+        """Return the blocks before `stops` among those that `choose_in_document` returned.
+
+        chosen  (S, G, N) int32
+        starts  (S,) int64: where the query's document starts in the sequence
+        """
+        tokens = starts.view(-1, 1, 1) + chosen.long() * block_size
+        is_far = (chosen >= 0) & (tokens < stops.view(-1, 1, 1))
+        return FarBlocks(tokens.masked_fill(~is_far, -1), stops, block_size)

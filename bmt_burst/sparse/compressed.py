@@ -1,0 +1,53 @@
+"""Compressed keys: means of neighbouring keys of a document. `choice.py` defines them.
+
+Letters: n tokens or kernels of a document, G kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.dtypes import accumulator_dtype
+from .config import InfLLMV2
+
+
+class CompressedKeys(NamedTuple):
+    """The compressed keys of one document: (n, G, D) each, in the accumulator's dtype."""
+
+    scored: Tensor
+    normalizing: Tensor
+
+
+def sum_strides(k: Tensor, sparse: InfLLMV2) -> Tensor:
+    """Return the sums of each `kernel_stride` keys of a document: (n // stride, G, D), wide.
+
+    k  (n, G, D), from the start of a document or from a multiple of the stride on
+    """
+    count = len(k) // sparse.kernel_stride
+    wide = k[: count * sparse.kernel_stride].to(accumulator_dtype(k.dtype))
+    strides = wide.view(count, sparse.kernel_stride, *k.shape[1:])
+    total = torch.zeros_like(strides[:, 0])
+    for i in range(sparse.kernel_stride):
+        total += strides[:, i]
+    return total
+
+
+def compress(strides: Tensor, sparse: InfLLMV2) -> CompressedKeys:
+    """Return the compressed keys of a document from its `sum_strides`."""
+    tokens = sparse.kernel_stride
+    return CompressedKeys(
+        scored=_sum_neighbours(strides, 2, 1) / (2 * tokens),
+        normalizing=_sum_neighbours(strides, 8, 4) / (8 * tokens),
+    )
+
+
+def _sum_neighbours(strides: Tensor, count: int, step: int) -> Tensor:
+    """Return the sums of `count` neighbours, beginning at every `step`-th."""
+    kernels = max((len(strides) - count) // step + 1, 0)
+    total = strides.new_zeros(kernels, *strides.shape[1:])
+    for i in range(count):
+        total += strides[i : i + step * kernels : step]
+    return total

@@ -1,0 +1,134 @@
+"""The choice of blocks by torch operators, for any device and dtype. `choice.py` defines it.
+
+Scores are computed in tiles of one shape, whatever the queries in them, so that a choice does not
+depend on the other queries.
+
+Letters: T queries, H query heads, G kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .compressed import CompressedKeys
+from .config import InfLLMV2
+
+_QUERIES = 64  # of a tile of scores
+_KERNELS = 512  # of a tile of scores
+_ALIGNED = 16  # a tile's head size is a multiple of this
+
+
+def choose_by_score(
+    q: Tensor, places: Tensor, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+) -> Tensor:
+    """Return the chosen blocks of some queries of a document: (T, G, most_blocks) int32, rising,
+    -1 at the end where there are fewer.
+
+    q       (T, H, D)
+    places  (T,) int64, rising: the places of the queries in the document
+    """
+    groups, places = range(keys.scored.shape[1]), places.to(q.device)
+    scored = [_Scorer(q, places, keys, group, sparse, scale).choose() for group in groups]
+    return torch.stack(scored, 1)
+
+
+class _Scorer:
+    """The choice of one kv head for some queries of a document."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        places: Tensor,
+        keys: CompressedKeys,
+        group: int,
+        sparse: InfLLMV2,
+        scale: float,
+    ):
+        heads = q.shape[1] // keys.scored.shape[1]
+        wide = keys.scored.dtype
+        self.q = q[:, group * heads : (group + 1) * heads].to(wide) * scale
+        self.places, self.sparse = places, sparse
+        self.scored = _lay_out(keys.scored[:, group])
+        self.normalizing = _lay_out(keys.normalizing[:, group])
+
+    def choose(self) -> Tensor:
+        """Return the chosen blocks of all queries: (T, most_blocks) int32."""
+        found = []
+        for start in range(0, len(self.q), _QUERIES):
+            q, places = self.q[start : start + _QUERIES], self.places[start : start + _QUERIES]
+            lacking = _QUERIES - len(q)
+            q = functional.pad(q, (0, -q.shape[-1] % _ALIGNED, 0, 0, 0, lacking))
+            # A query of the padding sees nothing.
+            places = functional.pad(places, (0, lacking), value=-1)
+            scores = self._score_blocks(q, places)
+            found.append(_take_largest(scores, self.sparse.most_blocks)[: _QUERIES - lacking])
+        return torch.cat(found)
+
+    def _score_blocks(self, q: Tensor, places: Tensor) -> Tensor:
+        """Return A of a tile of queries (64, heads, D): (64, blocks), -inf for blocks that begin
+        after the query, inf for those that are always chosen.
+        """
+        sparse, stride = self.sparse, self.sparse.kernel_stride
+        last = int(places.max())
+        normalizer = q.new_full(q.shape[:2], -math.inf)
+        for kernels, scores in _score(q, self.normalizing, last, 4 * stride, 8 * stride):
+            hidden = kernels > places.unsqueeze(1)
+            scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
+            normalizer = torch.logaddexp(normalizer, scores.logsumexp(-1))
+        normalizer = normalizer.masked_fill(normalizer == -math.inf, 0.0)
+        sums = [q.new_empty(len(q), 0)]
+        for kernels, scores in _score(q, self.scored, last, stride, 2 * stride):
+            total = (scores - normalizer.unsqueeze(-1)).exp().sum(1)
+            sums.append(total.masked_fill(kernels > places.unsqueeze(1), -1.0))
+        return self._find_largest(torch.cat(sums, 1), places, last // sparse.block_size + 1)
+
+    def _find_largest(self, sums: Tensor, places: Tensor, blocks: int) -> Tensor:
+        """Return A from the sums S (64, kernels), which are -1 for kernels that are not visible."""
+        sparse = self.sparse
+        each = sparse.block_size // sparse.kernel_stride
+        lacking = blocks * each - sums.shape[1]
+        sums = functional.pad(sums.nan_to_num(-1.0), (1, lacking), value=-1.0)
+        largest = sums.unfold(1, each + 1, each).amax(-1)
+        block = torch.arange(blocks, device=sums.device)
+        own = (places // sparse.block_size).unsqueeze(1)
+        always = (block < sparse.init_blocks) | (block >= own - sparse.window_blocks)
+        return largest.masked_fill(always, math.inf).masked_fill(block > own, -math.inf)
+
+
+def _lay_out(keys: Tensor) -> Tensor:
+    """Return compressed keys (n, D) as columns, padded to tiles of one shape: (D, kernels)."""
+    return functional.pad(
+        keys.T, (0, -len(keys) % _KERNELS, 0, -keys.shape[1] % _ALIGNED)
+    ).contiguous()
+
+
+def _score(
+    q: Tensor, keys: Tensor, last: int, stride: int, size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the scores of a tile of queries (64, heads, D) and each tile of kernels that is visible
+    at place `last`: the last tokens of the kernels (512,), and the scores (64, heads, 512).
+    """
+    rows = q.flatten(0, 1)
+    for start in range(0, keys.shape[1], _KERNELS):
+        ends = torch.arange(start, start + _KERNELS, device=q.device) * stride + size - 1
+        if start * stride + size - 1 > last:
+            return
+        columns = keys[:, start : start + _KERNELS].contiguous()
+        yield ends, (rows @ columns).unflatten(0, q.shape[:2])
+
+
+def _take_largest(scores: Tensor, most: int) -> Tensor:
+    """Return the `most` blocks with the largest scores (T, blocks), the lower of equal ones.
+
+    They are int32 in rising order. A score of -inf is never taken. Missing blocks are -1.
+    """
+    blocks = scores.shape[1]
+    values, order = scores.sort(dim=1, descending=True, stable=True)
+    taken = order[:, :most].masked_fill(values[:, :most] == -math.inf, blocks)
+    taken = functional.pad(taken, (0, max(most - blocks, 0)), value=blocks).sort(1).values
+    return taken.masked_fill(taken == blocks, -1).int()
