@@ -16,7 +16,7 @@ from tests.compile_triton import Compiler
 
 NAMES = {
     triton_far: ("_forward", "_dq", "_dkdv", "_add_parts"),
-    triton_choice: ("_fill_normalizers", "_fill_scores", "_take"),
+    triton_choice: ("_fill_scores", "_take"),
 }
 
 
@@ -26,15 +26,15 @@ def main():
             setattr(module, name, Compiler(getattr(module, name)))
     tiles._SHORTEST = 4  # lists have several parts
     for queries in (32, 33, 40):  # compiled once for all of them
-        starts = torch.zeros(queries, 2, 4, dtype=torch.int64)
+        starts = torch.zeros(queries, 2, 4, dtype=torch.int32)
         blocks = FarBlocks(starts, torch.arange(queries), 48)
         q, k = (
             torch.zeros(tokens, heads, 24, dtype=torch.bfloat16)
             for tokens, heads in ((queries, 6), (queries + 1, 2))
         )
-        lse = torch.zeros(6, queries)
-        triton_far.far_outputs(q, k, k, blocks, 1, 0.3)
-        triton_far.far_gradients(q, q, k, k, lse, lse, blocks, 1, 0.3)
+        lse, lse_delta, dq = (torch.zeros(s) for s in ((6, queries), (queries, 6, 2), q.shape))
+        triton_far.add_far_outputs(q, k, k, blocks, 1, 0.3, q.clone(), lse)
+        triton_far.add_far_gradients(q, q, k, k, lse_delta, blocks, 1, 0.3, dq)
         places, keys = torch.arange(queries), CompressedKeys(*torch.zeros(2, queries - 2, 2, 24))
         triton_choice.choose_by_score(q, places, keys, InfLLMV2(), 0.3)
 

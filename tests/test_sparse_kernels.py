@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from bmt_burst import InfLLMV2
 from bmt_burst.sparse import tiles, torch_choice, torch_far
 from bmt_burst.sparse.blocks import FarBlocks
 from bmt_burst.sparse.compressed import CompressedKeys, compress, sum_strides
@@ -66,31 +67,37 @@ def on_device(blocks: FarBlocks) -> FarBlocks:
 
 
 def random_tensors(blocks, keys, heads, head_size, dtype=torch.float32):
-    """Return q, k, v, dout, and a lse and delta that a backward could have."""
+    """Return q, k, v, dout, and an lse and delta that a backward could have, side by side."""
     queries, groups, _ = blocks.starts.shape
     torch.manual_seed(0)
     q, dout = (torch.randn(queries, heads * groups, head_size).to(dtype) for _ in range(2))
     k, v = (torch.randn(keys, groups, head_size).to(dtype) for _ in range(2))
-    lse, delta = 4 + torch.rand(heads * groups, queries), torch.randn(heads * groups, queries)
-    return [x.to(DEVICE) for x in (q, k, v, dout, lse, delta)]
+    lse_delta = torch.randn(queries, heads * groups, 2)
+    lse_delta[..., 0] = 4 + torch.rand(queries, heads * groups)
+    return [x.to(DEVICE) for x in (q, k, v, dout, lse_delta)]
 
 
 def check(blocks, tensors, first, scale=0.3):
-    """Compare out, lse, dq, dk and dv with those of torch."""
-    q, k, v, dout, lse, delta = tensors
+    """Compare out, lse, dq, dk and dv with those of torch. They add to what is there."""
+    q, k, v, dout, lse_delta = tensors
     bound = BOUNDS[q.dtype]
-    wide_q, wide_k, wide_v, wide_dout, wide_lse, wide_delta = (x.double().cpu() for x in tensors)
+    wide = [x.double().cpu() for x in tensors]
     on_cpu = dataclasses.replace(blocks, starts=blocks.starts.cpu(), stops=blocks.stops.cpu())
-    out, row_lse = (x.cpu() for x in triton_far.far_outputs(q, k, v, blocks, first, scale))
-    exact, exact_lse = torch_far.far_outputs(wide_q, wide_k, wide_v, on_cpu, first, scale)
-    assert relative_error(out, exact) < bound
-    assert row_lse.isneginf().equal(exact_lse.isneginf())
-    assert torch.allclose(row_lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
-    got = triton_far.far_gradients(dout, q, k, v, lse, delta, blocks, first, scale)
-    exact_grads = torch_far.far_gradients(
-        wide_dout, wide_q, wide_k, wide_v, wide_lse, wide_delta, on_cpu, first, scale
+    out, lse = torch.randn_like(q).float(), torch.randn(q.shape[1], len(q), device=DEVICE)
+    lse[:, ::3] = -torch.inf
+    exact, exact_lse = out.double().cpu(), lse.double().cpu()
+    triton_far.add_far_outputs(q, k, v, blocks, first, scale, out, lse)
+    torch_far.add_far_outputs(*wide[:3], on_cpu, first, scale, exact, exact_lse)
+    assert relative_error(out.cpu(), exact) < bound
+    assert lse.isneginf().cpu().equal(exact_lse.isneginf())
+    assert torch.allclose(lse.double().cpu(), exact_lse, rtol=1e-5, atol=1e-5)
+    dq = torch.randn(q.shape, device=DEVICE)
+    exact_dq = dq.double().cpu()
+    grads = triton_far.add_far_gradients(dout, q, k, v, lse_delta, blocks, first, scale, dq)
+    exact_grads = torch_far.add_far_gradients(
+        wide[3], *wide[:3], wide[4], on_cpu, first, scale, exact_dq
     )
-    for mine, exact in zip(got, exact_grads, strict=True):
+    for mine, exact in zip((dq, *grads), (exact_dq, *exact_grads), strict=True):
         assert mine.dtype == torch.float32
         assert relative_error(mine.cpu(), exact, 1e-3) < bound
 
@@ -170,26 +177,34 @@ def test_large_blocks_and_heads_in_half_precision(block_size, head_size):
     check(blocks, tensors, 0)
 
 
-def test_parts_of_the_keys_add_up_and_queries_without_keys_are_zero(short_lists):
+def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists):
     """The lse of a query that sees nothing anywhere is -inf in the backward, too."""
     blocks = random_blocks(random.Random(1), [60, 20], 40, 2, 16, 16)
-    q, k, v, dout, lse, delta = random_tensors(blocks, 80, 2, 16)
+    q, k, v, dout, lse_delta = random_tensors(blocks, 80, 2, 16)
     blind = (blocks.starts < 0).all(-1).all(-1)
     assert 0 < blind.sum() < 40
-    lse[:, blind] = -torch.inf
-    out, row_lse = triton_far.far_outputs(q, k, v, blocks, 0, 0.3)
-    assert not out[blind].any()
-    assert row_lse[:, blind].isneginf().all()
-    whole = triton_far.far_gradients(dout, q, k, v, lse, delta, blocks, 0, 0.3)
-    assert not whole[0][blind].any()
-    assert all(x.isfinite().all() for x in whole)
-    cuts = [(0, 23), (23, 31), (31, 80)]
-    parts = [
-        triton_far.far_gradients(dout, q, k[a:b], v[a:b], lse, delta, blocks, a, 0.3)
-        for a, b in cuts
-    ]
-    dq, dk, dv = zip(*parts, strict=True)
-    for got, exact in zip((sum(dq), torch.cat(dk), torch.cat(dv)), whole, strict=True):
+    lse_delta[blind, :, 0] = -torch.inf
+
+    def compute(cuts):
+        out, dq = torch.full_like(q, 7.0), torch.ones_like(q)
+        lse = torch.full((4, 40), -torch.inf, device=DEVICE)
+        grads = []
+        for a, b in cuts:
+            triton_far.add_far_outputs(q, k[a:b], v[a:b], blocks, a, 0.3, out, lse)
+            far = triton_far.add_far_gradients(
+                dout, q, k[a:b], v[a:b], lse_delta, blocks, a, 0.3, dq
+            )
+            grads.append(far)
+        return out, lse, dq, *(torch.cat(x) for x in zip(*grads, strict=True))
+
+    whole, parts = compute([(0, 80)]), compute([(0, 23), (23, 31), (31, 31), (31, 80)])
+    out, lse, dq, *_ = whole
+    assert (out[blind] == 7).all()
+    assert lse[:, blind].isneginf().all()
+    assert (dq[blind] == 1).all()
+    assert all(x.isfinite().all() for x in (out, *whole[2:]))
+    assert parts[1][:, ~blind].allclose(lse[:, ~blind], rtol=1e-5)
+    for got, exact in zip(parts[2:] + parts[:1], whole[2:] + whole[:1], strict=True):
         assert relative_error(got, exact, 1e-3) < BOUNDS[torch.float32]
 
 
@@ -198,17 +213,21 @@ def test_there_may_be_more_blocks_than_programs():
     check(blocks, random_tensors(blocks, 60, 1, 16), 0)
 
 
-def test_no_queries_or_no_keys_give_zeros():
-    blocks = FarBlocks(torch.full((3, 1, 2), -1), torch.zeros(3, dtype=torch.int64), 16)
-    q, k = torch.ones(3, 2, 16), torch.ones(4, 1, 16)
+def test_no_queries_or_no_keys_change_nothing():
+    blocks = FarBlocks(
+        torch.full((3, 1, 2), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), 16
+    )
+    q, k = torch.ones(3, 2, 16, device=DEVICE), torch.ones(4, 1, 16, device=DEVICE)
     for some_q, some_k, some in ((q, k[:0], blocks), (q[:0], k, cut(blocks, 0)), (q, k, blocks)):
-        out, lse = triton_far.far_outputs(some_q, some_k, some_k, on_device(some), 0, 1.0)
-        assert not out.any()
+        some = on_device(some)
+        out, dq = some_q.clone(), some_q.clone()
+        lse = torch.full((2, len(some_q)), -torch.inf, device=DEVICE)
+        rows = torch.zeros(*some_q.shape[:2], 2, device=DEVICE)
+        triton_far.add_far_outputs(some_q, some_k, some_k, some, 0, 1.0, out, lse)
+        assert out.equal(some_q)
         assert lse.isneginf().all()
-        rows = torch.zeros(2, len(some_q))
-        grads = triton_far.far_gradients(
-            some_q, some_q, some_k, some_k, rows, rows, on_device(some), 0, 1.0
-        )
+        grads = triton_far.add_far_gradients(some_q, some_q, some_k, some_k, rows, some, 0, 1.0, dq)
+        assert dq.equal(some_q)
         assert not any(x.any() for x in grads)
 
 
@@ -234,8 +253,17 @@ def choice_case(seed: int, dtype: torch.dtype, tokens: int | None = None):
 
 
 def score(q, places, keys, sparse, scale):
+    """Return A (G, T, blocks) of the blocks that a query sees, -inf of others."""
     halves = CompressedKeys(*(triton_choice._split(x, q.dtype) for x in keys))
-    return triton_choice.score_blocks(q, places, halves, int(places[-1]), sparse, scale)
+    scores, of_last = triton_choice.score_blocks(q, places, halves, int(places[-1]), sparse, scale)
+    before = functional.pad(of_last, (1, -1), value=-1.0)
+    block, own = (
+        torch.arange(scores.shape[2], device=DEVICE),
+        places.unsqueeze(1) // sparse.block_size,
+    )
+    always = (block < sparse.init_blocks) | (block >= own - sparse.window_blocks)
+    scores = torch.maximum(scores, before).masked_fill(always, torch.inf)
+    return scores.masked_fill(block > own, -torch.inf)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -276,18 +304,24 @@ def test_equal_keys_tie():
     assert chosen.equal(torch_choice.choose_by_score(q, places, keys, sparse, scale))
 
 
-@pytest.mark.parametrize(("blocks", "most"), [(1, 3), (7, 3), (50, 9), (70, 70), (2000, 96)])
-def test_the_largest_are_taken_and_the_lower_of_equal_ones(blocks, most, monkeypatch):
-    monkeypatch.setattr(triton_choice, "_TAKEN", 64)
+@pytest.mark.parametrize(("blocks", "topk"), [(1, 2), (7, 3), (50, 9), (70, 70), (2000, 96)])
+def test_the_largest_are_taken_and_the_lower_of_equal_ones(blocks, topk):
+    sparse = InfLLMV2(block_size=16, window_size=32, topk=topk, dense_len=-1)
     torch.manual_seed(0)
-    scores = torch.randint(-1, 6, (12, blocks), device=DEVICE).float()
-    scores[:, :2], scores[:, -2:] = torch.inf, torch.inf
-    scores[torch.rand(12, blocks, device=DEVICE) < 0.3] = -torch.inf
-    scores[0] = -torch.inf
-    scores[1] = 1.0
-    scores[2:6] = torch.randn(4, blocks, device=DEVICE)
-    got = triton_choice.take_largest(scores, most)
-    assert got.equal(torch_choice._take_largest(scores, most))
+    scores, of_last = torch.randint(-1, 6, (2, 1, 12, blocks), device=DEVICE).float()
+    scores[:, 1], of_last[:, 1] = 1.0, -1.0
+    scores[:, 2:6] = torch.rand(4, blocks, device=DEVICE)
+    scores[:, 6, ::3] = torch.finfo(torch.float32).max
+    own = torch.randint(blocks, (12,)).sort().values
+    own[-1] = blocks - 1
+    places = (own * 16 + 3).to(DEVICE)
+    chosen = torch.full((12, 1, sparse.most_blocks), -1, dtype=torch.int32, device=DEVICE)
+    triton_choice.take_largest(scores, of_last, places, chosen, sparse)
+    block, own = torch.arange(blocks, device=DEVICE), own.to(DEVICE).unsqueeze(1)
+    largest = torch.maximum(scores, functional.pad(of_last, (1, -1), value=-1.0))[0]
+    largest[(block < 1) | (block >= own - 2)] = torch.inf
+    largest[block > own] = -torch.inf
+    assert chosen[:, 0].equal(torch_choice._take_largest(largest, sparse.most_blocks))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile them")
@@ -300,4 +334,4 @@ def test_they_compile_for_gpus(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     far_names = ["_forward", "_dq", "_dkdv", "_add_parts"]
-    assert done.stdout.split() == [*far_names, "_fill_normalizers", "_fill_scores", "_take"]
+    assert done.stdout.split() == [*far_names, "_fill_scores", "_take"]

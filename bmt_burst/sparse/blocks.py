@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MOST_TOKENS = 1 << 26  # of a sequence. Kernels sort 32-bit numbers, of which 5 bits are a query
+
 
 @dataclass(frozen=True)
 class FarBlocks:
     """The far blocks of some queries, as places in a sequence.
 
-    starts      (S, G, N) int64: the first tokens of the blocks. Entries that are no block are -1.
+    starts      (S, G, N) int32: the first tokens of the blocks. Entries that are no block are -1.
     stops       (S,) int64: where the far part ends, so the first token of the window
     block_size  tokens of a block
     """
@@ -30,6 +32,6 @@ class FarBlocks:
         chosen  (S, G, N) int32
         starts  (S,) int64: where the query's document starts in the sequence
         """
-        tokens = starts.view(-1, 1, 1) + chosen.long() * block_size
+        tokens = starts.int().view(-1, 1, 1) + chosen * block_size
         is_far = (chosen >= 0) & (tokens < stops.view(-1, 1, 1))
         return FarBlocks(tokens.masked_fill(~is_far, -1), stops, block_size)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..base.dtypes import accumulator_dtype
+from ..merging.merge import empty_lse
 from ..merging.sinks import with_sinks
 from .blocks import FarBlocks
 from .choice import choose_in_document
 from .compressed import compress, sum_strides
 from .config import InfLLMV2
-from .far import far_outputs
+from .far import add_far_outputs
 
 
 @torch.no_grad()
@@ -28,16 +30,14 @@ def attend_to_cache(
     scale = q.shape[-1] ** -0.5
     positions = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
     places = positions.to(q.device)
-    outs, lses = [], []
+    out = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype))
+    lse = empty_lse(q).fill_(-torch.inf)
     with torch.autocast(q.device.type, enabled=False):
-        for row, keys, values in zip(q, k, v, strict=True):
+        for row, keys, values, of_row, lse_of_row in zip(q, k, v, out, lse, strict=True):
             compressed = compress(sum_strides(keys, sparse), sparse)
             chosen = choose_in_document(row, positions, compressed, sparse, scale)
             blocks = FarBlocks.of_choice(chosen, places * 0, places + 1, sparse.block_size)
-            out, lse = far_outputs(row, keys, values, blocks, 0, scale)
-            outs.append(out)
-            lses.append(lse)
-    out = torch.stack(outs)
+            add_far_outputs(row, keys, values, blocks, 0, scale, of_row, lse_of_row)
     if sinks is not None:
-        out, _ = with_sinks(out, torch.stack(lses), sinks)
+        out, _ = with_sinks(out, lse, sinks)
     return out.to(q.dtype)

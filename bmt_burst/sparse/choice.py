@@ -30,6 +30,7 @@ from ..base.arguments import check_tensor
 from ..sequence.mask import Mask
 from ..sequence.span import Span, length
 from . import torch_choice
+from .blocks import MOST_TOKENS
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
 
@@ -85,6 +86,8 @@ def documents(mask: Mask) -> list[Span]:
 
 def find_fault(mask: Mask) -> str | None:
     """Return why sparse attention cannot use this mask, or None if it can."""
+    if mask.seq_len > MOST_TOKENS:
+        return f"sparse attention takes up to {MOST_TOKENS} tokens, got {mask.seq_len}"
     for s in mask.slices:
         if s.q != s.kv or s.low != 0 or s.high is not None:
             return (

@@ -22,45 +22,55 @@ from . import torch_far
 from .blocks import FarBlocks
 
 
-def far_outputs(
-    q: Tensor, k: Tensor, v: Tensor, blocks: FarBlocks, first: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Compute attention to the far keys among those at hand.
+def add_far_outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: FarBlocks,
+    first: int,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Merge attention to the far keys among those at hand into out and lse, in place.
 
     q      (S, H, D)
     k, v   (T, G, D): tokens first .. first + T - 1 of the sequence
     scale  the factor of the scores
-
-    Return out (S, H, D) and lse (H, S), natural log, in the accumulator's dtype. A query without a
-    far key has an out of 0 and an lse of -inf.
+    out    (S, H, D) in q's dtype or the accumulator's: the output so far
+    lse    (H, S), natural log, in the accumulator's dtype. It is -inf where nothing was seen so far
     """
     if q.is_cuda and q.dtype != torch.float64:
         from . import triton_far
 
-        return triton_far.far_outputs(q, k, v, blocks, first, scale)
-    return torch_far.far_outputs(q, k, v, blocks, first, scale)
+        triton_far.add_far_outputs(q, k, v, blocks, first, scale, out, lse)
+    else:
+        torch_far.add_far_outputs(q, k, v, blocks, first, scale, out, lse)
 
 
-def far_gradients(
+def add_far_gradients(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    lse_delta: Tensor,
     blocks: FarBlocks,
     first: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the share of the far keys at hand in dq, dk and dv, in the accumulator's dtype.
+    dq: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Add the share of the far keys at hand to dq. Return their dk and dv, in the accumulator's
+    dtype.
 
-    dout        (S, H, D)
-    lse, delta  (H, S): the logsumexp over all keys, and rowsum(out * dout), in that dtype
+    dout       (S, H, D)
+    lse_delta  (S, H, 2), contiguous, in that dtype: the logsumexp over all keys, and rowsum(out *
+               dout)
+    dq         (S, H, D) in that dtype
 
-    Other arguments are those of `far_outputs`. Formulas are those of `Kernel.backward`.
+    Other arguments are those of `add_far_outputs`. Formulas are those of `Kernel.backward`.
     """
     if q.is_cuda and q.dtype != torch.float64:
         from . import triton_far
 
-        return triton_far.far_gradients(dout, q, k, v, lse, delta, blocks, first, scale)
-    return torch_far.far_gradients(dout, q, k, v, lse, delta, blocks, first, scale)
+        return triton_far.add_far_gradients(dout, q, k, v, lse_delta, blocks, first, scale, dq)
+    return torch_far.add_far_gradients(dout, q, k, v, lse_delta, blocks, first, scale, dq)

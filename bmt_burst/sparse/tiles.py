@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 NONE = torch.iinfo(torch.int32).max  # where an entry that is no block starts: after all others
+MOST_QUERIES = 32  # of a tile, the bits of a number
 _PARTS = 512  # cuts through all lists together, at most
 _SHORTEST = 1024  # entries between two cuts, at least
 
@@ -35,20 +36,22 @@ class QueryTiles:
 
     @staticmethod
     def of_starts(starts: Tensor, tokens: int) -> QueryTiles:
-        """Join the blocks of each `tokens` queries, which are a power of two and at most 32.
+        """Join the blocks of each `tokens` queries, which are a power of two and at most
+        MOST_QUERIES.
 
-        starts  (S, G, N): the first tokens of blocks, -1 for none
+        starts  (S, G, N) int32: the first tokens of blocks, -1 for none
         """
         queries, groups, most = starts.shape
         tiles = -(-queries // tokens)
         padded = starts.new_full((tiles * tokens, groups, most), -1)
         padded[:queries] = starts
-        padded = padded.view(tiles, tokens, groups, most).permute(2, 0, 1, 3).long()
-        query = torch.arange(tokens, device=starts.device).unsqueeze(1)
-        keys = torch.where(padded < 0, NONE, padded) * tokens + query
+        padded = padded.view(tiles, tokens, groups, most).permute(2, 0, 1, 3)
+        query = torch.arange(tokens, device=starts.device, dtype=torch.int32).unsqueeze(1)
+        # A query is the last digit of a key. `blocks.MOST_TOKENS` leaves room for it.
+        keys = torch.where(padded < 0, NONE // tokens, padded) * tokens + query
         keys = keys.flatten(2).sort(-1).values
-        start, bits = (keys // tokens).int(), torch.ones_like(keys, dtype=torch.int32)
-        bits <<= (keys % tokens).int()
+        start, bits = keys // tokens, 1 << keys % tokens
+        start.masked_fill_(start == NONE // tokens, NONE)
         # Entries of a block are neighbours, one for each query. The first collects their bits.
         union = bits.clone()
         for ahead in range(1, min(tokens, start.shape[-1])):
@@ -87,7 +90,7 @@ class KeyLists:
     def of_starts(starts: Tensor) -> KeyLists:
         """Sort (query, block) pairs by blocks.
 
-        starts  (S, G, N): the first tokens of blocks, -1 for none
+        starts  (S, G, N) int32: the first tokens of blocks, -1 for none
         """
         entries = len(starts) * starts.shape[2]
         longest = max(-(-entries // _PARTS), _SHORTEST)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..base.dtypes import accumulator_dtype
 from .blocks import FarBlocks
 
 _QUERIES = 64  # of a tile
@@ -37,57 +36,65 @@ class _Tile:
     visible: Tensor
 
 
-def far_outputs(
-    q: Tensor, k: Tensor, v: Tensor, blocks: FarBlocks, first: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Compute what `far.far_outputs` does."""
-    wide, groups = accumulator_dtype(q.dtype), k.shape[1]
-    out = torch.zeros_like(q, dtype=wide)
-    lse = torch.full((q.shape[1], len(q)), -math.inf, dtype=wide, device=q.device)
+def add_far_outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: FarBlocks,
+    first: int,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Do what `far.add_far_outputs` does."""
+    wide, groups = lse.dtype, k.shape[1]
     heads = q.shape[1] // groups
     for group in range(groups):
         of_group = slice(group * heads, (group + 1) * heads)
         for tile in _tiles(blocks, group, first, len(k)):
             rows = q[tile.queries, of_group].to(wide).transpose(0, 1)
             scores = _scores(rows, k[tile.keys, group].to(wide), tile, scale)
-            part = scores.logsumexp(-1)
-            sure = part.masked_fill(part == -math.inf, 0.0).unsqueeze(-1)
-            probs = (scores - sure).exp()
-            out[tile.queries, of_group] = (probs @ v[tile.keys, group].to(wide)).transpose(0, 1)
-            lse[of_group, tile.queries] = part
-    return out, lse
+            before, part = lse[of_group, tile.queries], scores.logsumexp(-1)
+            total = torch.logaddexp(before, part)
+            sure = total.masked_fill(total == -math.inf, 0.0).unsqueeze(-1)
+            added = (scores - sure).exp() @ v[tile.keys, group].to(wide)
+            # A row that sees nothing stays.
+            kept = (before - sure.squeeze(-1)).exp().masked_fill(total == -math.inf, 1.0)
+            old = out[tile.queries, of_group].transpose(0, 1).to(wide)
+            new = old * kept.unsqueeze(-1) + added
+            out[tile.queries, of_group] = new.transpose(0, 1).to(out.dtype)
+            lse[of_group, tile.queries] = total
 
 
-def far_gradients(
+def add_far_gradients(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    lse_delta: Tensor,
     blocks: FarBlocks,
     first: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `far.far_gradients` does."""
-    wide, groups = lse.dtype, k.shape[1]
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    dq: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Do what `far.add_far_gradients` does."""
+    wide, groups = lse_delta.dtype, k.shape[1]
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
     heads = q.shape[1] // groups
     for group in range(groups):
         of_group = slice(group * heads, (group + 1) * heads)
         for tile in _tiles(blocks, group, first, len(k)):
             rows, drows = (x[tile.queries, of_group].to(wide).transpose(0, 1) for x in (q, dout))
             keys, values = (x[tile.keys, group].to(wide) for x in (k, v))
-            row_lse, row_delta = (x[of_group, tile.queries].unsqueeze(-1) for x in (lse, delta))
-            probs = (_scores(rows, keys, tile, scale) - row_lse).exp()
+            lse, delta = lse_delta[tile.queries, of_group].transpose(0, 1).unsqueeze(2).unbind(-1)
+            probs = (_scores(rows, keys, tile, scale) - lse).exp()
             probs = probs.masked_fill(~tile.visible, 0.0)
-            dscores = probs * (drows @ values.mT - row_delta) * scale
-            dq[tile.queries, of_group] = (dscores @ keys).transpose(0, 1)
-            # A key is twice in a tile where a document's last block reaches into the next
-            # document. Its second share is 0, so the sums do not depend on the order.
-            dk[:, group].index_add_(0, tile.keys, (dscores.mT @ rows).sum(0))
-            dv[:, group].index_add_(0, tile.keys, (probs.mT @ drows).sum(0))
-    return dq, dk, dv
+            dscores = probs * (drows @ values.mT - delta) * scale
+            dq[tile.queries, of_group] += (dscores @ keys).transpose(0, 1)
+            # A tile's keys are unique, so the order of sums is that of the tiles.
+            dk[tile.keys, group] += (dscores.mT @ rows).sum(0)
+            dv[tile.keys, group] += (probs.mT @ drows).sum(0)
+    return dk, dv
 
 
 def _scores(rows: Tensor, keys: Tensor, tile: _Tile, scale: float) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..base.compiled import multiply_by_16
 from ..kernels.packed import current_stream
 from .blocks import FarBlocks
-from .tiles import NONE, KeyLists, QueryTiles
+from .tiles import MOST_QUERIES, NONE, KeyLists, QueryTiles
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -37,7 +37,7 @@ _NOWHERE = tl.constexpr(NONE)
 
 # See `kernels/triton_blocks.py`. These numbers and addresses differ from call to call.
 _NUMBERS = ["queries", "first", "keys", "entries", "most", "slot_count"]
-_ROWS = ["lse", "delta", "stops"]
+_ROWS = ["lse", "lse_delta", "stops"]
 
 
 Kept = TypeVar("Kept")
@@ -65,36 +65,41 @@ _SINGLE = {
 _INTERPRETED = {name: LaunchShape(16, 4, 1) for name in _HALF}
 
 
-def far_outputs(
-    q: Tensor, k: Tensor, v: Tensor, blocks: FarBlocks, first: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Compute what `far.far_outputs` does, for fp16, bf16 or fp32 tensors."""
+def add_far_outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: FarBlocks,
+    first: int,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Do what `far.add_far_outputs` does, for fp16, bf16 or fp32 tensors."""
     q, k, v = map(make_dense, (q, k, v))
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.full((q.shape[1], len(q)), -torch.inf, dtype=torch.float32, device=q.device)
     if q.numel() and k.numel():
         _launch_by_tiles("forward", _forward, (q, k, v, out, lse), blocks, first, scale)
-    return out, lse
 
 
-def far_gradients(
+def add_far_gradients(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    lse_delta: Tensor,
     blocks: FarBlocks,
     first: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `far.far_gradients` does, for fp16, bf16 or fp32 tensors."""
-    q, k, v, dout, lse, delta = inputs = tuple(map(make_dense, (q, k, v, dout, lse, delta)))
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    dq: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Do what `far.add_far_gradients` does, for fp16, bf16 or fp32 tensors."""
+    q, k, v, dout = map(make_dense, (q, k, v, dout))
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     if q.numel() and k.numel():
+        inputs = q, k, v, dout, lse_delta
         _launch_by_tiles("dq", _dq, (*inputs, dq), blocks, first, scale)
         _launch_by_lists((*inputs, dk, dv), blocks, first, scale)
-    return dq, dk, dv
+    return dk, dv
 
 
 def _launch_by_tiles(
@@ -108,7 +113,7 @@ def _launch_by_tiles(
     """Launch the kernel of forward or dq. The first two of `tensors` are q and k."""
     q, k = tensors[:2]
     shape = _shape(name, q)
-    tokens = _tokens(shape, q, k)
+    tokens = count_tokens(shape.rows, pad_heads(q.shape[1] // k.shape[1]))
     tiles = _prepare_once(
         blocks, ("tiles", tokens), lambda: QueryTiles.of_starts(blocks.starts, tokens)
     )
@@ -164,7 +169,7 @@ def _launch_by_lists(
         parts.starts.shape[1],
         slots,
         scale,
-        TOKENS=_tokens(shape, q, k),
+        TOKENS=count_tokens(shape.rows, pad_heads(q.shape[1] // k.shape[1])),
         **constants,
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -194,7 +199,7 @@ def _constants(q: Tensor, k: Tensor, block_size: int) -> dict[str, Any]:
     """Return the constants that all kernels of a call have."""
     return {
         "GROUP": q.shape[1] // k.shape[1],
-        "HEADS": _pad_heads(q, k),
+        "HEADS": pad_heads(q.shape[1] // k.shape[1]),
         "D": q.shape[-1],
         "WIDTH": max(triton.next_power_of_2(q.shape[-1]), 16),
         "BLOCK": block_size,
@@ -209,14 +214,14 @@ def _shape(name: str, q: Tensor) -> LaunchShape:
     return (_SINGLE if q.dtype == torch.float32 else _HALF)[name]
 
 
-def _tokens(shape: LaunchShape, q: Tensor, k: Tensor) -> int:
-    """Return the queries of a program. Their rows are at least 16, and their bits at most 32."""
-    heads = _pad_heads(q, k)
-    return min(max(shape.rows, 16, heads) // heads, 32)
+def count_tokens(rows: int, heads: int) -> int:
+    """Return the queries of a program, with `heads` rows each: at least 16 rows."""
+    return min(max(rows, 16, heads) // heads, MOST_QUERIES)
 
 
-def _pad_heads(q: Tensor, k: Tensor) -> int:
-    return 1 << (q.shape[1] // k.shape[1] - 1).bit_length()
+def pad_heads(heads: int) -> int:
+    """Return the power of two that the query heads of a kv head are padded to."""
+    return 1 << (heads - 1).bit_length()
 
 
 def precision(q: Tensor) -> str:
@@ -239,7 +244,7 @@ def make_dense(x: Tensor) -> Tensor:
 
 
 def _kernel_strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides that a kernel takes. Those of lse and delta depend on the tokens."""
+    """Return the strides that a kernel takes. Those of lse depend on the tokens."""
     return x.stride() if x.dim() == 3 else multiply_by_16(x.stride())
 
 
@@ -250,15 +255,18 @@ def _forward(
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fill out and lse of a tile of queries. Rows that see no key keep what is there."""
+    """Merge into out and lse of a tile of queries."""
     group, begin, end, union = _tile(ranges, width)
     nth, token, head, there = _tile_rows(queries, TOKENS, GROUP, HEADS)
     stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
 
-    sums = tl.zeros((TOKENS * HEADS, WIDTH), tl.float32)
-    weights = tl.zeros((TOKENS * HEADS,), tl.float32)
-    largest = tl.full((TOKENS * HEADS,), -_INFINITY, tl.float32)
+    # What was seen so far is one more key, whose value is `out`.
+    out_rows = address_rows(out, out_strides, token, head)
+    lse_places = _row_places(lse, lse_strides, token, head)
+    largest = tl.load(lse_places, mask=there, other=0.0) * _LOG2_E
+    weights = tl.where(largest == -_INFINITY, 0.0, 1.0)
+    sums = load_rows(out_rows, there & (largest != -_INFINITY), D, WIDTH).to(tl.float32)
     for at in tl.range(begin, end):
         key = _keys(tl.load(starts + union + at), first, keys, BLOCK, N)
         seen = _seen(key, tl.load(chosen + union + at), nth, stop)
@@ -276,29 +284,28 @@ def _forward(
         )
         largest = now
 
-    sums /= tl.where(weights == 0.0, 1.0, weights)[:, None]
-    _store(address_rows(out, out_strides, token, head), sums, there, D, WIDTH)
-    tl.store(
-        _row_places(lse, lse_strides, token, head), (largest + tl.log2(weights)) * _LN_2, there
-    )
+    changed = there & (weights != 0.0)
+    _store(out_rows, sums / tl.where(changed, weights, 1.0)[:, None], changed, D, WIDTH)
+    tl.store(lse_places, (largest + tl.log2(weights)) * _LN_2, mask=changed)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _dq(
-    q, k, v, dout, lse, delta, dq,
-    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides, dq_strides,
+    q, k, v, dout, lse_delta, dq,
+    q_strides, k_strides, v_strides, dout_strides, row_strides, dq_strides,
     stops, starts, chosen, ranges, queries, first, keys, width, scale,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fill dq of a tile of queries."""
+    """Add to dq of a tile of queries."""
     group, begin, end, union = _tile(ranges, width)
     nth, token, head, there = _tile_rows(queries, TOKENS, GROUP, HEADS)
     stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
     dout_block = load_rows(address_rows(dout, dout_strides, token, head), there, D, WIDTH)
-    row_lse = _load_numbers(lse, lse_strides, token, head, there)
-    row_delta = _load_numbers(delta, delta_strides, token, head, there)
+    rows = address_rows(lse_delta, row_strides, token, head)
+    row_lse = tl.load(rows, mask=there, other=0.0)
+    row_delta = tl.load(rows + 1, mask=there, other=0.0)
 
     sums = tl.zeros((TOKENS * HEADS, WIDTH), tl.float32)
     for at in tl.range(begin, end):
@@ -312,14 +319,15 @@ def _dq(
             seen, row_lse[:, None], row_delta[:, None], scale,
         )  # fmt: skip
         sums = tl.dot(dscores.to(k_block.dtype), k_block, sums, input_precision=PRECISION)
-    _store(address_rows(dq, dq_strides, token, head), sums * scale, there, D, WIDTH)
+    rows = address_rows(dq, dq_strides, token, head)
+    _store(rows, load_rows(rows, there, D, WIDTH) + sums * scale, there, D, WIDTH)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _dkdv(
-    q, k, v, dout, lse, delta, dk, dv,
-    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
-    dk_strides, dv_strides, stops, lists, starts, begins, counts, slots, held, reaches,
+    q, k, v, dout, lse_delta, dk, dv,
+    q_strides, k_strides, v_strides, dout_strides, row_strides, dk_strides, dv_strides,
+    stops, lists, starts, begins, counts, slots, held, reaches,
     first, keys, entries, most, slot_count, scale,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
@@ -337,7 +345,7 @@ def _dkdv(
         v_block = _load_keys(v, v_strides, key, first, group, D, WIDTH)
         dk_sums = tl.zeros((N, WIDTH), tl.float32)
         dv_sums = tl.zeros((N, WIDTH), tl.float32)
-        reach = 0  # no query of the part sees a key from there on
+        reach = tl.zeros((TOKENS * HEADS,), tl.int32)  # queries see no key from there on
         begin = tl.load(begins + group * (most + 1) + part)
         end = tl.load(begins + group * (most + 1) + part + 1)
         for at in tl.range(begin, end, TOKENS):
@@ -345,11 +353,12 @@ def _dkdv(
             there = (place < end) & (row % HEADS < GROUP)
             token = tl.load(lists + wide(group) * entries + place, mask=there, other=0)
             stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
-            reach = tl.maximum(reach, tl.max(stop, 0))
+            reach = tl.maximum(reach, stop)
             q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
             dout_block = load_rows(address_rows(dout, dout_strides, token, head), there, D, WIDTH)
-            row_lse = _load_numbers(lse, lse_strides, token, head, there)
-            row_delta = _load_numbers(delta, delta_strides, token, head, there)
+            rows = address_rows(lse_delta, row_strides, token, head)
+            row_lse = tl.load(rows, mask=there, other=0.0)
+            row_delta = tl.load(rows + 1, mask=there, other=0.0)
             probs, dscores = _probs_and_dscores(
                 tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION),
                 tl.dot(v_block, tl.trans(dout_block), input_precision=PRECISION),
@@ -359,6 +368,7 @@ def _dkdv(
                 probs.to(dout_block.dtype), dout_block, dv_sums, input_precision=PRECISION
             )
             dk_sums = tl.dot(dscores.to(q_block.dtype), q_block, dk_sums, input_precision=PRECISION)
+        reach = tl.max(reach, 0)
         slot = tl.load(slots + group * most + part)
         if slot < 0:
             _store_keys(dk, dk_strides, dk_sums * scale, key, reach, first, group, D, WIDTH)
@@ -491,12 +501,6 @@ def _store(places, x, there, D: tl.constexpr, WIDTH: tl.constexpr):
     """Store rows of D numbers of x (rows, WIDTH)."""
     column = tl.arange(0, WIDTH)[None, :]
     tl.store(places[:, None] + column, x, mask=there[:, None] & (column < D))
-
-
-@triton.jit
-def _load_numbers(x, strides, token, head, there):
-    """Load numbers of rows from x (H, S). Those of other rows are 0."""
-    return tl.load(_row_places(x, strides, token, head), mask=there, other=0.0)
 
 
 @triton.jit

@@ -27,13 +27,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..merging.merge import Outputs, empty_lse
+from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
 from ..sequence.span import Span
 from ..sparse.blocks import FarBlocks
 from ..sparse.choice import choose_in_document, documents, documents_in
 from ..sparse.compressed import CompressedKeys, compress, sum_strides
-from ..sparse.far import far_gradients, far_outputs
+from ..sparse.far import add_far_gradients, add_far_outputs
 from ..sparse.memory import keep_choice, take_choice
 from . import Plan, Problem, Saved, Strategy
 from .spans import Spans
@@ -128,7 +128,10 @@ class SelectedPlan:
     def far_blocks(self, chosen: Tensor) -> list[FarBlocks]:
         """Return the far blocks of each row's `chosen` (B, S, G, N)."""
         starts, stops = (x.to(chosen.device) for x in self._ends)
-        return [FarBlocks.of_choice(row, starts, stops, self.sparse.block_size) for row in chosen]
+        # The window's blocks, but for one that is cut, are at the end of a list.
+        most = self.sparse.most_blocks - self.sparse.window_blocks
+        rows = chosen[..., :most]
+        return [FarBlocks.of_choice(row, starts, stops, self.sparse.block_size) for row in rows]
 
     @functools.cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:
@@ -156,52 +159,38 @@ class ChosenPlan(Plan):
     ) -> tuple[Tensor, Tensor, None]:
         assert table is None, "sparse attention has no bias"
         selected = self.selected
-        out, lse = torch.empty_like(q), empty_lse(q)
-        merged = Outputs(out, lse)
-        everything = [(0, q.shape[1])]
         near, near_lse, _ = selected.window.forward(rings, q, k, v)
-        merged.add(everything, near, near_lse)
-        blocks = selected.far_blocks(self.chosen)
-        scale = selected.problem.spec.scale
-        for number, (first, _) in enumerate(selected.spans.spans):
+        blocks, scale = selected.far_blocks(self.chosen), selected.problem.spec.scale
+        spans = selected.spans.spans
+        # One span is rounded once. Sums of several are kept wide.
+        out = near.to(q.dtype if len(spans) == 1 else near_lse.dtype, copy=True)
+        lse = near_lse.clone()
+        del near, near_lse
+        for number, (first, _) in enumerate(spans):
             keys, values = selected.spans.gather(rings, [k, v], number)
-            rows = zip(q, keys, values, blocks, strict=True)
-            parts = [far_outputs(*row, first, scale) for row in rows]
-            outs, lses = zip(*parts, strict=True)
-            merged.add(everything, torch.stack(outs), torch.stack(lses))
-        merged.result()
-        return out, lse, None
+            for row, of_row in enumerate(blocks):
+                inputs = q[row], keys[row], values[row], of_row, first, scale
+                add_far_outputs(*inputs, out[row], lse[row])
+        return out.to(q.dtype), lse, None
 
     def backward(
         self, rings: Rings, dout: Tensor, saved: Saved
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         selected = self.selected
         *near, _ = selected.window.backward(rings, dout, saved)
-        wide = saved.lse.dtype
-        dq, dk, dv = (x.to(wide) for x in near)
-        delta = (saved.out.to(wide) * dout).sum(-1).transpose(1, 2)
-        blocks = selected.far_blocks(self.chosen)
-        scale = selected.problem.spec.scale
+        dq, dk, dv = (x.to(saved.lse.dtype) for x in near)
+        del near
+        lse_delta = stack_lse_delta(saved.out, dout, saved.lse)
+        blocks, scale = selected.far_blocks(self.chosen), selected.problem.spec.scale
         for number, (first, _) in enumerate(selected.spans.spans):
             keys, values = selected.spans.gather(rings, [saved.k, saved.v], number)
-            far = [
-                far_gradients(
-                    dout[row],
-                    saved.q[row],
-                    keys[row],
-                    values[row],
-                    saved.lse[row],
-                    delta[row],
-                    of_row,
-                    first,
-                    scale,
-                )
-                for row, of_row in enumerate(blocks)
-            ]
-            dq_far, *dkv_far = (torch.stack(parts) for parts in zip(*far, strict=True))
-            dq += dq_far
+            far = []
+            for row, of_row in enumerate(blocks):
+                inputs = dout[row], saved.q[row], keys[row], values[row], lse_delta[row]
+                far.append(add_far_gradients(*inputs, of_row, first, scale, dq[row]))
+            grads = [torch.stack(x) for x in zip(*far, strict=True)]
             own = selected.spans.own_tokens(number)
-            given = selected.spans.give_back(rings, dkv_far, number, selected.problem.sizes.partial)
+            given = selected.spans.give_back(rings, grads, number, selected.problem.sizes.partial)
             for total, part in zip((dk, dv), given, strict=True):
                 total[:, own] += part
         return dq.to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype), None
