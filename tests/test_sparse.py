@@ -26,7 +26,8 @@ from bmt_burst import (
 from bmt_burst.nn import BurstAttention, rope_tables
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
-from bmt_burst.sparse import choose, keep_choices
+from bmt_burst.sparse import choose, keep_choices, torch_far
+from bmt_burst.sparse.blocks import FarBlocks
 from bmt_burst.spec import Spec
 from bmt_burst.strategies.selected import SelectedPlan
 from bmt_burst.transport import ALONE
@@ -388,6 +389,60 @@ def test_checkpointing_keeps_the_choice(monkeypatch):
     for i, exact in enumerate((dq, dk, dv)):
         assert layout.unshard([r[i] for r in results]).equal(exact)
     assert len(chosen) == 2  # once on each rank
+
+
+def random_far(queries: int, blocks: int, among: int, size: int) -> FarBlocks:
+    """Return random far blocks of some queries of one kv head."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randperm(among, generator=generator)[:blocks] * size for _ in range(queries)]
+    return FarBlocks(torch.stack(rows).unsqueeze(1), torch.full((queries,), among * size), size)
+
+
+def test_tiles_of_many_blocks_have_few_queries(monkeypatch):
+    """Each of 64 queries chose 62 of 8,192 blocks of 64 keys: together they have 2^28 scores."""
+    tiles = torch_far._tiles(random_far(64, 62, 8192, 64), 0, 0, 8192 * 64, 16)
+    sizes = [16 * tile.visible.numel() for tile in tiles]
+    assert torch_far._SCORES / 8 < max(sizes) <= torch_far._SCORES
+
+    q, k, v, dout = (x[0] for x in random_qkv(1, 64, 4, 1, 8))
+    q, dout, blocks = q[:24], dout[:24], random_far(24, 5, 16, 4)
+
+    def results():
+        out, lse = torch_far.far_outputs(q, k, v, blocks, 0, 0.3)
+        delta = (out * dout).sum(-1).T
+        return out, lse, *torch_far.far_gradients(dout, q, k, v, lse, delta, blocks, 0, 0.3)
+
+    found = results()
+    for most, tiles in ((1 << 30, 1), (1, 24)):
+        monkeypatch.setattr(torch_far, "_SCORES", most)
+        assert len(list(torch_far._tiles(blocks, 0, 0, 64, 4))) == tiles
+        for got, exact in zip(results(), found, strict=True):
+            assert (got - exact).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_key_that_is_not_finite_changes_the_queries_that_chose_it(value):
+    """As in dense attention: a query's output is NaN where a score of its blocks makes it so."""
+    q, k, v, _ = random_qkv(1, 90, 4, 2, 8)
+    spoilt, at = k.clone(), 14
+    spoilt[0, at, 0, 3] = value
+    sparse = dataclasses.replace(SMALL, use_nope=True)  # the choice is by the finite keys
+    layout = Layout.zigzag(90, 2)
+
+    def work(ring):
+        *mine, finite = (layout.shard(x, ring.rank) for x in (q, spoilt, v, k))
+        options = {"sparse": sparse, "choose_by": (mine[0], finite)}
+        return burst_attn_func(*mine, causal=True, process_group=ring, **options)
+
+    out = layout.unshard(simulate(2, work))[0]
+    chosen = choose(q, k, Mask.causal(90), SMALL)[0, :, 0]
+    sees = (chosen == at // SMALL.block_size).any(1) & (torch.arange(90) >= at)
+    assert sees[24:].any()  # beyond the window
+    assert not sees[at:].all()
+    lost = sees.unsqueeze(1) & ((q[0, :, :2, 3] * value).isnan() | (q[0, :, :2, 3] * value > 0))
+    assert out[:, :2].isnan().all(-1).equal(lost)
+    assert out[:, :2].isnan().any(-1).equal(lost)
+    assert out[:, 2:].isfinite().all()
 
 
 def sparse_rank(rank: int, tensors) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 `far.py` specifies it.
 
 A tile of queries loads the union of their blocks once, and hides from each query what it did not
-choose.
+choose. The larger the union, the fewer queries are in a tile, so that its scores stay small.
 
 Letters: S queries, H query heads, G kv heads, D head size, U keys of a union, T keys at hand.
 """
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .blocks import FarBlocks
 
-_QUERIES = 64  # of a tile
+_QUERIES = 64  # of a tile at most
+_SCORES = 1 << 22  # of a tile at most, over the heads, unless it has one query
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def add_far_outputs(
     heads = q.shape[1] // groups
     for group in range(groups):
         of_group = slice(group * heads, (group + 1) * heads)
-        for tile in _tiles(blocks, group, first, len(k)):
+        for tile in _tiles(blocks, group, first, len(k), heads):
             rows = q[tile.queries, of_group].to(wide).transpose(0, 1)
             scores = _scores(rows, k[tile.keys, group].to(wide), tile, scale)
             before, part = lse[of_group, tile.queries], scores.logsumexp(-1)
@@ -83,7 +84,7 @@ def add_far_gradients(
     heads = q.shape[1] // groups
     for group in range(groups):
         of_group = slice(group * heads, (group + 1) * heads)
-        for tile in _tiles(blocks, group, first, len(k)):
+        for tile in _tiles(blocks, group, first, len(k), heads):
             rows, drows = (x[tile.queries, of_group].to(wide).transpose(0, 1) for x in (q, dout))
             keys, values = (x[tile.keys, group].to(wide) for x in (k, v))
             lse, delta = lse_delta[tile.queries, of_group].transpose(0, 1).unsqueeze(2).unbind(-1)
@@ -102,15 +103,27 @@ def _scores(rows: Tensor, keys: Tensor, tile: _Tile, scale: float) -> Tensor:
     return (rows @ keys.mT * scale).masked_fill(~tile.visible, -math.inf)
 
 
-def _tiles(blocks: FarBlocks, group: int, first: int, count: int) -> Iterator[_Tile]:
-    """Yield the tiles of a kv head in which some of the `count` keys from `first` on are far."""
-    for start in range(0, len(blocks.starts), _QUERIES):
-        queries = slice(start, start + _QUERIES)
+def _tiles(blocks: FarBlocks, group: int, first: int, count: int, heads: int) -> Iterator[_Tile]:
+    """Yield the tiles of a kv head in which some of the `count` keys from `first` on are far.
+
+    heads  the query heads of the kv head
+    """
+    waiting = [
+        slice(start, min(start + _QUERIES, len(blocks.starts)))
+        for start in range(0, len(blocks.starts), _QUERIES)
+    ]
+    while waiting:
+        queries = waiting.pop(0)
         starts = blocks.starts[queries, group]
         at_hand = (starts >= 0) & (starts + blocks.block_size > first) & (starts < first + count)
-        if not at_hand.any():
-            continue
         union = starts[at_hand].unique()
+        if not len(union):
+            continue
+        size = len(starts)
+        if size > 1 and heads * size * len(union) * blocks.block_size > _SCORES:
+            middle = queries.start + size // 2
+            waiting[:0] = slice(queries.start, middle), slice(middle, queries.stop)
+            continue
         chosen = ((starts.unsqueeze(-1) == union) & at_hand.unsqueeze(-1)).any(1)
         tokens = union.unsqueeze(1) + torch.arange(blocks.block_size, device=starts.device)
         inside = (tokens >= first) & (tokens < first + count)
