@@ -29,6 +29,7 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import math
 import os
 import statistics
 import sys
@@ -126,9 +127,12 @@ class Contestant:
 
 
 def measure(
-    contestants: list[Contestant], tokens: int, machine: Machine
+    contestants: list[Contestant], tokens: int, machine: Machine, slow_ms: float = math.inf
 ) -> Iterator[dict[str, Any]]:
-    """Measure all contestants in turns, each with `tokens` tokens on a rank. Yield their rows."""
+    """Measure all contestants in turns, each with `tokens` tokens on a rank. Yield their rows.
+
+    Calls that take more than `slow_ms` milliseconds are measured in the first round only.
+    """
     tensors, dout = inputs(contestants[0].case, tokens, machine, seed=machine.rank)
     runs = []  # contestant, its works, how long they took once, their times
     for contestant in contestants:
@@ -147,6 +151,8 @@ def measure(
         machine.say(f"round {number + 1} of {_ROUNDS}")
         for _, works, once, times in runs:
             for name, work in works.items():
+                if number and once[name] > slow_ms:
+                    continue
                 times[name].append(machine.time_ms(work, once[name]))
     for contestant, works, _, times in runs:
         extra_gib = machine.extra_gib(works["fwd_bwd_ms"], held_bytes(contestant.attention))

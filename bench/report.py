@@ -45,6 +45,7 @@ SECTIONS = {
     "bias": ("Scores with a bias", "`bench/attention.py --masks bee`"),
     "kernels": ("Kernels alone, on one GPU", "`bench/kernels.py`"),
     "one-rank": ("One rank of a ring with imagined peers", "`bench/one_rank.py`"),
+    "sparse": ("Sparse attention beside dense", "`bench/sparse.py`"),
     "timeline": ("Where the time of a forward and backward goes", "`bench/timeline.py`"),
     "training": ("Pretraining", "`bench/training.py`, medians over steps"),
     "live-training": (

@@ -217,6 +217,50 @@ def one_rank_table(rows: list[Row]) -> str:
     return table(header, lines) if lines else ""
 
 
+def sparse_table(rows: list[Row]) -> str:
+    """Format sparse attention beside dense, and beside the same work without communication."""
+    found = [row for row in rows if row["kind"] == "sparse" and "fwd_ms" in row]
+    facts = ("gpus", "peers", "batch", "heads", "kv_heads", "head_dim", "seq_len", "impl", "commit")
+
+    def beside(row: Row, **other: str) -> Row | None:
+        wanted = [(row | other).get(fact) for fact in facts]
+        return next((r for r in found if [r.get(fact) for fact in facts] == wanted), None)
+
+    lines = []
+    for row in found:
+        dense, silent = beside(row, impl="dense"), beside(row, peers="imagined")
+        gib, dense_gib = row["peak_extra_gib"], dense and dense["peak_extra_gib"]
+        overlap = row.get("overlap")
+        lines.append(
+            [
+                _place(row),
+                row["batch"],
+                tokens(row["seq_len"]),
+                heads(row),
+                row["impl"],
+                "-" if overlap is None else f"{100 * overlap:.1f}",
+                *(row[name] for name in ("fwd_ms", "bwd_ms", "fwd_bwd_ms")),
+                dense["fwd_bwd_ms"] / row["fwd_bwd_ms"] if dense else "-",
+                f"{100 * silent['fwd_bwd_ms'] / row['fwd_bwd_ms']:.1f}"
+                if silent and row["peers"] == "real"
+                else "-",
+                "-" if gib is None else gib,
+                "-" if gib is None or dense_gib is None else gib - dense_gib,
+            ]
+        )
+    header = ["where", "batch", "tokens", "heads", "attention", "overlap %", "fwd ms", "bwd ms"]
+    header += ["fwd+bwd ms", "times as fast as dense", "% of no communication", "GiB"]
+    header += ["GiB beyond dense"]
+    return table(header, lines) if lines else ""
+
+
+def _place(row: Row) -> str:
+    """Return which ranks computed a row of `sparse_table`."""
+    if row["peers"] == "no":
+        return "one GPU"
+    return f"{row['gpus']} GPUs" if row["peers"] == "real" else f"one rank of {row['gpus']}"
+
+
 def training_table(rows: list[Row]) -> str:
     """Format the speed and memory of training."""
     lines = [
@@ -448,6 +492,7 @@ def other_tables(rows: list[Row]) -> str:
         "Scores with a bias, beside the same pairs without": bias_table(rows),
         "Kernels alone: TFLOP/s": kernels_table(rows),
         "One rank with imagined peers: TFLOP/s": one_rank_table(rows),
+        "Sparse attention beside dense": sparse_table(rows),
         "Training": training_table(rows),
         "Where the time goes: ms": timeline_table(rows),
         "Power": power_table(rows),

@@ -12,6 +12,7 @@ import torch
 from bench import live_rows
 from bench.implementations import Case
 from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
+from bench.sparse import SparseCase, count_overlap, walk
 from bench.tables import (
     bias_table,
     error_table,
@@ -20,10 +21,11 @@ from bench.tables import (
     one_rank_table,
     planning_table,
     read_rows,
+    sparse_table,
     training_table,
 )
 from bench.timeline import Activity, breakdown
-from bmt_burst import Mask
+from bmt_burst import InfLLMV2, Mask
 from bmt_burst.scores import is_one_row
 from tests.helpers import ROOT, run_script
 from tests.test_data import prepare
@@ -140,6 +142,68 @@ def test_one_rank_of_many(tmp_path):
         *(("window 40", "bmt_burst contiguous", rank) for rank in (0, 4, 7)),
     }
     assert one_rank_table(rows).count("| 8 | 4:2 x 16 |") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+def test_sparse_attention_beside_dense(tmp_path):
+    output = tmp_path / "rows.jsonl"
+    options = ["--cases", "batch", "one-rank", "ring", "--lengths", "64", "256"]
+    code, said = run_script(2, "bench/sparse.py", *options, "--output", output)
+    assert code == 0, said
+    rows = read_rows([output])
+    assert all(r.keys() >= KEYS for r in rows)
+    places = [("no", 1, 256), ("imagined", 8, 64), ("imagined", 8, 256)]
+    places += [("real", 2, 256), ("imagined", 2, 256)]
+    impls = ["sparse, 80% overlap", "sparse, random", "dense"]
+    assert [(r["peers"], r["gpus"], r["seq_len"], r["impl"]) for r in rows] == [
+        (*place, impl) for place in places for impl in impls
+    ]
+    for row in rows:
+        if row["impl"] == "dense" or row["seq_len"] == 64:  # such a short call is dense
+            assert row["visible_pairs"] == Mask.causal(row["seq_len"]).area
+            assert row.get("overlap") is None
+        elif row["impl"] == "sparse, random":
+            assert row["overlap"] < 0.6
+        else:  # of so few queries, with new keys of imagined peers in each call
+            assert row["overlap"] == pytest.approx(0.8, abs=0.1)
+            assert row["visible_pairs"] < Mask.causal(256).area
+    assert sparse_table(rows) in said
+    assert sparse_table(rows).count("\n| one rank of 8 | 1 | 64 | 4:2 x 16 | ") == 3
+
+
+def test_a_random_walk_forgets_as_its_steps_say():
+    generator = torch.Generator().manual_seed(0)
+    x = walk(torch.Size((3000, 200)), 0.3, generator)
+    for distance in (1, 2, 7):
+        product = (x[distance:] * x[:-distance]).mean()
+        assert float(product) == pytest.approx((1 - 0.3**2) ** (distance / 2), abs=0.02)
+    again = walk(torch.Size((1, 200)), 1.0, generator)
+    assert again.shape == (1, 200)
+
+
+def test_overlap_counts_blocks_chosen_by_score():
+    sparse = InfLLMV2(
+        block_size=4, kernel_size=4, kernel_stride=2, window_size=4, topk=3, dense_len=-1
+    )
+    # All queries of block 9 choose 0, 8 and 9, which do not count.
+    chosen = [[0, 3, 8, 9], [0, 3, 8, 9], [0, 4, 8, 9], [0, 7, 9, 10]]
+    blocks = torch.tensor(chosen, dtype=torch.int32).view(1, 4, 1, 4)
+    # The second query chooses 3 again, the third does not. The last one is not next to the third.
+    positions = torch.tensor([36, 37, 38, 43])
+    assert count_overlap(blocks, positions, sparse).tolist() == [1.0, 2.0]
+    # a query that sees no more than it chooses is not counted
+    assert count_overlap(blocks, torch.tensor([4, 5, 6, 7]), sparse).tolist() == [0.0, 0.0]
+
+
+def test_flops_of_sparse_attention_are_those_of_the_chosen_pairs():
+    sparse = InfLLMV2(
+        block_size=4, kernel_size=4, kernel_stride=2, window_size=4, topk=3, dense_len=30
+    )
+    case = SparseCase(30, 3, 4, 2, 16, "causal", "auto", sparse=sparse)
+    pairs = sum(min(i + 1, 3 * 4 + i % 4 + 1) for i in range(30))
+    assert (case.pairs, case.flops) == (pairs, 4 * 16 * 4 * 3 * pairs)
+    assert SparseCase(29, 3, 4, 2, 16, "causal", "auto", sparse=sparse).pairs == 29 * 15
 
 
 @pytest.mark.parametrize("name", PACKINGS)
