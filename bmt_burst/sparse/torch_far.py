@@ -92,9 +92,10 @@ def add_far_gradients(
             probs = probs.masked_fill(~tile.visible, 0.0)
             dscores = probs * (drows @ values.mT - delta) * scale
             dq[tile.queries, of_group] += (dscores @ keys).transpose(0, 1)
-            # A tile's keys are unique, so the order of sums is that of the tiles.
-            dk[tile.keys, group] += (dscores.mT @ rows).sum(0)
-            dv[tile.keys, group] += (probs.mT @ drows).sum(0)
+            # A key is twice in a tile where a document's last block reaches into the next
+            # document. Its second share is 0, so the sums do not depend on the order.
+            dk[:, group].index_add_(0, tile.keys, (dscores.mT @ rows).sum(0))
+            dv[:, group].index_add_(0, tile.keys, (probs.mT @ drows).sum(0))
     return dk, dv
 
 
