@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from .calls.refusal import fits_signature, refuse_call
 from .ranks.sequence_parallel import SequenceParallel
 from .sequence.layout import Layout
 from .sequence.mask import Mask
-from .sparse.cache import attend_to_cache
+from .sparse.cache import KeySums, attend_to_cache
 from .sparse.config import InfLLMV2
 
 _MOST_MASKS = 256  # with a window, kept in a cache
@@ -84,6 +84,17 @@ class KVCache(Protocol):
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v (B, S, G, D) to the earlier ones of `layer`, and return all."""
+
+
+@runtime_checkable
+class SparseKVCache(KVCache, Protocol):
+    """A KVCache that also keeps sums of keys, so that sparse layers do not add all keys up again
+    for each new token.
+
+    It begins with an empty dict. The layers fill it.
+    """
+
+    key_sums: dict[int, KeySums]  # by layer
 
 
 class SequenceParallelModule(nn.Module):
@@ -148,7 +159,7 @@ class BurstAttention(SequenceParallelModule):
                    fp16 it is widened to fp32 when it is used.
     sparse         a `bmt_burst.InfLLMV2`, as burst_attn_func's: a token attends to some blocks of
                    its document. It excludes window, softcap and use_nope. With a cache it counts
-                   all tokens of the cache as one document.
+                   all tokens of the cache as one document. A SparseKVCache makes it faster.
 
     Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its
     dtype, whatever the dtype of q and k after norms and rotary tables.
@@ -298,16 +309,36 @@ class BurstAttention(SequenceParallelModule):
         except _WRONG_INPUTS as error:
             self._refuse(error)
         if cache is not None:
+            new_keys = k
             k, v = cache.extend(self.layer, k, v)
             sparse: InfLLMV2 | None = self.options["sparse"]
-            if sparse is not None and not sparse.is_dense(k.shape[1]):
-                return attend_to_cache(q, k, v, sparse, sinks).flatten(2)
+            if sparse is not None:
+                sums = self._sum_keys(cache, new_keys, k, sparse)
+                if not sparse.is_dense(k.shape[1]):
+                    return attend_to_cache(q, k, v, sums, sparse, sinks).flatten(2)
             return _attend_to_cache(q, k, v, self.window, self.options["softcap"], sinks).flatten(2)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
         if self.window is not None:
             mask = _find_masks(self.window, mask, groups, seq_len)
         seen: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
         return burst_attn_func(q, k, v, sinks=sinks, **seen, **self.options, **groups).flatten(2)
+
+    def _sum_keys(
+        self, cache: KVCache, new_keys: Tensor, keys: Tensor, sparse: InfLLMV2
+    ) -> KeySums:
+        """Return the sums of all `keys` of a cache, which end with the new ones."""
+        if not isinstance(cache, SparseKVCache):
+            sums = KeySums(sparse)
+            sums.extend(keys)
+            return sums
+        sums = cache.key_sums.setdefault(self.layer, KeySums(sparse))
+        sums.extend(new_keys)
+        if sums.tokens != keys.shape[1]:
+            raise ValueError(
+                f"expected a cache whose key_sums have its {keys.shape[1]} tokens, "
+                f"got {sums.tokens}"
+            )
+        return sums
 
     def _check_cache(
         self, cache: KVCache | None, mask: Masks | None, layout: Layouts | None

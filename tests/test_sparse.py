@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import random
 
 import pytest
@@ -23,11 +24,14 @@ from bmt_burst import (
     simulate,
     strategies,
 )
+from bmt_burst.merging.merge import empty_lse
 from bmt_burst.nn import BurstAttention, rope_tables
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
+from bmt_burst.sparse import cache as cache_module
 from bmt_burst.sparse import choose, keep_choices, torch_far
 from bmt_burst.sparse.blocks import FarBlocks
+from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.spec import Spec
 from bmt_burst.strategies.selected import SelectedPlan
 from bmt_burst.transport import ALONE
@@ -408,9 +412,14 @@ def test_tiles_of_many_blocks_have_few_queries(monkeypatch):
     q, dout, blocks = q[:24], dout[:24], random_far(24, 5, 16, 4)
 
     def results():
-        out, lse = torch_far.far_outputs(q, k, v, blocks, 0, 0.3)
-        delta = (out * dout).sum(-1).T
-        return out, lse, *torch_far.far_gradients(dout, q, k, v, lse, delta, blocks, 0, 0.3)
+        out, lse = torch.zeros_like(q), empty_lse(q.unsqueeze(0))[0].fill_(-torch.inf)
+        torch_far.add_far_outputs(q, k, v, blocks, 0, 0.3, out, lse)
+        lse_delta = torch.stack((lse.T, (out * dout).sum(-1)), -1)
+        dq = torch.zeros_like(q)
+        return (
+            *(out, lse, dq),
+            *torch_far.add_far_gradients(dout, q, k, v, lse_delta, blocks, 0, 0.3, dq),
+        )
 
     found = results()
     for most, tiles in ((1 << 30, 1), (1, 24)):
@@ -485,11 +494,12 @@ def test_layers_are_sparse_and_generate_sparsely(size):
     dense.load_state_dict(layer.state_dict())
     assert not torch.allclose(whole, dense(x, cos, sin))
     if size == 1:
-        cache = Cache()
-        pieces = [
-            layer(x[:, a:b], cos[a:b], sin[a:b], cache) for a, b in ((0, 50), (50, 69), (69, 70))
-        ]
-        assert (torch.cat(pieces, 1) - whole).abs().max() < EXACT
+        for cache in (Cache(), SummingCache()):
+            pieces = [
+                layer(x[:, a:b], cos[a:b], sin[a:b], cache)
+                for a, b in ((0, 3), (3, 50), (50, 69), (69, 70))
+            ]
+            assert (torch.cat(pieces, 1) - whole).abs().max() < EXACT
         return
     layout = Layout.zigzag(70, size)
 
@@ -512,6 +522,37 @@ class Cache:
         both = torch.stack((k, v))
         self.kv = both if self.kv is None else torch.cat((self.kv, both), 2)
         return tuple(self.kv)
+
+
+class SummingCache(Cache):
+    """A cache that keeps sums of keys, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.key_sums = {}
+
+
+def test_a_cache_adds_each_key_up_once(monkeypatch):
+    """The sums are bit-identical to those of all keys at once, whatever tokens come together."""
+    layer = BurstAttention(32, 4, 2, 8, sparse=dataclasses.replace(SMALL, dense_len=30))
+    x, (cos, sin), cache = torch.randn(1, 70, 32), rope_tables(torch.arange(70), 8), SummingCache()
+    summed = []
+    monkeypatch.setattr(
+        cache_module, "sum_strides", lambda k, *args: summed.append(len(k)) or sum_strides(k, *args)
+    )
+    cuts = [0, 1, 2, 9, 10, *range(40, 71)]
+    with torch.no_grad():
+        for a, b in itertools.pairwise(cuts):
+            layer(x[:, a:b], cos[a:b], sin[a:b], cache)
+    # a stride has 2 tokens, of which one may have waited
+    assert sum(summed) <= 70 + len(cuts)
+    whole = compress(sum_strides(cache.kv[0][0], SMALL), SMALL)
+    [found] = cache.key_sums[0].compress()
+    assert found.scored.equal(whole.scored)
+    assert found.normalizing.equal(whole.normalizing)
+    cache.key_sums.clear()
+    with pytest.raises(ValueError, match="key_sums have its 71 tokens, got 1"):
+        layer(x[:, :1], cos[:1], sin[:1], cache)
 
 
 def test_a_layer_refuses_what_excludes_sparse_attention():

@@ -1,4 +1,7 @@
-"""Sparse attention of new tokens to a cache of keys and values, for generation on one process."""
+"""Sparse attention of new tokens to a cache of keys and values, for generation on one process.
+
+Letters: B batch, S new tokens, T tokens of the cache, H query heads, G kv heads, D head size.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,58 @@ from ..merging.merge import empty_lse
 from ..merging.sinks import with_sinks
 from .blocks import FarBlocks
 from .choice import choose_in_document
-from .compressed import compress, sum_strides
+from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
 from .far import add_far_outputs
 
 
+class KeySums:
+    """Sums of strides of the keys that a layer chooses by. They grow with a cache.
+
+    Each key is added once, so that a new token need not read all keys to compress them.
+
+    tokens  the number of keys so far
+    """
+
+    def __init__(self, sparse: InfLLMV2):
+        self.tokens = 0
+        self._sparse = sparse
+        self._strides: Tensor | None = None  # (T // stride, B, G, D)
+        self._rest: Tensor | None = None  # (T % stride, B, G, D), keys of an unfinished stride
+
+    @torch.no_grad()
+    def extend(self, keys: Tensor) -> None:
+        """Append the keys (B, S, G, D) of new tokens."""
+        self.tokens += keys.shape[1]
+        fresh = keys.transpose(0, 1)
+        if self._rest is not None:
+            fresh = torch.cat((self._rest, fresh))
+        count = len(fresh) // self._sparse.kernel_stride
+        if count or self._strides is None:
+            sums = sum_strides(fresh.flatten(1, 2), self._sparse).unflatten(1, fresh.shape[1:3])
+            self._strides = sums if self._strides is None else torch.cat((self._strides, sums))
+        self._rest = fresh[count * self._sparse.kernel_stride :].clone()
+
+    def compress(self) -> list[CompressedKeys]:
+        """Return the compressed keys of each row."""
+        assert self._strides is not None, "extend comes first"
+        return [compress(row, self._sparse) for row in self._strides.unbind(1)]
+
+
 @torch.no_grad()
 def attend_to_cache(
-    q: Tensor, k: Tensor, v: Tensor, sparse: InfLLMV2, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: KeySums,
+    sparse: InfLLMV2,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the sparse attention of the last tokens of a document: (B, S, H, D), in q's dtype.
 
     q      (B, S, H, D), the last S of T tokens
     k, v   (B, T, G, D)
+    sums   of the T keys to choose by
     sinks  (H,) in the accumulator's dtype, or None
 
     No gradient flows through it.
@@ -33,8 +75,8 @@ def attend_to_cache(
     out = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype))
     lse = empty_lse(q).fill_(-torch.inf)
     with torch.autocast(q.device.type, enabled=False):
-        for row, keys, values, of_row, lse_of_row in zip(q, k, v, out, lse, strict=True):
-            compressed = compress(sum_strides(keys, sparse), sparse)
+        rows = zip(q, k, v, sums.compress(), out, lse, strict=True)
+        for row, keys, values, compressed, of_row, lse_of_row in rows:
             chosen = choose_in_document(row, positions, compressed, sparse, scale)
             blocks = FarBlocks.of_choice(chosen, places * 0, places + 1, sparse.block_size)
             add_far_outputs(row, keys, values, blocks, 0, scale, of_row, lse_of_row)

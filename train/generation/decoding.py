@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bmt_burst import Scores
 from bmt_burst.kernels.bias import CallBias, Segments
+from bmt_burst.sparse.cache import KeySums
 from models.config import CPMConfig
 from models.cpm_ant import CPMAnt, ant_scores
 from models.cpm_bee import CPMBee, bee_scores
@@ -30,7 +31,8 @@ from train.generation.sampling import Choose
 
 
 class Cache:
-    """Keys and values of all layers for up to `limit` tokens. It implements bmt_burst.nn.KVCache.
+    """Keys and values of all layers for up to `limit` tokens. It implements
+    bmt_burst.nn.SparseKVCache.
 
     Raises ValueError if there is not enough memory.
     """
@@ -44,6 +46,7 @@ class Cache:
                 f"not enough memory for the keys and values of {counted(limit, 'token')}"
             ) from error
         self._filled = [0] * config.num_layers
+        self.key_sums: dict[int, KeySums] = {}
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         start, stop = self._filled[layer], self._filled[layer] + k.shape[1]
