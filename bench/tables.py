@@ -267,7 +267,8 @@ def training_table(rows: list[Row]) -> str:
         [
             *(row[name] for name in ("model", "layers", "engine", "gpus")),
             tokens(row["seq_len"]),
-            row.get("mask", "causal"),  # the only one when rows did not say
+            # causal is the only mask of rows that do not say it
+            row.get("mask", "causal") + (", sparse" if row.get("sparse") else ""),
             checkpointing(row),
             round(row["tokens_per_s_per_gpu"]),
             *("-" if row.get(n) is None else row[n] for n in ("mfu", "peak_gib")),

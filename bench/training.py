@@ -9,12 +9,19 @@ second and GPU, MFU (train/run/flops.py has its formula), seconds of a step and 
 memory, and the balance of the ranks' work. All GPUs share each sequence, unless --sp-size says
 otherwise. With --layers the model has fewer layers than its preset, as the row says. On a machine
 without GPUs ranks are CPU processes.
+
+Sparse attention beside dense, where each sequence is one document:
+
+    python bench/training.py --gpus 2 --model minicpm4-8b --layers 6 --seq-len 262144 524288 \\
+        --sparse null '{}' --documents ignore --data data/corpus/train \\
+        --output bench/results/training.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
@@ -30,6 +37,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.machine import append, origin
+from bmt_burst import InfLLMV2
 from models.config import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,41 +49,46 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
     sp_size = args.sp_size or args.gpus
     batch_size = args.batch_size or args.gpus // sp_size
     common = origin(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")
-    for seq_len in args.seq_len:
-        for checkpointing in args.checkpointing:
-            row = {
-                "kind": "train",
-                "model": args.model,
-                "layers": model.num_layers,
+    settings = itertools.product(args.seq_len, args.checkpointing, args.sparse)
+    for seq_len, checkpointing, sparse in settings:
+        if sparse is None:
+            changed = model
+        else:
+            changed = dataclasses.replace(model, sparse=InfLLMV2.from_dict(sparse))
+        row = {
+            "kind": "train",
+            "model": args.model,
+            "layers": model.num_layers,
+            "engine": args.engine,
+            "gpus": args.gpus,
+            "sp": sp_size,
+            "seq_len": seq_len,
+            "batch_size": batch_size,
+            "dtype": args.dtype,
+            "checkpointing": checkpointing,
+            "checkpointing_blocks": args.checkpointing_blocks,
+            "offload": args.offload,
+            "sparse": changed.sparse and changed.sparse.to_dict(),
+            **common,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            shape = Path(folder) / "model.json"
+            shape.write_text(json.dumps(changed.to_dict()))
+            options = {
+                "model": shape,
+                "data": args.data,
                 "engine": args.engine,
-                "gpus": args.gpus,
-                "sp": sp_size,
-                "seq_len": seq_len,
-                "batch_size": batch_size,
                 "dtype": args.dtype,
+                "seq_len": seq_len,
+                "sp_size": sp_size,
+                "batch_size": batch_size,
+                "micro_batch_size": 1,
                 "checkpointing": checkpointing,
-                "checkpointing_blocks": args.checkpointing_blocks,
-                "offload": args.offload,
-                **common,
+                "steps": args.steps,
+                "lr": 1e-4,
+                "output": f"{folder}/run",
             }
-            with tempfile.TemporaryDirectory() as folder:
-                shape = Path(folder) / "model.json"
-                shape.write_text(json.dumps(model.to_dict()))
-                options = {
-                    "model": shape,
-                    "data": args.data,
-                    "engine": args.engine,
-                    "dtype": args.dtype,
-                    "seq_len": seq_len,
-                    "sp_size": sp_size,
-                    "batch_size": batch_size,
-                    "micro_batch_size": 1,
-                    "checkpointing": checkpointing,
-                    "steps": args.steps,
-                    "lr": 1e-4,
-                    "output": f"{folder}/run",
-                }
-                yield row | measure(args, options, Path(folder) / "run/metrics.jsonl")
+            yield row | measure(args, options, Path(folder) / "run/metrics.jsonl")
 
 
 def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
@@ -165,6 +178,14 @@ def parse_args() -> argparse.Namespace:
         "--documents", choices=("auto", "mask", "ignore"), default="auto", help="as of pretrain.py"
     )
     parser.add_argument("--window", type=int, help="as of pretrain.py; by default the model's")
+    parser.add_argument(
+        "--sparse",
+        type=json.loads,
+        nargs="+",
+        default=[None],
+        metavar="JSON",
+        help="sparse attention as of pretrain.py, each in turn; null: as the model has it",
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
         "--warm-up", type=int, default=2, help="steps before those that are measured"
@@ -194,6 +215,7 @@ def main() -> int:
             "model",
             "seq_len",
             "mask",
+            "sparse",
             "checkpointing",
             "tokens_per_s_per_gpu",
             "mfu",

@@ -601,9 +601,17 @@ def test_training_benchmark(tmp_path):
     assert row.keys() >= {*names}
     assert len(row["losses"]) == 4
     assert "| cpm-tiny | 2 | torch | 2 | 64 | documents, window 7 | " in training_table([row])
-    once = ["--gpus", "1", *full, *options]
-    code, said = run_script(None, "bench/training.py", *once, "--", "--clip", "-1")
-    assert (code, "clip must be positive" in said) == (1, True)
+    small = {"block_size": 4, "kernel_size": 4, "kernel_stride": 2, "window_size": 8, "topk": 3}
+    sparse = ["--sparse", json.dumps(small | {"dense_len": 32}), "--documents", "ignore"]
+    options = ["--seq-len", "64", "--layers", "1", "--steps", "2", "--warm-up", "1", *sparse]
+    options += ["--data", tmp_path / "data/train", "--output", output]
+    once = ["--gpus", "1", "--checkpointing", "full", "unknown", *options]
+    code, said = run_script(None, "bench/training.py", *once)
+    assert (code, "invalid choice: 'unknown'" in said) == (1, True), said
+    _, row, failed = read_rows([output])
+    assert "error" in failed
+    assert row["sparse"] == InfLLMV2(**small, dense_len=32).to_dict()
+    assert "| cpm-tiny | 1 | torch | 1 | 64 | causal, sparse | full | " in training_table([row])
 
 
 def test_timeline_adds_up_by_kind():
