@@ -77,6 +77,8 @@ each file. Every section names the commits, the GPU and the versions that it was
   (`bench/live_rows.py`). "without a bias" computes the same pairs without it. The kernel with a
   bias computes the pairs "by table"; some of these depend on segments ("by segments"), the others
   on distance alone.
+- **Sparse attention** is InfLLM-V2. "80% overlap": of the blocks that a query chose by score, the
+  next query chose 80 %. "random": queries choose independently (`bench/sparse.py`).
 """
 
 
