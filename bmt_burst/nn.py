@@ -158,8 +158,9 @@ class BurstAttention(SequenceParallelModule):
                    of a key that all queries see and that has no value. It starts as 0. In bf16 and
                    fp16 it is widened to fp32 when it is used.
     sparse         a `bmt_burst.InfLLMV2`, as burst_attn_func's: a token attends to some blocks of
-                   its document. It excludes window, softcap and use_nope. With a cache it counts
-                   all tokens of the cache as one document. A SparseKVCache makes it faster.
+                   its document. It excludes window and softcap. With a cache it counts all tokens
+                   of the cache as one document. A SparseKVCache makes it faster, and use_nope needs
+                   one.
 
     Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its
     dtype, whatever the dtype of q and k after norms and rotary tables.
@@ -249,10 +250,10 @@ class BurstAttention(SequenceParallelModule):
         """
         try:
             self._check_inputs(x, cos, sin)
-            q, k, v = self.project(x, cos, sin)
+            q, k, v, choose_by = self.project_all(x, cos, sin)
         except _WRONG_INPUTS as error:
             self._refuse(error)
-        return self.o_proj(self.attend(q, k, v, cache, mask, layout))
+        return self.o_proj(self.attend(q, k, v, cache, mask, layout, choose_by))
 
     def _check_inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         for name, given in (("x", x), ("cos", cos), ("sin", sin)):
@@ -275,13 +276,24 @@ class BurstAttention(SequenceParallelModule):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x to q (B, S, H, D) and k (B, S, G, D), both rotated, and v (B, S, G, D)."""
+        q, k, v, _ = self.project_all(x, cos, sin)
+        return q, k, v
+
+    def project_all(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """Return what `project` does, and the `choose_by` of `attend`: q and k before they are
+        rotated, or None unless sparse attention has use_nope.
+        """
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+        sparse: InfLLMV2 | None = self.options["sparse"]
+        choose_by = (q.detach(), k.detach()) if sparse is not None and sparse.use_nope else None
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, choose_by
 
     def attend(
         self,
@@ -291,42 +303,63 @@ class BurstAttention(SequenceParallelModule):
         cache: KVCache | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
+        choose_by: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return the attention with heads side by side: (B, S, H * D).
 
-        mask    which pairs of the whole sequence are visible, or one for each row. By default a
-                token attends to all earlier ones.
-        layout  which rank owns which positions, or one for each row; by default sp's
+        mask       which pairs of the whole sequence are visible, or one for each row. By default a
+                   token attends to all earlier ones.
+        layout     which rank owns which positions, or one for each row; by default sp's
+        choose_by  as burst_attn_func's
 
         Raises on all ranks ValueError for a cache with a mask, with a layout, or with an `sp` of
-        more than one rank. Raises ValueError if a layer with a window cannot make its mask, since
+        more than one rank, and for use_nope without choose_by or with a cache that is no
+        SparseKVCache. Raises ValueError if a layer with a window cannot make its mask, since
         one rank does not know the sequence's length: pass a mask or a Layout then.
         """
         try:
-            self._check_cache(cache, mask, layout)
+            self._check_cache(cache, mask, layout, choose_by)
             sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
             seq_len = q.shape[1] if self.sp.size == 1 else None
         except _WRONG_INPUTS as error:
             self._refuse(error)
         if cache is not None:
-            new_keys = k
-            k, v = cache.extend(self.layer, k, v)
-            sparse: InfLLMV2 | None = self.options["sparse"]
-            if sparse is not None:
-                sums = self._sum_keys(cache, new_keys, k, sparse)
-                if not sparse.is_dense(k.shape[1]):
-                    return attend_to_cache(q, k, v, sums, sparse, sinks).flatten(2)
-            return _attend_to_cache(q, k, v, self.window, self.options["softcap"], sinks).flatten(2)
+            return self._attend_to_cache(q, k, v, cache, sinks, choose_by).flatten(2)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
         if self.window is not None:
             mask = _find_masks(self.window, mask, groups, seq_len)
         seen: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
-        return burst_attn_func(q, k, v, sinks=sinks, **seen, **self.options, **groups).flatten(2)
+        return burst_attn_func(
+            q, k, v, sinks=sinks, choose_by=choose_by, **seen, **self.options, **groups
+        ).flatten(2)
+
+    def _attend_to_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        sinks: Tensor | None,
+        choose_by: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Extend the cache by k and v, and return the attention of q to all of it: (B, S, H, D)."""
+        keys, values = cache.extend(self.layer, k, v)
+        sparse: InfLLMV2 | None = self.options["sparse"]
+        if sparse is not None:
+            by_q, by_k = (q, k) if choose_by is None else choose_by
+            sums = self._sum_keys(cache, by_k, keys, sparse)
+            if not sparse.is_dense(keys.shape[1]):
+                return attend_to_cache(q, keys, values, by_q, sums, sparse, sinks)
+        return _attend_to_cache(q, keys, values, self.window, self.options["softcap"], sinks)
 
     def _sum_keys(
         self, cache: KVCache, new_keys: Tensor, keys: Tensor, sparse: InfLLMV2
     ) -> KeySums:
-        """Return the sums of all `keys` of a cache, which end with the new ones."""
+        """Return the sums of all keys of a cache to choose by.
+
+        new_keys  those of the new tokens, which the cache's sums lack
+        keys      all of the cache. They are summed up if it keeps no sums.
+        """
         if not isinstance(cache, SparseKVCache):
             sums = KeySums(sparse)
             sums.extend(keys)
@@ -341,9 +374,15 @@ class BurstAttention(SequenceParallelModule):
         return sums
 
     def _check_cache(
-        self, cache: KVCache | None, mask: Masks | None, layout: Layouts | None
+        self,
+        cache: KVCache | None,
+        mask: Masks | None,
+        layout: Layouts | None,
+        choose_by: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """Raise ValueError for a cache on several ranks, or with a mask or layout."""
+        """Raise ValueError for a cache on several ranks, with a mask or layout, or without what
+        use_nope needs.
+        """
         if cache is None:
             return
         if self.sp.size > 1:
@@ -356,6 +395,16 @@ class BurstAttention(SequenceParallelModule):
                 "expected a cache or a mask and layout, got both: new tokens attend to all of a "
                 "KVCache"
             )
+        sparse: InfLLMV2 | None = self.options["sparse"]
+        if sparse is None or not sparse.use_nope:
+            return
+        if choose_by is None:
+            raise ValueError(f"expected choose_by with {sparse}, got none")
+        if not isinstance(cache, SparseKVCache):
+            raise ValueError(
+                f"expected a SparseKVCache with {sparse}, since a KVCache has only rotated keys, "
+                f"got {type(cache).__name__}"
+            )
 
 
 def _check_sparse(sparse: InfLLMV2, window: int | None, softcap: float | None) -> None:
@@ -365,11 +414,6 @@ def _check_sparse(sparse: InfLLMV2, window: int | None, softcap: float | None) -
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None:
             raise ValueError(f"expected sparse or {name}, got {sparse} and {name}={value}")
-    if sparse.use_nope:
-        raise ValueError(
-            "expected sparse without use_nope, since this layer chooses by rotated queries and "
-            f"keys, got {sparse}: call burst_attn_func with choose_by"
-        )
 
 
 @not_compiled

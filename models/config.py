@@ -122,11 +122,6 @@ class CPMConfig:
             raise ValueError(
                 f"sparse: expected an InfLLMV2 or its names and values, got {sparse!r}"
             )
-        if sparse.use_nope:
-            raise ValueError(
-                "sparse: expected use_nope=False, since CPM chooses by rotated queries and keys, "
-                "got True"
-            )
         object.__setattr__(self, "sparse", sparse)
 
     @property

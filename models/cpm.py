@@ -102,16 +102,25 @@ class CPMBlock(nn.Module):
         saving = self.saving if cache is None else Saving()
         return saving.run(self._whole, x, cos, sin, cache, mask, layout, keep=(cos, sin))
 
-    def _whole(self, run: Callable, x: Tensor, cos: Tensor, sin: Tensor, *seen) -> Tensor:
-        """Compute the block. `run` calls all parts except the attention.
+    def _whole(
+        self,
+        run: Callable,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None,
+        mask: Masks | None,
+        layout: Layouts | None,
+    ) -> Tensor:
+        """Compute the block. `run` calls all parts except the attention."""
+        q, k, v, choose_by = run(self._before, x, cos, sin)
+        attended = self.self_attn.attend(q, k, v, cache, mask, layout, choose_by)
+        return run(self._after, x, attended)
 
-        `seen` are the arguments of the attention after q, k and v.
-        """
-        q, k, v = run(self._before, x, cos, sin)
-        return run(self._after, x, self.self_attn.attend(q, k, v, *seen))
-
-    def _before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+    def _before(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        return self.self_attn.project_all(self.input_layernorm(x), cos, sin)
 
     def _after(self, x: Tensor, attended: Tensor) -> Tensor:
         x = torch.add(x, self.self_attn.o_proj(attended), alpha=self.scale)

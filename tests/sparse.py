@@ -62,10 +62,12 @@ def oracle(
     cu_seqlens: Sequence[int],
     sparse: InfLLMV2,
     sinks: Tensor | None = None,
+    choose_by: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (T, H, D) and lse (H, T) of whole sequences in fp64, differentiable."""
     scale = q.shape[-1] ** -0.5
-    chosen = chosen_blocks(q.detach(), k.detach(), cu_seqlens, sparse, scale)
+    by_q, by_k = (x.detach() for x in choose_by or (q, k))
+    chosen = chosen_blocks(by_q, by_k, cu_seqlens, sparse, scale)
     starts = [a for a, b in itertools.pairwise(cu_seqlens) for _ in range(a, b)]
     hidden = torch.ones(k.shape[1], len(q), len(q), dtype=torch.bool)
     for i, (start, of_query) in enumerate(zip(starts, chosen, strict=True)):

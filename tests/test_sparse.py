@@ -373,9 +373,9 @@ def test_checkpointing_keeps_the_choice(monkeypatch):
     tensors, layout = random_qkv(1, 64, 4, 2, 8), Layout.zigzag(64, 2)
     *_, dq, dk, dv = attend(layout, tensors, sparse=SMALL)
     chosen = []
-    compress = SelectedPlan._compress
+    choose_row = SelectedPlan._choose_row
     monkeypatch.setattr(
-        SelectedPlan, "_compress", lambda *args: chosen.append(None) or compress(*args)
+        SelectedPlan, "_choose_row", lambda *args: chosen.append(None) or choose_row(*args)
     )
 
     def work(ring):
@@ -512,6 +512,39 @@ def test_layers_are_sparse_and_generate_sparsely(size):
     assert (layout.unshard(simulate(size, work)) - whole).abs().max() < EXACT
 
 
+def test_a_layer_chooses_by_queries_and_keys_before_rotation():
+    torch.manual_seed(0)
+    sparse = dataclasses.replace(SMALL, use_nope=True)
+    layer = BurstAttention(32, 4, 2, 8, qk_norm_eps=1e-6, sparse=sparse).double()
+    torch.nn.init.normal_(layer.q_norm.weight)
+    x, (cos, sin) = torch.randn(1, 70, 32, dtype=torch.float64), rope_tables(torch.arange(70), 8)
+    q, k, v = (t[0] for t in layer.project(x, cos, sin))
+    plain = [t[0] for t in layer.project(x, torch.ones_like(cos), torch.zeros_like(sin))]
+    exact, _ = oracle(q, k, v, (0, 70), SMALL, choose_by=plain[:2])
+    by_rotated, _ = oracle(q, k, v, (0, 70), SMALL)
+    assert not torch.allclose(exact, by_rotated)
+    exact = layer.o_proj(exact.flatten(1))
+
+    def work(ring):
+        part, layout = copy.deepcopy(layer), Layout.zigzag(70, 2)
+        part.attach(SequenceParallel(ring.rank, 2, process_group=ring))
+        shards = (layout.shard(t, ring.rank, d) for t, d in ((x, 1), (cos, 0), (sin, 0)))
+        return part(*shards)
+
+    found = Layout.zigzag(70, 2).unshard(simulate(2, work))[0]
+    assert (found - exact).abs().max() < EXACT
+    cache = SummingCache()
+    pieces = [
+        layer(x[:, a:b], cos[a:b], sin[a:b], cache)
+        for a, b in ((0, 3), (3, 50), (50, 69), (69, 70))
+    ]
+    assert (torch.cat(pieces, 1)[0] - exact).abs().max() < EXACT
+    with pytest.raises(ValueError, match=r"expected a SparseKVCache .* got Cache"):
+        layer(x, cos, sin, Cache())
+    with pytest.raises(ValueError, match=r"expected choose_by with .* got none"):
+        layer.attend(*layer.project(x, cos, sin), SummingCache())
+
+
 class Cache:
     """Keys and values of one layer."""
 
@@ -559,7 +592,6 @@ def test_a_layer_refuses_what_excludes_sparse_attention():
     for options, message in (
         ({"window": 3}, "expected sparse or window"),
         ({"softcap": 2.0}, "expected sparse or softcap"),
-        ({"sparse": dataclasses.replace(SMALL, use_nope=True)}, "without use_nope"),
         ({"sparse": "InfLLMV2"}, "must be an InfLLMV2, got str"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

@@ -40,6 +40,8 @@ def test_sparse_config_is_read_and_written():
     config = config_from_hf(hf | {"sparse_config": RELEASED})
     assert config == dataclasses.replace(config_from_hf(hf), sparse=InfLLMV2())
     assert config_to_hf(config)["sparse_config"] == RELEASED
+    changed = RELEASED | {"use_nope": True, "dense_len": 4096}
+    assert config_to_hf(config_from_hf(hf | {"sparse_config": changed}))["sparse_config"] == changed
     assert CPMConfig(**config.to_dict()) == config
 
 
@@ -48,7 +50,6 @@ def test_sparse_config_is_read_and_written():
     [
         ({"top_k": 3}, r"sparse_config: expected some of .* got \['top_k'\]"),
         ({"topk": 1}, r"sparse_config: expected topk of at least init_blocks \+ 1 = 2, got 1"),
-        ({"use_nope": True}, "sparse: expected use_nope=False"),
         ("infllm", "sparse_config must hold names and values, got 'infllm'"),
     ],
 )
@@ -73,20 +74,24 @@ def loss_and_norm(model: CPM, sp: SequenceParallel, layout: Layout, tokens, cu_s
     return loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_loss_and_gradients_do_not_depend_on_the_ranks(checkpointing, monkeypatch):
+@pytest.mark.parametrize(
+    ("checkpointing", "use_nope"),
+    [("none", False), ("selective", False), ("full", False), ("selective", True), ("full", True)],
+)
+def test_loss_and_gradients_do_not_depend_on_the_ranks(checkpointing, use_nope, monkeypatch):
     """A model in fp64, so that sums in another order differ by 1e-12 of them at most."""
     torch.manual_seed(0)
-    model = CPM(TINY, saving=Saving(checkpointing)).double()
+    config = dataclasses.replace(TINY, sparse=dataclasses.replace(SMALL, use_nope=use_nope))
+    model = CPM(config, saving=Saving(checkpointing)).double()
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         model.init_parameter(name, weight.data, generator)
     tokens, cu_seqlens = torch.randint(40, (1, 90), generator=generator), (0, 20, 90)
     exact = loss_and_norm(model, SequenceParallel(), Layout.zigzag(90, 1), tokens, cu_seqlens)
     chosen = []
-    compress = SelectedPlan._compress
+    choose = SelectedPlan._choose_row
     monkeypatch.setattr(
-        SelectedPlan, "_compress", lambda *args: chosen.append(None) or compress(*args)
+        SelectedPlan, "_choose_row", lambda *args: chosen.append(None) or choose(*args)
     )
     for size, name in ((2, "zigzag"), (3, "striped")):
         layout = Layout.named(name, 90, size)

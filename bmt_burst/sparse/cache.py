@@ -56,6 +56,7 @@ def attend_to_cache(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    by_q: Tensor,
     sums: KeySums,
     sparse: InfLLMV2,
     sinks: Tensor | None = None,
@@ -64,6 +65,7 @@ def attend_to_cache(
 
     q      (B, S, H, D), the last S of T tokens
     k, v   (B, T, G, D)
+    by_q   (B, S, H, D), to choose by
     sums   of the T keys to choose by
     sinks  (H,) in the accumulator's dtype, or None
 
@@ -75,10 +77,15 @@ def attend_to_cache(
     out = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype))
     lse = empty_lse(q).fill_(-torch.inf)
     with torch.autocast(q.device.type, enabled=False):
-        rows = zip(q, k, v, sums.compress(), out, lse, strict=True)
-        for row, keys, values, compressed, of_row, lse_of_row in rows:
-            chosen = choose_in_document(row, positions, compressed, sparse, scale)
-            blocks = FarBlocks.of_choice(chosen, places * 0, places + 1, sparse.block_size)
+        compressed = sums.compress()
+        chosen = [
+            choose_in_document(row, positions, keys, sparse, scale)
+            for row, keys in zip(by_q, compressed, strict=True)
+        ]
+        for row, keys, values, of_row, lse_of_row, taken in zip(
+            q, k, v, out, lse, chosen, strict=True
+        ):
+            blocks = FarBlocks.of_choice(taken, places * 0, places + 1, sparse.block_size)
             add_far_outputs(row, keys, values, blocks, 0, scale, of_row, lse_of_row)
     if sinks is not None:
         out, _ = with_sinks(out, lse, sinks)
