@@ -61,8 +61,8 @@ class LaunchShape(NamedTuple):
     stages: int
 
 
-_HALF = LaunchShape(128, 128, 8, 2)
-_SINGLE = LaunchShape(64, 32, 4, 1)
+_HALF = LaunchShape(128, 64, 8, 2)  # on one H200, with head size 128
+_SINGLE = LaunchShape(64, 32, 4, 1)  # not measured
 _INTERPRETED = LaunchShape(16, 16, 4, 1)
 
 
@@ -100,7 +100,7 @@ def score_blocks(
     (G, T, blocks) fp32 each.
 
     They are for queries (T, H, D) and the blocks up to that of place `last`. They are -1 where no
-    kernel is visible, and undefined for blocks that begin after a query.
+    kernel is visible. They are undefined for blocks of a query's window and after it.
 
     keys  the compressed keys as `_split` returns them
     """
@@ -134,6 +134,7 @@ def score_blocks(
         WIDTH=max(triton.next_power_of_2(q.shape[-1]), 16),
         STRIDE=sparse.kernel_stride,
         BLOCK=sparse.block_size,
+        WINDOW=sparse.window_blocks,
         EACH=each,
         PARTS=len(keys.scored),
         PRECISION=precision(q),
@@ -163,7 +164,7 @@ def take_largest(
         INIT=sparse.init_blocks,
         WINDOW=sparse.window_blocks,
         N=size,
-        num_warps=min(max(size // 1024, 1) * 2, 32),
+        num_warps=min(max(size // 512, 1), 32),
     )
 
 
@@ -186,8 +187,8 @@ def _fill_scores(
     q, normalizing, scored, places, scores, of_last, q_strides, normalizing_strides, scored_strides,
     queries, normalizing_kernels, scored_kernels, blocks, scale,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    EACH: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Fill scores and of_last (G, T, blocks) of some queries, for blocks that one of them sees."""
     group, first = tl.program_id(1), tl.program_id(0) * TOKENS
@@ -220,7 +221,7 @@ def _fill_scores(
     BEGIN: tl.constexpr = BLOCK // STRIDE  # kernels that begin in a block
     own = first + tl.arange(0, TOKENS)
     own_place = tl.load(places + own, mask=own < queries, other=-1).to(tl.int32)
-    for at in tl.range(0, last // BLOCK + 1, N // EACH):
+    for at in tl.range(0, last // BLOCK - WINDOW, N // EACH):  # later blocks are always chosen
         nth = tl.arange(0, N)
         kernel = (at + nth // EACH) * BEGIN + nth % EACH
         is_one = (nth % EACH < BEGIN) & (kernel < scored_kernels)
@@ -254,14 +255,14 @@ def _take(
     own = (tl.load(places + token) // BLOCK).to(tl.int32)
     block = tl.arange(0, N)
     row = (wide(group) * queries + token) * blocks
-    seen = (block <= own) & (block < blocks)
-    score = tl.load(scores + row + block, mask=seen, other=-1.0)
-    before = tl.load(of_last + row + block - 1, mask=seen & (block > 0), other=-1.0)
+    scored = block < own - WINDOW
+    score = tl.load(scores + row + block, mask=scored, other=-1.0)
+    before = tl.load(of_last + row + block - 1, mask=scored & (block > 0), other=-1.0)
     score = tl.maximum(score, before)
     # Numbers that are not negative have the order of their bits.
     rank = tl.where(score < 0.0, 0, score.to(tl.int32, bitcast=True) + 1)
     rank = tl.where((block < INIT) | (block >= own - WINDOW), _ALWAYS, rank)
-    rank = tl.where(seen, rank, -1)
+    rank = tl.where(block <= own, rank, -1)
     bound = 0  # the largest number that at least MOST blocks reach
     for bit in tl.range(0, 31):
         higher = bound | (1 << (30 - bit))
