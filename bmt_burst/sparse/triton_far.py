@@ -51,7 +51,7 @@ class LaunchShape(NamedTuple):
     stages: int
 
 
-# The fastest on one H200, with head size 128, 16 query heads of a kv head, and blocks of 64. Forward
+# The fastest on one H200, with head size 128, 16 query heads a kv head, and blocks of 64. Forward
 # and dq share their unions, so they have equal rows. More rows of dk and dv spill registers.
 _HALF = {
     "forward": LaunchShape(64, 4, 3),
