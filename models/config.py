@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from bmt_burst import InfLLMV2
 
-from .minicpm4 import FACTORS_OF_64, FACTORS_OF_128
+from .minicpm4 import FACTORS_OF_64, FACTORS_OF_128, FACTORS_OF_MINICPM41
 from .rope import Llama3, LongRope, RopeScaling
 
 _KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str}
@@ -221,6 +221,7 @@ _MINICPM: dict[str, Any] = {
 }
 _MINICPM4 = LongRope(FACTORS_OF_128, FACTORS_OF_128, 32768)
 _MINICPM4_SMALL = LongRope(FACTORS_OF_64, FACTORS_OF_64, 32768)
+_MINICPM41 = LongRope(FACTORS_OF_MINICPM41, FACTORS_OF_MINICPM41, 65536)
 _LLAMA3: dict[str, Any] = {"rope_theta": 500000.0}
 _LLAMA31, _LLAMA32 = (
     _LLAMA3 | {"rope_scaling": Llama3(factor, 1.0, 4.0, 8192)} for factor in (8.0, 32.0)
@@ -244,7 +245,15 @@ PRESETS = {
         73448, 4096, 16384, 32, 32, 2, 128,
         rms_norm_eps=1e-6, rope_scaling=_MINICPM4, **_UNTIED, **_MINICPM,
     ),
+    # No public config.json was at hand. The README has LongRoPE and sparse_config; the rest is
+    # minicpm4-8b's.
+    "minicpm4.1-8b": CPMConfig(
+        73448, 4096, 16384, 32, 32, 2, 128,
+        rms_norm_eps=1e-6, rope_scaling=_MINICPM41, sparse=InfLLMV2(), **_UNTIED, **_MINICPM,
+    ),
     "minicpm5-1b": CPMConfig(130560, 1536, 4608, 24, 16, 2, 128, **_MINICPM5),
+    # rms_norm_eps is minicpm5-1b's. Public code repeats the rest of its config.json.
+    "minicpm5-2b": CPMConfig(130560, 2048, 6144, 42, 16, 2, 128, **_MINICPM5),
     "llama3-8b": CPMConfig(128256, 4096, 14336, 32, 32, 8, 128, **_LLAMA3, **_UNTIED),
     "llama3.1-8b": CPMConfig(128256, 4096, 14336, 32, 32, 8, 128, **_LLAMA31, **_UNTIED),
     "llama3.2-1b": CPMConfig(128256, 2048, 8192, 16, 32, 8, 64, **_LLAMA32),

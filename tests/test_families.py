@@ -736,6 +736,7 @@ def test_presets_go_to_hugging_face_and_back(preset):
         "cpm": "minicpm",
         "minicpm": "minicpm",
         "minicpm4": "minicpm",
+        "minicpm4.1": "minicpm",
         "qwen2.5": "qwen2",
         "qwen3": "qwen3",
     }

@@ -232,6 +232,8 @@ def test_minicpm_scalings_enter_where_they_should():
             ("minicpm-2b", 2.72),
             ("minicpm4-0.5b", 0.434),
             ("minicpm4-8b", 8.19),
+            ("minicpm4.1-8b", 8.19),
+            ("minicpm5-2b", 2.516756480),
         ),
         *(("minicpm5-1b", 1.08), ("llama3-8b", 8.03), ("llama3.1-8b", 8.03), ("llama3.2-1b", 1.24)),
         *(("llama3.2-3b", 3.21), ("qwen2.5-7b", 7.62), ("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.72)),

@@ -33,16 +33,64 @@ RELEASED = {
 
 
 def test_sparse_config_is_read_and_written():
-    """As in the config.json of MiniCPM4.1."""
     dense = PRESETS["minicpm4-8b"]
     hf = config_to_hf(dense)
     assert "sparse_config" not in hf
     config = config_from_hf(hf | {"sparse_config": RELEASED})
     assert config == dataclasses.replace(config_from_hf(hf), sparse=InfLLMV2())
-    assert config_to_hf(config)["sparse_config"] == RELEASED
-    changed = RELEASED | {"use_nope": True, "dense_len": 4096}
-    assert config_to_hf(config_from_hf(hf | {"sparse_config": changed}))["sparse_config"] == changed
     assert CPMConfig(**config.to_dict()) == config
+    for changed in (RELEASED, RELEASED | {"use_nope": True, "dense_len": -1, "topk": 62}):
+        config = config_from_hf(hf | {"sparse_config": changed})
+        assert config_to_hf(config)["sparse_config"] == changed
+
+
+def test_a_config_of_minicpm41_is_read_and_written():
+    """With the names that MiniCPM's own code reads, and those that change nothing here."""
+    preset = PRESETS["minicpm4.1-8b"]
+    factors = list(preset.rope_scaling.long_factor)
+    hf = {
+        "architectures": ["MiniCPMForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_minicpm.MiniCPMForCausalLM"},
+        "model_type": "minicpm",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": [2, 73440],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.1,
+        "intermediate_size": 16384,
+        "max_position_embeddings": 65536,
+        "mup_denominator": 32,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "long_factor": factors,
+            "short_factor": factors,
+            "original_max_position_embeddings": 65536,
+        },
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 73448,
+        "scale_emb": 12,
+        "dim_model_base": 256,
+        "scale_depth": 1.4,
+        "tie_word_embeddings": False,
+        "sparse_config": RELEASED,
+    }
+    config = config_from_hf(hf)
+    same = {"init_std": preset.init_std, "max_position_embeddings": None}
+    assert dataclasses.replace(config, **same) == preset
+    written = config_to_hf(config)
+    shared = (hf.keys() & written.keys()) - {"rope_scaling", "scale_depth"}
+    assert {name: written[name] for name in shared} == {name: hf[name] for name in shared}
+    assert hf["rope_scaling"].items() <= written["rope_scaling"].items()
+    assert config_from_hf(written) == dataclasses.replace(
+        config, scale_depth=written["scale_depth"]
+    )
 
 
 @pytest.mark.parametrize(
