@@ -2,6 +2,7 @@
 tested.
 """
 
+import gc
 import importlib.util
 import os
 import signal
@@ -92,8 +93,17 @@ def _processes_hang_up():
     let_processes_hang_up()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or Triton's classes would be reported as leaked
+
+
 def pytest_collection_finish(session):
-    """Start the process that ranks are forked from, while this one has only imported modules."""
+    """Start the process that ranks are forked from, while this one has only imported modules.
+
+    What was imported stays, so that collections of garbage need not visit it.
+    """
+    gc.collect()
+    gc.freeze()
     if WORKER and not torch.cuda.is_available() and "train.pretrain" in sys.modules:
         from tests.helpers import fork_the_forkserver
 

@@ -4,7 +4,6 @@ processes.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib
 import itertools
@@ -43,16 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 GPUS = torch.cuda.device_count()
-# Seconds of imports, which forks share. Torch imports its compiler when attention is first
-# differentiated.
-_PRELOADED = [
-    "train.pretrain",
-    "train.engine.torch",
-    "torch._dynamo",
-    "matplotlib.pyplot",
-    "tests.helpers",
-]
-_PRELOADED += ["transformers.models.llama.modeling_llama"]  # if it is there
+_PRELOADED = ["tests.preload"]
 # Ranks that NCCL can make here: it wants a GPU for each, but for recent versions with this set.
 RANKS = max(GPUS, 4) if GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else GPUS
 
@@ -603,9 +593,7 @@ def fork_the_forkserver() -> None:
     A forkserver is a new process otherwise, which takes seconds to import the same again.
     """
     multiprocessing.set_forkserver_preload(_PRELOADED)
-    for name in _PRELOADED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    importlib.import_module(*_PRELOADED)
     spawn, util.spawnv_passfds = util.spawnv_passfds, _fork
     try:
         multiprocessing.forkserver.ensure_running()

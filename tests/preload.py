@@ -1,0 +1,20 @@
+"""The imports of the process that ranks are forked from: seconds, which all of them share."""
+
+import atexit
+import contextlib
+import gc
+
+import matplotlib.pyplot  # noqa: F401
+import torch._dynamo  # noqa: F401 - torch imports it when attention is first differentiated
+
+import tests.helpers  # noqa: F401
+import train.engine.torch
+import train.pretrain  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+# A collection in a rank would visit, and so copy, the memory of all these objects.
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)  # or Triton's classes would be reported as leaked
