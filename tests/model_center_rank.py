@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 37
-DOCUMENTS = (0, 5, 6, 30, 37)
+DOCUMENTS = (0, 5, 6, 37)
 PROMPT = 8
 SIZES = {
     "dim_model": 32,
@@ -61,7 +61,7 @@ CONFIGS = {
 }
 # The calls of a model's further configurations; its first one has all. Without segments the last of
 # these adds the same to all scores, which has no gradient but for rounding.
-CALLS = {name: ("lengths", "documents of rows", "context") for name in CONFIGS if " " in name}
+CALLS = {name: ("documents of rows", "context") for name in CONFIGS if " " in name}
 CALLS["CPM3 segments"] = ("segments",)
 
 

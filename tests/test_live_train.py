@@ -27,7 +27,7 @@ from train.cpm_live.vocabulary import escaped
 pytestmark = pytest.mark.slow
 
 BOTH = pytest.mark.parametrize("name", ["bee", "ant"])
-STEPS = 10
+STEPS = 6
 SHAPE = {
     "dim_model": 32,
     "num_heads": 2,
@@ -139,9 +139,9 @@ def whole(folder) -> dict[str, list[tuple]]:
     for name in ("bee", "ant"):
         evaluated = {
             "val_data": folder / f"{name}-val/train",
-            "eval_every": 5,
+            "eval_every": 3,
             "eval_sequences": 3,
-            "save_every": 5,
+            "save_every": 3,
         }
         said = train(folder, name, **options(folder, name, keep_last=9, **evaluated))
         assert " sequences an epoch, " in said
@@ -180,7 +180,7 @@ def test_the_run_learns_and_leaves_its_records(folder, whole, name):
     assert all(
         r["instances"] >= 4 and r["targets"] > r["instances"] and r["balance"] == 1 for r in steps
     )
-    assert [record["step"] for record in found if "val_loss" in record] == [5, 10]
+    assert [record["step"] for record in found if "val_loss" in record] == [3, 6]
 
 
 @BOTH
@@ -189,10 +189,10 @@ def test_resuming_is_as_not_stopping(folder, whole, name):
     as they were.
     """
     output = f"{name}-resumed"
-    train(folder, output, **options(folder, name, save_every=5, keep_last=9))
-    checkpoint._remove(folder / output / "step_00000010")
+    train(folder, output, **options(folder, name, save_every=3, keep_last=9))
+    checkpoint._remove(folder / output / "step_00000006")
     said = train(folder, output, resume="auto", **options(folder, name))
-    assert "resumed after step 5" in said
+    assert "resumed after step 3" in said
     assert curve(folder, output, "loss", "grad_norm") == whole[name]
     said = train(folder, output, code=2, resume="auto", **options(folder, name) | {"seq_len": 120})
     assert "was reading other data: --seq-len 96 -> 120" in said
@@ -307,7 +307,8 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
             r"\b(instances\.jsonl|vocabulary\.txt|data/|runs/|exported )", rf"{tmp_path}/\1", line
         )
         python, script, *arguments = shlex.split(there, comments=True)
-        code, output = run_script(None, script, *arguments)
+        ranks = 2 if "--processes 2" in line else None
+        code, output = run_script(ranks, script, *arguments)
         assert (python, code) == ("python", 0), output
         said.append(output)
     assert "data/bee/train: " in said[1] and "84 instances" in said[1]

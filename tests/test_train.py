@@ -22,9 +22,9 @@ from train.checkpoints.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.slow
 
-STEPS = 12  # of a run, unless said otherwise; an epoch ends in the 11th
+STEPS = 6  # of a run, unless said otherwise; an epoch ends in the 5th
 LENGTHS = (17, 90, 5, 41, 160, 3, 28)  # of documents
-TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(59))
+TEXT = "".join(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(27))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def whole_run(folder) -> list[tuple]:
     """Losses and gradient norms of one process, with documents and windows: what all other ways
     must reproduce.
     """
-    evaluated = {"val_data": folder / "data/train", "eval_every": 6, "eval_sequences": 5}
+    evaluated = {"val_data": folder / "data/train", "eval_every": 3, "eval_sequences": 5}
     said = train(folder, "whole", micro_batch_size=1, **evaluated)
     assert (
         "documents kept apart by documents.bin, each after begin token 256, a window of 6 "
@@ -124,14 +124,14 @@ def test_neither_do_those_of_whole_texts(folder, whole_run):
 
 
 def test_the_run_learns_and_leaves_its_records(folder, whole_run):
-    assert whole_run[-1][1] < whole_run[0][1] - 0.5
+    assert whole_run[-1][1] < whole_run[0][1] - 0.2
     output = folder / "whole"
     assert {"metrics.jsonl", "tensorboard", "loss.png", "tokenizer", f"step_{STEPS:08d}"} <= {
         p.name for p in output.iterdir()
     }
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records if "val_loss" in r] == [6, 12]
+    assert [r["step"] for r in records if "val_loss" in r] == [3, 6]
     names = {
         "lr",
         "tokens_per_s",
@@ -148,20 +148,20 @@ def test_the_run_learns_and_leaves_its_records(folder, whole_run):
 
 def test_resuming_is_as_not_stopping(folder, whole_run):
     """Bit for bit; across the end of an epoch; with an abandoned end of metrics.jsonl."""
-    train(folder, "resumed", schedule="linear", warmup_steps=1, save_every=5, keep_last=9)
+    train(folder, "resumed", schedule="linear", warmup_steps=1, save_every=2, keep_last=9)
     expected = curve(folder, "resumed", "loss", "grad_norm", "lr", "samples")
-    for step in (10, 12):
+    for step in (4, 6):
         checkpoint._remove(folder / f"resumed/step_{step:08d}")
-    options = {"schedule": "linear", "warmup_steps": 1, "save_every": 5, "keep_last": 9}
+    options = {"schedule": "linear", "warmup_steps": 1, "save_every": 2, "keep_last": 9}
     said = train(folder, "resumed", resume="auto", **options)
-    assert "resumed after step 5" in said
+    assert "resumed after step 2" in said
     assert curve(folder, "resumed", "loss", "grad_norm", "lr", "samples") == expected
     dropped = [
         json.loads(line)
         for line in (folder / "resumed/metrics.jsonl.dropped").read_text().splitlines()
     ]
     assert [(r["step"], r["loss"]) for r in dropped if "loss" in r] == [
-        row[:2] for row in expected[5:]
+        row[:2] for row in expected[2:]
     ]
     (folder / "other.txt").write_text(TEXT[1:] + TEXT[:1])
     prepare("--input", folder / "other.txt", "--output", folder / "other")
@@ -175,11 +175,11 @@ def test_resuming_on_other_ranks_keeps_everything(folder, whole_run):
 
     No sample is lost or repeated.
     """
-    train(folder, "moved", processes=2, sp_size=2, save_every=3, keep_last=9)
-    for step in (6, 9, 12):
+    train(folder, "moved", processes=2, sp_size=2, save_every=2, keep_last=9)
+    for step in (4, 6):
         checkpoint._remove(folder / f"moved/step_{step:08d}")
-    train(folder, "moved", processes=2, sp_size=1, save_every=7, resume="auto", keep_last=9)
-    checkpoint._remove(folder / "moved/step_00000012")
+    train(folder, "moved", processes=2, sp_size=1, save_every=4, resume="auto", keep_last=9)
+    checkpoint._remove(folder / "moved/step_00000006")
     options = {"sp_size": 4, "inner_size": 2, "micro_batch_size": 4}
     train(folder, "moved", processes=4, resume="auto", keep_last=9, **options)
     for mine, expected in zip(curve(folder, "moved", "loss", "grad_norm"), whole_run, strict=True):
