@@ -148,11 +148,10 @@ def test_tiles_are_unions_and_lists_are_complete(seed, tokens, short_lists):
         assert not any(stops[len(several) :])
 
 
-def test_tiles_and_lists_do_not_wait_for_the_device():
+def test_lists_do_not_wait_for_the_device():
     """Fake tensors have no values that the host could read."""
     with FakeTensorMode():
-        starts = torch.zeros(3000, 2, 4, dtype=torch.int64)
-        QueryTiles.of_starts(starts, 8).between(3, 700)
+        starts = torch.zeros(3000, 2, 4, dtype=torch.int32)
         KeyLists.of_starts(starts).between(3, 700)
 
 

@@ -15,9 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 NONE = torch.iinfo(torch.int32).max  # where an entry that is no block starts: after all others
+_NONE = tl.constexpr(NONE)
 MOST_QUERIES = 32  # of a tile, the bits of a number
 _PARTS = 512  # cuts through all lists together, at most
 _SHORTEST = 1024  # entries between two cuts, at least
@@ -49,20 +52,13 @@ class QueryTiles:
         query = torch.arange(tokens, device=starts.device, dtype=torch.int32).unsqueeze(1)
         # A query is the last digit of a key. `blocks.MOST_TOKENS` leaves room for it.
         keys = torch.where(padded < 0, NONE // tokens, padded) * tokens + query
-        keys = keys.flatten(2).sort(-1).values
-        start, bits = keys // tokens, 1 << keys % tokens
-        start.masked_fill_(start == NONE // tokens, NONE)
-        # Entries of a block are neighbours, one for each query. The first collects their bits.
-        union = bits.clone()
-        for ahead in range(1, min(tokens, start.shape[-1])):
-            same = start[..., ahead:] == start[..., :-ahead]
-            union[..., :-ahead] |= bits[..., ahead:].masked_fill(~same, 0)
-        is_first = _differs_from_last(start) & (start != NONE)
-        place = is_first.cumsum(-1) - 1
-        return QueryTiles(
-            _pick(start, is_first, place, NONE).contiguous(),
-            _pick(union, is_first, place, 0).contiguous(),
+        keys = keys.flatten(2).contiguous().sort(-1).values
+        union, chosen = torch.empty_like(keys), torch.empty_like(keys)
+        width = keys.shape[-1]
+        _unite[keys.shape[0] * tiles,](
+            keys, union, chosen, width, TOKENS=tokens, N=triton.next_power_of_2(width)
         )
+        return QueryTiles(union, chosen)
 
     def between(self, low: int, high: int) -> Tensor:
         """Return the ranges of a tile's blocks that start at low .. high - 1: (G, tiles, 2) int32,
@@ -146,6 +142,29 @@ class ListParts:
     slots: Tensor
     held: Tensor
     stops: Tensor
+
+
+@triton.jit(do_not_specialize=["width"])
+def _unite(keys, starts, chosen, width, TOKENS: tl.constexpr, N: tl.constexpr):
+    """List the blocks of a row of rising keys, each once, with the bits of the queries that chose
+    it. Entries of a block are neighbours, one for each query.
+    """
+    row = tl.program_id(0).to(tl.int64) * width
+    at = tl.arange(0, N)
+    key = tl.load(keys + row + at, mask=at < width, other=_NONE)
+    last = tl.load(keys + row + at - 1, mask=(at > 0) & (at < width), other=-1)
+    start, bits = key // TOKENS, 1 << key % TOKENS
+    for ahead in tl.static_range(1, TOKENS):
+        other = tl.load(keys + row + at + ahead, mask=at + ahead < width, other=_NONE)
+        bits |= tl.where(other // TOKENS == start, 1 << other % TOKENS, 0)
+    is_first = (start != _NONE // TOKENS) & ((last < 0) | (start != last // TOKENS))
+    count = is_first.to(tl.int32)
+    place = tl.cumsum(count, 0) - 1
+    tl.store(starts + row + place, start, mask=is_first)
+    tl.store(chosen + row + place, bits, mask=is_first)
+    rest = (at >= tl.sum(count, 0)) & (at < width)
+    tl.store(starts + row + at, _NONE, mask=rest)
+    tl.store(chosen + row + at, 0, mask=rest)
 
 
 def _differs_from_last(x: Tensor) -> Tensor:
