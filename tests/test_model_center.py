@@ -33,7 +33,7 @@ FEW = ["lengths", "documents of rows", "context", "segments"]
 MODELS = {
     1: {"CPM1": FEW, "CPM3": FEW},
     2: dict.fromkeys(model_center_rank.CONFIGS)
-    | dict.fromkeys(("GPTj", "GPT2", "OPT", "Roberta"), ["documents of rows"]),
+    | dict.fromkeys(("GPTj", "GPT2", "OPT", "Roberta"), ("documents of rows",)),
     3: {"Llama": ["lengths"], "CPM1": ["context"], "CPM3": ["segments"]},
 }
 RUNS = {  # what ranks do, in one process each
