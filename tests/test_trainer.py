@@ -4,6 +4,7 @@ cannot go on.
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from tokenizers import pre_tokenizers
 from bmt_burst import kernels
 from models.cpm import CPM
 from models.cpm_live.config import PRESETS
-from models.huggingface import save_weights
+from models.huggingface import load_cpm, save_weights
 from tests.live import changed
 from tests.test_begin import without_bos
 from tests.test_model import SMALL, initialized
@@ -29,6 +30,8 @@ from train.data.stored import TokenWriter, make_writer
 from train.data.text import make_reader
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import export_huggingface
+from train.generate import load_model
+from train.generation.decoding import Cache
 from train.pretrain import Trainer
 from train.run import resume
 from train.run.config import TrainConfig
@@ -286,6 +289,28 @@ def test_stages_keep_the_longest_row_and_what_the_model_was_made_for(settings, t
     assert (state["longest_row"], state["model"]["max_position_embeddings"]) == (122, 131_072)
 
 
+@torch.inference_mode()
+def exported_as_trained(saved: Path, folder: Path, sparse: dict) -> None:
+    """Assert that an export has a run's sparse_config and logits, also token by token."""
+    folder.mkdir()
+    written = checkpoint.Checkpoint(saved)
+    export_huggingface(written, ByteTokenizer(), folder, torch.float32, keep_scalings=True)
+    assert json.loads((folder / "config.json").read_text())["sparse_config"] == sparse
+    tokens = torch.randint(256, (1, 90))
+    logits = [
+        model(tokens, torch.arange(90))
+        for model in (load_model(saved, torch.device("cpu")), load_cpm(folder))
+    ]
+    assert torch.allclose(*logits, rtol=1e-5, atol=1e-5)
+    model = load_cpm(folder)
+    cache = Cache(model.config, 90, model.norm.weight)
+    pieces = [
+        model(tokens[:, a:b], torch.arange(a, b), cache=cache)
+        for a, b in ((0, 60), *((i, i + 1) for i in range(60, 90)))
+    ]
+    assert torch.allclose(torch.cat(pieces, 1), logits[0], rtol=1e-4, atol=1e-4)
+
+
 def test_a_new_stage_may_attend_sparsely(settings, tmp_path, capsys):
     """As MiniCPM4 was trained: dense at first, then sparse on longer sequences."""
     sparse = SPARSE.to_dict()
@@ -305,6 +330,7 @@ def test_a_new_stage_may_attend_sparsely(settings, tmp_path, capsys):
     again = settings | stage | {"new_stage": True, "sparse": sparse}
     assert train(again, resume="auto")
     assert records(tmp_path / "stage") == losses
+    exported_as_trained(checkpoint.newest(tmp_path / "stage"), tmp_path / "hf", sparse)
     with pytest.raises(ranks.RankError, match=r"another model: --sparse .* -> None"):
         train(settings, **stage | {"resume": "auto"}, new_stage=True)
     with pytest.raises((ranks.RankError, ValueError), match="--sparse: expected topk of at least"):
