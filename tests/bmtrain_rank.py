@@ -30,7 +30,7 @@ SIZES |= {
     "qk_norm": True,
     "rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_length": 16},
 }
-STEPS = 6
+STEPS = 3
 
 
 def curve(engine, sp) -> list[float]:

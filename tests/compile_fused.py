@@ -1,5 +1,5 @@
 """Compiles the fused kernels, as they are launched, for GPUs that need not be there. Run by
-test_fused.py.
+compile_triton.py.
 """
 
 from __future__ import annotations

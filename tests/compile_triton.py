@@ -1,5 +1,5 @@
-"""Compiles the Triton attention kernels, as they are launched, for a GPU that need not be there.
-Run by test_triton.py.
+"""Compiles the Triton attention kernels, as they are launched, for a GPU that need not be there,
+and then the fused kernels. Run by test_triton.py.
 
 Without a bias, with one by segments and with one by distance, and with a softcap, for a head size
 that is padded and a band of two edges, so that every branch is compiled.
@@ -21,6 +21,7 @@ from bmt_burst.kernels import triton as backend
 from bmt_burst.kernels import triton_blocks
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
+from tests import compile_fused
 from tests.compile_fused import kinds_of
 from tests.helpers import call_tensors, random_bias
 
@@ -94,6 +95,7 @@ def main():
         backend.table_gradient(
             dout, *qkv, out, lse, None, call, Spec(0.3, biased=True), by_segments
         )
+    compile_fused.main()
 
 
 if __name__ == "__main__":

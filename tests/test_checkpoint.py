@@ -364,7 +364,7 @@ def test_only_damaged_ones_is_an_error_none_is_not(tmp_path, alone):
 
 # Forks writers and kills them. Torch is imported once and not used before a fork.
 KILLER = """
-import os, random, shutil, signal, sys, time
+import gc, os, random, shutil, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from train.checkpoints import checkpoint
@@ -389,6 +389,7 @@ def check(root, at_least):
     assert os.waitpid(in_child(work), 0)[1] == 0
 
 root = Path(sys.argv[1])
+gc.freeze()  # or each fork would visit and copy it all
 
 # 1. At each file operation of a save in turn.
 def killed_at(root, nth):

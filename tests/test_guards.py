@@ -104,11 +104,15 @@ def test_torchruns_summary_has_the_sentence_of_the_rank_that_failed(folder):  # 
 
 @pytest.mark.slow
 def test_torchruns_summary_has_what_is_wrong_with_options(folder):  # noqa: F811
+    """It quotes the file that each rank leaves, as above."""
+    reasons = [folder / f"refused-{rank}.json" for rank in range(2)]
+    torchruns = [{"TORCHELASTIC_ERROR_FILE": str(file)} for file in reasons]
     [_, script, *flags] = command(folder, "refused", sp_size=3)
-    said = "--sp-size 3 does not divide the world of 2 ranks"
-    assert f"traceback : pretrain.py: rank 0: {said}\n" in summary(
-        torchrun(2, script, *flags).stderr
-    )
+    code, _ = run_script(2, script, *flags, environments=torchruns)
+    assert code == 2
+    said = "pretrain.py: rank 0: --sp-size 3 does not divide the world of 2 ranks"
+    for file in reasons:  # all ranks agree on whose words they leave
+        assert json.loads(file.read_text())["message"]["message"] == said
 
 
 def summary(said: str) -> str:

@@ -400,12 +400,13 @@ def test_balanced_layouts_of_documents_send_less_than_zigzag():
 
 
 def test_plans_of_many_masks_take_no_more_memory_than_of_some():
-    """2,000 masks, no two alike: what is kept of them is of the last ones."""
+    """Masks of which no two are alike: what is kept of them is of the last ones."""
 
+    count = 4 * _MOST_PLANS
     masks = [
-        Mask.documents((0, 1 + number % 63, 64), window=1 + number // 63) for number in range(2000)
+        Mask.documents((0, 1 + number % 63, 64), window=1 + number // 63) for number in range(count)
     ]
-    assert len(set(masks)) == 2000
+    assert len(set(masks)) == count
 
     def work(ring):
         q, k, v = random_qkv(1, 64, 1, 1, 4, torch.float32)[:3]

@@ -2,8 +2,6 @@
 waits for.
 """
 
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -13,7 +11,7 @@ from bmt_burst import Layout, Mask
 from bmt_burst.kernels.reference import visible
 from bmt_burst.strategies.ring import RingPlan
 from bmt_burst.strategies.ring.timeline import Rates, count_pairs
-from tests.helpers import ROOT, named_calls, problem
+from tests.helpers import named_calls, problem, run_script
 
 CALLS = named_calls(5)
 SLOW = Rates(operations=1e6, bytes=1e3, host_bytes=1e3)
@@ -58,19 +56,8 @@ def test_slow_links_show():
 
 
 def test_the_example_draws_a_double_ring(tmp_path):
-    command = [
-        sys.executable,
-        ROOT / "examples/timeline.py",
-        "--ranks",
-        "4",
-        "--inner",
-        "2",
-        "--tokens",
-        "4096",
-    ]
-    done = subprocess.run(
-        [*command, "--output", tmp_path / "t.png"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("rank 3") == 2
+    options = ["--ranks", "4", "--inner", "2", "--tokens", "4096", "--output", tmp_path / "t.png"]
+    code, said = run_script(None, "examples/timeline.py", *options)
+    assert code == 0, said
+    assert said.count("rank 3") == 2
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")

@@ -5,15 +5,13 @@ attention with it.
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from bmt_burst import Layout, Mask
 from bmt_burst.sequence.mask import EXAMPLES
-from tests.helpers import ROOT, dense_results, random_qkv, ring_results
+from tests.helpers import dense_results, random_qkv, ring_results, run_script
 
 LENGTHS = [1, 2, 13, 40, 64]
 
@@ -98,9 +96,7 @@ def test_names_can_be_selected():
 
 
 def test_the_gallery_draws_itself(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples/masks.py", tmp_path], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    code, said = run_script(None, "examples/masks.py", tmp_path)
+    assert code == 0, said
     assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")
-    assert all(f"{kind}: 64 tokens" in done.stdout for kind in EXAMPLES)
+    assert all(f"{kind}: 64 tokens" in said for kind in EXAMPLES)
