@@ -263,10 +263,14 @@ def _take(
     rank = tl.where(score < 0.0, 0, score.to(tl.int32, bitcast=True) + 1)
     rank = tl.where((block < INIT) | (block >= own - WINDOW), _ALWAYS, rank)
     rank = tl.where(block <= own, rank, -1)
-    bound = 0  # the largest number that at least MOST blocks reach
-    for bit in tl.range(0, 31):
-        higher = bound | (1 << (30 - bit))
-        bound = tl.where(tl.sum((rank >= higher).to(tl.int32), 0) >= MOST, higher, bound)
+    # The largest number that at least MOST blocks reach, or one that MOST blocks reach.
+    bound, reached, bit = 0, tl.minimum(own + 1, blocks), 1 << 30
+    while (reached != MOST) & (bit > 0):
+        higher = bound | bit
+        count = tl.sum((rank >= higher).to(tl.int32), 0)
+        reached = tl.where(count >= MOST, count, reached)
+        bound = tl.where(count >= MOST, higher, bound)
+        bit >>= 1
     room = MOST - tl.sum((rank > bound).to(tl.int32), 0)
     equal = rank == bound
     wanted = (rank > bound) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
