@@ -37,8 +37,7 @@ def step_flops(model: CPMConfig | LiveConfig, tokens: int, pairs: float) -> floa
     of 2 * head_dim operations in the forward and four in the backward. `pairs` is the sum of
     visible pairs over all layers with attention. A causal layer has seq_len * (seq_len + 1) / 2
     pairs for each sequence, and fewer with documents, windows and sparse attention (`sparse_keys`).
-    PaLM (arXiv 2204.02311, appendix
-    B) counts all pairs instead.
+    PaLM (arXiv 2204.02311, appendix B) counts all pairs instead.
     """
     return 6.0 * model.num_multiplied * tokens + 12.0 * model.num_heads * model.head_dim * pairs
 
