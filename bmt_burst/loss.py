@@ -49,6 +49,37 @@ def linear_cross_entropy_sum(
     or devices that do not fit each other, and for a label outside the vocabulary. On GPUs the host
     does not wait, and such a label is a device-side assertion.
     """
+    hidden, weights = _check_inputs(hidden, weight, labels)
+    total = _LinearCrossEntropySum.apply(hidden.flatten(0, -2), labels.flatten(), *weights)
+    return total, count_targets(labels)
+
+
+@not_compiled
+@torch.no_grad()
+def score_tokens(
+    hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute each token's loss, and the most likely token in its place, without ever holding all
+    logits.
+
+    Arguments and errors are those of linear_cross_entropy_sum. Both results are (..., S): losses in
+    fp32 (fp64), 0 where there is no target, and tokens in int64. Of equally likely tokens, the
+    first one is returned, as by argmax. It is -1 if logits are NaN. Nothing is differentiated.
+    """
+    hidden, weights = _check_inputs(hidden, weight, labels)
+    with torch.autocast(hidden.device.type, enabled=False):
+        best = torch.full(labels.shape, -1, device=labels.device)
+        lse, target = _compare_logits(
+            hidden.flatten(0, -2), weights, labels.flatten(), best.view(-1)
+        )
+    losses = (lse - target).view(labels.shape)
+    return losses.where(labels != IGNORE_INDEX, 0.0), best
+
+
+def _check_inputs(
+    hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Check the inputs of a loss. Return hidden and weights as autocast casts them."""
     weights: list[Any] = list(weight) if isinstance(weight, list | tuple) else [weight]
     for name, x in (("hidden", hidden), *(("weight", part) for part in weights)):
         _check_floats(name, x)
@@ -56,23 +87,37 @@ def linear_cross_entropy_sum(
     for part in weights:
         _check_weight(hidden, part)
     _check_labels(labels, hidden, sum(map(len, weights)))
-    total = _LinearCrossEntropySum.apply(hidden.flatten(0, -2), labels.flatten(), *weights)
-    return total, count_targets(labels)
+    return hidden, weights
+
+
+def _compare_logits(
+    hidden: Tensor, weights: Sequence[Tensor], labels: Tensor, best: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the lse of each token's logits, and the logit of its label: (N,). Fill `best` (N,)
+    with the token of the largest logit.
+    """
+    wide = accumulator_dtype(hidden.dtype)
+    lse = torch.full(labels.shape, -torch.inf, dtype=wide, device=hidden.device)
+    target, highest = torch.zeros_like(lse), lse.clone()
+    for rows in _split_range(len(labels), _TILE_TOKENS):
+        for part, entries, first in _tiles(weights):
+            logits = hidden[rows] @ weights[part][entries].T
+            lse[rows] = torch.logaddexp(lse[rows], _logsumexp(logits))
+            column, inside = _columns(labels[rows] - first, logits.shape[1])
+            target[rows] += logits.gather(1, column).squeeze(1).where(inside, 0.0)
+            if best is not None:
+                value, place = logits.max(1)
+                higher = value > highest[rows]
+                best[rows] = torch.where(higher, place + first, best[rows])
+                highest[rows] = torch.where(higher, value.to(wide), highest[rows])
+    return lse, target
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
-        wide = accumulator_dtype(hidden.dtype)
-        lse = torch.full(labels.shape, -torch.inf, dtype=wide, device=hidden.device)
-        target = torch.zeros_like(lse)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _split_range(len(labels), _TILE_TOKENS):
-                for part, entries, first in _tiles(weights):
-                    logits = hidden[rows] @ weights[part][entries].T
-                    lse[rows] = torch.logaddexp(lse[rows], _logsumexp(logits))
-                    column, inside = _columns(labels[rows] - first, logits.shape[1])
-                    target[rows] += logits.gather(1, column).squeeze(1).where(inside, 0.0)
+            lse, target = _compare_logits(hidden, weights, labels)
             ctx.save_for_backward(hidden, labels, lse, *weights)
             return (lse - target).where(labels != IGNORE_INDEX, 0.0).sum()
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmt_burst.loss import linear_cross_entropy_sum
+from bmt_burst.loss import linear_cross_entropy_sum, score_tokens
 from bmt_burst.nn import (
     BurstAttention,
     KVCache,
@@ -163,6 +163,7 @@ class CPM(SequenceParallelModule):
         cache: KVCache | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
+        by_token: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits (B, S, V), or the loss if there are labels.
 
@@ -173,6 +174,8 @@ class CPM(SequenceParallelModule):
         mask       the mask of the whole sequence, or one for each row; by default causal. Layers
                    with a window see its part in the window
         layout     how the sequence lies on the ranks, or one for each row; by default sp's
+        by_token   with labels: return each token's loss and the most likely token in its place,
+                   both (B, S), without a backward (bmt_burst.loss.score_tokens)
 
         Some rotary scalings depend on a length (dynamic, longrope). It is one more than a row's
         largest position on any rank: the sequence's length, or its longest document's. The ranks
@@ -185,6 +188,8 @@ class CPM(SequenceParallelModule):
         head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         if labels is None:
             return F.linear(x, head.weight)
+        if by_token:
+            return score_tokens(x, head.weight, labels)
         return linear_cross_entropy_sum(x, head.weight, labels)
 
     def _rope_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,19 @@
 """Losses of a shard: sums and counts; the tiled projection and loss against the plain one."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_burst import IGNORE_INDEX, loss
-from bmt_burst.loss import count_targets, cross_entropy_sum, linear_cross_entropy_sum
+from bmt_burst.loss import (
+    count_targets,
+    cross_entropy_sum,
+    linear_cross_entropy_sum,
+    score_tokens,
+)
 from tests.helpers import relative_error
 
 
@@ -306,3 +313,24 @@ def test_second_derivatives_are_refused():
         torch.autograd.functional.hessian(
             lambda x: linear_cross_entropy_sum(x, weight, labels)[0], hidden
         )
+
+
+def test_scores_of_tokens_equal_those_of_whole_logits(monkeypatch):
+    """In tiles, with equal logits, of which argmax takes the first."""
+    monkeypatch.setattr("bmt_burst.loss._TILE_TOKENS", 4)
+    monkeypatch.setattr("bmt_burst.loss._TILE_ENTRIES", 5)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 7, 6, generator=generator).round()
+    weight = torch.randn(23, 6, generator=generator).round()
+    labels = torch.randint(23, (2, 7), generator=generator)
+    labels[0, :3] = IGNORE_INDEX
+    logits = hidden @ weight.T
+    assert (logits.sort(-1).values.diff() == 0).any()
+    losses, best = score_tokens(hidden, weight, labels)
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none"
+    )
+    torch.testing.assert_close(losses.flatten(), expected)
+    assert torch.equal(best, logits.argmax(-1))
+    _, none = score_tokens(hidden * math.nan, weight, labels)
+    assert (none == -1).all()

@@ -127,12 +127,18 @@ class Dealer(ABC, Generic[SomeData, SomeWork]):
         """Yield micro-batches of evenly spaced sequences. Every rank gets the same number of them,
         because all ranks must take part in each.
         """
-        size = self.micro_batch_size
         count = min(self.config.eval_sequences, len(data))
-        chosen: list[int | None] = [i * len(data) // count for i in range(count)]
-        chosen += [None] * (-count % (size * self.dp_size))
+        for chosen in self._deal([i * len(data) // count for i in range(count)]):
+            yield self._read(data, chosen)
+
+    def _deal(self, indices: Sequence[int]) -> Iterator[list[int | None]]:
+        """Yield the sequences of this group's micro-batches, as many for every group. None fills up
+        the last ones.
+        """
+        size = self.micro_batch_size
+        chosen = [*indices, *[None] * (-len(indices) % (size * self.dp_size))]
         for start in range(self.dp_rank * size, len(chosen), size * self.dp_size):
-            yield self._read(data, chosen[start : start + size])
+            yield chosen[start : start + size]
 
     def _of_samples(self, data: SomeData, samples: Sequence[int]) -> SomeWork:
         return self._read(data, [data.order(sample) for sample in samples])
@@ -188,6 +194,30 @@ class MicroBatch:
     def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         return model(self.tokens, self.positions, self.labels, mask=self.masks, layout=self.layouts)
 
+    def score_tokens(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return each token's loss, 0 without a target, and the most likely next token: (B, S)."""
+        return model(
+            self.tokens,
+            self.positions,
+            self.labels,
+            mask=self.masks,
+            layout=self.layouts,
+            by_token=True,
+        )
+
+
+class Rows(Protocol):
+    """Sequences that `Batches` cuts: those of a data folder, or those that a program makes."""
+
+    @property
+    def documents(self) -> bool:
+        """Whether documents of a sequence are kept apart."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int | None) -> Row:
+        """Return sequence `index`. None stands for one without any target."""
+
 
 @dataclass(frozen=True)
 class _RowPlan:
@@ -231,7 +261,14 @@ class Batches(Dealer[Sequences, MicroBatch]):
         windowed, layers = model.windows.count(model.window), counted(model.num_layers, "layer")
         return f"{seen}, a window of {counted(model.window, 'token')} in {windowed} of {layers}"
 
-    def _read(self, data: Sequences, indices: Sequence[int | None]) -> MicroBatch:
+    def of_rows(self, rows: Rows) -> Iterator[tuple[list[int | None], MicroBatch]]:
+        """Yield micro-batches of all `rows`, with the numbers of their rows. None stands for a row
+        without targets. Every rank gets the same number of micro-batches.
+        """
+        for chosen in self._deal(range(len(rows))):
+            yield chosen, self._read(rows, chosen)
+
+    def _read(self, data: Rows, indices: Sequence[int | None]) -> MicroBatch:
         rows = [data.read(index) for index in indices]
         return self._of_documents(rows) if data.documents else self._of_whole(rows)
 

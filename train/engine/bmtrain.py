@@ -41,7 +41,7 @@ class BMTrainEngine(MasterEngine):
         *,
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
-        adamw: AdamW | None = None,
+        adamw: AdamW | None = AdamW(),  # noqa: B008 - it is frozen
         offload: bool = False,
     ):
         import bmtrain
@@ -67,7 +67,7 @@ class BMTrainEngine(MasterEngine):
         self.model.set_submodule(at, bmtrain.TransformerBlockList(self._blocks))
         self._optimizer = ShardedAdamW(
             {name: self._make_shard(p, offload) for name, p in self._parameters.items()},
-            adamw or AdamW(),
+            adamw,
         )
         self._grads: dict[str, Tensor] = {}  # sums over the micro-batches since the last step
         self._start_masters(seed)

@@ -61,10 +61,23 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
 
 
 class ShardedAdamW:
-    """AdamW over named shards, with its state on their devices. Shards may be empty."""
+    """AdamW over named shards, with its state on their devices. Shards may be empty.
 
-    def __init__(self, shards: Mapping[str, WeightShard], settings: AdamW):
+    Without settings there is no state, and nothing can be stepped.
+    """
+
+    def __init__(self, shards: Mapping[str, WeightShard], settings: AdamW | None):
         self.shards = dict(shards)
+        self._adamw: torch.optim.AdamW | None = None
+        # the state that AdamW updates in place, by the names of the masters
+        self._state: dict[str, dict[str, Tensor]] = {}
+        self.steps = 0
+        self._has_state = settings is not None
+        if settings is not None:
+            self._make_state(settings)
+
+    def _make_state(self, settings: AdamW) -> None:
+        shards = self.shards
         self._masters = {
             name: nn.Parameter(shard.master)
             for name, shard in shards.items()
@@ -82,14 +95,11 @@ class ShardedAdamW:
             if groups
             else None
         )
-        # the state that AdamW updates in place, by the names of the masters
-        self._state: dict[str, dict[str, Tensor]] = {}
         if self._adamw is not None:
             for name, p in self._masters.items():
                 state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 self._state[name] = {"step": torch.zeros((), device=p.device), **state}
                 self._adamw.state[p] = self._state[name]
-        self.steps = 0
 
     def step(
         self,
@@ -127,7 +137,7 @@ class ShardedAdamW:
     def state(self) -> dict[str, Shard]:
         """Return the same as Engine.state."""
         state = {}
-        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        for kind in ("weight", "exp_avg", "exp_avg_sq") if self._has_state else ("weight",):
             for name, shard in self.shards.items():
                 flat = shard.master.detach().flatten()
                 if kind != "weight" and flat.numel():

@@ -38,7 +38,7 @@ class TorchEngine(MasterEngine):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
-        adamw: AdamW | None = None,
+        adamw: AdamW | None = AdamW(),  # noqa: B008 - it is frozen
     ):
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         with torch.device("meta"):
@@ -46,7 +46,7 @@ class TorchEngine(MasterEngine):
         self._shard_model(dtype)
         self._sharded = {name: _distributed(p) for name, p in self.model.named_parameters()}
         self._optimizer = ShardedAdamW(
-            {name: self._make_shard(p) for name, p in self._sharded.items()}, adamw or AdamW()
+            {name: self._make_shard(p) for name, p in self._sharded.items()}, adamw
         )
         self._start_masters(seed)
 
