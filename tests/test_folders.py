@@ -150,9 +150,10 @@ TRAIN_LEVELS = [
     "cpm_live",
     "engine",
     "checkpoints",
+    "evaluation",
     "run",
 ]
-SCRIPTS = {"make_vocabulary", "prepare_data", "pretrain", "generate", "export"}
+SCRIPTS = {"make_vocabulary", "prepare_data", "pretrain", "generate", "export", "evaluate"}
 
 
 def _train_level(name: str) -> int:

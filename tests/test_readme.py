@@ -139,7 +139,7 @@ def test_every_file_they_name_is_there():
 def test_every_option_of_pretraining_that_they_name_is_one():
     scripts = [
         (ROOT / f"train/{name}.py").read_text()
-        for name in ("prepare_data", "export", "generate", "make_vocabulary")
+        for name in ("prepare_data", "export", "generate", "make_vocabulary", "evaluate")
     ]
     ours = set(re.findall(r"\"(--[a-z-]+)\"", "".join(scripts)))
     ours |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)} | {
@@ -148,6 +148,7 @@ def test_every_option_of_pretraining_that_they_name_is_one():
     }
     launchers = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--nnodes", "--nproc-per-node"}
     launchers |= {"--rdzv-backend", "--rdzv-endpoint", "--logdir", "--from"}
+    launchers |= {"--batch", "--metadata"}  # lm-eval's, up to an underscore
     named = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/pretraining.md").read_text()))
     assert (
         {"--resume", "--val-fraction", "--keep-scalings", "--nnodes"} <= named <= ours | launchers

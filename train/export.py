@@ -21,10 +21,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +34,14 @@ if __name__ == "__main__":
 
 from models.config import CPMConfig
 from models.huggingface import fold_scalings, round_weight, save_weights
+from train.base.aside import write_aside
 from train.base.command_line import ArgumentParser
-from train.base.lock import lock
 from train.checkpoints import checkpoint
 from train.data.hf_tokenizer import save_for_transformers
 from train.data.tokenizer import Tokenizer
-from train.generate import checkpoint_tokenizer
 from train.run import resume
 from train.run.kinds import config_of, kind_of
+from train.run.trained import checkpoint_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -102,28 +100,6 @@ def export_bmtrain(
         ) from error
     (folder / "model.json").write_text(json.dumps(saved.state["model"], indent=2) + "\n")
     tokenizer.save(folder)
-
-
-@contextmanager
-def write_aside(output: Path) -> Iterator[Path]:
-    """Yield a folder that is renamed to `output` at the end, or removed if the work fails.
-
-    Raises ValueError if another process is writing it. Files of an earlier run that was killed are
-    removed.
-    """
-    output = Path(os.path.abspath(output))
-    partial = output.with_name(f".{output.name}.partial")
-    with lock(partial) as held:
-        for leftover in partial.iterdir():
-            if leftover.name != Path(held.name).name:
-                leftover.unlink()
-        try:
-            yield partial
-            Path(held.name).unlink()
-            partial.rename(output)
-        except BaseException:
-            shutil.rmtree(partial)
-            raise
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,11 +22,12 @@ from models.cpm import CPM
 from models.cpm_live.layers import LiveModel
 from train.base.command_line import ArgumentParser
 from train.checkpoints import checkpoint
-from train.data.tokenizer import Tokenizer, load_tokenizer
+from train.data.tokenizer import Tokenizer
 from train.generation.sampling import Generator, sampler
 from train.registry import load
 from train.run import resume
 from train.run.kinds import config_of, kind_of
+from train.run.trained import checkpoint_tokenizer
 
 
 def load_model(
@@ -40,12 +41,6 @@ def load_model(
     weights = {name: w.to(device, dtype) for name, w in saved.weights().items()}
     model.load_state_dict(weights, assign=True)
     return model.eval()
-
-
-def checkpoint_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a checkpoint folder: its own, or its run's."""
-    own = path / checkpoint.TOKENIZER
-    return load_tokenizer(own if own.is_dir() else path.parent / checkpoint.TOKENIZER)
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 # As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
@@ -42,7 +42,9 @@ from train.base.signals import StopSignal
 from train.base.wording import counted
 from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
-from train.data.batches import Data, Dealer, Work
+from train.data.batches import Batches, Data, Dealer, Work
+from train.data.folder import Sequences
+from train.evaluation.tasks import METRICS, Grid, Subject, check_tasks, evaluate
 from train.registry import load
 from train.run import ending, resume
 from train.run.building import make_engine, make_groups
@@ -63,6 +65,10 @@ _CALMER = (
     "give a smaller --lr than {:g}; if the last good checkpoint still explodes, resume from an "
     "earlier one"
 )
+
+
+class _EvaluationStopped(Exception):
+    """A signal to stop arrived during an evaluation."""
 
 
 @dataclass
@@ -111,11 +117,14 @@ class Trainer:
         path = resume.choose_checkpoint(config)
         self.inputs = ranks.together(lambda: keep_documents_apart(opened, config, path))
         watchdog.alive("building the model")
-        self.engine = make_engine(config, self.inputs, self.sp, device)
+        self.engine = make_engine(config, self.inputs.model, self.sp, device)
         watchdog.alive("reading a checkpoint")
         start = ranks.together(lambda: self._load(path) if path else self._start())
         self.progress, self.model, self.longest_row = start.progress, start.model, start.longest_row
         self.saved_step = self.progress.step
+        self.subject = self._subject()
+        self.grid = Grid((config.seq_len,), seed=config.seed)
+        ranks.together(lambda: check_tasks(config.evaluation_tasks, self.subject, self.grid))
         self.clock = Clock(device)
         self.metrics = ranks.together(self._open_metrics)
         self._set_last_words()
@@ -288,9 +297,14 @@ class Trainer:
         return f"step {self.progress.step}: {what}; {skipped}: {_CALMER.format(self.config.lr)}"
 
     def _evaluation_due(self) -> bool:
-        return self.inputs.validation is not None and (
+        return bool(self._evaluated_names()) and (
             self._is_last() or _due(self.progress.step, self.config.eval_every)
         )
+
+    def _evaluated_names(self) -> list[str]:
+        """Return the names of the numbers that an evaluation records."""
+        names = ["val_loss"] if self.inputs.validation is not None else []
+        return names + [METRICS[task] for task in self.config.evaluation_tasks]
 
     def _evaluation_missing(self) -> bool:
         """Whether the current step was saved but not evaluated, because the run ended in
@@ -298,23 +312,50 @@ class Trainer:
         """
         if not self.progress.step or not self._evaluation_due():
             return False
-        recorded = self.metrics.has(self.progress.step, "val_loss")
+        step = self.progress.step
+        recorded = all(self.metrics.has(step, name) for name in self._evaluated_names())
         return not ranks.gather(recorded)[0]
 
-    @torch.no_grad()
+    def _subject(self) -> Subject:
+        """Return what --eval-tasks evaluate: this run's model."""
+        training, batches = self.inputs.training, cast(Batches, self.batches)
+        return Subject(
+            self.engine,
+            lambda length: batches,  # only rows of --seq-len are made
+            self.inputs.tokenizer,
+            training.identity.get("bos"),
+            cast(Sequences | None, self.inputs.validation),
+            self._before_evaluated_batch,
+        )
+
     def _evaluate(self) -> bool:
-        """Record the mean token loss over evenly spaced sequences. Return False if a signal
-        to stop arrives meanwhile.
+        """Record the numbers of an evaluation. Return False if a signal to stop arrives
+        meanwhile.
         """
-        began, step, data = time.perf_counter(), self.progress.step, self.inputs.validation
-        assert data is not None
+        try:
+            if self.inputs.validation is not None:
+                self._evaluate_loss(self.inputs.validation)
+            for task in self.config.evaluation_tasks:
+                self._evaluate_task(task)
+        except _EvaluationStopped:
+            self._say(f"step {self.progress.step}: evaluation stopped")
+            return False
+        return True
+
+    def _before_evaluated_batch(self, doing: str) -> None:
+        """Give a sign of life. Raises _EvaluationStopped on every rank after a signal to stop."""
+        self.watchdog.alive(f"evaluation after step {self.progress.step}, {doing}")
+        if self._is_stopping():
+            raise _EvaluationStopped
+
+    @torch.no_grad()
+    def _evaluate_loss(self, data: Data) -> None:
+        """Record the mean token loss over evenly spaced sequences."""
+        began, step = time.perf_counter(), self.progress.step
         self._say(f"step {step}: evaluating on {self.config.val_data}")
         loss = targets = 0.0
         for batch in self.batches.of_evaluation(data):
-            self.watchdog.alive(f"evaluation after step {step}")
-            if self._is_stopping():
-                self._say(f"step {step}: evaluation stopped")
-                return False
+            self._before_evaluated_batch("validation loss")
             batch_loss, batch_targets = batch.losses(self.engine.model)
             loss, targets = loss + float(batch_loss), targets + float(batch_targets)
         loss, targets = self.engine.sum([loss, targets])
@@ -323,7 +364,14 @@ class Trainer:
         self._say(
             f"step {step}: validation loss {mean:.4f}, in {time.perf_counter() - began:.1f} s"
         )
-        return True
+
+    def _evaluate_task(self, task: str) -> None:
+        """Record the number of a task of --eval-tasks."""
+        began, name = time.perf_counter(), METRICS[task]
+        value = evaluate(task, self.subject, self.grid).value
+        self._record(**{name: value})
+        seconds = time.perf_counter() - began
+        self._say(f"step {self.progress.step}: {name} {value:.4f}, in {seconds:.1f} s")
 
     def _state(self) -> dict[str, Any]:
         """Return the state of a checkpoint."""

@@ -52,6 +52,7 @@ _INSTANCES_REFUSE = {
     "rope_scaling": "it has no rotary positions",
     "window": "its layers have no windows",
     "sparse": "its attention has a bias",
+    "eval_tasks": "the tasks are texts to continue",
 }
 
 # The first kind reads documents. The others read instances of their own.

@@ -15,11 +15,11 @@ from train.engine.common import AdamW
 from train.registry import load
 from train.run.config import DTYPES, TrainConfig
 from train.run.distributed import rank_timeout
-from train.run.inputs import Inputs
+from train.run.kinds import ModelConfig, kind_of
 
 
-def make_groups(config: TrainConfig, data: Data) -> SequenceParallel:
-    """Make the groups of ranks that share the sequences of `data`.
+def make_groups(config: TrainConfig, data: Data | None = None) -> SequenceParallel:
+    """Make the groups of ranks that share the sequences of `data`, or of any text.
 
     Raises ValueError if the ranks cannot be grouped, or if --strategy cannot run on these groups.
     """
@@ -37,28 +37,35 @@ def make_groups(config: TrainConfig, data: Data) -> SequenceParallel:
         timeout=rank_timeout(config),
     )
     group_size = make_rings(sp.process_group, sp.double_group).inner.size
-    config.check_strategy(group_size, data.example_scores)
+    config.check_strategy(group_size, data.example_scores if data else None)
     return sp
 
 
 def make_engine(
-    config: TrainConfig, inputs: Inputs, sp: SequenceParallel, device: torch.device
+    config: TrainConfig,
+    model: ModelConfig,
+    sp: SequenceParallel,
+    device: torch.device,
+    trains: bool = True,
 ) -> Engine:
-    """Build the model on the engine that init_distributed chose."""
-    model, dtype = load(inputs.kind.model), DTYPES[config.dtype]
+    """Build the model on the engine that init_distributed chose. Unless it `trains`, it has no
+    optimizer state.
+    """
+    make, dtype = load(kind_of(model).model), DTYPES[config.dtype]
     adamw = AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
+    optimizer = adamw if trains else None
 
     def build() -> torch.nn.Module:
-        built: torch.nn.Module = model(inputs.model, sp, config.saving(), **config.attention)
+        built: torch.nn.Module = make(model, sp, config.saving(), **config.attention)
         return built
 
     if initialized_bmtrain():
         from train.engine.bmtrain import BMTrainEngine
 
         return BMTrainEngine(
-            build, dtype=dtype, seed=config.seed, adamw=adamw, offload=config.offload_optimizer
+            build, dtype=dtype, seed=config.seed, adamw=optimizer, offload=config.offload_optimizer
         )
     # imported late: it takes seconds, which the launcher and refused runs need not spend
     from train.engine.torch import TorchEngine
 
-    return TorchEngine(build, device=device, dtype=dtype, seed=config.seed, adamw=adamw)
+    return TorchEngine(build, device=device, dtype=dtype, seed=config.seed, adamw=optimizer)

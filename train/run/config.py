@@ -21,6 +21,7 @@ from models.blocks import CHECKPOINTING, Saving
 from models.huggingface import read_config
 from models.rope import RopeScaling
 from train.base.wording import counted, flag
+from train.evaluation.tasks import parse_tasks
 from train.registry import KINDS, Kind
 from train.run.kinds import PRESETS, ModelConfig, config_of, kind_of
 from train.run.schedule import SCHEDULES
@@ -279,6 +280,14 @@ class TrainConfig:
         100, RUN, "steps between evaluations on --val-data; 0: only after the last"
     )
     eval_sequences: int = option(32, RUN, "sequences in one evaluation")
+    eval_tasks: str | None = option(
+        None,
+        RUN,
+        "tasks of evaluate.py in each evaluation, at --seq-len, with one number each in the log: "
+        "needle and variables have the share of answers that were found, positions has the loss at "
+        "the last positions of --val-data; for example needle,positions",
+        kind=str,
+    )
     timeout: float = option(
         1800.0, RUN, "seconds without a sign of life after which a rank prints its stacks and ends"
     )
@@ -337,6 +346,8 @@ class TrainConfig:
             raise ValueError(
                 "--new-stage needs the checkpoint to start from: give --resume CHECKPOINT"
             )
+        if "positions" in self.evaluation_tasks and not self.val_data:
+            raise ValueError("--eval-tasks positions needs --val-data, which is not given")
         if self.documents == "ignore" and self.bos not in ("auto", "none"):
             raise ValueError(
                 f"--bos {self.bos} does not go with --documents ignore, which makes rows one text"
@@ -430,6 +441,11 @@ class TrainConfig:
             "usp" if self.strategy == "auto" and self.ulysses_size is not None else self.strategy
         )
         return {"flash": self.flash, "deterministic": self.deterministic, "strategy": strategy}
+
+    @property
+    def evaluation_tasks(self) -> tuple[str, ...]:
+        """The tasks of --eval-tasks."""
+        return () if self.eval_tasks is None else parse_tasks(self.eval_tasks, "--eval-tasks")
 
     @property
     def warmup(self) -> int:

@@ -27,7 +27,7 @@ def end_now(watchdog: Watchdog) -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-def explain(error: Exception, watchdog: Watchdog) -> int | None:
+def explain(error: Exception, watchdog: Watchdog, program: str = "pretrain.py") -> int | None:
     """Print why the run ends and where its last checkpoint is. Return the exit code. Return None
     for an unexpected error. The caller then prints the traceback.
 
@@ -36,14 +36,14 @@ def explain(error: Exception, watchdog: Watchdog) -> int | None:
     """
     rank, code, said, speaks = ranks.rank(), None, "", True
     if isinstance(error, (ranks.RankError, FloatingPointError)):
-        code, said, speaks = 2, f"pretrain.py: {error}", rank == 0
+        code, said, speaks = 2, f"{program}: {error}", rank == 0
     # checked before OSError, since a TimeoutError is one: the other rank is the cause
     elif ranks.lost_contact(error):
         lost = f"rank {rank} lost contact with another rank, whose own message may say why"
-        code, said = ranks.LOST_CONTACT, f"pretrain.py: {lost}; in {watchdog.doing}: {error}"
+        code, said = ranks.LOST_CONTACT, f"{program}: {lost}; in {watchdog.doing}: {error}"
     elif isinstance(error, (ValueError, OSError)):
-        code, said = 2, f"pretrain.py: rank {rank}: {error}"
-    unexpected = f"pretrain.py: rank {rank}: {type(error).__name__}: {error}".partition("\n")[0]
+        code, said = 2, f"{program}: rank {rank}: {error}"
+    unexpected = f"{program}: rank {rank}: {type(error).__name__}: {error}".partition("\n")[0]
     leave_reason(
         _join_sentences(said or unexpected, watchdog.last_words), cause=code != ranks.LOST_CONTACT
     )

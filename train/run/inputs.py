@@ -55,9 +55,9 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
     """
     model = config.model_config()
     kind = kind_of(model)
-    _warn_of_length(config, model)
-    _check_kernel(config, model, device)
-    training = _open(config, kind, model, config.data)
+    warn_of_length(config, model)
+    check_kernel(config, model, device)
+    training = open_data(config, kind, model, config.data)
     validation = _open_validation(config, kind, model, training) if config.val_data else None
     return Inputs(kind, model, training, validation, load_tokenizer(training.file.folder))
 
@@ -75,11 +75,12 @@ def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | No
     training, validation = inputs.training.keep_documents_apart(apart, bos), inputs.validation
     if validation is not None:
         validation = validation.keep_documents_apart(apart, bos)
-    _check_padding(config, training)
+    check_padding(config, training)
     return dataclasses.replace(inputs, training=training, validation=validation)
 
 
-def _open(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Data:
+def open_data(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Data:
+    """Open a data folder. Raises ValueError if it has more tokens than the model."""
     data: Data = load(kind.data).open(folder, model, config.seq_len, config.seed)
     if (found := data.file.index["vocab_size"]) > model.vocab_size:
         raise ValueError(
@@ -94,7 +95,7 @@ def _open_validation(config: TrainConfig, kind: Kind, model: ModelConfig, traini
     both are one folder.
     """
     assert config.val_data is not None
-    data, trained = _open(config, kind, model, config.val_data), training.file.folder
+    data, trained = open_data(config, kind, model, config.val_data), training.file.folder
     if data.file.folder.samefile(trained):
         same = f"--val-data and --data are the same folder, {trained}"
         _warn(f"{same}: the validation loss will be measured on training text")
@@ -102,7 +103,7 @@ def _open_validation(config: TrainConfig, kind: Kind, model: ModelConfig, traini
     return data
 
 
-def _check_padding(config: TrainConfig, training: Data) -> None:
+def check_padding(config: TrainConfig, training: Data) -> None:
     """Raise ValueError if most of the training positions are padding. Warn if many are."""
     padding, tokens = training.padding, len(training.file.tokens)
     said = f"{padding:.0%} of the positions of {config.data} ({tokens:,} tokens) are padding"
@@ -112,7 +113,7 @@ def _check_padding(config: TrainConfig, training: Data) -> None:
         _warn(f"{said} at --seq-len {config.seq_len}")
 
 
-def _warn_of_length(config: TrainConfig, model: ModelConfig) -> None:
+def warn_of_length(config: TrainConfig, model: ModelConfig) -> None:
     """Warn if rows are longer than the sequences that the model was made for."""
     longest = model.longest_sequence if isinstance(model, CPMConfig) else None
     if longest and config.seq_len > longest:
@@ -122,7 +123,7 @@ def _warn_of_length(config: TrainConfig, model: ModelConfig) -> None:
         )
 
 
-def _check_kernel(config: TrainConfig, model: ModelConfig, device: torch.device) -> None:
+def check_kernel(config: TrainConfig, model: ModelConfig, device: torch.device) -> None:
     """Raise ValueError if --flash names a kernel that cannot compute this model's heads here."""
     q, k = (
         torch.empty(1, 1, heads, model.head_dim, dtype=DTYPES[config.dtype], device=device)

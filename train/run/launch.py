@@ -29,13 +29,14 @@ _TICK = 0.05  # seconds between checks of the ranks
 _EXPLAINED = 2  # exit code of a rank that printed what is wrong
 
 
-def launch(argv: Sequence[str], processes: int, root: Path) -> int:
-    """Run `python argv...` as ranks 0 to processes - 1, with checkpoints in `root`.
+def launch(argv: Sequence[str], processes: int, root: Path | None = None) -> int:
+    """Run `python argv...` as ranks 0 to processes - 1, with checkpoints in `root`. Without a root
+    there is nothing to save: a signal ends the ranks at once.
 
     Return 0, also after a signal. If a rank failed, return the code of the first one that did.
     After a second Ctrl-C return 130.
     """
-    stop = StopSignal(noted=lambda: print_error(NOTED))
+    stop = StopSignal(noted=lambda: print_error(NOTED if root else "stopping"))
     store = _local_store()
     started = [_start(argv, rank, processes, store.port) for rank in range(processes)]
     ended: dict[int, int] = {}  # rank: exit code, in the order in which they ended
@@ -47,7 +48,7 @@ def launch(argv: Sequence[str], processes: int, root: Path) -> int:
                 rank.terminate()
         if stop.insisted:
             _kill(started)
-            print_error(f"ended now; {checkpoint.outlook(root)}")
+            print_error(f"ended now; {checkpoint.outlook(root)}" if root else "ended now")
             return INTERRUPTED
         time.sleep(_TICK)
         _note_ended(started, ended)
@@ -55,7 +56,7 @@ def launch(argv: Sequence[str], processes: int, root: Path) -> int:
         return 0
     # a rank that a signal killed did not handle signals yet
     if stopping and any(-code in (signal.SIGTERM, signal.SIGHUP) for code in ended.values()):
-        print_error("stopped before training began")
+        print_error("stopped before training began" if root else "stopped")
         _kill(started)
         return 0
     return _stop_others(started, ended, root)
@@ -92,7 +93,7 @@ def _note_ended(started: list[subprocess.Popen], ended: dict[int, int]) -> None:
             ended[number] = rank.returncode
 
 
-def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: Path) -> int:
+def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: Path | None) -> int:
     """Stop the remaining ranks after a failure, and return the code of the rank that failed first.
     Say which rank that was and how to resume.
     """
@@ -111,7 +112,7 @@ def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: P
     ]
     then = f", then {', '.join(others)}" if others else ""
     print_error(f"rank {cause} ended with {_describe_code(failed[cause])}{then}; the run is over")
-    if failed[cause] != _EXPLAINED:
+    if root and failed[cause] != _EXPLAINED:
         print_error(checkpoint.outlook(root))
     return _exit_code(failed[cause])
 

@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from train.base.command_line import ArgumentParser
+from train.base.wording import flag
 from train.run.config import DATA, MODEL, OPTIMIZER, PARALLEL, RUN, TrainConfig
 
 
@@ -47,23 +48,41 @@ def _parser() -> ArgumentParser:
         name: parser.add_argument_group(name) for name in (MODEL, DATA, PARALLEL, OPTIMIZER, RUN)
     }
     for f in dataclasses.fields(TrainConfig):
-        kind = f.metadata.get("kind", type(f.default))
-        shown = "" if f.default is None else f" (default: {f.default})"
-        extra: dict[str, Any] = {"help": f.metadata["help"].replace("%", "%%") + shown}
-        if kind is bool:
-            extra["action"] = argparse.BooleanOptionalAction
-        else:
-            extra |= {
-                "type": _json_object if kind is dict else kind,
-                "choices": f.metadata.get("choices"),
-            }
-            extra |= (
-                {}
-                if extra["choices"]
-                else {"metavar": "JSON" if kind is dict else kind.__name__.upper()}
-            )
-        groups[f.metadata["group"]].add_argument("--" + f.name.replace("_", "-"), **extra)
+        _add_option(groups[f.metadata["group"]], f)
     return parser
+
+
+def add_options(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+    """Add the options of TrainConfig called `names` to another script's parser, in their groups.
+
+    Those that are not given are missing from the result, as by argparse.SUPPRESS.
+    """
+    groups: dict[str, Any] = {}
+    for f in dataclasses.fields(TrainConfig):
+        if f.name in names:
+            group = f.metadata["group"]
+            groups.setdefault(group, parser.add_argument_group(group))
+            _add_option(groups[group], f)
+
+
+def _add_option(group: Any, f: dataclasses.Field) -> None:
+    """Add the option of a field of TrainConfig."""
+    kind = f.metadata.get("kind", type(f.default))
+    shown = "" if f.default is None else f" (default: {f.default})"
+    extra: dict[str, Any] = {"help": f.metadata["help"].replace("%", "%%") + shown}
+    if kind is bool:
+        extra["action"] = argparse.BooleanOptionalAction
+    else:
+        extra |= {
+            "type": _json_object if kind is dict else kind,
+            "choices": f.metadata.get("choices"),
+        }
+        extra |= (
+            {}
+            if extra["choices"]
+            else {"metavar": "JSON" if kind is dict else kind.__name__.upper()}
+        )
+    group.add_argument(flag(f.name), default=argparse.SUPPRESS, **extra)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ _TECHNICAL = {
         "keep_last",
         "eval_every",
         "eval_sequences",
+        "eval_tasks",
         "max_skips",
     ),
     *(
@@ -134,11 +135,16 @@ def choose_begin_token(
                 file=sys.stderr,
             )
         return file.bos_id
-    found = tokenizer.id_of(config.bos)
+    return named_token(config.bos, tokenizer, str(file.folder))
+
+
+def named_token(bos: str, tokenizer: Tokenizer, owner: str) -> int:
+    """Return the id of the token that --bos names. Raises ValueError if the tokenizer of `owner`
+    lacks it.
+    """
+    found = tokenizer.id_of(bos)
     if found is None:
-        raise ValueError(
-            f"--bos must be auto, none or a token of {file.folder}'s tokenizer, got {config.bos!r}"
-        )
+        raise ValueError(f"--bos must be auto, none or a token of {owner}'s tokenizer, got {bos!r}")
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from train.base import ranks
 from train.data.tokenizer import Tokenizer, open_tokenizer, saved_identity
 
-_FILES = ("tokenizer.json", "tokenizer.model")  # as other programs name them
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # as other programs name them
 _SHOWN = 12  # digits of an identity that are shown
 
 
@@ -64,7 +64,7 @@ def _tokenizers_in(folder: Path, eos: str | None) -> tuple[set[str], list[str]]:
     identities, said = set(), []
     if saved := saved_identity(folder):
         identities, said = {saved}, [f"{saved[:_SHOWN]} as it was exported"]
-    for name in _FILES:
+    for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             try:
                 found = open_tokenizer(str(folder / name), eos).identity

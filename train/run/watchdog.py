@@ -29,10 +29,11 @@ class Watchdog:
 
     doing        what the rank does now, for messages
     last_words   the end of a message: the last good checkpoint, and how to resume
+    program      the name of the script
     """
 
-    def __init__(self, rank: int, timeout: float):
-        self.rank, self.timeout = rank, timeout
+    def __init__(self, rank: int, timeout: float, program: str = "pretrain.py"):
+        self.rank, self.timeout, self.program = rank, timeout, program
         self.last_words = ""
         self._file: TextIO | None = None
         self._over = threading.Event()
@@ -72,7 +73,7 @@ class Watchdog:
         where = f"; stacks in {self._file.name}" if self._file else ""
         what = f"rank {self.rank}: no sign of life for {waited:.0f} s in {self.doing}{where}"
         text = "; ".join(filter(None, (f"{time.strftime('%F %T')} {what}", self.last_words))) + "\n"
-        leave_reason(f"pretrain.py: {text.strip()}")
+        leave_reason(f"{self.program}: {text.strip()}")
         for stream in (self._file, sys.stderr) if self._file else (sys.stderr,):
             stream.write(text)
             stream.flush()

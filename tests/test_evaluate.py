@@ -1,0 +1,305 @@
+"""Evaluations of trained models: rows with something hidden, scores in one pass, and evaluate.py
+on any number of ranks.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from bmt_burst.sequence.layout import IGNORE_INDEX
+from models.config import CPMConfig
+from models.cpm import CPM
+from models.huggingface import save_weights
+from tests.helpers import run_script
+from tests.test_model import initialized
+from train import evaluate as script
+from train.data.stored import TokenWriter
+from train.data.tokenizer import ByteTokenizer, JsonTokenizer
+from train.evaluation.haystack import SENTENCES, Haystack
+from train.evaluation.positions import Bin
+from train.evaluation.retrieval import KEYS, Needle, RetrievalRows, Variables
+from train.evaluation.tasks import Grid, parse_tasks
+from train.run.config import TrainConfig
+
+TEXT = "The grass is green. The sky is blue. Here we go."
+LENGTH = 40
+TINY = CPMConfig(64, 64, 128, 2, 2, 2, 32, rope_theta=1000.0, tie_embeddings=False)
+
+
+def decoded(rows: RetrievalRows, index: int) -> tuple[str, str]:
+    """The inputs of a row, and its targets, as text."""
+    row = rows.read(index)
+    kept = row.labels != IGNORE_INDEX
+    return ByteTokenizer().decode(row.tokens.tolist()), ByteTokenizer().decode(
+        row.labels[kept].tolist()
+    )
+
+
+def byte_rows(task, length=600, samples=2, seed=0) -> RetrievalRows:
+    return RetrievalRows(task, Haystack(ByteTokenizer()), length, samples, seed, bos=256)
+
+
+def test_the_needle_is_at_its_depth_and_the_question_at_the_end():
+    rows = byte_rows(Needle((0.0, 0.5, 1.0), 1))
+    for index, depth in ((0, 0.0), (2, 0.5), (4, 1.0)):
+        text, answer = decoded(rows, index)
+        [(key, value)] = re.findall(r"The code of the (\w+ \w+) is (\d{5})\.", text)
+        assert answer == f" {value}"
+        assert text.endswith(f" The code of the {key} is {value[:-1]}")
+        at = text.index(" The code") / (len(text) - 66)
+        assert at == pytest.approx(depth, abs=0.06)  # half of a sentence
+        assert rows.read(index).tokens[0] == 256
+
+
+def test_each_of_several_needles_has_its_key_and_one_is_asked_for():
+    text, answer = decoded(byte_rows(Needle((0.5,), 5)), 1)
+    hidden = dict(re.findall(r"code of the (\w+ \w+) is (\d{5})\.", text))
+    asked = re.findall(r"code of the (\w+ \w+) is \d{4}$", text)[0]
+    assert len(hidden) == 5 and hidden.keys() <= set(KEYS) and answer == f" {hidden[asked]}"
+
+
+@pytest.mark.parametrize("hops", [0, 1, 4])
+def test_a_chain_of_variables_is_assigned_in_order_and_all_of_it_is_asked_for(hops):
+    text, answer = decoded(byte_rows(Variables((hops,), 2), 900), 0)
+    assigned = re.findall(r"VAR (\w{3}) = (?:VAR )?(\w+)\.", text)
+    asked = re.findall(r"with the value (\d{5}) are:", text)
+    assert len(assigned) == 3 * (hops + 1) and len(asked) == 2
+    for value, expected in zip(asked, (text.split("are:")[1].split(".")[0], answer), strict=True):
+        chain = []
+        for name, source in assigned:
+            if source in (value, *chain):
+                chain.append(name)
+        assert expected == "".join(f" {name}" for name in chain)
+
+
+def test_rows_depend_on_seed_length_and_number_only():
+    task = Needle((0.1, 0.9), 2)
+    rows, again = byte_rows(task), byte_rows(task)
+    assert all(torch.equal(rows.read(i).tokens, again.read(i).tokens) for i in range(len(rows)))
+    assert not torch.equal(rows.read(0).tokens, byte_rows(task, seed=1).read(0).tokens)
+    assert not torch.equal(rows.read(0).tokens, rows.read(1).tokens)
+    assert (rows.read(None).labels == IGNORE_INDEX).all()
+
+
+def test_every_length_is_filled_exactly_or_refused():
+    task = Needle((0.5,), 1)
+    with pytest.raises(
+        ValueError, match="a text of 40 tokens is too short for the task needle"
+    ) as e:
+        byte_rows(task, 40)
+    shortest = max(map(int, re.findall(r"needs (\d+)", str(e.value))))
+    for length in range(shortest + 10, shortest + 60):
+        row = byte_rows(task, length, samples=1).read(0)
+        assert row.tokens.shape == row.labels.shape == (length,)
+
+
+def test_a_text_of_the_user_keeps_its_order():
+    haystack = Haystack(ByteTokenizer(), "One is here. Two\nThree goes! Four")
+    tokens, starts = haystack.cut(80, np.random.default_rng(0))
+    said = ByteTokenizer().decode(tokens.tolist())
+    assert len(said) == 80 and said in " One is here. Two Three goes! Four" * 4
+    assert all(said[start] == " " for start in starts)
+    with pytest.raises(ValueError, match="has no words"):
+        Haystack(ByteTokenizer(), " \n ")
+    assert len(Haystack(ByteTokenizer(), SENTENCES).cut(1, np.random.default_rng(0))[0]) == 1
+
+
+def test_options_out_of_range_are_refused():
+    for change, said in (
+        ({"lengths": ()}, "--lengths must be at least 1, got"),
+        ({"depths": (0.5, 1.5)}, "--depths must be at least 0 and at most 1, got"),
+        ({"hops": (-1,)}, "--hops must be at least 0"),
+        ({"hidden": 129}, "--needles must be at least 1 and at most 128, got 129"),
+        ({"samples": 0}, "--samples must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Grid(**{"lengths": (10,)} | change)
+    assert parse_tasks("needle, positions", "--tasks") == ("needle", "positions")
+    for wrong in ("needle,needle", "", "haystack"):
+        with pytest.raises(ValueError, match="--tasks must be different names of needle, var"):
+            parse_tasks(wrong, "--tasks")
+    assert Bin(0, 1, 1, 1000.0).perplexity == math.inf
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tokenizer of few words, a text of them, a model that was trained on needles, and one that
+    was not.
+    """
+    folder = tmp_path_factory.mktemp("evaluate")
+    words = dict.fromkeys(["[UNK]", "</s>", ".", *"0123456789", "The", "code", "of", "the"])
+    words |= dict.fromkeys([*TEXT.replace(".", "").split(), *" ".join(KEYS).split()])
+    backend = Backend(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    backend.add_special_tokens(["</s>"])
+    assert len(words) <= TINY.vocab_size
+    (folder / "haystack.txt").write_text(TEXT)
+    for name, model in (("untrained", initialized(TINY)), ("trained", initialized(TINY))):
+        if name == "trained":
+            backend.save(str(folder / "tokenizer.json"))
+            train_on_needles(model, JsonTokenizer(folder / "tokenizer.json"))
+        (folder / name).mkdir()
+        backend.save(str(folder / name / "tokenizer.json"))
+        weights = {n: p.detach() for n, p in model.named_parameters()}
+        save_weights(folder / name, TINY, weights, torch.float32, max_position_embeddings=LENGTH)
+    return folder
+
+
+def train_on_needles(model: CPM, tokenizer: JsonTokenizer) -> None:
+    """Train until nearly all answers of new texts are found."""
+    haystack = Haystack(tokenizer, TEXT)
+    rows = RetrievalRows(
+        Needle(tuple(np.linspace(0, 1, 9)), digits=2), haystack, LENGTH, 2000, 1, 1
+    )
+    order = np.random.default_rng(0).permutation(len(rows))
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, (0.9, 0.95), weight_decay=0.01)
+    positions, recent = torch.arange(LENGTH), []
+    for step in range(560):
+        batch = [rows.read(int(i)) for i in order[step * 32 : step * 32 + 32]]
+        tokens, labels = (torch.stack([getattr(r, x) for r in batch]) for x in ("tokens", "labels"))
+        loss, count = model(tokens, positions, labels)
+        optimizer.zero_grad()
+        (loss / count).backward()
+        optimizer.step()
+        recent = [*recent[-9:], loss.item() / int(count)]
+        if max(recent) < 0.01 and len(recent) == 10:
+            return
+
+
+@pytest.fixture(scope="module")
+def data(folder) -> Path:
+    """Documents of 3 to 41 tokens, with the tokenizer of the models."""
+    tokenizer = JsonTokenizer(folder / "tokenizer.json")
+    writer = TokenWriter(folder / "data", tokenizer)
+    words = TEXT.split()
+    for i in range(24):
+        writer.write([tokenizer.encode(" ".join((words * 4)[i % 5 : i % 5 + 3 + i % 7 * 5]))])
+    writer.finish()
+    return folder / "data"
+
+
+def evaluate(folder: Path, model: str, output: str, *more, ranks: int | None = None, code: int = 0):
+    """Runs evaluate.py to its end; returns what it said."""
+    sizes = (
+        "--lengths",
+        f"{LENGTH - 5},{LENGTH}",
+        "--digits",
+        2,
+        "--text",
+        folder / "haystack.txt",
+    )
+    line = ["--init-from", folder / model, "--output", folder / output, *sizes, *more]
+    ended, said = run_script(ranks, "train/evaluate.py", *line)
+    assert ended == code, said
+    return said
+
+
+def results(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())["tasks"]
+
+
+NEEDLE = ("--tasks", "needle", "--samples", 20)
+
+
+def test_a_trained_model_finds_needles_and_an_untrained_one_does_not(folder):
+    said = evaluate(folder, "trained", "found", *NEEDLE)
+    assert "needle: needle_found" in said and f"wrote {folder / 'found'}" in said
+    evaluate(folder, "untrained", "not-found", *NEEDLE)
+    assert results(folder / "found")["needle"]["found"] >= 0.95
+    assert results(folder / "not-found")["needle"]["found"] <= 0.1
+    cells = results(folder / "found")["needle"]["cells"]
+    expected = [(n, d) for n in (LENGTH - 5, LENGTH) for d in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    assert [(cell["length"], cell["depth"]) for cell in cells] == expected
+    assert {path.name for path in (folder / "found").iterdir()} == {"results.json", "needle.png"}
+    assert (folder / "found/needle.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_the_ranks(folder, data):
+    """Losses differ by fp32's rounding. 35 tokens are no multiple of 2, 3 or 4 ranks."""
+    more = ("--data", data, "--seq-len", 35, "--bins", 6, "--samples", 3, "--needles", 2)
+    more = (*more, "--tasks", "needle,positions")
+    evaluate(folder, "trained", "one", *more)
+    expected = results(folder / "one")
+    assert 0 < expected["needle"]["found"] < 1, "two needles are hard for it"
+    bins = expected["positions"]["bins"]
+    assert [b["start"] for b in bins] == [0, 6, 12, 18, 24, 30] and bins[-1]["targets"]
+    for ranks, options in (
+        (2, ("--sp-size", 2)),
+        (3, ("--sp-size", 3, "--layout", "contiguous")),
+        (4, ("--sp-size", 2, "--strategy", "all-gather", "--micro-batch-size", 2)),
+    ):
+        evaluate(folder, "trained", f"ranks-{ranks}", *more, *options, ranks=ranks)
+        found = results(folder / f"ranks-{ranks}")
+        for mine, cell in zip(found["needle"]["cells"], expected["needle"]["cells"], strict=True):
+            assert mine["found"] == cell["found"]
+            assert mine["loss"] == pytest.approx(cell["loss"], rel=1e-5, abs=1e-6)
+        for mine, b in zip(found["positions"]["bins"], bins, strict=True):
+            assert mine["targets"] == b["targets"]
+            assert mine["perplexity"] == pytest.approx(b["perplexity"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_in_training_and_afterwards(folder, data, tmp_path):
+    """--eval-tasks and evaluate.py have the same numbers, and the mean of the bins is the
+    validation loss.
+    """
+    (tmp_path / "model.json").write_text(json.dumps(TINY.to_dict()))
+    options = {"model": tmp_path / "model.json", "data": data, "val_data": data, "seq_len": 64}
+    options |= {"steps": 2, "batch_size": 2, "eval_every": 1, "eval_sequences": 5}
+    options |= {"output": tmp_path / "run", "eval_tasks": "needle,variables,positions"}
+    flags = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
+    ended, said = run_script(None, "train/pretrain.py", *flags)
+    assert ended == 2 and "is too short for the task variables, which needs" in said
+    flags[-1] = "positions,needle"
+    ended, said = run_script(None, "train/pretrain.py", *flags)
+    assert ended == 0 and "step 2: needle_found" in said, said
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    recorded = {k: v for line in lines for k, v in json.loads(line).items()}
+    line = ("--run", tmp_path / "run", "--tasks", "needle,positions", "--lengths", 64)
+    ended, said = run_script(2, "train/evaluate.py", *line, "--eval-sequences", 5, "--sp-size", 2)
+    output = tmp_path / "run/evaluation_step_00000002"
+    assert ended == 0 and f"wrote {output}" in said, said
+    found = results(output)
+    assert found["needle"]["found"] == recorded["needle_found"]
+    assert found["positions"]["far_loss"] == pytest.approx(recorded["far_loss"], rel=1e-5)
+    bins = [b for b in found["positions"]["bins"] if b["targets"]]
+    mean = sum(b["loss"] * b["targets"] for b in bins) / sum(b["targets"] for b in bins)
+    assert mean == pytest.approx(recorded["val_loss"], rel=1e-5)
+    ended, said = run_script(None, "train/evaluate.py", *line)
+    assert ended == 2 and f"{output} exists: give another --output" in said
+
+
+def test_what_cannot_be_evaluated_is_refused(folder, data, capsys):
+    def refused(*line) -> str:
+        with pytest.raises(SystemExit) as ended:
+            script.main(list(map(str, line)))
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    assert "either --run or --init-from" in refused()
+    assert "either --run or --init-from" in refused("--run", "a", "--init-from", "b")
+    assert "--model is for --init-from, got --run" in refused("--run", "a", "--model", "b")
+    assert "--tasks positions needs text" in refused("--init-from", folder / "trained")
+    assert "--lengths: expected numbers with commas" in refused("--run", "a", "--lengths", "1,b")
+    assert "--seed must be at least 0" in refused("--run", "a", "--seed", -1)
+    with pytest.raises(ValueError, match="--eval-tasks positions needs --val-data"):
+        TrainConfig(eval_tasks="positions")
+    with pytest.raises(ValueError, match="--eval-tasks must be different names"):
+        TrainConfig(eval_tasks="needles")
+    assert "--lengths must be at least --sp-size 2, got 1" in evaluate(
+        folder, "trained", "short", *NEEDLE, "--sp-size", 2, "--lengths", 1, ranks=2, code=2
+    )
+    assert "evaluate.py: a text of 9 tokens is too short for the task needle" in evaluate(
+        folder, "trained", "short", *NEEDLE, "--lengths", "40,9", code=2
+    )
+    assert not list(folder.glob("*short*"))

@@ -1,0 +1,313 @@
+r"""Evaluate a trained model on long texts: needles, chains of variables, perplexity by position.
+
+    python train/evaluate.py --run runs/8b --processes 2 --sp-size 2 --lengths 4096,32768
+    python train/evaluate.py --init-from FOLDER --tasks needle --dtype bf16
+    torchrun --nproc-per-node 8 train/evaluate.py --run runs/8b --sp-size 8 --lengths 1048576
+
+An answer's tokens are scored in one pass over the text, which is cut over --sp-size ranks. It is
+found if each of its tokens is the most likely one. results.json and a picture for each task are
+written into a folder, which is printed. The folder is whole or does not exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# As a script, Python puts this folder first in the path. Put the repository there instead.
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from train.base.signals import die_with_parent
+
+    die_with_parent()  # early, since the parent may die while torch is imported
+
+import torch.distributed as dist
+
+from train.base import ranks
+from train.base.aside import write_aside
+from train.base.command_line import ArgumentParser
+from train.base.wording import counted
+from train.checkpoints import checkpoint
+from train.data.batches import Batches
+from train.evaluation.haystack import SENTENCES
+from train.evaluation.report import write_report
+from train.evaluation.tasks import (
+    METRICS,
+    TASKS,
+    Grid,
+    Result,
+    Subject,
+    check_tasks,
+    evaluate,
+    parse_tasks,
+)
+from train.run import ending
+from train.run.building import make_engine, make_groups
+from train.run.config import TrainConfig
+from train.run.distributed import init_distributed
+from train.run.launch import launch
+from train.run.options import add_options
+from train.run.trained import Trained, open_trained
+from train.run.watchdog import Watchdog
+
+_PROGRAM = "evaluate.py"
+_SHARED = {  # options of pretrain.py that have the same meaning here
+    *("model", "init_from", "allow_other_tokenizer", "dtype"),
+    *("data", "documents", "bos", "seq_len", "micro_batch_size", "eval_sequences"),
+    *("processes", "sp_size", "strategy", "inner_size", "ulysses_size", "layout"),
+    *("engine", "device", "flash", "deterministic", "timeout"),
+}
+
+
+def _numbers(kind: type) -> Any:
+    """Return a function that reads "1,2,4" as a tuple of numbers."""
+
+    def read(text: str) -> tuple:
+        try:
+            return tuple(kind(part) for part in text.split(","))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(
+                f"expected numbers with commas between them, got {text!r}"
+            ) from error
+
+    return read
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=_PROGRAM,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("the evaluation").add_argument
+    add("--run", type=Path, help="the --output of a training run, or one checkpoint in it")
+    add(
+        "--tasks",
+        default=",".join(TASKS),
+        help="needle: retrieval by depth and length; variables: chains of assignments, by hops and "
+        "length; positions: perplexity by position in --data (default: all)",
+    )
+    add(
+        "--output",
+        type=Path,
+        help="folder to write; must not exist. By default evaluation_STEP in the folder of the "
+        "run, or FOLDER_evaluation beside --init-from FOLDER",
+    )
+    add("--tokenizer", help="a tokenizer as for prepare_data.py (default: the model's own)")
+    add(
+        "--text",
+        type=Path,
+        help="file of the text in which something is hidden (default: built-in sentences in random "
+        "order)",
+    )
+    add(
+        "--lengths",
+        type=_numbers(int),
+        help="tokens of these texts, as in 4096,32768 (default: a quarter, a half and all of "
+        "--seq-len)",
+    )
+    add("--depths", type=_numbers(float), help="where the needle is (default: 0,0.25,0.5,0.75,1)")
+    add("--hops", type=_numbers(int), help="hops of the chain of variables (default: 1,2,4)")
+    add(
+        "--needles",
+        type=int,
+        dest="hidden",
+        metavar="NEEDLES",
+        help="needles, or chains of variables, in a text; one is asked for (default: 1)",
+    )
+    add("--digits", type=int, help="digits of the hidden numbers (default: 5)")
+    add(
+        "--samples",
+        type=int,
+        help="texts for each length and each depth or number of hops (default: 5)",
+    )
+    add("--bins", type=int, help="ranges of positions (default: 16)")
+    add("--seed", type=int, help="seed of the texts (default: 0)")
+    add_options(parser, _SHARED)
+    return parser
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The options of the command line. `settings` are those of TrainConfig that were given."""
+
+    run: Path | None
+    output: Path | None
+    tasks: tuple[str, ...]
+    tokenizer: str | None
+    text: Path | None
+    grid: dict[str, Any]
+    settings: dict[str, Any]
+
+
+def _parse(argv: Sequence[str]) -> Request:
+    parser = _parser()
+    given = vars(parser.parse_args(argv))
+    sizes = {field.name for field in dataclasses.fields(Grid)}
+    own = {name: given.pop(name) for name in ("run", "output", "tokenizer", "text")}
+    tasks = given.pop("tasks")
+    grid = {name: given.pop(name) for name in sizes}
+    grid = {name: value for name, value in grid.items() if value is not None}
+    try:
+        if (own["run"] is None) == (given.get("init_from") is None):
+            raise ValueError("give a trained model: either --run or --init-from")
+        if own["run"] and (other := {"model", "allow_other_tokenizer"} & given.keys()):
+            raise ValueError(f"--{min(other).replace('_', '-')} is for --init-from, got --run")
+        if not 0 <= grid.get("seed", 0) < 2**63:
+            raise ValueError(f"--seed must be at least 0 and below 2^63, got {grid['seed']}")
+        request = Request(tasks=parse_tasks(tasks, "--tasks"), grid=grid, settings=given, **own)
+        if own["run"] is None and "positions" in request.tasks and "data" not in given:
+            raise ValueError(
+                "--tasks positions needs text: give --data FOLDER, or --tasks needle,variables"
+            )
+        Grid(**{"lengths": (1,), **grid})  # checks the sizes before anything is started
+        TrainConfig(**given)
+    except ValueError as error:
+        parser.fail(error)
+    return request
+
+
+class Evaluation:
+    """One rank of an evaluation."""
+
+    def __init__(self, request: Request, watchdog: Watchdog):
+        self.request, self.watchdog = request, watchdog
+        watchdog.alive("waiting for the other ranks to join")
+        device = init_distributed(TrainConfig(**request.settings))
+        watchdog.alive("choosing a checkpoint")
+        path = checkpoint.find(request.run) if request.run else None
+        self.trained: Trained = ranks.together(
+            lambda: open_trained(request.settings, path, request.tokenizer, device)
+        )
+        self.config, model = self._configure(), self.trained.model
+        self.output = ranks.together(self._choose_output)
+        sp = ranks.together(lambda: make_groups(self.config))
+        self.grid = ranks.together(self._choose_grid)
+        watchdog.alive("building the model")
+        engine = make_engine(self.config, model, sp, device, trains=False)
+        self.subject: Subject = ranks.together(
+            lambda: Subject(
+                engine,
+                lambda length: Batches(self._of_length(length), model, sp, device),
+                self.trained.tokenizer,
+                self.trained.bos,
+                self._open_data() if "positions" in request.tasks else None,
+                watchdog.alive,
+                request.text.read_text() if request.text else SENTENCES,
+            )
+        )
+        ranks.together(lambda: check_tasks(request.tasks, self.subject, self.grid))
+        watchdog.alive("reading weights")
+        ranks.together(lambda: self.trained.load(engine))
+
+    def run(self) -> None:
+        """Run the tasks and write the report."""
+        results = []
+        for name in self.request.tasks:
+            result = evaluate(name, self.subject, self.grid)
+            results.append(result)
+            self._say(f"{name}: {METRICS[name]} {result.value:.4f}")
+        self.watchdog.alive("writing the report")
+        ranks.together(lambda: self._write(results) if ranks.rank() == 0 else None)
+        self._say(f"wrote {self.output}")
+
+    def _write(self, results: Sequence[Result]) -> None:
+        about = {
+            "model": self.trained.name,
+            "dtype": self.config.dtype,
+            "ranks": ranks.world_size(),
+            "sp_size": self.config.sp_size,
+            "grid": dataclasses.asdict(self.grid),
+        }
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        with write_aside(self.output) as folder:
+            write_report(folder, about, results)
+
+    def _configure(self) -> TrainConfig:
+        """Return the settings with a batch size: a micro-batch for each data parallel group."""
+        config = self.trained.config
+        size, groups = config.micro_batch_size or 1, max(1, ranks.world_size() // config.sp_size)
+        return dataclasses.replace(config, micro_batch_size=size, batch_size=size * groups)
+
+    def _of_length(self, length: int) -> TrainConfig:
+        return dataclasses.replace(self.config, seq_len=length)
+
+    def _choose_grid(self) -> Grid:
+        """Return the sizes. Raises ValueError for lengths that cannot be cut over the ranks."""
+        whole, fewest = self.config.seq_len, self.config.sp_size
+        lengths = tuple(dict.fromkeys((max(whole // 4, 1), max(whole // 2, 1), whole)))
+        grid = Grid(**{"lengths": lengths, **self.request.grid})
+        if min(grid.lengths) < fewest:
+            raise ValueError(
+                f"--lengths must be at least --sp-size {fewest}, got {min(grid.lengths)}"
+            )
+        for length in grid.lengths:
+            self._of_length(length)  # refuses a strategy that cannot run with it
+        return grid
+
+    def _choose_output(self) -> Path:
+        path, output = self.trained.path, self.request.output
+        if output is None and path is not None:
+            output = path.resolve().with_name(f"evaluation_{path.resolve().name}")
+        elif output is None:
+            source = Path(self.config.init_from or "").resolve()
+            output = source.with_name(f"{source.stem}_evaluation")
+        if os.path.lexists(output):
+            raise ValueError(f"{output} exists: give another --output")
+        return output
+
+    def _open_data(self) -> Any:
+        """Open --data, by default the run's validation data, else its training data."""
+        folder = self.request.settings.get("data")
+        if folder is None:
+            assert self.trained.path is not None
+            saved = checkpoint.Checkpoint(self.trained.path).state["config"]
+            folder = saved.get("val_data") or saved["data"]
+            if not Path(folder).is_dir():
+                raise ValueError(f"{folder}, the run's data, is not here: give --data")
+        self._say(f"positions: {counted(self.config.seq_len, 'token')} a sequence of {folder}")
+        return self.trained.open_data(folder)
+
+    def _say(self, text: str) -> None:
+        if ranks.rank() == 0:
+            print(text, flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    request = _parse(argv)
+    processes = request.settings.get("processes", 1)
+    if processes > 1 and "RANK" not in os.environ:
+        return launch([__file__, *argv], processes)
+    # reuse compiled kernels in the next run
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    timeout = TrainConfig(**request.settings).timeout
+    watchdog = Watchdog(ranks.rank(), timeout, _PROGRAM)
+    try:
+        Evaluation(request, watchdog).run()
+        watchdog.alive("leaving the other ranks")
+        dist.destroy_process_group()
+        return 0
+    except Exception as error:
+        code = ending.explain(error, watchdog, _PROGRAM)
+        if code is None:
+            raise
+        return code
+    finally:
+        watchdog.close()
+
+
+if __name__ == "__main__":
+    try:
+        ending.leave(main(sys.argv[1:]))
+    except SystemExit as given:  # argparse has printed the reason
+        ending.leave(given.code if isinstance(given.code, int) else 1)
+    except BaseException:  # noqa: BLE001 - every process ends by `leave`
+        traceback.print_exc()
+        ending.leave(1)

@@ -1,0 +1,244 @@
+"""Retrieval from long texts: something is hidden in a text, and the text ends with a question.
+
+The answer's tokens follow the question in the same row, so one pass scores them and nothing is
+generated. An answer is found if each of its tokens is the most likely one.
+
+    needle      "The code of the red fox is 48213." at some depth. The question is "The code of the
+                red fox is". Further needles have other keys, and are at random depths
+    variables   variable tracking as in RULER (arXiv 2404.06654): "VAR ABC = 48213.", and then "VAR
+                DEF = VAR ABC." for each hop. The question is which variables have the value. An
+                example stands in front of the text. Further chains have other names and values
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from bmt_burst.sequence.layout import IGNORE_INDEX
+from train.base.wording import counted
+from train.data.batches import Batches
+from train.data.folder import Row
+from train.engine import Engine
+from train.evaluation.haystack import Haystack
+
+_COLORS = ("red", "blue", "green", "black", "white", "brown", "golden", "silver")
+_ANIMALS = "fox owl bear wolf hare goose otter badger raven trout moose lynx crab swan toad mole"
+KEYS = [f"{color} {animal}" for color in _COLORS for animal in _ANIMALS.split()]
+_LETTERS = np.array(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+_NAME = 3  # letters of a variable
+MOST_HIDDEN = len(KEYS)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text with something hidden in it.
+
+    intro     the text's beginning
+    hidden    sentences, and the share of the text that stands before each: rising
+    question  the text's end
+    answer    its continuation
+    """
+
+    intro: str
+    hidden: Sequence[tuple[float, str]]
+    question: str
+    answer: str
+
+
+class Task(Protocol):
+    """A kind of retrieval. `levels` are the values of what its heat map shows beside the length."""
+
+    name: str
+    level: str
+    levels: tuple[float, ...]
+
+    def sample(self, level: float, rng: np.random.Generator) -> Sample: ...
+
+
+class Needle:
+    """A needle at each of some depths, between 0 and 1, among `count` needles. Codes have `digits`
+    digits.
+    """
+
+    name, level = "needle", "depth"
+
+    def __init__(self, depths: Sequence[float], count: int = 1, digits: int = 5):
+        self.levels: tuple[float, ...] = tuple(depths)
+        self._count, self._digits = count, digits
+
+    def sample(self, level: float, rng: np.random.Generator) -> Sample:
+        asked, *others = (KEYS[i] for i in rng.choice(len(KEYS), self._count, replace=False))
+        answer, *values = _numbers(self._count, self._digits, rng)
+        hidden = [(level, f"{_about(asked)} {answer}.")]
+        hidden += [
+            (float(rng.random()), f"{_about(key)} {value}.")
+            for key, value in zip(others, values, strict=True)
+        ]
+        return Sample("", sorted(hidden), _about(asked), f" {answer}")
+
+
+class Variables:
+    """A chain of each of some numbers of hops, among `count` chains. Values have `digits`
+    digits.
+    """
+
+    name, level = "variables", "hops"
+
+    def __init__(self, hops: Sequence[int], count: int = 1, digits: int = 5):
+        self.levels: tuple[float, ...] = tuple(hops)
+        self._count, self._digits = count, digits
+
+    def sample(self, level: float, rng: np.random.Generator) -> Sample:
+        length = int(level) + 1
+        names = _names((self._count + 1) * length, rng)
+        values = _numbers(self._count + 1, self._digits, rng)
+        chains = [names[i : i + length] for i in range(0, len(names), length)]
+        hidden = []
+        for chain, value in zip(chains[1:], values[1:], strict=True):
+            depths = np.sort(rng.random(length))
+            hidden += list(zip(depths.tolist(), _assign(chain, value), strict=True))
+        example = "".join(_assign(chains[0], values[0])) + _ask(values[0])
+        return Sample(
+            f"{example} {' '.join(chains[0])}.",
+            sorted(hidden, key=lambda x: x[0]),
+            _ask(values[1]),
+            f" {' '.join(chains[1])}",
+        )
+
+
+def _about(key: str) -> str:
+    return f" The code of the {key} is"
+
+
+def _numbers(count: int, digits: int, rng: np.random.Generator) -> list[int]:
+    """Return different numbers of so many digits."""
+    first = 10 ** (digits - 1)
+    return [int(n) + first for n in rng.choice(9 * first, count, replace=False)]
+
+
+def _names(count: int, rng: np.random.Generator) -> list[str]:
+    """Return different names of variables."""
+    numbers = rng.choice(26**_NAME, count, replace=False)
+    digits = numbers[:, None] // 26 ** np.arange(_NAME) % 26
+    return ["".join(_LETTERS[row]) for row in digits]
+
+
+def _assign(chain: Sequence[str], value: int) -> list[str]:
+    first = f" VAR {chain[0]} = {value}."
+    return [first, *(f" VAR {b} = VAR {a}." for a, b in itertools.pairwise(chain))]
+
+
+def _ask(value: int) -> str:
+    return f" The variables with the value {value} are:"
+
+
+class RetrievalRows:
+    """Rows of `length` tokens, `samples` for each level of a task, as train.data.batches.Rows.
+
+    Row i belongs to level i // samples. It depends on the seed, the length and i only. `bos` stands
+    in front of each text, unless it is None. Raises ValueError if the length is too short.
+    """
+
+    documents = False
+
+    def __init__(
+        self,
+        task: Task,
+        haystack: Haystack,
+        length: int,
+        samples: int,
+        seed: int,
+        bos: int | None = None,
+    ):
+        self.task, self.length, self.samples = task, length, samples
+        self._haystack, self._seed, self._bos = haystack, seed, bos
+        for number in range(0, len(self), samples):  # so that an error is not raised later
+            self.read(number)
+
+    def __len__(self) -> int:
+        return len(self.task.levels) * self.samples
+
+    def read(self, index: int | None) -> Row:
+        """Return row `index`. Only the answer's tokens are targets."""
+        tokens = torch.zeros(self.length, dtype=torch.int64)
+        labels = torch.full((self.length,), IGNORE_INDEX)
+        if index is not None:
+            text, answer = self._write(index)
+            tokens, labels[-answer:] = text[:-1], text[-answer:]
+        return Row(tokens, labels, (0, self.length))
+
+    def _write(self, index: int) -> tuple[torch.Tensor, int]:
+        """Return the tokens of a row and the last one of its answer, and the answer's length."""
+        rng = np.random.default_rng((self._seed, self.length, index))
+        encode = self._haystack.encode
+        sample = self.task.sample(self.task.levels[index // self.samples], rng)
+        begin = np.array([] if self._bos is None else [self._bos], dtype=np.int64)
+        intro, hidden = encode(sample.intro), [encode(text) for _, text in sample.hidden]
+        question, answer = self._ask(sample)
+        parts = [begin, intro, *hidden, question, answer]
+        room = self.length + 1 - sum(map(len, parts))
+        if room < 0:
+            raise ValueError(
+                f"a text of {counted(self.length, 'token')} is too short for the task "
+                f"{self.task.name}, which needs {self.length - room}: give longer --lengths"
+            )
+        text, starts = self._haystack.cut(room, rng)
+        wanted = np.array([depth * room for depth, _ in sample.hidden])
+        places = starts[np.abs(starts - wanted[:, None]).argmin(1)]
+        cuts = np.split(text, places)
+        mixed = [part for pair in zip(cuts, hidden, strict=False) for part in pair]
+        whole = np.concatenate([begin, intro, *mixed, cuts[-1], question, answer])
+        return torch.from_numpy(whole), len(answer)
+
+    def _ask(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of the question and of the answer, which are tokenized together. The
+        answer begins where tokens differ from those of the question alone.
+        """
+        alone = self._haystack.encode(sample.question)
+        both = self._haystack.encode(sample.question + sample.answer)
+        same = np.cumprod(alone == both[: len(alone)]).sum()
+        return both[:same], both[same:]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The samples of a length and a level: the share that was found, and the mean loss of the
+    answers' tokens.
+    """
+
+    length: int
+    level: float
+    found: float
+    loss: float
+
+
+@torch.no_grad()
+def score_rows(
+    rows: RetrievalRows, batches: Batches, engine: Engine, alive: Callable[[], None]
+) -> list[Cell]:
+    """Score all rows, and return a cell for each level. Every rank must call this function.
+
+    `alive` is called before each micro-batch.
+    """
+    wrong, losses, targets = ([0.0] * len(rows) for _ in range(3))
+    for numbers, batch in batches.of_rows(rows):
+        alive()
+        loss, likely = batch.score_tokens(engine.model)
+        is_target = batch.labels != IGNORE_INDEX
+        missed = is_target & (likely != batch.labels)
+        sums = torch.stack([x.double().sum(1) for x in (missed, loss, is_target)], 1).tolist()
+        for number, row in zip(numbers, sums, strict=True):
+            if number is not None:
+                wrong[number], losses[number], targets[number] = row
+    sums = engine.sum(wrong + losses + targets)
+    by_level = np.array(sums).reshape(3, len(rows.task.levels), rows.samples)
+    return [
+        Cell(rows.length, level, float((missed == 0).mean()), float(loss.sum() / count.sum()))
+        for level, missed, loss, count in zip(rows.task.levels, *by_level, strict=True)
+    ]

@@ -1,0 +1,193 @@
+"""The tasks of an evaluation by name, their options, and the model that they evaluate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from train.base.wording import flag
+from train.data.batches import Batches
+from train.data.folder import Sequences
+from train.data.tokenizer_base import Tokenizer
+from train.engine import Engine
+from train.evaluation.haystack import SENTENCES, Haystack
+from train.evaluation.positions import Bin, measure_positions
+from train.evaluation.retrieval import (
+    MOST_HIDDEN,
+    Cell,
+    Needle,
+    RetrievalRows,
+    Task,
+    Variables,
+    score_rows,
+)
+
+# tasks, and the number that a log has of each
+METRICS = {"needle": "needle_found", "variables": "variables_found", "positions": "far_loss"}
+TASKS = tuple(METRICS)
+_HOPS = 64  # the most
+_MOST_DIGITS = 9
+
+
+def parse_tasks(text: str, option: str) -> tuple[str, ...]:
+    """Return the tasks of "needle,positions". Raises ValueError for others."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not set(names) <= set(TASKS) or len(set(names)) < len(names):
+        raise ValueError(f"{option} must be different names of {', '.join(TASKS)}, got {text!r}")
+    return names
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes of the tasks. Raises ValueError for values out of range.
+
+    lengths   tokens of the texts in which something is hidden
+    depths    where a needle is, as shares of the text
+    hops      the assignments from variable to variable in a chain
+    hidden    needles, or chains of variables, in a text; one is asked for
+    digits    digits of a code or value
+    samples   texts for each length and each depth or number of hops
+    bins      ranges of positions
+    """
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    hops: tuple[int, ...] = (1, 2, 4)
+    hidden: int = 1
+    digits: int = 5
+    samples: int = 5
+    bins: int = 16
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, low, high in (
+            ("lengths", 1, math.inf),
+            ("depths", 0, 1),
+            ("hops", 0, _HOPS),
+        ):
+            values = getattr(self, name)
+            if not values or not all(low <= value <= high for value in values):
+                at_most = "" if high == math.inf else f" and at most {high}"
+                raise ValueError(f"{flag(name)} must be at least {low}{at_most}, got {values}")
+        for name, low, high in (
+            ("hidden", 1, MOST_HIDDEN),
+            ("digits", 1, _MOST_DIGITS),
+            ("samples", 1, math.inf),
+            ("bins", 1, math.inf),
+        ):
+            if not low <= (value := getattr(self, name)) <= high:
+                shown = "--needles" if name == "hidden" else flag(name)
+                at_most = "" if high == math.inf else f" and at most {high}"
+                raise ValueError(f"{shown} must be at least {low}{at_most}, got {value}")
+        if self.hidden > 9 * 10 ** (self.digits - 1) - 1:
+            raise ValueError(
+                f"--digits {self.digits} has too few numbers for --needles {self.hidden}"
+            )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is evaluated, and its texts.
+
+    batches    deals rows of a length to the ranks
+    tokenizer  the tokenizer that the model was trained with
+    bos        the begin token in front of a text; None if there is none
+    data       the sequences of the task positions
+    text       the text in which something is hidden
+    alive      is called before each micro-batch, with what is done
+    """
+
+    engine: Engine
+    batches: Callable[[int], Batches]
+    tokenizer: Tokenizer
+    bos: int | None
+    data: Sequences | None
+    alive: Callable[[str], None]
+    text: str = SENTENCES
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """The result of a retrieval task. `value` is the share of all answers that were found."""
+
+    task: str
+    level: str
+    cells: list[Cell]
+
+    @property
+    def value(self) -> float:
+        return sum(cell.found for cell in self.cells) / len(self.cells)
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [
+            {"length": c.length, self.level: c.level, "found": c.found, "loss": c.loss}
+            for c in self.cells
+        ]
+        return {"found": self.value, "cells": rows}
+
+
+@dataclass(frozen=True)
+class ByPosition:
+    """The result of the task positions. `value` is the loss of the last bin that has targets."""
+
+    bins: list[Bin]
+    task = "positions"
+
+    @property
+    def value(self) -> float:
+        return next((b.loss for b in reversed(self.bins) if b.targets), math.nan)
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [
+            {
+                "start": b.start,
+                "stop": b.stop,
+                "targets": b.targets,
+                "loss": b.loss if b.targets else None,
+                "perplexity": b.perplexity if math.isfinite(b.perplexity) else None,
+            }
+            for b in self.bins
+        ]
+        return {"far_loss": self.value if math.isfinite(self.value) else None, "bins": rows}
+
+
+Result = Retrieved | ByPosition
+
+
+def check_tasks(tasks: tuple[str, ...], subject: Subject, grid: Grid) -> None:
+    """Make a row of each kind, so that lengths that are too short are refused at once with a
+    ValueError.
+    """
+    for name in tasks:
+        if name != "positions":
+            for length in grid.lengths:
+                _make_rows(_make_task(name, grid), subject, grid, length)
+
+
+def evaluate(name: str, subject: Subject, grid: Grid) -> Result:
+    """Run the task called `name`. Every rank must call this function, and gets the same result."""
+    if name == "positions":
+        data = subject.data
+        assert data is not None
+        batches, alive = subject.batches(data.seq_len), partial(subject.alive, "positions")
+        return ByPosition(measure_positions(data, batches, subject.engine, grid.bins, alive))
+    task, cells = _make_task(name, grid), []
+    for length in grid.lengths:
+        rows = _make_rows(task, subject, grid, length)
+        alive = partial(subject.alive, f"{name} in {length:,} tokens")
+        cells += score_rows(rows, subject.batches(length), subject.engine, alive)
+    return Retrieved(name, task.level, cells)
+
+
+def _make_task(name: str, grid: Grid) -> Task:
+    if name == "needle":
+        return Needle(grid.depths, grid.hidden, grid.digits)
+    return Variables(grid.hops, grid.hidden, grid.digits)
+
+
+def _make_rows(task: Task, subject: Subject, grid: Grid, length: int) -> RetrievalRows:
+    haystack = Haystack(subject.tokenizer, subject.text)
+    return RetrievalRows(task, haystack, length, grid.samples, grid.seed, subject.bos)

@@ -1,0 +1,130 @@
+"""A trained model that is evaluated: a run's checkpoint, or weights of --init-from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.config import CPMConfig
+from train.checkpoints import checkpoint
+from train.checkpoints.weights import load_weights
+from train.data.folder import Sequences
+from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+from train.data.tokenizer_base import SPEC
+from train.engine import Engine
+from train.run import resume
+from train.run.config import TrainConfig
+from train.run.inputs import check_kernel, check_padding, open_data, warn_of_length
+from train.run.kinds import config_of, kind_of
+from train.run.same_tokenizer import TOKENIZER_FILES, check_folder, check_weights
+
+_FROM_RUN = ("seq_len", "dtype")  # settings that are a run's, unless they are given
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model, before its weights are loaded.
+
+    config     the settings of the evaluation
+    path       the checkpoint; None for weights of --init-from
+    bos        the begin token in front of a text; None if there is none
+    """
+
+    config: TrainConfig
+    path: Path | None
+    model: CPMConfig
+    tokenizer: Tokenizer
+    bos: int | None
+
+    @property
+    def name(self) -> str:
+        return str(self.path or self.config.init_from)
+
+    def load(self, engine: Engine) -> None:
+        """Load the weights into an engine."""
+        if self.path is None:
+            assert self.config.init_from is not None
+            load_weights(self.config.init_from, engine, self.config.model)
+        else:
+            engine.load(checkpoint.Checkpoint(self.path).read, optimizer_steps=0)
+
+    def open_data(self, folder: str) -> Sequences:
+        """Open the text of a data folder. Documents are kept apart as in training.
+
+        Raises ValueError if the folder has another tokenizer than the model.
+        """
+        config, kind = self.config, kind_of(self.model)
+        data: Any = open_data(config, kind, self.model, folder)
+        place = data.file.folder
+        if self.path is not None:
+            check_folder(place, self.path / checkpoint.TOKENIZER, self.path)
+        else:
+            weights = Path(config.init_from or "")
+            check_weights(place, self.tokenizer, weights, config.allow_other_tokenizer)
+        apart = resume.choose_documents(config, self.path, data.file.documents is not None)
+        bos = resume.choose_begin_token(config, self.path, apart, data.file, self.tokenizer)
+        opened: Sequences = data.keep_documents_apart(apart, bos)
+        check_padding(config, opened)
+        return opened
+
+
+def open_trained(
+    given: dict[str, Any], path: Path | None, tokenizer: str | None, device: torch.device
+) -> Trained:
+    """Return the model of checkpoint `path`, or of --init-from in the settings `given`.
+
+    `tokenizer` names a tokenizer, as for prepare_data.py, in place of the model's own. Raises
+    ValueError if the model is not a dense CPM, or if it has no tokenizer.
+    """
+    if path is None:
+        config = TrainConfig(**given)
+        model: Any = config.model_config()
+    else:
+        state = checkpoint.Checkpoint(path).state
+        saved = {name: state["config"][name] for name in _FROM_RUN}
+        config, model = TrainConfig(**{**saved, **given}), config_of(state["model"])
+    if not isinstance(model, CPMConfig):
+        raise ValueError(f"expected a dense CPM, got a {kind_of(model).name}, which reads no texts")
+    warn_of_length(config, model)
+    check_kernel(config, model, device)
+    found = open_tokenizer(tokenizer) if tokenizer else _find_tokenizer(path, config)
+    if found.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"expected a tokenizer of at most {model.vocab_size} tokens, which the model has, got "
+            f"one of {found.vocab_size}"
+        )
+    return Trained(config, path, model, found, _begin_token(config, path, found))
+
+
+def checkpoint_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a checkpoint folder: its own, or its run's."""
+    own = path / checkpoint.TOKENIZER
+    return load_tokenizer(own if own.is_dir() else path.parent / checkpoint.TOKENIZER)
+
+
+def _find_tokenizer(path: Path | None, config: TrainConfig) -> Tokenizer:
+    """Return the tokenizer of a checkpoint, or the one beside the weights."""
+    if path is not None:
+        return checkpoint_tokenizer(path)
+    source = Path(config.init_from or "")
+    folder = source.parent if source.suffix == ".pt" else source
+    if (folder / SPEC).is_file():
+        return load_tokenizer(folder)
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            return open_tokenizer(str(folder / name))
+    raise ValueError(f"{folder} has no tokenizer: give --tokenizer")
+
+
+def _begin_token(config: TrainConfig, path: Path | None, tokenizer: Tokenizer) -> int | None:
+    """Return the begin token of a text that no data folder holds."""
+    if config.bos == "none" or config.documents == "ignore":
+        return None
+    if config.bos != "auto":
+        return resume.named_token(config.bos, tokenizer, str(path or config.init_from))
+    if path is not None:
+        return resume.saved_begin_token(checkpoint.Checkpoint(path).state)
+    return tokenizer.bos_id
