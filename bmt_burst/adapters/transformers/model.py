@@ -50,7 +50,12 @@ class EnabledModel(Enabled):
         )
 
     def attach(self, sp: SequenceParallel) -> None:
-        """Run this model over the ranks of `sp`, for example after it was read from a pickle."""
+        """Run this model over the ranks of `sp`, for example after it was read from a pickle.
+
+        Raises TypeError if sp is not a SequenceParallel.
+        """
+        if not isinstance(sp, SequenceParallel):
+            raise TypeError(f"sp must be a SequenceParallel, got {type(sp).__name__}")
         self._sp = sp
 
     def _run(self, own: Callable, args: tuple, named: dict[str, Any]) -> Any:
