@@ -69,6 +69,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
             "checkpointing_blocks": args.checkpointing_blocks,
             "offload": args.offload,
             "sparse": changed.sparse and changed.sparse.to_dict(),
+            "more": args.more,
             **common,
         }
         with tempfile.TemporaryDirectory() as folder:

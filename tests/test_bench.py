@@ -597,6 +597,7 @@ def test_training_benchmark(tmp_path):
     [row] = read_rows([output])
     assert row["checkpointing"] == "full"
     assert (row["kind"], row["layers"], row["sp"], row["seq_len"]) == ("train", 2, 2, 64)
+    assert row["more"] == ["--layout", "striped"]
     names = "model", "engine", "gpus", "tokens_per_s_per_gpu", "step_s", "versions", "commit"
     assert row.keys() >= {*names}
     assert len(row["losses"]) == 4
