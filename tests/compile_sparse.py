@@ -15,7 +15,7 @@ from bmt_burst.sparse.compressed import CompressedKeys
 from tests.compile_triton import Compiler
 
 NAMES = {
-    tiles: ("_unite",),
+    tiles: ("_sort_keys", "_unite"),
     triton_far: ("_forward", "_dq", "_dkdv", "_add_parts"),
     triton_choice: ("_fill_scores", "_take"),
 }

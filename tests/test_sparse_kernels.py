@@ -332,5 +332,5 @@ def test_they_compile_for_gpus(tmp_path):
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    far_names = ["_unite", "_forward", "_dq", "_dkdv", "_add_parts"]
+    far_names = ["_sort_keys", "_unite", "_forward", "_dq", "_dkdv", "_add_parts"]
     assert done.stdout.split() == [*far_names, "_fill_scores", "_take"]

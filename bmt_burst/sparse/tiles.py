@@ -45,19 +45,14 @@ class QueryTiles:
         starts  (S, G, N) int32: the first tokens of blocks, -1 for none
         """
         queries, groups, most = starts.shape
-        tiles = -(-queries // tokens)
-        padded = starts.new_full((tiles * tokens, groups, most), -1)
-        padded[:queries] = starts
-        padded = padded.view(tiles, tokens, groups, most).permute(2, 0, 1, 3)
-        query = torch.arange(tokens, device=starts.device, dtype=torch.int32).unsqueeze(1)
-        # A query is the last digit of a key. `blocks.MOST_TOKENS` leaves room for it.
-        keys = torch.where(padded < 0, NONE // tokens, padded) * tokens + query
-        keys = keys.flatten(2).contiguous().sort(-1).values
-        union, chosen = torch.empty_like(keys), torch.empty_like(keys)
-        width = keys.shape[-1]
-        _unite[keys.shape[0] * tiles,](
-            keys, union, chosen, width, TOKENS=tokens, N=triton.next_power_of_2(width)
+        tiles, each = -(-queries // tokens), triton.next_power_of_2(most)
+        width, size = tokens * most, tokens * each
+        keys, union, chosen = starts.new_empty(3, groups, tiles, width).unbind()
+        constants = {"TOKENS": tokens, "num_warps": min(max(size // 64, 1), 16)}
+        _sort_keys[tiles, groups](
+            starts, keys, starts.stride(), queries, most, EACH=each, **constants
         )
+        _unite[groups * tiles,](keys, union, chosen, width, N=size, **constants)
         return QueryTiles(union, chosen)
 
     def between(self, low: int, high: int) -> Tensor:
@@ -142,6 +137,26 @@ class ListParts:
     slots: Tensor
     held: Tensor
     stops: Tensor
+
+
+@triton.jit(do_not_specialize=["queries", "most"])
+def _sort_keys(
+    starts, keys, strides, queries, most, TOKENS: tl.constexpr, EACH: tl.constexpr
+):  # fmt: skip
+    """Sort the blocks of a tile, a row of keys (G, tiles, TOKENS * most).
+
+    A query is the last digit of a key. `blocks.MOST_TOKENS` leaves room for it.
+    """
+    tile, group = tl.program_id(0), tl.program_id(1)
+    at = tl.arange(0, TOKENS * EACH)
+    query, nth = at // EACH, at % EACH
+    token = tile * TOKENS + query
+    place = starts + token.to(tl.int64) * strides[0] + group * strides[1] + nth * strides[2]
+    start = tl.load(place, mask=(token < queries) & (nth < most), other=-1)
+    key = tl.where(start < 0, _NONE // TOKENS, start) * TOKENS + query
+    # Padding is no block, so it is sorted to the end.
+    row = (group * tl.num_programs(0) + tile).to(tl.int64) * (TOKENS * most)
+    tl.store(keys + row + at, tl.sort(key), mask=at < TOKENS * most)
 
 
 @triton.jit(do_not_specialize=["width"])

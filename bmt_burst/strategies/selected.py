@@ -159,13 +159,12 @@ class ChosenPlan(Plan):
     ) -> tuple[Tensor, Tensor, None]:
         assert table is None, "sparse attention has no bias"
         selected = self.selected
-        near, near_lse, _ = selected.window.forward(rings, q, k, v)
+        near, lse, _ = selected.window.forward(rings, q, k, v)
         blocks, scale = selected.far_blocks(self.chosen), selected.problem.spec.scale
         spans = selected.spans.spans
         # One span is rounded once. Sums of several are kept wide.
-        out = near.to(q.dtype if len(spans) == 1 else near_lse.dtype, copy=True)
-        lse = near_lse.clone()
-        del near, near_lse
+        out = near.to(q.dtype if len(spans) == 1 else lse.dtype)
+        del near
         for number, (first, _) in enumerate(spans):
             keys, values = selected.spans.gather(rings, [k, v], number)
             for row, of_row in enumerate(blocks):
