@@ -49,7 +49,7 @@ _ALWAYS = tl.constexpr(torch.iinfo(torch.int32).max)
 
 _NUMBERS = ["queries", "normalizing_kernels", "scored_kernels", "blocks"]
 _ROWS = ["places"]
-_BYTES = 1 << 28  # of scores that are kept at a time
+_BYTES = 1 << 29  # of scores that are kept at a time
 
 
 class LaunchShape(NamedTuple):
