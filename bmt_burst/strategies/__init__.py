@@ -160,8 +160,8 @@ class Plan(ABC):
         Return out (B, S, H, D) in q's dtype and lse (B, H, S) in fp32 (fp64 for fp64 inputs). With
         the table (R, H) of a bias, in lse's dtype, also return the row_lse of `Saved`.
 
-        Queries that see nothing yield 0 and -inf. Inputs are not written to. The results are the
-        caller's, who may write to them.
+        Queries that see nothing yield 0 and -inf. Inputs are not written to. The caller may write
+        to the results if the kernel `writes_new_memory`.
         """
 
     @abstractmethod

@@ -159,12 +159,14 @@ class ChosenPlan(Plan):
     ) -> tuple[Tensor, Tensor, None]:
         assert table is None, "sparse attention has no bias"
         selected = self.selected
-        near, lse, _ = selected.window.forward(rings, q, k, v)
+        near, near_lse, _ = selected.window.forward(rings, q, k, v)
         blocks, scale = selected.far_blocks(self.chosen), selected.problem.spec.scale
         spans = selected.spans.spans
         # One span is rounded once. Sums of several are kept wide.
-        out = near.to(q.dtype if len(spans) == 1 else lse.dtype)
-        del near
+        dtype = q.dtype if len(spans) == 1 else near_lse.dtype
+        copy = not selected.problem.kernel.writes_new_memory
+        out, lse = near.to(dtype, copy=copy), near_lse.to(near_lse.dtype, copy=copy)
+        del near, near_lse
         for number, (first, _) in enumerate(spans):
             keys, values = selected.spans.gather(rings, [k, v], number)
             for row, of_row in enumerate(blocks):
