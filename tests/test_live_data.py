@@ -1069,7 +1069,7 @@ def test_evaluation_reads_rows_as_they_are_and_fills_up_with_ones_without_target
 
 def test_a_batch_without_sub_ids_has_a_placeholder(golden_words, monkeypatch, bee_folder):
     row = bee_row(BEE, [bee_instance(golden_words, {"<ans>": written(20)})[0]], 20, EOS)
-    batch = dealer(monkeypatch, bee_folder, seq_len=20)._make_batch([row])
+    batch = dealer(monkeypatch, bee_folder, seq_len=20)._make(None, [row])
     assert [x.tolist() for x in batch.inputs[2:]] == [[0], [1]]
 
 
@@ -1079,10 +1079,10 @@ def test_sub_ids_that_a_model_does_not_hold_are_refused_when_they_are_read(
     row = bee_row(BEE, [bee_instance(golden_words, {"<ans>": written(20)})[0]], 20, EOS)
     row.fields["input_sub"][3] = 4095
     batches = dealer(monkeypatch, bee_folder, seq_len=20)
-    assert 4095 in batches._make_batch([row]).inputs[3]
+    assert 4095 in batches._make(None, [row]).inputs[3]
     batches._model = changed(batches._model, fp16_rotary=True)
     with pytest.raises(ValueError, match="fp16_rotary holds sub-ids below 4095, got 4095"):
-        batches._make_batch([row])
+        batches._make(None, [row])
 
 
 # Models

@@ -42,8 +42,9 @@ from train.base.signals import StopSignal
 from train.base.wording import counted
 from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
-from train.data.batches import Batches, Data, Dealer, Work
+from train.data.batches import Batches, Dealer, Work
 from train.data.folder import Sequences
+from train.data.source import Stored
 from train.evaluation.tasks import METRICS, Grid, Subject, check_tasks, evaluate
 from train.registry import load
 from train.run import ending, resume
@@ -110,7 +111,7 @@ class Trainer:
         self.lock = ranks.together(lambda: lock(self.root) if self.rank == 0 else None)
         ranks.together(lambda: watchdog.write_to(self.root / "stacks"))
         self.sp = ranks.together(lambda: make_groups(config, opened.training))
-        self.batches: Dealer[Data, Work] = ranks.together(
+        self.batches: Dealer[Work] = ranks.together(
             lambda: load(opened.kind.batches)(config, opened.model, self.sp, device)
         )
         watchdog.alive("choosing a checkpoint")
@@ -150,6 +151,7 @@ class Trainer:
             engine.loss_scale = saved.state.get("loss_scale", engine.loss_scale)
             engine.steps_at_scale = saved.state.get("steps_at_scale", 0)
         saved.restore_rng(self.rank)
+        inputs.training.restore(so_far.get("reading", {}))
         return Start(progress, model, max(config.seq_len, resume.longest_row(saved.state)))
 
     def _start(self) -> Start:
@@ -349,7 +351,7 @@ class Trainer:
             raise _EvaluationStopped
 
     @torch.no_grad()
-    def _evaluate_loss(self, data: Data) -> None:
+    def _evaluate_loss(self, data: Stored) -> None:
         """Record the mean token loss over evenly spaced sequences."""
         began, step = time.perf_counter(), self.progress.step
         self._say(f"step {step}: evaluating on {self.config.val_data}")
@@ -381,6 +383,7 @@ class Trainer:
             "loss_scale": self.engine.loss_scale,
             "steps_at_scale": self.engine.steps_at_scale,
             "longest_row": self.longest_row,
+            "reading": self.inputs.training.state(self.progress.samples),
             **self._identity(self.model),
         }
 
@@ -395,6 +398,7 @@ class Trainer:
     def _description(self) -> str:
         """Return what is trained, on which ranks and data."""
         c, inputs, describe = self.config, self.inputs, self.batches.describe
+        epoch = inputs.training.epoch
         resumed = f", resumed after step {self.progress.step}" if self.progress.step else ""
         if resume.begins_stage(c):
             resumed = f", a new stage from {c.resume}"
@@ -407,7 +411,8 @@ class Trainer:
             f"{counted(self.sp.size, 'sequence parallel rank')}"
             + ("" if strategy == "auto" else f", strategy {strategy}"),
             f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step",
-            f"{counted(len(inputs.training), 'sequence')} an epoch, {describe(inputs.training)}",
+            (f"{counted(epoch, 'sequence')} an epoch, " if epoch else "")
+            + describe(inputs.training),
         ]
         return "; ".join(said) + val + resumed
 

@@ -24,7 +24,7 @@ class Kind:
                 PREFIX:FILE. They name the kind in `instances`
     reader      turns records and texts into documents or instances (train.data.text.Reader)
     writer      writes a data folder (train.data.stored.DataWriter)
-    data        opens a data folder by its method `open` (train.data.batches.Data)
+    data        opens a data folder by its method `open` (train.data.source.Stored)
     batches     deals the sequences of `data` to ranks (train.data.batches.Dealer)
     generator   answers a prompt (train.generation.sampling.Generator)
     own         field names that only its configurations have, for files without a model_type

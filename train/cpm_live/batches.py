@@ -16,10 +16,10 @@ from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel
 from bmt_burst.calls.masking import stack_scores
 from models.cpm_bee import check_subs
 from models.cpm_live.config import BeeConfig, LiveConfig
-from train.base.wording import counted
 from train.cpm_live.instances import MOST_SUBS
 from train.cpm_live.rows import PackedRows, Row
 from train.data.batches import Dealer, Settings, keys_seen
+from train.data.source import Source
 
 Extended = tuple[Tensor, Tensor]  # tokens and sub-ids, (N,) int64
 
@@ -59,7 +59,7 @@ class LiveMicroBatch:
         )
 
 
-class LiveBatches(Dealer[PackedRows, LiveMicroBatch]):
+class LiveBatches(Dealer[LiveMicroBatch]):
     """Micro-batches of this rank: whole rows of its data parallel group, cut over its sequence
     parallel ranks.
 
@@ -76,7 +76,7 @@ class LiveBatches(Dealer[PackedRows, LiveMicroBatch]):
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._ahead: tuple[int, Future] | None = None
 
-    def of_step(self, data: PackedRows, first: int, last: bool = False) -> list[LiveMicroBatch]:
+    def of_step(self, data: Source, first: int, last: bool = False) -> list[LiveMicroBatch]:
         ahead, self._ahead = self._ahead, None
         made = (
             ahead[1]
@@ -89,26 +89,12 @@ class LiveBatches(Dealer[PackedRows, LiveMicroBatch]):
             self._ahead = following, self._reader.submit(super().of_step, data, following)
         return [batch.to(self.device) for batch in found]
 
-    def describe(self, data: PackedRows) -> str:
-        said = [counted(data.instances, "instance")]
-        for count, what, done in (
-            (data.left_out, "longer than a row", "left out"),
-            (data.too_many, "with too many texts to predict", "left out"),
-            (data.cut, "longer than a row", "cut"),
-        ):
-            if count:
-                said.append(counted(count, f"{what} is {done}", f"{what} are {done}"))
-        return ", ".join(said)
-
-    def _of_samples(self, data: PackedRows, samples: Sequence[int]) -> LiveMicroBatch:
-        return self._make_batch([data.of_sample(sample) for sample in samples])
-
     def _read(self, data: PackedRows, indices: Sequence[int | None]) -> LiveMicroBatch:
-        return self._make_batch(
-            [_blank_row(data.read(0)) if i is None else data.read(i) for i in indices]
+        return self._make(
+            data, [_blank_row(data.read(0)) if i is None else data.read(i) for i in indices]
         ).to(self.device)
 
-    def _make_batch(self, rows: Sequence[Row]) -> LiveMicroBatch:
+    def _make(self, data: Source | None, rows: Sequence[Row]) -> LiveMicroBatch:
         layouts = [self._layout(row) for row in rows]
         inputs, labels = self._inputs(rows, layouts)
         return LiveMicroBatch(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Self
@@ -26,7 +26,7 @@ from train.base.wording import counted
 from train.cpm_live.data import InstanceFile
 from train.cpm_live.instances import COLUMNS, TASKS, Instance, shuffle_answers
 from train.cpm_live.packing import pack_rows
-from train.data.folder import permutation
+from train.data.folder import StoredRows
 
 _DEEPEST = 8  # largest number of steps to a common ancestor that is distinguished
 _HIDDEN_SHARE = 0.15  # hidden share of a text with task "mlm" (BERT, arXiv 1810.04805)
@@ -54,7 +54,7 @@ class Row:
     instances: int
 
 
-class PackedRows(ABC):
+class PackedRows(StoredRows):
     """The instances of a folder as rows of `seq_len` tokens. Raises ValueError if none fits.
 
     instances      number of instances that are read
@@ -63,6 +63,7 @@ class PackedRows(ABC):
                    minutes; they are skipped
     """
 
+    file: InstanceFile
     instances: int
 
     left_out = too_many = cut = 0
@@ -97,6 +98,18 @@ class PackedRows(ABC):
         return len(self._rows)
 
     @property
+    def description(self) -> str:
+        said = [counted(self.instances, "instance")]
+        for count, what, done in (
+            (self.left_out, "longer than a row", "left out"),
+            (self.too_many, "with too many texts to predict", "left out"),
+            (self.cut, "longer than a row", "cut"),
+        ):
+            if count:
+                said.append(counted(count, f"{what} is {done}", f"{what} are {done}"))
+        return ", ".join(said)
+
+    @property
     def padding(self) -> float:
         """The share of an epoch's positions that are padding."""
         return 1 - self._tokens / (len(self) * self.seq_len)
@@ -110,10 +123,6 @@ class PackedRows(ABC):
             "seq_len": self.seq_len,
         }
         return numbers | self.file.hashes | {"seed": self.seed, "documents": "instances"}
-
-    def order(self, sample: int) -> int:
-        epoch, place = divmod(sample, len(self))
-        return int(permutation(self.seed, epoch, len(self))[place])
 
     def of_sample(self, sample: int) -> Row:
         """Return the row that is sample number `sample` of a run."""

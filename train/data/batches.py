@@ -6,20 +6,21 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bmt_burst import Layout, Scores, SequenceParallel
+from bmt_burst import Layout, SequenceParallel
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.sequence.span import length
 from bmt_burst.sparse import InfLLMV2
 from bmt_burst.sparse.choice import find_longest
 from models.config import CPMConfig
 from train.base.wording import counted
-from train.data.folder import Row, Sequences, TokenFile
+from train.data.folder import Row
+from train.data.source import Source, Stored
 
 _LARGEST_DEFAULT = 8  # sequences
 
@@ -59,48 +60,10 @@ class Work(Protocol):
         """Return the sum of this rank's token losses, and the number of its targets."""
 
 
-class Data(Protocol):
-    """A data folder as sequences, in the order of samples. `len` is the number of sequences in an
-    epoch.
-    """
-
-    @classmethod
-    def open(cls, folder: str, model: Any, seq_len: int, seed: int) -> Self:
-        """Open a folder for a model with this configuration. Raises ValueError if it is not data
-        of such models.
-        """
-
-    @property
-    def file(self) -> TokenFile: ...
-
-    @property
-    def padding(self) -> float:
-        """The share of an epoch's positions that are padding."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The facts that must stay the same, so that a sample number means the same sample."""
-
-    @property
-    def example_scores(self) -> Scores | None:
-        """Scores of one row, for a model that adds a learned bias to the scores of attention."""
-
-    def keep_documents_apart(self, apart: bool, bos: int | None) -> Self:
-        """Return sequences that keep documents apart if `apart`, with begin token `bos`. Return
-        instances unchanged.
-        """
-
-    def __len__(self) -> int: ...
-
-    def order(self, sample: int) -> int:
-        """Return the sequence that is sample number `sample` of the run."""
-
-
-SomeData = TypeVar("SomeData", bound=Data)
 SomeWork = TypeVar("SomeWork", bound=Work)
 
 
-class Dealer(ABC, Generic[SomeData, SomeWork]):
+class Dealer(ABC, Generic[SomeWork]):
     """Deals whole sequences to data parallel groups. Raises ValueError for sizes that do not fit
     the ranks.
     """
@@ -110,7 +73,7 @@ class Dealer(ABC, Generic[SomeData, SomeWork]):
         self.dp_rank, self.dp_size = dist.get_rank() // sp.size, dist.get_world_size() // sp.size
         self.micro_batch_size = _micro_batch_size(config, self.dp_size)
 
-    def of_step(self, data: SomeData, first: int, last: bool = False) -> list[SomeWork]:
+    def of_step(self, data: Source, first: int, last: bool = False) -> list[SomeWork]:
         """Return the micro-batches of a step, which starts at sample `first` of the run. After the
         `last` step, nothing is read ahead.
 
@@ -123,7 +86,7 @@ class Dealer(ABC, Generic[SomeData, SomeWork]):
             for start in range(first, first + share, size)
         ]
 
-    def of_evaluation(self, data: SomeData) -> Iterator[SomeWork]:
+    def of_evaluation(self, data: Stored) -> Iterator[SomeWork]:
         """Yield micro-batches of evenly spaced sequences. Every rank gets the same number of them,
         because all ranks must take part in each.
         """
@@ -140,8 +103,8 @@ class Dealer(ABC, Generic[SomeData, SomeWork]):
         for start in range(self.dp_rank * size, len(chosen), size * self.dp_size):
             yield chosen[start : start + size]
 
-    def _of_samples(self, data: SomeData, samples: Sequence[int]) -> SomeWork:
-        return self._read(data, [data.order(sample) for sample in samples])
+    def _of_samples(self, data: Source, samples: Sequence[int]) -> SomeWork:
+        return self._make(data, [data.of_sample(sample) for sample in samples])
 
     def _shard(self, wholes: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor:
         """Return this rank's part of each whole row (S,): (B, S_local)."""
@@ -156,12 +119,16 @@ class Dealer(ABC, Generic[SomeData, SomeWork]):
         return tuple(int(layout.shard(seen, rank, 0).sum()) for rank in range(self.sp.size))
 
     @abstractmethod
-    def _read(self, data: SomeData, indices: Sequence[int | None]) -> SomeWork:
-        """Return a micro-batch of these sequences. None stands for a sequence without targets."""
+    def _make(self, data: Any, rows: Sequence[Any]) -> SomeWork:
+        """Return a micro-batch of rows of `data`."""
 
     @abstractmethod
-    def describe(self, data: SomeData) -> str:
+    def _read(self, data: Any, indices: Sequence[int | None]) -> SomeWork:
+        """Return a micro-batch of these sequences. None stands for a sequence without targets."""
+
+    def describe(self, data: Source) -> str:
         """Describe in a few words which tokens attend to each other."""
+        return data.description
 
 
 @dataclass(frozen=True)
@@ -228,7 +195,7 @@ class _RowPlan:
     work: tuple[int, ...]
 
 
-class Batches(Dealer[Sequences, MicroBatch]):
+class Batches(Dealer[MicroBatch]):
     """Micro-batches of this rank: whole sequences of its data parallel group, cut over its sequence
     parallel ranks.
 
@@ -246,16 +213,9 @@ class Batches(Dealer[Sequences, MicroBatch]):
             Mask.causal(config.seq_len), config.layout == "auto" and model.window is not None
         )
 
-    def describe(self, data: Sequences) -> str:
-        model = self._model
-        seen = (
-            f"documents kept apart by {data.file.known_documents().how}"
-            if data.documents
-            else "documents not kept apart"
-        )
-        seen += f", each after begin token {data.bos}" if data.bos is not None else ""
-        if model.sparse:
-            seen += f", {_describe_sparse(model.sparse)}"
+    def describe(self, data: Source) -> str:
+        model, seen = self._model, data.description
+        seen += f", {_describe_sparse(model.sparse)}" if model.sparse else ""
         if model.window is None:
             return seen
         windowed, layers = model.windows.count(model.window), counted(model.num_layers, "layer")
@@ -269,7 +229,9 @@ class Batches(Dealer[Sequences, MicroBatch]):
             yield chosen, self._read(rows, chosen)
 
     def _read(self, data: Rows, indices: Sequence[int | None]) -> MicroBatch:
-        rows = [data.read(index) for index in indices]
+        return self._make(data, [data.read(index) for index in indices])
+
+    def _make(self, data: Rows, rows: Sequence[Row]) -> MicroBatch:
         return self._of_documents(rows) if data.documents else self._of_whole(rows)
 
     def _of_whole(self, rows: Sequence[Row]) -> MicroBatch:

@@ -23,6 +23,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -178,6 +179,57 @@ class TokenFile:
             )
 
 
+class StoredRows(ABC):
+    """The rows of a data folder (train.data.source.Stored), in another order in each epoch."""
+
+    file: TokenFile
+    seed: int
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    def folder(self) -> Path:
+        return self.file.folder
+
+    @property
+    def vocab_size(self) -> int:
+        found: int = self.file.index["vocab_size"]
+        return found
+
+    @property
+    def kind(self) -> str | None:
+        return self.file.instances
+
+    @property
+    def finds_documents(self) -> bool:
+        return self.file.documents is not None
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.file.bos_id
+
+    @property
+    def epoch(self) -> int:
+        return len(self)
+
+    def order(self, sample: int) -> int:
+        """Return the row that is sample number `sample` of the run."""
+        epoch, place = divmod(sample, len(self))
+        return int(self._orders(epoch)[place])
+
+    @cached_property
+    def _orders(self) -> Any:
+        """A function that returns the order of an epoch. A step may be at the end of one."""
+        return lru_cache(maxsize=2)(lambda epoch: permutation(self.seed, epoch, len(self)))
+
+    def state(self, samples: int) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        assert not state
+
+
 @dataclass(frozen=True)
 class Row:
     """One sequence.
@@ -194,7 +246,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Sequences:
+class Sequences(StoredRows):
     """Tokens as sequences of `seq_len` inputs and their next tokens. Each token is a target once an
     epoch.
 
@@ -253,6 +305,15 @@ class Sequences:
         return -(-(len(self.text) - 1) // self.seq_len)
 
     @property
+    def description(self) -> str:
+        said = (
+            f"documents kept apart by {self.file.known_documents().how}"
+            if self.documents
+            else "documents not kept apart"
+        )
+        return said + (f", each after begin token {self.bos}" if self.bos is not None else "")
+
+    @property
     def padding(self) -> float:
         """The share of an epoch's positions that are padding. It is large if there is less text
         than `seq_len`.
@@ -274,9 +335,8 @@ class Sequences:
             "bos": self.bos,
         }
 
-    def order(self, sample: int) -> int:
-        epoch, place = divmod(sample, len(self))
-        return int(permutation(self.seed, epoch, len(self))[place])
+    def of_sample(self, sample: int) -> Row:
+        return self.read(self.order(sample))
 
     def read(self, index: int | None) -> Row:
         """Return sequence `index`. None stands for one without any target. Raises ValueError for
@@ -316,7 +376,6 @@ class Sequences:
         return window
 
 
-@lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
-    """Return the order of `length` sequences in an epoch."""
+    """Return the order of `length` rows in an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(length)

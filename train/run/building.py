@@ -9,7 +9,7 @@ from bmt_burst import SequenceParallel, init_sequence_parallel
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from train.base.wording import counted
-from train.data.batches import Data
+from train.data.source import Source
 from train.engine import Engine
 from train.engine.common import AdamW
 from train.registry import load
@@ -18,7 +18,7 @@ from train.run.distributed import rank_timeout
 from train.run.kinds import ModelConfig, kind_of
 
 
-def make_groups(config: TrainConfig, data: Data | None = None) -> SequenceParallel:
+def make_groups(config: TrainConfig, data: Source | None = None) -> SequenceParallel:
     """Make the groups of ranks that share the sequences of `data`, or of any text.
 
     Raises ValueError if the ranks cannot be grouped, or if --strategy cannot run on these groups.

@@ -15,7 +15,7 @@ from bmt_burst import kernels
 from bmt_burst.spec import Spec
 from models.config import CPMConfig
 from train.base import ranks
-from train.data.batches import Data
+from train.data.source import Source, Stored
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.registry import Kind, load
 from train.run import resume
@@ -38,14 +38,14 @@ class Inputs:
 
     kind: Kind
     model: ModelConfig
-    training: Data
-    validation: Data | None
+    training: Source
+    validation: Stored | None
     tokenizer: Tokenizer
 
     @property
     def folder(self) -> Path:
         """The folder of the training data."""
-        return self.training.file.folder
+        return self.training.folder
 
 
 def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
@@ -59,7 +59,7 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
     check_kernel(config, model, device)
     training = open_data(config, kind, model, config.data)
     validation = _open_validation(config, kind, model, training) if config.val_data else None
-    return Inputs(kind, model, training, validation, load_tokenizer(training.file.folder))
+    return Inputs(kind, model, training, validation, load_tokenizer(training.folder))
 
 
 def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | None) -> Inputs:
@@ -69,9 +69,8 @@ def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | No
     Raises ValueError if the starts of documents are not known, if the begin token is unknown, or if
     most positions would be padding.
     """
-    file = inputs.training.file
-    apart = resume.choose_documents(config, resumed, file.documents is not None)
-    bos = resume.choose_begin_token(config, resumed, apart, file, inputs.tokenizer)
+    apart = resume.choose_documents(config, resumed, inputs.training.finds_documents)
+    bos = resume.choose_begin_token(config, resumed, apart, inputs.training, inputs.tokenizer)
     training, validation = inputs.training.keep_documents_apart(apart, bos), inputs.validation
     if validation is not None:
         validation = validation.keep_documents_apart(apart, bos)
@@ -79,10 +78,10 @@ def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | No
     return dataclasses.replace(inputs, training=training, validation=validation)
 
 
-def open_data(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Data:
+def open_data(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Stored:
     """Open a data folder. Raises ValueError if it has more tokens than the model."""
-    data: Data = load(kind.data).open(folder, model, config.seq_len, config.seed)
-    if (found := data.file.index["vocab_size"]) > model.vocab_size:
+    data: Stored = load(kind.data).open(folder, model, config.seq_len, config.seed)
+    if (found := data.vocab_size) > model.vocab_size:
         raise ValueError(
             f"{folder} has a vocabulary of {found} tokens, but --model {config.model} has only "
             f"{model.vocab_size}"
@@ -90,23 +89,25 @@ def open_data(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) 
     return data
 
 
-def _open_validation(config: TrainConfig, kind: Kind, model: ModelConfig, training: Data) -> Data:
+def _open_validation(
+    config: TrainConfig, kind: Kind, model: ModelConfig, training: Source
+) -> Stored:
     """Open validation data. Raises ValueError if its tokenizer is not the training data's. Warn if
     both are one folder.
     """
     assert config.val_data is not None
-    data, trained = open_data(config, kind, model, config.val_data), training.file.folder
-    if data.file.folder.samefile(trained):
+    data, trained = open_data(config, kind, model, config.val_data), training.folder
+    if data.folder.samefile(trained):
         same = f"--val-data and --data are the same folder, {trained}"
         _warn(f"{same}: the validation loss will be measured on training text")
-    check_folder(trained, data.file.folder, data.file.folder)
+    check_folder(trained, data.folder, data.folder)
     return data
 
 
-def check_padding(config: TrainConfig, training: Data) -> None:
-    """Raise ValueError if most of the training positions are padding. Warn if many are."""
-    padding, tokens = training.padding, len(training.file.tokens)
-    said = f"{padding:.0%} of the positions of {config.data} ({tokens:,} tokens) are padding"
+def check_padding(config: TrainConfig, data: Source) -> None:
+    """Raise ValueError if most of the positions are padding. Warn if many are."""
+    padding, tokens = data.padding, data.identity["tokens"]
+    said = f"{padding:.0%} of the positions of {data.folder} ({tokens:,} tokens) are padding"
     if padding > _MOST_PADDING:
         raise ValueError(f"{said} at --seq-len {config.seq_len}: give more text or a shorter one")
     if padding > _MUCH_PADDING:

@@ -18,7 +18,7 @@ from models.cpm_live.config import LiveConfig
 from train.base import ranks
 from train.base.wording import flag
 from train.checkpoints import checkpoint
-from train.data.folder import TokenFile
+from train.data.source import Source
 from train.data.tokenizer import Tokenizer
 from train.run.config import TrainConfig
 from train.run.kinds import config_of
@@ -115,27 +115,27 @@ def saved_documents(state: dict) -> str:
 
 
 def choose_begin_token(
-    config: TrainConfig, path: Path | None, apart: bool, file: TokenFile, tokenizer: Tokenizer
+    config: TrainConfig, path: Path | None, apart: bool, data: Source, tokenizer: Tokenizer
 ) -> int | None:
     """Return the begin token of documents: as configured, else as in the checkpoint `path`, else
-    the one of `file`.
+    the one of `data`.
 
     Return None if documents get no begin token, for example if they are not kept `apart`. Raises
     ValueError for a token that the tokenizer lacks.
     """
-    if config.bos == "none" or (config.bos == "auto" and not apart) or file.instances:
+    if config.bos == "none" or (config.bos == "auto" and not apart) or data.kind:
         return None
     if config.bos == "auto" and path is not None and not begins_stage(config):
         return saved_begin_token(checkpoint.Checkpoint(path).state)
     if config.bos == "auto":
-        if file.bos_id is None and ranks.rank() == 0:
+        if data.bos_id is None and ranks.rank() == 0:
             print(
-                f"{file.folder} was prepared without a begin token, so documents get none; "
+                f"{data.folder} was prepared without a begin token, so documents get none; "
                 "--bos TOKEN puts one in front of each",
                 file=sys.stderr,
             )
-        return file.bos_id
-    return named_token(config.bos, tokenizer, str(file.folder))
+        return data.bos_id
+    return named_token(config.bos, tokenizer, str(data.folder))
 
 
 def named_token(bos: str, tokenizer: Tokenizer, owner: str) -> int:

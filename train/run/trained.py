@@ -58,14 +58,14 @@ class Trained:
         """
         config, kind = self.config, kind_of(self.model)
         data: Any = open_data(config, kind, self.model, folder)
-        place = data.file.folder
+        place = data.folder
         if self.path is not None:
             check_folder(place, self.path / checkpoint.TOKENIZER, self.path)
         else:
             weights = Path(config.init_from or "")
             check_weights(place, self.tokenizer, weights, config.allow_other_tokenizer)
-        apart = resume.choose_documents(config, self.path, data.file.documents is not None)
-        bos = resume.choose_begin_token(config, self.path, apart, data.file, self.tokenizer)
+        apart = resume.choose_documents(config, self.path, data.finds_documents)
+        bos = resume.choose_begin_token(config, self.path, apart, data, self.tokenizer)
         opened: Sequences = data.keep_documents_apart(apart, bos)
         check_padding(config, opened)
         return opened
