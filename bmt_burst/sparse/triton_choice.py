@@ -61,7 +61,7 @@ class LaunchShape(NamedTuple):
     stages: int
 
 
-_HALF = LaunchShape(128, 64, 8, 2)  # on one H200, with head size 128
+_HALF = LaunchShape(128, 64, 4, 2)  # on one H200, with head size 128
 _SINGLE = LaunchShape(64, 32, 4, 1)  # not measured
 _INTERPRETED = LaunchShape(16, 16, 4, 1)
 
@@ -164,7 +164,7 @@ def take_largest(
         INIT=sparse.init_blocks,
         WINDOW=sparse.window_blocks,
         N=size,
-        num_warps=min(max(size // 512, 1), 32),
+        num_warps=min(max(size // 1024, 1), 32),
     )
 
 
@@ -207,7 +207,7 @@ def _fill_scores(
         there_too = kernel < normalizing_kernels
         terms = _score(
             q_block, normalizing, normalizing_strides, kernel, there_too, group, scale,
-            D, WIDTH, PARTS, PRECISION,
+            D, WIDTH, PARTS, PRECISION, False,
         )  # fmt: skip
         ends = kernel * (4 * STRIDE) + 8 * STRIDE
         terms = tl.where(ends[None, :] > place[:, None] + 1, -_INFINITY, terms)
@@ -225,23 +225,23 @@ def _fill_scores(
         nth = tl.arange(0, N)
         kernel = (at + nth // EACH) * BEGIN + nth % EACH
         is_one = (nth % EACH < BEGIN) & (kernel < scored_kernels)
-        terms = _score(
+        terms = _score(  # heads are next to each other, so their sum needs few shuffles
             q_block, scored, scored_strides, kernel, is_one, group, scale,
-            D, WIDTH, PARTS, PRECISION,
+            D, WIDTH, PARTS, PRECISION, True,
         )  # fmt: skip
-        terms = tl.exp2(terms - normalizer[:, None])
-        sums = tl.sum(tl.reshape(terms, (TOKENS, HEADS, N)), 1)
-        hidden = (kernel * STRIDE + 2 * STRIDE)[None, :] > own_place[:, None] + 1
-        hidden = hidden | (nth % EACH >= BEGIN)[None, :] | (sums != sums)
+        terms = tl.exp2(terms - normalizer[None, :])
+        sums = tl.sum(tl.reshape(terms, (N, TOKENS, HEADS)), 2)
+        hidden = (kernel * STRIDE + 2 * STRIDE)[:, None] > own_place[None, :] + 1
+        hidden = hidden | (nth % EACH >= BEGIN)[:, None] | (sums != sums)
         sums = tl.reshape(
-            tl.where(hidden, -1.0, tl.minimum(sums, _LARGEST)), (TOKENS, N // EACH, EACH)
+            tl.where(hidden, -1.0, tl.minimum(sums, _LARGEST)), (N // EACH, EACH, TOKENS)
         )
-        is_last = (tl.arange(0, EACH) == BEGIN - 1)[None, None, :]
+        is_last = (tl.arange(0, EACH) == BEGIN - 1)[None, :, None]
         block = at + tl.arange(0, N // EACH)
-        mask = (own < queries)[:, None] & (block < blocks)[None, :]
-        to = (wide(group) * queries + own[:, None]) * blocks + block[None, :]
-        tl.store(scores + to, tl.max(sums, 2), mask=mask)
-        tl.store(of_last + to, tl.max(tl.where(is_last, sums, -1.0), 2), mask=mask)
+        mask = (block < blocks)[:, None] & (own < queries)[None, :]
+        to = (wide(group) * queries + own[None, :]) * blocks + block[:, None]
+        tl.store(scores + to, tl.max(sums, 1), mask=mask)
+        tl.store(of_last + to, tl.max(tl.where(is_last, sums, -1.0), 1), mask=mask)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=[*_ROWS, "chosen"])
@@ -283,14 +283,21 @@ def _take(
 def _score(
     q_block, keys, strides, kernel, there, group, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores (M, N) of compressed keys (PARTS, n, G, D), to base 2."""
+    """Compute the scores of compressed keys (PARTS, n, G, D), to base 2: (N, M) if KEYS_FIRST,
+    else (M, N).
+    """
     rows = keys + kernel.to(tl.int64) * strides[1] + group * strides[2]
     high = load_rows(rows, there, D, WIDTH)
     if PARTS == 2:
         low = load_rows(rows + wide(strides[0]), there, D, WIDTH)
-        scores = tl.dot(q_block, tl.trans(low))
-        scores = tl.dot(q_block, tl.trans(high), scores)
+        if KEYS_FIRST:
+            scores = tl.dot(high, tl.trans(q_block), tl.dot(low, tl.trans(q_block)))
+        else:
+            scores = tl.dot(q_block, tl.trans(high), tl.dot(q_block, tl.trans(low)))
+    elif KEYS_FIRST:
+        scores = tl.dot(high, tl.trans(q_block), input_precision=PRECISION)
     else:
         scores = tl.dot(q_block, tl.trans(high), input_precision=PRECISION)
     return scores * (scale * _LOG2_E)
