@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,34 @@ from torch.utils.checkpoint import checkpoint
 from bmt_burst import sparse
 from bmt_burst.offload import Offload
 
+from .tiled import run_tiled
+
 CHECKPOINTING = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Calls the parts of a block, except the attention.
+
+    run   calls function(*inputs), and decides what is saved for the backward
+    tile  how many tokens the part after the attention computes at a time. None: all
+    """
+
+    run: Callable
+    tile: int | None = None
+
+    def finish(
+        self, part: Callable[..., Tensor], modules: Sequence[nn.Module], *inputs: Tensor
+    ) -> Tensor:
+        """Call the part after the attention, which computes each token alone.
+
+        modules  those with parameters that it uses
+        inputs   (..., any). The first one has the shape and dtype of the result
+        """
+        if self.tile is None:
+            return self.run(part, *inputs)
+        parameters = [p for module in modules for p in module.parameters()]
+        return run_tiled(part, parameters, self.tile, *inputs)
 
 
 @dataclass(frozen=True)
@@ -27,12 +54,18 @@ class Saving:
     offload        save them in host memory. Not with "none", which would move the weights, too
     blocks         how many of a model's first blocks this applies to; the last ones, whose backward
                    runs first, save everything. None: it applies to all
-    keep_choices   whether "full" also keeps the choices of sparse attention
+    every          save only the input of every so many blocks. The backward then computes these
+                   blocks again, and meanwhile they save what `checkpointing` says, on the device
+    tile           how many tokens the part of a block after its attention computes at a time, in
+                   all blocks. It saves its inputs, and its backward computes it again. None: all
+    keep_choices   whether blocks that run their attention again keep its choices, if it is sparse
     """
 
     checkpointing: str = "none"
     offload: Offload | None = None
     blocks: int | None = None
+    every: int | None = None
+    tile: int | None = None
     keep_choices: bool = False
 
     def __post_init__(self):
@@ -43,28 +76,50 @@ class Saving:
             )
         if self.offload and self.checkpointing == "none":
             raise ValueError("offload needs checkpointing='selective' or 'full', got 'none'")
-        if self.blocks is not None and (self.blocks < 0 or self.checkpointing == "none"):
-            raise ValueError(
-                "blocks must be at least 0 and needs checkpointing='selective' or 'full', "
-                f"got {self.blocks} with {self.checkpointing!r}"
-            )
+        for name, least in (("blocks", 0), ("every", 2)):
+            value = getattr(self, name)
+            if value is not None and (value < least or self.checkpointing == "none"):
+                raise ValueError(
+                    f"{name} must be at least {least} and needs checkpointing='selective' or "
+                    f"'full', got {value} with {self.checkpointing!r}"
+                )
+        if self.blocks is not None and self.every is not None:
+            raise ValueError(f"every={self.every} excludes blocks={self.blocks}")
+        if self.tile is not None and self.tile < 1:
+            raise ValueError(f"tile must be at least 1, got {self.tile}")
 
     def for_block(self, layer: int) -> Saving:
         """Return what block number `layer` saves."""
-        return self if self.blocks is None or layer < self.blocks else Saving()
+        if self.blocks is not None and layer >= self.blocks:
+            return Saving(tile=self.tile)
+        # a group of blocks is offloaded as a whole
+        return self if self.every is None else replace(self, offload=None)
 
     def run(self, whole: Callable, *args: Any, keep: Sequence[Tensor] = ()) -> Any:
-        """Compute a block's forward, whole(run, *args).
+        """Compute a block's forward, whole(runner, *args).
 
-        `whole` calls the block's parts, except the attention, as run(part, *inputs). `keep` are
-        tensors that all blocks save. They are not moved to host memory.
+        `whole` calls the block's parts, except the attention, with the Runner. `keep` are tensors
+        that all blocks save. They are not moved to host memory.
         """
         if not torch.is_grad_enabled():
-            return whole(_call, *args)
+            return whole(Runner(_call, self.tile), *args)
         with self._around(keep):
             if self.checkpointing == "full":
-                return recompute(whole, _call, *args, keep_choices=self.keep_choices)
-            return whole(recompute if self.checkpointing == "selective" else _call, *args)
+                runner = Runner(_call, self.tile)
+                return recompute(whole, runner, *args, keep_choices=self.keep_choices)
+            run = recompute if self.checkpointing == "selective" else _call
+            return whole(Runner(run, self.tile), *args)
+
+    def run_all(self, blocks: Any, x: Tensor, *args: Any, keep: Sequence[Tensor] = ()) -> Tensor:
+        """Apply all `blocks` to x, in turn. They are iterable. `keep` is that of `run`."""
+        if self.every is None or not torch.is_grad_enabled():
+            return blocks(x, *args)
+        in_order = list(blocks)
+        for first in range(0, len(in_order), self.every):
+            group = in_order[first : first + self.every]
+            with self._around(keep):
+                x = recompute(_apply, group, x, *args, keep_choices=self.keep_choices)
+        return x
 
     def _around(self, keep: Sequence[Tensor]) -> AbstractContextManager:
         """Return the context in which a block's forward runs."""
@@ -76,9 +131,7 @@ class Layers(nn.ModuleList):
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
         """Apply all blocks to x."""
-        for block in self:
-            x = block(x, *args)
-        return x
+        return _apply(self, x, *args)
 
 
 def recompute(function: Callable, *args: Any, keep_choices: bool = False) -> Any:
@@ -91,3 +144,10 @@ def recompute(function: Callable, *args: Any, keep_choices: bool = False) -> Any
 
 def _call(function: Callable, *args: Any) -> Any:
     return function(*args)
+
+
+def _apply(blocks: Iterable[Callable], x: Tensor, *args: Any) -> Tensor:
+    """Apply blocks to x, in turn."""
+    for block in blocks:
+        x = block(x, *args)
+    return x

@@ -10,7 +10,6 @@ Letters: B batch, S tokens of this rank, E hidden size, F intermediate size, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,7 @@ from bmt_burst.nn import (
 )
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 
-from .blocks import Layers, Saving
+from .blocks import Layers, Runner, Saving
 from .config import CPMConfig
 
 
@@ -104,7 +103,7 @@ class CPMBlock(nn.Module):
 
     def _whole(
         self,
-        run: Callable,
+        runner: Runner,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -112,10 +111,11 @@ class CPMBlock(nn.Module):
         mask: Masks | None,
         layout: Layouts | None,
     ) -> Tensor:
-        """Compute the block. `run` calls all parts except the attention."""
-        q, k, v, choose_by = run(self._before, x, cos, sin)
+        """Compute the block. `runner` calls all parts except the attention."""
+        q, k, v, choose_by = runner.run(self._before, x, cos, sin)
         attended = self.self_attn.attend(q, k, v, cache, mask, layout, choose_by)
-        return run(self._after, x, attended)
+        modules = self.self_attn.o_proj, self.post_attention_layernorm, self.mlp
+        return runner.finish(self._after, modules, x, attended)
 
     def _before(
         self, x: Tensor, cos: Tensor, sin: Tensor
@@ -145,10 +145,10 @@ class CPM(SequenceParallelModule):
     ):
         super().__init__()
         self.config, self.sp = config, sp or SequenceParallel()
-        saving = replace(saving or Saving(), keep_choices=config.sparse is not None)
+        self.saving = replace(saving or Saving(), keep_choices=config.sparse is not None)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = Layers(
-            CPMBlock(config, self.sp, layer, saving.for_block(layer), **attention)
+            CPMBlock(config, self.sp, layer, self.saving.for_block(layer), **attention)
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -184,7 +184,9 @@ class CPM(SequenceParallelModule):
         """
         x = self.embed_tokens(tokens) * self.config.scale_emb
         cos, sin = self._rope_tables(positions)
-        x = self.norm(self.layers(x, cos, sin, cache, mask, layout)) / self.config.width_scale
+        seen = cos, sin, cache, mask, layout
+        x = self.saving.run_all(self.layers, x, *seen, keep=(cos, sin))
+        x = self.norm(x) / self.config.width_scale
         head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         if labels is None:
             return F.linear(x, head.weight)

@@ -71,15 +71,17 @@ def engines(folder: Path) -> dict:
     shape = CPMConfig(
         300, **SIZES, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1
     )
-    for checkpointing, tied, offload in (
-        ("selective", True, False),
-        ("none", False, True),
-        ("full", True, False),
+    for name, saving, tied, offload in (
+        ("selective", Saving("selective"), True, False),
+        ("none", Saving(), False, True),
+        ("tiled selective pairs", Saving("selective", every=2, tile=5), True, False),
+        ("tiled full pairs", Saving("full", every=2, tile=5), False, False),
+        ("full", Saving("full"), True, False),
     ):
         config = dataclasses.replace(shape, tie_embeddings=tied)
-        build = lambda config=config, mode=checkpointing: CPM(config, sp, Saving(mode))  # noqa: E731
+        build = lambda config=config, saving=saving: CPM(config, sp, saving)  # noqa: E731
         engine = BMTrainEngine(build, dtype=torch.float32, seed=3, offload=offload)
-        results[f"{checkpointing} {tied}"] = curve(engine, sp)
+        results[f"{name} {tied}"] = curve(engine, sp)
     file = folder / "model.pt"
     bmtrain.save(engine.model, str(file))
     before = {key: shard.flat.clone() for key, shard in engine.state().items()}

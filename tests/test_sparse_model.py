@@ -123,14 +123,23 @@ def loss_and_norm(model: CPM, sp: SequenceParallel, layout: Layout, tokens, cu_s
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "use_nope"),
-    [("none", False), ("selective", False), ("full", False), ("selective", True), ("full", True)],
+    ("saving", "use_nope"),
+    [
+        (Saving(), False),
+        (Saving("selective"), False),
+        (Saving("full"), False),
+        (Saving("selective", every=2, tile=7), False),
+        (Saving("full", every=2, tile=7), False),
+        (Saving("selective"), True),
+        (Saving("full", every=2), True),
+    ],
+    ids=str,
 )
-def test_loss_and_gradients_do_not_depend_on_the_ranks(checkpointing, use_nope, monkeypatch):
+def test_loss_and_gradients_do_not_depend_on_the_ranks(saving, use_nope, monkeypatch):
     """A model in fp64, so that sums in another order differ by 1e-12 of them at most."""
     torch.manual_seed(0)
     config = dataclasses.replace(TINY, sparse=dataclasses.replace(SMALL, use_nope=use_nope))
-    model = CPM(config, saving=Saving(checkpointing)).double()
+    model = CPM(config, saving=saving).double()
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         model.init_parameter(name, weight.data, generator)

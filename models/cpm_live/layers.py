@@ -11,7 +11,7 @@ dim_ff, R rows of the bias table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.nn import KVCache, Layouts, SequenceParallelModule
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
-from models.blocks import Layers, Saving
+from models.blocks import Layers, Runner, Saving
 
 from .config import LiveConfig
 
@@ -211,15 +211,17 @@ class Block(nn.Module):
         saving = self.saving if cache is None else Saving()
         return saving.run(self._whole, x, added, scores, layout, cache, keep=(added,))
 
-    def _whole(self, run: Callable, x: Tensor, *seen) -> Tensor:
-        """Compute the block. `run` calls all parts except the attention.
+    def _whole(self, runner: Runner, x: Tensor, *seen) -> Tensor:
+        """Compute the block. `runner` calls all parts except the attention.
 
         `seen` are the arguments of the attention after q, k and v.
         """
+        feeds = [] if self.ffn is None else [self.ffn]
         if self.self_att is None:
-            return run(self._feed_forward, x)
-        q, k, v = run(self.self_att.before, x)
-        return run(self._after, x, self.self_att.self_attention.attend(q, k, v, *seen))
+            return runner.finish(self._feed_forward, feeds, x)
+        attention = self.self_att.self_attention
+        attended = attention.attend(*runner.run(self.self_att.before, x), *seen)
+        return runner.finish(self._after, [attention.attention_out, *feeds], x, attended)
 
     def _after(self, x: Tensor, attended: Tensor) -> Tensor:
         assert self.self_att is not None, "a block without attention has no result of one"
@@ -240,9 +242,11 @@ class Encoder(nn.Module):
             Block(config, sp, i, saving.for_block(i), options) for i in range(config.num_layers)
         )
         self.output_layernorm = Norm(config.dim_model, config.eps)
+        self.saving = saving
 
-    def forward(self, x: Tensor, *seen) -> Tensor:
-        return self.output_layernorm(self.layers(x, *seen))
+    def forward(self, x: Tensor, added: Tensor, *seen) -> Tensor:
+        x = self.saving.run_all(self.layers, x, added, *seen, keep=(added,))
+        return self.output_layernorm(x)
 
 
 class PositionBias(nn.Module):
