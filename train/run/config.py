@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from bmt_burst import InfLLMV2, Scores, strategies
-from bmt_burst.offload import Offload
 from bmt_burst.sequence.layout import LAYOUTS
 from models.blocks import CHECKPOINTING, Saving
 from models.huggingface import read_config
@@ -24,6 +23,7 @@ from train.base.wording import counted, flag
 from train.evaluation.tasks import parse_tasks
 from train.registry import KINDS, Kind
 from train.run.kinds import PRESETS, ModelConfig, config_of, kind_of
+from train.run.saving import check_saving, make_saving
 from train.run.schedule import SCHEDULES
 from train.run.strategy import check_strategy
 
@@ -52,6 +52,7 @@ _AT_LEAST_ONE = (
     "eval_sequences",
     "max_skips",
     "log_every",
+    "mlp_tile",
 )
 _NOT_NEGATIVE = (
     "warmup_steps",
@@ -214,6 +215,20 @@ class TrainConfig:
         "apply --checkpointing to this many blocks, the first ones. By default to all",
         kind=int,
     )
+    checkpointing_every: int | None = option(
+        None,
+        PARALLEL,
+        "keep only the input of every so many blocks; the backward computes these blocks again, "
+        "which meanwhile save what --checkpointing says. By default that of each block",
+        kind=int,
+    )
+    mlp_tile: int | None = option(
+        None,
+        PARALLEL,
+        "tokens that a block's output projection, norm and feed-forward compute at once; the "
+        "backward computes them again. By default all tokens of a rank",
+        kind=int,
+    )
     offload: bool = option(
         False,
         PARALLEL,
@@ -296,7 +311,7 @@ class TrainConfig:
         self._check_ranges()
         self._check_values()
         self._check_needs()
-        self._check_saving()
+        check_saving(self)
         self._check_rope_scaling()
         self._check_sparse()
         self._check_schedule()
@@ -373,12 +388,6 @@ class TrainConfig:
                     f"got {getattr(self, f.name)!r}"
                 )
 
-    def _check_saving(self) -> None:
-        if self.checkpointing == "none" and self.offload:
-            raise ValueError("--offload needs --checkpointing selective or full")
-        if self.checkpointing_blocks is not None and self.checkpointing == "none":
-            raise ValueError("--checkpointing-blocks needs --checkpointing selective or full")
-
     def _check_groups(self) -> None:
         if self.inner_size is not None and self.ulysses_size is not None:
             raise ValueError(
@@ -430,9 +439,7 @@ class TrainConfig:
 
     def saving(self) -> Saving:
         """Return what blocks save for the backward."""
-        return Saving(
-            self.checkpointing, Offload() if self.offload else None, self.checkpointing_blocks
-        )
+        return make_saving(self)
 
     @property
     def attention(self) -> dict[str, Any]:

@@ -39,6 +39,7 @@ _TECHNICAL = {
     *(
         "checkpointing",
         "checkpointing_blocks",
+        "checkpointing_every",
         "offload",
         "offload_optimizer",
         "timeout",
