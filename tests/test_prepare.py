@@ -115,7 +115,7 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
     said = prepare("--input", *inputs, "--output", tmp_path / "out")
     assert texts(tmp_path / "out/train") == ["a", "c", "d1\nd2\n", "e", "b", "name"]
     expected = [
-        (4, "files that are neither .txt nor .jsonl", "f.md"),
+        (4, "files of other kinds", "f.md"),
         (1, "link to nothing", "gone.txt"),
         (2, "links to folders", "sub/loop"),
         (1, "file that cannot be read (Too many levels of symbolic links)", "myself.txt"),
@@ -132,7 +132,7 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.gz", gzip.compress(b"a", mtime=0), "x.gz is neither .txt nor .jsonl, .gz or not"),
+        ("x.gz", gzip.compress(b"a", mtime=0), "x.gz is neither .txt nor .jsonl, compressed"),
         (
             "x.txt.gz",
             b"text",
@@ -144,7 +144,7 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
         (
             "sub/x.md",
             b"text",
-            "has no file that matches .* 1 file that is neither .txt nor .jsonl, such as",
+            "has no file that matches .* 1 file of another kind, such as",
         ),
     ],
 )
@@ -168,15 +168,16 @@ def test_whole_lines_before_the_damage_of_a_gz_are_read_and_the_damage_is_said(w
     changed[-6] ^= 1  # in the checksum
     (tmp_path / "sum.jsonl.gz").write_bytes(changed)
     (tmp_path / "z.txt").write_text("after")
-    said = prepare("--input", tmp_path, "--output", tmp_path / "out", "--workers", workers)
+    arguments = ("--input", tmp_path, "--output", tmp_path / "out", "--workers", workers)
+    said = prepare(*arguments, "--max-bad-shards", 2)
     first, *others = texts(tmp_path / "out/train")
     read = first.splitlines()
     assert 20_000 < len(read) < 40_000
     assert read == lines[: len(read)]
     assert others == ["after"]  # what came shortly before the damage may be damaged too
-    assert "2 bad lines were skipped" in said
-    assert f"cut.txt.gz:{len(read) + 1}: damaged, so nothing is read from here on: " in said
-    assert "sum.jsonl.gz:1: damaged, so nothing is read from here on: CRC check failed" in said
+    assert "2 broken shards were skipped from the damage on" in said
+    assert "cut.txt.gz: Compressed file ended before the end-of-stream marker" in said
+    assert "sum.jsonl.gz: CRC check failed" in said
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.999])
@@ -307,8 +308,8 @@ class Dropped:
         for _ in range(100):
             pass
 
-def read(path, pieces=prepare_data.read_pieces):
-    for piece in pieces(path):
+def read(path, field, pieces=prepare_data.read_pieces):
+    for piece in pieces(path, field):
         Dropped()
         yield piece
 

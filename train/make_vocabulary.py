@@ -6,7 +6,7 @@ words.
     python train/prepare_data.py --tokenizer cpm-bee:vocabulary.txt --input corpus.jsonl \
         --output data/corpus
 
-It reads the same inputs as prepare_data.py: .txt and .jsonl files, .gz or not, and folders of them
+It reads .txt and .jsonl files as prepare_data.py does, also as .gz or .zst, and folders of them
 (--glob selects others). It counts all keys and texts of a .jsonl line. Up to half of the vocabulary
 are the most frequent characters. The rest are the words that save the most tokens. For real
 training, use the vocabulary that belongs to a model's weights.
@@ -31,15 +31,9 @@ from train.base.command_line import ArgumentParser
 from train.base.files import writing
 from train.base.wording import counted
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, bee_parts, is_special
+from train.data.files import TextFile, check_holds_text, find_files, is_records
 from train.data.records import BadRecord, check_unicode, parse_json
-from train.data.text import (
-    BadLines,
-    TextFile,
-    find_files,
-    is_records,
-    plain_text,
-    read_pieces,
-)
+from train.data.text import BadLines, TextLines, plain_text, read_pieces
 
 _COMMON = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>")
 SPECIAL = {
@@ -79,18 +73,25 @@ def _take_best(scores: dict[str, int], count: int) -> list[str]:
 
 
 def texts_of(file: TextFile, model: str, bad: BadLines) -> Iterator[str]:
-    """Yield all text of a file, without the special tokens that a Bee's .jsonl names."""
+    """Yield all text of a file, without the special tokens that a Bee's .jsonl names. Raises
+    ValueError if the file is broken.
+    """
     for piece in read_pieces(file):
-        if not is_records(file.path):
+        if is_records(file.path):
+            yield from _texts_of_records(piece, model, bad)
+        else:
             yield plain_text(piece, bad)
-            continue
-        for number, line in enumerate(piece.lines, piece.first_line):
-            try:
-                yield from (
-                    _drop_special(_find_strings(parse_json(line)), model) if line.strip() else ()
-                )
-            except BadRecord as error:
-                bad.add(file.path, number, str(error))
+        if piece.damage:
+            raise ValueError(f"{file.path} is broken: {piece.damage}")
+
+
+def _texts_of_records(piece: TextLines, model: str, bad: BadLines) -> Iterator[str]:
+    for number, line in enumerate(piece.lines, piece.first_line):
+        try:
+            if line and line.strip():
+                yield from _drop_special(_find_strings(parse_json(line)), model)
+        except BadRecord as error:
+            bad.add(piece.path, number, str(error))
 
 
 def _drop_special(texts: Iterator[str], model: str) -> Iterator[str]:
@@ -129,6 +130,7 @@ def make(args: argparse.Namespace) -> None:
     if Path(args.output).exists():
         raise ValueError(f"{args.output} exists and is not replaced")
     files, unread = find_files(args.input, args.glob, args.exclude)
+    check_holds_text(files, "a vocabulary")
     special = [check_unicode(name) for name in (*SPECIAL[args.model], *args.special)]
     if not all(map(is_special, args.special)) or len({*special}) < len(special):
         raise ValueError(f"--special expects different names like <name>, got {special}")
@@ -158,7 +160,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="the model; its special tokens begin the vocabulary",
     )
     parser.add_argument(
-        "--input", nargs="+", required=True, help=".txt or .jsonl files, also as .gz, or folders"
+        "--input",
+        nargs="+",
+        required=True,
+        help=".txt or .jsonl files, also as .gz or .zst, or folders",
     )
     parser.add_argument("--output", required=True, help="file to write; must not exist")
     parser.add_argument("--size", type=int, default=4000, help="most lines (default: 4000)")

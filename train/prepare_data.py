@@ -4,8 +4,10 @@ r"""Turn text into tokens on disk, which pretrain.py reads.
         --val-fraction 0.01
 
 Inputs are .txt files (one document each), .jsonl files (one document a line, in --field), both also
-as .gz, and folders of them. Other files of a folder, and files that are named twice, are counted
-and reported.
+as .gz or .zst, .parquet files (one document a row, in column --field), folders that
+datasets.Dataset.save_to_disk wrote, and folders of all these. Other files of a folder, and files
+that are named twice, are counted and reported. The extra "data" has the packages that read .zst
+files (zstandard) and tables (pyarrow).
 
 The script writes OUTPUT/train and, with a validation share, OUTPUT/val. Each has tokens, with the
 tokenizer's eos after each document, and the place where each document starts, so that pretrain.py
@@ -16,14 +18,18 @@ models, as train/cpm_live/instances.py describes them.
 
 Files may be larger than memory, but a line may not. A long .txt is tokenized in parts of a few MiB
 that end with a line. --workers processes share the work, and the result does not depend on their
-number. Lines that are not UTF-8, not JSON, or lack the field are skipped, counted and reported, and
-so is the rest of a damaged .gz. index.json lists the first of them. If more than --max-bad of the
-lines are bad, nothing is written.
+number. Lines that are not UTF-8, not JSON, or lack the field are skipped, counted and reported.
+index.json lists the first of them. If more than --max-bad of the lines are bad, nothing is written.
+
+A broken shard is a compressed file or a table that ends early or cannot be decoded. The text before
+the damage is kept, the rest is skipped, and the shard is named. If there are more than
+--max-bad-shards, nothing is written.
 
 A document's name alone decides whether it is for validation. The name is the path of its file
 relative to its --input. For a file that is itself an --input, it is the file's own name. A .jsonl
-adds the line. So a corpus that is moved or copied gets the same split. With few documents, one part
-may be empty. The last tokens are then for validation, and a document may be cut in two.
+adds the line, and a table adds the row. So a corpus that is moved or copied gets the same split.
+With few documents, one part may be empty. The last tokens are then for validation, and a document
+may be cut in two.
 
 OUTPUT appears when it is complete. Until then the run works in OUTPUT.partial, which it locks. This
 folder is removed after Ctrl-C and errors. If the run is killed, the next run replaces it.
@@ -41,6 +47,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -54,14 +61,15 @@ from train.base.lock import lock
 from train.base.parallel import map_in_order
 from train.base.signals import Interrupts
 from train.base.wording import counted
+from train.data.files import TextFile, check_holds_text, find_files
 from train.data.stored import DataWriter, make_writer
 from train.data.text import (
     BadLines,
+    BrokenShards,
     Document,
     Encoded,
     Encoder,
-    TextFile,
-    find_files,
+    find_broken,
     read_pieces,
 )
 from train.data.tokenizer import Tokenizer, open_tokenizer
@@ -142,16 +150,26 @@ def _workers(asked: int | None, tokenizer: str, size: int) -> int:
     return 1 if tokenizer == "bytes" or size < _SMALL else len(os.sched_getaffinity(0))
 
 
+@dataclass(frozen=True)
+class _Bad:
+    """All that could not be used: lines, and the rest of broken shards."""
+
+    lines: BadLines
+    shards: BrokenShards
+
+
 def _documents(
-    results: Iterator[Encoded], bad: BadLines, bar: tqdm, interrupts: Interrupts
+    results: Iterator[Encoded], bad: _Bad, bar: tqdm, interrupts: Interrupts
 ) -> Iterator[tuple[Document, Iterator]]:
     """Yield each document with its ids in parts. Read these before the next document."""
 
     def parts() -> Iterator[tuple]:
         for result in results:
             interrupts.check()
-            bad.extend(result.bad)
+            bad.lines.extend(result.bad)
             yield from result.documents
+            if result.damage:
+                bad.shards.add(result.file, result.damage)
             bar.update(result.size)
 
     for document, pieces in itertools.groupby(parts(), key=lambda part: part[0]):
@@ -163,17 +181,17 @@ def _tokenize(
     args: argparse.Namespace,
     writers: dict[str, DataWriter],
     interrupts: Interrupts,
-) -> BadLines:
-    """Write every document to its part. Return the lines that could not be used."""
-    bad, size = BadLines(), sum(file.path.stat().st_size for file in files)
+    bad: _Bad,
+) -> None:
+    """Write every document to its part. `bad` gets what could not be used."""
+    size = sum(file.path.stat().st_size for file in files)
     encoder = functools.partial(Encoder, args.tokenizer, args.field, args.eos)
-    pieces = (piece for file in files for piece in read_pieces(file))
+    pieces = (piece for file in files for piece in read_pieces(file, args.field))
     results = map_in_order(encoder, pieces, _workers(args.workers, args.tokenizer, size))
     with closing(results), tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
         for document, ids in _documents(results, bad, bar, interrupts):
             part = "val" if _is_validation(document.name, args.val_fraction) else "train"
             writers[part].write(ids)
-    return bad
 
 
 def _split(
@@ -209,24 +227,31 @@ def _split(
 def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
     tokenizer = open_tokenizer(args.tokenizer, args.eos)
     files, unread = find_files(args.input, args.glob, args.exclude)
+    if tokenizer.instances:
+        check_holds_text(files, f"data for {tokenizer.instances}")
+    bad = _Bad(BadLines(), BrokenShards(args.max_bad_shards))
     output = Path(args.output)
     with _partial_folder(output) as partial:
         _check_output(output, args.overwrite, files)
         for line in unread.lines():
             print(f"not read: {line}", file=sys.stderr)
+        files = find_broken(files, args.field, bad.shards)
         names = ["train", "val"] if args.val_fraction else ["train"]
         writers = {name: make_writer(partial / "new" / name, tokenizer) for name in names}
-        bad = _tokenize(files, args, writers, interrupts)
-        bad.check(args.max_bad)
+        _tokenize(files, args, writers, interrupts, bad)
+        bad.lines.check(args.max_bad)
         if not any(each.tokens for each in writers.values()):
-            raise ValueError(f"got no tokens from {counted(len(files), 'file')}: {bad.summary()}")
+            raise ValueError(
+                f"got no tokens from {counted(len(files), 'file')}: {bad.lines.summary()}"
+            )
         if not all(each.tokens for each in writers.values()):
             writers = _split(partial, writers, tokenizer, args.val_fraction)
         notes = {
             "sources": args.input,
-            "bad_lines": bad.count,
-            "first_bad_lines": bad.first,
-            "left_out_characters": bad.left_out,
+            "bad_lines": bad.lines.count,
+            "first_bad_lines": bad.lines.first,
+            "broken_shards": bad.shards.found,
+            "left_out_characters": bad.lines.left_out,
             "not_read": unread.lines(),
         }
         for each in writers.values():
@@ -240,16 +265,25 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
         print(
             f"{output / name}: {counted(each.tokens, 'token')} in {counted(each.documents, kind)}"
         )
-    if bad.left_out:
+    _print_bad(bad)
+
+
+def _print_bad(bad: _Bad) -> None:
+    """Print what could not be used."""
+    lines, shards = bad.lines, bad.shards.found
+    if lines.left_out:
         lacking = counted(
-            bad.left_out,
+            lines.left_out,
             "character that the vocabulary lacks was left out",
             "characters that the vocabulary lacks were left out",
         )
         print(lacking, file=sys.stderr)
-    if bad.count:
-        skipped = counted(bad.count, "bad line was skipped", "bad lines were skipped")
-        print(f"{skipped}, the first:", *bad.first[:5], sep="\n  ", file=sys.stderr)
+    if lines.count:
+        skipped = counted(lines.count, "bad line was skipped", "bad lines were skipped")
+        print(f"{skipped}, the first:", *lines.first[:5], sep="\n  ", file=sys.stderr)
+    if shards:
+        skipped = counted(len(shards), "broken shard was skipped", "broken shards were skipped")
+        print(f"{skipped} from the damage on:", *shards, sep="\n  ", file=sys.stderr)
 
 
 def _parser() -> ArgumentParser:
@@ -259,7 +293,11 @@ def _parser() -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--input", nargs="+", required=True, help=".txt or .jsonl files, also as .gz, or folders"
+        "--input",
+        nargs="+",
+        required=True,
+        help=".txt or .jsonl files, also as .gz or .zst, .parquet files, folders of "
+        "datasets.Dataset.save_to_disk, or folders of all these",
     )
     parser.add_argument("--output", required=True, help="folder to write")
     parser.add_argument(
@@ -281,11 +319,12 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--field",
         default="text",
-        help="field of .jsonl records that holds the text (default: text)",
+        help="field of .jsonl records, or column of tables, that holds the text (default: text)",
     )
     parser.add_argument(
         "--glob",
-        help="in folders, read the files that match this pattern, as text unless they are .jsonl",
+        help="in folders, read the files that match this pattern, as text unless they are .jsonl "
+        "or .parquet",
     )
     parser.add_argument(
         "--exclude",
@@ -308,6 +347,14 @@ def _parser() -> ArgumentParser:
         "nothing is written (default: 0.01)",
     )
     parser.add_argument(
+        "--max-bad-shards",
+        type=int,
+        default=0,
+        metavar="FILES",
+        help="most compressed files and tables that may end early or be damaged; the rest of each "
+        "is skipped. If more do, nothing is written (default: 0)",
+    )
+    parser.add_argument(
         "--workers",
         type=int,
         help="processes that tokenize (default: one for each CPU core, but 1 for bytes or little "
@@ -324,6 +371,8 @@ def _check_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--output must not be empty")
     if not 0 <= args.max_bad <= 1:
         parser.error(f"--max-bad must be at least 0 and at most 1, got {args.max_bad}")
+    if args.max_bad_shards < 0:
+        parser.error(f"--max-bad-shards must not be negative, got {args.max_bad_shards}")
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val-fraction must be at least 0 and below 1, got {args.val_fraction}")
 

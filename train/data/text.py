@@ -1,23 +1,21 @@
-"""Text files: finding them, reading them in parts, and turning the documents of a part into
-tokens.
-"""
+"""Text in files: reading it in parts, and turning the documents of a part into tokens."""
 
 from __future__ import annotations
 
 import codecs
-import gzip
 import io
 import os
-import stat
-import zlib
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
 from train.base.wording import counted
+from train.data.compressed import BrokenFile, decompressed
+from train.data.files import ARROW, PARQUET, TextFile, compression, is_records
 from train.data.records import (
     BadRecord,
     check_unicode,
@@ -25,6 +23,7 @@ from train.data.records import (
     guess_encoding,
     parse_json,
 )
+from train.data.tables import Texts, check_table, read_texts
 from train.data.tokenizer import open_tokenizer
 from train.data.tokenizer_base import Tokenizer
 from train.registry import kind_of_data, load
@@ -74,62 +73,12 @@ class BadLines:
         return ". ".join(said)
 
 
-Reason = tuple[str, str]  # a file that is not read, described in the singular and the plural
-
-_EMPTY = "empty file", "empty files"
-_NAMED_BEFORE = "other name of a file that is read once", "other names of files that are read once"
-_FOLDER_LINK = "link to a folder", "links to folders"
-_UNREADABLE_FOLDER = "folder that cannot be read", "folders that cannot be read"
-_OTHER_KIND = "file that is neither .txt nor .jsonl", "files that are neither .txt nor .jsonl"
-_NO_FILE = "pipe, socket or device", "pipes, sockets and devices"
-_DANGLING = "link to nothing", "links to nothing"
-_NOT_GZIP = ".gz file that is not compressed by gzip", ".gz files that are not compressed by gzip"
-
-
-class Unread:
-    """Files that were found but not read: their number for each reason, and the first one of
-    each.
-    """
-
-    def __init__(self):
-        self._first: dict[Reason, Path] = {}
-        self._count: dict[Reason, int] = {}
-
-    def add(self, reason: Reason, path: Path) -> None:
-        self._first.setdefault(reason, path)
-        self._count[reason] = self._count.get(reason, 0) + 1
-
-    def lines(self) -> list[str]:
-        counts = sorted(self._count.items())
-        return [
-            f"{counted(count, *reason)}, such as {self._first[reason]}" for reason, count in counts
-        ]
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """A file to read.
-
-    path  the path by which it is opened and named in messages
-    name  its path relative to the input in which it was found, "/" between folders; for a file that
-          is itself an input, its own name. It stays the same if the input is moved
-    """
-
-    path: Path
-    name: str
-
-    @staticmethod
-    def found(path: Path, source: Path) -> TextFile:
-        """Return the file at `path`, which was found in the input `source` or is that input."""
-        return TextFile(path, path.name if path == source else path.relative_to(source).as_posix())
-
-
 @dataclass(frozen=True)
 class Document:
     """A document, or the part of it that a part of its file holds. Parts of one document are equal.
 
     file  its file; two inputs may hold files of the same name
-    line  the line of a .jsonl; None for a .txt, which is one document
+    line  the line of a .jsonl, or the row of a table; None for a .txt, which is one document
     """
 
     file: TextFile
@@ -143,13 +92,19 @@ class Document:
 
 @dataclass(frozen=True)
 class TextLines:
-    """Whole lines of a file, a few MiB at most unless one line is longer."""
+    """Whole lines of a file, or rows of a table: a few MiB at most unless one line is longer.
+
+    first_line  the number of the first line or row, from 1
+    lines       lines, or the texts of rows; None for a row without text
+    size        bytes of the file, compressed if it is, since the piece before
+    damage      the reason that nothing can be read after these lines
+    """
 
     file: TextFile
     first_line: int
-    lines: list[bytes]
-    size: int  # bytes of the file, compressed if it is, since the piece before
-    damage: str | None = None  # why nothing can be read after these lines
+    lines: Texts
+    size: int
+    damage: str | None = None
 
     @property
     def path(self) -> Path:
@@ -166,9 +121,29 @@ class Encoded:
     A .txt file is one document in all of its parts.
     """
 
+    file: TextFile
     documents: list[tuple[Document, Sized]]
     bad: BadLines
     size: int
+    damage: str | None = None
+
+
+class BrokenShards:
+    """Files that end early or cannot be decoded: each with the reason. At most `most` are allowed;
+    one more raises ValueError with the names of all.
+    """
+
+    def __init__(self, most: int):
+        self.most = most
+        self.found: list[str] = []
+
+    def add(self, file: TextFile, reason: str) -> None:
+        self.found.append(f"{file.path}: {reason}")
+        if len(self.found) > self.most:
+            shards = counted(len(self.found), "broken shard")
+            raise ValueError(
+                f"{shards}, more than --max-bad-shards {self.most}: {'; '.join(self.found)}"
+            )
 
 
 class Reader(Protocol):
@@ -215,30 +190,42 @@ class Encoder:
     """Turns parts of files into tokens."""
 
     def __init__(self, tokenizer: str, json_field: str, eos: str | None = None):
+        self._field = json_field
         # a single text leaves nothing to do for more threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.tokenizer = open_tokenizer(tokenizer, eos)
         self._reader = make_reader(self.tokenizer, json_field)
 
     def __call__(self, piece: TextLines) -> Encoded:
-        bad = BadLines(
-            among=sum(1 for line in piece.lines if line.strip()) + (piece.damage is not None)
-        )
-        before = self.tokenizer.left_out
-        if is_records(piece.path):
-            documents = list(self._records(piece, bad))
+        kind = piece.file.kind
+        bad, before = BadLines(), self.tokenizer.left_out
+        if kind in (PARQUET, ARROW):
+            bad.among = len(piece.lines)
+            documents = list(self._rows(piece, bad))
         else:
-            text = plain_text(piece, bad)
-            documents = [(Document(piece.file), self._reader.of_text(text))]
-        if piece.damage:
-            reason = f"damaged, so nothing is read from here on: {piece.damage}"
-            bad.add(piece.path, piece.first_line + len(piece.lines), reason)
+            bad.among = sum(1 for line in piece.lines if line and line.strip())
+            documents = (
+                list(self._records(piece, bad))
+                if is_records(piece.path)
+                else ([(Document(piece.file), self._reader.of_text(plain_text(piece, bad)))])
+            )
         bad.left_out = self.tokenizer.left_out - before
-        return Encoded(documents, bad, piece.size)
+        return Encoded(piece.file, documents, bad, piece.size, piece.damage)
+
+    def _rows(self, piece: TextLines, bad: BadLines) -> Iterator[tuple[Document, Sized]]:
+        for number, text in enumerate(piece.lines, piece.first_line):
+            try:
+                if text is None:
+                    raise BadRecord(f"no text in field {self._field!r}")
+                found = self._reader.of_text(decode_utf8(text))
+            except BadRecord as error:
+                bad.add(piece.path, number, str(error))
+            else:
+                yield Document(piece.file, number), found
 
     def _records(self, piece: TextLines, bad: BadLines) -> Iterator[tuple[Document, Sized]]:
         for number, line in enumerate(piece.lines, piece.first_line):
-            if not line.strip():
+            if not line or not line.strip():
                 continue
             try:
                 found = self._reader.of_record(parse_json(line))
@@ -248,177 +235,98 @@ class Encoder:
                 yield Document(piece.file, number), found
 
 
-def find_files(
-    inputs: list[str], pattern: str | None, exclude: list[str]
-) -> tuple[list[TextFile], Unread]:
-    """Return the files that `inputs` name, and the files that were found but are not read.
+def find_broken(files: Sequence[TextFile], field: str, broken: BrokenShards) -> list[TextFile]:
+    """Return the files without tables whose start or end is broken, which `broken` gets.
 
-    Folders are searched for names that match `pattern` (default: .txt and .jsonl, .gz or not, in
-    either case). Files are sorted within a folder. A file that is named several times is read
-    once. Links to files are followed. Links to folders are followed only if they are an input
-    themselves.
-
-    Raises ValueError for an input that is "", does not exist, cannot be opened or has an unknown
-    suffix. Also raises it for a folder without any match.
+    Raises ValueError for a table without text in column `field`, and if a package is missing.
     """
-    if "" in inputs:
-        raise ValueError('--input must not be ""; the current folder is .')
-    files: list[TextFile] = []
-    unread, seen = Unread(), set()
-    for path in map(Path, inputs):
-        if path.is_dir():
-            found, others = _search_folder(path, pattern, exclude)
-            for other, reason in others:
-                unread.add(reason, other)
-            if not found:
-                reasons = "; ".join(unread.lines()) or "it is empty"
-                raise ValueError(
-                    f"folder {path} has no file that matches "
-                    f"{pattern or '*.txt or *.jsonl'}: {reasons}"
-                )
+    whole = []
+    for file in files:
+        try:
+            with _named(file), open(file.path, "rb") as opened:
+                if file.kind in (PARQUET, ARROW):
+                    check_table(opened, file.kind, field)
+                else:
+                    decompressed(opened, compression(file.path))
+        except BrokenFile as error:
+            broken.add(file, str(error))
         else:
-            _check_named(path)
-            found = [path]
-        for file in found:
-            status = file.stat()
-            if (status.st_dev, status.st_ino) in seen:
-                unread.add(_NAMED_BEFORE, file)
-            elif not status.st_size:
-                unread.add(_EMPTY, file)
-            else:
-                files.append(TextFile.found(file, path))
-            seen.add((status.st_dev, status.st_ino))
-    if not files:
-        raise ValueError(f"there is no text to read: {'; '.join(unread.lines())}")
-    return files, unread
+            whole.append(file)
+    return whole
 
 
-def read_pieces(file: TextFile) -> Iterator[TextLines]:
-    """Yield the text of a file, without a byte-order mark of UTF-8.
+def read_pieces(file: TextFile, field: str = "") -> Iterator[TextLines]:
+    """Yield the text of a file, without a byte-order mark of UTF-8. Of a table, yield the texts of
+    column `field`.
 
-    Raises ValueError if the file cannot be read. The last part reports damage to the compression.
+    Raises ValueError if the file cannot be read. The last part reports damage.
     """
-    first_line, before = 1, 0
-    with open(file.path, "rb") as raw:
-        text = _decompressed(raw, file.path)
-        while True:
-            lines, damage = _take_lines(text, file.path)
-            if lines and first_line == 1:
-                lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
-            if lines or damage:
-                yield TextLines(file, first_line, lines, raw.tell() - before, damage)
-            if damage or not lines:
-                return
-            first_line, before = first_line + len(lines), raw.tell()
+    with _named(file), open(file.path, "rb") as raw:
+        if file.kind in (PARQUET, ARROW):
+            parts = _take_rows(read_texts(raw, file.kind, field))
+        else:
+            parts = _take_lines(decompressed(raw, compression(file.path)), raw.tell)
+        first_line, before = 1, 0
+        for lines, place, damage in parts:
+            yield TextLines(file, first_line, lines, place - before, damage)
+            first_line, before = first_line + len(lines), place
 
 
-def _take_lines(text: io.BufferedReader, path: Path) -> tuple[list[bytes], str | None]:
-    """Return the lines of the next part. Also return why there are no more, if that is damage."""
-    lines: list[bytes] = []
-    length = 0
+@contextmanager
+def _named(file: TextFile) -> Iterator[None]:
+    """Make errors name the file."""
     try:
-        while length < _PIECE and (line := text.readline()):
-            lines.append(line)
-            length += len(line)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        return lines, str(error)
+        yield
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    return lines, None
+        raise ValueError(f"{file.path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from error
+
+
+_Part = tuple[Texts, int, str | None]  # lines, the place in the file, and damage behind them
+
+
+def _take_lines(text: io.BufferedReader | BinaryIO, tell: Callable[[], int]) -> Iterator[_Part]:
+    """Yield the lines of a file in parts."""
+    damage, marked = None, codecs.BOM_UTF8
+    while damage is None:
+        lines: Texts = []
+        length = 0
+        try:
+            while length < _PIECE and (line := text.readline()):
+                lines.append(line.removeprefix(marked))
+                length, marked = length + len(line), b""
+        except BrokenFile as error:
+            damage = str(error)
+        if not lines and damage is None:
+            return
+        yield lines, tell(), damage
+
+
+def _take_rows(texts: Iterator[tuple[Texts, int]]) -> Iterator[_Part]:
+    """Yield the rows of a table in parts."""
+    rows: Texts = []
+    length, place, damage = 0, 0, None
+    try:
+        for more, place in texts:
+            for row in more:
+                rows.append(row)
+                length += len(row or b"")
+                if length >= _PIECE:
+                    yield rows, place, None
+                    rows, length = [], 0
+    except BrokenFile as error:
+        damage = str(error)
+    if rows or damage:
+        yield rows, place, damage
 
 
 def _first_bytes(path: Path) -> bytes:
-    """Return the first part of a file. Raises OSError if it can no longer be read."""
-    with open(path, "rb") as raw:
-        lines, _ = _take_lines(_decompressed(raw, path), path)
-    return b"".join(lines)
-
-
-def _decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
-    """Return the text of a file. A GzipFile reads lines in Python, a BufferedReader in C."""
-    return io.BufferedReader(gzip.GzipFile(fileobj=raw)) if _compressed(path) else raw
-
-
-def _compressed(path: Path) -> bool:
-    return path.suffix.lower() == ".gz"
-
-
-def is_records(path: Path) -> bool:
-    """Whether a file has one record in each line."""
-    return _kind(path) == ".jsonl"
-
-
-def _kind(path: Path) -> str:
-    """Return the suffix in lower case. For compressed files, return the suffix before .gz."""
-    return Path(path.stem if _compressed(path) else path.name).suffix.lower()
-
-
-def _check_named(path: Path) -> None:
-    """Raise ValueError if a file that is itself an input cannot be read."""
-    if not path.exists():
-        raise ValueError(
-            f"no such input: {path}" + (", a link to nothing" if path.is_symlink() else "")
-        )
-    if not path.is_file():
-        raise ValueError(f"{path} is not a regular file")
-    if _kind(path) not in (".txt", ".jsonl"):
-        raise ValueError(
-            f"{path} is neither .txt nor .jsonl, .gz or not; to read other text, give its folder "
-            "and --glob"
-        )
-    if problem := _find_problem(path):
-        raise ValueError(f"{path} is not read: it is a {problem[0]}")
-
-
-def _search_folder(
-    folder: Path, pattern: str | None, exclude: list[str]
-) -> tuple[list[Path], list[tuple[Path, Reason]]]:
-    """Return the files to read in a folder and its subfolders, sorted, and the other files with
-    their reasons.
-    """
-    found: list[Path] = []
-    others: list[tuple[Path, Reason]] = []
-
-    def unreadable(error: OSError) -> None:
-        others.append((Path(error.filename), _UNREADABLE_FOLDER))
-
-    for place, folders, names in os.walk(folder, onerror=unreadable):
-        here = Path(place)
-        folders[:] = [name for name in folders if name not in exclude]
-        others += [(here / name, _FOLDER_LINK) for name in folders if (here / name).is_symlink()]
-        for path in (here / name for name in names if name not in exclude):
-            if pattern and not path.absolute().match(pattern):
-                others.append(
-                    (
-                        path,
-                        (
-                            f"file that does not match {pattern}",
-                            f"files that do not match {pattern}",
-                        ),
-                    )
-                )
-            elif not pattern and _kind(path) not in (".txt", ".jsonl"):
-                others.append((path, _OTHER_KIND))
-            elif problem := _find_problem(path):
-                others.append((path, problem))
-            else:
-                found.append(path)
-    return sorted(found), sorted(others)
-
-
-def _find_problem(path: Path) -> Reason | None:
-    """Return the reason that keeps a file from being read, or None."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return _NO_FILE
-        with open(path, "rb") as file:
-            start = file.read(2)
-    except FileNotFoundError:
-        return _DANGLING
-    except OSError as error:
-        why = f"that cannot be read ({error.strerror})"
-        return f"file {why}", f"files {why}"
-    return _NOT_GZIP if _compressed(path) and start not in (b"", b"\x1f\x8b") else None
+    """Return the first part of a text. Raises ValueError if it can no longer be read."""
+    file = TextFile(path, path.name)
+    if file.kind in (PARQUET, ARROW):
+        return b""
+    return b"".join(line or b"" for line in next(read_pieces(file)).lines)
 
 
 def plain_text(piece: TextLines, bad: BadLines) -> str:
@@ -426,7 +334,7 @@ def plain_text(piece: TextLines, bad: BadLines) -> str:
     good = []
     for number, line in enumerate(piece.lines, piece.first_line):
         try:
-            good.append(decode_utf8(line))
+            good.append(decode_utf8(line or b""))
         except BadRecord as error:
             bad.add(piece.path, number, str(error))
     return "".join(good)

@@ -1,0 +1,266 @@
+"""Inputs of prepare_data.py beside plain text: zstd, tables, datasets folders, broken shards."""
+
+import gzip
+import io
+import json
+import shutil
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+import pyarrow as pa
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from tests.test_prepare import jsonl, texts
+from train import make_vocabulary, prepare_data
+from train.data import tables
+from train.data.files import TextFile
+from train.data.folder import TokenFile
+from train.data.text import read_pieces
+
+LONG = [f"{i} " + "word " * (i % 50) for i in range(3000)]
+
+
+def prepare(*arguments, code=0) -> str:
+    """Run prepare_data.py in this process. Return what it prints."""
+    said, before = io.StringIO(), sys.argv
+    sys.argv = ["prepare_data.py", *map(str, arguments)]
+    try:
+        with redirect_stdout(said), redirect_stderr(said):
+            prepare_data.main()
+    except SystemExit as end:
+        assert end.code == code, said.getvalue()
+    else:
+        assert code == 0, said.getvalue()
+    finally:
+        sys.argv = before
+    return said.getvalue()
+
+
+def table(*values: str | None, **columns) -> pa.Table:
+    return pa.table({"id": [*range(len(values))], "text": [*values], **columns})
+
+
+def write_shard(path, values) -> None:
+    """Write a shard of a datasets folder: a stream of Arrow, some rows a batch."""
+    with pa.OSFile(str(path), "wb") as file:
+        written = table(*values)
+        with pa.ipc.new_stream(file, written.schema) as stream:
+            stream.write_table(written, max_chunksize=200)
+
+
+def save_to_disk(folder, *shards) -> None:
+    """Write a folder as Dataset.save_to_disk does."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
+    for name, values in zip(names, shards, strict=True):
+        write_shard(folder / name, values)
+    listed = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (folder / "state.json").write_text(json.dumps(listed))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def compress(*frames: bytes) -> bytes:
+    return b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames)
+
+
+def test_all_kinds_of_files_hold_the_same_documents(tmp_path):
+    """Also with a column of another type of text, several row groups, and frames of zstd."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    rows = [*LONG, "ü"]
+    (folder / "a.jsonl").write_bytes(jsonl(*rows))
+    (folder / "b.jsonl.zst").write_bytes(compress(jsonl(*rows[:100]), jsonl(*rows[100:])))
+    parquet.write_table(table(*rows), folder / "c.parquet", row_group_size=700)
+    for i, kind in enumerate(
+        (pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string()))
+    ):
+        column = pa.chunked_array([pa.array(rows, kind)])
+        with_kind = table(*rows).set_column(1, "text", column)
+        parquet.write_table(with_kind, folder / f"d{i}.PARQUET")
+    save_to_disk(folder / "e", rows[:1500], rows[1500:])
+    said = prepare("--input", folder, "--output", tmp_path / "out")
+    assert texts(tmp_path / "out/train") == rows * 7
+    assert "not read" not in said
+    (tmp_path / "x.txt.zst").write_bytes(b"\x50\x2a\x4d\x18\x02\0\0\0ab" + compress(b"one\n", b"2"))
+    prepare("--input", tmp_path / "x.txt.zst", "--output", tmp_path / "text")
+    assert texts(tmp_path / "text/train") == ["one\n2"]
+
+
+def test_a_row_has_a_name_that_does_not_change_when_its_folder_moves(tmp_path):
+    save_to_disk(tmp_path / "a", LONG[:40], LONG[40:90])
+    parquet.write_table(table(*LONG[:50]), tmp_path / "a/x.parquet")
+    prepare("--input", tmp_path / "a", "--output", tmp_path / "1", "--val-fraction", 0.3)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    prepare("--input", tmp_path / "b", "--output", tmp_path / "2", "--val-fraction", 0.3)
+    for part in ("train", "val"):
+        assert texts(tmp_path / "1" / part) == texts(tmp_path / "2" / part)
+    names = ["data-00000-of-00002.arrow:1", "data-00001-of-00002.arrow:50", "x.parquet:50"]
+    for name, text in zip(names, (LONG[0], LONG[89], LONG[49]), strict=True):
+        part = "val" if prepare_data._is_validation(name, 0.3) else "train"
+        assert text in texts(tmp_path / "2" / part)
+
+
+def test_rows_without_text_are_bad_lines(tmp_path):
+    bad = pa.array([b"good", b"\xff", b"a\0\0\0"]).view(pa.binary()).cast(pa.string(), safe=False)
+    values = pa.concat_arrays([bad, pa.array([None, ""], pa.string())])
+    parquet.write_table(pa.table({"text": values}), tmp_path / "x.parquet")
+    said = prepare("--input", tmp_path, "--output", tmp_path / "out", "--max-bad", 0.6)
+    assert texts(tmp_path / "out/train") == ["good"]
+    listed = TokenFile(tmp_path / "out/train").index["first_bad_lines"]
+    where = tmp_path / "x.parquet"
+    assert [line.partition(": ")[0] for line in listed] == [f"{where}:{i}" for i in (2, 3, 4)]
+    assert "not UTF-8: invalid start byte" in said and "no text in field 'text'" in said
+    assert "3 of 5 lines are bad" in prepare("--input", where, "--output", tmp_path / "o2", code=2)
+
+
+def test_parts_of_a_table_are_small(tmp_path, monkeypatch):
+    """Batches of one row and of many give the same parts; a part ends after its limit."""
+    path = tmp_path / "x.parquet"
+    parquet.write_table(table(*["x" * 300_000] * 9, None, "end"), path)
+    parts = [*read_pieces(TextFile(path, "x.parquet"), "text")]
+    assert [len(part.lines) for part in parts] == [4, 4, 3]
+    assert [part.first_line for part in parts] == [1, 5, 9]
+    assert parts[2].lines[1:] == [None, b"end"]
+    assert sum(part.size for part in parts) == path.stat().st_size
+    monkeypatch.setattr(tables, "_ROWS", 1)
+    assert [part.lines for part in read_pieces(TextFile(path, "x.parquet"), "text")] == [
+        part.lines for part in parts
+    ]
+
+
+def write_broken_shards(folder) -> None:
+    """Fill a folder with shards that end early or are damaged, and one that is whole."""
+    folder.mkdir()
+    whole = jsonl(*LONG)
+    for name, packed in (("a.jsonl.gz", gzip.compress(whole)), ("b.jsonl.zst", compress(whole))):
+        (folder / name).write_bytes(packed[: len(packed) // 2])
+    parquet.write_table(table(*LONG), folder / "c.parquet")
+    cut = (folder / "c.parquet").read_bytes()
+    (folder / "c.parquet").write_bytes(cut[: len(cut) // 2])
+    parquet.write_table(table(*LONG), folder / "d.parquet", row_group_size=1000)
+    changed = bytearray((folder / "d.parquet").read_bytes())
+    middle = parquet.read_metadata(folder / "d.parquet").row_group(1).column(1)
+    start = middle.dictionary_page_offset or middle.data_page_offset
+    changed[start : start + 40] = b"\xff" * 40
+    (folder / "d.parquet").write_bytes(changed)
+    save_to_disk(folder / "e", LONG, LONG)
+    for number, lost in ((0, 5000), (1, 8)):
+        shard = folder / f"e/data-0000{number}-of-00002.arrow"
+        shard.write_bytes(shard.read_bytes()[:-lost])
+    (folder / "f.jsonl").write_bytes(jsonl("whole"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_broken_shards_are_named_and_their_rest_is_skipped(workers, tmp_path):
+    write_broken_shards(tmp_path / "in")
+    arguments = ("--input", tmp_path / "in", "--workers", workers, "--output", tmp_path / "out")
+    said = prepare(*arguments, "--max-bad-shards", 6)
+    index = TokenFile(tmp_path / "out/train").index
+    listed = [line.removeprefix(f"{tmp_path}/in/") for line in index["broken_shards"]]
+    starts = [
+        *("c.parquet: Parquet magic bytes not found in footer", "e/data-00000-of-00002.arrow: "),
+        *("e/data-00001-of-00002.arrow: the file ends before", "a.jsonl.gz: Compressed file ended"),
+        *("b.jsonl.zst: compressed file ended before the end of a zstd frame", "d.parquet: "),
+    ]
+    assert len(listed) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(listed, starts, strict=True)), listed
+    assert "6 broken shards were skipped from the damage on:\n" in said
+    assert all(line in said for line in index["broken_shards"])
+    read = texts(tmp_path / "out/train")
+    assert read[-1] == "whole" and read[-1001:-1] == LONG[:1000]  # d's first row group
+    by_gzip = read[1:].index(LONG[0]) + 1
+    assert read[:by_gzip] == LONG[:by_gzip] and 500 < by_gzip < 3000
+    assert index["bad_lines"] == 0
+
+
+@pytest.mark.parametrize("most", [0, 2, 3, 5])
+def test_more_broken_shards_than_allowed_write_nothing_and_are_named(most, tmp_path):
+    write_broken_shards(tmp_path / "in")
+    arguments = ("--input", tmp_path / "in", "--output", tmp_path / "out")
+    said = prepare(*arguments, "--max-bad-shards", most, code=2)
+    names = ["c.parquet", "e/data-00000", "e/data-00001", "a.jsonl.gz", "b.jsonl.zst", "d.parquet"]
+    shards = "shards" if most else "shard"
+    assert f"{most + 1} broken {shards}, more than --max-bad-shards {most}: " in said
+    assert all(f"{tmp_path}/in/{name}" in said for name in names[: most + 1])
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"body": ["a"]}, "expected a column 'text', see --field; the columns are body"),
+        ({"text": [1]}, "expected text in column 'text', see --field; it has int64"),
+    ],
+)
+def test_a_table_without_the_column_is_refused(columns, message, tmp_path):
+    parquet.write_table(pa.table(columns), tmp_path / "x.parquet")
+    arguments = ("--input", tmp_path, "--output", tmp_path / "out", "--max-bad-shards", 9)
+    assert f"{tmp_path}/x.parquet: {message}" in prepare(*arguments, code=2)
+    if "body" in columns:
+        prepare(*arguments, "--field", "body")
+        assert texts(tmp_path / "out/train") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("x.parquet", "pyarrow"), ("d", "pyarrow"), ("x.txt.zst", "zstandard")]
+)
+def test_a_missing_package_is_named_with_the_command(name, package, tmp_path, monkeypatch):
+    (tmp_path / "x.txt.zst").write_bytes(compress(b"text"))
+    parquet.write_table(table("a"), tmp_path / "x.parquet")
+    save_to_disk(tmp_path / "d", ["a"])
+    monkeypatch.setitem(sys.modules, package, None)
+    said = prepare("--input", tmp_path / name, "--output", tmp_path / "out", code=2)
+    assert f"needs {package}, which cannot be imported" in said
+    assert f"pip install {package}, or pip install '.[data]' in the repository" in said
+
+
+def test_of_a_datasets_folder_only_listed_shards_are_read(tmp_path):
+    """Its caches repeat rows, and its splits are not mixed."""
+    save_to_disk(tmp_path / "d/train", ["a"], ["b"])
+    save_to_disk(tmp_path / "d/test", ["c"])
+    (tmp_path / "d/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    write_shard(tmp_path / "d/train/cache-1.arrow", ["again"])
+    out = ("--output", tmp_path / "out", "--overwrite")
+    said = prepare("--input", tmp_path / "d", *out, code=2)
+    assert f"{tmp_path}/d has the splits train, test: give the folders of those to read" in said
+    said = prepare("--input", tmp_path / "d", "--exclude", "test", *out)
+    cache = tmp_path / "d/train/cache-1.arrow"
+    assert f"not read: 1 arrow file that no state.json lists, such as {cache}\n" in said
+    assert texts(tmp_path / "out/train") == ["a", "b"]
+    prepare("--input", tmp_path / "d/train", tmp_path / "d/test", *out)
+    assert texts(tmp_path / "out/train") == ["a", "b", "c"]
+    assert f"{cache} is one shard: give its folder" in prepare("--input", cache, *out, code=2)
+    (tmp_path / "d/train/data-00001-of-00002.arrow").unlink()
+    said = prepare("--input", tmp_path / "d/train", *out, code=2)
+    assert "state.json lists data-00001-of-00002.arrow, which is missing" in said
+
+
+def test_a_zst_that_is_none_is_not_read(tmp_path):
+    (tmp_path / "x.txt.zst").write_text("plain")
+    said = prepare("--input", tmp_path / "x.txt.zst", "--output", tmp_path / "out", code=2)
+    assert "is not read: it is a .zst file that is not compressed by zstd" in said
+
+
+def test_instances_and_vocabularies_are_not_made_of_tables(tmp_path, capsys):
+    parquet.write_table(table("a"), tmp_path / "x.parquet")
+    (tmp_path / "x.jsonl.zst").write_bytes(compress(jsonl("some words")))
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"text" * 99)[:-9])
+    arguments = ["--model", "cpm-ant", "--output", str(tmp_path / "v.txt"), "--input"]
+    make_vocabulary.main([*arguments, str(tmp_path / "x.jsonl.zst")])
+    vocabulary = tmp_path / "v.txt"
+    said = prepare(
+        *("--input", tmp_path / "x.parquet", "--output", tmp_path / "out"),
+        *("--tokenizer", f"cpm-ant-greedy:{vocabulary}"),
+        code=2,
+    )
+    assert "x.parquet: data for cpm-ant is made from .txt and .jsonl files only" in said
+    vocabulary.unlink()
+    for name, message in (
+        ("x.parquet", "x.parquet: a vocabulary is made from .txt and .jsonl files only"),
+        ("cut.txt.gz", "cut.txt.gz is broken: Compressed file ended"),
+    ):
+        with pytest.raises(SystemExit):
+            make_vocabulary.main([*arguments, str(tmp_path / name)])
+        assert message in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""Text of files that are compressed by gzip or zstd, or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from typing import Any, BinaryIO
+
+from train.data.extras import import_extra
+
+_READ = 1 << 16  # compressed bytes at once
+_BUFFER = 1 << 16  # bytes of text at once
+_LARGEST_WINDOW = 1 << 31  # bytes; as `zstd --long=31` writes
+
+
+class BrokenFile(Exception):
+    """A file that ends early, or cannot be decoded from some place on. The message has the
+    reason.
+    """
+
+
+class _Broken(io.RawIOBase):
+    """A reader of compressed bytes, whose errors of compression are BrokenFile."""
+
+    def __init__(self, inner: Any, errors: tuple[type[Exception], ...]):
+        self._inner, self._errors = inner, errors
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return self._inner.readinto(buffer)
+        except self._errors as error:
+            raise BrokenFile(str(error)) from error
+
+
+class _ZstdReader:
+    """The bytes of one zstd frame after the other. Raises EOFError if the last one ends early:
+    zstandard's own reader takes such a frame for a whole one.
+    """
+
+    def __init__(self, raw: BinaryIO, zstandard: Any):
+        self._raw = raw
+        self._make = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj
+        self._frame: Any = None  # none between two frames
+        self._compressed = self._ready = b""
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._compressed = self._compressed or self._raw.read(_READ)
+            if not self._compressed:
+                if self._frame is None:
+                    return 0
+                raise EOFError("compressed file ended before the end of a zstd frame")
+            self._frame = self._frame or self._make()
+            self._ready = self._frame.decompress(self._compressed)
+            self._compressed = b""
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+
+def decompressed(raw: BinaryIO, by: str | None) -> io.BufferedReader | BinaryIO:
+    """Return the text of a file that is compressed `by` ".gz", ".zst" or nothing (None).
+
+    Reading raises BrokenFile where the compression is damaged. A BufferedReader reads lines in C.
+    """
+    if by is None:
+        return raw
+    if by == ".gz":
+        errors = EOFError, zlib.error, gzip.BadGzipFile
+        return io.BufferedReader(_Broken(gzip.GzipFile(fileobj=raw), errors), _BUFFER)
+    zstandard = import_extra("zstandard", "zstandard", "a .zst file")
+    text = _Broken(_ZstdReader(raw, zstandard), (EOFError, zstandard.ZstdError))
+    return io.BufferedReader(text, _BUFFER)
