@@ -308,12 +308,12 @@ class Dropped:
         for _ in range(100):
             pass
 
-def read(path, field, pieces=prepare_data.read_pieces):
+def read(path, field, pieces=prepare_data.read_parts):
     for piece in pieces(path, field):
         Dropped()
         yield piece
 
-prepare_data.read_pieces = read
+prepare_data.read_parts = read
 prepare_data.main()
 """
 LATE = """

@@ -9,6 +9,9 @@ datasets.Dataset.save_to_disk wrote, and folders of all these. Other files of a 
 that are named twice, are counted and reported. The extra "data" has the packages that read .zst
 files (zstandard) and tables (pyarrow).
 
+Megatron-LM's PREFIX.bin and PREFIX.idx are read too. Their tokens are kept. So --tokenizer must
+name the tokenizer that made them.
+
 The script writes OUTPUT/train and, with a validation share, OUTPUT/val. Each has tokens, with the
 tokenizer's eos after each document, and the place where each document starts, so that pretrain.py
 can keep documents apart. train/data/folder.py describes the files.
@@ -27,9 +30,9 @@ the damage is kept, the rest is skipped, and the shard is named. If there are mo
 
 A document's name alone decides whether it is for validation. The name is the path of its file
 relative to its --input. For a file that is itself an --input, it is the file's own name. A .jsonl
-adds the line, and a table adds the row. So a corpus that is moved or copied gets the same split.
-With few documents, one part may be empty. The last tokens are then for validation, and a document
-may be cut in two.
+adds the line, a table the row, and a .bin the document. So a corpus that is moved or copied gets
+the same split. With few documents, one part may be empty. The last tokens are then for validation,
+and a document may be cut in two.
 
 OUTPUT appears when it is complete. Until then the run works in OUTPUT.partial, which it locks. This
 folder is removed after Ctrl-C and errors. If the run is killed, the next run replaces it.
@@ -61,7 +64,7 @@ from train.base.lock import lock
 from train.base.parallel import map_in_order
 from train.base.signals import Interrupts
 from train.base.wording import counted
-from train.data.files import TextFile, check_holds_text, find_files
+from train.data.files import MEGATRON, TextFile, check_holds_text, find_files
 from train.data.stored import DataWriter, make_writer
 from train.data.text import (
     BadLines,
@@ -70,7 +73,7 @@ from train.data.text import (
     Encoded,
     Encoder,
     find_broken,
-    read_pieces,
+    read_parts,
 )
 from train.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -81,6 +84,14 @@ _PARTS = {"train", "val"}
 def _is_validation(name: str, fraction: float) -> bool:
     """Whether the document of this name is for validation."""
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") < fraction * 2**64
+
+
+def _check_tokenizer(args: argparse.Namespace, files: list[TextFile]) -> None:
+    """Take bytes if no tokenizer is given. Raise ValueError if an input holds tokens."""
+    given = next((file for file in files if file.kind == MEGATRON), None)
+    if args.tokenizer is None and given:
+        raise ValueError(f"{given.path} holds tokens: --tokenizer must name the one that made them")
+    args.tokenizer = "bytes" if args.tokenizer is None else args.tokenizer
 
 
 def _check_output(output: Path, overwrite: bool, files: list[TextFile]) -> None:
@@ -185,9 +196,10 @@ def _tokenize(
 ) -> None:
     """Write every document to its part. `bad` gets what could not be used."""
     size = sum(file.path.stat().st_size for file in files)
+    text = sum(file.path.stat().st_size for file in files if file.kind != MEGATRON)
     encoder = functools.partial(Encoder, args.tokenizer, args.field, args.eos)
-    pieces = (piece for file in files for piece in read_pieces(file, args.field))
-    results = map_in_order(encoder, pieces, _workers(args.workers, args.tokenizer, size))
+    pieces = (piece for file in files for piece in read_parts(file, args.field))
+    results = map_in_order(encoder, pieces, _workers(args.workers, args.tokenizer, text))
     with closing(results), tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
         for document, ids in _documents(results, bad, bar, interrupts):
             part = "val" if _is_validation(document.name, args.val_fraction) else "train"
@@ -225,8 +237,9 @@ def _split(
 
 
 def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
-    tokenizer = open_tokenizer(args.tokenizer, args.eos)
     files, unread = find_files(args.input, args.glob, args.exclude)
+    _check_tokenizer(args, files)
+    tokenizer = open_tokenizer(args.tokenizer, args.eos)
     if tokenizer.instances:
         check_holds_text(files, f"data for {tokenizer.instances}")
     bad = _Bad(BadLines(), BrokenShards(args.max_bad_shards))
@@ -297,7 +310,7 @@ def _parser() -> ArgumentParser:
         nargs="+",
         required=True,
         help=".txt or .jsonl files, also as .gz or .zst, .parquet files, folders of "
-        "datasets.Dataset.save_to_disk, or folders of all these",
+        "datasets.Dataset.save_to_disk, Megatron's .bin with its .idx, or folders of all these",
     )
     parser.add_argument("--output", required=True, help="folder to write")
     parser.add_argument(
@@ -305,7 +318,6 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--tokenizer",
-        default="bytes",
         help="'bytes' (default), a tokenizer.json, a SentencePiece .model; cpm-bee:FILE, "
         "cpm-ant:FILE or "
         "cpm-ant-greedy:FILE with a vocabulary, for instances of these models",

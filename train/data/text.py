@@ -15,7 +15,8 @@ import numpy as np
 
 from train.base.wording import counted
 from train.data.compressed import BrokenFile, decompressed
-from train.data.files import ARROW, PARQUET, TextFile, compression, is_records
+from train.data.files import ARROW, MEGATRON, PARQUET, TextFile, compression, is_records
+from train.data.megatron import IndexedTokens, TokenPiece
 from train.data.records import (
     BadRecord,
     check_unicode,
@@ -78,7 +79,8 @@ class Document:
     """A document, or the part of it that a part of its file holds. Parts of one document are equal.
 
     file  its file; two inputs may hold files of the same name
-    line  the line of a .jsonl, or the row of a table; None for a .txt, which is one document
+    line  the line of a .jsonl, the row of a table, or the number of a document of tokens; None for
+          a .txt, which is one document
     """
 
     file: TextFile
@@ -196,7 +198,9 @@ class Encoder:
         self.tokenizer = open_tokenizer(tokenizer, eos)
         self._reader = make_reader(self.tokenizer, json_field)
 
-    def __call__(self, piece: TextLines) -> Encoded:
+    def __call__(self, piece: TextLines | TokenPiece) -> Encoded:
+        if isinstance(piece, TokenPiece):
+            return Encoded(piece.file, list(self._tokens(piece)), BadLines(), piece.size)
         kind = piece.file.kind
         bad, before = BadLines(), self.tokenizer.left_out
         if kind in (PARQUET, ARROW):
@@ -211,6 +215,20 @@ class Encoder:
             )
         bad.left_out = self.tokenizer.left_out - before
         return Encoded(piece.file, documents, bad, piece.size, piece.damage)
+
+    def _tokens(self, piece: TokenPiece) -> Iterator[tuple[Document, np.ndarray]]:
+        """Yield documents of token ids, without an eos at the end. Raises ValueError for ids that
+        the tokenizer does not have.
+        """
+        size, eos = self.tokenizer.vocab_size, self.tokenizer.eos_id
+        for number, ids in enumerate(piece.documents, piece.first_document):
+            for token in (int(ids.min()), int(ids.max())) if len(ids) else ():
+                if not 0 <= token < size:
+                    raise ValueError(
+                        f"document {number} has token {token}, but --tokenizer has {size} tokens"
+                    )
+            ended = len(ids) > 0 and ids[-1] == eos
+            yield Document(piece.file, number), ids[:-1] if ended else ids
 
     def _rows(self, piece: TextLines, bad: BadLines) -> Iterator[tuple[Document, Sized]]:
         for number, text in enumerate(piece.lines, piece.first_line):
@@ -238,13 +256,16 @@ class Encoder:
 def find_broken(files: Sequence[TextFile], field: str, broken: BrokenShards) -> list[TextFile]:
     """Return the files without tables whose start or end is broken, which `broken` gets.
 
-    Raises ValueError for a table without text in column `field`, and if a package is missing.
+    Raises ValueError for a table without text in column `field`, for tokens that are not what their
+    index says, and if a package is missing.
     """
     whole = []
     for file in files:
         try:
             with _named(file), open(file.path, "rb") as opened:
-                if file.kind in (PARQUET, ARROW):
+                if file.kind == MEGATRON:
+                    IndexedTokens(file)
+                elif file.kind in (PARQUET, ARROW):
                     check_table(opened, file.kind, field)
                 else:
                     decompressed(opened, compression(file.path))
@@ -253,6 +274,11 @@ def find_broken(files: Sequence[TextFile], field: str, broken: BrokenShards) -> 
         else:
             whole.append(file)
     return whole
+
+
+def read_parts(file: TextFile, field: str) -> Iterator[TextLines | TokenPiece]:
+    """Yield what a file holds in parts: text, the texts of column `field`, or tokens."""
+    return IndexedTokens(file).pieces() if file.kind == MEGATRON else read_pieces(file, field)
 
 
 def read_pieces(file: TextFile, field: str = "") -> Iterator[TextLines]:
