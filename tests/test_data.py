@@ -17,8 +17,8 @@ from tests.helpers import ROOT
 from train.data.folder import Sequences, TokenFile
 from train.data.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer
 from train.run.config import TrainConfig
-from train.run.options import parse_config
 from train.run.schedule import learning_rate
+from train.run.stages import parse_run
 
 EOS = ByteTokenizer.eos_id
 
@@ -372,7 +372,7 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
         'seq_len = 64\nlr = 1\nval_data = "v"\ndeterministic = true\n[rope_scaling]\nkind = '
         '"linear"\nfactor = 2\n'
     )
-    config = parse_config(
+    config, _ = parse_run(
         ["--config", str(tmp_path / "run.toml"), "--seq-len", "128", "--no-deterministic"]
     )
     assert (config.seq_len, config.lr, config.val_data, config.deterministic) == (
@@ -382,10 +382,10 @@ def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
         False,
     )
     assert config.model_config().rope_scaling == Linear(2)
-    again = parse_config(["--rope-scaling", '{"kind": "linear", "factor": 2}'])
+    again, _ = parse_run(["--rope-scaling", '{"kind": "linear", "factor": 2}'])
     assert again.model_config() == config.model_config()
     (tmp_path / "run.json").write_text(json.dumps(config.to_dict()))
-    assert parse_config(["--config", str(tmp_path / "run.json")]) == config
+    assert parse_run(["--config", str(tmp_path / "run.json")]) == (config, None)
 
 
 @pytest.mark.parametrize(
@@ -483,7 +483,7 @@ def test_wrong_configurations_are_refused(arguments, message, tmp_path, capsys):
     (tmp_path / "bad.toml").write_text("sequence = 3\n")
     (tmp_path / "cut.json").write_text('{"lr": ')
     with pytest.raises(SystemExit) as stopped:
-        parse_config([str(tmp_path / files.get(a, a)) if a in files else a for a in arguments])
+        parse_run([str(tmp_path / files.get(a, a)) if a in files else a for a in arguments])
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("pretrain.py: ")
@@ -510,7 +510,7 @@ def test_a_model_that_is_nested_too_deeply_is_refused(tmp_path):
 
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit):
-        parse_config(["--help"])
+        parse_run(["--help"])
     text = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in text for name in TrainConfig.__dataclass_fields__)
 

@@ -15,7 +15,7 @@ from tests.conftest import let_processes_hang_up
 from train.base import ranks
 from train.base.error_file import leave_reason
 from train.run import ending, launch
-from train.run.options import parse_config
+from train.run.stages import parse_run
 from train.run.watchdog import EXIT_CODE
 
 
@@ -146,12 +146,12 @@ def test_a_rank_that_another_one_left_is_not_torchruns_root_cause(monkeypatch, t
 def test_torchrun_hears_of_wrong_options(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit):
-        parse_config(["--help"])
+        parse_run(["--help"])
     assert not (tmp_path / "error.json").exists()
     capsys.readouterr()
     for flags in (["--seq-len", "0"], ["--stepz"]):
         with pytest.raises(SystemExit):
-            parse_config(flags)
+            parse_run(flags)
         assert failure(tmp_path).message["message"] + "\n" == capsys.readouterr().err
 
 

@@ -3,6 +3,7 @@ r"""Pretrain a CPM, a CPM-Bee or a CPM-Ant on sequences that are cut over ranks.
     python train/pretrain.py --processes 2 --sp-size 2 --data data/stdlib/train \
         --val-data data/stdlib/val
     torchrun --nnodes 2 --nproc-per-node 8 ... train/pretrain.py --config run.toml
+    python train/pretrain.py --processes 8 --stages stages.toml
 
 See --help for all options. On Ctrl-C, SIGTERM or SIGHUP the run finishes the step, saves a
 checkpoint, and every rank exits with code 0. --resume auto continues from there with the same
@@ -20,6 +21,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,9 +59,10 @@ from train.run.kinds import ModelConfig
 from train.run.launch import launch
 from train.run.measure import count_work, measure_speed
 from train.run.metrics import Metrics, NoMetrics
-from train.run.options import parse_config
+from train.run.replacement import replace_process
 from train.run.same_tokenizer import check_folder, check_weights
 from train.run.schedule import learning_rate
+from train.run.stages import parse_run
 from train.run.watchdog import Watchdog
 
 _CALMER = (
@@ -428,35 +431,51 @@ def _due(step: int, every: int) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    config = parse_config(argv)
+    config, stages = parse_run(argv)
     if config.processes > 1 and "RANK" not in os.environ:
-        return launch([__file__, *argv], config.processes, Path(config.output))
+        outlook = stages.outlook if stages else partial(checkpoint.outlook, Path(config.output))
+        return launch([__file__, *argv], config.processes, outlook)
     # reuse compiled kernels in the next run
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     watchdog = Watchdog(ranks.rank(), config.timeout)
     stop = StopSignal(ending.acknowledge, lambda: ending.end_now(watchdog))
     try:
         watchdog.alive("waiting for the other ranks to join")
-        trainer = Trainer(config, init_distributed(config), stop, watchdog)
-        finished = trainer.run()
-        if trainer.rank == 0 and not finished:
-            how = (
-                "to resume, run the same command with --resume auto"
-                if config.save
-                else "nothing was saved"
-            )
-            with printing():
-                print(f"stopped after step {trainer.progress.step}; {how}")
+        device = init_distributed(config)
+        if stages:
+            stages.check(device)
+            watchdog.program = stages.program
+        finished = _train(config, device, stop, watchdog)
+        variables = stages.leave(finished, stop) if stages else None
         watchdog.alive("leaving the other ranks")
         dist.destroy_process_group()
-        return 0
     except Exception as error:
-        code = ending.explain(error, watchdog)
+        code = ending.explain(error, watchdog, watchdog.program)
         if code is None:
             raise
         return code
     finally:
         watchdog.close()
+    if variables is not None:
+        replace_process([__file__, *argv], variables, stop)
+    return 0
+
+
+def _train(config: TrainConfig, device: torch.device, stop: StopSignal, watchdog: Watchdog) -> bool:
+    """Train on this rank to the last step, or until a signal to stop. Return whether nothing is
+    left to do.
+    """
+    trainer = Trainer(config, device, stop, watchdog)
+    finished = trainer.run()
+    if trainer.rank == 0 and not finished:
+        how = (
+            "to resume, run the same command with --resume auto"
+            if config.save
+            else "nothing was saved"
+        )
+        with printing():
+            print(f"stopped after step {trainer.progress.step}; {how}")
+    return finished
 
 
 if __name__ == "__main__":

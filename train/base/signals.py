@@ -22,6 +22,7 @@ NOTED = "stopping after this step; press Ctrl-C again to end the run now"
 _PR_SET_PDEATHSIG = 1
 # Seconds within which a second interrupt counts as the first one. A process may get one twice.
 _SAME = 0.5
+_NO_SIGNAL = b"\0"
 
 
 def has_launcher() -> bool:
@@ -53,13 +54,23 @@ class StopSignal:
             signals.append(signal.SIGHUP)
         for signum in signals:
             signal.signal(signum, lambda *_: None)
-        threading.Thread(
+        self._signals = signals
+        self._thread = threading.Thread(
             target=self._listen, args=(reader, signals), name="signals", daemon=True
-        ).start()
+        )
+        self._thread.start()
+
+    def close(self) -> bool:
+        """Let signals end the process again. Return whether one was received before."""
+        for signum in self._signals:
+            signal.signal(signum, signal.SIG_DFL)
+        self._writer.send(_NO_SIGNAL)  # after those that arrived
+        self._thread.join()
+        return self.received
 
     def _listen(self, reader: socket.socket, signals: list[int]) -> None:
         first = 0.0
-        while arrived := reader.recv(1):
+        while (arrived := reader.recv(1)) != _NO_SIGNAL:
             signum, now = arrived[0], time.monotonic()
             if signum == signal.SIGHUP:
                 leave_terminal(self._terminals)

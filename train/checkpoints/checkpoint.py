@@ -62,7 +62,7 @@ def save(
     rank if any rank could not write, or has weights or optimizer state that are not finite.
     Existing checkpoints then stay.
     """
-    final = root / f"step_{state['step']:08d}"
+    final = folder(root, state["step"])
     partial = root / f".{final.name}.partial"
     file = partial / f"rank_{ranks.rank():05d}.safetensors"
     try:
@@ -78,6 +78,11 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
         raise CheckpointError(f"could not save {final}: {error}") from error
     return final
+
+
+def folder(root: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
+    return root / f"step_{step:08d}"
 
 
 def outlook(root: Path) -> str:

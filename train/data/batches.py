@@ -71,7 +71,7 @@ class Dealer(ABC, Generic[SomeWork]):
     def __init__(self, config: Settings, sp: SequenceParallel, device: torch.device):
         self.config, self.sp, self.device = config, sp, device
         self.dp_rank, self.dp_size = dist.get_rank() // sp.size, dist.get_world_size() // sp.size
-        self.micro_batch_size = _micro_batch_size(config, self.dp_size)
+        self.micro_batch_size = choose_micro_batch_size(config, self.dp_size)
 
     def of_step(self, data: Source, first: int, last: bool = False) -> list[SomeWork]:
         """Return the micro-batches of a step, which starts at sample `first` of the run. After the
@@ -344,7 +344,7 @@ def keys_seen(mask: Mask) -> Tensor:
     return seen.index_add_(0, query, keys.clamp_min_(0))
 
 
-def _micro_batch_size(config: Settings, dp_size: int) -> int:
+def choose_micro_batch_size(config: Settings, dp_size: int) -> int:
     """Return the configured size, or the largest default that divides a data parallel group's share
     of the batch.
     """

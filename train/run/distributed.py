@@ -12,6 +12,7 @@ import torch.distributed as dist
 from bmt_burst import kernels
 from train.base.wording import counted
 from train.run.config import TrainConfig
+from train.run.replacement import open_store
 
 
 def init_distributed(config: TrainConfig) -> torch.device:
@@ -20,15 +21,8 @@ def init_distributed(config: TrainConfig) -> torch.device:
     Raises ValueError if a device or an engine is not available or does not fit other settings.
     """
     device = _device(config.device)
-    engine = config.engine
-    if engine == "auto":
-        engine = "bmtrain" if device.type == "cuda" and kernels.installed("bmtrain") else "torch"
-    if engine == "bmtrain" and not (device.type == "cuda" and kernels.installed("bmtrain")):
-        raise ValueError(
-            "--engine bmtrain needs GPUs and the package bmtrain: see train/install_gpu.sh"
-        )
-    if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
-        raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain, on GPUs")
+    engine = choose_engine(config, device)
+    open_store()
     # Beside BMTrain, torch.distributed only carries messages between hosts.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and engine == "torch" else "gloo"
     if "RANK" in os.environ:
@@ -44,6 +38,24 @@ def init_distributed(config: TrainConfig) -> torch.device:
 
         bmtrain.init_distributed(seed=config.seed)
     return device
+
+
+def choose_engine(config: TrainConfig, device: torch.device) -> str:
+    """Return the engine, "bmtrain" or "torch".
+
+    Raises ValueError if it is not available here or does not fit other settings.
+    """
+    available = device.type == "cuda" and kernels.installed("bmtrain")
+    engine = config.engine
+    if engine == "auto":
+        engine = "bmtrain" if available else "torch"
+    if engine == "bmtrain" and not available:
+        raise ValueError(
+            "--engine bmtrain needs GPUs and the package bmtrain: see train/install_gpu.sh"
+        )
+    if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
+        raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain, on GPUs")
+    return engine
 
 
 def rank_timeout(config: TrainConfig) -> float:

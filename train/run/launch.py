@@ -13,15 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from train.base import ranks
 from train.base.files import print_error
 from train.base.signals import INTERRUPTED, LAUNCHER, NOTED, StopSignal
-from train.checkpoints import checkpoint
 from train.run.watchdog import EXIT_CODE
 
 _GRACE = 5.0  # seconds in which ranks may end on their own after one has failed
@@ -29,14 +27,14 @@ _TICK = 0.05  # seconds between checks of the ranks
 _EXPLAINED = 2  # exit code of a rank that printed what is wrong
 
 
-def launch(argv: Sequence[str], processes: int, root: Path | None = None) -> int:
-    """Run `python argv...` as ranks 0 to processes - 1, with checkpoints in `root`. Without a root
-    there is nothing to save: a signal ends the ranks at once.
+def launch(argv: Sequence[str], processes: int, outlook: Callable[[], str] | None = None) -> int:
+    """Run `python argv...` as ranks 0 to processes - 1. `outlook` returns what the run leaves when
+    it ends. Without it there is nothing to save: a signal ends the ranks at once.
 
     Return 0, also after a signal. If a rank failed, return the code of the first one that did.
     After a second Ctrl-C return 130.
     """
-    stop = StopSignal(noted=lambda: print_error(NOTED if root else "stopping"))
+    stop = StopSignal(noted=lambda: print_error(NOTED if outlook else "stopping"))
     store = _local_store()
     started = [_start(argv, rank, processes, store.port) for rank in range(processes)]
     ended: dict[int, int] = {}  # rank: exit code, in the order in which they ended
@@ -48,7 +46,7 @@ def launch(argv: Sequence[str], processes: int, root: Path | None = None) -> int
                 rank.terminate()
         if stop.insisted:
             _kill(started)
-            print_error(f"ended now; {checkpoint.outlook(root)}" if root else "ended now")
+            print_error(f"ended now; {outlook()}" if outlook else "ended now")
             return INTERRUPTED
         time.sleep(_TICK)
         _note_ended(started, ended)
@@ -56,10 +54,10 @@ def launch(argv: Sequence[str], processes: int, root: Path | None = None) -> int
         return 0
     # a rank that a signal killed did not handle signals yet
     if stopping and any(-code in (signal.SIGTERM, signal.SIGHUP) for code in ended.values()):
-        print_error("stopped before training began" if root else "stopped")
+        print_error("stopped before training began" if outlook else "stopped")
         _kill(started)
         return 0
-    return _stop_others(started, ended, root)
+    return _stop_others(started, ended, outlook)
 
 
 def _local_store() -> dist.TCPStore:
@@ -93,7 +91,9 @@ def _note_ended(started: list[subprocess.Popen], ended: dict[int, int]) -> None:
             ended[number] = rank.returncode
 
 
-def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: Path | None) -> int:
+def _stop_others(
+    started: list[subprocess.Popen], ended: dict[int, int], outlook: Callable[[], str] | None
+) -> int:
     """Stop the remaining ranks after a failure, and return the code of the rank that failed first.
     Say which rank that was and how to resume.
     """
@@ -112,8 +112,8 @@ def _stop_others(started: list[subprocess.Popen], ended: dict[int, int], root: P
     ]
     then = f", then {', '.join(others)}" if others else ""
     print_error(f"rank {cause} ended with {_describe_code(failed[cause])}{then}; the run is over")
-    if root and failed[cause] != _EXPLAINED:
-        print_error(checkpoint.outlook(root))
+    if outlook and failed[cause] != _EXPLAINED:
+        print_error(outlook())
     return _exit_code(failed[cause])
 
 

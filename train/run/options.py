@@ -15,18 +15,23 @@ from train.base.wording import flag
 from train.run.config import DATA, MODEL, OPTIMIZER, PARALLEL, RUN, TrainConfig
 
 
-def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
-    """Return the configuration of the command line `argv`. Options override --config FILE, which
-    overrides the defaults.
+def parse_options(argv: Sequence[str] | None = None) -> tuple[ArgumentParser, dict[str, Any]]:
+    """Return the options that are given on the command line `argv`, and their parser, which reports
+    errors.
     """
     parser = _parser()
-    given = vars(parser.parse_args(argv))
+    return parser, vars(parser.parse_args(argv))
+
+
+def make_config(given: dict[str, Any]) -> TrainConfig:
+    """Return the configuration of the options `given`. They override --config FILE, which overrides
+    the defaults.
+
+    Raises ValueError for wrong options, and OSError for a file that cannot be read.
+    """
     file = given.pop("config", None)
-    try:
-        values = _read_config_file(Path(file)) if file else {}
-        return TrainConfig(**{**values, **given})
-    except (ValueError, TypeError, OSError, RecursionError) as error:
-        parser.fail(error)
+    values = read_values(read_file(Path(file), "--config"), file) if file else {}
+    return TrainConfig(**{**values, **given})
 
 
 def _parser() -> ArgumentParser:
@@ -43,6 +48,13 @@ def _parser() -> ArgumentParser:
         "--config",
         metavar="FILE",
         help="TOML or JSON file with any of the options below, as in seq_len = 512",
+    )
+    parser.add_argument(
+        "--stages",
+        metavar="FILE",
+        help="TOML or JSON file with stages that are trained one after the other: options of all "
+        "stages, and a table [[stage]] with a name and the options of each. The same command "
+        "resumes",
     )
     groups = {
         name: parser.add_argument_group(name) for name in (MODEL, DATA, PARALLEL, OPTIMIZER, RUN)
@@ -95,21 +107,29 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _read_config_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path, option: str) -> dict[str, Any]:
+    """Return the names and values of a TOML or JSON file that `option` names."""
     formats = {".toml": tomllib.loads, ".json": json.loads}
     if path.suffix not in formats:
-        raise ValueError(f"--config must end in .toml or .json, got {path}")
+        raise ValueError(f"{option} must end in .toml or .json, got {path}")
     try:
         values = formats[path.suffix](path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values in {path}, got {type(values).__name__}")
+    return values
+
+
+def read_values(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return options with the types of TrainConfig's fields. Raises ValueError, which says `where`
+    they are, for unknown options and other types.
+    """
     fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
     for name, value in values.items():
         if name not in fields:
             raise ValueError(
-                f"{path}: unknown option {name!r}; expected one of {', '.join(fields)}"
+                f"{where}: unknown option {name!r}; expected one of {', '.join(fields)}"
             )
         kind = fields[name].metadata.get("kind", type(fields[name].default))
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -117,5 +137,5 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         elif value is None and fields[name].default is None:
             continue  # JSON's way to leave it unset
         elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"{path}: {name} must be {kind.__name__}, got {value!r}")
+            raise ValueError(f"{where}: {name} must be {kind.__name__}, got {value!r}")
     return values

@@ -9,6 +9,7 @@ schedule in another folder. Once that folder has a checkpoint, --resume auto con
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 from pathlib import Path
@@ -252,6 +253,19 @@ def print_changes(
         print("changed since the checkpoint:", _list_changes(changed, tokenizer), file=sys.stderr)
     if next_step <= config.steps:
         _print_jump(state, config, next_step)
+
+
+def changed_settings(state: dict, config: TrainConfig) -> str:
+    """Return which settings differ between the run of `state` and `config`, as options with both
+    values, if they matter for the result.
+    """
+    now = json.loads(json.dumps(config.to_dict()))  # as a state is stored
+    changed = _differences(state["config"], now).items()
+    return ", ".join(
+        f"{flag(name)} {before} -> {after}"
+        for name, (before, after) in changed
+        if name in now and name not in _TECHNICAL
+    )
 
 
 def _settings(state: dict) -> dict:

@@ -1,0 +1,292 @@
+"""Stages of training: a file describes them, and one command trains them one after the other.
+
+    model = "minicpm4-0.5b"     # options of all stages
+    output = "runs/long"
+
+    [[stage]]                   # options of one stage, which override those of all
+    name = "4k"
+    seq_len = 4096
+
+    [[stage]]
+    name = "32k"
+    seq_len = 32768
+
+The second stage is the folder OUTPUT/02-32k. It begins at the last checkpoint of OUTPUT/01-4k, as
+with --resume CHECKPOINT --new-stage. The same command resumes in the last stage that has a
+checkpoint. At the end of a stage each rank replaces its process (replacement.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.base import ranks
+from train.base.files import printing
+from train.base.signals import StopSignal
+from train.base.wording import counted, flag
+from train.checkpoints import checkpoint
+from train.data.batches import choose_micro_batch_size
+from train.run.config import TrainConfig
+from train.run.distributed import choose_engine
+from train.run.inputs import Inputs, keep_documents_apart, open_inputs
+from train.run.options import make_config, parse_options, read_file, read_values
+from train.run.replacement import agree_on_store
+from train.run.resume import changed_settings
+from train.run.same_tokenizer import check_folder
+
+STAGE = "BMT_BURST_STAGE"  # environment variable of a replaced process: the number of its stage
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FOLDER = re.compile(r"\d\d+-.+")
+_COMMON = {"model", "init_from", "allow_other_tokenizer", "processes", "output"}
+_REFUSED = {
+    "resume": "stages always resume where they stopped; to repeat steps, remove checkpoints",
+    "new_stage": "each table of the file is a stage",
+    "save": "a stage begins at a checkpoint of the one before",
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its number from 1, its name, and its settings. Its `output` is its own folder."""
+
+    number: int
+    name: str
+    config: TrainConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output)
+
+    @property
+    def last_checkpoint(self) -> Path:
+        """The checkpoint at which the next stage begins."""
+        return checkpoint.folder(self.folder, self.config.steps)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a file, and the one that this process trains."""
+
+    file: Path
+    all: tuple[Stage, ...]
+    current: Stage
+
+    @property
+    def config(self) -> TrainConfig:
+        """The settings of the current stage, which say where it begins."""
+        config, number = self.current.config, self.current.number
+        if _given_number() is None or number == 1:
+            return dataclasses.replace(config, resume="auto")
+        before = self.all[number - 2].last_checkpoint
+        return dataclasses.replace(config, resume=str(before), new_stage=True)
+
+    @property
+    def next(self) -> Stage | None:
+        """The stage after the current one, if there is one."""
+        return next(iter(self.all[self.current.number :]), None)
+
+    @property
+    def program(self) -> str:
+        """The name under which the current stage reports errors."""
+        return f"pretrain.py: stage {self.current.name}"
+
+    def describe(self) -> str:
+        """Return which stage this is. A line follows for each stage that is done, if its settings
+        have changed since.
+        """
+        number, name = self.current.number, self.current.name
+        lines = [f"stage {number} of {len(self.all)}: {name}, in {self.current.folder}"]
+        for stage in self.all[: number - 1]:
+            if changed := _changes_since(stage):
+                lines.append(f"stage {stage.name} is done; not applied to it: {changed}")
+        return "\n".join(lines)
+
+    def outlook(self) -> str:
+        """Return what the run leaves when it ends, as checkpoint.outlook does."""
+        return checkpoint.outlook(_last_begun(self.all).folder)
+
+    def leave(self, finished: bool, stop: StopSignal) -> dict[str, str] | None:
+        """Return the environment variables of the process that trains the next stage. Return None
+        if there is none, or if this stage is not `finished`. Every rank must call this function.
+
+        After a signal to stop on any rank, the next stage does not begin.
+        """
+        if not finished or any(ranks.gather(stop.received)):
+            if finished:
+                _say(f"stopped after stage {self.current.name}; to resume, run the same command")
+            return None
+        if self.next is None:
+            _say(f"all {counted(len(self.all), 'stage')} of {self.file} are done")
+            return None
+        return {**agree_on_store(), STAGE: str(self.next.number)}
+
+    def check(self, device: torch.device) -> None:
+        """Say which stage begins. Check the data and the sizes of this stage and of all that follow
+        it. Every rank must call this function.
+
+        Raises RankError, which names the stage, on every rank.
+        """
+        if len(set(ranks.gather(self.current.number))) > 1:
+            raise ranks.RankError(
+                f"ranks find checkpoints of different stages in {self.current.folder.parent}: "
+                "expected one file system for all hosts"
+            )
+        _say(self.describe())
+        ranks.together(lambda: self._check_inputs(device))
+
+    def _check_inputs(self, device: torch.device) -> None:
+        current, *later = self.all[self.current.number - 1 :]
+        with redirect_stderr(io.StringIO()):  # the stage repeats its warnings
+            first = _check_stage(current, device)
+        for stage in later:
+            warnings = io.StringIO()
+            with redirect_stderr(warnings):
+                _check_stage(stage, device, first.folder)
+            for line in warnings.getvalue().splitlines():
+                print(f"stage {stage.name}: {line}", file=sys.stderr)
+
+
+def parse_run(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Stages | None]:
+    """Return the configuration of the command line `argv`, and its stages if it has --stages. The
+    configuration is then the current stage's.
+    """
+    parser, given = parse_options(argv)
+    file = given.pop("stages", None)
+    try:
+        if file is None:
+            return make_config(given), None
+        stages = read_stages(Path(file), given)
+        return stages.config, stages
+    except (ValueError, TypeError, OSError, RecursionError) as error:
+        parser.fail(error)
+
+
+def read_stages(file: Path, given: Mapping[str, Any]) -> Stages:
+    """Read the stages of `file`, and choose the current one. The options `given` on the command
+    line override those of all stages.
+
+    Raises ValueError, which names the stage, for options that do not fit.
+    """
+    common = read_file(file, "--stages")
+    tables = common.pop("stage", None)
+    if not isinstance(tables, list) or not tables or not all(isinstance(x, dict) for x in tables):
+        raise ValueError(f"{file}: expected a table [[stage]] for each stage")
+    if "config" in given:
+        raise ValueError("--config does not go with --stages, whose file has the options")
+    common = read_values(common, str(file)) | dict(given)
+    for name, reason in _REFUSED.items():
+        if name in common and (name, common[name]) not in (("resume", "auto"), ("save", True)):
+            raise ValueError(f"{flag(name)} does not go with --stages: {reason}")
+    stages: list[Stage] = []
+    for number, table in enumerate(tables, start=1):
+        stage = _make_stage(file, number, table, common, given)
+        if stage.name in (other.name for other in stages):
+            raise ValueError(f"{file}: two stages are called {stage.name}")
+        stages.append(stage)
+    _check_folders(file, stages)
+    number = _given_number() or _last_begun(stages).number
+    return Stages(file, tuple(stages), stages[number - 1])
+
+
+def _make_stage(
+    file: Path,
+    number: int,
+    table: dict[str, Any],
+    common: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> Stage:
+    name = table.pop("name", None)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{file}: stage {number} needs a name of letters, digits, '.', '_' and '-', got "
+            f"{name!r}"
+        )
+    where = f"{file}: stage {name}"
+    own = read_values(table, where)
+    if twice := sorted(own.keys() & given.keys()):
+        raise ValueError(
+            f"{where} sets {twice[0]}: leave out {flag(twice[0])}, which is for all stages"
+        )
+    if misplaced := sorted(own.keys() & (_COMMON | _REFUSED.keys())):
+        raise ValueError(f"{where}: {misplaced[0]} is the same in all stages: put it at the top")
+    root = Path(common.get("output", TrainConfig.output))
+    values = {**common, **own, "output": str(root / f"{number:02d}-{name}")}
+    try:
+        return Stage(number, name, TrainConfig(**values))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _check_folders(file: Path, stages: Sequence[Stage]) -> None:
+    """Raise ValueError if the output has checkpoints of stages that the file does not have."""
+    root, known = stages[0].folder.parent, {stage.folder.name for stage in stages}
+    others = [
+        path.name
+        for path in sorted(root.glob("*-*"))
+        if _FOLDER.fullmatch(path.name) and path.name not in known and checkpoint.listed(path)
+    ]
+    if others:
+        raise ValueError(
+            f"{root} has checkpoints of {', '.join(others)}, which {file} does not have: expected "
+            f"{', '.join(sorted(known))}; undo the change, or give another --output"
+        )
+
+
+def _last_begun(stages: Sequence[Stage]) -> Stage:
+    """Return the last stage that has a checkpoint, else the first."""
+    begun = [stage for stage in stages if checkpoint.listed(stage.folder)]
+    return begun[-1] if begun else stages[0]
+
+
+def _given_number() -> int | None:
+    number = os.environ.get(STAGE)
+    return None if number is None else int(number)
+
+
+def _check_stage(stage: Stage, device: torch.device, data: Path | None = None) -> Inputs:
+    """Open the inputs of a stage. Raises ValueError for options that do not fit them or the ranks,
+    or if the tokenizer is not that of the folder `data`.
+    """
+    config, world = stage.config, ranks.world_size()
+    try:
+        choose_engine(config, device)
+        if world % config.sp_size:
+            raise ValueError(
+                f"--sp-size {config.sp_size} does not divide the world of {counted(world, 'rank')}"
+            )
+        choose_micro_batch_size(config, world // config.sp_size)
+        inputs = keep_documents_apart(open_inputs(config, device), config, None)
+        if data is not None:
+            check_folder(data, inputs.folder, inputs.folder)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"stage {stage.name}: {error}") from error
+    return inputs
+
+
+def _say(text: str) -> None:
+    if ranks.rank() == 0:
+        with printing():
+            print(text, flush=True)
+
+
+def _changes_since(stage: Stage) -> str:
+    """Return which settings of a stage differ from those of its newest checkpoint."""
+    for path in checkpoint.listed(stage.folder)[:1]:
+        try:
+            state = checkpoint.Checkpoint(path).state
+        except checkpoint.CheckpointError as error:
+            print(f"{path} is damaged: {error}", file=sys.stderr)
+        else:
+            return changed_settings(state, stage.config)
+    return ""
