@@ -145,6 +145,7 @@ def test_every_option_of_pretraining_that_they_name_is_one():
     ours |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)} | {
         "--config",
         "--help",
+        "--stages",
     }
     launchers = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--nnodes", "--nproc-per-node"}
     launchers |= {"--rdzv-backend", "--rdzv-endpoint", "--logdir", "--from"}
