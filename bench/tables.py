@@ -291,8 +291,13 @@ def implementation(row: Row) -> str:
 
 def checkpointing(row: Row) -> str:
     """Return a row's checkpointing in words."""
-    blocks = row.get("checkpointing_blocks")
-    return row["checkpointing"] + ("" if blocks is None else f", {blocks} blocks")
+    words = {
+        "checkpointing_blocks": "{} blocks",
+        "checkpointing_every": "every {}",
+        "mlp_tile": "tiles of {}",
+    }
+    given = (text.format(row[name]) for name, text in words.items() if row.get(name) is not None)
+    return ", ".join((row["checkpointing"], *given))
 
 
 def heads(row: Row) -> str:

@@ -66,7 +66,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
             "batch_size": batch_size,
             "dtype": args.dtype,
             "checkpointing": checkpointing,
-            "checkpointing_blocks": args.checkpointing_blocks,
+            **{name: getattr(args, name) for name in _OPTIONAL},
             "offload": args.offload,
             "sparse": changed.sparse and changed.sparse.to_dict(),
             "more": args.more,
@@ -106,11 +106,10 @@ def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
         *(["--offload"] if args.offload else []),
         *args.more,
     ]
-    flags += ["--documents", args.documents] + (
-        ["--window", str(args.window)] if args.window else []
-    )
-    if args.checkpointing_blocks is not None:
-        flags += ["--checkpointing-blocks", str(args.checkpointing_blocks)]
+    flags += ["--documents", args.documents]
+    for name in ("window", *_OPTIONAL):
+        if (value := getattr(args, name)) is not None:
+            flags += ["--" + name.replace("_", "-"), str(value)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
     command = [sys.executable, *launcher, ROOT / "train/pretrain.py", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -150,6 +149,7 @@ def measure(args: argparse.Namespace, options: dict, metrics: Path) -> dict:
     }
 
 
+_OPTIONAL = ("checkpointing_blocks", "checkpointing_every", "mlp_tile")
 _PHASES = ("data_s", "forward_s", "backward_s", "optimizer_s")
 
 
@@ -172,6 +172,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--checkpointing-blocks", type=int, help="of the first so many blocks; by default of all"
     )
+    parser.add_argument("--checkpointing-every", type=int, help="as of pretrain.py")
+    parser.add_argument("--mlp-tile", type=int, help="as of pretrain.py")
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--engine", choices=("auto", "torch", "bmtrain"), default="auto")
     parser.add_argument("--dtype", default="bf16" if cuda else "fp32")

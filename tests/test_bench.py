@@ -589,7 +589,7 @@ def test_training_benchmark(tmp_path):
         tmp_path / "data/train",
     ]
     options += ["--documents", "mask", "--window", "7", "--output", output]
-    full = ["--checkpointing", "full"]
+    full = ["--checkpointing", "full", "--checkpointing-every", "2", "--mlp-tile", "9"]
     code, said = run_script(
         None, "bench/training.py", "--gpus", "2", *full, *options, "--", "--layout", "striped"
     )
@@ -601,7 +601,8 @@ def test_training_benchmark(tmp_path):
     names = "model", "engine", "gpus", "tokens_per_s_per_gpu", "step_s", "versions", "commit"
     assert row.keys() >= {*names}
     assert len(row["losses"]) == 4
-    assert "| cpm-tiny | 2 | torch | 2 | 64 | documents, window 7 | " in training_table([row])
+    shown = "| cpm-tiny | 2 | torch | 2 | 64 | documents, window 7 | full, every 2, tiles of 9 | "
+    assert shown in training_table([row])
     small = {"block_size": 4, "kernel_size": 4, "kernel_stride": 2, "window_size": 8, "topk": 3}
     sparse = ["--sparse", json.dumps(small | {"dense_len": 32}), "--documents", "ignore"]
     options = ["--seq-len", "64", "--layers", "1", "--steps", "2", "--warm-up", "1", *sparse]
