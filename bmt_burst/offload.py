@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _LEAST_BYTES = 1 << 20  # smaller tensors are not worth a copy
+_PIECE_BYTES = 1 << 28  # of a tensor in host memory, a power of two
 
 
 class Offload:
@@ -61,9 +62,9 @@ class Offload:
             return found[0], x.shape  # an earlier operation saved the same memory
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+            host = _HostCopy(x)
         x.record_stream(self._stream)
-        parked = _Parked(block, host, x.device)
+        parked = _Parked(block, host)
         block.names[_name(x)] = parked, StorageWeakRef(x.untyped_storage())
         block.parked.append(weakref.ref(parked))
         return parked, x.shape
@@ -85,11 +86,11 @@ class Offload:
         """Start to copy a tensor back to its device, unless that was started before."""
         if parked.fetched is None:
             # made on the stream that will use it
-            tensor = torch.empty_like(parked.host, device=parked.device)
+            tensor = parked.host.allocate()
             tensor.record_stream(self._stream)  # the current stream may never use it
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                tensor.copy_(parked.host, non_blocking=True)
+                parked.host.copy_to(tensor)
                 parked.fetched = _Fetched(tensor, self._stream.record_event())
         return parked.fetched
 
@@ -119,9 +120,40 @@ class _Fetched:
 class _Parked:
     """A tensor in host memory, and later on its device again."""
 
-    def __init__(self, block: _Block, host: Tensor, device: torch.device):
-        self.block, self.host, self.device = block, host, device
+    def __init__(self, block: _Block, host: _HostCopy):
+        self.block, self.host = block, host
         self.fetched: _Fetched | None = None
+
+
+class _HostCopy:
+    """A copy of a tensor in host memory, which is pinned if the tensor is on a GPU. A contiguous
+    tensor is copied in pieces.
+
+    torch rounds pinned memory up to a power of two, so a large tensor could take almost twice its
+    bytes. Pieces of a power of two take no more than theirs.
+    """
+
+    def __init__(self, x: Tensor):
+        self._device, self._is_cut = x.device, x.is_contiguous()
+        self._form = torch.empty_like(x, device="meta")
+        self._pieces = [
+            torch.empty_like(piece, device="cpu", pin_memory=x.is_cuda).copy_(
+                piece, non_blocking=True
+            )
+            for piece in self._cut(x)
+        ]
+
+    def allocate(self) -> Tensor:
+        """Return memory for the tensor on its device."""
+        return torch.empty_like(self._form, device=self._device)
+
+    def copy_to(self, x: Tensor) -> None:
+        """Start to copy to x, which `allocate` has returned."""
+        for piece, host in zip(self._cut(x), self._pieces, strict=True):
+            piece.copy_(host, non_blocking=True)
+
+    def _cut(self, x: Tensor) -> Sequence[Tensor]:
+        return x.view(-1).split(_PIECE_BYTES // x.element_size()) if self._is_cut else (x,)
 
 
 def _name(x: Tensor) -> tuple[Any, ...]:
