@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel
+from models.blocks import Saving
 from models.cpm import CPM
 from models.cpm_ant import CPMAnt
 from models.cpm_bee import CPMBee
@@ -78,6 +79,40 @@ def test_engine_equals_torch(size):
             )
             got = torch.cat([flat for _, flat in shards])
             assert torch.allclose(got, value.detach().flatten(), rtol=1e-4, atol=1e-7), (kind, name)
+
+
+def saving_norms(rank: int, savings: list[Saving]) -> list[list[float]]:
+    """Losses and gradient norms of two steps on a sequence that all ranks share, for each."""
+    sp = SequenceParallel(rank, dist.get_world_size(), process_group=dist.group.WORLD)
+    tokens = batch(0)[0][:1]
+    part = sp.shard(tokens), sp.positions(17), sp.shard(tokens.roll(-1, 1))
+    found = []
+    for saving in savings:
+        engine = TorchEngine(lambda saving=saving: CPM(SMALL, sp, saving), device=CPU, seed=1)
+        steps = []
+        for _ in range(2):
+            loss, _ = engine.model(*part)
+            engine.backward(loss / 17)
+            steps += [engine.sum([float(loss.detach())])[0], engine.step(0.01, 1.0)]
+        found.append(steps)
+    return found
+
+
+def test_blocks_that_are_computed_again_are_gathered_again():
+    """Alone, in groups, and tile by tile, all bit for bit."""
+    plain, tiled = (
+        [
+            Saving(tile=tile),
+            Saving("full", tile=tile),
+            Saving("full", every=2, tile=tile),
+            Saving("selective", every=3, tile=tile),
+        ]
+        for tile in (None, 3)
+    )
+    for found in run_ranks(2, saving_norms, [*plain, *tiled]):
+        assert found[:4] == [found[0]] * 4
+        assert found[4:] == [found[4]] * 4
+        assert found[4] == pytest.approx(found[0], rel=1e-6)
 
 
 def live_engine(rank: int, name: str) -> TorchEngine:

@@ -81,6 +81,7 @@ def test_offloading_and_recomputing_save_memory_and_change_no_bit():
         "selective": Saving("selective"),
         "offloaded": Saving("selective", Offload()),
         "full": Saving("full"),
+        "groups": Saving("full", Offload(), every=3),
     }
     results = {
         name: saved_in(saving, tokens) for name, saving in {"none": Saving(), **names}.items()
@@ -92,6 +93,10 @@ def test_offloading_and_recomputing_save_memory_and_change_no_bit():
         assert results[name][1][-1] < results["none"][1][-1], name
         assert results[name][1][1] == results[name][1][2], f"{name}: memory grows"
     assert results["offloaded"][1][-1] < results["selective"][1][-1]
+    tiled, peaks = saved_in(Saving("full", Offload(), tile=2048), tokens)
+    assert peaks[-1] < results["full"][1][-1]
+    for a, b in zip(tiled, results["none"][0], strict=True):
+        assert (a - b).norm() < 0.01 * b.norm()
 
 
 @pytest.fixture(scope="module")

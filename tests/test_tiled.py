@@ -9,6 +9,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from bmt_burst import SequenceParallel, shift_labels, simulate
+from bmt_burst import offload as offload_module
+from bmt_burst.offload import Offload
 from models import cpm
 from models.blocks import Saving
 from models.tiled import run_tiled
@@ -204,3 +206,38 @@ def test_options_that_do_not_fit_are_refused(options, error):
 def test_options_reach_the_model():
     config = TrainConfig(mlp_tile=512, checkpointing="full", checkpointing_every=4)
     assert config.saving() == Saving("full", every=4, tile=512)
+
+
+class CountingOffload(Offload):
+    """Counts the bytes of tensors that are saved inside its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def _park(self, block, x):
+        self.bytes += 0 if x.data_ptr() in block.kept else x.nbytes
+        return super()._park(block, x)
+
+
+def test_offloading_moves_the_inputs_of_groups_alone():
+    """And not what the blocks of a group save while they are computed again."""
+    offload = CountingOffload()
+    saving = Saving("selective", offload, every=2, tile=5)
+    plain, expected = simulate(1, lambda ring: gradients(ring, Saving(tile=5)))[0]
+    loss, grads = simulate(1, lambda ring: gradients(ring, saving))[0]
+    assert loss.equal(plain)
+    assert all(grad.equal(expected[name]) for name, grad in grads.items())
+    groups, input_bytes = -(-SMALL.num_layers // 2), TOKENS.numel() * SMALL.hidden_size * 4
+    assert groups * input_bytes <= offload.bytes < (groups + 0.1) * input_bytes
+
+
+def test_tensors_wait_in_host_memory_in_pieces(monkeypatch):
+    monkeypatch.setattr(offload_module, "_PIECE_BYTES", 64)
+    x = torch.randn(5, 7, dtype=torch.float64)
+    for case, pieces in ((x, 5), (x[:, :4], 1), (x.T, 1), (x[:, :1].expand(5, 3), 1)):
+        copy = offload_module._HostCopy(case)
+        again = copy.allocate()
+        copy.copy_to(again)
+        assert again.equal(case)
+        assert len(copy._pieces) == pieces
