@@ -2,6 +2,7 @@
 numbers of ranks.
 """
 
+import errno
 import json
 import os
 import pickle
@@ -13,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from tests.helpers import ROOT, run_ranks
 from train.base import ranks
 from train.checkpoints import checkpoint
 from train.checkpoints.checkpoint import Checkpoint, CheckpointError
+from train.checkpoints.rank_file import RankFile
 from train.data.tokenizer import ByteTokenizer, load_tokenizer
 from train.engine import Shard
 
@@ -75,15 +76,14 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path, size):
         saved.read("weight/b", Shard(torch.zeros(8), 0, (8,)))
 
 
-def full_disk(*_args, **_options):
-    # what safetensors says then
-    raise SafetensorError("I/O error: No space left on device (os error 28)")
+def full_disk(_self, file):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
 
 
 def fail_on_rank_1(rank: int, root) -> str:
     if rank == 1:
         monkeypatch = pytest.MonkeyPatch()
-        monkeypatch.setattr(checkpoint, "save_file", full_disk)
+        monkeypatch.setattr(RankFile, "write", full_disk)
     with pytest.raises(CheckpointError) as caught:
         save(root, rank, 2, 1)
     return str(caught.value)
@@ -93,8 +93,8 @@ def test_one_ranks_failure_is_everyones(tmp_path):
     messages = run_ranks(2, fail_on_rank_1, tmp_path)
     assert len(set(messages)) == 1
     assert messages[0] == (
-        f"could not save {tmp_path}/step_00000001: rank 1: I/O error: No space left on "
-        "device (os error 28)"
+        f"could not save {tmp_path}/step_00000001: rank 1: [Errno 28] No space left on device: "
+        f"'{tmp_path}/.step_00000001.partial/rank_00001.safetensors'"
     )
     assert not list(tmp_path.glob(".step_*"))
     assert checkpoint.newest(tmp_path) is None
@@ -295,13 +295,13 @@ def small_disk(tmp_path, monkeypatch):
 @pytest.fixture
 def there(tmp_path, monkeypatch):
     """The checkpoints that were in `run` when the shards of each save were written."""
-    seen, plain = [], checkpoint._write_shards
+    seen, plain = [], RankFile.write
 
     def watched(*arguments):
         seen.append([path.name[-1] for path in checkpoint.listed(tmp_path / "run")])
         return plain(*arguments)
 
-    monkeypatch.setattr(checkpoint, "_write_shards", watched)
+    monkeypatch.setattr(RankFile, "write", watched)
     return seen
 
 
@@ -340,7 +340,7 @@ def test_the_last_good_checkpoint_never_goes_before_the_save(
         newest = checkpoint.save(run, state, shards_of(0, 1, 2), 9, ByteTokenizer())
         if spoiled == "damaged":
             flip(newest / SHARDS, -1)
-    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    monkeypatch.setattr(RankFile, "write", full_disk)
     with pytest.raises(CheckpointError, match="No space left"):
         save(run, 0, 1, 3, keep_last=1)
     assert checkpoint.newest(run) is not None
@@ -368,6 +368,7 @@ import gc, os, random, shutil, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from train.checkpoints import checkpoint
+from train.checkpoints.rank_file import RankFile
 from tests.test_checkpoint import save
 
 def in_child(work):
@@ -402,7 +403,7 @@ def killed_at(root, nth):
                 os.kill(os.getpid(), signal.SIGKILL)
             return operation(*args, **kwargs)
         return run
-    os.fsync, checkpoint.save_file = guarded(os.fsync), guarded(checkpoint.save_file)
+    os.fsync, RankFile.write = guarded(os.fsync), guarded(RankFile.write)
     shutil.rmtree, Path.rename = guarded(shutil.rmtree), guarded(Path.rename)
     Path.mkdir = guarded(Path.mkdir)
     Path.write_text = guarded(Path.write_text)

@@ -50,7 +50,7 @@ from train.data.source import Stored
 from train.evaluation.tasks import METRICS, Grid, Subject, check_tasks, evaluate
 from train.registry import load
 from train.run import ending, resume
-from train.run.building import make_engine, make_groups
+from train.run.building import make_engine, make_groups, make_saver
 from train.run.clock import Clock
 from train.run.config import TrainConfig
 from train.run.distributed import init_distributed
@@ -131,7 +131,7 @@ class Trainer:
         ranks.together(lambda: check_tasks(config.evaluation_tasks, self.subject, self.grid))
         self.clock = Clock(device)
         self.metrics = ranks.together(self._open_metrics)
-        self._set_last_words()
+        self.saver = make_saver(config, self.engine, self.inputs.tokenizer, watchdog)
 
     def _load(self, path: Path) -> Start:
         """Load the checkpoint `path` into the engine."""
@@ -178,6 +178,16 @@ class Trainer:
         Raises FloatingPointError on every rank if the run ends with several skipped steps. A single
         skipped step may be due to the loss scale.
         """
+        try:
+            return self._train()
+        except Exception as error:
+            # what was copied before an error is still saved, unless it needs a rank that is gone
+            if not ranks.lost_contact(error):
+                self._save_despite(error)
+            raise
+
+    def _train(self) -> bool:
+        """Do the work of `run`."""
         config, progress = self.config, self.progress
         self._say(self._description())
         if progress.step >= config.steps:
@@ -195,6 +205,8 @@ class Trainer:
                 stopping = not self._evaluate()
         if stopping:
             self._save()
+        self._wait_for_save()
+        self.saver.close()
         self.metrics.close()
         if self._is_last() and progress.skips_in_a_row > 1:
             raise FloatingPointError(self._skipped("the run ended"))
@@ -215,18 +227,25 @@ class Trainer:
         self.watchdog.alive(f"saving step {step}")
         # while steps are skipped, an older checkpoint may be needed
         keep_last = None if self.progress.skips_in_a_row else self.config.keep_last
-        path = checkpoint.save(
-            self.root, self._state(), self.engine.state(), keep_last, self.inputs.tokenizer
-        )
+        self.saver.save(self._state(), self.engine.state(), keep_last)
         self.saved_step = step
-        self._say(f"step {step}: saved {path}")
-        self._set_last_words()
+        self._say_saved()
         self.metrics.draw()
 
-    def _set_last_words(self) -> None:
-        self.watchdog.last_words = ranks.gather(
-            checkpoint.outlook(self.root) if self.rank == 0 else ""
-        )[0]
+    def _wait_for_save(self) -> None:
+        self.watchdog.alive(f"waiting until step {self.saved_step} is saved")
+        self.saver.wait()
+        self._say_saved()
+
+    def _save_despite(self, error: Exception) -> None:
+        try:
+            self._wait_for_save()
+        except RuntimeError as problem:  # of the save, or of another rank
+            self._say(f"{problem}, after: {error}")
+
+    def _say_saved(self) -> None:
+        for saved in self.saver.take_saved():
+            self._say(str(saved))
 
     def _train_step(self) -> bool:
         """Do one step. Return whether any rank received a signal to stop."""
@@ -250,6 +269,7 @@ class Trainer:
         counts = {**work.counts, "balance": work.balance}
         self._record(**outcome, lr=lr, **read, **counts, **speed, step_s=seconds, **split)
         self.metrics.progress(progress.step)
+        self._say_saved()
         return stops
 
     def _compute_gradients(
@@ -266,9 +286,15 @@ class Trainer:
             with self.clock.phase("backward"):
                 self.engine.backward(loss / targets)
             losses.append(loss.detach())
-        total, stops = self.engine.sum(
-            [float(torch.stack(losses).double().sum()), float(self.stop.received)]
+        total, stops, failures = self.engine.sum(
+            [
+                float(torch.stack(losses).double().sum()),
+                float(self.stop.received),
+                float(self.saver.failed),
+            ]
         )
+        if failures:
+            self.saver.raise_failure()
         return total / targets, stops > 0
 
     def _optimize(self, loss: float, lr: float) -> dict[str, float]:
@@ -350,6 +376,7 @@ class Trainer:
     def _before_evaluated_batch(self, doing: str) -> None:
         """Give a sign of life. Raises _EvaluationStopped on every rank after a signal to stop."""
         self.watchdog.alive(f"evaluation after step {self.progress.step}, {doing}")
+        self._say_saved()
         if self._is_stopping():
             raise _EvaluationStopped
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from bmt_burst.errors import RankFailed, RankGone
 
 Result = TypeVar("Result")
+Group = dist.ProcessGroup | None
 
 LOST_CONTACT = 4  # exit code of a rank that ends because another one is gone
 # torch has no class for a peer that gloo or NCCL lost. gloo's errors name its source file, NCCL's
@@ -31,20 +32,26 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def gather(value: Any) -> list[Any]:
-    """Return `value` of every rank, in rank order."""
+def gather(value: Any, group: Group = None) -> list[Any]:
+    """Return `value` of every rank, in rank order.
+
+    `group` has all ranks. A thread needs one of its own.
+    """
     values = [None] * world_size()
     if len(values) == 1:
         return [value]
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def together(work: Callable[[], Result], raising: type[Exception] | None = None) -> Result:
+def together(
+    work: Callable[[], Result], raising: type[Exception] | None = None, group: Group = None
+) -> Result:
     """Do `work` on every rank. Return this rank's result.
 
     If files or settings make it fail on one rank, every rank raises `raising` (default: RankError)
     with the reason and the rank. A rank that fails must not leave others waiting inside `work`.
+    `group` is that of `gather`.
     """
     results: list[Result] = []
     problem = None
@@ -52,7 +59,7 @@ def together(work: Callable[[], Result], raising: type[Exception] | None = None)
         results.append(work())
     except (ValueError, OSError, SafetensorError, RankError) as error:
         problem = str(error) or type(error).__name__
-    for number, theirs in enumerate(gather(problem)):
+    for number, theirs in enumerate(gather(problem, group)):
         if theirs is not None:
             raise (raising or RankError)(f"rank {number}: {theirs}" if world_size() > 1 else theirs)
     [result] = results

@@ -113,7 +113,11 @@ def die_with_parent() -> None:
     launcher = os.environ.get(LAUNCHER)
     if sys.platform != "linux" or not (launcher or "TORCHELASTIC_RUN_ID" in os.environ):
         return
-    parent = int(launcher) if launcher else os.getppid()
+    die_with(int(launcher) if launcher else os.getppid())
+
+
+def die_with(parent: int) -> None:
+    """Let Linux kill this process when process `parent`, which started it, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the launcher is gone")
+        sys.exit("the process that started this one is gone")

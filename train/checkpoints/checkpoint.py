@@ -23,23 +23,23 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from train.base import ranks
 from train.base.wording import counted
+from train.checkpoints.rank_file import RNG, RankFile
 from train.data.tokenizer import Tokenizer
 from train.engine import Shard
 
 TOKENIZER = "tokenizer"  # the folder in a checkpoint; for older checkpoints, beside them
 _ROOM = 1.05  # free space for the next checkpoint, relative to the size of the last one
 _NAME = re.compile(r"step_(\d{8,})")
-_RNG = "rng/torch"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -62,22 +62,54 @@ def save(
     rank if any rank could not write, or has weights or optimizer state that are not finite.
     Existing checkpoints then stay.
     """
+    check_finite(root, state, shards)
+    return write(root, state, RankFile.of(shards).write, keep_last, tokenizer)
+
+
+def check_finite(root: Path, state: dict[str, Any], shards: dict[str, Shard]) -> None:
+    """Raise CheckpointError on every rank if any rank has weights or optimizer state that are not
+    finite.
+    """
+    final = folder(root, state["step"])
+    with _refusing(final):
+        ranks.together(lambda: _check_finite(shards), CheckpointError)
+
+
+def write(
+    root: Path,
+    state: dict[str, Any],
+    write_file: Callable[[Path], dict[str, Any]],
+    keep_last: int | None,
+    tokenizer: Tokenizer | None,
+    group: ranks.Group = None,
+) -> Path:
+    """Do the same as `save`, for shards that are finite.
+
+    write_file  writes the file of this rank's shards, and returns its manifest entry
+    group       all ranks, for a thread
+    """
     final = folder(root, state["step"])
     partial = root / f".{final.name}.partial"
     file = partial / f"rank_{ranks.rank():05d}.safetensors"
-    try:
-        ranks.together(lambda: _check_finite(shards), CheckpointError)
-        _on_first_rank(lambda: _prepare(partial, keep_last))
-        written = ranks.together(lambda: _write_shards(file, shards), CheckpointError)
-        files = dict(ranks.gather(written))
+    with _refusing(final, partial):
+        _on_first_rank(lambda: _prepare(partial, keep_last), group)
+        entry = ranks.together(lambda: write_file(file), CheckpointError, group)
+        files = dict(ranks.gather((file.name, entry), group))
         if tokenizer:
-            _on_first_rank(lambda: files.update(_write_tokenizer(partial, tokenizer)))
-        _on_first_rank(lambda: _finish(partial, final, state, files, keep_last))
+            _on_first_rank(lambda: files.update(_write_tokenizer(partial, tokenizer)), group)
+        _on_first_rank(lambda: _finish(partial, final, state, files, keep_last), group)
+    return final
+
+
+@contextmanager
+def _refusing(final: Path, partial: Path | None = None) -> Iterator[None]:
+    """Make errors name the checkpoint that could not be saved. Remove what was written of it."""
+    try:
+        yield
     except CheckpointError as error:
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 and partial:
             shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
         raise CheckpointError(f"could not save {final}: {error}") from error
-    return final
 
 
 def folder(root: Path, step: int) -> Path:
@@ -237,7 +269,7 @@ class Checkpoint:
     def restore_rng(self, rank: int) -> None:
         """Restore the RNG state of rank `rank`, if there was such a rank."""
         if rank < len(self._files):
-            torch.set_rng_state(self._files[rank].get_tensor(_RNG))
+            torch.set_rng_state(self._files[rank].get_tensor(RNG))
 
     def _read_range(self, key: str, start: int, stop: int) -> Tensor:
         parts, at = [], start
@@ -267,11 +299,11 @@ def _damage_on_any_rank(path: Path) -> str | None:
     )
 
 
-def _on_first_rank(work: Callable[[], None]) -> None:
+def _on_first_rank(work: Callable[[], None], group: ranks.Group = None) -> None:
     """Do `work` on rank 0 while the others wait. Raises CheckpointError on every rank if it
     fails.
     """
-    ranks.together(lambda: work() if ranks.rank() == 0 else None, CheckpointError)
+    ranks.together(lambda: work() if ranks.rank() == 0 else None, CheckpointError, group)
 
 
 def _print_damage(path: Path, problem: str) -> None:
@@ -325,21 +357,6 @@ def _check_finite(shards: dict[str, Shard]) -> None:
         # aminmax makes no copy
         if shard.flat.numel() and not torch.stack(shard.flat.aminmax()).isfinite().all():
             raise ValueError(f"{key} is not finite, which a smaller --lr may prevent")
-
-
-def _write_shards(file: Path, shards: dict[str, Shard]) -> tuple[str, dict[str, Any]]:
-    """Write one rank's file. Return its name and manifest entry."""
-    tensors = {key: shard.flat.cpu() for key, shard in shards.items()}
-    places = {key: (shard.start, shard.shape) for key, shard in shards.items()}
-    file.touch()
-    # the mode that the umask gives; save_file makes the file readable by its owner only
-    mode = file.stat().st_mode
-    save_file(
-        {**tensors, _RNG: torch.get_rng_state()}, file, metadata={"shards": json.dumps(places)}
-    )
-    file.chmod(mode)
-    _sync(file)
-    return file.name, _describe_file(file)
 
 
 def _write_tokenizer(partial: Path, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""The groups of ranks and the engine of a run. All ranks build them together."""
+"""The groups of ranks, the engine and the saver of a run. All ranks build them together."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,13 +11,16 @@ from bmt_burst import SequenceParallel, init_sequence_parallel
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from train.base.wording import counted
+from train.checkpoints.saver import Saver, make_background
 from train.data.source import Source
+from train.data.tokenizer import Tokenizer
 from train.engine import Engine
 from train.engine.common import AdamW
 from train.registry import load
 from train.run.config import DTYPES, TrainConfig
 from train.run.distributed import rank_timeout
 from train.run.kinds import ModelConfig, kind_of
+from train.run.watchdog import Watchdog
 
 
 def make_groups(config: TrainConfig, data: Source | None = None) -> SequenceParallel:
@@ -69,3 +74,17 @@ def make_engine(
     from train.engine.torch import TorchEngine
 
     return TorchEngine(build, device=device, dtype=dtype, seed=config.seed, adamw=optimizer)
+
+
+def make_saver(
+    config: TrainConfig, engine: Engine, tokenizer: Tokenizer, watchdog: Watchdog
+) -> Saver:
+    """Return the saver of a run. It keeps the watchdog's last words up to date."""
+    background = None
+    if config.saves_while_training:
+        background = make_background(engine.state(), engine.device)
+
+    def tell(words: str) -> None:
+        watchdog.last_words = words
+
+    return Saver(Path(config.output), tokenizer, tell, background)

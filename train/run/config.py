@@ -284,6 +284,12 @@ class TrainConfig:
     save_every: int = option(
         200, RUN, "steps between checkpoints; the last step is always saved; 0: only the last"
     )
+    save_in_background: bool = option(
+        True,
+        RUN,
+        "write checkpoints while training continues, from a copy in host memory (on Linux, if half "
+        "of the free host memory is enough)",
+    )
     keep_last: int = option(2, RUN, "checkpoints to keep")
     log_every: int = option(
         10,
@@ -453,6 +459,11 @@ class TrainConfig:
     def evaluation_tasks(self) -> tuple[str, ...]:
         """The tasks of --eval-tasks."""
         return () if self.eval_tasks is None else parse_tasks(self.eval_tasks, "--eval-tasks")
+
+    @property
+    def saves_while_training(self) -> bool:
+        """Whether checkpoints are due between steps, and may be written in the background."""
+        return self.save and self.save_in_background and 0 < self.save_every < self.steps
 
     @property
     def warmup(self) -> int:

@@ -31,6 +31,7 @@ _TECHNICAL = {
         "output",
         "processes",
         "save_every",
+        "save_in_background",
         "keep_last",
         "eval_every",
         "eval_sequences",

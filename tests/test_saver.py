@@ -1,0 +1,358 @@
+"""Saves in the background: what they write, whom they wait for, how they fail, and kills at random
+moments of the run and of the process that writes.
+"""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers import ROOT, run_ranks
+from tests.test_checkpoint import alone, shards_of  # noqa: F401
+from tests.test_trainer import records, settings, train  # noqa: F401
+from train.base import host_memory, ranks
+from train.checkpoints import checkpoint, host_copy, saver, writer
+from train.checkpoints.checkpoint import Checkpoint, CheckpointError
+from train.checkpoints.host_copy import HostCopy
+from train.checkpoints.saver import Saver, make_background
+from train.data.tokenizer import ByteTokenizer
+from train.pretrain import Trainer
+
+CPU = torch.device("cpu")
+
+
+def make_saver(root, rank: int = 0, size: int = 1, tell=lambda words: None) -> Saver:
+    return Saver(root, ByteTokenizer(), tell, make_background(shards_of(rank, size, 0), CPU))
+
+
+def save(to: Saver, step: int, rank: int = 0, size: int = 1, keep_last: int = 2) -> None:
+    to.save({"step": step}, shards_of(rank, size, step), keep_last)
+
+
+def names(root) -> list[str]:
+    return [path.name[-1] for path in checkpoint.listed(root)]
+
+
+def first_weight(path: Path) -> float:
+    return float(Checkpoint(path).weights()["a"][0, 0])
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Writers wait until this event is set."""
+    event, plain = threading.Event(), HostCopy.write
+
+    def write(copy, file):
+        assert event.wait(60)
+        return plain(copy, file)
+
+    monkeypatch.setattr(HostCopy, "write", write)
+    yield event
+    event.set()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, alone, held):  # noqa: F811
+    """It has the values that shards had when they were saved."""
+    told = []
+    mine = make_saver(tmp_path, tell=told.append)
+    shards = shards_of(0, 1, 1)
+    mine.save({"step": 1}, shards, 2)
+    for shard in shards.values():
+        shard.flat.fill_(-1)
+    assert (names(tmp_path), mine.take_saved(), mine.failed) == ([], [], False)
+    held.set()
+    mine.wait()
+    [saved] = mine.take_saved()
+    assert (saved.step, saved.path) == (1, tmp_path / "step_00000001")
+    assert saved.stopped < saved.seconds
+    assert checkpoint.newest(tmp_path) == saved.path
+    assert first_weight(saved.path) == 1000
+    assert told[0] == "there is no good checkpoint"
+    assert f"the last good checkpoint is {saved.path};" in told[1]
+    assert mine.take_saved() == []
+    mine.close()
+
+
+def test_the_next_save_waits_and_the_checkpoint_before_stays_until_it_is_whole(
+    tmp_path,
+    alone,  # noqa: F811
+    held,
+):
+    mine = make_saver(tmp_path)
+    threading.Timer(0.2, held.set).start()
+    save(mine, 1, keep_last=1)
+    assert names(tmp_path) == []
+    save(mine, 2, keep_last=1)
+    held.clear()
+    mine_too = names(tmp_path)
+    held.set()
+    mine.wait()
+    assert "1" in mine_too
+    assert names(tmp_path) == ["2"]
+    assert [x.step for x in mine.take_saved()] == [1, 2]
+    mine.close()
+
+
+def test_a_background_leaves_neither_files_nor_memory(tmp_path, alone):  # noqa: F811
+    def left() -> tuple[int, int]:
+        mapped = Path("/proc/self/maps").read_text().count("memfd:checkpoint")
+        return len(os.listdir("/proc/self/fd")), mapped
+
+    before = left()
+    mine = make_saver(tmp_path)
+    for step in (1, 2):
+        save(mine, step)
+    mine.wait()
+    assert left()[1] == before[1] + 1  # one copy, however many saves
+    mine.close()
+    assert left() == before
+
+
+def program(folder, text: str) -> SimpleNamespace:
+    """A program in place of the one that writes."""
+    (folder / "program.py").write_text(text)
+    return SimpleNamespace(__file__=str(folder / "program.py"), FAILED=writer.FAILED)
+
+
+FULL_DISK = f"""
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+runpy.run_path({writer.__file__!r}, run_name="__main__")
+"""
+KILLED = "import os; os.kill(os.getpid(), 9)"
+
+
+def fail_on_rank_1(rank: int, root, text: str) -> tuple[str, list[str]]:
+    mine = make_saver(root / "run", rank, 2)
+    save(mine, 1, rank, 2)
+    mine.wait()
+    if rank == 1:
+        host_copy.writer = program(root, text)
+    save(mine, 2, rank, 2)
+    while not any(ranks.gather(mine.failed)):  # as steps do
+        time.sleep(0.01)
+    with pytest.raises(CheckpointError) as caught:
+        mine.raise_failure()
+    host_copy.writer = writer
+    save(mine, 3, rank, 2)
+    mine.wait()
+    mine.close()
+    return str(caught.value), names(root / "run")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (FULL_DISK, "[Errno 27] File too large: '{file}'"),
+        (KILLED, "the process that writes {file} was killed by SIGKILL"),
+    ],
+    ids=["full disk", "killed"],
+)
+def test_a_failure_of_one_rank_is_everyones_and_leaves_the_checkpoint_before(
+    tmp_path, text, reason
+):
+    """A later save succeeds."""
+    file = tmp_path / "run/.step_00000002.partial/rank_00001.safetensors"
+    said = f"could not save {tmp_path}/run/step_00000002: rank 1: {reason.format(file=file)}"
+    assert run_ranks(2, fail_on_rank_1, tmp_path, text) == [(said, ["3", "1"])] * 2
+    assert not list((tmp_path / "run").glob(".step_*"))
+
+
+def test_memory_that_cannot_be_had_is_a_failure(tmp_path, alone, monkeypatch):  # noqa: F811
+    def none(descriptor, at, size):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "posix_fallocate", none)
+    mine = make_saver(tmp_path)
+    while not mine.failed:
+        time.sleep(0.01)
+    with pytest.raises(CheckpointError, match=r"a copy of weights .*: Cannot all"):
+        mine.raise_failure()
+
+
+def test_training_waits_where_memory_is_short(tmp_path, alone, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr(saver, "available_memory", lambda: 9000)
+    mine = make_saver(tmp_path)
+    said = capsys.readouterr().err
+    assert "saving stops training until a checkpoint is whole: a copy of weights and optim" in said
+    save(mine, 1)
+    assert names(tmp_path) == ["1"]
+    [saved] = mine.take_saved()
+    assert "training stopped" not in str(saved)
+
+
+def test_a_containers_limit_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    free = host_memory.available_memory()
+    assert free > 1 << 20
+    for limit, expected in (("max", None), (str(5000), 5000 - 3000 + 1000)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text("3000\n")
+        (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 1000\n")
+        if expected:
+            assert host_memory.available_memory() == expected
+        else:
+            assert host_memory.available_memory() > 1 << 20
+
+
+def test_a_value_that_is_not_finite_is_refused_before_anything_is_written(
+    tmp_path,
+    alone,  # noqa: F811
+):
+    mine = make_saver(tmp_path)
+    shards = shards_of(0, 1, 1)
+    shards["weight/a"].flat[3] = torch.nan
+    with pytest.raises(CheckpointError, match=r"step_00000001: weight/a is not finite"):
+        mine.save({"step": 1}, shards, 2)
+    mine.close()
+
+
+# runs of one rank
+
+
+def test_a_run_ends_at_the_step_after_a_save_that_failed(
+    settings,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    alone,  # noqa: F811
+):
+    plain = Saver.failed.fget
+
+    def known(mine) -> bool:
+        while mine._writing and not mine._writing.done():
+            time.sleep(0.01)
+        return plain(mine)
+
+    def full(copy, file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    monkeypatch.setattr(Saver, "failed", property(known))
+    monkeypatch.setattr(HostCopy, "write", full)
+    with pytest.raises(CheckpointError, match=r"could not save .*_00000002: \[Errno 28\] No sp"):
+        train(settings)
+    assert list(records(tmp_path / "run")) == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["a signal", "an error"])
+def test_the_end_of_a_run_waits_for_the_save_that_goes_on(
+    settings,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    held,
+    alone,  # noqa: F811
+    capsys,
+    how,
+):
+    """Step 2 is still written when the signal comes in step 3, or when an error ends it."""
+    stop, plain = SimpleNamespace(received=False), Trainer._optimize
+
+    def optimize(trainer, loss, lr):
+        if trainer.progress.step == 3:
+            threading.Timer(0.2, held.set).start()
+            stop.received = True
+            if how == "an error":
+                raise FloatingPointError("too much")
+        return plain(trainer, loss, lr)
+
+    monkeypatch.setattr(Trainer, "_optimize", optimize)
+    if how == "an error":
+        with pytest.raises(FloatingPointError, match="too much"):
+            train(settings, stop, steps=9)
+    else:
+        assert not train(settings, stop, steps=9)
+    assert names(tmp_path / "run") == (["2"] if how == "an error" else ["4", "2"])
+    assert f"step 2: saved {tmp_path}/run/step_00000002 in " in capsys.readouterr().out
+
+
+# Forks savers that save again and again, and kills them or the process that writes.
+KILLER = """
+import gc, os, random, signal, sys, time
+from contextlib import suppress
+from pathlib import Path
+import torch, torch.distributed as dist
+from train.checkpoints import checkpoint
+from tests.test_saver import make_saver, save
+
+root, reached = Path(sys.argv[1]), 0
+
+def in_child(work):
+    pid = os.fork()
+    if pid == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        work()
+        os._exit(0)
+    return pid
+
+def endless():
+    mine = make_saver(root / "run")
+    for step in range(reached + 1, 10**6):
+        save(mine, step)
+        for saved in mine.take_saved():
+            (root / "reached").write_text(str(saved.step))
+
+def last_reached():
+    file = root / "reached"
+    return int(file.read_text() or 0) if file.exists() else 0  # empty while it is written
+
+def writers(of):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().split(bytes(1))
+        except OSError:
+            continue
+        if str(of).encode() in line and str(root).encode() in b" ".join(line):
+            found.append(int(path.parent.name))
+    return found
+
+def check(at_least):
+    path = checkpoint.newest(root / "run")
+    step = checkpoint.Checkpoint(path).state["step"]
+    assert step >= at_least and path.name == f"step_{step:08d}", path
+    expected = [step * 1000 + i for i in range(15)]
+    assert checkpoint.Checkpoint(path).weights()["a"].flatten().tolist() == expected
+    assert path == checkpoint.listed(root / "run")[0], "none is damaged"
+
+gc.freeze()  # or each fork would visit and copy it all
+random.seed(0)
+for turn in range(8):
+    pid = in_child(endless)
+    while last_reached() <= reached:  # however slow the machine is, one more
+        time.sleep(0.01)
+    time.sleep(random.random() * 0.1)
+    if turn % 2:
+        while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+            for writing in writers(pid):
+                with suppress(ProcessLookupError):  # it has just written its file
+                    os.kill(writing, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(ended[1]) == 1, ended
+    else:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    deadline = time.monotonic() + 10
+    while writers(pid):
+        assert time.monotonic() < deadline, "the writer lives on"
+    reached = max(reached, last_reached())
+    assert os.waitpid(in_child(lambda: check(reached)), 0)[1] == 0
+print("steps", reached)
+"""
+
+
+def test_a_kill_of_run_or_writer_leaves_a_whole_checkpoint_and_no_process(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "was killed by SIGKILL" in done.stderr
+    assert int(done.stdout.split()[1]) >= 8

@@ -1,0 +1,94 @@
+"""The file of one rank in a checkpoint, in safetensors' format: this rank's shards and its RNG
+state.
+
+safetensors' save_file needs all tensors in host memory, and the file must be read again for its
+hash. A RankFile is hashed while it is written, piece by piece. Its bytes can also be copied to
+memory from which another process writes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train.base.files import writing
+from train.engine import Shard
+
+RNG = "rng/torch"
+_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+_ALIGNMENT = 8  # of the header, in bytes
+_PIECE = 1 << 26  # bytes that are written at once
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """The content of a file, of which the tensors are not copied.
+
+    header   the length of the description, and the description: names, dtypes, sizes and places of
+             the tensors, and which ranges of the whole they are
+    tensors  flat, as bytes, in the order of the file
+    """
+
+    header: bytes
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, shards: Mapping[str, Shard]) -> RankFile:
+        """Return the file of `shards` and of the present RNG state."""
+        tensors = {key: shard.flat for key, shard in shards.items()} | {RNG: torch.get_rng_state()}
+        places = {key: (shard.start, shard.shape) for key, shard in shards.items()}
+        ends = pairwise(accumulate((x.nbytes for x in tensors.values()), initial=0))
+        described: dict[str, Any] = {"__metadata__": {"shards": json.dumps(places)}}
+        for (key, x), offsets in zip(tensors.items(), ends, strict=True):
+            described[key] = {
+                "dtype": _DTYPES[x.dtype],
+                "shape": list(x.shape),
+                "data_offsets": offsets,
+            }
+        text = json.dumps(described).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        parts = tuple(x.contiguous().view(torch.uint8) for x in tensors.values())
+        return cls(len(text).to_bytes(8, "little") + text, parts)
+
+    @property
+    def size(self) -> int:
+        """The bytes of the file."""
+        return len(self.header) + sum(x.numel() for x in self.tensors)
+
+    def copy_to(self, memory: Tensor) -> None:
+        """Copy the bytes of the file to `memory`, which has `size` bytes on the host. Wait until
+        copies from a GPU have arrived.
+        """
+        head = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        sources = (head, *self.tensors)
+        places = memory.split([x.numel() for x in sources])
+        for place, source in zip(places, sources, strict=True):
+            place.copy_(source, non_blocking=True)
+        if any(x.is_cuda for x in sources):
+            torch.cuda.synchronize()
+
+    def write(self, file: Path) -> dict[str, Any]:
+        """Write the file and make it survive a power failure. Return its manifest entry."""
+        digest = hashlib.sha256()
+        with writing(file), open(file, "wb") as stream:
+            for piece in self._pieces():
+                digest.update(piece)
+                stream.write(piece)
+            stream.flush()
+            os.fsync(stream.fileno())
+        return {"bytes": self.size, "sha256": digest.hexdigest()}
+
+    def _pieces(self) -> Iterator[bytes | memoryview]:
+        yield self.header
+        for x in self.tensors:
+            for piece in x.split(_PIECE):
+                yield memoryview(piece.cpu().numpy())
