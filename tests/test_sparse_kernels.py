@@ -276,7 +276,7 @@ def test_scores_and_choices_equal_torch(seed, dtype, monkeypatch):
         # Scores are exponentials of numbers up to some tens, and fp16 holds keys with 22 digits.
         assert torch.allclose(mine, scorer._score_blocks(padded, places), rtol=5e-5)
     monkeypatch.setattr(triton_choice, "_BYTES", 1)  # pieces of 128 queries
-    chosen = triton_choice.choose_by_score(q, places, keys, sparse, scale)
+    chosen = triton_choice.choose_by_score(q, places.cpu(), keys, sparse, scale)
     assert chosen.equal(torch_choice.choose_by_score(q, places, keys, sparse, scale))
 
 
@@ -299,7 +299,7 @@ def test_equal_keys_tie():
     scores = score(q, places, keys, sparse, scale)[:, -1]
     scored = [row[row.isfinite()] for row in scores]
     assert all(len(row) > 3 and row.unique().numel() == 1 for row in scored)
-    chosen = triton_choice.choose_by_score(q, places, keys, sparse, scale)
+    chosen = triton_choice.choose_by_score(q, places.cpu(), keys, sparse, scale)
     assert chosen.equal(torch_choice.choose_by_score(q, places, keys, sparse, scale))
 
 

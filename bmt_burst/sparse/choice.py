@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import check_tensor
+from ..kernels.packed import send_to_device
 from ..sequence.mask import Mask
 from ..sequence.span import Span, length
 from . import torch_choice
@@ -116,7 +117,8 @@ def choose_in_document(
     own = places // sparse.block_size
     first = int(torch.searchsorted(own, most))  # the first query that sees more blocks
     everything = torch.arange(most, device=q.device, dtype=torch.int32).expand(len(q), groups, most)
-    chosen = everything.masked_fill(everything > own.to(q.device).view(-1, 1, 1), -1)
+    later = everything > send_to_device(own, q.device).view(-1, 1, 1)
+    chosen = everything.masked_fill(later, -1)
     if first < len(q):
         chosen[first:] = _choose_by_score(q[first:], places[first:], keys, sparse, scale)
     return chosen

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels.packed import send_to_device
 from .compressed import CompressedKeys
 from .config import InfLLMV2
 from .triton_far import (
@@ -73,7 +74,7 @@ def choose_by_score(
     -1 at the end where there are fewer.
 
     q       (T, H, D) fp16, bf16 or fp32
-    places  (T,) int64, rising: the places of the queries in the document. The host reads some.
+    places  (T,) int64, rising, on the host: the places of the queries in the document
     """
     groups, most = keys.scored.shape[1], sparse.most_blocks
     chosen = torch.full((len(q), groups, most), -1, dtype=torch.int32, device=q.device)
@@ -84,8 +85,8 @@ def choose_by_score(
     blocks = (len(keys.scored) + 2) * sparse.kernel_stride // sparse.block_size + 1
     step = max(_BYTES // (8 * groups * blocks) // 128, 1) * 128
     ends = [min(start + step, len(q)) for start in range(0, len(q), step)]
-    lasts = places[torch.tensor(ends, device=places.device) - 1].tolist()
-    places = places.to(q.device)
+    lasts = places[torch.tensor(ends) - 1].tolist()
+    places = send_to_device(places, q.device)
     for end, last in zip(ends, lasts, strict=True):
         piece = slice((end - 1) // step * step, end)
         scores = score_blocks(q[piece], places[piece], halves, last, sparse, scale)

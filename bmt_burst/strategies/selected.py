@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..kernels.packed import send_to_device
 from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
 from ..sequence.span import Span
@@ -127,7 +128,7 @@ class SelectedPlan:
 
     def far_blocks(self, chosen: Tensor) -> list[FarBlocks]:
         """Return the far blocks of each row's `chosen` (B, S, G, N)."""
-        starts, stops = (x.to(chosen.device) for x in self._ends)
+        starts, stops = (send_to_device(x, chosen.device) for x in self._ends)
         # The window's blocks, but for one that is cut, are at the end of a list.
         most = self.sparse.most_blocks - self.sparse.window_blocks
         rows = chosen[..., :most]
