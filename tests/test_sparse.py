@@ -11,7 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from bmt_burst import (
     InfLLMV2,
@@ -493,6 +497,29 @@ def test_checkpointing_keeps_the_choice(monkeypatch):
     for i, exact in enumerate((dq, dk, dv)):
         assert layout.unshard([r[i] for r in results]).equal(exact)
     assert len(chosen) == 2  # once on each rank
+
+
+def test_a_policy_of_activation_checkpointing_may_save_what_the_windows_kernel_returns(monkeypatch):
+    """The other blocks are not merged into its memory."""
+    kernel = type(kernels.load("reference"))
+    compute = kernel.forward
+
+    def negate_twice(*args):
+        out, lse = compute(*args)
+        return out.neg().neg(), lse.neg().neg()
+
+    def policy(_context, operation, *_args, **_options):
+        is_saved = operation is torch.ops.aten.neg.default
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    monkeypatch.setattr(kernel, "forward", negate_twice)
+    *leaves, dout = random_qkv(1, 64, 4, 2, 8)
+    leaves = [x.requires_grad_() for x in leaves]
+    attend = functools.partial(burst_attn_func, causal=True, sparse=SMALL, flash="reference")
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    kept = checkpoint(attend, *leaves, use_reentrant=False, context_fn=contexts)
+    plain, selective = (torch.autograd.grad(out, leaves, dout) for out in (attend(*leaves), kept))
+    assert all(a.equal(b) for a, b in zip(plain, selective, strict=True))
 
 
 def random_far(queries: int, blocks: int, among: int, size: int) -> FarBlocks:
