@@ -49,9 +49,28 @@ def linear_cross_entropy_sum(
     or devices that do not fit each other, and for a label outside the vocabulary. On GPUs the host
     does not wait, and such a label is a device-side assertion.
     """
+    return _token_losses(hidden, weight, labels).sum(), count_targets(labels)
+
+
+@not_compiled
+def linear_cross_entropy_by_row(
+    hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the sums of linear_cross_entropy_sum for each row of `labels`: (...) losses in fp32
+    (fp64), and numbers of targets in int64.
+
+    Arguments, errors and costs are those of linear_cross_entropy_sum. So are the gradients if all
+    rows have the same gradient.
+    """
+    losses = _token_losses(hidden, weight, labels).view(labels.shape).sum(-1)
+    return losses, (labels != IGNORE_INDEX).sum(-1)
+
+
+def _token_losses(hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor) -> Tensor:
+    """Return the loss of each token, 0 without a target: (N,)."""
     hidden, weights = _check_inputs(hidden, weight, labels)
-    total = _LinearCrossEntropySum.apply(hidden.flatten(0, -2), labels.flatten(), *weights)
-    return total, count_targets(labels)
+    losses: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), labels.flatten(), *weights)
+    return losses
 
 
 @not_compiled
@@ -113,21 +132,21 @@ def _compare_logits(
     return lse, target
 
 
-class _LinearCrossEntropySum(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             lse, target = _compare_logits(hidden, weights, labels)
             ctx.save_for_backward(hidden, labels, lse, *weights)
-            return (lse - target).where(labels != IGNORE_INDEX, 0.0).sum()
+            return (lse - target).where(labels != IGNORE_INDEX, 0.0)
 
     @staticmethod
     @not_compiled  # nor by compiled autograd
-    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative("linear_cross_entropy_sum")
         hidden, labels, lse, *weights = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
-            factor = dtotal.to(lse.dtype) * (labels != IGNORE_INDEX)
+            factor = dlosses.to(lse.dtype) * (labels != IGNORE_INDEX)
             wanted, _, *of_weights = ctx.needs_input_grad
             dhidden, dweights = _gradients(
                 hidden, weights, labels, lse, factor, (wanted, *of_weights)

@@ -17,7 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmt_burst.loss import linear_cross_entropy_sum, score_tokens
+from bmt_burst.loss import (
+    linear_cross_entropy_by_row,
+    linear_cross_entropy_sum,
+    score_tokens,
+)
 from bmt_burst.nn import (
     BurstAttention,
     KVCache,
@@ -164,6 +168,7 @@ class CPM(SequenceParallelModule):
         mask: Masks | None = None,
         layout: Layouts | None = None,
         by_token: bool = False,
+        by_row: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits (B, S, V), or the loss if there are labels.
 
@@ -176,6 +181,7 @@ class CPM(SequenceParallelModule):
         layout     how the sequence lies on the ranks, or one for each row; by default sp's
         by_token   with labels: return each token's loss and the most likely token in its place,
                    both (B, S), without a backward (bmt_burst.loss.score_tokens)
+        by_row     with labels: return the sum and the number of each row instead, both (B,)
 
         Some rotary scalings depend on a length (dynamic, longrope). It is one more than a row's
         largest position on any rank: the sequence's length, or its longest document's. The ranks
@@ -192,7 +198,8 @@ class CPM(SequenceParallelModule):
             return F.linear(x, head.weight)
         if by_token:
             return score_tokens(x, head.weight, labels)
-        return linear_cross_entropy_sum(x, head.weight, labels)
+        loss = linear_cross_entropy_by_row if by_row else linear_cross_entropy_sum
+        return loss(x, head.weight, labels)
 
     def _rope_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of the rotation at `positions`."""

@@ -42,6 +42,7 @@ class CPMAnt(LiveModel):
         layout: Layouts | None = None,
         cache: KVCache | None = None,
         rows: Tensor | None = None,
+        by_row: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits (B, S, V), or the loss if there are labels. All inputs are integers.
 
@@ -52,13 +53,14 @@ class CPMAnt(LiveModel):
         labels            (B, S), already shifted, IGNORE_INDEX where there is no target: return the
                           sum of token losses (fp32) and the number of targets instead of logits
         layout            how the rows lie on the ranks, or one for each row; by default sp's
+        by_row            with labels: return the sum and the number of each row, both (B,)
         cache, rows       for generation, see LiveModel.encode
         """
         words = self.input_embedding.weight
         hidden = self.encode(
             self.embed(tokens, segments, positions, words), scores, layout, cache, rows
         )
-        return self.predict(hidden, [words], labels)
+        return self.predict(hidden, [words], labels, by_row)
 
     def embed(self, tokens: Tensor, segments: Tensor, positions: Tensor, words: Tensor) -> Tensor:
         """Compute the encoder's input, (B, S, E)."""

@@ -44,6 +44,7 @@ class CPMBee(LiveModel):
         layout: Layouts | None = None,
         cache: KVCache | None = None,
         rows: Tensor | None = None,
+        by_row: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits (B, S, V + N), or the loss if there are labels. All inputs are integers.
 
@@ -56,6 +57,7 @@ class CPMBee(LiveModel):
         labels                (B, S), already shifted, IGNORE_INDEX where there is no target: return
                               the sum of token losses (fp32) and the number of targets
         layout                how the rows lie on the ranks, or one for each row; by default sp's
+        by_row                with labels: return the sum and the number of each row, both (B,)
         cache, rows           for generation, see LiveModel.encode
 
         Raises as check_subs, for ext_subs on all ranks.
@@ -65,7 +67,7 @@ class CPMBee(LiveModel):
         words = self.input_embedding.weight
         hidden = self.encode(self.embed(tokens, subs, words), scores, layout, cache, rows)
         extended = self._rotate(F.embedding(ext_tokens, words), ext_subs)
-        return self.predict(hidden, [words, extended], labels)
+        return self.predict(hidden, [words, extended], labels, by_row)
 
     def embed(self, tokens: Tensor, subs: Tensor, words: Tensor) -> Tensor:
         """Compute the encoder's input, (B, S, E), from tokens and sub-ids (B, S)."""

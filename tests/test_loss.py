@@ -11,6 +11,7 @@ from bmt_burst import IGNORE_INDEX, loss
 from bmt_burst.loss import (
     count_targets,
     cross_entropy_sum,
+    linear_cross_entropy_by_row,
     linear_cross_entropy_sum,
     score_tokens,
 )
@@ -52,6 +53,30 @@ def case(tokens, vocabulary, dtype, size=12):
     labels = torch.randint(0, vocabulary, (2, tokens), generator=generator)
     labels[:, ::3] = IGNORE_INDEX
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
+
+
+def test_rows_have_their_own_sums_and_the_same_gradients():
+    """Gradients of the sum over rows, bit for bit; each row as if it were alone."""
+    hidden, weight, labels = case(37, 50, torch.float32)
+    labels[1] = IGNORE_INDEX
+    with torch.no_grad():
+        sums, counts = linear_cross_entropy_by_row(hidden, weight, labels)
+    for row, (total, count) in enumerate(zip(sums, counts, strict=True)):
+        alone, targets = linear_cross_entropy_sum(
+            hidden[row].detach(), weight.detach(), labels[row]
+        )
+        assert float(total) == pytest.approx(float(alone), rel=1e-6)
+        assert int(count) == int(targets)
+    assert sums[0] > 0 == counts[1] == sums[1]
+
+    def summed(*tensors):
+        sums, counts = linear_cross_entropy_by_row(*tensors)
+        return sums.sum(), counts.sum()
+
+    tensors = case(37, 50, torch.float32)
+    _, *found = results(summed, *tensors)
+    _, *expected = results(linear_cross_entropy_sum, *tensors)
+    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
 
 
 def results(function, hidden, weight, labels, factor=0.37):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bmt_burst import Scores, burst_attn_func
 from bmt_burst.base.compiled import fused_on_gpus
 from bmt_burst.base.dtypes import accumulator_dtype
-from bmt_burst.loss import linear_cross_entropy_sum
+from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum
 from bmt_burst.nn import KVCache, Layouts, SequenceParallelModule
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from models.blocks import Layers, Runner, Saving
@@ -321,18 +321,20 @@ class LiveModel(SequenceParallelModule):
         )
 
     def predict(
-        self, hidden: Tensor, words: list[Tensor], labels: Tensor | None
+        self, hidden: Tensor, words: list[Tensor], labels: Tensor | None, by_row: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the logits of several parts of words, each (any, E), or the loss.
 
         Each word's logit is hidden . word / sqrt(E). With `labels` (B, S), which number the words
-        of all parts in order, return the sum of token losses (fp32) and the number of targets. Then
-        whole logits are never in memory, and the parts are not copied.
+        of all parts in order, return the sum of token losses (fp32) and the number of targets, or
+        those of each row if `by_row`. Then whole logits are never in memory, and the parts are not
+        copied.
         """
         hidden = hidden / math.sqrt(self.config.dim_model)
         if labels is None:
             return torch.cat([F.linear(hidden, part) for part in words], -1)
-        return linear_cross_entropy_sum(hidden, words, labels.long())
+        loss = linear_cross_entropy_by_row if by_row else linear_cross_entropy_sum
+        return loss(hidden, words, labels.long())
 
     def init_parameter(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         """Fill the whole parameter called `name`, in place, with its initial values."""
