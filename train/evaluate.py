@@ -35,6 +35,8 @@ from train.base.command_line import ArgumentParser
 from train.base.wording import counted
 from train.checkpoints import checkpoint
 from train.data.batches import Batches
+from train.data.folder import Sequences
+from train.data.mixture import training_folders, validation_folders
 from train.evaluation.haystack import SENTENCES
 from train.evaluation.report import write_report
 from train.evaluation.tasks import (
@@ -198,7 +200,7 @@ class Evaluation:
                 lambda length: Batches(self._of_length(length), model, sp, device),
                 self.trained.tokenizer,
                 self.trained.bos,
-                self._open_data() if "positions" in request.tasks else None,
+                self._open_data() if "positions" in request.tasks else {},
                 watchdog.alive,
                 request.text.read_text() if request.text else SENTENCES,
             )
@@ -263,17 +265,20 @@ class Evaluation:
             raise ValueError(f"{output} exists: give another --output")
         return output
 
-    def _open_data(self) -> Any:
+    def _open_data(self) -> dict[str, Sequences]:
         """Open --data, by default the run's validation data, else its training data."""
-        folder = self.request.settings.get("data")
-        if folder is None:
+        if (given := self.request.settings.get("data")) is not None:
+            folders = training_folders(given)
+        else:
             assert self.trained.path is not None
             saved = checkpoint.Checkpoint(self.trained.path).state["config"]
-            folder = saved.get("val_data") or saved["data"]
-            if not Path(folder).is_dir():
-                raise ValueError(f"{folder}, the run's data, is not here: give --data")
-        self._say(f"positions: {counted(self.config.seq_len, 'token')} a sequence of {folder}")
-        return self.trained.open_data(folder)
+            folders = validation_folders(saved.get("val_data")) or training_folders(saved["data"])
+            for folder in folders.values():
+                if not Path(folder).is_dir():
+                    raise ValueError(f"{folder}, the run's data, is not here: give --data")
+        length, read = counted(self.config.seq_len, "token"), ", ".join(folders.values())
+        self._say(f"positions: {length} a sequence of {read}")
+        return {name: self.trained.open_data(folder) for name, folder in folders.items()}
 
     def _say(self, text: str) -> None:
         if ranks.rank() == 0:

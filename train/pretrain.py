@@ -46,7 +46,7 @@ from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
 from train.data.batches import Batches, Dealer, Work
 from train.data.folder import Sequences
-from train.data.source import Stored
+from train.data.mixture import epochs, show_sources, source_names, starting_over
 from train.evaluation.tasks import METRICS, Grid, Subject, check_tasks, evaluate
 from train.registry import load
 from train.run import ending, resume
@@ -57,6 +57,7 @@ from train.run.distributed import init_distributed
 from train.run.inputs import keep_documents_apart, open_inputs
 from train.run.kinds import ModelConfig
 from train.run.launch import launch
+from train.run.losses import LossSums, mean_losses, measure_losses
 from train.run.measure import count_work, measure_speed
 from train.run.metrics import Metrics, NoMetrics
 from train.run.replacement import replace_process
@@ -120,6 +121,7 @@ class Trainer:
         watchdog.alive("choosing a checkpoint")
         path = resume.choose_checkpoint(config)
         self.inputs = ranks.together(lambda: keep_documents_apart(opened, config, path))
+        self.sources = source_names(self.inputs.training)
         watchdog.alive("building the model")
         self.engine = make_engine(config, self.inputs.model, self.sp, device)
         watchdog.alive("reading a checkpoint")
@@ -254,48 +256,54 @@ class Trainer:
         with self.clock.phase("data"):
             last = progress.step + 1 == config.steps
             micro_batches = self.batches.of_step(self.inputs.training, progress.samples, last)
-            work = count_work(micro_batches, self.sp, self.engine)
-        loss, stops = self._compute_gradients(micro_batches, max(work.targets, 1))
+            work = count_work(micro_batches, self.sp, self.engine, len(self.sources))
+        loss, stops, of_sources = self._compute_gradients(micro_batches, max(work.targets, 1))
         progress.step += 1
-        progress.samples += config.batch_size
+        self._take_samples()
         lr = learning_rate(progress.step, config)
         with self.clock.phase("optimizer"):
             outcome = self._optimize(loss, lr)
+        if "loss" in outcome:
+            outcome |= mean_losses("loss", self.sources, of_sources, work.by_source)
         phases = self.clock.read()
         seconds = time.perf_counter() - began
         speed = measure_speed(config, self.model, self.sp, self.device, seconds, work.pairs)
         split = {f"{name}_s": seconds for name, seconds in phases.items()}
         read = {"samples": progress.samples, "tokens": progress.samples * config.seq_len}
+        past = epochs(self.inputs.training, progress.samples)
         counts = {**work.counts, "balance": work.balance}
-        self._record(**outcome, lr=lr, **read, **counts, **speed, step_s=seconds, **split)
+        self._record(**outcome, lr=lr, **read, **past, **counts, **speed, step_s=seconds, **split)
         self.metrics.progress(progress.step)
         self._say_saved()
         return stops
 
+    def _take_samples(self) -> None:
+        """Count the samples of a step, and say which sources start over for the first time."""
+        before, data = self.progress.samples, self.inputs.training
+        self.progress.samples += self.config.batch_size
+        for name in starting_over(data, before, self.progress.samples):
+            self._say(f"step {self.progress.step}: {name} starts over, in a new order")
+
     def _compute_gradients(
         self, micro_batches: Sequence[Work], targets: float
-    ) -> tuple[float, bool]:
+    ) -> tuple[float, bool, list[float]]:
         """Compute the gradients of the mean loss over `targets` targets of all ranks. Return that
-        loss, and whether any rank received a signal to stop.
+        loss, whether any rank received a signal to stop, and the summed losses of each source.
         """
-        losses = []
+        sums = LossSums(len(self.sources))
         for batch in micro_batches:
             self.watchdog.alive(f"step {self.progress.step + 1}")
             with self.clock.phase("forward"):
                 loss, _ = batch.losses(self.engine.model)
             with self.clock.phase("backward"):
-                self.engine.backward(loss / targets)
-            losses.append(loss.detach())
-        total, stops, failures = self.engine.sum(
-            [
-                float(torch.stack(losses).double().sum()),
-                float(self.stop.received),
-                float(self.saver.failed),
-            ]
+                self.engine.backward(loss.sum() / targets)
+            sums.add(batch, loss)
+        stops, failures, total, *of_sources = self.engine.sum(
+            [float(self.stop.received), float(self.saver.failed), *sums.read()]
         )
         if failures:
             self.saver.raise_failure()
-        return total / targets, stops > 0
+        return total / targets, stops > 0, of_sources
 
     def _optimize(self, loss: float, lr: float) -> dict[str, float]:
         """Do an optimizer step, unless loss or gradients are not finite. Return values for the
@@ -334,7 +342,7 @@ class Trainer:
 
     def _evaluated_names(self) -> list[str]:
         """Return the names of the numbers that an evaluation records."""
-        names = ["val_loss"] if self.inputs.validation is not None else []
+        names = ["val_loss"] if self.inputs.validation else []
         return names + [METRICS[task] for task in self.config.evaluation_tasks]
 
     def _evaluation_missing(self) -> bool:
@@ -355,7 +363,7 @@ class Trainer:
             lambda length: batches,  # only rows of --seq-len are made
             self.inputs.tokenizer,
             training.identity.get("bos"),
-            cast(Sequences | None, self.inputs.validation),
+            cast(dict[str, Sequences], self.inputs.validation),
             self._before_evaluated_batch,
         )
 
@@ -364,8 +372,8 @@ class Trainer:
         meanwhile.
         """
         try:
-            if self.inputs.validation is not None:
-                self._evaluate_loss(self.inputs.validation)
+            if self.inputs.validation:
+                self._evaluate_loss()
             for task in self.config.evaluation_tasks:
                 self._evaluate_task(task)
         except _EvaluationStopped:
@@ -380,28 +388,24 @@ class Trainer:
         if self._is_stopping():
             raise _EvaluationStopped
 
-    @torch.no_grad()
-    def _evaluate_loss(self, data: Stored) -> None:
-        """Record the mean token loss over evenly spaced sequences."""
-        began, step = time.perf_counter(), self.progress.step
-        self._say(f"step {step}: evaluating on {self.config.val_data}")
-        loss = targets = 0.0
-        for batch in self.batches.of_evaluation(data):
-            self._before_evaluated_batch("validation loss")
-            batch_loss, batch_targets = batch.losses(self.engine.model)
-            loss, targets = loss + float(batch_loss), targets + float(batch_targets)
-        loss, targets = self.engine.sum([loss, targets])
-        mean = loss / targets if targets else math.nan
-        self._record(val_loss=mean)
-        self._say(
-            f"step {step}: validation loss {mean:.4f}, in {time.perf_counter() - began:.1f} s"
-        )
+    def _evaluate_loss(self) -> None:
+        """Record the mean token loss over evenly spaced sequences, of all sources and of each."""
+        began, sources = time.perf_counter(), self.inputs.validation
+        self._say(f"step {self.progress.step}: evaluating on {show_sources(self.config.val_data)}")
+        alive = partial(self._before_evaluated_batch, "validation loss")
+        found = measure_losses(sources, self.batches, self.engine, alive)
+        self._record(**found)
+        mean, *others = (f"{name} {value:.4f}" for name, value in found.items())
+        said = ", ".join([mean.replace("val_loss", "validation loss"), *others])
+        seconds = time.perf_counter() - began
+        self._say(f"step {self.progress.step}: {said}, in {seconds:.1f} s")
 
     def _evaluate_task(self, task: str) -> None:
         """Record the number of a task of --eval-tasks."""
         began, name = time.perf_counter(), METRICS[task]
-        value = evaluate(task, self.subject, self.grid).value
-        self._record(**{name: value})
+        result = evaluate(task, self.subject, self.grid)
+        value, by_source = result.value, result.by_source
+        self._record(**{name: value, **{f"{name}/{source}": x for source, x in by_source.items()}})
         seconds = time.perf_counter() - began
         self._say(f"step {self.progress.step}: {name} {value:.4f}, in {seconds:.1f} s")
 
@@ -432,7 +436,8 @@ class Trainer:
         resumed = f", resumed after step {self.progress.step}" if self.progress.step else ""
         if resume.begins_stage(c):
             resumed = f", a new stage from {c.resume}"
-        val = f"; validation: {describe(inputs.validation)}" if inputs.validation else ""
+        seen = dict.fromkeys(map(describe, inputs.validation.values()))  # most often identical
+        val = f"; validation: {', '.join(seen)}" if seen else ""
         strategy = c.attention["strategy"]
         said = [
             f"{c.init_from or c.model}: {self.model.num_parameters:,} parameters, {c.dtype} on "

@@ -36,6 +36,7 @@ class LiveMicroBatch:
     targets    number of targets on all ranks that share the rows
     work       for each of these ranks, the visible pairs of its queries: of one head, summed over
                all layers with attention
+    sources    the number of each row's source in a mixture; None for other data
     """
 
     inputs: tuple[Tensor, ...]
@@ -45,13 +46,15 @@ class LiveMicroBatch:
     instances: int
     targets: int
     work: tuple[int, ...]
+    sources: tuple[int, ...] | None = None
 
     @property
     def counts(self) -> dict[str, int]:
         return {"instances": self.instances, "targets": self.targets}
 
     def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        return model(*self.inputs, self.scores, self.labels, self.layouts)
+        by_row = self.sources is not None
+        return model(*self.inputs, self.scores, self.labels, self.layouts, by_row=by_row)
 
     def to(self, device: torch.device) -> LiveMicroBatch:
         return replace(
@@ -94,7 +97,9 @@ class LiveBatches(Dealer[LiveMicroBatch]):
             data, [_blank_row(data.read(0)) if i is None else data.read(i) for i in indices]
         ).to(self.device)
 
-    def _make(self, data: Source | None, rows: Sequence[Row]) -> LiveMicroBatch:
+    def _make(
+        self, data: Source | None, rows: Sequence[Row], sources: tuple[int, ...] | None = None
+    ) -> LiveMicroBatch:
         layouts = [self._layout(row) for row in rows]
         inputs, labels = self._inputs(rows, layouts)
         return LiveMicroBatch(
@@ -105,6 +110,7 @@ class LiveBatches(Dealer[LiveMicroBatch]):
             sum(row.instances for row in rows),
             sum(int((row != IGNORE_INDEX).sum()) for row in labels),
             tuple(sum(each) for each in zip(*map(self._count_work, rows, layouts), strict=True)),
+            sources,
         )
 
     def _layout(self, row: Row) -> Layout:

@@ -64,6 +64,7 @@ class PackedRows(StoredRows):
     """
 
     file: InstanceFile
+    documents = True  # instances are always kept apart
     instances: int
 
     left_out = too_many = cut = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from bmt_burst.sparse.choice import find_longest
 from models.config import CPMConfig
 from train.base.wording import counted
 from train.data.folder import Row
+from train.data.mixture import Mixture
 from train.data.source import Source, Stored
 
 _LARGEST_DEFAULT = 8  # sequences
@@ -43,10 +45,11 @@ class Settings(Protocol):
 class Work(Protocol):
     """One micro-batch of any kind of model: B sequences, S tokens of each.
 
-    labels  (B, S) int64, IGNORE_INDEX where there is no target
-    work    for each rank that shares the sequences, the visible pairs of its queries: of one head,
-            summed over all layers
-    counts  numbers of documents and the like, for the record of a step
+    labels   (B, S) int64, IGNORE_INDEX where there is no target
+    work     for each rank that shares the sequences, the visible pairs of its queries: of one head,
+             summed over all layers
+    counts   numbers of documents and the like, for the record of a step
+    sources  the number of each row's source in a mixture; None for other data
     """
 
     @property
@@ -56,8 +59,13 @@ class Work(Protocol):
     @property
     def counts(self) -> dict[str, int]: ...
 
+    @property
+    def sources(self) -> tuple[int, ...] | None: ...
+
     def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return the sum of this rank's token losses, and the number of its targets."""
+        """Return the sum of this rank's token losses, and the number of its targets. With
+        `sources`, return those of each row, both (B,).
+        """
 
 
 SomeWork = TypeVar("SomeWork", bound=Work)
@@ -104,7 +112,10 @@ class Dealer(ABC, Generic[SomeWork]):
             yield chosen[start : start + size]
 
     def _of_samples(self, data: Source, samples: Sequence[int]) -> SomeWork:
-        return self._make(data, [data.of_sample(sample) for sample in samples])
+        sources = None
+        if isinstance(data, Mixture):
+            sources = tuple(data.number_of(sample) for sample in samples)
+        return self._make(data, [data.of_sample(sample) for sample in samples], sources)
 
     def _shard(self, wholes: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor:
         """Return this rank's part of each whole row (S,): (B, S_local)."""
@@ -119,8 +130,10 @@ class Dealer(ABC, Generic[SomeWork]):
         return tuple(int(layout.shard(seen, rank, 0).sum()) for rank in range(self.sp.size))
 
     @abstractmethod
-    def _make(self, data: Any, rows: Sequence[Any]) -> SomeWork:
-        """Return a micro-batch of rows of `data`."""
+    def _make(
+        self, data: Any, rows: Sequence[Any], sources: tuple[int, ...] | None = None
+    ) -> SomeWork:
+        """Return a micro-batch of rows of `data`, with the numbers of their sources."""
 
     @abstractmethod
     def _read(self, data: Any, indices: Sequence[int | None]) -> SomeWork:
@@ -144,6 +157,7 @@ class MicroBatch:
                are not kept apart
     work       for each rank that shares the sequences, the visible pairs of its queries: of one
                head, summed over all layers
+    sources    the number of each row's source in a mixture; None for other data
     """
 
     tokens: Tensor
@@ -153,13 +167,21 @@ class MicroBatch:
     layouts: Layout | tuple[Layout, ...] | None
     documents: int
     work: tuple[int, ...]
+    sources: tuple[int, ...] | None = None
 
     @property
     def counts(self) -> dict[str, int]:
         return {"documents": self.documents} if self.documents else {}
 
     def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        return model(self.tokens, self.positions, self.labels, mask=self.masks, layout=self.layouts)
+        return model(
+            self.tokens,
+            self.positions,
+            self.labels,
+            mask=self.masks,
+            layout=self.layouts,
+            by_row=self.sources is not None,
+        )
 
     def score_tokens(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Return each token's loss, 0 without a target, and the most likely next token: (B, S)."""
@@ -231,8 +253,11 @@ class Batches(Dealer[MicroBatch]):
     def _read(self, data: Rows, indices: Sequence[int | None]) -> MicroBatch:
         return self._make(data, [data.read(index) for index in indices])
 
-    def _make(self, data: Rows, rows: Sequence[Row]) -> MicroBatch:
-        return self._of_documents(rows) if data.documents else self._of_whole(rows)
+    def _make(
+        self, data: Any, rows: Sequence[Row], sources: tuple[int, ...] | None = None
+    ) -> MicroBatch:
+        batch = self._of_documents(rows) if data.documents else self._of_whole(rows)
+        return dataclasses.replace(batch, sources=sources)
 
     def _of_whole(self, rows: Sequence[Row]) -> MicroBatch:
         """Return a micro-batch of rows that are one text each. They share a mask and a layout."""

@@ -39,6 +39,10 @@ class Source(Protocol):
         """The begin token that documents get by default, if there is one."""
 
     @property
+    def documents(self) -> bool:
+        """Whether documents or instances of a row are kept apart."""
+
+    @property
     def epoch(self) -> int | None:
         """The number of rows after which the source starts over; None if there is no such
         number.

@@ -60,8 +60,11 @@ def _draw_map(figure: Any, axes: Any, result: Retrieved) -> None:
 
 def _draw_curve(axes: Any, result: ByPosition) -> None:
     """Draw perplexity over positions."""
-    bins = [b for b in result.bins if b.targets]
-    centers = [(b.start + b.stop - 1) / 2 for b in bins]
-    axes.plot(centers, [b.perplexity for b in bins], marker="o")
+    for name, of_source in {**result.sources, "all": result.bins}.items():
+        bins = [b for b in of_source if b.targets]
+        centers = [(b.start + b.stop - 1) / 2 for b in bins]
+        axes.plot(centers, [b.perplexity for b in bins], marker="o", label=name)
+    if result.sources:
+        axes.legend()
     axes.set(xlabel="position", ylabel="perplexity", title="perplexity by position")
     axes.grid(alpha=0.3)

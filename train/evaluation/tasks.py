@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from train.base.wording import flag
 from train.data.batches import Batches
@@ -95,7 +95,7 @@ class Subject:
     batches    deals rows of a length to the ranks
     tokenizer  the tokenizer that the model was trained with
     bos        the begin token in front of a text; None if there is none
-    data       the sequences of the task positions
+    data       the sequences of the task positions by the name of their source, which may be empty
     text       the text in which something is hidden
     alive      is called before each micro-batch, with what is done
     """
@@ -104,7 +104,7 @@ class Subject:
     batches: Callable[[int], Batches]
     tokenizer: Tokenizer
     bos: int | None
-    data: Sequences | None
+    data: dict[str, Sequences]
     alive: Callable[[str], None]
     text: str = SENTENCES
 
@@ -116,6 +116,7 @@ class Retrieved:
     task: str
     level: str
     cells: list[Cell]
+    by_source: ClassVar[dict[str, float]] = {}
 
     @property
     def value(self) -> float:
@@ -131,27 +132,47 @@ class Retrieved:
 
 @dataclass(frozen=True)
 class ByPosition:
-    """The result of the task positions. `value` is the loss of the last bin that has targets."""
+    """The result of the task positions, over all sources and for each that has a name.
+
+    value      the loss of the last bin that has targets
+    by_source  the same for each source
+    """
 
     bins: list[Bin]
+    sources: dict[str, list[Bin]]
     task = "positions"
 
     @property
     def value(self) -> float:
-        return next((b.loss for b in reversed(self.bins) if b.targets), math.nan)
+        return _far_loss(self.bins)
+
+    @property
+    def by_source(self) -> dict[str, float]:
+        return {name: _far_loss(bins) for name, bins in self.sources.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [
-            {
-                "start": b.start,
-                "stop": b.stop,
-                "targets": b.targets,
-                "loss": b.loss if b.targets else None,
-                "perplexity": b.perplexity if math.isfinite(b.perplexity) else None,
-            }
-            for b in self.bins
-        ]
-        return {"far_loss": self.value if math.isfinite(self.value) else None, "bins": rows}
+        whole = _bins_to_dict(self.bins)
+        of_sources = {name: _bins_to_dict(bins) for name, bins in self.sources.items()}
+        return {**whole, "sources": of_sources} if of_sources else whole
+
+
+def _far_loss(bins: list[Bin]) -> float:
+    return next((b.loss for b in reversed(bins) if b.targets), math.nan)
+
+
+def _bins_to_dict(bins: list[Bin]) -> dict[str, Any]:
+    rows = [
+        {
+            "start": b.start,
+            "stop": b.stop,
+            "targets": b.targets,
+            "loss": b.loss if b.targets else None,
+            "perplexity": b.perplexity if math.isfinite(b.perplexity) else None,
+        }
+        for b in bins
+    ]
+    far = _far_loss(bins)
+    return {"far_loss": far if math.isfinite(far) else None, "bins": rows}
 
 
 Result = Retrieved | ByPosition
@@ -170,10 +191,10 @@ def check_tasks(tasks: tuple[str, ...], subject: Subject, grid: Grid) -> None:
 def evaluate(name: str, subject: Subject, grid: Grid) -> Result:
     """Run the task called `name`. Every rank must call this function, and gets the same result."""
     if name == "positions":
-        data = subject.data
-        assert data is not None
-        batches, alive = subject.batches(data.seq_len), partial(subject.alive, "positions")
-        return ByPosition(measure_positions(data, batches, subject.engine, grid.bins, alive))
+        sources = list(subject.data.values())
+        batches, alive = subject.batches(sources[0].seq_len), partial(subject.alive, "positions")
+        bins, parts = measure_positions(sources, batches, subject.engine, grid.bins, alive)
+        return ByPosition(bins, {n: b for n, b in zip(subject.data, parts, strict=True) if n})
     task, cells = _make_task(name, grid), []
     for length in grid.lengths:
         rows = _make_rows(task, subject, grid, length)

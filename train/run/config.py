@@ -20,6 +20,7 @@ from models.blocks import CHECKPOINTING, Saving
 from models.huggingface import read_config
 from models.rope import RopeScaling
 from train.base.wording import counted, flag
+from train.data.mixture import check_sources
 from train.evaluation.tasks import parse_tasks
 from train.registry import KINDS, Kind
 from train.run.kinds import PRESETS, ModelConfig, config_of, kind_of
@@ -35,6 +36,7 @@ def option(default: Any, group: str, help: str, **extra) -> Any:
     return field(default=default, metadata={"group": group, "help": help, **extra})
 
 
+SOURCES = str | dict  # a path, or texts by name
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST = 2**63 - 1
 _LONGEST_TIMEOUT = 1e8  # seconds; longer ones overflow timers
@@ -125,8 +127,19 @@ class TrainConfig:
         choices=tuple(DTYPES),
     )
 
-    data: str = option("data/stdlib/train", DATA, "folder of training tokens, from prepare_data.py")
-    val_data: str | None = option(None, DATA, "folder of validation tokens", kind=str)
+    data: str | Mapping[str, str] = option(
+        "data/stdlib/train",
+        DATA,
+        "folder of training tokens, from prepare_data.py; or several, each as NAME=PATH:WEIGHT. "
+        "Weights are shares of tokens, and are normalised",
+        kind=SOURCES,
+    )
+    val_data: str | Mapping[str, str] | None = option(
+        None,
+        DATA,
+        "folder of validation tokens; or several, each as NAME=PATH, with a loss for each name",
+        kind=SOURCES,
+    )
     documents: str = option(
         "auto",
         DATA,
@@ -316,6 +329,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self._check_ranges()
         self._check_values()
+        check_sources(self.data, self.val_data)
         self._check_needs()
         check_saving(self)
         self._check_rope_scaling()

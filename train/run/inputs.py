@@ -5,6 +5,7 @@ anything is built, and without the other ranks.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from bmt_burst import kernels
 from bmt_burst.spec import Spec
 from models.config import CPMConfig
 from train.base import ranks
+from train.data.mixture import Mixture, parse_shares, parts, validation_folders
 from train.data.source import Source, Stored
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.registry import Kind, load
@@ -32,14 +34,14 @@ class Inputs:
 
     kind            the model's kind, and its configuration, `model`
     training        sequences of --data
-    validation      sequences of --val-data; None without
+    validation      sequences of each source of --val-data by name; the name of a path is empty
     tokenizer       the tokenizer of the training data
     """
 
     kind: Kind
     model: ModelConfig
     training: Source
-    validation: Stored | None
+    validation: dict[str, Stored]
     tokenizer: Tokenizer
 
     @property
@@ -57,8 +59,8 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
     kind = kind_of(model)
     warn_of_length(config, model)
     check_kernel(config, model, device)
-    training = open_data(config, kind, model, config.data)
-    validation = _open_validation(config, kind, model, training) if config.val_data else None
+    training = _open_training(config, kind, model)
+    validation = _open_validation(config, kind, model, training)
     return Inputs(kind, model, training, validation, load_tokenizer(training.folder))
 
 
@@ -69,13 +71,36 @@ def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | No
     Raises ValueError if the starts of documents are not known, if the begin token is unknown, or if
     most positions would be padding.
     """
-    apart = resume.choose_documents(config, resumed, inputs.training.finds_documents)
+    apart = resume.choose_documents(config, resumed, inputs.training)
     bos = resume.choose_begin_token(config, resumed, apart, inputs.training, inputs.tokenizer)
-    training, validation = inputs.training.keep_documents_apart(apart, bos), inputs.validation
-    if validation is not None:
-        validation = validation.keep_documents_apart(apart, bos)
-    check_padding(config, training)
+    training = inputs.training.keep_documents_apart(apart, bos)
+    validation = {
+        name: data.keep_documents_apart(apart, bos) for name, data in inputs.validation.items()
+    }
+    for part in parts(training).values():
+        check_padding(config, part)
     return dataclasses.replace(inputs, training=training, validation=validation)
+
+
+def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Source:
+    """Open --data. Raises ValueError if two sources of a mixture are one folder, or have different
+    tokenizers.
+    """
+    if isinstance(config.data, str):
+        return open_data(config, kind, model, config.data)
+    shares = parse_shares(config.data)
+    sources = {name: open_data(config, kind, model, s.folder) for name, s in shares.items()}
+    [(first, expected), *others] = sources.items()
+    for name, data in others:
+        names = f"source {name} ({data.folder})", f"source {first} ({expected.folder})"
+        check_folder(expected.folder, data.folder, *names)
+    for (one, a), (other, b) in itertools.combinations(sources.items(), 2):
+        if a.folder.samefile(b.folder):
+            raise ValueError(
+                f"--data: sources {one} and {other} are the same folder, {a.folder}: give it once, "
+                "with the sum of both weights"
+            )
+    return Mixture(sources, {name: share.weight for name, share in shares.items()})
 
 
 def open_data(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Stored:
@@ -91,17 +116,19 @@ def open_data(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) 
 
 def _open_validation(
     config: TrainConfig, kind: Kind, model: ModelConfig, training: Source
-) -> Stored:
-    """Open validation data. Raises ValueError if its tokenizer is not the training data's. Warn if
-    both are one folder.
+) -> dict[str, Stored]:
+    """Open --val-data. Raises ValueError if its tokenizer is not the training data's. Warn of a
+    folder that is training data.
     """
-    assert config.val_data is not None
-    data, trained = open_data(config, kind, model, config.val_data), training.folder
-    if data.folder.samefile(trained):
-        same = f"--val-data and --data are the same folder, {trained}"
-        _warn(f"{same}: the validation loss will be measured on training text")
-    check_folder(trained, data.folder, data.folder)
-    return data
+    opened, trained = {}, [part.folder for part in parts(training).values()]
+    for name, folder in validation_folders(config.val_data).items():
+        data = opened[name] = open_data(config, kind, model, folder)
+        for own in trained:
+            if data.folder.samefile(own):
+                same = f"--val-data and --data are the same folder, {own}"
+                _warn(f"{same}: the validation loss will be measured on training text")
+        check_folder(trained[0], data.folder, data.folder)
+    return opened
 
 
 def check_padding(config: TrainConfig, data: Source) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from bmt_burst import SequenceParallel
-from bmt_burst.loss import count_targets
+from bmt_burst import IGNORE_INDEX, SequenceParallel
 from bmt_burst.ranks.rings import make_rings
 from train.data.batches import Work
 from train.engine import Engine
@@ -28,16 +27,22 @@ class StepWork:
     balance  the most work of a rank, in pairs, relative to the mean of all ranks. A group waits for
              its slowest rank in each micro-batch. At the end of the step all groups wait for the
              slowest group
+    by_source  number of targets in rows of each source of a mixture
     """
 
     targets: float
     pairs: float
     counts: dict[str, int]
     balance: float
+    by_source: tuple[float, ...] = ()
 
 
-def count_work(micro_batches: Sequence[Work], sp: SequenceParallel, engine: Engine) -> StepWork:
-    """Count the work of a step. Every rank must call this function."""
+def count_work(
+    micro_batches: Sequence[Work], sp: SequenceParallel, engine: Engine, sources: int = 0
+) -> StepWork:
+    """Count the work of a step, of a mixture of `sources` sources. Every rank must call this
+    function.
+    """
     group, groups = dist.get_rank() // sp.size, dist.get_world_size() // sp.size
     slowest = [0.0] * groups
     names = list(micro_batches[0].counts)
@@ -46,11 +51,17 @@ def count_work(micro_batches: Sequence[Work], sp: SequenceParallel, engine: Engi
         slowest[group] = sum(max(batch.work) for batch in micro_batches)
         pairs = sum(sum(batch.work) for batch in micro_batches)
         counts = [sum(batch.counts[name] for batch in micro_batches) for name in names]
-    mine = sum(int(count_targets(batch.labels)) for batch in micro_batches)
-    targets, all_pairs, *sums = engine.sum([mine, pairs, *counts, *slowest])
+    mine, by_source = 0, [0] * sources
+    for batch in micro_batches:
+        of_rows = (batch.labels != IGNORE_INDEX).sum(-1).tolist()
+        mine += sum(of_rows)
+        for source, count in zip(batch.sources or (), of_rows, strict=False):
+            by_source[source] += count
+    targets, all_pairs, *sums = engine.sum([mine, pairs, *by_source, *counts, *slowest])
+    of_sources, sums = tuple(sums[:sources]), sums[sources:]
     all_counts = dict(zip(names, map(int, sums), strict=False))
-    most = max(sums[len(names) :])
-    return StepWork(targets, all_pairs, all_counts, most * dist.get_world_size() / all_pairs)
+    balance = max(sums[len(names) :]) * dist.get_world_size() / all_pairs
+    return StepWork(targets, all_pairs, all_counts, balance, of_sources)
 
 
 def measure_speed(

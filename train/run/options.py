@@ -6,13 +6,15 @@ import argparse
 import dataclasses
 import json
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from train.base.command_line import ArgumentParser
 from train.base.wording import flag
-from train.run.config import DATA, MODEL, OPTIMIZER, PARALLEL, RUN, TrainConfig
+from train.data.mixture import parse_sources
+from train.run.config import DATA, MODEL, OPTIMIZER, PARALLEL, RUN, SOURCES, TrainConfig
 
 
 def parse_options(argv: Sequence[str] | None = None) -> tuple[ArgumentParser, dict[str, Any]]:
@@ -84,6 +86,8 @@ def _add_option(group: Any, f: dataclasses.Field) -> None:
     extra: dict[str, Any] = {"help": f.metadata["help"].replace("%", "%%") + shown}
     if kind is bool:
         extra["action"] = argparse.BooleanOptionalAction
+    elif kind is SOURCES:
+        extra |= {"action": _SourcesAction, "nargs": "+", "metavar": "PATH"}
     else:
         extra |= {
             "type": _json_object if kind is dict else kind,
@@ -97,6 +101,16 @@ def _add_option(group: Any, f: dataclasses.Field) -> None:
     group.add_argument(flag(f.name), default=argparse.SUPPRESS, **extra)
 
 
+class _SourcesAction(argparse.Action):
+    """Stores one path, or the texts after NAME= by name."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        try:
+            setattr(namespace, self.dest, parse_sources(values))
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from error
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -107,9 +121,20 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. TOML refuses duplicate names itself."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"expected different names, got {duplicate!r} twice")
+    return values
+
+
 def read_file(path: Path, option: str) -> dict[str, Any]:
     """Return the names and values of a TOML or JSON file that `option` names."""
-    formats = {".toml": tomllib.loads, ".json": json.loads}
+    read_json = partial(json.loads, object_pairs_hook=_refuse_duplicates)
+    formats: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": read_json}
     if path.suffix not in formats:
         raise ValueError(f"{option} must end in .toml or .json, got {path}")
     try:
@@ -137,5 +162,6 @@ def read_values(values: dict[str, Any], where: str) -> dict[str, Any]:
         elif value is None and fields[name].default is None:
             continue  # JSON's way to leave it unset
         elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"{where}: {name} must be {kind.__name__}, got {value!r}")
+            wanted = "a path or a table" if kind is SOURCES else kind.__name__
+            raise ValueError(f"{where}: {name} must be {wanted}, got {value!r}")
     return values

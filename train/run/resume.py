@@ -19,6 +19,7 @@ from models.cpm_live.config import LiveConfig
 from train.base import ranks
 from train.base.wording import flag
 from train.checkpoints import checkpoint
+from train.data.mixture import flatten_identities, show_sources
 from train.data.source import Source
 from train.data.tokenizer import Tokenizer
 from train.run.config import TrainConfig
@@ -101,13 +102,13 @@ def begins_stage(config: TrainConfig) -> bool:
     return config.new_stage and config.resume != "auto"
 
 
-def choose_documents(config: TrainConfig, path: Path | None, known: bool) -> bool:
+def choose_documents(config: TrainConfig, path: Path | None, data: Source) -> bool:
     """Whether to keep documents apart: as configured, else as in the checkpoint `path`, else if
-    their starts are `known`.
+    their starts are known.
     """
     if config.documents == "auto" and path is not None and not begins_stage(config):
         return saved_documents(checkpoint.Checkpoint(path).state) == "mask"
-    return known if config.documents == "auto" else config.documents == "mask"
+    return data.finds_documents if config.documents == "auto" else config.documents == "mask"
 
 
 def saved_documents(state: dict) -> str:
@@ -203,7 +204,7 @@ def check_same(
         "documents": saved_documents(saved.state),
         "bos": saved_begin_token(saved.state),
     }
-    changed = _differences(reading, data)
+    changed = _differences(*flatten_identities(reading, data))
     if changed and not new_stage:
         raise ValueError(
             f"{saved.path} was reading other data: {_list_changes(changed, tokenizer)}; {_STAGE}"
@@ -226,6 +227,8 @@ def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer) -> str:
             values = tuple(
                 "none" if token is None else _token_name(token, tokenizer) for token in values
             )
+        if name in ("data", "val_data"):
+            values = tuple(map(show_sources, values))
         said.append(f"{flag(name) if name in settings else name} {values[0]} -> {values[1]}")
     return ", ".join(said)
 

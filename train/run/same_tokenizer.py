@@ -16,16 +16,19 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # as other programs nam
 _SHOWN = 12  # digits of an identity that are shown
 
 
-def check_folder(data: Path, other: Path, name: Path) -> None:
+def check_folder(
+    data: Path, other: Path, name: Path | str, data_name: Path | str | None = None
+) -> None:
     """Raise ValueError unless folder `other` has the same tokenizer as folder `data`. The error
-    calls it `name`.
+    calls them `name` and `data_name`.
     """
+    data_name = data_name or data
     expected, found = saved_identity(data), saved_identity(other)
     if expected is None or found is None:
-        _warn_of_missing(data if expected is None else name)
+        _warn_of_missing(data_name if expected is None else name)
     elif expected != found:
         raise ValueError(
-            f"{name} has another tokenizer than {data}: expected {expected[:_SHOWN]}, "
+            f"{name} has another tokenizer than {data_name}: expected {expected[:_SHOWN]}, "
             f"got {found[:_SHOWN]}"
         )
 
@@ -76,7 +79,7 @@ def _tokenizers_in(folder: Path, eos: str | None) -> tuple[set[str], list[str]]:
     return identities, said
 
 
-def _warn_of_missing(folder: Path) -> None:
+def _warn_of_missing(folder: Path | str) -> None:
     _warn(f"{folder} has no identity of its tokenizer: only the size of the vocabulary is checked")
 
 

@@ -64,7 +64,7 @@ class Trained:
         else:
             weights = Path(config.init_from or "")
             check_weights(place, self.tokenizer, weights, config.allow_other_tokenizer)
-        apart = resume.choose_documents(config, self.path, data.finds_documents)
+        apart = resume.choose_documents(config, self.path, data)
         bos = resume.choose_begin_token(config, self.path, apart, data, self.tokenizer)
         opened: Sequences = data.keep_documents_apart(apart, bos)
         check_padding(config, opened)

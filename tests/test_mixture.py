@@ -1,0 +1,345 @@
+"""Mixtures of data: which source gives a row, losses by source, and what is refused."""
+
+import json
+import random
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import run_script
+from tests.test_batches import Tokens, batches
+from tests.test_trainer import alone, records, settings, train  # noqa: F401 - two fixtures
+from train.base import ranks
+from train.checkpoints import checkpoint
+from train.cpm_live.tokenizers import AntGreedyTokenizer
+from train.data.folder import Sequences
+from train.data.interleave import Interleaving
+from train.data.mixture import Mixture, parse_shares, parse_sources, starting_over
+from train.data.stored import TokenWriter, make_writer
+from train.data.text import make_reader
+from train.data.tokenizer import ByteTokenizer
+from train.make_vocabulary import SPECIAL
+from train.run.stages import parse_run
+
+NAMES = ("loss", "loss/code", "loss/books", "grad_norm", "samples", "epoch/code", "epoch/books")
+
+
+def random_weights(chance: random.Random, count: int) -> dict[str, Fraction]:
+    return {f"s{i}": Fraction(str(round(10 ** chance.uniform(-4, 2), 5))) for i in range(count)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
+def test_shares_are_held_at_every_prefix_and_each_source_is_read_in_order(count):
+    chance = random.Random(count)
+    for _ in range(10):
+        order = Interleaving(random_weights(chance, count))
+        read = dict.fromkeys(order.shares, 0)
+        for sample in range(600):
+            name, place = order.locate(sample)
+            assert place == read[name]
+            read[name] += 1
+            off = max(abs(read[x] - (sample + 1) * share) for x, share in order.shares.items())
+            assert off <= Fraction(1, 2) if count < 3 else off < 2
+            assert order.count(sample + 1) == read
+
+
+def test_the_order_depends_on_nothing_but_the_shares():
+    weights = random_weights(random.Random(0), 5)
+    order = Interleaving(weights)
+    again = Interleaving({name: 7 * weights[name] for name in reversed(weights)})
+    far = 10**15
+    assert [order.locate(i) for i in range(300)] == [again.locate(i) for i in range(300)]
+    before, after = order.count(far), order.count(far + 300)
+    for sample in range(far, far + 300):
+        name, place = order.locate(sample)
+        assert place == before[name]
+        before[name] += 1
+    assert before == after
+
+
+def mixture(*lengths: int, weights: dict[str, int]) -> Mixture:
+    """Sources of so many rows of 16 tokens."""
+    sources = {
+        name: Sequences(Tokens(16 * length + 1), 16, seed=3)
+        for name, length in zip(weights, lengths, strict=True)
+    }
+    return Mixture(sources, {name: Fraction(x) for name, x in weights.items()})
+
+
+def test_rows_do_not_depend_on_ranks_or_micro_batches(monkeypatch):
+    data = mixture(7, 1, 40, weights={"a": 2, "b": 1, "c": 5})
+    read = []
+    for world, sp_size, size in ((1, 1, 8), (2, 1, 2), (2, 2, 4), (4, 2, 1)):
+        rows = []
+        for group in range(world // sp_size):
+            dealer = batches(monkeypatch, group * sp_size, world, sp_size, micro_batch_size=size)
+            for batch in dealer.of_step(data, first=16):
+                first = batch.tokens[:, 0] // 16  # on the first rank of a zigzag
+                rows += zip(batch.sources, first.tolist(), strict=True)
+        read.append(rows)
+    assert all(rows == read[0] for rows in read[1:])
+    assert [source for source, _ in read[0]].count(2) == 5
+
+
+def test_a_source_that_ends_starts_over_in_a_new_order():
+    data = mixture(6, 1, weights={"a": 3, "b": 1})
+    read = {"a": [], "b": []}
+    for sample in range(48):
+        row = data.of_sample(sample)
+        read[data.names[data.number_of(sample)]].append(int(row.tokens[0]) // 16)
+    assert read["b"] == [0] * 12
+    epochs = [read["a"][i : i + 6] for i in range(0, 36, 6)]
+    assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    said = [(at, starting_over(data, at, at + 4)) for at in range(0, 48, 4)]
+    # b has read its row after the first 4 samples, and a its 6 after 8
+    assert [x for x in said if x[1]] == [(4, ["b"]), (8, ["a"])]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (["code=a:1", "b"], "--data: expected one path, or NAME= in front of each, got 'b'"),
+        (["code=a:1", "code=b:1"], "--data: expected different names, got code twice"),
+        (["code=a"], "expected code=PATH:WEIGHT with a positive number as weight, got code=a"),
+        (["code=a:0", "b=b:1"], "positive number as weight, got code=a:0"),
+        (["code=a:-1"], "positive number as weight, got code=a:-1"),
+        (["code=a:many"], "positive number as weight, got code=a:many"),
+        (["code=a:nan"], "positive number as weight, got code=a:nan"),
+        (["code=a:inf"], "positive number as weight, got code=a:inf"),
+        (["code=:1"], "positive number as weight, got code=:1"),
+        (["co/de=a:1"], "expected a name of letters, digits, '_', '-' and '.', got 'co/de'"),
+    ],
+)
+def test_wrong_mixtures_are_refused(capsys, data, message):
+    with pytest.raises(SystemExit):
+        parse_run(["--data", *data])
+    assert message in capsys.readouterr().err
+
+
+def test_a_configuration_has_a_table(tmp_path, capsys):
+    named = ["--data", "code=data/code:0.3", "b=C:/x:7e-1", "--val-data", "code=v"]
+    line, _ = parse_run(named)
+    (tmp_path / "run.toml").write_text(
+        '[data]\ncode = "data/code:0.3"\nb = "C:/x:7e-1"\n[val_data]\ncode = "v"\n'
+    )
+    assert parse_run(["--config", str(tmp_path / "run.toml")]) == (line, None)
+    shares = parse_shares(line.data)
+    assert {name: (x.folder, x.weight) for name, x in shares.items()} == {
+        "code": ("data/code", Fraction(3, 10)),
+        "b": ("C:/x", Fraction(7, 10)),
+    }
+    for text, message in (
+        ('{"data": {"a": "x:1", "a": "y:1"}}', "expected different names, got 'a' twice"),
+        ('{"data": {"a": 1}}', "--data: expected a path for a, got 1"),
+        ('{"data": {}}', "--data must name at least one source"),
+        ('{"data": 1}', "data must be a path or a table, got 1"),
+    ):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(SystemExit):
+            parse_run(["--config", str(tmp_path / "run.json")])
+        assert message in capsys.readouterr().err
+
+
+def test_a_path_stays_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lang=en").mkdir()
+    assert parse_sources(["lang=en"]) == "lang=en"
+    assert parse_sources(["data/x:1"]) == "data/x:1"
+    assert parse_sources(["lang=de:1"]) == {"lang": "de:1"}
+
+
+@pytest.fixture
+def mixed(settings, tmp_path) -> dict:  # noqa: F811
+    """Settings with two sources, one of which is short, and validation data of both."""
+    writer = TokenWriter(tmp_path / "short", ByteTokenizer())
+    writer.write([ByteTokenizer().encode("a book " * 25)])
+    writer.finish()
+    data = {"code": f"{tmp_path}/text:3", "books": f"{tmp_path}/short:1"}
+    val_data = {"code": f"{tmp_path}/other", "books": f"{tmp_path}/short"}
+    changed = {"data": data, "val_data": val_data, "batch_size": 4, "micro_batch_size": 2}
+    return settings | changed | {"steps": 6, "eval_every": 3, "warmup_steps": 0, "decay_steps": 0}
+
+
+def test_a_resumed_run_is_bitwise_equal_and_losses_are_named(mixed, tmp_path, capsys):
+    assert train(mixed)
+    said = capsys.readouterr().out
+    assert "a mixture of 75.000% code (" in said
+    assert said.count("books starts over, in a new order") == 1
+    assert "step 5: code starts over" not in said
+    whole = {name: records(tmp_path / "run", name) for name in NAMES}
+    assert whole["epoch/books"][6] == 6 / 3
+    # the mean of both, weighted by targets, is the loss
+    for step, loss in whole["loss"].items():
+        low, high = sorted((whole["loss/code"][step], whole["loss/books"][step]))
+        assert low < loss < high
+    for step in (4, 6):
+        checkpoint._remove(tmp_path / f"run/step_{step:08d}")
+    assert train(mixed, resume="auto", micro_batch_size=1)
+    for name in NAMES[4:]:
+        assert records(tmp_path / "run", name) == whole[name]
+    for name in NAMES[:4]:
+        assert records(tmp_path / "run", name) == pytest.approx(whole[name], rel=1e-5)
+    for step in (4, 6):
+        checkpoint._remove(tmp_path / f"run/step_{step:08d}")
+    assert train(mixed, resume="auto")
+    assert {name: records(tmp_path / "run", name) for name in NAMES} == whole
+
+
+def test_losses_by_name_are_those_of_each_source_alone(mixed, tmp_path):
+    """Of validation: the same numbers. Of training: with weights that do not change."""
+    options = {"lr": 1e-30, "steps": 1, "eval_every": 0}
+    train(mixed, **options, eval_tasks="positions")
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    _, record, found = map(json.loads, lines)
+    for name in ("code", "books"):
+        output = str(tmp_path / name)
+        alone_options = options | {"output": output, "val_data": mixed["val_data"][name]}
+        train(mixed, **alone_options, eval_tasks="positions")
+        assert records(tmp_path / name, "val_loss")[1] == record[f"val_loss/{name}"]
+        assert records(tmp_path / name, "far_loss")[1] == found[f"far_loss/{name}"]
+    low, high = sorted((record["val_loss/code"], record["val_loss/books"]))
+    assert low < record["val_loss"] < high
+    # three of the step's four rows are the first ones of code
+    only = {"output": str(tmp_path / "only"), "data": str(tmp_path / "text"), "batch_size": 3}
+    train(mixed | options | only, micro_batch_size=3, val_data=None)
+    first = records(tmp_path / "run", "loss/code")[1]
+    assert first == pytest.approx(records(tmp_path / "only")[1], rel=1e-6)
+    assert "loss/code" not in (tmp_path / "only/metrics.jsonl").read_text()
+
+
+def test_one_source_has_the_gradients_of_a_path_bit_for_bit(mixed, tmp_path):
+    text, options = str(tmp_path / "text"), {"steps": 3, "val_data": None}
+    train(mixed, **options, data=text)
+    train(mixed, **options, data={"only": f"{text}:5"}, output=str(tmp_path / "one"))
+    for name in ("grad_norm", "samples"):
+        assert records(tmp_path / "one", name) == records(tmp_path / "run", name)
+    weights = [
+        checkpoint.Checkpoint(tmp_path / folder / "step_00000003").weights()
+        for folder in ("run", "one")
+    ]
+    assert all(x.equal(weights[1][name]) for name, x in weights[0].items())
+    assert records(tmp_path / "one", "loss/only") == records(tmp_path / "one")
+
+
+def test_a_step_without_a_source_has_no_loss_of_it(mixed, tmp_path):
+    train(mixed, data=mixed["data"] | {"books": f"{tmp_path}/short:1e-9"}, steps=1, val_data=None)
+    [record] = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert record["loss/code"] == record["loss"]
+    assert "loss/books" not in record
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"code": "{}/text:2"}, "share of code 3/4 -> 2/3, share of books 1/4 -> 1/3"),
+        ({"code": "{}/other:3"}, "digest of code "),
+        ({"wiki": "{}/other:1"}, "sources books, code -> books, code, wiki"),
+        ("{}/text", "sources books, code -> a single folder"),
+    ],
+)
+def test_another_mixture_is_a_new_stage(mixed, tmp_path, change, message):
+    train(mixed, steps=2, val_data=None)
+    data = (
+        change.format(tmp_path)
+        if isinstance(change, str)
+        else mixed["data"] | {name: text.format(tmp_path) for name, text in change.items()}
+    )
+    expected = re.escape(message) + ".*give --new-stage to start another stage"
+    with pytest.raises(ranks.RankError, match=expected):
+        train(mixed, resume="auto", data=data)
+    step = str(tmp_path / "run/step_00000002")
+    stage = {"resume": step, "new_stage": True, "output": str(tmp_path / "stage")}
+    assert train(mixed, **stage, data=data, steps=1, val_data=None)
+    assert records(tmp_path / "stage", "samples") == {1: 4}
+    # equal shares are the same mixture
+    same = {"books": f"{tmp_path}/short:0.25", "code": f"{tmp_path}/text:0.75"}
+    assert train(mixed, resume="auto", data=same, steps=3, val_data=None)
+
+
+def change_index(folder: Path, **values) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps({**index, **values}))
+
+
+def test_sources_that_do_not_fit_together_are_refused_by_name(mixed, tmp_path):
+    same = mixed["data"] | {"again": f"{tmp_path}/text/../text:1"}
+    with pytest.raises(ranks.RankError, match="sources code and again are the same folder"):
+        train(mixed, data=same)
+    change_index(tmp_path / "short", bos_id=3)
+    with pytest.raises(
+        ranks.RankError,
+        match="documents get begin token 256 in source code, but begin token 3 in source books: "
+        "give --bos",
+    ):
+        train(mixed)
+    (tmp_path / "short/documents.bin").unlink()
+    hashes = json.loads((tmp_path / "short/index.json").read_text())["sha256"]
+    del hashes["documents.bin"]
+    change_index(tmp_path / "short", eos_id=None, sha256=hashes)
+    with pytest.raises(
+        ranks.RankError,
+        match="known where documents start in source code, but not in source books: prepare "
+        f"{tmp_path}/short again, or give --documents ignore",
+    ):
+        train(mixed)
+    assert train(mixed, documents="ignore", steps=1)
+    tokenizer = tmp_path / "short/tokenizer.spec.json"
+    tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "identity": "0" * 64}))
+    change_index(tmp_path / "short", sha256={})
+    with pytest.raises(
+        ranks.RankError,
+        match=rf"source books \({tmp_path}/short\) has another tokenizer than source code "
+        rf"\({tmp_path}/text\): expected .*, got 000000000000",
+    ):
+        train(mixed)
+
+
+@pytest.mark.slow
+def test_mixtures_resume_on_other_ranks(mixed, tmp_path):
+    """From two data parallel ranks, of which one has no row of a source, to two sequence parallel
+    ranks. Losses are those of one rank up to rounding in fp32.
+    """
+    mixed |= {"val_data": None, "save_every": 3}
+    assert train(mixed)
+    values = mixed | {"output": str(tmp_path / "ranks"), "resume": "auto"}
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    run = ["train/pretrain.py", "--config", tmp_path / "run.json", "--processes", 2]
+    code, said = run_script(2, *run)
+    assert code == 0, said
+    checkpoint._remove(tmp_path / "ranks/step_00000006")
+    code, said = run_script(2, *run, "--sp-size", 2)
+    assert code == 0, said
+    assert "resumed after step 3" in said
+    for name in NAMES:
+        found, expected = (records(tmp_path / folder, name) for folder in ("ranks", "run"))
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_ants_read_mixtures_too(tmp_path):
+    vocabulary = [*SPECIAL["cpm-ant"], *"abcdefgh"]
+    (tmp_path / "vocabulary.txt").write_text("".join(f"{x}\n" for x in vocabulary))
+    tokenizer = AntGreedyTokenizer(tmp_path / "vocabulary.txt")
+    for name, text in (("one", "abc abd "), ("two", "fgh ")):
+        writer = make_writer(tmp_path / name, tokenizer)
+        for i in range(9):
+            writer.write([make_reader(tokenizer, "text").of_record({"text": text * (i + 2)})])
+        writer.finish()
+    assert train(
+        {
+            "model": "cpm-ant-tiny",
+            "data": {name: f"{tmp_path}/{name}:1" for name in ("one", "two")},
+            "val_data": {"one": f"{tmp_path}/one", "two": f"{tmp_path}/two"},
+            "seq_len": 96,
+            "batch_size": 2,
+            "steps": 2,
+            "output": str(tmp_path / "run"),
+        }
+    )
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    step, *_, evaluation = map(json.loads, lines)
+    for record, name in ((step, "loss"), (evaluation, "val_loss")):
+        low, high = sorted((record[f"{name}/one"], record[f"{name}/two"]))
+        assert low < record[name] < high

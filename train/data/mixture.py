@@ -1,0 +1,280 @@
+"""Mixtures: the rows of several sources in fixed shares, as --data NAME=PATH:WEIGHT names them.
+
+A row is of one source, and all rows have the same number of tokens. So shares of rows are shares of
+tokens. Each source keeps its own order, and starts over when it ends.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Self
+
+from bmt_burst import Scores
+from train.base.wording import counted
+from train.data.interleave import Interleaving
+from train.data.source import Source
+
+Named = Mapping[str, str]  # names and texts of sources, in a configuration
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_EPOCH = "epoch/"
+_OF_ALL = ("seq_len", "seed", "documents", "bos")  # facts in the identity of each source
+
+
+@dataclass(frozen=True)
+class Share:
+    """A source of training data: its folder, and its weight among all sources."""
+
+    folder: str
+    weight: Fraction
+
+
+def parse_sources(texts: Sequence[str]) -> str | dict[str, str]:
+    """Return the values of --data or --val-data: one path, or the texts after NAME= by name.
+
+    A single value that exists is a path. Raises ValueError for values without a name, and for
+    duplicate names.
+    """
+    [first, *others] = texts
+    if not others and ("=" not in first or Path(first).exists()):
+        return first
+    named: dict[str, str] = {}
+    for text in texts:
+        name, separator, rest = text.partition("=")
+        if not separator:
+            raise ValueError(f"expected one path, or NAME= in front of each, got {text!r}")
+        if name in named:
+            raise ValueError(f"expected different names, got {name} twice")
+        named[name] = rest
+    return named
+
+
+def parse_shares(data: Named) -> dict[str, Share]:
+    """Return the sources of --data by name. Raises ValueError for wrong names, paths or weights."""
+    _check_names("--data", data)
+    return {name: _parse_share(name, text) for name, text in data.items()}
+
+
+def check_sources(data: str | Named, val_data: str | Named | None) -> None:
+    """Raise ValueError for wrong values of --data or --val-data."""
+    training_folders(data)
+    validation_folders(val_data)
+
+
+def validation_folders(val_data: str | Named | None) -> dict[str, str]:
+    """Return the folders of --val-data by name. The name of a single path is empty.
+
+    Raises ValueError for wrong names or paths.
+    """
+    if val_data is None or isinstance(val_data, str):
+        return {} if val_data is None else {"": val_data}
+    _check_names("--val-data", val_data)
+    return dict(val_data)
+
+
+def show_sources(value: str | Named | None) -> str:
+    """Return a value of --data or --val-data as a command line has it."""
+    if value is None or isinstance(value, str):
+        return str(value)
+    return " ".join(f"{name}={text}" for name, text in value.items())
+
+
+def training_folders(data: str | Named) -> dict[str, str]:
+    """Return the folders of --data by name. The name of a single path is empty."""
+    if isinstance(data, str):
+        return {"": data}
+    return {name: share.folder for name, share in parse_shares(data).items()}
+
+
+def _check_names(option: str, sources: Named) -> None:
+    if not sources:
+        raise ValueError(f"{option} must name at least one source, got none")
+    for name, text in sources.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{option}: expected a name of letters, digits, '_', '-' and '.', got {name!r}"
+            )
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{option}: expected a path for {name}, got {text!r}")
+
+
+def _parse_share(name: str, text: str) -> Share:
+    """Return the source of the text PATH:WEIGHT."""
+    folder, _, weight = text.rpartition(":")
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not folder or not 0 < number < math.inf:
+        raise ValueError(
+            f"--data: expected {name}=PATH:WEIGHT with a positive number as weight, got "
+            f"{name}={text}"
+        )
+    return Share(folder, Fraction(weight.strip()))
+
+
+class Mixture:
+    """The rows of several sources, in the shares of their weights. It is a Source itself.
+
+    sources  the sources by name, all with the same tokenizer
+    names    their names, which number them
+    """
+
+    def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, Fraction]):
+        self.sources, self.names, self._weights = dict(sources), tuple(sources), dict(weights)
+        self.interleaving = Interleaving(weights)
+        self._first = self.sources[self.names[0]]
+
+    @property
+    def folder(self) -> Path:
+        return self._first.folder
+
+    @property
+    def vocab_size(self) -> int:
+        return self._first.vocab_size
+
+    @property
+    def kind(self) -> str | None:
+        return self._first.kind
+
+    @property
+    def documents(self) -> bool:
+        return self._first.documents
+
+    @property
+    def finds_documents(self) -> bool:
+        """Raises ValueError if it is known in one source, but not in another."""
+        known = {name: source.finds_documents for name, source in self.sources.items()}
+        if len(set(known.values())) > 1:
+            with_starts, without = (
+                next(name for name in known if known[name] is is_known)
+                for is_known in (True, False)
+            )
+            raise ValueError(
+                f"it is known where documents start in source {with_starts}, but not in source "
+                f"{without}: prepare {self.sources[without].folder} again, or give --documents "
+                "ignore"
+            )
+        return self._first.finds_documents
+
+    @property
+    def bos_id(self) -> int | None:
+        """Raises ValueError if sources have different begin tokens."""
+        found = {source.bos_id: name for name, source in self.sources.items()}
+        if len(found) > 1:
+            one, other = (
+                f"{'no begin token' if bos is None else f'begin token {bos}'} in source {name}"
+                for bos, name in list(found.items())[:2]
+            )
+            raise ValueError(f"documents get {one}, but {other}: give --bos TOKEN or --bos none")
+        return self._first.bos_id
+
+    @property
+    def epoch(self) -> None:
+        """Nothing: each source starts over on its own."""
+        return None
+
+    @property
+    def padding(self) -> float:
+        shares = self.interleaving.shares
+        return sum(float(shares[name]) * part.padding for name, part in self.sources.items())
+
+    @property
+    def description(self) -> str:
+        said = []
+        for name, source in self.sources.items():
+            epoch = f"{counted(source.epoch, 'sequence')} an epoch, " if source.epoch else ""
+            share = float(self.interleaving.shares[name])
+            said.append(f"{share:.3%} {name} ({epoch}{source.description})")
+        return "a mixture of " + ", ".join(said)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        of_all = self._first.identity
+        sources = {}
+        for name, source in self.sources.items():
+            own = {key: x for key, x in source.identity.items() if key not in _OF_ALL}
+            sources[name] = {"share": str(self.interleaving.shares[name]), **own}
+        return {"sources": sources, **{key: of_all[key] for key in _OF_ALL if key in of_all}}
+
+    @property
+    def example_scores(self) -> Scores | None:
+        return self._first.example_scores
+
+    def keep_documents_apart(self, apart: bool, bos: int | None) -> Self:
+        kept = {name: part.keep_documents_apart(apart, bos) for name, part in self.sources.items()}
+        return type(self)(kept, self._weights)
+
+    def of_sample(self, sample: int) -> Any:
+        name, place = self.interleaving.locate(sample)
+        return self.sources[name].of_sample(place)
+
+    def number_of(self, sample: int) -> int:
+        """Return the number of the source of a sample."""
+        return self.names.index(self.interleaving.locate(sample)[0])
+
+    def state(self, samples: int) -> dict[str, Any]:
+        counts = self.interleaving.count(samples)
+        states = {name: part.state(counts[name]) for name, part in self.sources.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for name, source in self.sources.items():
+            source.restore(state.get(name, {}))
+
+
+def flatten_identities(*identities: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the identities of data with a value for each fact, so that they can be compared. If
+    sources differ in their names, only the names are facts of sources.
+    """
+    names = [", ".join(sorted(x["sources"])) if "sources" in x else None for x in identities]
+    if len(set(names)) > 1:
+        return tuple(
+            {"sources": its or "a single folder", **{k: x[k] for k in _OF_ALL if k in x}}
+            for its, x in zip(names, identities, strict=True)
+        )
+    return tuple(map(_flatten, identities))
+
+
+def _flatten(identity: dict[str, Any]) -> dict[str, Any]:
+    of_all = dict(identity)
+    sources = of_all.pop("sources", {})
+    return {f"{k} of {name}": x for name, own in sources.items() for k, x in own.items()} | of_all
+
+
+def parts(data: Source) -> dict[str, Source]:
+    """Return the sources of `data` by name: those of a mixture, or `data` with an empty name."""
+    return data.sources if isinstance(data, Mixture) else {"": data}
+
+
+def source_names(data: Source) -> tuple[str, ...]:
+    """Return the names of a mixture's sources. Nothing for other data."""
+    return data.names if isinstance(data, Mixture) else ()
+
+
+def starting_over(data: Source, before: int, after: int) -> list[str]:
+    """Return the sources of a mixture that start over for the first time between two numbers of
+    samples.
+    """
+    earlier, later = epochs(data, before), epochs(data, after)
+    return [
+        name.removeprefix(_EPOCH) for name, epoch in later.items() if earlier[name] <= 1 < epoch
+    ]
+
+
+def epochs(data: Source, samples: int) -> dict[str, float]:
+    """Return how many times a run of `samples` samples has read each source of a mixture, as a
+    record names it: epoch/NAME. Nothing for other data.
+    """
+    if not isinstance(data, Mixture):
+        return {}
+    counts = data.interleaving.count(samples)
+    return {
+        _EPOCH + name: counts[name] / source.epoch
+        for name, source in data.sources.items()
+        if source.epoch
+    }
