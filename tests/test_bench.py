@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from bench import live_rows
+from bench import live_rows, saving
 from bench.implementations import Case
 from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
 from bench.sparse import SparseCase, count_overlap, walk
@@ -614,6 +614,14 @@ def test_training_benchmark(tmp_path):
     assert "error" in failed
     assert row["sparse"] == InfLLMV2(**small, dense_len=32).to_dict()
     assert "| cpm-tiny | 1 | torch | 1 | 64 | causal, sparse | full | " in training_table([row])
+
+
+def test_the_stop_of_a_save_is_what_the_next_step_takes_longer():
+    """Steps take 2 s, the first one and the one after the save 9 s."""
+    at = [0.0, 9.0, 11.0, 13.0, 22.0, 24.0]
+    lines = [(at[step - 1], f"step {step}/6: loss 5.0\n") for step in range(1, 7)]
+    lines.append((25.0, "step 4: saved runs/x/step_00000004 in 20.5 s, training stopped for 7 s\n"))
+    assert saving.summarize(lines, 4) == {"step_s": 2.0, "stop_s": [7.0], "whole_s": [20.5]}
 
 
 def test_timeline_adds_up_by_kind():
