@@ -15,6 +15,8 @@ from tests.conftest import let_processes_hang_up
 from train.base import ranks
 from train.base.error_file import leave_reason
 from train.run import ending, launch
+from train.run.config import TrainConfig
+from train.run.distributed import init_distributed
 from train.run.stages import parse_run
 from train.run.watchdog import EXIT_CODE
 
@@ -180,6 +182,63 @@ def test_a_reason_that_cannot_be_written_does_not_hold_up_the_end(monkeypatch, t
 )
 def test_a_rank_that_failed_by_itself_is_told_apart(error, code):
     assert ending.explain(error, SimpleNamespace(doing="step 7", last_words="")) == code
+
+
+# A rank that notes its options and ends with the next of some codes. The second start saves.
+RANK = """
+import os, sys
+from pathlib import Path
+folder, codes = Path(sys.argv[1]), sys.argv[2].split(",")
+with open(folder / "starts", "a") as file:
+    file.write(" ".join(sys.argv[3:]) + chr(10))
+starts = (folder / "starts").read_text().count(chr(10))
+if starts == 2:
+    (folder / "step_00000007").mkdir()
+code = int(codes[starts - 1])
+os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "restarts", "ended", "starts", "said"),
+    [
+        ("1,-9,0", 2, 0, 3, "rank 0 ended with code 137 (SIGKILL); restart 2 of 2"),
+        ("1,1,1", 1, 1, 2, "rank 0 ended with code 1; the run is over"),
+        ("3,2,0", 5, 2, 2, "rank 0 ended with code 2; the run is over"),
+        ("1,0", 0, 1, 1, "rank 0 ended with code 1; the run is over"),
+    ],
+)
+def test_a_failed_run_starts_again_from_its_last_checkpoint(
+    tmp_path, monkeypatch, capsys, codes, restarts, ended, starts, said
+):
+    """But not after an error that was explained, and not more often than it may."""
+    quiet = SimpleNamespace(received=False, insisted=False)
+    monkeypatch.setattr(launch, "StopSignal", lambda noted: quiet)
+    (tmp_path / "rank.py").write_text(RANK)
+    line = [str(tmp_path / "rank.py"), str(tmp_path), codes, "--seed", "3"]
+    again = launch.Restarts(restarts, tmp_path)
+    assert launch.launch(line, 1, lambda: "there is none", again) == ended
+    options = ["--seed 3", "--seed 3", "--seed 3 --resume auto"]
+    assert (tmp_path / "starts").read_text().splitlines() == options[:starts]
+    heard = capsys.readouterr().err
+    assert said in heard
+    assert ("there is none" in heard) == (ended not in (0, 2))
+
+
+def test_a_run_that_was_told_to_stop_does_not_start_again(tmp_path, monkeypatch):
+    (tmp_path / "rank.py").write_text(RANK)
+    stop = SimpleNamespace(received=False, insisted=False)
+    monkeypatch.setattr(launch, "StopSignal", lambda noted: stop)
+    monkeypatch.setattr(launch, "_find_cause", lambda failed: setattr(stop, "received", True) or 0)
+    line = [str(tmp_path / "rank.py"), str(tmp_path), "1,0"]
+    assert launch.launch(line, 1, lambda: "", launch.Restarts(3, tmp_path)) == 1
+    assert (tmp_path / "starts").read_text() == "\n"
+
+
+def test_torchrun_restarts_runs_itself(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="--restarts is for --processes; under torchrun give it"):
+        init_distributed(TrainConfig(restarts=1))
 
 
 def test_codes_are_those_of_a_shell_with_the_signals_name():

@@ -56,7 +56,7 @@ from train.run.config import TrainConfig
 from train.run.distributed import init_distributed
 from train.run.inputs import keep_documents_apart, open_inputs
 from train.run.kinds import ModelConfig
-from train.run.launch import launch
+from train.run.launch import Restarts, launch
 from train.run.losses import LossSums, mean_losses, measure_losses
 from train.run.measure import count_work, measure_speed
 from train.run.metrics import Metrics, NoMetrics
@@ -464,9 +464,11 @@ def _due(step: int, every: int) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     config, stages = parse_run(argv)
-    if config.processes > 1 and "RANK" not in os.environ:
-        outlook = stages.outlook if stages else partial(checkpoint.outlook, Path(config.output))
-        return launch([__file__, *argv], config.processes, outlook)
+    if (config.processes > 1 or config.restarts) and "RANK" not in os.environ:
+        root = Path(config.output)
+        outlook = stages.outlook if stages else partial(checkpoint.outlook, root)
+        restarts = Restarts(config.restarts, None if stages else root)
+        return launch([__file__, *argv], config.processes, outlook, restarts)
     # reuse compiled kernels in the next run
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     watchdog = Watchdog(ranks.rank(), config.timeout)

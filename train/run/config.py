@@ -60,6 +60,7 @@ _NOT_NEGATIVE = (
     "warmup_steps",
     "decay_steps",
     "checkpointing_blocks",
+    "restarts",
     "save_every",
     "eval_every",
     "weight_decay",
@@ -167,6 +168,12 @@ class TrainConfig:
 
     processes: int = option(
         1, PARALLEL, "processes to start on this machine; leave at 1 under torchrun"
+    )
+    restarts: int = option(
+        0,
+        PARALLEL,
+        "times that a failed run starts again from its last checkpoint, on this machine; not after "
+        "an error with exit code 2, such as a wrong option",
     )
     sp_size: int = option(1, PARALLEL, "ranks that share a sequence; the others are data parallel")
     strategy: str = option(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import kernels
+from train.base.signals import has_launcher
 from train.base.wording import counted
 from train.run.config import TrainConfig
 from train.run.replacement import open_store
@@ -20,6 +21,8 @@ def init_distributed(config: TrainConfig) -> torch.device:
 
     Raises ValueError if a device or an engine is not available or does not fit other settings.
     """
+    if config.restarts and "RANK" in os.environ and not has_launcher():
+        raise ValueError("--restarts is for --processes; under torchrun give it --max-restarts")
     device = _device(config.device)
     engine = choose_engine(config, device)
     open_store()

@@ -1,8 +1,9 @@
 """The launcher that starts the ranks of a run on this machine.
 
-It works like torchrun without restarts, and turns signals into an orderly end. After the first
-signal, ranks get the time that they need to save. A second Ctrl-C kills them. If a rank fails, the
-launcher stops the others. If the launcher dies, so do the ranks (on Linux).
+It works like torchrun, and turns signals into an orderly end. After the first signal, ranks get the
+time that they need to save. A second Ctrl-C kills them. If a rank fails, the launcher stops the
+others, and starts all of them again if there are restarts left. If the launcher dies, so do the
+ranks (on Linux).
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 
 from train.base import ranks
 from train.base.files import print_error
 from train.base.signals import INTERRUPTED, LAUNCHER, NOTED, StopSignal
+from train.checkpoints import checkpoint
 from train.run.watchdog import EXIT_CODE
 
 _GRACE = 5.0  # seconds in which ranks may end on their own after one has failed
@@ -27,14 +31,62 @@ _TICK = 0.05  # seconds between checks of the ranks
 _EXPLAINED = 2  # exit code of a rank that printed what is wrong
 
 
-def launch(argv: Sequence[str], processes: int, outlook: Callable[[], str] | None = None) -> int:
+@dataclass(frozen=True)
+class Restarts:
+    """The number of times that a failed run starts again, and its options then.
+
+    most  restarts of the whole run, also those after which nothing was saved
+    root  folder of its checkpoints; None for a run that resumes without --resume
+    """
+
+    most: int = 0
+    root: Path | None = None
+
+    def arguments(self) -> list[str]:
+        """Return the options that replace those of the first start. Without a checkpoint the run
+        starts as it did at first.
+        """
+        return ["--resume", "auto"] if self.root and checkpoint.listed(self.root) else []
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The exit code of the rank that failed first, and a sentence on it and on the others."""
+
+    code: int
+    said: str
+
+
+def launch(
+    argv: Sequence[str],
+    processes: int,
+    outlook: Callable[[], str] | None = None,
+    restarts: Restarts = Restarts(),
+) -> int:
     """Run `python argv...` as ranks 0 to processes - 1. `outlook` returns what the run leaves when
     it ends. Without it there is nothing to save: a signal ends the ranks at once.
 
     Return 0, also after a signal. If a rank failed, return the code of the first one that did.
-    After a second Ctrl-C return 130.
+    After a second Ctrl-C return 130. A failure that a rank has explained (code 2), such as a wrong
+    option, is not followed by a restart.
     """
     stop = StopSignal(noted=lambda: print_error(NOTED if outlook else "stopping"))
+    made, options = 0, list[str]()
+    while isinstance(ended := _run_ranks([*argv, *options], processes, stop, outlook), _Failure):
+        if made == restarts.most or ended.code == _EXPLAINED or stop.received:
+            print_error(f"{ended.said}; the run is over")
+            if outlook and ended.code != _EXPLAINED:
+                print_error(outlook())
+            return _exit_code(ended.code)
+        made, options = made + 1, restarts.arguments()
+        print_error(f"{ended.said}; restart {made} of {restarts.most}")
+    return ended
+
+
+def _run_ranks(
+    argv: Sequence[str], processes: int, stop: StopSignal, outlook: Callable[[], str] | None
+) -> int | _Failure:
+    """Start the ranks and wait for their end. Return an exit code, or why the run failed."""
     store = _local_store()
     started = [_start(argv, rank, processes, store.port) for rank in range(processes)]
     ended: dict[int, int] = {}  # rank: exit code, in the order in which they ended
@@ -57,7 +109,7 @@ def launch(argv: Sequence[str], processes: int, outlook: Callable[[], str] | Non
         print_error("stopped before training began" if outlook else "stopped")
         _kill(started)
         return 0
-    return _stop_others(started, ended, outlook)
+    return _stop_others(started, ended)
 
 
 def _local_store() -> dist.TCPStore:
@@ -91,12 +143,8 @@ def _note_ended(started: list[subprocess.Popen], ended: dict[int, int]) -> None:
             ended[number] = rank.returncode
 
 
-def _stop_others(
-    started: list[subprocess.Popen], ended: dict[int, int], outlook: Callable[[], str] | None
-) -> int:
-    """Stop the remaining ranks after a failure, and return the code of the rank that failed first.
-    Say which rank that was and how to resume.
-    """
+def _stop_others(started: list[subprocess.Popen], ended: dict[int, int]) -> _Failure:
+    """Stop the remaining ranks after a failure. Return which rank failed first."""
     # ranks that fail for the same reason get time to print it and to write their stacks
     deadline = time.monotonic() + _GRACE
     while time.monotonic() < deadline and len(ended) < len(started):
@@ -111,10 +159,7 @@ def _stop_others(
         if number != cause
     ]
     then = f", then {', '.join(others)}" if others else ""
-    print_error(f"rank {cause} ended with {_describe_code(failed[cause])}{then}; the run is over")
-    if outlook and failed[cause] != _EXPLAINED:
-        print_error(outlook())
-    return _exit_code(failed[cause])
+    return _Failure(failed[cause], f"rank {cause} ended with {_describe_code(failed[cause])}{then}")
 
 
 def _find_cause(failed: dict[int, int]) -> int:

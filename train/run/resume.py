@@ -31,6 +31,7 @@ _TECHNICAL = {
         "resume",
         "output",
         "processes",
+        "restarts",
         "save_every",
         "save_in_background",
         "keep_last",
