@@ -83,11 +83,6 @@ def test_one_rank_equals_cpm_live(name):
         lambda _module, args: seen["embed"].append(args[0])
     )
     model.encoder.register_forward_hook(lambda _module, _args, out: seen["hidden"].append(out))
-    for index, block in enumerate(model.encoder.layers):
-        seen[f"layer.{index}"] = outputs = []
-        block.register_forward_hook(
-            lambda _module, _args, out, outputs=outputs: outputs.append(out)
-        )
     logits = model(*case.arguments(ALONE, 0), case.scores())
     assert relative_error(logits, case.tensors["logits"]) < FP32
     for stage, [found] in seen.items():
