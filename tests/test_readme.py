@@ -142,13 +142,12 @@ def test_every_option_of_pretraining_that_they_name_is_one():
         for name in ("prepare_data", "export", "generate", "make_vocabulary", "evaluate")
     ]
     ours = set(re.findall(r"\"(--[a-z-]+)\"", "".join(scripts)))
-    ours |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)} | {
-        "--config",
-        "--help",
-        "--stages",
-    }
+    ours |= {"--config", "--help", "--stages"}
+    for field in dataclasses.fields(TrainConfig):
+        name = field.name.replace("_", "-")
+        ours |= {f"--{name}", f"--no-{name}"} if field.default is True else {f"--{name}"}
     launchers = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--nnodes", "--nproc-per-node"}
-    launchers |= {"--rdzv-backend", "--rdzv-endpoint", "--logdir", "--from"}
+    launchers |= {"--rdzv-backend", "--rdzv-endpoint", "--max-restarts", "--logdir", "--from"}
     launchers |= {"--batch", "--metadata"}  # lm-eval's, up to an underscore
     named = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/pretraining.md").read_text()))
     assert (
