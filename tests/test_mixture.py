@@ -322,7 +322,7 @@ def test_ants_read_mixtures_too(tmp_path):
     vocabulary = [*SPECIAL["cpm-ant"], *"abcdefgh"]
     (tmp_path / "vocabulary.txt").write_text("".join(f"{x}\n" for x in vocabulary))
     tokenizer = AntGreedyTokenizer(tmp_path / "vocabulary.txt")
-    for name, text in (("one", "abc abd "), ("two", "fgh ")):
+    for name, text in (("one", "abc cab "), ("two", "fgh ")):
         writer = make_writer(tmp_path / name, tokenizer)
         for i in range(9):
             writer.write([make_reader(tokenizer, "text").of_record({"text": text * (i + 2)})])

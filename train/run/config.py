@@ -320,7 +320,7 @@ class TrainConfig:
     eval_every: int = option(
         100, RUN, "steps between evaluations on --val-data; 0: only after the last"
     )
-    eval_sequences: int = option(32, RUN, "sequences in one evaluation")
+    eval_sequences: int = option(32, RUN, "sequences of each source in one evaluation")
     eval_tasks: str | None = option(
         None,
         RUN,
