@@ -18,6 +18,7 @@ from .attention import burst_attn_func
 from .base.arguments import as_bool, as_float, as_int
 from .base.compiled import fused_on_gpus, not_compiled
 from .base.dtypes import accumulator_dtype
+from .base.norm import RMSNorm
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
 from .calls.refusal import fits_signature, refuse_call
@@ -225,11 +226,11 @@ class BurstAttention(SequenceParallelModule):
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
-        self.q_norm: nn.RMSNorm | None = None
-        self.k_norm: nn.RMSNorm | None = None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:
-            self.q_norm = nn.RMSNorm(head_dim, qk_norm_eps)
-            self.k_norm = nn.RMSNorm(head_dim, qk_norm_eps)
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if as_bool("sinks", sinks) else None
 
     @_refuse_wrong_arguments

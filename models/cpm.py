@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmt_burst.base.norm import RMSNorm
 from bmt_burst.loss import (
     linear_cross_entropy_by_row,
     linear_cross_entropy_sum,
@@ -36,18 +37,6 @@ from bmt_burst.ranks.sequence_parallel import SequenceParallel
 
 from .blocks import Layers, Runner, Saving
 from .config import CPMConfig
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in fp32, rounded to x's dtype."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 class SwiGLU(nn.Module):
