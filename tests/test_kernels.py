@@ -640,6 +640,25 @@ def test_sequences_of_many_calls_for_flash_attention(flash_attention):
         assert max(errors.values()) < EXACT, (call, errors)
 
 
+def test_fa4_cuts_large_calls(monkeypatch):
+    """Into calls of at most five queries of two rows."""
+    written, chance, sizes = FlashAttention(), random.Random(3), []
+    monkeypatch.setattr(fa4, "_MOST_ENTRIES", 2 * 5 * 2 * 64)
+
+    def forward(q, *args, **options):
+        sizes.append(q.numel())
+        return written.fa4_forward(q, *args, **options)
+
+    monkeypatch.setattr(fa4, "_functions", lambda: (forward, written.fa4_backward))
+    calls = [*named_calls(4).values(), *(random_call(chance) for _ in range(50))]
+    for seed, call in enumerate(calls):
+        tensors = call_tensors(call, 2, 2, 1, 64, seed=seed)
+        with_delta = chance.choice((False, True))
+        errors = kernel_errors(kernels.load("fa4"), call, tensors, SPEC, with_delta)
+        assert max(errors.values()) < EXACT, (call, errors)
+    assert max(sizes) <= 2 * 5 * 2 * 64
+
+
 @pytest.mark.parametrize("kind", ["causal", "documents"])
 @pytest.mark.parametrize("head_size", [8, 64, 72, 80, 112, 136])
 def test_fa4_pads_head_sizes(monkeypatch, kind, head_size):

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..base.dtypes import accumulator_dtype
 from ..sequence.span import length
 from ..sequence.tile import KernelCall
 from ..spec import Spec
@@ -47,6 +48,7 @@ from .packed import (
     unpack,
     unpack_rows,
 )
+from .rows import Rows, cut_rows
 from .triton import table_gradient
 
 # 4.0.0b36 silently computes wrong gradients for other sizes, 80 among them. They are padded to the
@@ -54,6 +56,10 @@ from .triton import table_gradient
 # passed.
 _HEAD_SIZES = (64, 96, 128)
 _HEAD_SIZES_HOPPER = (*_HEAD_SIZES, 192, 256)
+
+# The package adds up offsets in 32 bits: its issue 2611 is about a backward that silently computed
+# wrong gradients. So larger calls are cut.
+_MOST_ENTRIES = 1 << 30
 
 # The package compiles separate kernels for sequences of one block. It is told that short sequences
 # may be this long, which costs nothing. So lengths that vary from step to step need no new kernel.
@@ -94,6 +100,8 @@ class Fa4Kernel(Kernel):
         return dtype
 
     def forward(self, q, k, v, call, spec, bias=None):
+        if bias is None and q.numel() > _MOST_ENTRIES:
+            return self._forward_rows(q, k, v, call, spec)
         forward, head_size = _functions()[0], q.shape[-1]
         q, k, v = _padded(q, k, v)
         options = {**_score_options(spec), "return_lse": True}
@@ -108,6 +116,8 @@ class Fa4Kernel(Kernel):
         return _drop_padding(out, head_size), lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
+        if bias is None and q.numel() > _MOST_ENTRIES:
+            return self._backward_rows(dout, q, k, v, out, lse, delta, call, spec)
         backward, head_size = _functions()[1], q.shape[-1]
         table = (
             ()
@@ -135,6 +145,64 @@ class Fa4Kernel(Kernel):
             )[:3]
             grads = (unpack(grad, len(q)) for grad in grads)
         return *(_drop_padding(grad, head_size) for grad in grads), *table
+
+    def _forward_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec
+    ) -> tuple[Tensor, Tensor]:
+        """Compute `forward`, some queries at a time."""
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        shape, wide = (q.shape[0], q.shape[2], q.shape[1]), accumulator_dtype(q.dtype)
+        lse = torch.full(shape, -torch.inf, dtype=wide, device=q.device)
+        for part in _cut_call(q, call):
+            rows, keys = slice(*part.q), slice(*part.kv)
+            mine, seen, values = _take(rows, q), _take(keys, k), _take(keys, v)
+            out[:, rows], lse[:, :, rows] = self.forward(mine, seen, values, part.call, spec)
+        return out, lse
+
+    def _backward_rows(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        lse: Tensor,
+        delta: Tensor | None,
+        call: KernelCall,
+        spec: Spec,
+    ) -> tuple[Tensor, ...]:
+        """Compute `backward`, some queries at a time. dk and dv are added up in fp32."""
+        dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        sums = [
+            torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device) for x in (k, v)
+        ]
+        for part in _cut_call(q, call):
+            rows, keys = slice(*part.q), slice(*part.kv)
+            dq[:, rows], *of_keys = self.backward(
+                _take(rows, dout),
+                _take(rows, q),
+                _take(keys, k),
+                _take(keys, v),
+                None if out is None else _take(rows, out),
+                lse[:, :, rows].contiguous(),
+                None if delta is None else delta[:, :, rows].contiguous(),
+                part.call,
+                spec,
+            )
+            for total, grad in zip(sums, of_keys, strict=True):
+                total[:, keys] += grad
+        return dq, *(total.to(k.dtype) for total in sums)
+
+
+def _cut_call(q: Tensor, call: KernelCall) -> tuple[Rows, ...]:
+    """Cut a call on q into parts of at most _MOST_ENTRIES that have keys."""
+    most = max(_MOST_ENTRIES // (len(q) * q.shape[2] * q.shape[3]), 1)
+    return tuple(part for part in cut_rows(call, most) if part.call.tiles)
+
+
+def _take(tokens: slice, x: Tensor) -> Tensor:
+    """Return tokens of x (B, S, ...), without the strides of all tokens."""
+    return x[:, tokens].contiguous()
 
 
 def _padded(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
