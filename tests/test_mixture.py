@@ -266,7 +266,7 @@ def change_index(folder: Path, **values) -> None:
 
 def test_sources_that_do_not_fit_together_are_refused_by_name(mixed, tmp_path):
     same = mixed["data"] | {"again": f"{tmp_path}/text/../text:1"}
-    with pytest.raises(ranks.RankError, match="sources code and again are the same folder"):
+    with pytest.raises(ranks.RankError, match=r"sources code \(.*\) and again .* the same text"):
         train(mixed, data=same)
     change_index(tmp_path / "short", bos_id=3)
     with pytest.raises(

@@ -75,8 +75,8 @@ def _make_tree(shares: Mapping[str, Fraction]) -> str | _Pair:
     ]
     heapq.heapify(heap)
     while len(heap) > 1:
-        (small, name, first), (large, other, second) = heapq.heappop(heap), heapq.heappop(heap)
+        (small, name, first), (large, _, second) = heapq.heappop(heap), heapq.heappop(heap)
         pair = _Pair(first, second, small / (small + large))
-        heapq.heappush(heap, (small + large, min(name, other), pair))
+        heapq.heappush(heap, (small + large, name, pair))  # names are different
     [(_, _, root)] = heap
     return root

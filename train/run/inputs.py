@@ -83,7 +83,7 @@ def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | No
 
 
 def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Source:
-    """Open --data. Raises ValueError if two sources of a mixture are one folder, or have different
+    """Open --data. Raises ValueError if two sources of a mixture have the same text, or different
     tokenizers.
     """
     if isinstance(config.data, str):
@@ -95,10 +95,10 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
         names = f"source {name} ({data.folder})", f"source {first} ({expected.folder})"
         check_folder(expected.folder, data.folder, *names)
     for (one, a), (other, b) in itertools.combinations(sources.items(), 2):
-        if a.folder.samefile(b.folder):
+        if a.identity == b.identity:
             raise ValueError(
-                f"--data: sources {one} and {other} are the same folder, {a.folder}: give it once, "
-                "with the sum of both weights"
+                f"--data: sources {one} ({a.folder}) and {other} ({b.folder}) are the same text: "
+                "give it once, with the sum of both weights"
             )
     return Mixture(sources, {name: share.weight for name, share in shares.items()})
 
@@ -133,12 +133,13 @@ def _open_validation(
 
 def check_padding(config: TrainConfig, data: Source) -> None:
     """Raise ValueError if most of the positions are padding. Warn if many are."""
-    padding, tokens = data.padding, data.identity["tokens"]
+    if (padding := data.padding) <= _MUCH_PADDING:
+        return
+    tokens = data.identity["tokens"]
     said = f"{padding:.0%} of the positions of {data.folder} ({tokens:,} tokens) are padding"
     if padding > _MOST_PADDING:
         raise ValueError(f"{said} at --seq-len {config.seq_len}: give more text or a shorter one")
-    if padding > _MUCH_PADDING:
-        _warn(f"{said} at --seq-len {config.seq_len}")
+    _warn(f"{said} at --seq-len {config.seq_len}")
 
 
 def warn_of_length(config: TrainConfig, model: ModelConfig) -> None:
