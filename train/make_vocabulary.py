@@ -31,7 +31,7 @@ from train.base.command_line import ArgumentParser
 from train.base.files import writing
 from train.base.wording import counted
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, bee_parts, is_special
-from train.data.files import TextFile, check_holds_text, find_files, is_records
+from train.data.files import RECORDS, TextFile, check_holds_text, find_files
 from train.data.records import BadRecord, check_unicode, parse_json
 from train.data.text import BadLines, TextLines, plain_text, read_pieces
 
@@ -77,12 +77,12 @@ def texts_of(file: TextFile, model: str, bad: BadLines) -> Iterator[str]:
     ValueError if the file is broken.
     """
     for piece in read_pieces(file):
-        if is_records(file.path):
+        if file.kind == RECORDS:
             yield from _texts_of_records(piece, model, bad)
         else:
             yield plain_text(piece, bad)
         if piece.damage:
-            raise ValueError(f"{file.path} is broken: {piece.damage}")
+            raise ValueError(f"{file} is broken: {piece.damage}")
 
 
 def _texts_of_records(piece: TextLines, model: str, bad: BadLines) -> Iterator[str]:
@@ -91,7 +91,7 @@ def _texts_of_records(piece: TextLines, model: str, bad: BadLines) -> Iterator[s
             if line and line.strip():
                 yield from _drop_special(_find_strings(parse_json(line)), model)
         except BadRecord as error:
-            bad.add(piece.path, number, str(error))
+            bad.add(piece.file, number, str(error))
 
 
 def _drop_special(texts: Iterator[str], model: str) -> Iterator[str]:

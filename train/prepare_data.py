@@ -12,6 +12,9 @@ files (zstandard) and tables (pyarrow).
 Megatron-LM's PREFIX.bin and PREFIX.idx are read too. Their tokens are kept. So --tokenizer must
 name the tokenizer that made them.
 
+With --stream the script only names the inputs in OUTPUT/train, and pretrain.py reads and tokenizes
+them while it trains.
+
 The script writes OUTPUT/train and, with a validation share, OUTPUT/val. Each has tokens, with the
 tokenizer's eos after each document, and the place where each document starts, so that pretrain.py
 can keep documents apart. train/data/folder.py describes the files.
@@ -66,6 +69,7 @@ from train.base.signals import Interrupts
 from train.base.wording import counted
 from train.data.files import MEGATRON, TextFile, check_holds_text, find_files
 from train.data.stored import DataWriter, make_writer
+from train.data.stream_files import StreamFiles, find_streamed
 from train.data.text import (
     BadLines,
     BrokenShards,
@@ -197,7 +201,7 @@ def _tokenize(
     """Write every document to its part. `bad` gets what could not be used."""
     size = sum(file.path.stat().st_size for file in files)
     text = sum(file.path.stat().st_size for file in files if file.kind != MEGATRON)
-    encoder = functools.partial(Encoder, args.tokenizer, args.field, args.eos)
+    encoder = functools.partial(Encoder.open, args.tokenizer, args.field, args.eos)
     pieces = (piece for file in files for piece in read_parts(file, args.field))
     results = map_in_order(encoder, pieces, _workers(args.workers, args.tokenizer, text))
     with closing(results), tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
@@ -269,16 +273,48 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
         }
         for each in writers.values():
             each.finish(**notes)
-        interrupts.end()
-        if output.exists():
-            output.rename(partial / "replaced")
-        writers["train"].folder.parent.rename(output)
+        _replace(output, partial, interrupts)
     for name, each in writers.items():
         kind = "instance" if tokenizer.instances else "document"
         print(
             f"{output / name}: {counted(each.tokens, 'token')} in {counted(each.documents, kind)}"
         )
     _print_bad(bad)
+
+
+def prepare_stream(args: argparse.Namespace, interrupts: Interrupts) -> None:
+    """Write a folder that lists the inputs, so that pretrain.py reads them."""
+    files, unread = find_streamed(args.input, args.glob, args.exclude)
+    tokenizer = open_tokenizer(args.tokenizer or "bytes", args.eos)
+    if tokenizer.instances:
+        raise ValueError(f"--stream is for documents, not for {tokenizer.instances}")
+    output, broken = Path(args.output), BrokenShards(args.max_bad_shards)
+    with _partial_folder(output) as partial:
+        _check_output(output, args.overwrite, [file for file, _ in files])
+        for line in unread.lines():
+            print(f"not read: {line}", file=sys.stderr)
+        near = [file for file, _ in files if not file.url]
+        checked = near or [files[0][0]]  # the tables of all addresses would take long
+        left_out = {*checked} - {*find_broken(checked, args.field, broken)}
+        stream = StreamFiles(
+            tuple((file, size) for file, size in files if file not in left_out),
+            *(args.field, args.shuffle_tokens, args.max_bad, args.max_bad_shards),
+        )
+        notes = {"broken_shards": broken.found, "not_read": unread.lines()}
+        stream.write(partial / "new" / "train", tokenizer, sources=args.input, **notes)
+        _replace(output, partial, interrupts)
+    size = sum(size for _, size in stream.files)
+    print(f"{output / 'train'}: a stream of {counted(len(stream.files), 'file')}, {size:,} bytes")
+    _print_bad(_Bad(BadLines(), broken))
+
+
+def _replace(output: Path, partial: Path, interrupts: Interrupts) -> None:
+    """Move the new folder in `partial` to `output`."""
+    interrupts.end()
+    if output.exists():
+        output.rename(partial / "replaced")
+    new = next(path for path in (partial / "split", partial / "new") if path.exists())
+    new.rename(output)
 
 
 def _print_bad(bad: _Bad) -> None:
@@ -345,6 +381,20 @@ def _parser() -> ArgumentParser:
         help="in folders, skip folders and files with these names",
     )
     parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="write no tokens, but a folder that names the inputs: pretrain.py reads and tokenizes "
+        "them while it trains. Inputs are .jsonl and .parquet files, folders of datasets, and "
+        "addresses of such files, such as hf://datasets/NAME/*.parquet",
+    )
+    parser.add_argument(
+        "--shuffle-tokens",
+        type=int,
+        default=1 << 22,
+        metavar="TOKENS",
+        help="with --stream: tokens that are in memory at once to be shuffled (default: 4194304)",
+    )
+    parser.add_argument(
         "--val-fraction",
         type=float,
         default=0.0,
@@ -383,6 +433,10 @@ def _check_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--output must not be empty")
     if not 0 <= args.max_bad <= 1:
         parser.error(f"--max-bad must be at least 0 and at most 1, got {args.max_bad}")
+    if args.shuffle_tokens < 1:
+        parser.error(f"--shuffle-tokens must be at least 1, got {args.shuffle_tokens}")
+    if args.stream and args.val_fraction:
+        parser.error("--val-fraction does not go with --stream: prepare files for validation alone")
     if args.max_bad_shards < 0:
         parser.error(f"--max-bad-shards must not be negative, got {args.max_bad_shards}")
     if not 0 <= args.val_fraction < 1:
@@ -394,7 +448,7 @@ def main() -> None:
     args = parser.parse_args()
     _check_arguments(parser, args)
     try:
-        prepare(args, Interrupts())
+        (prepare_stream if args.stream else prepare)(args, Interrupts())
     except (ValueError, OSError) as error:
         parser.fail(error)
     except KeyboardInterrupt:

@@ -9,8 +9,11 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import urlsplit
 
 from train.base.wording import counted
+from train.data.remote import open_remote
 
 TEXT, RECORDS = ".txt", ".jsonl"  # these may also be compressed
 PARQUET, ARROW = ".parquet", ".arrow"  # tables; .arrow only as a shard of a datasets folder
@@ -65,22 +68,41 @@ class Unread:
 class TextFile:
     """A file to read.
 
-    path  the path by which it is opened and named in messages
+    path  its path, by which it is opened and named in messages
     name  its path relative to the input in which it was found, "/" between folders; for a file that
           is itself an input, its own name. It stays the same if the input is moved
+    url   its address, by which it is opened and named instead; `path` then only says its kind
     """
 
     path: Path
     name: str
+    url: str | None = None
 
     @staticmethod
     def found(path: Path, source: Path) -> TextFile:
         """Return the file at `path`, which was found in the input `source` or is that input."""
         return TextFile(path, path.name if path == source else path.relative_to(source).as_posix())
 
+    @staticmethod
+    def remote(url: str) -> TextFile:
+        """Return the file at an address."""
+        path = Path(urlsplit(url).path)
+        return TextFile(path, path.name, url)
+
+    def __str__(self) -> str:
+        return self.url or str(self.path)
+
     @property
     def kind(self) -> str:
         return kind_of(self.path)
+
+    @property
+    def compression(self) -> str | None:
+        return compression(self.path)
+
+    def open(self) -> BinaryIO:
+        """Open the file. Raises OSError if it cannot be read."""
+        return open_remote(self.url) if self.url else open(self.path, "rb")
 
 
 def compression(path: Path) -> str | None:
@@ -94,11 +116,6 @@ def kind_of(path: Path) -> str:
     case, as text. For compressed text and records, the suffix is the one before .gz or .zst.
     """
     return Path(path.stem if compression(path) else path.name).suffix.lower()
-
-
-def is_records(path: Path) -> bool:
-    """Whether a file has one record in each line."""
-    return kind_of(path) == RECORDS
 
 
 def find_files(

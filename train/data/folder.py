@@ -153,6 +153,11 @@ class TokenFile:
             index = json.loads(file.read_text())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: {error}") from error
+        if isinstance(index, dict) and "stream" in index:
+            raise ValueError(
+                f"{self.folder} is a stream, which only --data of pretrain.py reads: prepare these "
+                "files without --stream"
+            )
         for name, kind in (("tokens", int), ("dtype", str), ("vocab_size", int)):
             if not isinstance(index, dict) or not isinstance(index.get(name), kind):
                 raise ValueError(f"{file} has no {name}, {kind.__name__}")

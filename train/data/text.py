@@ -8,14 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
 from train.base.wording import counted
 from train.data.compressed import BrokenFile, decompressed
-from train.data.files import ARROW, MEGATRON, PARQUET, TextFile, compression, is_records
+from train.data.files import ARROW, MEGATRON, PARQUET, RECORDS, TextFile
 from train.data.megatron import IndexedTokens, TokenPiece
 from train.data.records import (
     BadRecord,
@@ -45,10 +44,10 @@ class BadLines:
     first: list[str] = field(default_factory=list)
     left_out: int = 0
     among: int = 0
-    file: Path | None = None
+    file: TextFile | None = None
 
-    def add(self, path: Path, line: int, reason: str) -> None:
-        self.extend(BadLines(1, [f"{path}:{line}: {reason}"], file=path))
+    def add(self, file: TextFile, line: int, reason: str) -> None:
+        self.extend(BadLines(1, [f"{file}:{line}: {reason}"], file=file))
 
     def extend(self, later: BadLines) -> None:
         self.count += later.count
@@ -108,12 +107,8 @@ class TextLines:
     size: int
     damage: str | None = None
 
-    @property
-    def path(self) -> Path:
-        return self.file.path
-
     def __str__(self) -> str:
-        return f"{self.path}, lines {self.first_line} to {self.first_line + len(self.lines) - 1}"
+        return f"{self.file}, lines {self.first_line} to {self.first_line + len(self.lines) - 1}"
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ class BrokenShards:
         self.found: list[str] = []
 
     def add(self, file: TextFile, reason: str) -> None:
-        self.found.append(f"{file.path}: {reason}")
+        self.found.append(f"{file}: {reason}")
         if len(self.found) > self.most:
             shards = counted(len(self.found), "broken shard")
             raise ValueError(
@@ -191,12 +186,16 @@ def make_reader(tokenizer: Tokenizer, json_field: str) -> Reader:
 class Encoder:
     """Turns parts of files into tokens."""
 
-    def __init__(self, tokenizer: str, json_field: str, eos: str | None = None):
-        self._field = json_field
+    def __init__(self, tokenizer: Tokenizer, json_field: str):
         # a single text leaves nothing to do for more threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self.tokenizer = open_tokenizer(tokenizer, eos)
-        self._reader = make_reader(self.tokenizer, json_field)
+        self.tokenizer, self._field = tokenizer, json_field
+        self._reader = make_reader(tokenizer, json_field)
+
+    @classmethod
+    def open(cls, tokenizer: str, json_field: str, eos: str | None = None) -> Encoder:
+        """Return an encoder with the tokenizer of this name."""
+        return cls(open_tokenizer(tokenizer, eos), json_field)
 
     def __call__(self, piece: TextLines | TokenPiece) -> Encoded:
         if isinstance(piece, TokenPiece):
@@ -210,7 +209,7 @@ class Encoder:
             bad.among = sum(1 for line in piece.lines if line and line.strip())
             documents = (
                 list(self._records(piece, bad))
-                if is_records(piece.path)
+                if piece.file.kind == RECORDS
                 else ([(Document(piece.file), self._reader.of_text(plain_text(piece, bad)))])
             )
         bad.left_out = self.tokenizer.left_out - before
@@ -237,7 +236,7 @@ class Encoder:
                     raise BadRecord(f"no text in field {self._field!r}")
                 found = self._reader.of_text(decode_utf8(text))
             except BadRecord as error:
-                bad.add(piece.path, number, str(error))
+                bad.add(piece.file, number, str(error))
             else:
                 yield Document(piece.file, number), found
 
@@ -248,7 +247,7 @@ class Encoder:
             try:
                 found = self._reader.of_record(parse_json(line))
             except BadRecord as error:
-                bad.add(piece.path, number, str(error))
+                bad.add(piece.file, number, str(error))
             else:
                 yield Document(piece.file, number), found
 
@@ -262,13 +261,13 @@ def find_broken(files: Sequence[TextFile], field: str, broken: BrokenShards) -> 
     whole = []
     for file in files:
         try:
-            with _named(file), open(file.path, "rb") as opened:
+            with _named(file), file.open() as opened:
                 if file.kind == MEGATRON:
                     IndexedTokens(file)
                 elif file.kind in (PARQUET, ARROW):
                     check_table(opened, file.kind, field)
                 else:
-                    decompressed(opened, compression(file.path))
+                    decompressed(opened, file.compression)
         except BrokenFile as error:
             broken.add(file, str(error))
         else:
@@ -287,11 +286,11 @@ def read_pieces(file: TextFile, field: str = "") -> Iterator[TextLines]:
 
     Raises ValueError if the file cannot be read. The last part reports damage.
     """
-    with _named(file), open(file.path, "rb") as raw:
+    with _named(file), file.open() as raw:
         if file.kind in (PARQUET, ARROW):
             parts = _take_rows(read_texts(raw, file.kind, field))
         else:
-            parts = _take_lines(decompressed(raw, compression(file.path)), raw.tell)
+            parts = _take_lines(decompressed(raw, file.compression), raw.tell)
         first_line, before = 1, 0
         for lines, place, damage in parts:
             yield TextLines(file, first_line, lines, place - before, damage)
@@ -304,9 +303,9 @@ def _named(file: TextFile) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{file.path} cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ValueError(f"{file.path}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
 
 
 _Part = tuple[Texts, int, str | None]  # lines, the place in the file, and damage behind them
@@ -347,9 +346,8 @@ def _take_rows(texts: Iterator[tuple[Texts, int]]) -> Iterator[_Part]:
         yield rows, place, damage
 
 
-def _first_bytes(path: Path) -> bytes:
+def _first_bytes(file: TextFile) -> bytes:
     """Return the first part of a text. Raises ValueError if it can no longer be read."""
-    file = TextFile(path, path.name)
     if file.kind in (PARQUET, ARROW):
         return b""
     return b"".join(line or b"" for line in next(read_pieces(file)).lines)
@@ -362,5 +360,5 @@ def plain_text(piece: TextLines, bad: BadLines) -> str:
         try:
             good.append(decode_utf8(line or b""))
         except BadRecord as error:
-            bad.add(piece.path, number, str(error))
+            bad.add(piece.file, number, str(error))
     return "".join(good)

@@ -18,8 +18,10 @@ from models.config import CPMConfig
 from train.base import ranks
 from train.data.mixture import Mixture, parse_shares, parts, validation_folders
 from train.data.source import Source, Stored
+from train.data.stream import Sizes, Stream
+from train.data.stream_files import StreamFiles, is_stream
 from train.data.tokenizer import Tokenizer, load_tokenizer
-from train.registry import Kind, load
+from train.registry import KINDS, Kind, load
 from train.run import resume
 from train.run.config import DTYPES, TrainConfig
 from train.run.kinds import ModelConfig, kind_of
@@ -87,9 +89,9 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
     tokenizers.
     """
     if isinstance(config.data, str):
-        return open_data(config, kind, model, config.data)
+        return open_source(config, kind, model, config.data)
     shares = parse_shares(config.data)
-    sources = {name: open_data(config, kind, model, s.folder) for name, s in shares.items()}
+    sources = {name: open_source(config, kind, model, s.folder) for name, s in shares.items()}
     [(first, expected), *others] = sources.items()
     for name, data in others:
         names = f"source {name} ({data.folder})", f"source {first} ({expected.folder})"
@@ -103,15 +105,32 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
     return Mixture(sources, {name: share.weight for name, share in shares.items()})
 
 
+def open_source(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Source:
+    """Open a folder of training data, which may be a stream. Raises ValueError as `open_data`."""
+    if not is_stream(folder):
+        return open_data(config, kind, model, folder)
+    if kind is not KINDS[0]:
+        raise ValueError(f"{folder} is a stream of documents, but --model is a {kind.name}")
+    sizes = Sizes(config.seq_len, config.batch_size, config.seed)
+    announces = ranks.rank() % config.sp_size == 0
+    stream = Stream(Path(folder), StreamFiles.open(Path(folder)), sizes, announces)
+    _check_vocabulary(config, model, folder, stream)
+    return stream
+
+
 def open_data(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Stored:
     """Open a data folder. Raises ValueError if it has more tokens than the model."""
     data: Stored = load(kind.data).open(folder, model, config.seq_len, config.seed)
+    _check_vocabulary(config, model, folder, data)
+    return data
+
+
+def _check_vocabulary(config: TrainConfig, model: ModelConfig, folder: str, data: Source) -> None:
     if (found := data.vocab_size) > model.vocab_size:
         raise ValueError(
             f"{folder} has a vocabulary of {found} tokens, but --model {config.model} has only "
             f"{model.vocab_size}"
         )
-    return data
 
 
 def _open_validation(

@@ -1,0 +1,254 @@
+"""One lane of a stream: rows from some of its files, tokenized while they are read.
+
+Files are read in another order in each epoch, from first to last line. Documents are shuffled
+inside blocks: consecutive parts of files, up to a number of tokens. A block follows from the place
+at which it starts. So that place and a token in the block are all that a checkpoint must store, and
+the shuffled documents are read again when a run resumes.
+
+A thread reads the next block while the rows of one are taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from bmt_burst.sequence.layout import IGNORE_INDEX
+from train.data.files import TextFile
+from train.data.folder import Row
+from train.data.text import BadLines, Encoded, Encoder, TextLines, read_pieces
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """The start of a part of a file.
+
+    epoch  how often all files were read before
+    file   the number of the file in the order of this epoch
+    line   the first line or row, from 1
+    """
+
+    epoch: int = 0
+    file: int = 0
+    line: int = 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """Documents of consecutive parts of files, in random order.
+
+    end     the place at which the next block starts
+    tokens  all documents, one after the other: (T,)
+    starts  the places where documents start: rising, int64
+    """
+
+    end: Place
+    tokens: np.ndarray
+    starts: np.ndarray
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a lane reads its files.
+
+    field         the field or column of the text
+    block_tokens  tokens after which a block ends
+    max_bad       largest share of bad lines in a block
+    seed          seed of the orders of files and documents, with the number of the lane
+    bos           the token in front of each document, unless it has it; None for none
+    """
+
+    field: str
+    block_tokens: int
+    max_bad: float
+    seed: tuple[int, int]
+    bos: int | None
+
+
+@dataclass(frozen=True)
+class Damage:
+    """The damage to a file.
+
+    whole   the number of lines before it: nothing is read after them, even if the file is repaired,
+            so that a resumed run has the same rows
+    reason  a description
+    """
+
+    whole: int
+    reason: str
+
+
+class BlockReader:
+    """Reads the blocks of a lane.
+
+    files   the files of the lane, by their numbers in the stream
+    broken  the broken files that are known, which gets those that are found
+    report  called with the number of a file in which damage was found
+    """
+
+    def __init__(
+        self,
+        files: dict[int, TextFile],
+        encoder: Encoder,
+        how: Reading,
+        broken: dict[int, Damage],
+        report: Callable[[int], None],
+    ):
+        self._files, self._encoder, self._how = files, encoder, how
+        self._broken, self._report = broken, report
+        self._place: Place | None = None  # where `_parts` continues
+        self._parts: Iterator[tuple[Encoded | None, Place]] = iter(())
+
+    def read(self, start: Place) -> Block:
+        """Return the block that starts at a place. It ends with the epoch at the latest.
+
+        Raises ValueError if a file cannot be read, if too many lines are bad, and if an epoch has
+        no text.
+        """
+        if self._place != start:
+            self._parts = self._read_parts(start)
+        documents: list[np.ndarray] = []
+        bad, tokens, end = BadLines(), 0, start
+        while tokens < self._how.block_tokens and end.epoch == start.epoch:
+            encoded, end = next(self._parts)
+            if encoded is not None:
+                bad.extend(encoded.bad)
+                documents += [self._complete(ids) for _, ids in encoded.documents if len(ids)]
+                tokens = sum(map(len, documents))
+        bad.check(self._how.max_bad)
+        self._place = end
+        return self._shuffle(start, end, documents)
+
+    def _shuffle(self, start: Place, end: Place, documents: Sequence[np.ndarray]) -> Block:
+        chance = np.random.default_rng((*self._how.seed, 1, start.epoch, start.file, start.line))
+        documents = [documents[i] for i in chance.permutation(len(documents))]
+        lengths = np.array([len(document) for document in documents], dtype=np.int64)
+        tokens = np.concatenate(documents) if documents else np.empty(0, np.int64)
+        return Block(end, tokens, np.cumsum(lengths) - lengths)
+
+    def _complete(self, ids: Any) -> np.ndarray:
+        """Return a document with its begin token and its end-of-text token."""
+        bos = self._how.bos
+        begin = [] if bos is None or ids[0] == bos else [bos]
+        return np.concatenate([begin, ids, [self._encoder.tokenizer.eos_id]]).astype(ids.dtype)
+
+    def _read_parts(self, start: Place) -> Iterator[tuple[Encoded | None, Place]]:
+        """Yield the parts of files from a place on, without end: each with the place after it, and
+        None at the end of an epoch.
+        """
+        place, epoch_has_text = start, start > Place(start.epoch)
+        while True:
+            for number in self._order(place.epoch)[place.file :]:
+                for piece in self._read_file(number, place.line):
+                    encoded = self._encoder(piece)
+                    epoch_has_text |= any(len(ids) for _, ids in encoded.documents)
+                    place = replace(place, line=piece.first_line + len(piece.lines))
+                    yield encoded, place
+                place = Place(place.epoch, place.file + 1)
+            if not epoch_has_text:
+                raise ValueError(f"there is no text in {', '.join(map(str, self._files.values()))}")
+            place, epoch_has_text = Place(place.epoch + 1), False
+            yield None, place
+
+    def _order(self, epoch: int) -> list[int]:
+        """Return the numbers of the files in the order of an epoch."""
+        chance = np.random.default_rng((*self._how.seed, 0, epoch))
+        return [list(self._files)[i] for i in chance.permutation(len(self._files))]
+
+    def _read_file(self, number: int, line: int) -> Iterator[TextLines]:
+        """Yield the parts of a file from a line on, up to known damage."""
+        known = self._broken.get(number)
+        for piece in read_pieces(self._files[number], self._how.field):
+            lines = len(piece.lines) if known is None else known.whole - piece.first_line + 1
+            if piece.damage and known is None:
+                self._broken[number] = Damage(piece.first_line + lines - 1, piece.damage)
+                self._report(number)
+            if piece.first_line >= line and lines > 0:
+                yield replace(piece, lines=piece.lines[:lines])
+            if lines < len(piece.lines):
+                return
+
+
+class Lane:
+    """The rows of one lane, in order.
+
+    rows  the number of rows that were taken or skipped
+    """
+
+    def __init__(
+        self, reader: BlockReader, thread: Executor, seq_len: int, documents: bool, state: dict
+    ):
+        self._reader, self._thread = reader, thread
+        self._seq_len, self._documents = seq_len, documents
+        self.rows, self._token = state["rows"], state["token"]
+        self._place = Place(*(state[name] for name in ("epoch", "file", "line")))
+        self._blocks: deque[Block] = deque()  # the first one starts at `_place`
+        self._next: Future[Block] | None = None
+
+    @staticmethod
+    def new_state() -> dict[str, int]:
+        """Return the state of a lane of which nothing was taken."""
+        return {"rows": 0, **asdict(Place()), "token": 0}
+
+    def state(self) -> dict[str, int]:
+        """Return the state in which the lane continues: values of JSON."""
+        return {"rows": self.rows, **asdict(self._place), "token": self._token}
+
+    @property
+    def epoch(self) -> int:
+        """How often all files were read before the next row."""
+        return self._place.epoch
+
+    def skip(self, rows: int) -> None:
+        """Leave out some rows."""
+        assert rows >= 0
+        self.rows += rows
+        self._token += rows * self._seq_len
+        while self._token and (not self._blocks or self._token >= len(self._blocks[0].tokens)):
+            if not self._blocks:
+                self._append_block()
+                continue
+            first = self._blocks.popleft()
+            self._token -= len(first.tokens)
+            self._place = first.end
+
+    def take(self) -> Row:
+        """Return the next row: its tokens, and the token after them, which is the last target."""
+        window, starts, filled = [], [], 0
+        token, needed, number = self._token, self._seq_len + 1, 0
+        while filled < needed:
+            if number == len(self._blocks):
+                self._append_block()
+            block = self._blocks[number]
+            part = block.tokens[token : token + needed - filled]
+            first, last = np.searchsorted(block.starts, (token, token + len(part)))
+            starts.append(block.starts[first:last] - token + filled)
+            window.append(part.astype(np.int64))
+            filled, token, number = filled + len(part), 0, number + 1
+        row = self._make_row(np.concatenate(window), np.concatenate(starts))
+        self.skip(1)
+        return row
+
+    def _append_block(self) -> None:
+        """Wait for the next block, and let the thread read the one after it."""
+        start = self._blocks[-1].end if self._blocks else self._place
+        following = self._next or self._thread.submit(self._reader.read, start)
+        block = following.result()
+        self._next = self._thread.submit(self._reader.read, block.end)
+        self._blocks.append(block)
+
+    def _make_row(self, window: np.ndarray, starts: np.ndarray) -> Row:
+        """Return the row of a window of tokens in which documents start at `starts`."""
+        tokens, labels = torch.from_numpy(window[:-1]), torch.from_numpy(window[1:]).clone()
+        inside: list[int] = []
+        if self._documents:
+            starts = starts[starts > 0]
+            labels[torch.from_numpy(starts - 1)] = IGNORE_INDEX
+            inside = starts[starts < self._seq_len].tolist()
+        return Row(tokens, labels, (0, *inside, self._seq_len))

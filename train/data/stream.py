@@ -1,0 +1,191 @@
+"""Streams: text that pretrain.py reads and tokenizes while it trains.
+
+stream_files.py describes their folders. Files are dealt to lanes (lane.py), and so are the samples
+of a batch: consecutive samples are rows of one lane. So rows do not depend on the number of ranks,
+and a data parallel group reads only the lanes of its own samples.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from train.base import ranks
+from train.base.wording import counted
+from train.data.folder import Row
+from train.data.lane import BlockReader, Damage, Lane, Reading
+from train.data.stream_files import StreamFiles
+from train.data.text import Encoder
+from train.data.tokenizer import load_tokenizer
+
+_MOST_LANES, _FILES_PER_LANE = 64, 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The options on which the rows of a stream depend."""
+
+    seq_len: int
+    batch_size: int
+    seed: int
+
+
+class Stream:
+    """The rows of a stream (train.data.source.Source)."""
+
+    kind = None
+    finds_documents = True
+    epoch = None
+    padding = 0.0
+    example_scores = None
+
+    def __init__(
+        self,
+        folder: Path,
+        files: StreamFiles,
+        sizes: Sizes,
+        announces: bool,
+        documents: bool = True,
+        bos: int | None = None,
+    ):
+        """Make a stream. Only one rank of a group that shares rows `announces` what it finds."""
+        self.folder, self.documents, self.bos = folder, documents, bos
+        self._files, self._sizes, self._announces = files, sizes, announces
+        self._tokenizer = load_tokenizer(folder)
+        self.num_lanes = _count_lanes(len(files.files), sizes.batch_size)
+        self._lanes: dict[int, Lane] = {}
+        self._saved = [Lane.new_state() for _ in range(self.num_lanes)]
+        self._broken: dict[int, Damage] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.vocab_size
+
+    @property
+    def bos_id(self) -> int:
+        return self._tokenizer.bos_id
+
+    @property
+    def description(self) -> str:
+        files = counted(len(self._files.files), "file")
+        said = (
+            f"documents of {files}, streamed in {counted(self.num_lanes, 'lane')}, "
+            f"{self._files.shuffle_tokens:,} tokens shuffled at once, "
+            f"{'' if self.documents else 'not '}kept apart"
+        )
+        return said + (f", each after begin token {self.bos}" if self.bos is not None else "")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        sizes = self._sizes
+        return {
+            **self._files.identity,
+            "batch_size": sizes.batch_size,
+            "seq_len": sizes.seq_len,
+            "seed": sizes.seed,
+            "documents": "mask" if self.documents else "ignore",
+            "bos": self.bos,
+        }
+
+    def keep_documents_apart(self, apart: bool, bos: int | None) -> Self:
+        return type(self)(self.folder, self._files, self._sizes, self._announces, apart, bos)
+
+    def of_sample(self, sample: int) -> Row:
+        number = self._lane_of(sample)
+        lane = self._open_lane(number)
+        epoch = lane.epoch
+        lane.skip(self._rows_before(number, sample) - lane.rows)
+        row = lane.take()
+        if self._announces and epoch == 0 < lane.epoch:
+            _say(f"{self.folder}: lane {number} starts over, in a new order")
+        return row
+
+    def state(self, samples: int) -> dict[str, Any]:
+        """Return the places of all lanes after `samples` samples. Every rank must call it.
+
+        Raises ValueError on every rank if there are too many broken files on all ranks together.
+        """
+        for number, lane in self._lanes.items():
+            lane.skip(self._rows_before(number, samples) - lane.rows)
+        mine = {number: lane.state() for number, lane in self._lanes.items()}
+        for theirs, broken in ranks.gather((mine, self._broken)):
+            for number, state in theirs.items():
+                self._saved[number] = state
+            self._broken |= broken
+        self._check_broken()
+        damages = sorted(self._broken.items())
+        return {
+            "lanes": list(self._saved),
+            "broken": [[number, x.whole, x.reason] for number, x in damages],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state:
+            self._saved = state["lanes"]
+            self._broken |= {number: Damage(*damage) for number, *damage in state["broken"]}
+            self._check_broken()
+
+    def _lane_of(self, sample: int) -> int:
+        size = self._sizes.batch_size
+        return sample % size * self.num_lanes // size
+
+    def _rows_before(self, lane: int, sample: int) -> int:
+        """Return how many samples before `sample` are rows of a lane."""
+        share = self._sizes.batch_size // self.num_lanes
+        batches, place = divmod(sample, self._sizes.batch_size)
+        return batches * share + min(max(place - lane * share, 0), share)
+
+    def _open_lane(self, number: int) -> Lane:
+        if number not in self._lanes:
+            files = dict(enumerate(file for file, _ in self._files.files))
+            mine = {i: file for i, file in files.items() if i % self.num_lanes == number}
+            share = -(-self._files.shuffle_tokens // self.num_lanes)
+            seed = (self._sizes.seed, number)
+            how = Reading(self._files.field, share, self._files.max_bad, seed, self.bos)
+            encoder = Encoder(self._tokenizer, self._files.field)
+            reader = BlockReader(mine, encoder, how, self._broken, self._report)
+            state = self._saved[number]
+            self._lanes[number] = Lane(
+                reader, self._thread, self._sizes.seq_len, self.documents, state
+            )
+        return self._lanes[number]
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        """The thread that reads ahead."""
+        return ThreadPoolExecutor(1, thread_name_prefix="stream")
+
+    def _report(self, number: int) -> None:
+        """Print the name of a broken file. Raises ValueError if there are too many."""
+        if self._announces:
+            _say(f"the rest of a broken shard is skipped: {self._describe(number)}")
+        self._check_broken()
+
+    def _check_broken(self) -> None:
+        """Raise ValueError if there are too many broken files."""
+        if len(self._broken) > (most := self._files.max_bad_shards):
+            raise ValueError(
+                f"{counted(len(self._broken), 'broken shard')}, more than --max-bad-shards {most}: "
+                f"{'; '.join(map(self._describe, sorted(self._broken)))}"
+            )
+
+    def _describe(self, number: int) -> str:
+        """Return the name of a broken file, and its damage."""
+        file, _ = self._files.files[number]
+        return f"{file}: {self._broken[number].reason}"
+
+
+def _count_lanes(files: int, batch_size: int) -> int:
+    """Return the number of lanes: a divisor of the batch size, so that lanes are read equally
+    often. Each has several files, so that a broken one does not end it.
+    """
+    most = min(files // _FILES_PER_LANE, batch_size, _MOST_LANES)
+    return max(n for n in range(1, max(most, 1) + 1) if batch_size % n == 0)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,114 @@
+"""The folder of a stream, which `prepare_data.py --stream` writes and pretrain.py reads:
+
+tokenizer.*  the tokenizer, with its identity
+index.json   facts of the tokenizer, and "stream": the files with their sizes, and how to read
+             them
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from train.base.wording import counted
+from train.data.files import ARROW, PARQUET, RECORDS, TextFile, Unread, find_files
+from train.data.remote import is_remote, list_remote
+from train.data.tokenizer_base import Tokenizer
+
+
+@dataclass(frozen=True)
+class StreamFiles:
+    """The files of a stream and how they are read, as index.json has them.
+
+    files           each file with its size in bytes
+    field           the field or column of the text
+    shuffle_tokens  tokens that are shuffled at once, in all lanes together
+    max_bad         largest share of bad lines
+    max_bad_shards  most broken files
+    """
+
+    files: tuple[tuple[TextFile, int], ...]
+    field: str
+    shuffle_tokens: int
+    max_bad: float
+    max_bad_shards: int
+
+    def write(self, folder: Path, tokenizer: Tokenizer, **notes: object) -> None:
+        """Write the folder of the stream. Its index also gets `notes`."""
+        tokenizer.save(folder)
+        stream = {
+            "files": [[str(file), size] for file, size in self.files],
+            **{name: getattr(self, name) for name in _SETTINGS},
+        }
+        facts = ("vocab_size", "eos_id", "bos_id")
+        index = {name: getattr(tokenizer, name) for name in facts} | {"stream": stream} | notes
+        (folder / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Read the index of a stream. Raises ValueError if a local file is missing or has another
+        size.
+        """
+        path = folder / "index.json"
+        try:
+            stream = json.loads(path.read_text())["stream"]
+            settings = {name: stream[name] for name in _SETTINGS}
+            files = tuple((_open_file(name), int(size)) for name, size in stream["files"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} describes no stream: {error!r}") from error
+        for file, size in files:
+            if file.url is None and (not file.path.is_file() or file.path.stat().st_size != size):
+                raise ValueError(
+                    f"{file} is missing or has changed since {path} was written: expected "
+                    f"{counted(size, 'byte')}; run prepare_data.py --stream again"
+                )
+        return cls(files, **settings)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The facts on which rows depend."""
+        listed = [[str(file), size] for file, size in self.files]
+        digest = hashlib.sha256(json.dumps([listed, self.field]).encode()).hexdigest()
+        return {"digest": digest, "shuffle_tokens": self.shuffle_tokens}
+
+
+_SETTINGS = ("field", "shuffle_tokens", "max_bad", "max_bad_shards")
+
+
+def is_stream(folder: str) -> bool:
+    """Whether a folder was written by `prepare_data.py --stream`."""
+    try:
+        return "stream" in json.loads((Path(folder) / "index.json").read_text())
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False  # whoever opens it as another kind of folder says what is wrong
+
+
+def _open_file(name: str) -> TextFile:
+    path = Path(name)
+    return TextFile.remote(name) if is_remote(name) else TextFile(path, path.name)
+
+
+def find_streamed(
+    inputs: Sequence[str], pattern: str | None, exclude: list[str]
+) -> tuple[list[tuple[TextFile, int]], Unread]:
+    """Return the files that `inputs` name, with their sizes, and the files that were found but are
+    not read. Inputs may be addresses too, with wildcards.
+
+    Raises ValueError as `find_files`, and for a file that does not hold documents in records.
+    """
+    local = [name for name in inputs if not is_remote(name)]
+    found, unread = find_files(local, pattern, exclude) if local else ([], Unread())
+    files = [(TextFile(x.path.absolute(), x.name), x.path.stat().st_size) for x in found]
+    for url in filter(is_remote, inputs):
+        files += [(TextFile.remote(name), size) for name, size in list_remote(url)]
+    for file, _ in files:
+        if file.kind not in (RECORDS, PARQUET, ARROW):
+            raise ValueError(
+                f"{file}: a stream is read from .jsonl and .parquet files and datasets folders: "
+                "prepare this file without --stream"
+            )
+    return files, unread
