@@ -324,3 +324,16 @@ def test_a_stream_needs_a_model_of_documents(folder, settings, tmp_path):  # noq
     (tmp_path / "model.json").write_text(json.dumps(SMALL.to_dict() | {"vocab_size": 100}))
     with pytest.raises(ranks.RankError, match="has a vocabulary of 257 tokens, but --model"):
         train(settings, data=str(folder))
+
+
+def test_a_stream_may_be_a_part_of_a_mixture(folder, settings, tmp_path):  # noqa: F811
+    """It is resumed too, together with rows of a folder that ends several times."""
+    data = {"stream": f"{folder}:3", "stored": f"{settings['data']}:1"}
+    settings |= {"data": data, "batch_size": 8, "micro_batch_size": 2}
+    train(settings, output=str(tmp_path / "whole"), steps=4)
+    train(settings, steps=3, output=str(tmp_path / "parts"), warmup_steps=1, decay_steps=0)
+    train(settings, steps=4, output=str(tmp_path / "parts"), resume="auto", warmup_steps=1)
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    assert len(records(tmp_path / "whole", "loss/stream")) == 4
+    state = Checkpoint(tmp_path / "whole/step_00000004").state["reading"]
+    assert sum(lane["rows"] for lane in state["stream"]["lanes"]) == 24
