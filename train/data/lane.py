@@ -29,7 +29,7 @@ from train.data.text import BadLines, Encoded, Encoder, TextLines, read_pieces
 class Place:
     """The start of a part of a file.
 
-    epoch  how often all files were read before
+    epoch  number of times that all files were read before
     file   the number of the file in the order of this epoch
     line   the first line or row, from 1
     """
@@ -55,7 +55,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a lane reads its files.
+    """The rules by which a lane reads its files.
 
     field         the field or column of the text
     block_tokens  tokens after which a block ends
@@ -202,7 +202,7 @@ class Lane:
 
     @property
     def epoch(self) -> int:
-        """How often all files were read before the next row."""
+        """The number of times that all files were read before the next row."""
         return self._place.epoch
 
     def skip(self, rows: int) -> None:
