@@ -113,7 +113,8 @@ def test_pretraining_and_checkpoints_do_not_depend_on_the_engine(tmp_path, folde
     expected = [
         pytest.approx(row, rel=1e-5) for row in curve(folder, "torch-alone", "loss", "grad_norm")
     ]
-    options = {"steps": 7, "save_every": 3, "keep_last": 9, "resume": "auto"}
+    options = {"steps": 7, "save_every": 3, "keep_last": 9, "resume": "auto", "mlp_tile": 11}
+    options |= {"checkpointing": "full", "checkpointing_every": 2}
     said = run_pretrain(2, tmp_path, command(folder, "engines", sp_size=2, **options))
     assert "BMTrainEngine" in said
     assert curve(folder, "engines", "loss", "grad_norm") == expected

@@ -147,12 +147,15 @@ def test_the_run_learns_and_leaves_its_records(folder, whole_run):
 
 
 def test_resuming_is_as_not_stopping(folder, whole_run):
-    """Bit for bit; across the end of an epoch; with an abandoned end of metrics.jsonl."""
-    train(folder, "resumed", schedule="linear", warmup_steps=1, save_every=2, keep_last=9)
+    """Bit for bit; across the end of an epoch; with an abandoned end of metrics.jsonl; with tiles
+    of the feed-forward.
+    """
+    options = {"schedule": "linear", "warmup_steps": 1, "save_every": 2, "keep_last": 9}
+    options |= {"mlp_tile": 50}
+    train(folder, "resumed", **options)
     expected = curve(folder, "resumed", "loss", "grad_norm", "lr", "samples")
     for step in (4, 6):
         checkpoint._remove(folder / f"resumed/step_{step:08d}")
-    options = {"schedule": "linear", "warmup_steps": 1, "save_every": 2, "keep_last": 9}
     said = train(folder, "resumed", resume="auto", **options)
     assert "resumed after step 2" in said
     assert curve(folder, "resumed", "loss", "grad_norm", "lr", "samples") == expected

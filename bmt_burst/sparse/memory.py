@@ -4,8 +4,7 @@ A checkpointed function runs again in the backward. To choose again would gather
 score them. So the first run keeps its choices, and the second takes them in the same order.
 
 Checkpointed functions may be nested. The outer one's recomputation runs the inner one for the first
-time again. Then the inner one takes its choices from the outer one, and keeps them for its own
-recomputation.
+time again. Then the inner one takes its choices from the outer one.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class KeptChoices:
             self._taken += 1
             return self.kept[self._taken - 1]
         assert self._outer is not None, "no context recomputes"
-        self.kept.append(self._outer.take())
-        return self.kept[-1]
+        return self._outer.take()
 
     def keep(self, choice: Tensor) -> None:
         """Keep a choice for the recomputations of this context and of those around it."""
