@@ -20,7 +20,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +40,6 @@ from train.base import ranks
 from train.base.files import printing
 from train.base.lock import lock
 from train.base.signals import StopSignal
-from train.base.wording import counted
 from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
 from train.data.batches import Batches, Dealer, Work
@@ -53,6 +51,7 @@ from train.run import ending, resume
 from train.run.building import make_engine, make_groups, make_saver
 from train.run.clock import Clock
 from train.run.config import TrainConfig
+from train.run.description import describe_run
 from train.run.distributed import init_distributed
 from train.run.inputs import keep_documents_apart, open_inputs
 from train.run.kinds import ModelConfig
@@ -60,46 +59,18 @@ from train.run.launch import Restarts, launch
 from train.run.losses import LossSums, mean_losses, measure_losses
 from train.run.measure import count_work, measure_speed
 from train.run.metrics import Metrics, NoMetrics
+from train.run.profiling import Profiler
+from train.run.progress import Progress, Start
 from train.run.replacement import replace_process
 from train.run.same_tokenizer import check_folder, check_weights
 from train.run.schedule import learning_rate
 from train.run.stages import parse_run
+from train.run.wandb_run import WandbRun, check_installed
 from train.run.watchdog import Watchdog
-
-_CALMER = (
-    "give a smaller --lr than {:g}; if the last good checkpoint still explodes, resume from an "
-    "earlier one"
-)
 
 
 class _EvaluationStopped(Exception):
     """A signal to stop arrived during an evaluation."""
-
-
-@dataclass
-class Progress:
-    """The progress of a run: steps, samples read, skipped steps (their loss or gradients were not
-    finite), and skipped steps in a row up to now.
-    """
-
-    step: int = 0
-    samples: int = 0
-    skipped: int = 0
-    skips_in_a_row: int = 0
-
-
-@dataclass(frozen=True)
-class Start:
-    """The state from which a rank begins.
-
-    progress     zero for a new run or a new stage
-    model        the configuration, with the length that resumed weights were made for
-    longest_row  the length of the longest row in all stages
-    """
-
-    progress: Progress
-    model: ModelConfig
-    longest_row: int
 
 
 class Trainer:
@@ -110,6 +81,7 @@ class Trainer:
     ):
         self.config, self.device, self.stop, self.watchdog = config, device, stop, watchdog
         self.rank, self.root = dist.get_rank(), Path(config.output)
+        ranks.together(lambda: check_installed(config.wandb))
         watchdog.alive("opening files and making groups")
         opened = ranks.together(lambda: open_inputs(config, device))
         self.lock = ranks.together(lambda: lock(self.root) if self.rank == 0 else None)
@@ -132,6 +104,7 @@ class Trainer:
         self.grid = Grid((config.seq_len,), seed=config.seed)
         ranks.together(lambda: check_tasks(config.evaluation_tasks, self.subject, self.grid))
         self.clock = Clock(device)
+        self.profiler = Profiler(config.profiled_steps, self.root / "profile", device)
         self.metrics = ranks.together(self._open_metrics)
         self.saver = make_saver(config, self.engine, self.inputs.tokenizer, watchdog)
 
@@ -172,7 +145,9 @@ class Trainer:
         if self.rank:
             return NoMetrics()
         self.inputs.tokenizer.save(self.root / checkpoint.TOKENIZER)
-        return Metrics(self.root, self.progress.step, self.config.steps, self.config.log_every)
+        config, project = self.config, self.config.wandb
+        wandb = WandbRun(project, self.root, self._identity(self.model)) if project else None
+        return Metrics(self.root, self.progress.step, config.steps, config.log_every, wandb)
 
     def run(self) -> bool:
         """Train to the last step, or until a signal to stop. Return whether nothing is left to do.
@@ -191,7 +166,8 @@ class Trainer:
     def _train(self) -> bool:
         """Do the work of `run`."""
         config, progress = self.config, self.progress
-        self._say(self._description())
+        described = config, self.model, self.engine, self.sp, self.inputs, self.batches
+        self._say(describe_run(*described, progress.step))
         if progress.step >= config.steps:
             self._say(f"there is nothing to do: step {progress.step} of {config.steps} is done")
         stopping = self._is_stopping()
@@ -207,11 +183,12 @@ class Trainer:
                 stopping = not self._evaluate()
         if stopping:
             self._save()
+        self._say_profile(self.profiler.finish(progress.step))
         self._wait_for_save()
         self.saver.close()
         self.metrics.close()
         if self._is_last() and progress.skips_in_a_row > 1:
-            raise FloatingPointError(self._skipped("the run ended"))
+            raise FloatingPointError(progress.describe_skips("the run ended", config.lr))
         return self._is_last() and not self._evaluation_missing()
 
     def _is_last(self) -> bool:
@@ -253,6 +230,7 @@ class Trainer:
         """Do one step. Return whether any rank received a signal to stop."""
         began, config, progress = time.perf_counter(), self.config, self.progress
         self.watchdog.alive(f"reading for step {progress.step + 1}")
+        self.profiler.begin(progress.step + 1)
         with self.clock.phase("data"):
             last = progress.step + 1 == config.steps
             micro_batches = self.batches.of_step(self.inputs.training, progress.samples, last)
@@ -274,8 +252,13 @@ class Trainer:
         counts = {**work.counts, "balance": work.balance}
         self._record(**outcome, lr=lr, **read, **past, **counts, **speed, step_s=seconds, **split)
         self.metrics.progress(progress.step)
+        self._say_profile(self.profiler.end(progress.step, seconds, phases))
         self._say_saved()
         return stops
+
+    def _say_profile(self, table: str | None) -> None:
+        if table:
+            self._say(table)
 
     def _take_samples(self) -> None:
         """Count the samples of a step, and say which sources start over for the first time."""
@@ -324,16 +307,12 @@ class Trainer:
                 f"a row"
             )
             if self.progress.skips_in_a_row >= self.config.max_skips:
-                raise FloatingPointError(self._skipped(str(error))) from error
+                raise FloatingPointError(
+                    self.progress.describe_skips(str(error), self.config.lr)
+                ) from error
             return {"skipped": self.progress.skipped}
         self.progress.skips_in_a_row = 0
         return {"loss": loss, "grad_norm": grad_norm}
-
-    def _skipped(self, what: str) -> str:
-        skipped = counted(
-            self.progress.skips_in_a_row, "step in a row was skipped", "steps in a row were skipped"
-        )
-        return f"step {self.progress.step}: {what}; {skipped}: {_CALMER.format(self.config.lr)}"
 
     def _evaluation_due(self) -> bool:
         return bool(self._evaluated_names()) and (
@@ -428,28 +407,6 @@ class Trainer:
             "model": model.to_dict(),
             "config": self.config.to_dict(),
         }
-
-    def _description(self) -> str:
-        """Return what is trained, on which ranks and data."""
-        c, inputs, describe = self.config, self.inputs, self.batches.describe
-        epoch = inputs.training.epoch
-        resumed = f", resumed after step {self.progress.step}" if self.progress.step else ""
-        if resume.begins_stage(c):
-            resumed = f", a new stage from {c.resume}"
-        seen = dict.fromkeys(map(describe, inputs.validation.values()))  # most often identical
-        val = f"; validation: {', '.join(seen)}" if seen else ""
-        strategy = c.attention["strategy"]
-        said = [
-            f"{c.init_from or c.model}: {self.model.num_parameters:,} parameters, {c.dtype} on "
-            f"{self.device.type}, {type(self.engine).__name__}",
-            f"{self.batches.dp_size} data parallel x "
-            f"{counted(self.sp.size, 'sequence parallel rank')}"
-            + ("" if strategy == "auto" else f", strategy {strategy}"),
-            f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step",
-            (f"{counted(epoch, 'sequence')} an epoch, " if epoch else "")
-            + describe(inputs.training),
-        ]
-        return "; ".join(said) + val + resumed
 
     def _record(self, **values: float) -> None:
         self.metrics.record(self.progress.step, **values)

@@ -13,7 +13,7 @@ import torch
 
 class Clock:
     """Seconds by phase. On GPUs a phase is measured by CUDA events, and nothing waits until
-    `read`.
+    `read`. Traces of a profiler show the phases, too.
     """
 
     def __init__(self, device: torch.device):
@@ -23,7 +23,8 @@ class Clock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = self._mark()
-        yield
+        with torch.profiler.record_function(name):
+            yield
         self._marks[name].append((start, self._mark()))
 
     def read(self) -> dict[str, float]:

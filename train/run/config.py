@@ -19,14 +19,16 @@ from bmt_burst.sequence.layout import LAYOUTS
 from models.blocks import CHECKPOINTING, Saving
 from models.huggingface import read_config
 from models.rope import RopeScaling
-from train.base.wording import counted, flag
+from train.base.wording import flag
 from train.data.mixture import check_sources
 from train.evaluation.tasks import parse_tasks
 from train.registry import KINDS, Kind
 from train.run.kinds import PRESETS, ModelConfig, config_of, kind_of
+from train.run.profiling import parse_steps
 from train.run.saving import check_saving, make_saving
-from train.run.schedule import SCHEDULES
-from train.run.strategy import check_strategy
+from train.run.schedule import SCHEDULES, check_schedule
+from train.run.strategy import check_groups, check_strategy
+from train.run.wandb_run import check_project
 
 
 def option(default: Any, group: str, help: str, **extra) -> Any:
@@ -329,6 +331,12 @@ class TrainConfig:
         "the last positions of --val-data; for example needle,positions",
         kind=str,
     )
+    wandb: str | None = option(
+        None, RUN, "project of Weights & Biases that gets the records, too", kind=str
+    )
+    profile: str | None = option(
+        None, RUN, "steps to profile, FIRST:LAST; traces go to --output", kind=str
+    )
     timeout: float = option(
         1800.0, RUN, "seconds without a sign of life after which a rank prints its stacks and ends"
     )
@@ -341,14 +349,10 @@ class TrainConfig:
         check_saving(self)
         self._check_rope_scaling()
         self._check_sparse()
-        self._check_schedule()
         self._check_choices()
-        self._check_groups()
-        if self.warmup + self.decay > self.steps and self.schedule == "wsd":
-            raise ValueError(
-                f"--warmup-steps {self.warmup} and --decay-steps {self.decay} are together longer "
-                f"than the run, --steps {self.steps}"
-            )
+        self.check_strategy(check_groups(self))
+        check_schedule(self)
+        self._check_records()
 
     def _check_ranges(self) -> None:
         """Raise ValueError for a number that is too small."""
@@ -395,16 +399,11 @@ class TrainConfig:
                 f"--bos {self.bos} does not go with --documents ignore, which makes rows one text"
             )
 
-    def _check_schedule(self) -> None:
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(
-                f"--min-lr-ratio must be at least 0 and at most 1, got {self.min_lr_ratio}"
-            )
-        if self.min_lr_ratio == 0 and self.schedule == "wsd":
-            raise ValueError(
-                "--min-lr-ratio must be above 0 for --schedule wsd, which decays exponentially; "
-                "other schedules may end at 0"
-            )
+    def _check_records(self) -> None:
+        if self.profile:
+            parse_steps(self.profile, self.steps)
+        if self.wandb:
+            check_project(self.wandb)
 
     def _check_choices(self) -> None:
         for f in dataclasses.fields(self):
@@ -414,34 +413,6 @@ class TrainConfig:
                     f"{flag(f.name)} must be one of {', '.join(choices)}, "
                     f"got {getattr(self, f.name)!r}"
                 )
-
-    def _check_groups(self) -> None:
-        if self.inner_size is not None and self.ulysses_size is not None:
-            raise ValueError(
-                "--inner-size and --ulysses-size both say which ranks are a group: give one of them"
-            )
-        if self.ulysses_size is not None and self.strategy not in ("auto", "usp"):
-            raise ValueError(
-                f"--ulysses-size is for --strategy usp, got --strategy {self.strategy}"
-            )
-        if self.inner_size not in (None, 1, self.sp_size) and self.strategy == "ulysses":
-            raise ValueError(
-                "--strategy ulysses takes all ranks as one group: leave out --inner-size, or "
-                "choose usp"
-            )
-        if self.seq_len < self.sp_size:
-            ranks = counted(self.sp_size, "rank")
-            raise ValueError(
-                f"--seq-len {self.seq_len} is too short for {ranks}; the smallest is {self.sp_size}"
-            )
-        for name in ("inner_size", "ulysses_size"):
-            size = getattr(self, name)
-            if size is not None and self.sp_size % size:
-                raise ValueError(f"{flag(name)} {size} does not divide --sp-size {self.sp_size}")
-        group_size = self.ulysses_size or self.inner_size or self.sp_size
-        if self.ulysses_size is None and group_size == 1:
-            group_size = self.sp_size  # a ring of hosts with a rank each is one ring
-        self.check_strategy(group_size)
 
     def check_strategy(self, group_size: int, scores: Scores | None = None) -> None:
         """Raise ValueError if --strategy cannot run. A host has `group_size` ranks."""
@@ -485,6 +456,11 @@ class TrainConfig:
     def saves_while_training(self) -> bool:
         """Whether checkpoints are due between steps, and may be written in the background."""
         return self.save and self.save_in_background and 0 < self.save_every < self.steps
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of --profile."""
+        return parse_steps(self.profile, self.steps) if self.profile else range(0)
 
     @property
     def warmup(self) -> int:

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from train.base.files import print_error, printing, writing
 from train.base.wording import counted
+from train.run.wandb_run import WandbRun
 
 _WINDOW = 64  # records with which a loss is compared
 _SHOWN: dict[str, Callable[[float], str]] = {
@@ -51,20 +52,27 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 class Metrics:
     """The records of a run of `steps` steps that starts or resumes after step `start`. Records of
-    later steps, which the run repeats, are put aside.
+    later steps, which the run repeats, are put aside. `wandb` gets every record, too.
 
     In a terminal there is a progress bar. Elsewhere every `log_every`-th step prints a line, as do
     the first step, the last step and those with a jump of the loss.
     """
 
-    def __init__(self, folder: Path, start: int, steps: int, log_every: int = 10):
+    def __init__(
+        self,
+        folder: Path,
+        start: int,
+        steps: int,
+        log_every: int = 10,
+        wandb: WandbRun | None = None,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.records = _keep_until(folder / "metrics.jsonl", start)
         self._file = open(folder / "metrics.jsonl", "a")
         threading.excepthook = _print_write_error
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
-        self.steps, self._log_every = steps, log_every
+        self.steps, self._log_every, self._wandb = steps, log_every, wandb
         self._drawn = -1  # records
         self._began = time.monotonic()
         self._first: tuple[int, float] | None = None  # the first step shown, and when
@@ -89,6 +97,8 @@ class Metrics:
         with writing(self.folder / "tensorboard"):
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.record(step, values)
 
     def has(self, step: int, name: str) -> bool:
         """Whether a record of this step has a value of `name`."""
@@ -163,6 +173,8 @@ class Metrics:
             self._bar.close()
         with writing(self.folder / "tensorboard"):
             self._board.close()
+        if self._wandb:
+            self._wandb.close()
         with writing(self._file.name):
             self._file.close()
         self.draw()

@@ -52,6 +52,8 @@ _TECHNICAL = {
     ),
     "allow_other_tokenizer",
     "log_every",
+    "wandb",
+    "profile",
 }  # settings that do not affect the result
 
 _NOTES = {"max_position_embeddings"}  # fields of a model that no computation uses

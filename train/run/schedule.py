@@ -54,3 +54,21 @@ def learning_rate(step: int, config: Settings) -> float:
 def _progress(step: int, config: Settings) -> float:
     """Return 0 at the end of warm-up and 1 at the end of the run."""
     return (step - config.warmup) / max(config.steps - config.warmup, 1)
+
+
+def check_schedule(config: Settings) -> None:
+    """Raise ValueError for settings of a schedule that do not fit together."""
+    if not 0 <= config.min_lr_ratio <= 1:
+        raise ValueError(
+            f"--min-lr-ratio must be at least 0 and at most 1, got {config.min_lr_ratio}"
+        )
+    if config.min_lr_ratio == 0 and config.schedule == "wsd":
+        raise ValueError(
+            "--min-lr-ratio must be above 0 for --schedule wsd, which decays exponentially; "
+            "other schedules may end at 0"
+        )
+    if config.warmup + config.decay > config.steps and config.schedule == "wsd":
+        raise ValueError(
+            f"--warmup-steps {config.warmup} and --decay-steps {config.decay} are together longer "
+            f"than the run, --steps {config.steps}"
+        )

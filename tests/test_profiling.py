@@ -1,0 +1,81 @@
+"""Traces of steps, and the table of where their time went."""
+
+import gzip
+import json
+from types import SimpleNamespace
+
+import pytest
+from torch.autograd import DeviceType
+
+from tests.test_trainer import alone, settings, train  # noqa: F401
+from train.run.config import TrainConfig
+from train.run.profiling import sum_operators, table
+
+
+def spans(file) -> list[str]:
+    """The names of a trace's spans."""
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    return [event["name"] for event in events if event.get("ph") == "X"]
+
+
+def test_steps_are_profiled_and_their_time_is_shown(settings, tmp_path, alone, capsys):  # noqa: F811
+    train(settings, profile="2:3")
+    said = capsys.readouterr().out
+    [trace] = (tmp_path / "run/profile").iterdir()
+    assert trace.name == "steps_2-3_rank_00000.json.gz"
+    names = spans(trace)
+    # two steps of two micro-batches
+    assert [names.count(phase) for phase in ("data", "forward", "optimizer")] == [2, 4, 2]
+    assert "aten::mm" in names
+    assert f"traces of all ranks: {tmp_path}/run/profile/steps_2-3_rank_*.json.gz" in said
+    rows = said[said.index("phase ") :]
+    for name in ("forward ", "backward ", "BurstAttention ", "others "):
+        assert name in rows
+    assert said.count("profile of steps") == 1
+
+
+def test_a_run_that_is_stopped_or_resumed_profiles_the_steps_that_it_does(
+    settings,  # noqa: F811
+    tmp_path,
+    alone,  # noqa: F811
+    monkeypatch,
+):
+    stop = SimpleNamespace(received=False)
+
+    def rate(step, config):
+        stop.received = step == 3
+        return 0.0
+
+    monkeypatch.setattr("train.pretrain.learning_rate", rate)
+    assert not train(settings, stop, profile="2:8", steps=9)
+    assert train(settings, profile="2:8", steps=9, resume="auto")
+    names = sorted(file.name[:9] for file in (tmp_path / "run/profile").iterdir())
+    assert names == ["steps_2-4", "steps_5-8"]
+
+
+@pytest.mark.parametrize("text", ["3", "a:b", "0:2", "3:2", "9:11", "-1:2", "1:2:3"])
+def test_bad_ranges_are_refused(text):
+    with pytest.raises(ValueError, match=r"--profile .*must"):
+        TrainConfig(profile=text, steps=10)
+
+
+def test_a_kernel_counts_once_on_gpus_and_an_operator_on_cpus():
+    def event(key, device, cpu, gpu, annotation=False):
+        values = {"self_cpu_time_total": cpu, "self_device_time_total": gpu}
+        return SimpleNamespace(key=key, device_type=device, is_user_annotation=annotation, **values)
+
+    events = [
+        event("aten::mm", DeviceType.CPU, 5e6, 2e6),
+        event("gemm", DeviceType.CUDA, 0, 2e6),
+        event("forward", DeviceType.CUDA, 0, 9e6, annotation=True),
+        event("forward", DeviceType.CPU, 9e6, 0, annotation=True),
+    ]
+    assert sum_operators(events, cuda=True) == {"gemm": 2.0}
+    assert sum_operators(events, cuda=False) == {"aten::mm": 5.0, "gemm": 0.0}
+
+
+def test_a_table_has_the_largest_and_the_sum_of_the_others():
+    lines = table("operator", {f"op{i}": i / 1000 for i in range(15)}, 2)
+    assert lines[1].split() == ["op14", "7.00", "13.3%"]
+    assert lines[-1].split() == ["3", "others", "1.50", "2.9%"]
+    assert len(lines) == 1 + 12 + 1

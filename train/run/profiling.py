@@ -1,0 +1,120 @@
+"""Traces of some steps (--profile FIRST:LAST), and a table of where their time went.
+
+Each rank writes OUTPUT/profile/steps_FIRST-LAST_rank_NNNNN.json.gz, which https://ui.perfetto.dev
+opens. Rank 0 prints the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from train.base import ranks
+
+_ROWS = 12  # operators in the table
+_WIDTH = 60  # characters of a name
+
+
+def parse_steps(text: str, steps: int) -> range:
+    """Return the steps of FIRST:LAST, both included. Raises ValueError unless a run of `steps`
+    steps has them.
+    """
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not match:
+        raise ValueError(f"--profile must be FIRST:LAST, two steps as in 5:7, got {text!r}")
+    first, last = int(match[1]), int(match[2])
+    if not 1 <= first <= last <= steps:
+        raise ValueError(
+            f"--profile {text} must name steps from 1 to --steps {steps}, the first one first"
+        )
+    return range(first, last + 1)
+
+
+class Profiler:
+    """A profiler of the steps in a range. A resumed run profiles those that it still does."""
+
+    def __init__(self, steps: range, folder: Path, device: torch.device):
+        self._steps, self._folder, self._device = steps, folder, device
+        self._profile: profile | None = None
+        self._first = 0
+        self._seconds: Counter[str] = Counter()  # of the profiled steps, by phase
+
+    def begin(self, step: int) -> None:
+        """Start to profile if `step`, which begins, is the first one of the range."""
+        if step not in self._steps or self._profile:
+            return
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._first, self._profile = step, profile(activities=activities)
+        self._seconds.clear()
+        self._profile.start()
+
+    def end(self, step: int, seconds: float, phases: Mapping[str, float]) -> str | None:
+        """Note the seconds of `step`, which has ended, and of its phases. Return the table after
+        the last step. Every rank must call this function.
+        """
+        if self._profile is None:
+            return None
+        self._seconds.update({**phases, "other": seconds - sum(phases.values())})
+        return self.finish(step) if step == self._steps[-1] else None
+
+    def finish(self, step: int) -> str | None:
+        """Write the trace of the steps up to `step`, if there is one. Return the table. Every rank
+        must call this function.
+        """
+        if self._profile is None:
+            return None
+        done, self._profile = self._profile, None
+        done.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"steps_{self._first}-{step}"
+        file = self._folder / f"{name}_rank_{ranks.rank():05d}.json.gz"
+        ranks.together(lambda: done.export_chrome_trace(str(file)))
+        count = step - self._first + 1
+        heading = f"profile of steps {self._first} to {step} on rank 0, in ms a step; traces of "
+        heading += f"all ranks: {self._folder}/{name}_rank_*.json.gz"
+        operators = sum_operators(done.key_averages(), self._device.type == "cuda")
+        return "\n".join(
+            [
+                heading,
+                *table("phase", self._seconds, count),
+                "",
+                *table("operator", operators, count),
+            ]
+        )
+
+
+def sum_operators(events: Any, cuda: bool) -> Mapping[str, float]:
+    """Return the seconds of each operator without those that it calls. On GPUs it is each kernel,
+    which no operator shares with another one.
+    """
+    seconds: Counter[str] = Counter()
+    for event in events:
+        if event.is_user_annotation:
+            continue
+        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        if cuda and on_gpu:
+            seconds[event.key] += event.self_device_time_total / 1e6
+        elif not cuda:
+            seconds[event.key] += event.self_cpu_time_total / 1e6
+    return seconds
+
+
+def table(heading: str, seconds: Mapping[str, float], steps: int) -> list[str]:
+    """Return a table of names, ms a step and shares, the largest first."""
+    whole = sum(seconds.values()) or 1.0
+    rows = sorted(seconds.items(), key=lambda row: -row[1])
+    shown, rest = rows[:_ROWS], rows[_ROWS:]
+    if rest:
+        shown.append((f"{len(rest)} others", sum(second for _, second in rest)))
+    return [f"{heading:<{_WIDTH}}        ms   share"] + [
+        f"{name[:_WIDTH]:<{_WIDTH}}{second * 1e3 / steps:>10.2f}{second / whole:>8.1%}"
+        for name, second in shown
+    ]

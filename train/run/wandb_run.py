@@ -1,0 +1,89 @@
+"""The records of a run in Weights & Biases (--wandb PROJECT), which rank 0 writes.
+
+A resumed run continues the same wandb run, whose id is in OUTPUT/wandb/run.json. It repeats the
+steps after its checkpoint, with the same values. wandb itself keeps what it cannot send.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from train.base.files import writing
+
+_LONGEST_NAME = 128
+_FORBIDDEN = "/\\#?%:"
+
+
+def check_project(name: str) -> None:
+    """Raise ValueError for a name that wandb refuses."""
+    if len(name) > _LONGEST_NAME or not set(name).isdisjoint(_FORBIDDEN):
+        raise ValueError(
+            f"--wandb must be a project's name of at most {_LONGEST_NAME} characters without "
+            f"{' '.join(_FORBIDDEN)}, got {name!r}"
+        )
+
+
+def check_installed(project: str | None) -> None:
+    """Raise ValueError if a project is given, and wandb is not installed."""
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError("--wandb needs the package wandb: pip install 'bmt_burst[wandb]'")
+
+
+class WandbRun:
+    """The wandb run of the training run in `folder`, with its settings.
+
+    Raises ValueError if wandb refuses to start, for example because nobody is logged in.
+    """
+
+    def __init__(self, project: str, folder: Path, settings: dict[str, Any]):
+        self._wandb: Any = importlib.import_module("wandb")
+        self._run = self._start(project, folder, settings)
+        self._run.define_metric("*", step_metric="step")
+        self._keep_id(folder / "wandb/run.json", project)
+
+    def _start(self, project: str, folder: Path, settings: dict[str, Any]) -> Any:
+        errors = self._wandb.errors
+        options = {
+            "project": project,
+            "id": _saved_id(folder / "wandb/run.json", project),
+            "resume": "allow",
+            "name": folder.name,
+            "dir": str(folder),
+            "config": settings,
+            # the run prints to its own log, and a terminal may be closed
+            "settings": self._wandb.Settings(console="off"),
+        }
+        try:
+            return self._wandb.init(**options)
+        except (errors.UsageError, errors.AuthenticationError) as error:
+            raise ValueError(f"--wandb {project}: {error}") from error
+        except errors.CommError as error:
+            print(f"wandb cannot be reached, and records offline: {error}", file=sys.stderr)
+            return self._wandb.init(**options, mode="offline")
+
+    def _keep_id(self, file: Path, project: str) -> None:
+        partial = file.with_name(file.name + ".partial")
+        with writing(partial):
+            file.parent.mkdir(exist_ok=True)
+            partial.write_text(json.dumps({"project": project, "id": self._run.id}) + "\n")
+            partial.replace(file)
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        """Send what is left, and end wandb's process."""
+        self._run.finish()
+        self._wandb.teardown()
+
+
+def _saved_id(file: Path, project: str) -> str | None:
+    """Return the id of the wandb run that this folder has in `project`, if there is one."""
+    saved = json.loads(file.read_text()) if file.is_file() else {}
+    return saved["id"] if saved.get("project") == project else None
