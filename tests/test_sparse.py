@@ -36,7 +36,7 @@ from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from bmt_burst.sparse import cache as cache_module
 from bmt_burst.sparse import choose, keep_choices, torch_far
-from bmt_burst.sparse.blocks import FarBlocks
+from bmt_burst.sparse.blocks import FarBlocks, pack_blocks, unpack_blocks
 from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.spec import Spec
 from bmt_burst.strategies.selected import SelectedPlan
@@ -248,7 +248,7 @@ def test_the_released_constants_are_sparse_from_8192_tokens_on(longest, is_dense
 
 
 def choose_on_a_rank(ring, layout, q, k, mask):
-    """Return the blocks that a call chooses, after all keys were gathered in spans of any size."""
+    """Return the blocks that a call keeps, after all keys were gathered in spans of any size."""
     problem = strategies.Problem(
         mask=mask,
         layout=layout,
@@ -264,7 +264,7 @@ def choose_on_a_rank(ring, layout, q, k, mask):
     for span_bytes in (0, 5000, 1 << 30):
         plan = SelectedPlan(problem, ring.rank, strategies.load("ring"), span_bytes)
         plan.reserve(rings, q.device, with_backward=False)
-        found.append(plan.choose(rings, q, k).chosen)
+        found.append(unpack_blocks(plan.choose(rings, q, k).chosen))
     assert found[0].equal(found[1])
     assert found[0].equal(found[2])
     return found[0]
@@ -287,7 +287,16 @@ def test_the_choice_is_the_same_on_any_ranks_bit_for_bit(dtype):
         layout = make_layout(name := names[number % 4], mask, size)
         work = functools.partial(choose_on_a_rank, layout=layout, q=q, k=k, mask=mask)
         got = layout.unshard(simulate(size, work))
-        assert got.equal(alone), (size, name)
+        assert got.equal(alone[..., : SMALL.topk]), (size, name)
+
+
+@pytest.mark.parametrize(("most", "width"), [(65535, 2), (65536, 4)])
+def test_kept_blocks_are_those_that_were_chosen(most, width):
+    """In half the memory if all numbers have 16 bits."""
+    chosen = torch.tensor([[0, 32767, 32768, most - 1, -1]], dtype=torch.int32)
+    packed = pack_blocks(chosen, most)
+    assert packed.element_size() == width
+    assert unpack_blocks(packed).equal(chosen)
 
 
 def test_autocast_does_not_change_the_choice():

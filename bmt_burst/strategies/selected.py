@@ -31,8 +31,8 @@ from ..kernels.packed import send_to_device
 from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
 from ..sequence.span import Span
-from ..sparse.blocks import FarBlocks
-from ..sparse.choice import choose_in_document, documents, documents_in
+from ..sparse.blocks import FarBlocks, pack_blocks, unpack_blocks
+from ..sparse.choice import choose_in_document, documents, documents_in, find_longest
 from ..sparse.compressed import CompressedKeys, compress, sum_strides
 from ..sparse.far import add_far_gradients, add_far_outputs
 from ..sparse.memory import keep_choice, take_choice
@@ -78,7 +78,7 @@ class SelectedPlan:
         if chosen is None:
             with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
                 keys = self._compress(rings, k)
-                rows = [self._choose_row(*row) for row in zip(q, keys, strict=True)]
+                rows = [self._pack(self._choose_row(*row)) for row in zip(q, keys, strict=True)]
                 chosen = torch.stack(rows)
             keep_choice(chosen)
         return ChosenPlan(self, chosen)
@@ -127,12 +127,23 @@ class SelectedPlan:
         return max(self.span_bytes // bytes_of_token, self.sparse.kernel_stride)
 
     def far_blocks(self, chosen: Tensor) -> list[FarBlocks]:
-        """Return the far blocks of each row's `chosen` (B, S, G, N)."""
+        """Return the far blocks of each row of a `ChosenPlan.chosen`."""
         starts, stops = (send_to_device(x, chosen.device) for x in self._ends)
+        return [
+            FarBlocks.of_choice(unpack_blocks(row), starts, stops, self.sparse.block_size)
+            for row in chosen
+        ]
+
+    def _pack(self, chosen: Tensor) -> Tensor:
+        """Return the chosen blocks that may be far as they are kept, from (S, G, N) int32."""
         # The window's blocks, but for one that is cut, are at the end of a list.
         most = self.sparse.most_blocks - self.sparse.window_blocks
-        rows = chosen[..., :most]
-        return [FarBlocks.of_choice(row, starts, stops, self.sparse.block_size) for row in rows]
+        return pack_blocks(chosen[..., :most], self._most_blocks)
+
+    @functools.cached_property
+    def _most_blocks(self) -> int:
+        """The number of blocks of the longest document."""
+        return -(-find_longest(self.problem.mask) // self.sparse.block_size)
 
     @functools.cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:
@@ -146,7 +157,8 @@ class SelectedPlan:
 class ChosenPlan(Plan):
     """The plan of one call whose blocks are chosen.
 
-    chosen  (B, S, G, N) int32: the blocks of this rank's queries, see `choose_in_document`
+    chosen  (B, S, G, topk): the first blocks of this rank's queries, with all that are far, as
+            `pack_blocks` returns them
     """
 
     selected: SelectedPlan
