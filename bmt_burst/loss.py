@@ -88,7 +88,7 @@ def score_tokens(
     hidden, weights = _check_inputs(hidden, weight, labels)
     with torch.autocast(hidden.device.type, enabled=False):
         best = torch.full(labels.shape, -1, device=labels.device)
-        lse, target = _compare_logits(
+        lse, target = compare_logits(
             hidden.flatten(0, -2), weights, labels.flatten(), best.view(-1)
         )
     losses = (lse - target).view(labels.shape)
@@ -109,7 +109,7 @@ def _check_inputs(
     return hidden, weights
 
 
-def _compare_logits(
+def compare_logits(
     hidden: Tensor, weights: Sequence[Tensor], labels: Tensor, best: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the lse of each token's logits, and the logit of its label: (N,). Fill `best` (N,)
@@ -136,7 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            lse, target = _compare_logits(hidden, weights, labels)
+            lse, target = compare_logits(hidden, weights, labels)
             ctx.save_for_backward(hidden, labels, lse, *weights)
             return (lse - target).where(labels != IGNORE_INDEX, 0.0)
 
@@ -148,13 +148,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             factor = dlosses.to(lse.dtype) * (labels != IGNORE_INDEX)
             wanted, _, *of_weights = ctx.needs_input_grad
-            dhidden, dweights = _gradients(
+            dhidden, dweights = differentiate_logits(
                 hidden, weights, labels, lse, factor, (wanted, *of_weights)
             )
         return dhidden, None, *dweights
 
 
-def _gradients(
+def differentiate_logits(
     hidden: Tensor,
     weights: Sequence[Tensor],
     labels: Tensor,

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_LEAST_BYTES = 1 << 20  # smaller tensors are not worth a copy
-_PIECE_BYTES = 1 << 28  # of a tensor in host memory, a power of two
+LEAST_BYTES = 1 << 20  # smaller tensors are not worth a copy
+PIECE_BYTES = 1 << 28  # of a tensor in host memory, a power of two
 
 
 class Offload:
@@ -55,7 +55,7 @@ class Offload:
             block.names.clear()  # from now on only the graph keeps parked tensors
 
     def _park(self, block: _Block, x: Tensor) -> Tensor | tuple[_Parked, torch.Size]:
-        if not x.is_cuda or x.nbytes < _LEAST_BYTES or x.data_ptr() in block.kept:
+        if not x.is_cuda or x.nbytes < LEAST_BYTES or x.data_ptr() in block.kept:
             return x
         found = block.names.get(_name(x))
         if found is not None and not found[1].expired():
@@ -153,7 +153,7 @@ class _HostCopy:
             piece.copy_(host, non_blocking=True)
 
     def _cut(self, x: Tensor) -> Sequence[Tensor]:
-        return x.view(-1).split(_PIECE_BYTES // x.element_size()) if self._is_cut else (x,)
+        return x.view(-1).split(PIECE_BYTES // x.element_size()) if self._is_cut else (x,)
 
 
 def _name(x: Tensor) -> tuple[Any, ...]:

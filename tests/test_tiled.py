@@ -235,7 +235,7 @@ def test_offloading_moves_the_inputs_of_groups_alone():
 
 
 def test_tensors_wait_in_host_memory_in_pieces(monkeypatch):
-    monkeypatch.setattr(offload_module, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(offload_module, "PIECE_BYTES", 64)
     x = torch.randn(5, 7, dtype=torch.float64)
     for case, pieces in ((x, 5), (x[:, :4], 1), (x.T, 1), (x[:, :1].expand(5, 3), 1)):
         copy = offload_module._HostCopy(case)
