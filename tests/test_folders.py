@@ -152,8 +152,9 @@ TRAIN_LEVELS = [
     "checkpoints",
     "evaluation",
     "run",
+    "planning",
 ]
-SCRIPTS = {"make_vocabulary", "prepare_data", "pretrain", "generate", "export", "evaluate"}
+SCRIPTS = {"make_vocabulary", "prepare_data", "pretrain", "generate", "export", "evaluate", "plan"}
 
 
 def _train_level(name: str) -> int:

@@ -142,7 +142,7 @@ def test_every_option_of_pretraining_that_they_name_is_one():
         for name in ("prepare_data", "export", "generate", "make_vocabulary", "evaluate")
     ]
     ours = set(re.findall(r"\"(--[a-z-]+)\"", "".join(scripts)))
-    ours |= {"--config", "--help", "--stages"}
+    ours |= {"--config", "--help", "--stages", "--dry-run"}
     for field in dataclasses.fields(TrainConfig):
         name = field.name.replace("_", "-")
         ours |= {f"--{name}", f"--no-{name}"} if field.default is True else {f"--{name}"}

@@ -46,6 +46,7 @@ from train.data.batches import Batches, Dealer, Work
 from train.data.folder import Sequences
 from train.data.mixture import epochs, show_sources, source_names, starting_over
 from train.evaluation.tasks import METRICS, Grid, Subject, check_tasks, evaluate
+from train.planning.dry_run import advise, dry_run
 from train.registry import load
 from train.run import ending, resume
 from train.run.building import make_engine, make_groups, make_saver
@@ -420,6 +421,8 @@ def _due(step: int, every: int) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
+    if "--dry-run" in argv:
+        return dry_run(argv)
     config, stages = parse_run(argv)
     if (config.processes > 1 or config.restarts) and "RANK" not in os.environ:
         root = Path(config.output)
@@ -441,7 +444,7 @@ def main(argv: Sequence[str]) -> int:
         watchdog.alive("leaving the other ranks")
         dist.destroy_process_group()
     except Exception as error:
-        code = ending.explain(error, watchdog, watchdog.program)
+        code = ending.explain(error, watchdog, watchdog.program, partial(advise, config))
         if code is None:
             raise
         return code

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
+
+import torch
 
 from train.base import ranks
 from train.base.error_file import leave_reason
@@ -27,9 +30,16 @@ def end_now(watchdog: Watchdog) -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-def explain(error: Exception, watchdog: Watchdog, program: str = "pretrain.py") -> int | None:
+def explain(
+    error: Exception,
+    watchdog: Watchdog,
+    program: str = "pretrain.py",
+    advise: Callable[[], str] | None = None,
+) -> int | None:
     """Print why the run ends and where its last checkpoint is. Return the exit code. Return None
     for an unexpected error. The caller then prints the traceback.
+
+    `advise` returns what to do if the memory of a GPU was not enough.
 
     An error that is the same on every rank is printed by rank 0 only. torchrun's summary gets the
     message of every rank.
@@ -41,6 +51,9 @@ def explain(error: Exception, watchdog: Watchdog, program: str = "pretrain.py") 
     elif ranks.lost_contact(error):
         lost = f"rank {rank} lost contact with another rank, whose own message may say why"
         code, said = ranks.LOST_CONTACT, f"{program}: {lost}; in {watchdog.doing}: {error}"
+    elif isinstance(error, torch.OutOfMemoryError):
+        lacking = f"rank {rank} ran out of memory in {watchdog.doing}"
+        code, said = 2, f"{program}: {_join_sentences(lacking, advise() if advise else '')}"
     elif isinstance(error, (ValueError, OSError)):
         code, said = 2, f"{program}: rank {rank}: {error}"
     unexpected = f"{program}: rank {rank}: {type(error).__name__}: {error}".partition("\n")[0]

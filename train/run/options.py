@@ -58,6 +58,12 @@ def _parser() -> ArgumentParser:
         "stages, and a table [[stage]] with a name and the options of each. The same command "
         "resumes",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the memory, the time and the longest sequence of this run, and end without "
+        "training; needs no GPU and no data",
+    )
     groups = {
         name: parser.add_argument_group(name) for name in (MODEL, DATA, PARALLEL, OPTIMIZER, RUN)
     }

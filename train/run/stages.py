@@ -163,6 +163,7 @@ def parse_run(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Stages | 
     """
     parser, given = parse_options(argv)
     file = given.pop("stages", None)
+    given.pop("dry_run", None)
     try:
         if file is None:
             return make_config(given), None

@@ -1,0 +1,349 @@
+"""Plans: their memory and time beside measured runs, and what the reports say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+
+import pytest
+import torch
+
+from bench.plans import CALIBRATION, MARKED, PAGE, compare, step_of, table
+from bmt_burst import InfLLMV2
+from bmt_burst.nn import apply_rope, rope_tables, swiglu
+from models.blocks import Saving
+from models.config import CPMConfig
+from models.cpm import CPM
+from tests.helpers import ROOT
+from train import plan as plan_script
+from train.planning.attention import AttentionShape, attention_memory
+from train.planning.dry_run import advise, dry_run
+from train.planning.hardware import GIB, GPUS, H200
+from train.planning.ledger import META, Ledger
+from train.planning.report import command
+from train.planning.search import (
+    Cluster,
+    Planned,
+    find_longest,
+    helping_options,
+    plan,
+    recommend,
+    savings,
+    with_length,
+    with_options,
+)
+from train.planning.seconds import step_seconds
+from train.planning.units import Shape, find_unit
+from train.run import ending
+from train.run.config import TrainConfig
+from train.run.options import make_config, parse_options
+
+RESULTS = ROOT / "bench/results"
+MEMORY_ERROR, SECONDS_ERROR = 0.10, 0.15  # docs/planning.md promises them
+
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def training_rows() -> list:
+    rows = [row for file in sorted(RESULTS.glob("training-*.jsonl")) for row in read(file.name)]
+    return [
+        pytest.param(row, id=f"{row['model']}-{n}")
+        for n, row in enumerate(rows)
+        if "error" not in row
+    ]
+
+
+@pytest.mark.parametrize("row", training_rows())
+def test_plans_are_near_measured_runs(row):
+    step = step_of(row)
+    assert step.memory.total / GIB == pytest.approx(row["peak_gib"], rel=MEMORY_ERROR)
+    assert step_seconds(step, H200).total == pytest.approx(row["step_s"], rel=SECONDS_ERROR)
+
+
+def test_the_page_has_the_errors_and_more_checks_than_rates():
+    comparisons = [*compare()]
+    rates = [each for each in comparisons if each.calibrates]
+    assert len(rates) == len(CALIBRATION)
+    assert len(comparisons) >= 2 * len(rates)
+    found = MARKED.search(PAGE.read_text())
+    assert found is not None
+    assert found[0] == f"{found[1]}{table()}\n{found[2]}", "run python bench/plans.py"
+
+
+def attention_rows() -> list:
+    strategies = {"bmt_burst": "ring", "ulysses": "ulysses", "kernel alone": "auto"}
+    rows = [
+        (row, strategies[row["impl"]])
+        for name in ("attention-2-nvidia-h200.jsonl", "attention-4-nvidia-h200.jsonl")
+        for row in read(name)
+        if row["impl"] in strategies
+        and row.get("kernel") == "fa4"
+        and row["mask"] == "causal"
+        and row["seq_len"] <= 131072
+    ]
+    return [
+        pytest.param(*each, id=f"{each[0]['impl']}-{n}".replace(" ", "-"))
+        for n, each in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize(("row", "strategy"), attention_rows())
+def test_the_memory_of_attention_is_near_what_was_measured(row, strategy):
+    ranks = 1 if strategy == "auto" else row["gpus"]
+    shape = AttentionShape(
+        row["batch"],
+        row["seq_len"],
+        row["heads"],
+        row["kv_heads"],
+        row["head_dim"],
+        torch.bfloat16,
+        ranks,
+        ranks,
+        strategy,
+    )
+    memory = attention_memory(shape)
+    of_head = shape.batch * shape.rank_tokens * shape.head_size * 2
+    out = of_head * shape.heads + 4 * shape.batch * shape.rank_tokens * shape.heads
+    grads = of_head * (shape.heads + 2 * shape.kv_heads)
+    total = max(memory.forward + out, out + grads + memory.backward) + memory.held
+    assert total / GIB == pytest.approx(row["peak_extra_gib"], rel=MEMORY_ERROR)
+
+
+TINY = CPMConfig(64, 32, 96, 4, 4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "saving",
+    [
+        Saving("selective"),
+        Saving("full"),
+        Saving("full", tile=24),
+        Saving("selective", tile=24),
+        Saving("full", every=2),
+    ],
+    ids=str,
+)
+def test_units_save_what_blocks_save(saving):
+    """The same as on a CPU, where an attention also saves q, k, v, out and lse."""
+    layers, tokens = saving.every or 1, 64
+    model = CPM(dataclasses.replace(TINY, num_layers=layers), saving=saving)
+    x = torch.randn(1, tokens, TINY.hidden_size, requires_grad=True) * 1.0
+    tables = rope_tables(torch.arange(tokens), TINY.head_dim)
+    known = {y.untyped_storage().data_ptr() for y in (*tables, *model.parameters())}
+    saved = {}
+
+    def note(y: torch.Tensor) -> torch.Tensor:
+        saved[y.untyped_storage().data_ptr()] = y.untyped_storage()
+        return y
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda y: y):
+        model.saving.run_all(model.layers, x, *tables, None, None, None, keep=tables)
+    expected = sum(storage.nbytes() for at, storage in saved.items() if at not in known)
+    assert find_unit(Shape(TINY, torch.float32, layers=layers, saving=saving), tokens).saved == (
+        expected
+    )
+
+
+def test_fused_functions_of_tensors_without_values_allocate_results_only():
+    gate, up = (torch.empty(8, 16, device=META, requires_grad=True) for _ in "gu")
+    with Ledger() as ledger:
+        ledger.ignore(gate, up)
+        out = swiglu(gate, up)
+        assert (ledger.now, ledger.most) == (out.nbytes, out.nbytes)
+        out.backward(torch.empty_like(out))
+        assert ledger.most == 2 * out.nbytes + gate.nbytes + up.nbytes
+    q = torch.empty(1, 8, 2, 4, device=META, dtype=torch.bfloat16, requires_grad=True)
+    tables = rope_tables(torch.arange(8), 4)
+    cos, sin = (x.to(META) for x in tables)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        assert apply_rope(q, cos, sin).dtype == torch.bfloat16
+    assert [x.shape for x in saved] == [cos.shape, sin.shape]
+
+
+def planned(gpus: int = 1, gib: float = 20.0, **options) -> Planned:
+    config = TrainConfig(
+        **{
+            "model": "qwen3-0.6b",
+            "dtype": "bf16",
+            "seq_len": 8192,
+            "sp_size": gpus,
+            "batch_size": 1,
+            "micro_batch_size": 1,
+            **options,
+        }
+    )
+    return plan(config, Cluster(gpus, gib, H200), "bmtrain")
+
+
+def test_parts_add_up_and_more_tokens_need_more():
+    memories = [planned(seq_len=n).step.memory for n in (4096, 8192, 50000, 400000, 500000)]
+    for memory in memories:
+        assert memory.total == sum(memory.parts.values())
+        assert min(memory.parts.values()) >= 0
+    totals = [memory.total for memory in memories]
+    assert totals == sorted(set(totals))
+    times = [planned(seq_len=n).seconds for n in (4096, 8192, 50000)]
+    assert [x.total for x in times] == sorted({sum(x.parts.values()) for x in times})
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpointing": "full", "mlp_tile": 8192}])
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(options):
+    run = planned(**options)
+    longest = find_longest(run)
+    assert longest % (1024 * run.config.sp_size) == 0
+    assert with_length(run, longest).fits
+    assert not with_length(run, int(longest * 1.02) + 4096).fits
+    assert find_longest(with_options(run, dtype="fp32")) < longest
+    assert find_longest(planned(gib=5.0, **options)) == 0
+
+
+def test_recommended_options_fit_and_no_simpler_ones_are_as_fast():
+    run = planned(gpus=8, gib=139.0, model="minicpm4-8b", seq_len=262144)
+    found = recommend(run)
+    assert found is not None
+    assert found.fits
+    for options in savings():
+        other = with_options(run, **options)
+        assert not other.fits or other.seconds.total >= 0.99 * found.seconds.total
+    blocks = found.config.checkpointing_blocks
+    assert blocks is not None
+    assert not with_options(found, checkpointing_blocks=blocks - 1).fits
+    assert recommend(planned(seq_len=1 << 25)) is None
+
+
+def test_little_memory_on_the_host_is_for_groups_of_blocks():
+    run = planned(gib=80, seq_len=1 << 20, offload=True, checkpointing="full", mlp_tile=16384)
+    assert run.fits
+    few = dataclasses.replace(run.cluster, host_gib=run.step.memory.host / GIB / 1.5)
+    found = recommend(dataclasses.replace(run, cluster=few))
+    assert found is not None
+    assert found.config.checkpointing_every == 2
+    assert found.step.memory.host < run.step.memory.host / 1.5
+
+
+def test_the_optimizer_leaves_the_gpu_only_if_nothing_else_fits():
+    found = recommend(planned(gpus=1, gib=12.0, seq_len=4096))
+    assert found is not None
+    assert found.config.offload_optimizer
+    assert not recommend(planned(gpus=1, seq_len=4096)).config.offload_optimizer
+
+
+def test_sparse_attention_is_planned_with_its_choices():
+    dense, sparse = (
+        planned(seq_len=262144, checkpointing="full", sparse=sparse) for sparse in (None, {})
+    )
+    assert sparse.seconds.total < dense.seconds.total / 2
+    choices = 262144 * 8 * InfLLMV2().most_blocks * 4 * dense.model.num_layers
+    more = sparse.step.memory.total - dense.step.memory.total
+    assert more == pytest.approx(choices, rel=0.5)
+    short = [planned(seq_len=4096, sparse=sparse).step for sparse in (None, {})]
+    assert short[0].memory == short[1].memory
+
+
+def run_script(capsys, *argv: str) -> tuple[int, str, str]:
+    try:
+        code = plan_script.main(argv)
+    except SystemExit as stopped:
+        code = stopped.code
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_report_ends_with_a_command_that_pretrain_takes(capsys):
+    code, out, _ = run_script(
+        capsys,
+        *("--model", "qwen3-0.6b", "--gpus", "1", "--gpu-memory", "20", "--seq-len", "24576"),
+        *("--tokens", "1e9", "--price-per-gpu-hour", "2"),
+    )
+    assert code == 0
+    assert "memory of a GPU" in out
+    assert "GPU hours, which cost" in out
+    words = shlex.split(out.splitlines()[-1])
+    assert words[:4] == ["torchrun", "--nproc-per-node", "1", "train/pretrain.py"]
+    config = make_config(parse_options(words[4:])[1])
+    again = plan(config, Cluster(1, 20.0, H200), "bmtrain")
+    assert again.fits
+    assert shlex.split(command(again)) == words
+
+
+def test_without_a_length_the_longest_is_planned(capsys):
+    code, out, _ = run_script(capsys, "--model", "qwen3-0.6b", "--gpus", "1", "--gpu", "rtx4090")
+    assert code == 0
+    assert "fits: 21.4 usable" in out
+    assert "not measured" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "0"], "--gpus must be at least 1, got 0"),
+        (["--gpu-memory", "-1"], "--gpu-memory must be at least 2.5 and finite, got -1"),
+        (["--gpu-memory", "nan"], "--gpu-memory must be at least 2.5 and finite, got nan"),
+        (["--host-memory", "0"], "--host-memory must be positive, got 0"),
+        (["--sp-size", "3"], "--sp-size 3 does not divide the number of GPUs, 8"),
+        (["--model", "gpt"], "--model gpt is neither a preset"),
+        (["--model", "cpm-bee-10b"], "expected a dense CPM, got --model cpm-bee-10b, a cpm-bee"),
+        (["--seq-len", "0"], "--seq-len must be at least 1, got 0"),
+        (["--tokens", "0"], "--tokens must be positive and finite, got 0"),
+        (["--price-per-gpu-hour", "2"], "--price-per-gpu-hour needs --tokens"),
+        (["--sp-size", "4", "--batch-size", "3"], "--batch-size 3 is not a multiple of 2 data"),
+        (["--engine", "torch", "--offload-optimizer"], "need --engine bmtrain"),
+        (["--model", "14b", "--gpus", "1", "--gpu-memory", "20"], "no sequence fits"),
+    ],
+)
+def test_wrong_options_are_refused(capsys, options, message):
+    code, _, said = run_script(capsys, *("--gpus", "8", "--model", "qwen3-0.6b"), *options)
+    assert code == 2
+    assert message in said
+
+
+def test_a_dry_run_plans_its_own_options(capsys, monkeypatch, tmp_path):
+    options = ["--dry-run", "--model", "qwen3-0.6b", "--dtype", "bf16", "--seq-len", "8192"]
+    options += ["--checkpointing", "full", "--processes", "2", "--sp-size", "2"]
+    assert dry_run(options) == 0
+    out = capsys.readouterr().out
+    assert "2 GPUs" in out
+    assert "--checkpointing full" in out
+    assert "longest sequence with these options" in out
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (dry_run(options), capsys.readouterr().out) == (0, "")
+    monkeypatch.delenv("RANK")
+    stages = tmp_path / "stages.toml"
+    stages.write_text(
+        f'model = "qwen3-0.6b"\noutput = "{tmp_path}/run"\n'
+        '[[stage]]\nname = "4k"\nseq_len = 4096\n[[stage]]\nname = "32k"\nseq_len = 32768\n'
+    )
+    assert dry_run(["--dry-run", "--stages", str(stages)]) == 0
+    out = capsys.readouterr().out
+    assert "stage 1, 4k" in out
+    assert "sequences of 32,768 tokens" in out
+
+
+class Watchdog:
+    doing, last_words = "step 1", ""
+
+
+def test_memory_that_is_not_enough_is_explained(capsys):
+    config = TrainConfig(model="minicpm4-8b", seq_len=262144, batch_size=1, dtype="bf16")
+    best = helping_options(plan(config, Cluster(1, H200.gib, H200), "bmtrain"))[0]
+    assert best.config.checkpointing == "full"
+    code = ending.explain(torch.OutOfMemoryError("no"), Watchdog(), advise=lambda: advise(config))
+    said = capsys.readouterr().err
+    assert code == 2
+    assert "rank 0 ran out of memory in step 1" in said
+    assert "of which activations are" in said
+    assert "--checkpointing full helps most" in said
+    bee = dataclasses.replace(config, model="cpm-bee-10b")
+    assert "not planned" in advise(bee)
+
+
+def test_other_gpus_are_scaled_and_say_so():
+    assert H200.measured
+    assert not any(gpu.measured for name, gpu in GPUS.items() if name != "h200")
+    step = planned().step
+    assert step_seconds(step, GPUS["a100"]).total > 2 * step_seconds(step, H200).total

@@ -1,0 +1,113 @@
+r"""Plan a pretraining run without a GPU: memory, time and price, and the command that starts it.
+
+    python train/plan.py --model minicpm4-8b --gpus 8 --gpu-memory 139 --seq-len 262144
+    python train/plan.py --model llama3-8b --gpus 64 --gpu h100 --seq-len 131072 --sp-size 8 \
+        --tokens 1e11 --price-per-gpu-hour 2.5
+
+Without --seq-len it plans the longest sequence that fits without offloading. docs/planning.md has
+the formula, and says how near plans are to measured runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# As a script, Python puts this folder first in the path. Put the repository there instead.
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from train.base.command_line import ArgumentParser
+from train.planning.hardware import GPUS
+from train.planning.report import Budget, advice, describe, table
+from train.planning.search import Cluster, find_any_longest, plan, recommend
+from train.run.config import TrainConfig
+from train.run.options import add_options
+
+# The options of pretrain.py that matter for a plan. The others of what blocks save are found.
+_OPTIONS = (
+    "model",
+    "init_from",
+    "rope_theta",
+    "rope_scaling",
+    "sparse",
+    "window",
+    "dtype",
+    "seq_len",
+    "batch_size",
+    "micro_batch_size",
+    "sp_size",
+    "strategy",
+    "inner_size",
+    "ulysses_size",
+    "engine",
+    "offload_optimizer",
+)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="plan.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    machine = parser.add_argument_group("the GPUs")
+    machine.add_argument("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
+    machine.add_argument(
+        "--gpu", choices=list(GPUS), default="h200", help="whose rates are used (default: h200)"
+    )
+    machine.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="memory of a GPU; by default that of --gpu"
+    )
+    machine.add_argument(
+        "--host-memory",
+        type=float,
+        metavar="GIB",
+        help="memory of a host for each of its GPUs; by default it is not a limit",
+    )
+    cost = parser.add_argument_group("the whole run")
+    cost.add_argument("--tokens", type=float, help="tokens of the run, for example 1e11")
+    cost.add_argument("--price-per-gpu-hour", type=float, metavar="PRICE", help="in any currency")
+    add_options(parser, _OPTIONS)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = _parser()
+    given = vars(parser.parse_args(argv))
+    machine = {name: given.pop(name) for name in ("gpus", "gpu", "gpu_memory", "host_memory")}
+    cost = {name: given.pop(name) for name in ("tokens", "price_per_gpu_hour")}
+    try:
+        hardware = GPUS[machine["gpu"]]
+        gib = hardware.gib if machine["gpu_memory"] is None else machine["gpu_memory"]
+        cluster = Cluster(machine["gpus"], gib, hardware, machine["host_memory"])
+        budget = Budget(cost["tokens"], cost["price_per_gpu_hour"])
+        print(_report(given, cluster, budget))
+    except (ValueError, OSError) as error:
+        parser.fail(error)
+    return 0
+
+
+def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> str:
+    """Return the plan of the run with the options `given`."""
+    sp_size = given.get("sp_size", cluster.gpus)
+    groups = max(cluster.gpus // max(sp_size, 1), 1)
+    sizes = {"sp_size": sp_size, "batch_size": groups, "micro_batch_size": 1, "dtype": "bf16"}
+    engine = given.pop("engine", "auto")
+    engine = "bmtrain" if engine == "auto" else engine
+    seq_len = given.pop("seq_len", None)
+    config = TrainConfig(**(sizes | given), seq_len=max(seq_len or 0, sp_size, 1024))
+    planned = plan(config, cluster, engine)
+    seq_len = find_any_longest(planned) if seq_len is None else seq_len
+    planned = plan(dataclasses.replace(config, seq_len=seq_len), cluster, engine)
+    found = recommend(planned) or planned
+    return "\n\n".join((describe(found, budget), table(found), advice(planned)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""The memory of one attention. The plans of bmt_burst run on tensors without values, with a kernel
+that allocates what FlashAttention-4 does and with imagined peers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmt_burst import InfLLMV2, Layout, Mask, strategies
+from bmt_burst.kernels import Kernel
+from bmt_burst.ranks.rings import Rings
+from bmt_burst.spec import Spec
+from bmt_burst.strategies import Problem, Saved, Sizes
+from bmt_burst.transport import ALONE, Messages, Ticket
+from bmt_burst.transport.simulator import ImaginedRing
+
+from .ledger import META, Ledger
+
+# Bytes of sparse attention beyond dense, measured in bench/results/sparse-1-nvidia-h200.jsonl: a
+# span of keys and values, and lists of the blocks that queries chose.
+_SPARSE_BYTES, _SPARSE_BYTES_OF_BLOCK = 1 << 29, 30
+
+
+class _Kernel(Kernel):
+    """A kernel that allocates what FlashAttention-4 does, and computes nothing."""
+
+    name = "planned"
+    takes_delta = True
+    writes_new_memory = True
+
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
+        return None
+
+    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def forward(self, q, k, v, call, spec, bias=None):
+        return torch.empty_like(q), _rows(q)
+
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
+        working = [q.new_empty(q.shape, dtype=torch.float32), _rows(q), _rows(q)]
+        if q.shape[2] != k.shape[2]:  # gradients of keys that several heads share are summed wide
+            working += [x.new_empty(x.shape, dtype=torch.float32) for x in (k, v)]
+        grads = tuple(map(torch.empty_like, (q, k, v)))
+        del working
+        return grads
+
+
+def _rows(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+
+class _Arrived:
+    """The ticket of an exchange that needs no wait."""
+
+    def wait(self) -> None: ...
+
+
+class _Ring(ImaginedRing):
+    """An imagined ring of tensors without values, also between hosts."""
+
+    device_types = frozenset({"meta"})
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
+        return _Arrived()
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """An attention of one rank, and the ranks that share its sequence.
+
+    tokens      of the whole sequence
+    inner       ranks of a host, or ranks that share heads with Ulysses
+    """
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    ranks: int = 1
+    inner: int = 1
+    strategy: str = "auto"
+    window: int | None = None
+    sparse: InfLLMV2 | None = None
+
+    @property
+    def rank_tokens(self) -> int:
+        """The most tokens of a rank."""
+        return -(-self.tokens // self.ranks)
+
+
+@dataclass(frozen=True)
+class AttentionMemory:
+    """Bytes of one attention, beside its inputs and results.
+
+    forward   working memory of the forward
+    backward  working memory of the backward
+    held      slots for what is received, which are kept
+    """
+
+    forward: int
+    backward: int
+    held: int
+
+
+@functools.lru_cache(maxsize=1024)
+def attention_memory(shape: AttentionShape) -> AttentionMemory:
+    """Return the memory of an attention. Raises ValueError if its strategy refuses it."""
+    if shape.sparse is not None:
+        return _sparse_memory(shape, shape.sparse)
+    problem = _make_problem(shape)
+    plan = strategies.choose(shape.strategy, problem).plan(problem, 0)
+    double = shape.inner != shape.ranks
+    inner = _Ring(0, shape.inner) if shape.inner > 1 else ALONE
+    outer = _Ring(0, shape.ranks // shape.inner) if double else ALONE
+    rings = Rings(inner, outer, double)
+    plan.reserve(rings, META, with_backward=True)
+    tokens = problem.layout.length(0)
+    q, k, v = (
+        torch.empty(shape.batch, tokens, heads, shape.head_size, dtype=shape.dtype, device=META)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    slots = [x for ring in (inner, outer) for lane in _slots(ring) for x in lane]
+    forward, backward = Ledger(), Ledger()
+    forward.ignore(q, k, v, *slots)
+    with forward:
+        out, lse, _ = plan.forward(rings, q, k, v)
+    dout = torch.empty_like(out)
+    backward.ignore(q, k, v, out, lse, dout, *slots)
+    with backward:
+        grads = plan.backward(rings, dout, Saved(q, k, v, out, lse))[:3]
+    return AttentionMemory(
+        forward.most - out.nbytes - lse.nbytes,
+        backward.most - sum(x.nbytes for x in grads),
+        inner.held_bytes + outer.held_bytes,
+    )
+
+
+def _slots(ring: Any) -> Any:
+    return ring.slots.values() if isinstance(ring, _Ring) else ()
+
+
+def _make_problem(shape: AttentionShape) -> Problem:
+    mask = Mask.causal(shape.tokens)
+    if shape.window is not None:
+        mask = mask.windowed(shape.window)
+    return Problem(
+        mask=mask,
+        layout=Layout.named("zigzag", shape.tokens, shape.ranks),
+        spec=Spec(1.0),
+        kernel=_Kernel(),
+        sizes=Sizes(
+            shape.batch, shape.heads, shape.kv_heads, shape.head_size, shape.dtype, shape.dtype
+        ),
+        inner=shape.inner,
+        outer=shape.ranks // shape.inner,
+    )
+
+
+def _sparse_memory(shape: AttentionShape, sparse: InfLLMV2) -> AttentionMemory:
+    """Return the memory of sparse attention: that of dense, and what was measured beyond."""
+    dense = attention_memory(replace(shape, sparse=None))
+    if sparse.is_dense(shape.tokens):
+        return dense
+    blocks = shape.batch * shape.rank_tokens * shape.kv_heads * sparse.most_blocks
+    beyond = _SPARSE_BYTES + _SPARSE_BYTES_OF_BLOCK * blocks
+    return AttentionMemory(dense.forward + beyond, dense.backward + beyond, dense.held)

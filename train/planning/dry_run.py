@@ -1,0 +1,70 @@
+"""Plans of pretrain.py's own options: its --dry-run, and its advice when memory runs out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from bmt_burst import kernels
+from train.run.config import TrainConfig
+from train.run.stages import parse_run
+
+from .hardware import GIB, GPUS, H200, Hardware
+from .report import Budget, advice, describe, explain_shortage
+from .search import Cluster, Planned, find_longest, plan
+
+
+def dry_run(argv: Sequence[str]) -> int:
+    """Print the plan of the run that `argv` describes, on rank 0, or of each of its stages. Return
+    the exit code.
+    """
+    config, stages = parse_run(argv)
+    if int(os.environ.get("RANK", 0)) == 0:
+        for stage in stages.all if stages else ():
+            print(f"stage {stage.number}, {stage.name}\n{_report(stage.config)}\n")
+        if not stages:
+            print(_report(config))
+    return 0
+
+
+def _report(config: TrainConfig) -> str:
+    """Return the plan of a run, and what is recommended if it does not fit."""
+    planned = _plan(config)
+    tokens = float(config.steps * config.batch_size * config.seq_len)
+    parts = [describe(planned, Budget(tokens))]
+    parts += [f"longest sequence with these options: {find_longest(planned):,} tokens"]
+    if not planned.fits:
+        parts += [advice(planned)]
+    if not torch.cuda.is_available():
+        parts += ["This machine has no GPU: memory and rates are those of an H200."]
+    return "\n\n".join(parts)
+
+
+def advise(config: TrainConfig) -> str:
+    """Return what takes the memory of a run that ran out of it, and the option that helps most."""
+    try:
+        return explain_shortage(_plan(config))
+    except ValueError as error:
+        return str(error)
+
+
+def _plan(config: TrainConfig) -> Planned:
+    """Plan a run on the GPUs of this machine, or on H200 if it has none."""
+    gpus = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else config.processes
+    has_bmtrain = kernels.installed("bmtrain") or not torch.cuda.is_available()
+    engine = config.engine
+    if engine == "auto":
+        engine = "bmtrain" if has_bmtrain else "torch"
+    hardware, gib = _find_hardware()
+    return plan(config, Cluster(gpus, gib, hardware), engine)
+
+
+def _find_hardware() -> tuple[Hardware, float]:
+    """Return the rates and the memory of this machine's GPU, or those of an H200."""
+    if not torch.cuda.is_available():
+        return H200, H200.gib
+    name = torch.cuda.get_device_name().lower().replace(" ", "")
+    hardware = next((gpu for known, gpu in GPUS.items() if known in name), H200)
+    return hardware, torch.cuda.get_device_properties(0).total_memory / GIB

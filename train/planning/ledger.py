@@ -1,0 +1,104 @@
+"""A ledger of memory: it counts the bytes of tensors on the meta device while real code runs on
+them.
+
+Such tensors have shapes but no values. Blocks, losses and attention run on them in a moment, on any
+machine, and allocate and free exactly what they would on a GPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+META = torch.device("meta")
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
+_NOT_WRITTEN = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of a rank.
+
+    products  operations of matrix products
+    traffic   bytes that other operations read and write
+    """
+
+    products: float = 0
+    traffic: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.products + other.products, self.traffic + other.traffic)
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(self.products * factor, self.traffic * factor)
+
+
+class Ledger(TorchDispatchMode):
+    """A context that counts the bytes of all tensors made in it, until they are freed.
+
+    now   bytes of the tensors that exist
+    most  the largest `now` since `start`
+    work  what was computed since `start`
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.work = Work()
+        self._known: dict[int, weakref.finalize] = {}
+
+    def start(self) -> None:
+        """Start to count the peak and the work again."""
+        self.most, self.work = self.now, Work()
+
+    def ignore(self, *tensors: Tensor) -> None:
+        """Do not count tensors that exist already, for example parameters, nor views of them."""
+        for x in tensors:
+            self._watch(x, 0)
+
+    def __torch_dispatch__(
+        self, function: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # indices that real code sends to a GPU
+        args, kwargs = tree_map(_without_values, (args, kwargs or {}))
+        result = function(*args, **kwargs)
+        made = sum(self._count(x) for x in tree_iter(result) if isinstance(x, Tensor))
+        if function in _PRODUCTS:
+            self.work += Work(products=2 * result.numel() * args[-1].shape[-2])
+        elif made and function not in _NOT_WRITTEN:
+            read = sum(x.nbytes for x in tree_iter(args) if isinstance(x, Tensor))
+            self.work += Work(traffic=made + read)
+        return result
+
+    def _count(self, x: Tensor) -> int:
+        """Count a tensor's memory if it is new. Return its bytes."""
+        if x.untyped_storage()._cdata in self._known:
+            return 0
+        nbytes = x.untyped_storage().nbytes()
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+        self._watch(x, nbytes)
+        return nbytes
+
+    def _watch(self, x: Tensor, nbytes: int) -> None:
+        """Count `nbytes` less when the memory of x is freed."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+
+        def free() -> None:
+            del self._known[key]
+            self.now -= nbytes
+
+        self._known[key] = weakref.finalize(storage, free)
+        self._known[key].atexit = False
+
+
+def _without_values(x: Any) -> Any:
+    return x.to(META) if isinstance(x, Tensor) and x.is_cpu and x.dim() else x

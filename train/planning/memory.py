@@ -1,0 +1,309 @@
+"""The memory and the work of a training step on one rank.
+
+A step is a row of units. Each keeps what it saves from its forward to its backward, which runs in
+the reverse order. The plan's memory is the most at any of these moments:
+
+    a unit's forward    what earlier units saved + the forward
+    a unit's backward   what earlier units saved + the backward + gradients of later units
+    the optimizer       all gradients + its own copies
+
+each with the weights, the optimizer's state, the weights that are gathered then, and the rings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+
+from bmt_burst.offload import PIECE_BYTES
+from models.blocks import Saving
+from models.config import CPMConfig
+from train.data.batches import choose_micro_batch_size
+from train.run.config import DTYPES, TrainConfig
+from train.run.saving import make_saving
+
+from .attention import AttentionMemory, AttentionShape, attention_memory
+from .ledger import Work
+from .sharding import Sharding, find_sharding
+from .units import Shape, Unit, find_unit
+
+PARTS = (
+    "weights",
+    "optimizer",
+    "gradients",
+    "gathered weights",
+    "activations",
+    "working memory",
+    "loss",
+    "rings",
+)
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a rank when a step needs most.
+
+    parts   on the GPU, by the names in PARTS
+    host    in the host's memory
+    parked  activations that leave the GPU in a forward, and return
+    moment  "forward", "loss", "backward" or "optimizer"
+    """
+
+    parts: Mapping[str, int]
+    host: int
+    parked: int
+    moment: str
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def largest(self) -> str:
+        """The name of the largest part."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+
+@dataclass(frozen=True)
+class AttentionRun:
+    """Part of the attention of a layer: "forward", "backward", or "again", a forward whose choice
+    of blocks was kept.
+    """
+
+    shape: AttentionShape
+    run: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of one rank.
+
+    micro_batches      how often it runs forward and backward
+    forward, backward  the work of one micro-batch, without attention
+    attention          how often each attention runs in it
+    shard              parameters that this rank keeps and updates
+    on_host            whether the host updates them
+    """
+
+    memory: StepMemory
+    micro_batches: int
+    forward: Work
+    backward: Work
+    attention: Mapping[AttentionRun, float]
+    shard: int
+    on_host: bool
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes of a rank at a moment of a step."""
+
+    name: str
+    weights: float = 0
+    optimizer: float = 0
+    gradients: float = 0
+    gathered: float = 0
+    activations: float = 0
+    working: float = 0
+    loss: float = 0
+    rings: float = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes by the names in PARTS."""
+        return dict(zip(PARTS, map(int, astuple(self)[1:]), strict=True))
+
+    def plus(self, other: _Moment) -> _Moment:
+        """Return the moment `other`, with the bytes of this one too."""
+        pairs = zip(astuple(self)[1:], astuple(other)[1:], strict=True)
+        return _Moment(other.name, *(a + b for a, b in pairs))
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """A unit with its attentions, in the row of a step's units."""
+
+    unit: Unit
+    attention: Sequence[AttentionShape]
+    parameters: int
+
+    @property
+    def memory(self) -> AttentionMemory:
+        """The most memory of its attentions."""
+        found = [attention_memory(shape) for shape in self.attention]
+        return AttentionMemory(
+            max((x.forward for x in found), default=0),
+            max((x.backward for x in found), default=0),
+            max((x.held for x in found), default=0),
+        )
+
+    @property
+    def forward(self) -> float:
+        """The most bytes of its forward."""
+        unit = self.unit
+        return max(unit.forward, unit.forward_attention + self.memory.forward)
+
+    @property
+    def backward(self) -> float:
+        """The most bytes of its backward."""
+        unit = self.unit
+        return max(unit.backward, unit.backward_attention + self.memory.backward)
+
+
+def plan_step(config: TrainConfig, model: CPMConfig, gpus: int, engine: str) -> Step:
+    """Return a rank's step in this run on `gpus` ranks.
+
+    Raises ValueError if the batch does not fit the ranks, or the attention's strategy refuses it.
+    """
+    groups = gpus // config.sp_size
+    micro_batch_size = choose_micro_batch_size(config, groups)
+    micro_batches = config.batch_size // groups // micro_batch_size
+    dtype = DTYPES[config.dtype]
+    sharding = find_sharding(
+        engine, dtype.itemsize, config.offload_optimizer, accumulates=micro_batches > 1
+    )
+    layers = _find_layers(config, model, micro_batch_size)
+    memory = _find_memory(config, model, gpus, sharding, layers)
+    attention: defaultdict[AttentionRun, float] = defaultdict(float)
+    for each in layers:
+        for run, count in (
+            ("forward", each.unit.forwards),
+            ("again", each.unit.again),
+            ("backward", each.unit.backwards),
+        ):
+            for shape in each.attention:
+                attention[AttentionRun(shape, run)] += count / len(each.attention)
+    return Step(
+        memory,
+        micro_batches,
+        sum((each.unit.forward_work for each in layers), Work()),
+        sum((each.unit.backward_work for each in layers), Work()),
+        attention,
+        -(-model.num_parameters // gpus),
+        config.offload_optimizer,
+    )
+
+
+def _find_layers(config: TrainConfig, model: CPMConfig, batch: int) -> list[_Layers]:
+    """Return the row of units, with the loss at its end."""
+    tokens = -(-config.seq_len // config.sp_size)
+    dense = model.sparse is None or model.sparse.is_dense(config.seq_len)
+    model = replace(model, sparse=None if dense else model.sparse)
+    whole = replace(make_saving(config), offload=None)
+    shape = Shape(model, DTYPES[config.dtype], batch, offload=config.offload)
+    outside = _count_outside(model)
+    of_block = (model.num_parameters - outside) // model.num_layers
+    row = []
+    for first, count in _split_layers(model.num_layers, config.checkpointing_every or 1):
+        saving = whole if config.checkpointing_every else whole.for_block(first)
+        offloads = config.offload and saving.checkpointing != "none"
+        unit = find_unit(
+            replace(shape, layers=count, saving=_without_blocks(saving), offload=offloads), tokens
+        )
+        windows = model.windows[first : first + count]
+        shapes = [attention_shape(config, model, batch, window) for window in windows]
+        row.append(_Layers(unit, shapes, count * of_block))
+    loss = find_unit(replace(shape, layers=0, offload=False), tokens)
+    return [*row, _Layers(loss, (), 0)]
+
+
+def _without_blocks(saving: Saving) -> Saving:
+    """Return the saving of blocks that it applies to."""
+    return replace(saving, blocks=None)
+
+
+def _split_layers(layers: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the first block and the number of blocks of each group."""
+    return ((first, min(size, layers - first)) for first in range(0, layers, size))
+
+
+def _count_outside(model: CPMConfig) -> int:
+    """Count the parameters outside the blocks."""
+    tables = 1 if model.tie_embeddings else 2
+    return tables * model.vocab_size * model.hidden_size + model.hidden_size
+
+
+def attention_shape(
+    config: TrainConfig, model: CPMConfig, batch: int, window: int | None
+) -> AttentionShape:
+    """Return the attention of a layer with this window."""
+    return AttentionShape(
+        batch=batch,
+        tokens=config.seq_len,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_size=model.head_dim,
+        dtype=DTYPES[config.dtype],
+        ranks=config.sp_size,
+        inner=config.ulysses_size or config.inner_size or config.sp_size,
+        strategy=config.attention["strategy"],
+        window=window,
+        sparse=model.sparse,
+    )
+
+
+def _find_memory(
+    config: TrainConfig, model: CPMConfig, gpus: int, sharding: Sharding, layers: list[_Layers]
+) -> StepMemory:
+    """Return the moment that needs most."""
+    shard = -(-model.num_parameters // gpus)
+    outside, head = _count_outside(model), model.vocab_size * model.hidden_size
+    tables = 2 * _FP32 * (model.head_dim // 2) * -(-config.seq_len // config.sp_size)
+    constant = _Moment(
+        "",
+        weights=sharding.weights * shard,
+        optimizer=sharding.optimizer * shard,
+        gradients=sharding.summed * shard,
+        rings=max(each.memory.held for each in layers),
+    )
+    running = replace(constant, activations=tables, gathered=sharding.outside * outside)
+    stepping = _Moment("optimizer", gradients=(sharding.gradients + sharding.stepping) * shard)
+    moments = [running.plus(moment) for moment in _find_moments(sharding, layers, gpus, head)]
+    worst = max([*moments, constant.plus(stepping)], key=lambda moment: sum(moment.parts.values()))
+    parked = [nbytes for each in layers for nbytes in each.unit.parked]
+    host = sum(map(_pinned_bytes, parked)) + sharding.host * shard
+    return StepMemory(worst.parts, host, int(sum(parked)), worst.name)
+
+
+def _pinned_bytes(nbytes: float) -> int:
+    """Return the host's bytes of a tensor. The last of its pieces is rounded up to a power of
+    two.
+    """
+    pieces, rest = divmod(int(nbytes), PIECE_BYTES)
+    return pieces * PIECE_BYTES + (1 << (rest - 1).bit_length() if rest else 0)
+
+
+def _find_moments(
+    sharding: Sharding, layers: list[_Layers], gpus: int, head: int
+) -> Iterator[_Moment]:
+    """Yield the moments of forward and backward, without what a rank has for the whole step."""
+    before = [0.0, *itertools.accumulate(each.unit.saved for each in layers)]
+    *blocks, loss = zip(layers, before, strict=False)
+    for each, saved in blocks:
+        gathered = sharding.forward * each.parameters / len(each.attention)
+        yield _Moment("forward", activations=saved, working=each.forward, gathered=gathered)
+    yield _Moment(
+        "loss",
+        activations=loss[1],
+        loss=max(loss[0].forward, loss[0].backward),
+        gathered=sharding.head * head,
+    )
+    gradients = sharding.gradients * head / gpus
+    for index in reversed(range(len(blocks))):
+        each, saved = blocks[index]
+        count = len(each.attention)
+        # a group of blocks also gathers one of them to recompute it
+        gathered = (sharding.backward + sharding.forward * (count > 1)) * each.parameters / count
+        # what the block before it parked returns meanwhile
+        returning = sum(blocks[index - 1][0].unit.parked)
+        yield _Moment(
+            "backward",
+            activations=saved + each.unit.saved,
+            working=each.backward - each.unit.saved + returning,
+            gathered=gathered + sharding.head_gradient * head,
+            gradients=gradients,
+        )
+        gradients += sharding.gradients * each.parameters / gpus

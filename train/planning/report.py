@@ -1,0 +1,192 @@
+"""Plans as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from train.base.wording import counted, flag
+from train.run.config import TrainConfig
+
+from .hardware import GIB
+from .search import Planned, find_longest, helping_options, recommend, savings, with_options
+
+_GPUS_OF_HOST = 8
+_DAY = 86400.0
+_SHORT_S = 0.1  # shorter steps are not planned well
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The tokens of a whole run, and what a GPU costs for an hour, each None if it is not known."""
+
+    tokens: float | None = None
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("--tokens", self.tokens), ("--price-per-gpu-hour", self.price)):
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be positive and finite, got {value:g}")
+        if self.price is not None and self.tokens is None:
+            raise ValueError("--price-per-gpu-hour needs --tokens, which is not given")
+
+
+def describe(planned: Planned, budget: Budget) -> str:
+    """Return the memory, the seconds and the cost of one plan."""
+    lines = [_describe_run(planned), "", *_describe_memory(planned), "", *_describe_time(planned)]
+    if budget.tokens is not None:
+        lines += [_describe_cost(planned, budget.tokens, budget.price)]
+    return "\n".join(lines)
+
+
+def _describe_run(planned: Planned) -> str:
+    """Return what is planned, and for which GPUs."""
+    config, cluster = planned.config, planned.cluster
+    groups = cluster.gpus // config.sp_size
+    return "; ".join(
+        (
+            f"{config.init_from or config.model}: {planned.model.num_parameters:,} parameters, "
+            f"{config.dtype}, engine {planned.engine}",
+            f"{counted(cluster.gpus, 'GPU')} of {cluster.gib:g} GiB",
+            f"{counted(config.batch_size, 'sequence')} of {counted(config.seq_len, 'token')} a "
+            f"step, each over {counted(config.sp_size, 'rank')}, {groups} data parallel",
+            "saving " + (" ".join(saving_flags(config)) or "everything"),
+        )
+    )
+
+
+def _describe_memory(planned: Planned) -> Iterator[str]:
+    """Yield the parts of the memory of a GPU, and what is on the host."""
+    memory, cluster = planned.step.memory, planned.cluster
+    yield f"memory of a GPU, at the peak ({memory.moment}), in GiB:"
+    for part, nbytes in memory.parts.items():
+        if nbytes:
+            yield f"  {part:<18}{nbytes / GIB:8.2f}"
+    verdict = "fits" if memory.total <= cluster.usable else "does NOT fit"
+    yield f"  {'total':<18}{memory.total / GIB:8.2f}  {verdict}: {cluster.usable / GIB:.1f} usable"
+    if memory.host:
+        known = "" if cluster.host_gib is None else f" of {cluster.host_gib:g}"
+        yield f"memory of the host for each GPU: {memory.host / GIB:.1f}{known} GiB"
+
+
+def _describe_time(planned: Planned) -> Iterator[str]:
+    """Yield the parts of the time of a step, and the speed."""
+    hardware, seconds = planned.cluster.hardware, planned.seconds
+    how = "measured" if hardware.measured else "scaled from the H200's, not measured"
+    yield f"seconds of a step, at rates of {hardware.name} ({how}):"
+    for part, value in seconds.parts.items():
+        yield f"  {part:<36}{value:10.2f}"
+    yield f"  {'total':<36}{seconds.total:10.2f}"
+    speed = planned.tokens_per_s
+    yield f"{speed:,.0f} tokens/s, {speed / planned.cluster.gpus:,.0f} for each GPU"
+    if planned.config.dtype == "fp32":
+        yield "These are rates of 16 bits. Steps in fp32 take longer."
+    if seconds.total < _SHORT_S:
+        yield "The host limits steps as short as this. They take longer."
+
+
+def _describe_cost(planned: Planned, tokens: float, price: float | None) -> str:
+    """Return the days and the price of a run of so many tokens."""
+    seconds = tokens / planned.tokens_per_s
+    said = f"{tokens:.3g} tokens take {seconds / _DAY:,.1f} days"
+    if price is None:
+        return said
+    hours = planned.cluster.gpus * seconds / 3600
+    return f"{said} and {hours:,.0f} GPU hours, which cost {hours * price:,.0f}"
+
+
+def table(planned: Planned) -> str:
+    """Return the longest sequence of each combination of what blocks save."""
+    rows = [("options", "longest", "GiB", "host", "s/step", "tokens/s")]
+    for options in savings():
+        other = with_options(planned, **options)
+        name = " ".join(saving_flags(other.config)) or "(none)"
+        memory = other.step.memory
+        speed = (f"{other.seconds.total:.2f}", f"{other.tokens_per_s:,.0f}")
+        rows.append(
+            (
+                name,
+                f"{find_longest(other):,}",
+                f"{memory.total / GIB:.1f}",
+                f"{memory.host / GIB:.1f}",
+                *(speed if other.fits else ("too long", "")),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        ).rstrip()
+        for row in rows
+    ]
+    title = f"longest sequence, and a step of {counted(planned.config.seq_len, 'token')}:"
+    return "\n".join([title, *lines])
+
+
+def advice(planned: Planned) -> str:
+    """Return the command that is recommended, with its memory and time."""
+    found = recommend(planned)
+    if found is None:
+        gpus = 2 * planned.cluster.gpus
+        return f"No options fit. Give a shorter --seq-len, or more GPUs: --gpus {gpus}"
+    gib = found.step.memory.total / GIB
+    said = f"recommended ({gib:.1f} GiB, {found.seconds.total:.2f} s a step):"
+    return f"{said}\n{command(found)}"
+
+
+def command(planned: Planned) -> str:
+    """Return the command that starts a run. DATA and RUN stand for folders."""
+    config, gpus = planned.config, planned.cluster.gpus
+    hosts = -(-gpus // _GPUS_OF_HOST)
+    launcher = ["torchrun", *(["--nnodes", str(hosts)] if hosts > 1 else [])]
+    launcher += ["--nproc-per-node", str(gpus // hosts), "train/pretrain.py"]
+    words = [*launcher, *_given_options(config), "--data", "DATA", "--output", "RUN"]
+    return shlex.join(words)
+
+
+def saving_flags(config: TrainConfig) -> list[str]:
+    """Return the options that say what blocks save."""
+    return _given_options(config, only=list(next(iter(savings()))))
+
+
+def _given_options(config: TrainConfig, only: Sequence[str] | None = None) -> list[str]:
+    """Return the options that differ from the defaults, all of them or `only` some."""
+    words = []
+    for field in dataclasses.fields(TrainConfig):
+        value = getattr(config, field.name)
+        if field.name in ("data", "output") or (only is not None and field.name not in only):
+            continue
+        if value == field.default or value is None:
+            continue
+        words.append(flag(field.name))
+        if not isinstance(value, bool):
+            words.append(_as_text(value))
+    return words
+
+
+def _as_text(value: object) -> str:
+    return json.dumps(dict(value)) if isinstance(value, dict) else str(value)
+
+
+def explain_shortage(planned: Planned) -> str:
+    """Return the largest part of a plan whose memory is not enough, and the option that helps
+    most.
+    """
+    memory = planned.step.memory
+    largest = memory.largest
+    said = (
+        f"the plan is {memory.total / GIB:.1f} GiB of {planned.cluster.gib:.1f}, of which "
+        f"{largest} are {memory.parts[largest] / GIB:.1f}"
+    )
+    for other in helping_options(planned):
+        changed = [
+            word
+            for word in _given_options(other.config)
+            if word not in _given_options(planned.config)
+        ]
+        return f"{said}; {' '.join(changed)} helps most: {other.step.memory.total / GIB:.1f} GiB"
+    return f"{said}; give a shorter --seq-len or more GPUs to share it: --sp-size"

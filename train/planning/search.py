@@ -1,0 +1,267 @@
+"""The search for options: the longest sequence that they allow, and the fastest that fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from models.config import CPMConfig
+from train.run.config import TrainConfig
+from train.run.kinds import ModelConfig, kind_of
+
+from .hardware import GIB, Hardware, usable_bytes
+from .memory import Step, plan_step
+from .seconds import StepSeconds, step_seconds
+
+TILE = 16384  # tokens of --mlp-tile that plans recommend
+_LONGEST = 1 << 26  # tokens of a sequence, more are not searched
+_GRAIN = 1024  # tokens of a rank, of which the longest sequence is a multiple
+_TRIES = 24
+_GROUPS = (2, 4, 8)  # of --checkpointing-every
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of a run.
+
+    gpus      how many
+    gib       memory of each
+    host_gib  memory of the host for each, or None if it is not known
+    hardware  the rates of each
+    """
+
+    gpus: int
+    gib: float
+    hardware: Hardware
+    host_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1:
+            raise ValueError(f"--gpus must be at least 1, got {self.gpus}")
+        if self.host_gib is not None and not self.host_gib > 0:
+            raise ValueError(f"--host-memory must be positive, got {self.host_gib:g}")
+        usable_bytes(self.gib)
+
+    @property
+    def usable(self) -> int:
+        """Bytes of each GPU that a step may use."""
+        return usable_bytes(self.gib)
+
+    def fits(self, step: Step) -> bool:
+        """Whether a step fits the memory of GPUs and hosts."""
+        host = step.memory.host
+        return step.memory.total <= self.usable and (
+            self.host_gib is None or host <= self.host_gib * GIB
+        )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run with these options, on these GPUs."""
+
+    config: TrainConfig
+    model: CPMConfig
+    cluster: Cluster
+    engine: str
+    step: Step
+    seconds: StepSeconds
+
+    @property
+    def fits(self) -> bool:
+        return self.cluster.fits(self.step)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of all GPUs."""
+        return self.config.batch_size * self.config.seq_len / self.seconds.total
+
+
+def plan(config: TrainConfig, cluster: Cluster, engine: str) -> Planned:
+    """Plan a run. Raises ValueError for models that are not planned, and for sizes that do not fit
+    the GPUs.
+    """
+    model = dense_model(config)
+    if cluster.gpus % config.sp_size:
+        raise ValueError(
+            f"--sp-size {config.sp_size} does not divide the number of GPUs, {cluster.gpus}"
+        )
+    if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
+        raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain")
+    step = plan_step(config, model, cluster.gpus, engine)
+    return Planned(config, model, cluster, engine, step, step_seconds(step, cluster.hardware))
+
+
+def dense_model(config: TrainConfig) -> CPMConfig:
+    """Return the model of a run. Raises ValueError if it is no dense CPM."""
+    model: ModelConfig = config.model_config()
+    if not isinstance(model, CPMConfig):
+        raise ValueError(
+            f"expected a dense CPM, got --model {config.model}, a {kind_of(model).name}: the "
+            "memory and the time of its attention with a bias are not planned"
+        )
+    return model
+
+
+def savings() -> Iterator[dict[str, object]]:
+    """Yield the combinations of options that say what blocks save, the simplest first."""
+    for offload in (False, True):
+        for tile in (None, TILE):
+            for checkpointing in ("none", "selective", "full"):
+                if not offload or checkpointing != "none":
+                    yield {
+                        "checkpointing": checkpointing,
+                        "offload": offload,
+                        "mlp_tile": tile,
+                        "checkpointing_blocks": None,
+                        "checkpointing_every": None,
+                    }
+
+
+def with_options(planned: Planned, **options: object) -> Planned:
+    """Plan the same run with other options."""
+    config = dataclasses.replace(planned.config, **options)  # type: ignore[arg-type]
+    return plan(config, planned.cluster, planned.engine)
+
+
+def with_length(planned: Planned, seq_len: int) -> Planned:
+    """Plan the same run with sequences of another length."""
+    return with_options(planned, seq_len=seq_len)
+
+
+def find_longest(planned: Planned) -> int:
+    """Return the longest sequence that fits, a multiple of 1024 tokens on each rank, or 0."""
+    grain = _GRAIN * planned.config.sp_size
+    if not with_length(planned, grain).fits:
+        return 0
+    fits, too_long = 1, _LONGEST // grain  # in grains
+    guess = 2 * fits
+    for _ in range(_TRIES):
+        if too_long - fits <= max(fits // 128, 1):
+            break
+        tried = with_length(planned, guess * grain)
+        if tried.fits:
+            fits = guess
+        else:
+            too_long = guess
+        guess = min(max(_guess(tried, guess), fits + 1), too_long - 1)
+    return fits * grain
+
+
+def find_any_longest(planned: Planned) -> int:
+    """Return the longest sequence that fits, without offloading if any does. Raises ValueError if
+    none does.
+    """
+    offloads: dict[str, object] = {"offload_optimizer": planned.engine == "bmtrain"}
+    for more in ({}, offloads):
+        longest = max(
+            find_longest(with_options(planned, **(options | more)))
+            for options in savings()
+            if not options["offload"]
+        )
+        if longest:
+            return longest
+    raise ValueError(
+        f"no sequence fits: expected more than {planned.cluster.gpus} GPUs of "
+        f"{planned.cluster.gib:g} GiB, or a smaller --model"
+    )
+
+
+def _guess(tried: Planned, grains: int) -> int:
+    """Return at how many grains memory may be full, if what a step adds to its weights and
+    optimizer is proportional to the length.
+    """
+    memory = tried.step.memory
+    fixed = sum(memory.parts[part] for part in ("weights", "optimizer", "gradients", "rings"))
+    room = (tried.cluster.usable - fixed) / max(memory.total - fixed, 1)
+    if tried.cluster.host_gib is not None and memory.host:
+        room = min(room, tried.cluster.host_gib * GIB / memory.host)
+    return int(grains * min(max(room, 0.1), 10.0))
+
+
+def recommend(planned: Planned) -> Planned | None:
+    """Return the fastest plan of the same run that fits, or None if none does.
+
+    Options that make it less than 1 % faster are not taken.
+    """
+    found: Planned | None = None
+    for other in _with_savings(planned):
+        for candidate in (other, *_with_groups(other)):
+            if candidate.fits and (
+                found is None or candidate.seconds.total < 0.99 * found.seconds.total
+            ):
+                found = candidate
+    return found and _save_more(found)
+
+
+def _with_savings(planned: Planned) -> Iterator[Planned]:
+    """Yield plans with each combination of what blocks save, also with the optimizer on the host if
+    nothing else fits.
+    """
+    plans = [with_options(planned, **options) for options in savings()]
+    yield from plans
+    if planned.engine == "bmtrain" and not any(other.fits for other in plans):
+        yield from (with_options(other, offload_optimizer=True) for other in plans)
+
+
+def _with_groups(planned: Planned) -> Iterator[Planned]:
+    """Yield plans that keep the input of a group of blocks only, up to the first one that fits, if
+    the host's memory is short.
+    """
+    host_gib, config = planned.cluster.host_gib, planned.config
+    if host_gib is not None and config.offload and planned.step.memory.host > host_gib * GIB:
+        for every in _GROUPS:
+            if every <= planned.model.num_layers:
+                grouped = with_options(planned, checkpointing_every=every)
+                yield grouped
+                if grouped.fits:
+                    return
+
+
+def _save_more(planned: Planned) -> Planned:
+    """Return the plan in which as many of the last blocks as fit save everything."""
+    config = planned.config
+    if config.checkpointing == "none" or config.offload or config.checkpointing_every:
+        return planned
+    few, many = -1, planned.model.num_layers  # `many` blocks recompute, and that fits
+    best = planned
+    while many - few > 1:
+        middle = (few + many) // 2
+        tried = with_options(planned, checkpointing_blocks=middle)
+        if tried.fits:
+            many, best = middle, tried
+        else:
+            few = middle
+    return best
+
+
+def helping_options(planned: Planned) -> Sequence[Planned]:
+    """Return plans with one more option that saves memory, the best one first: the fastest that
+    fits, otherwise the smallest.
+    """
+    config, tile = planned.config, planned.config.mlp_tile
+    changes: list[dict[str, object]] = []
+    if config.checkpointing == "none":
+        changes += [{"checkpointing": "selective"}, {"checkpointing": "full"}]
+    elif config.checkpointing_blocks is not None:
+        changes += [{"checkpointing_blocks": None}]
+    if config.checkpointing == "selective":
+        changes += [{"checkpointing": "full"}]
+    if tile is None or tile > TILE:
+        changes += [{"mlp_tile": TILE}]
+    if config.checkpointing != "none" and not config.offload:
+        changes += [{"offload": True}]
+    if planned.engine == "bmtrain" and not config.offload_optimizer:
+        changes += [{"offload_optimizer": True}]
+    if planned.step.micro_batches * planned.cluster.gpus // config.sp_size < config.batch_size:
+        changes += [{"micro_batch_size": 1}]
+    plans = [with_options(planned, **change) for change in changes]
+    total = planned.step.memory.total
+    plans = [other for other in plans if other.step.memory.total < total]
+    return sorted(
+        plans,
+        key=lambda other: (
+            not other.fits,
+            other.seconds.total if other.fits else other.step.memory.total,
+        ),
+    )

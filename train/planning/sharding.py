@@ -1,0 +1,102 @@
+"""The memory of weights, gradients and the optimizer on a rank, for each engine.
+
+An engine shards them over all ranks, gathers the weights of a block while it runs, and reduces its
+gradients. Numbers here are bytes for each parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FP32 = 4
+_MOMENTS = 2 * _FP32  # of AdamW
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Bytes of an engine for each parameter.
+
+    Of a rank's shard, for the whole step:
+    weights, optimizer  the weights with their masters, and AdamW's state
+    summed              sums of gradients over earlier micro-batches
+    host                what is in the host's memory
+
+    Of a rank's shard, once its gradients are known:
+    gradients           gradients of a backward
+    stepping            what the optimizer's step needs beside all that
+
+    Of whole weights, while they are gathered:
+    forward, backward   a block's, with its gradients in the backward
+    outside             those outside the blocks, for the whole step
+    head, head_gradient the vocabulary's that make logits, while the loss runs, and from then on
+    """
+
+    weights: int
+    optimizer: int
+    summed: int
+    host: int
+    gradients: int
+    stepping: int
+    forward: int
+    backward: int
+    outside: int
+    head: int
+    head_gradient: int
+
+
+def find_sharding(engine: str, itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
+    """Return the bytes of an engine.
+
+    itemsize     bytes of a weight in forward and backward
+    offloaded    masters and AdamW's state are on the host
+    accumulates  a step has several micro-batches
+    """
+    find = {"bmtrain": _find_bmtrain, "torch": _find_torch}[engine]
+    return find(itemsize, offloaded, accumulates)
+
+
+def _find_bmtrain(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
+    """Return the bytes of train/engine/bmtrain.py. It keeps masters beside weights in 16 bits.
+
+    A backward gathers a block's weights and has a buffer of its gradients. AdamW takes gradients in
+    fp32, which sums over micro-batches are already.
+    """
+    is_master = itemsize == _FP32 and not offloaded  # weights are their own masters
+    state = _MOMENTS + (0 if is_master else _FP32)
+    stepping = 0 if is_master or accumulates else _FP32
+    return Sharding(
+        weights=itemsize,
+        optimizer=0 if offloaded else state,
+        summed=_FP32 if accumulates else 0,
+        host=state + _FP32 if offloaded else 0,
+        gradients=itemsize,
+        stepping=0 if offloaded else stepping,
+        forward=itemsize,
+        backward=2 * itemsize,
+        outside=0,
+        head=itemsize,
+        head_gradient=0,
+    )
+
+
+def _find_torch(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
+    """Return the bytes of train/engine/torch.py, FSDP2. Weights are masters, and are rounded when
+    they are gathered.
+
+    It gathers the next block while one computes, into a buffer from which it copies, and reduces
+    gradients in fp32 while the next block computes. Weights outside the blocks stay gathered, and
+    so do their gradients.
+    """
+    return Sharding(
+        weights=_FP32,
+        optimizer=_MOMENTS,
+        summed=_FP32 if accumulates else 0,
+        host=0,
+        gradients=0 if accumulates else _FP32,
+        stepping=0,
+        forward=3 * itemsize,
+        backward=4 * itemsize + _FP32,
+        outside=itemsize,
+        head=0,
+        head_gradient=itemsize,
+    )

@@ -1,0 +1,327 @@
+"""The units of a model, run one at a time on tensors without values: a block, a group of blocks
+that are recomputed together, or the last norm with the loss.
+
+A unit runs the model's own code. So a change of a block, or of what it saves for its backward,
+changes plans, too.
+
+Letters: N tokens of a rank, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmt_burst.loss import compare_logits, differentiate_logits
+from models.blocks import Saving
+from models.config import CPMConfig
+from models.cpm import CPM, RMSNorm
+
+from .ledger import META, Ledger, Work
+from .offload import PlannedOffload
+
+# Memory and work are linear in the number of tokens from here on, so more are not run.
+_ENOUGH_TOKENS, _ENOUGH_TOKENS_OF_LOSS = 1 << 14, 1 << 16
+_LOSS_TOKENS, _LOSS_ENTRIES = 1 << 15, 1 << 12  # of a part of the loss that stands for all
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes and work of a unit, without its weights.
+
+    saved              bytes on the GPU from its forward to its backward, its input included
+    parked             bytes of each tensor that waits on the host instead
+    forward, backward  the most bytes in its forward and backward. Both include its input or what
+                       it saved, and its result or its gradient
+    forward_attention, backward_attention
+                       bytes when its attention runs, without the attention's working memory
+    forward_work, backward_work
+                       work, without that of attention
+    forwards           how often its attentions run in its forward; `again` in its backward, to
+                       recompute it; `backwards` backward
+    """
+
+    saved: float
+    parked: tuple[float, ...]
+    forward: float
+    backward: float
+    forward_attention: float
+    backward_attention: float
+    forward_work: Work
+    backward_work: Work
+    forwards: int
+    again: int
+    backwards: int
+
+
+_EVERYTHING = Saving()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A unit of a model.
+
+    layers   number of blocks of a group; 0 for the last norm with the loss
+    saving   what blocks save, without an Offload
+    offload  whether that is offloaded
+    batch    rows of tokens
+    """
+
+    model: CPMConfig
+    dtype: torch.dtype
+    batch: int = 1
+    layers: int = 1
+    saving: Saving = _EVERYTHING
+    offload: bool = False
+
+
+@functools.lru_cache(maxsize=1024)
+def find_unit(shape: Shape, tokens: int) -> Unit:
+    """Return a unit for this many tokens of each row of a rank."""
+    enough = _ENOUGH_TOKENS if shape.layers else _ENOUGH_TOKENS_OF_LOSS
+    base = max(enough // 2 // shape.batch, 2 * (shape.saving.tile or 1))
+    if tokens <= 2 * base:
+        return _run(shape, tokens)
+    return _extrapolate(find_unit(shape, base), find_unit(shape, 2 * base), tokens / base)
+
+
+def _extrapolate(one: Unit, two: Unit, times: float) -> Unit:
+    """Return the unit for `times` the tokens of `one`. `two` has twice the tokens."""
+
+    def line(a: Any, b: Any) -> Any:
+        if isinstance(a, tuple):
+            return tuple(map(line, a, b))
+        if isinstance(a, Work):
+            return a * (2 - times) + b * (times - 1)
+        return a * (2 - times) + b * (times - 1) if isinstance(a, float) else a
+
+    values = {f.name: line(getattr(one, f.name), getattr(two, f.name)) for f in _FIELDS}
+    return Unit(**values)
+
+
+_FIELDS = dataclasses.fields(Unit)
+
+
+def _run(shape: Shape, tokens: int) -> Unit:
+    """Run a unit forward and backward in a ledger."""
+    ledger, offload = Ledger(), PlannedOffload()
+    model = _build(shape, offload)
+    attention = _Attention(ledger, shape.model)
+    for block in model.layers:
+        setattr(block.self_attn, "attend", attention.attend)  # noqa: B010 - instead of a method
+    with META:
+        start = torch.empty(1, requires_grad=True)
+        tables = tuple(torch.empty(tokens, shape.model.head_dim // 2) for _ in ("cos", "sin"))
+    work = _find_blocks(model, tables) if shape.layers else _find_loss(model, ledger)
+    ledger.ignore(start, *tables, *model.parameters())
+    ledger.ignore(*(p.grad for p in model.parameters() if p.grad is not None))
+    with ledger:
+        rows = shape.batch, tokens, shape.model.hidden_size
+        x = _Begin.apply(start, rows, shape.dtype)
+        end = _End.apply(work(x))
+        forward, forward_work = ledger.most, ledger.work
+        del x
+        saved = ledger.now - end.nbytes
+        ledger.start()
+        attention.in_backward = True
+        end.backward()
+    levels, runs = attention.levels, attention.runs
+    return Unit(
+        saved=float(saved),
+        parked=tuple(map(float, offload.parked)),
+        forward=float(forward),
+        backward=float(ledger.most),
+        forward_attention=float(levels["forward"]),
+        backward_attention=float(max(levels["again"], levels["backward"])),
+        forward_work=forward_work,
+        backward_work=ledger.work,
+        forwards=runs["forward"],
+        again=runs["again"],
+        backwards=runs["backward"],
+    )
+
+
+def _build(shape: Shape, offload: PlannedOffload) -> CPM:
+    """Build a model of the unit's blocks. Its weights and their gradients are not counted."""
+    saving = dataclasses.replace(shape.saving, offload=offload if shape.offload else None)
+    layers = max(shape.layers, 1)
+    with META:
+        model = CPM(
+            dataclasses.replace(shape.model, num_layers=layers, window=None, window_pattern="w"),
+            saving=saving,
+        ).to(shape.dtype)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+    for module in model.modules():
+        if isinstance(module, RMSNorm | nn.RMSNorm):
+            setattr(module, "forward", _planned_norm(module))  # noqa: B010 - instead of a method
+    return model
+
+
+Run = Callable[[Tensor], Tensor]
+
+
+def _find_blocks(model: CPM, tables: tuple[Tensor, ...]) -> Run:
+    """Return the forward of all blocks. `tables` are those of rotary positions."""
+
+    def run(x: Tensor) -> Tensor:
+        nothing = None, None, None  # no cache, no documents
+        out: Tensor = model.saving.run_all(model.layers, x, *tables, *nothing, keep=tables)
+        return out
+
+    return run
+
+
+def _find_loss(model: CPM, ledger: Ledger) -> Run:
+    """Return the forward of the last norm and the loss."""
+    head = model.embed_tokens if model.config.tie_embeddings else model.lm_head
+
+    def run(x: Tensor) -> Tensor:
+        hidden = model.norm(x) / model.config.width_scale
+        loss: Tensor = _Loss.apply(hidden.flatten(0, -2), head.weight, ledger)
+        return loss
+
+    return run
+
+
+class _Begin(torch.autograd.Function):
+    """Makes a unit's input, which nothing but the unit keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].new_empty(1, dtype=torch.float32), None, None
+
+
+class _End(torch.autograd.Function):
+    """Takes a unit's result, and makes the gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = out.shape, out.dtype
+        return out.new_empty(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.empty(ctx.shape, dtype=ctx.dtype, device=META)
+
+
+class _Attention:
+    """Attention that allocates its results and computes nothing. It notes the memory when it runs.
+
+    levels  the most bytes when it ran "forward", "again" in the backward, and "backward"
+    runs    how often it did
+    """
+
+    def __init__(self, ledger: Ledger, model: CPMConfig):
+        self.ledger, self.model, self.in_backward = ledger, model, False
+        self.levels: Counter[str] = Counter()
+        self.runs: Counter[str] = Counter()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        out: Tensor = _Attend.apply(q, k, v, self)
+        return out.flatten(2)
+
+    def note(self, run: str) -> None:
+        self.runs[run] += 1
+        self.levels[run] = max(self.levels[run], self.ledger.now)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: _Attention) -> Tensor:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        # Offloading does not move choices, and a recomputation takes those of the first forward.
+        chosen = 0 if attention.in_backward else chosen_bytes(attention.model, k)
+        ctx.chosen = torch.empty(chosen, dtype=torch.uint8, device=META)
+        ctx.attention = attention
+        attention.note("again" if attention.in_backward else "forward")
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, _ = ctx.saved_tensors
+        results = tuple(map(torch.empty_like, (q, k, v)))
+        ctx.attention.note("backward")
+        return *results, None
+
+
+def chosen_bytes(model: CPMConfig, k: Tensor) -> int:
+    """Return the bytes of the blocks that sparse attention chooses for keys k (B, S, G, D)."""
+    blocks = 0 if model.sparse is None else model.sparse.most_blocks
+    return 4 * k.shape[0] * k.shape[1] * k.shape[2] * blocks
+
+
+def _planned_norm(norm: Any) -> Run:
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = _Norm.apply(x, norm.weight)
+        return out
+
+    return forward
+
+
+class _Norm(torch.autograd.Function):
+    """An RMS norm that allocates what a GPU's kernel does. Without values torch computes it in
+    several steps.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _Loss(torch.autograd.Function):
+    """The loss of bmt_burst.loss, of hidden (N, E) and weight (V, E). A part of it runs, and stands
+    for all of its tiles.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ledger: Ledger) -> Tensor:
+        lse = hidden.new_empty(len(hidden), dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, lse)
+        ctx.ledger, ctx.parts = ledger, _count_parts(hidden, weight)
+        before = ledger.work
+        compare_logits(*_part_of_loss(hidden, weight))
+        ledger.work = before + (ledger.work + before * -1) * ctx.parts
+        return hidden.new_empty(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, lse = ctx.saved_tensors
+        few, [some], labels = _part_of_loss(hidden, weight)
+        results = torch.empty_like(hidden[len(few) :]), torch.empty_like(weight[len(some) :])
+        before, ledger = ctx.ledger.work, ctx.ledger
+        lse = lse[: len(few)]
+        part = differentiate_logits(few, [some], labels, lse, lse, (True, True))
+        ledger.work = before + (ledger.work + before * -1) * ctx.parts
+        del part, results
+        return torch.empty_like(hidden), torch.empty_like(weight), None
+
+
+def _part_of_loss(hidden: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return some tokens and entries, and labels."""
+    few = hidden[:_LOSS_TOKENS]
+    return few, [weight[:_LOSS_ENTRIES]], few.new_empty(len(few), dtype=torch.int64)
+
+
+def _count_parts(hidden: Tensor, weight: Tensor) -> float:
+    """Return how often the part of `_part_of_loss` fits into the whole."""
+    few, [some], _ = _part_of_loss(hidden, weight)
+    return len(hidden) / len(few) * len(weight) / len(some)
