@@ -659,6 +659,13 @@ def test_fa4_cuts_large_calls(monkeypatch):
     assert max(sizes) <= 2 * 5 * 2 * 64
 
 
+def test_fa4_refuses_too_many_keys(monkeypatch):
+    monkeypatch.setattr(fa4, "installed", lambda package: True)
+    q = torch.zeros((), dtype=torch.bfloat16).expand(1, 1 << 19, 32, 128)
+    assert "k has 2147483648 entries" in kernels.load("fa4").refuses(SPEC, q, q)
+    assert "entries" not in (kernels.load("fa4").refuses(SPEC, q, q[:, 1:]) or "")
+
+
 @pytest.mark.parametrize("kind", ["causal", "documents"])
 @pytest.mark.parametrize("head_size", [8, 64, 72, 80, 112, 136])
 def test_fa4_pads_head_sizes(monkeypatch, kind, head_size):

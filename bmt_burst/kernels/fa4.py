@@ -58,8 +58,9 @@ _HEAD_SIZES = (64, 96, 128)
 _HEAD_SIZES_HOPPER = (*_HEAD_SIZES, 192, 256)
 
 # The package adds up offsets in 32 bits: its issue 2611 is about a backward that silently computed
-# wrong gradients. So larger calls are cut.
+# wrong gradients. So calls on larger q are cut, and larger k refused.
 _MOST_ENTRIES = 1 << 30
+_MOST_KEY_ENTRIES = (1 << 31) - 1
 
 # The package compiles separate kernels for sequences of one block. It is told that short sequences
 # may be this long, which costs nothing. So lengths that vary from step to step need no new kernel.
@@ -76,6 +77,8 @@ class Fa4Kernel(Kernel):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if not installed("flash_attn.cute"):
             return "the package flash-attn-4 is not installed"
+        if k.numel() > _MOST_KEY_ENTRIES:
+            return f"it adds up offsets in 32 bits, and k has {k.numel()} entries"
         generation = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
         if spec.deterministic and generation == 12:
             return "its backward is not deterministic on GPUs of compute capability 12"
