@@ -266,7 +266,8 @@ def test_a_run_is_evaluated_in_training_and_afterwards(folder, data, tmp_path):
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     recorded = {k: v for line in lines for k, v in json.loads(line).items()}
     line = ("--run", tmp_path / "run", "--tasks", "needle,positions", "--lengths", 64)
-    ended, said = run_script(2, "train/evaluate.py", *line, "--eval-sequences", 5, "--sp-size", 2)
+    more = ("--eval-sequences", 5, "--sp-size", 2, "--mlp-tile", 9)
+    ended, said = run_script(2, "train/evaluate.py", *line, *more)
     output = tmp_path / "run/evaluation_step_00000002"
     assert ended == 0 and f"wrote {output}" in said, said
     found = results(output)
