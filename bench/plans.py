@@ -61,12 +61,13 @@ def config_of(row: Row) -> TrainConfig:
     """Return the settings of a measured run."""
     _, more = parse_options(row.get("more", []))
     names = "model", "seq_len", "batch_size", "dtype", "checkpointing", "offload"
+    later = "checkpointing_blocks", "checkpointing_every", "mlp_tile"  # older rows lack some
     return TrainConfig(
         **{name: row[name] for name in names},
+        **{name: row.get(name) for name in later},
         **more,
         sp_size=row["sp"],
         micro_batch_size=1,
-        checkpointing_blocks=row.get("checkpointing_blocks"),
     )
 
 
