@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -210,6 +211,35 @@ def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists):
 def test_there_may_be_more_blocks_than_programs():
     blocks = random_blocks(random.Random(0), [3] * 20, 60, 1, 16, 0)
     check(blocks, random_tensors(blocks, 60, 1, 16), 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "block_size", "stages"),
+    [
+        (torch.bfloat16, 128, 64, [3, 2, 3]),
+        (torch.bfloat16, 192, 64, [3, 2, 3]),
+        (torch.bfloat16, 256, 128, [1, 1, 3]),
+        (torch.bfloat16, 512, 64, [1, 0, 1]),
+        (torch.float32, 128, 64, [1, 1, 1]),
+        (torch.float32, 256, 64, [0, 0, 0]),
+    ],
+)
+def test_stages_fit_into_shared_memory(dtype, head_size, block_size, stages, monkeypatch):
+    """That of an H100. The numbers are those of kernels that Triton 3.6 compiled for it."""
+    monkeypatch.setattr(triton_far, "shared_memory", lambda _: (227 << 10) - triton_far._SCRATCH)
+    q, k = (
+        SimpleNamespace(
+            shape=(1, heads, head_size),
+            dtype=dtype,
+            device=None,
+            is_cuda=True,
+            element_size=lambda: dtype.itemsize,
+        )
+        for heads in (32, 2)
+    )
+    found = [triton_far._find_shape(name, q, k, block_size).stages for name in triton_far._HALF]
+    assert found == stages
+    assert triton_far.fits(q, k, block_size) == all(stages)
 
 
 def test_no_queries_or_no_keys_change_nothing():

@@ -15,6 +15,8 @@ Letters: S queries, H query heads, G kv heads, D head size, N chosen blocks, T k
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -40,12 +42,8 @@ def add_far_outputs(
     out    (S, H, D) in q's dtype or the accumulator's: the output so far
     lse    (H, S), natural log, in the accumulator's dtype. It is -inf where nothing was seen so far
     """
-    if q.is_cuda and q.dtype != torch.float64:
-        from . import triton_far
-
-        triton_far.add_far_outputs(q, k, v, blocks, first, scale, out, lse)
-    else:
-        torch_far.add_far_outputs(q, k, v, blocks, first, scale, out, lse)
+    backend = _backend(q, k, blocks)
+    backend.add_far_outputs(q, k, v, blocks, first, scale, out, lse)
 
 
 def add_far_gradients(
@@ -69,8 +67,18 @@ def add_far_gradients(
 
     Other arguments are those of `add_far_outputs`. Formulas are those of `Kernel.backward`.
     """
+    backend, tensors = _backend(q, k, blocks), (dout, q, k, v, lse_delta)
+    result: tuple[Tensor, Tensor] = backend.add_far_gradients(*tensors, blocks, first, scale, dq)
+    return result
+
+
+def _backend(q: Tensor, k: Tensor, blocks: FarBlocks) -> ModuleType:
+    """Return the functions for such tensors: Triton's on GPUs, unless for fp64 or too large
+    heads or blocks.
+    """
     if q.is_cuda and q.dtype != torch.float64:
         from . import triton_far
 
-        return triton_far.add_far_gradients(dout, q, k, v, lse_delta, blocks, first, scale, dq)
-    return torch_far.add_far_gradients(dout, q, k, v, lse_delta, blocks, first, scale, dq)
+        if triton_far.fits(q, k, blocks.block_size):
+            return triton_far
+    return torch_far

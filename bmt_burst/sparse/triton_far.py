@@ -17,6 +17,7 @@ a block's tokens. A tile or a step has TOKENS queries, so M = TOKENS * HEADS row
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from ..base.compiled import multiply_by_16
 from ..kernels.packed import current_stream
@@ -58,6 +60,7 @@ _HALF = {
     "dq": LaunchShape(64, 4, 2),
     "dkdv": LaunchShape(32, 4, 3),
 }
+_SCRATCH = 2048  # bytes of shared memory for anything but operands
 # Not measured.
 _SINGLE = {
     "forward": LaunchShape(64, 4, 1),
@@ -114,7 +117,7 @@ def _launch_by_tiles(
 ) -> None:
     """Launch the kernel of forward or dq. The first two of `tensors` are q and k."""
     q, k = tensors[:2]
-    shape = _shape(name, q)
+    shape = _find_shape(name, q, k, blocks.block_size)
     tokens = count_tokens(shape.rows, pad_heads(q.shape[1] // k.shape[1]))
     tiles = _prepare_once(
         blocks, ("tiles", tokens), lambda: QueryTiles.of_starts(blocks.starts, tokens)
@@ -146,7 +149,8 @@ def _launch_by_lists(
 ) -> None:
     """Launch the kernels of dk and dv, which are the last two of `tensors`, after q and k."""
     q, k, *_, dk, dv = tensors
-    shape, constants = _shape("dkdv", q), _constants(q, k, blocks.block_size)
+    shape = _find_shape("dkdv", q, k, blocks.block_size)
+    constants = _constants(q, k, blocks.block_size)
     lists = _prepare_once(blocks, ("lists",), lambda: KeyLists.of_starts(blocks.starts))
     parts = lists.between(first - blocks.block_size + 1, first + len(k))
     groups, slots = parts.held.shape
@@ -210,10 +214,32 @@ def _constants(q: Tensor, k: Tensor, block_size: int) -> dict[str, Any]:
     }
 
 
-def _shape(name: str, q: Tensor) -> LaunchShape:
+def fits(q: Tensor, k: Tensor, block_size: int) -> bool:
+    """Whether a GPU's shared memory holds what each of the kernels loads at once."""
+    return all(_find_shape(name, q, k, block_size).stages for name in _HALF)
+
+
+def _find_shape(name: str, q: Tensor, k: Tensor, block_size: int) -> LaunchShape:
+    """Return the launch shape of a kernel, with as many stages as shared memory holds."""
     if not q.is_cuda:
         return _INTERPRETED[name]
-    return (_SINGLE if q.dtype == torch.float32 else _HALF)[name]
+    shape = (_SINGLE if q.dtype == torch.float32 else _HALF)[name]
+    heads, constants = pad_heads(q.shape[1] // k.shape[1]), _constants(q, k, block_size)
+    rows, keys = count_tokens(shape.rows, heads) * heads, 2 * constants["N"]
+    # Rows of queries and keys, of which a program keeps some and loads the others in each stage.
+    kept, loaded = {"forward": (rows, keys), "dq": (2 * rows, keys), "dkdv": (keys, 2 * rows)}[name]
+    row_bytes = constants["WIDTH"] * q.element_size()
+    if q.dtype == torch.float32:  # some are also kept transposed
+        row_bytes = row_bytes * 5 // 3
+    stages = (shared_memory(q.device) // row_bytes - kept) // loaded
+    return shape._replace(stages=max(min(shape.stages, stages), 0))
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that operands of a program may take on a GPU."""
+    properties: dict[str, int] = driver.active.utils.get_device_properties(device.index)
+    return properties["max_shared_mem"] - _SCRATCH
 
 
 def count_tokens(rows: int, heads: int) -> int:
