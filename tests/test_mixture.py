@@ -16,7 +16,8 @@ from train.checkpoints import checkpoint
 from train.cpm_live.tokenizers import AntGreedyTokenizer
 from train.data.folder import Sequences
 from train.data.interleave import Interleaving
-from train.data.mixture import Mixture, parse_shares, parse_sources, starting_over
+from train.data.mixture import Mixture, starting_over
+from train.data.shares import parse_shares, parse_sources
 from train.data.stored import TokenWriter, make_writer
 from train.data.text import make_reader
 from train.data.tokenizer import ByteTokenizer

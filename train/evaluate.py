@@ -36,7 +36,7 @@ from train.base.wording import counted
 from train.checkpoints import checkpoint
 from train.data.batches import Batches
 from train.data.folder import Sequences
-from train.data.mixture import training_folders, validation_folders
+from train.data.shares import training_folders, validation_folders
 from train.evaluation.haystack import SENTENCES
 from train.evaluation.report import write_report
 from train.evaluation.tasks import (

@@ -44,7 +44,8 @@ from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
 from train.data.batches import Batches, Dealer, Work
 from train.data.folder import Sequences
-from train.data.mixture import epochs, show_sources, source_names, starting_over
+from train.data.mixture import epochs, source_names, starting_over
+from train.data.shares import show_sources
 from train.evaluation.tasks import METRICS, Grid, Subject, check_tasks, evaluate
 from train.planning.dry_run import advise, dry_run
 from train.registry import load

@@ -20,7 +20,7 @@ from models.blocks import CHECKPOINTING, Saving
 from models.huggingface import read_config
 from models.rope import RopeScaling
 from train.base.wording import flag
-from train.data.mixture import check_sources
+from train.data.shares import check_sources
 from train.evaluation.tasks import parse_tasks
 from train.registry import KINDS, Kind
 from train.run.kinds import PRESETS, ModelConfig, config_of, kind_of

@@ -16,7 +16,8 @@ from bmt_burst import kernels
 from bmt_burst.spec import Spec
 from models.config import CPMConfig
 from train.base import ranks
-from train.data.mixture import Mixture, parse_shares, parts, validation_folders
+from train.data.mixture import Mixture, parts
+from train.data.shares import parse_shares, validation_folders
 from train.data.source import Source, Stored
 from train.data.stream import Sizes, Stream
 from train.data.stream_files import StreamFiles, is_stream

@@ -13,7 +13,7 @@ from typing import Any
 
 from train.base.command_line import ArgumentParser
 from train.base.wording import flag
-from train.data.mixture import parse_sources
+from train.data.shares import parse_sources
 from train.run.config import DATA, MODEL, OPTIMIZER, PARALLEL, RUN, SOURCES, TrainConfig
 
 

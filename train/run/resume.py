@@ -19,7 +19,8 @@ from models.cpm_live.config import LiveConfig
 from train.base import ranks
 from train.base.wording import flag
 from train.checkpoints import checkpoint
-from train.data.mixture import flatten_identities, show_sources
+from train.data.mixture import flatten_identities
+from train.data.shares import show_sources
 from train.data.source import Source
 from train.data.tokenizer import Tokenizer
 from train.run.config import TrainConfig

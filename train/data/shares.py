@@ -1,0 +1,109 @@
+"""The values of --data and --val-data: a path, or several sources by name.
+
+A source of training data is NAME=PATH:WEIGHT, one of validation data NAME=PATH. In a configuration
+file they are a table, with the text after NAME= by name.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+Named = Mapping[str, str]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class Share:
+    """A source of training data: its folder, and its weight among all sources."""
+
+    folder: str
+    weight: Fraction
+
+
+def parse_sources(texts: Sequence[str]) -> str | dict[str, str]:
+    """Return the values of --data or --val-data: one path, or the texts after NAME= by name.
+
+    A single value that exists is a path. Raises ValueError for values without a name, and for
+    duplicate names.
+    """
+    [first, *others] = texts
+    if not others and ("=" not in first or os.path.exists(first)):
+        return first
+    named: dict[str, str] = {}
+    for text in texts:
+        name, separator, rest = text.partition("=")
+        if not separator:
+            raise ValueError(f"expected one path, or NAME= in front of each, got {text!r}")
+        if name in named:
+            raise ValueError(f"expected different names, got {name} twice")
+        named[name] = rest
+    return named
+
+
+def parse_shares(data: Named) -> dict[str, Share]:
+    """Return the sources of --data by name. Raises ValueError for wrong names, paths or weights."""
+    _check_names("--data", data)
+    return {name: _parse_share(name, text) for name, text in data.items()}
+
+
+def check_sources(data: str | Named, val_data: str | Named | None) -> None:
+    """Raise ValueError for wrong values of --data or --val-data."""
+    training_folders(data)
+    validation_folders(val_data)
+
+
+def validation_folders(val_data: str | Named | None) -> dict[str, str]:
+    """Return the folders of --val-data by name. The name of a single path is empty.
+
+    Raises ValueError for wrong names or paths.
+    """
+    if val_data is None or isinstance(val_data, str):
+        return {} if val_data is None else {"": val_data}
+    _check_names("--val-data", val_data)
+    return dict(val_data)
+
+
+def show_sources(value: str | Named | None) -> str:
+    """Return a value of --data or --val-data as a command line has it."""
+    if value is None or isinstance(value, str):
+        return str(value)
+    return " ".join(f"{name}={text}" for name, text in value.items())
+
+
+def training_folders(data: str | Named) -> dict[str, str]:
+    """Return the folders of --data by name. The name of a single path is empty."""
+    if isinstance(data, str):
+        return {"": data}
+    return {name: share.folder for name, share in parse_shares(data).items()}
+
+
+def _check_names(option: str, sources: Named) -> None:
+    if not sources:
+        raise ValueError(f"{option} must name at least one source, got none")
+    for name, text in sources.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{option}: expected a name of letters, digits, '_', '-' and '.', got {name!r}"
+            )
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{option}: expected a path for {name}, got {text!r}")
+
+
+def _parse_share(name: str, text: str) -> Share:
+    """Return the source of the text PATH:WEIGHT."""
+    folder, _, weight = text.rpartition(":")
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not folder or not 0 < number < math.inf:
+        raise ValueError(
+            f"--data: expected {name}=PATH:WEIGHT with a positive number as weight, got "
+            f"{name}={text}"
+        )
+    return Share(folder, Fraction(weight.strip()))
