@@ -121,6 +121,16 @@ def program(folder, text: str) -> SimpleNamespace:
     return SimpleNamespace(__file__=str(folder / "program.py"), FAILED=writer.FAILED)
 
 
+def test_signals_to_stop_do_not_reach_the_process_that_writes(tmp_path, monkeypatch):
+    """A terminal or a scheduler sends them to all processes."""
+    text = "import signal; print(*sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+    monkeypatch.setattr(host_copy, "writer", program(tmp_path, text))
+    background = saver.Background(8, CPU)
+    entry = background.pool.submit(background.copy.result().write, tmp_path / "file").result()
+    assert entry["sha256"] == "1 2 15"  # SIGHUP, SIGINT and SIGTERM
+    background.close()
+
+
 FULL_DISK = f"""
 import resource, runpy
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
@@ -278,6 +288,7 @@ from contextlib import suppress
 from pathlib import Path
 import torch, torch.distributed as dist
 from train.checkpoints import checkpoint
+from train.checkpoints.host_copy import HostCopy
 from tests.test_saver import make_saver, save
 
 root, reached = Path(sys.argv[1]), 0
@@ -320,7 +331,22 @@ def check(at_least):
     assert checkpoint.Checkpoint(path).weights()["a"].flatten().tolist() == expected
     assert path == checkpoint.listed(root / "run")[0], "none is damaged"
 
+def wait_for_end_of_writers(of):
+    deadline = time.monotonic() + 10
+    while left := writers(of):
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            sys.exit("the writer lives on")
+
 gc.freeze()  # or each fork would visit and copy it all
+os.mkfifo(root / "fifo")
+pid = in_child(lambda: HostCopy(8, torch.device("cpu")).write(root / "fifo"))
+while not writers(pid):  # it waits for a reader
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+os.kill(pid, signal.SIGKILL)
+os.waitpid(pid, 0)
+wait_for_end_of_writers(pid)
 random.seed(0)
 for turn in range(8):
     pid = in_child(endless)
@@ -336,9 +362,7 @@ for turn in range(8):
     else:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    deadline = time.monotonic() + 10
-    while writers(pid):
-        assert time.monotonic() < deadline, "the writer lives on"
+    wait_for_end_of_writers(pid)
     reached = max(reached, last_reached())
     assert os.waitpid(in_child(lambda: check(reached)), 0)[1] == 0
 print("steps", reached)
