@@ -1,8 +1,10 @@
 """Streams: rows that are read and tokenized while a run trains, and where they continue."""
 
 import gzip
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -15,7 +17,7 @@ from tests.test_prepare import jsonl
 from tests.test_trainer import alone, records, settings, train  # noqa: F401 - two fixtures
 from train.base import ranks
 from train.checkpoints.checkpoint import Checkpoint
-from train.data import text
+from train.data import remote, text
 from train.data.folder import Row, TokenFile
 from train.data.stream import Sizes, Stream
 from train.data.stream_files import StreamFiles, is_stream
@@ -337,3 +339,36 @@ def test_a_stream_may_be_a_part_of_a_mixture(folder, settings, tmp_path):  # noq
     assert len(records(tmp_path / "whole", "loss/stream")) == 4
     state = Checkpoint(tmp_path / "whole/step_00000004").state["reading"]
     assert sum(lane["rows"] for lane in state["stream"]["lanes"]) == 24
+
+
+class Flaky(io.BytesIO):
+    """A file whose reads fail for a while."""
+
+    failures = 0
+
+    def read(self, size=-1):
+        if Flaky.failures:
+            Flaky.failures -= 1
+            raise RuntimeError("reset by peer")
+        return super().read(size)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_a_read_that_fails_is_tried_again(failures, monkeypatch, capsys):
+    """From the place where it failed. An error that remains is none of the file."""
+    content = bytes(range(256)) * 999
+    system = SimpleNamespace(open=lambda path, mode: Flaky(content))
+    monkeypatch.setattr(remote, "_find", lambda url: (system, url))
+    monkeypatch.setattr(remote, "_WAITS", (0, 0))
+    with remote.open_remote("x://file") as file:
+        start = file.read(1 << 16)
+        file.seek(1 << 17)
+        monkeypatch.setattr(Flaky, "failures", failures)
+        if failures == 3:
+            with pytest.raises(OSError, match="RuntimeError: reset by peer") as told:
+                file.read()
+            assert told.value.errno
+        else:
+            assert (start, file.read()) == (content[: 1 << 16], content[1 << 17 :])
+    said = "x://file: RuntimeError('reset by peer'); trying again"
+    assert capsys.readouterr().err.count(said) == min(failures, 2)

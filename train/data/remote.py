@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
@@ -12,15 +14,18 @@ from typing import Any, BinaryIO
 from train.data.extras import import_extra
 
 _BUFFER = 1 << 16
+_WAITS = (1, 5, 25)  # seconds before a failed read is tried again
 
 
 class _Remote(io.RawIOBase):
-    """An open file of fsspec. Its errors, which may be of any kind, are OSErrors that have an
-    errno. So they are never taken for damage to the file.
+    """The file at an address. A read that fails is tried again.
+
+    Errors of reading, which may be of any kind, are OSErrors that have an errno. So they are never
+    taken for damage to the file.
     """
 
-    def __init__(self, inner: Any):
-        self._inner = inner
+    def __init__(self, url: str):
+        self._url, self._place, self._inner = url, 0, _open(url)
 
     def readable(self) -> bool:
         return True
@@ -28,18 +33,36 @@ class _Remote(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
-        with _as_os_error():
-            read = self._inner.read(len(buffer))
-        buffer[: len(read)] = read
-        return len(read)
+    def tell(self) -> int:
+        return self._place
 
     def seek(self, place: int, whence: int = os.SEEK_SET) -> int:
         with _as_os_error():
-            return int(self._inner.seek(place, whence))
+            self._place = int(self._inner.seek(place, whence))
+        return self._place
 
-    def tell(self) -> int:
-        return int(self._inner.tell())
+    def readinto(self, buffer: Any) -> int:
+        with _as_os_error():
+            read = self._read_patiently(len(buffer))
+        buffer[: len(read)] = read
+        self._place += len(read)
+        return len(read)
+
+    def _read_patiently(self, size: int) -> bytes:
+        waits, inner = iter(_WAITS), self._inner
+        while True:
+            try:
+                if inner is None:
+                    inner = self._inner = _open(self._url)
+                    inner.seek(self._place)
+                read: bytes = inner.read(size)
+                return read
+            except Exception as error:
+                if (seconds := next(waits, None)) is None:
+                    raise
+                print(f"{self._url}: {error!r}; trying again", file=sys.stderr, flush=True)
+                time.sleep(seconds)
+                inner = None
 
     def close(self) -> None:
         self._inner.close()
@@ -56,8 +79,7 @@ def open_remote(url: str) -> BinaryIO:
     for such addresses is missing.
     """
     with _as_os_error():
-        file_system, path = _find(url)
-        return io.BufferedReader(_Remote(file_system.open(path, "rb")), _BUFFER)
+        return io.BufferedReader(_Remote(url), _BUFFER)
 
 
 def list_remote(url: str) -> list[tuple[str, int]]:
@@ -71,6 +93,11 @@ def list_remote(url: str) -> list[tuple[str, int]]:
     if not sizes:
         raise ValueError(f"no file matches {url}")
     return [(name, int(size or 0)) for name, size in sizes]
+
+
+def _open(url: str) -> Any:
+    file_system, path = _find(url)
+    return file_system.open(path, "rb")
 
 
 def _find(url: str) -> tuple[Any, str]:
