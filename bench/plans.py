@@ -1,13 +1,15 @@
-"""Compares plans with measured training runs, and writes the table of docs/planning.md.
+"""Compares plans with measured training runs, and writes the tables of docs/planning.md.
 
     python bench/plans.py
 
-It plans every row of bench/results/training-*.jsonl, on this machine without a GPU.
+It plans every row of bench/results/training-*.jsonl, and runs on some numbers of GPUs. It takes a
+minute and needs no GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -23,13 +25,14 @@ from models.config import PRESETS
 from train.planning.hardware import GIB, H200
 from train.planning.memory import Step, plan_step
 from train.planning.report import saving_flags
+from train.planning.search import Cluster, plan, recommend, with_options
 from train.planning.seconds import step_seconds
 from train.run.config import TrainConfig
 from train.run.options import parse_options
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/planning.md"
-MARKED = re.compile(r"(<!-- plans -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # The runs that the rates of train/planning/hardware.py are from: model, layers, GPUs, tokens,
 # checkpointing.
@@ -113,8 +116,55 @@ def table() -> str:
     return "\n".join(lines)
 
 
+MODELS, LENGTHS = ("minicpm4-0.5b", "minicpm4-8b"), (32768, 131072, 1048576)
+_HOST_GIB = 128.0  # for each GPU
+
+
+def options_table() -> str:
+    """Return the table of recommended options."""
+    head = ["model", "GPUs", "GiB", *map(tokens, LENGTHS)]
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    for model, gpus, gib in itertools.product(MODELS, (1, 2, 8), (24, 80, 139)):
+        lines.append(options_row(model, gpus, gib))
+    return "\n".join(lines)
+
+
+def options_row(model: str, gpus: int, gib: int) -> str:
+    """Return a row: the options that are recommended for each length."""
+    config = TrainConfig(
+        model=model,
+        dtype="bf16",
+        seq_len=LENGTHS[0],
+        sp_size=gpus,
+        batch_size=1,
+        micro_batch_size=1,
+    )
+    run = plan(config, Cluster(gpus, gib, H200, _HOST_GIB), "bmtrain")
+    cells = [model, str(gpus), str(gib)]
+    for length in LENGTHS:
+        found = recommend(with_options(run, seq_len=length))
+        cells.append("does not fit" if found is None else _describe_options(found.config))
+    return f"| {' | '.join(cells)} |"
+
+
+def _describe_options(config: TrainConfig) -> str:
+    optimizer = ["--offload-optimizer"] if config.offload_optimizer else []
+    return " ".join(f"`{word}`" for word in _pair(saving_flags(config) + optimizer)) or "none"
+
+
+def _pair(words: list[str]) -> list[str]:
+    """Return options, each joined with its value."""
+    return re.sub(r" (?=--)", "\n", " ".join(words)).splitlines()
+
+
+TABLES = {"plans": table, "options": options_table}
+
+
 def main() -> None:
-    PAGE.write_text(MARKED.sub(lambda found: f"{found[1]}{table()}\n{found[2]}", PAGE.read_text()))
+    def write(found: re.Match[str]) -> str:
+        return f"{found[1]}{TABLES[found[2]]()}\n{found[3]}"
+
+    PAGE.write_text(MARKED.sub(write, PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import shlex
 import pytest
 import torch
 
-from bench.plans import CALIBRATION, MARKED, PAGE, compare, step_of, table
+from bench.plans import CALIBRATION, MARKED, PAGE, TABLES, compare, options_row, step_of, table
 from bmt_burst import InfLLMV2
 from bmt_burst.nn import apply_rope, rope_tables, swiglu
 from models.blocks import Saving
@@ -68,9 +68,10 @@ def test_the_page_has_the_errors_and_more_checks_than_rates():
     rates = [each for each in comparisons if each.calibrates]
     assert len(rates) == len(CALIBRATION)
     assert len(comparisons) >= 2 * len(rates)
-    found = MARKED.search(PAGE.read_text())
-    assert found is not None
-    assert found[0] == f"{found[1]}{table()}\n{found[2]}", "run python bench/plans.py"
+    page = PAGE.read_text()
+    assert {found[2] for found in MARKED.finditer(page)} == TABLES.keys()
+    for expected in (table(), options_row("minicpm4-0.5b", 1, 24)):
+        assert f"\n{expected}\n" in page, "run python bench/plans.py"
 
 
 def attention_rows() -> list:

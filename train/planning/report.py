@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from train.base.wording import counted, flag
@@ -144,28 +144,32 @@ def command(planned: Planned) -> str:
     hosts = -(-gpus // _GPUS_OF_HOST)
     launcher = ["torchrun", *(["--nnodes", str(hosts)] if hosts > 1 else [])]
     launcher += ["--nproc-per-node", str(gpus // hosts), "train/pretrain.py"]
-    words = [*launcher, *_given_options(config), "--data", "DATA", "--output", "RUN"]
+    words = [*launcher, *_join(_given_options(config)), "--data", "DATA", "--output", "RUN"]
     return shlex.join(words)
 
 
 def saving_flags(config: TrainConfig) -> list[str]:
     """Return the options that say what blocks save."""
-    return _given_options(config, only=list(next(iter(savings()))))
+    saving = {flag(name) for name in next(iter(savings()))}
+    return _join(option for option in _given_options(config) if option[0] in saving)
 
 
-def _given_options(config: TrainConfig, only: Sequence[str] | None = None) -> list[str]:
-    """Return the options that differ from the defaults, all of them or `only` some."""
-    words = []
+def _given_options(config: TrainConfig) -> list[tuple[str, ...]]:
+    """Return the options that differ from the defaults, each with its value if it has one."""
+    options: list[tuple[str, ...]] = []
     for field in dataclasses.fields(TrainConfig):
-        value = getattr(config, field.name)
-        if field.name in ("data", "output") or (only is not None and field.name not in only):
+        name, value = flag(field.name), getattr(config, field.name)
+        if field.name in ("data", "output") or value == field.default or value is None:
             continue
-        if value == field.default or value is None:
-            continue
-        words.append(flag(field.name))
-        if not isinstance(value, bool):
-            words.append(_as_text(value))
-    return words
+        if isinstance(value, bool):
+            options.append((name if value else f"--no-{field.name.replace('_', '-')}",))
+        else:
+            options.append((name, _as_text(value)))
+    return options
+
+
+def _join(options: Iterable[tuple[str, ...]]) -> list[str]:
+    return [word for option in options for word in option]
 
 
 def _as_text(value: object) -> str:
@@ -183,10 +187,7 @@ def explain_shortage(planned: Planned) -> str:
         f"{largest} are {memory.parts[largest] / GIB:.1f}"
     )
     for other in helping_options(planned):
-        changed = [
-            word
-            for word in _given_options(other.config)
-            if word not in _given_options(planned.config)
-        ]
+        before = _given_options(planned.config)
+        changed = _join(option for option in _given_options(other.config) if option not in before)
         return f"{said}; {' '.join(changed)} helps most: {other.step.memory.total / GIB:.1f} GiB"
     return f"{said}; give a shorter --seq-len or more GPUs to share it: --sp-size"

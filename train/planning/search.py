@@ -244,7 +244,7 @@ def helping_options(planned: Planned) -> Sequence[Planned]:
     if config.checkpointing == "none":
         changes += [{"checkpointing": "selective"}, {"checkpointing": "full"}]
     elif config.checkpointing_blocks is not None:
-        changes += [{"checkpointing_blocks": None}]
+        changes += [{"checkpointing_blocks": planned.model.num_layers}]
     if config.checkpointing == "selective":
         changes += [{"checkpointing": "full"}]
     if tile is None or tile > TILE:
