@@ -21,6 +21,7 @@ from train.planning.attention import AttentionShape, attention_memory
 from train.planning.dry_run import advise, dry_run
 from train.planning.hardware import GIB, GPUS, H200
 from train.planning.ledger import META, Ledger
+from train.planning.memory import AttentionRun
 from train.planning.report import command
 from train.planning.search import (
     Cluster,
@@ -33,7 +34,7 @@ from train.planning.search import (
     with_length,
     with_options,
 )
-from train.planning.seconds import step_seconds
+from train.planning.seconds import attention_seconds, step_seconds
 from train.planning.units import Shape, find_unit
 from train.run import ending
 from train.run.config import TrainConfig
@@ -111,6 +112,35 @@ def test_the_memory_of_attention_is_near_what_was_measured(row, strategy):
     grads = of_head * (shape.heads + 2 * shape.kv_heads)
     total = max(memory.forward + out, out + grads + memory.backward) + memory.held
     assert total / GIB == pytest.approx(row["peak_extra_gib"], rel=MEMORY_ERROR)
+
+
+def sparse_rows() -> list:
+    rows = [
+        row
+        for name in ("sparse-1-nvidia-h200.jsonl", "sparse-2-nvidia-h200.jsonl")
+        for row in read(name)
+        if row["impl"] in ("dense", "sparse, 80% overlap")
+        and row["seq_len"] // row["gpus"] >= 16384
+    ]
+    return [pytest.param(row, id=f"{row['impl'][:6].strip(',')}-{n}") for n, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("row", sparse_rows())
+def test_the_time_of_attention_is_near_what_was_measured(row):
+    shape = AttentionShape(
+        row["batch"],
+        row["seq_len"],
+        row["heads"],
+        row["kv_heads"],
+        row["head_dim"],
+        torch.bfloat16,
+        row["gpus"],
+        row["gpus"],
+        sparse=row["sparse"] and InfLLMV2.from_dict(row["sparse"]),
+    )
+    for run, name in (("forward", "fwd_ms"), ("backward", "bwd_ms")):
+        seconds = attention_seconds(AttentionRun(shape, run), H200)
+        assert seconds == pytest.approx(row[name] / 1e3, rel=SECONDS_ERROR)
 
 
 TINY = CPMConfig(64, 32, 96, 4, 4, 2, 8)

@@ -20,7 +20,7 @@ _RING_RATE = 0.96  # of attention on several ranks, relative to one
 # Sparse attention of 32 heads of size 128, from bench/results/sparse-1-nvidia-h200.jsonl and -2-:
 # seconds for each compressed key that a query is compared with, and for each token's forward and
 # backward, where neighbouring queries choose 80 % of the same blocks.
-_CHOICE_S, _SPARSE_FORWARD_S, _SPARSE_BACKWARD_S = 78e-12, 0.26e-6, 0.93e-6
+_CHOICE_S, _SPARSE_FORWARD_S, _SPARSE_BACKWARD_S = 64e-12, 0.28e-6, 0.92e-6
 _SPARSE_ENTRIES = 32 * 128
 
 
