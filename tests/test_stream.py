@@ -185,6 +185,7 @@ def test_a_broken_shard_is_named_and_skipped(folder, monkeypatch, capsys):
     stream = opened(folder)
     whole = take(stream, range(400))
     said = capsys.readouterr().err
+    assert all(line.startswith(f"{folder}: ") for line in said.splitlines())
     reason = "Compressed file ended before the end-of-stream marker was reached"
     assert said.count(f"the rest of a broken shard is skipped: {path}: {reason}") == 1
     read = read_documents([row for sample, row in enumerate(whole) if sample % 8 < 4])
@@ -229,7 +230,7 @@ def test_tables_that_are_broken_are_left_out_before(folder):
     assert f"a stream of {FILES - 1} files" in said and "in/5.parquet: Parquet magic" in said
 
 
-def test_bad_lines_are_skipped_up_to_a_share(folder):
+def test_bad_lines_are_skipped_up_to_a_share(folder, capsys):
     inputs = folder.parents[1] / "in"
     for path in (inputs / "a.jsonl", inputs / "b.jsonl"):
         path.write_bytes(b"{}\n" + jsonl("good", "too"))
@@ -237,6 +238,12 @@ def test_bad_lines_are_skipped_up_to_a_share(folder):
     rows = take(opened(folder), range(400))
     read = read_documents([row for sample, row in enumerate(rows) if sample % 8 < 4])
     assert "good" in read
+    said = capsys.readouterr().err
+    for name in ("a.jsonl", "b.jsonl"):
+        place = f"{inputs / name}:1: no text in field 'text'"
+        assert f"{folder}: 1 bad line was skipped, the first: {place}" in said
+    make_stream(folder.parents[1], "--max-bad", 0.3)
+    take(opened(folder), range(400))
     make_stream(folder.parents[1], "--max-bad", 0)
     with pytest.raises(
         ValueError, match=r"lines? .* bad, more than --max-bad 0 of them.*jsonl:1: "
@@ -270,7 +277,13 @@ def test_a_stream_is_only_for_training(folder):
     with pytest.raises(ValueError, match="is a stream, which only --data of pretrain"):
         TokenFile(folder)
     base = folder.parents[1]
-    assert "does not go with --stream" in make_stream(base, "--val-fraction", 0.1, code=2)
+    for option, value in (("--val-fraction", 0.1), ("--workers", 2)):
+        assert f"{option} does not go with --stream" in make_stream(base, option, value, code=2)
+    for value in ((), ("--stream",)):
+        given = ("--input", base / "in", "--output", base / "o", "--shuffle-tokens", 0, *value)
+        said = prepare(*given, code=2)
+        assert ("--shuffle-tokens must be at least 1, got 0" in said) == bool(value)
+        assert ("--shuffle-tokens needs --stream" in said) == (not value)
     (base / "in/x.txt").write_text("text")
     said = make_stream(base, code=2)
     assert "x.txt: a stream is read from .jsonl and .parquet files and datasets folders" in said

@@ -82,6 +82,7 @@ from train.data.text import (
 from train.data.tokenizer import Tokenizer, open_tokenizer
 
 _SMALL = 1 << 23  # bytes of text below which starting processes takes longer than it saves
+_SHUFFLED = 1 << 22  # tokens of a stream
 _PARTS = {"train", "val"}
 
 
@@ -390,7 +391,6 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--shuffle-tokens",
         type=int,
-        default=1 << 22,
         metavar="TOKENS",
         help="with --stream: tokens that are in memory at once to be shuffled (default: 4194304)",
     )
@@ -425,6 +425,20 @@ def _parser() -> ArgumentParser:
     return parser
 
 
+def _check_stream(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    """End the process with a message if options do not go with --stream or its absence."""
+    if args.stream and args.val_fraction:
+        parser.error("--val-fraction does not go with --stream: prepare files for validation alone")
+    if args.stream and args.workers is not None:
+        parser.error("--workers does not go with --stream, which tokenizes nothing")
+    if not args.stream and args.shuffle_tokens is not None:
+        parser.error("--shuffle-tokens needs --stream")
+    if args.shuffle_tokens is None:
+        args.shuffle_tokens = _SHUFFLED
+    if args.shuffle_tokens < 1:
+        parser.error(f"--shuffle-tokens must be at least 1, got {args.shuffle_tokens}")
+
+
 def _check_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
     """End the process with a message if an argument is out of range."""
     if args.workers is not None and args.workers < 1:
@@ -433,10 +447,7 @@ def _check_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--output must not be empty")
     if not 0 <= args.max_bad <= 1:
         parser.error(f"--max-bad must be at least 0 and at most 1, got {args.max_bad}")
-    if args.shuffle_tokens < 1:
-        parser.error(f"--shuffle-tokens must be at least 1, got {args.shuffle_tokens}")
-    if args.stream and args.val_fraction:
-        parser.error("--val-fraction does not go with --stream: prepare files for validation alone")
+    _check_stream(parser, args)
     if args.max_bad_shards < 0:
         parser.error(f"--max-bad-shards must not be negative, got {args.max_bad_shards}")
     if not 0 <= args.val_fraction < 1:

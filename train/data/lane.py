@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from bmt_burst.sequence.layout import IGNORE_INDEX
+from train.base.wording import counted
 from train.data.files import TextFile
 from train.data.folder import Row
 from train.data.text import BadLines, Encoded, Encoder, TextLines, read_pieces
@@ -59,7 +60,7 @@ class Reading:
 
     field         the field or column of the text
     block_tokens  tokens after which a block ends
-    max_bad       largest share of bad lines in a block
+    max_bad       largest share of bad lines among those that were read so far
     seed          seed of the orders of files and documents, with the number of the lane
     bos           the token in front of each document, unless it has it; None for none
     """
@@ -90,6 +91,7 @@ class BlockReader:
     files   the files of the lane, by their numbers in the stream
     broken  the broken files that are known, which gets those that are found
     report  called with the number of a file in which damage was found
+    say     called with a sentence for the log
     """
 
     def __init__(
@@ -99,9 +101,11 @@ class BlockReader:
         how: Reading,
         broken: dict[int, Damage],
         report: Callable[[int], None],
+        say: Callable[[str], None],
     ):
         self._files, self._encoder, self._how = files, encoder, how
-        self._broken, self._report = broken, report
+        self._broken, self._report, self._say = broken, report, say
+        self._bad = BadLines()
         self._place: Place | None = None  # where `_parts` continues
         self._parts: Iterator[tuple[Encoded | None, Place]] = iter(())
 
@@ -121,9 +125,17 @@ class BlockReader:
                 bad.extend(encoded.bad)
                 documents += [self._complete(ids) for _, ids in encoded.documents if len(ids)]
                 tokens = sum(map(len, documents))
-        bad.check(self._how.max_bad)
+        self._count_bad(bad)
         self._place = end
         return self._shuffle(start, end, documents)
+
+    def _count_bad(self, bad: BadLines) -> None:
+        """Say which lines are bad. Raises ValueError if they are too many."""
+        if bad.count:
+            skipped = counted(bad.count, "bad line was skipped", "bad lines were skipped")
+            self._say(f"{skipped}, the first: {bad.first[0]}")
+        self._bad.extend(bad)
+        self._bad.check(self._how.max_bad)
 
     def _shuffle(self, start: Place, end: Place, documents: Sequence[np.ndarray]) -> Block:
         chance = np.random.default_rng((*self._how.seed, 1, start.epoch, start.file, start.line))

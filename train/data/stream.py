@@ -100,8 +100,8 @@ class Stream:
         epoch = lane.epoch
         lane.skip(self._rows_before(number, sample) - lane.rows)
         row = lane.take()
-        if self._announces and epoch == 0 < lane.epoch:
-            _say(f"{self.folder}: lane {number} starts over, in a new order")
+        if epoch == 0 < lane.epoch:
+            self._say(f"lane {number} starts over, in a new order")
         return row
 
     def state(self, samples: int) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Stream:
             seed = (self._sizes.seed, number)
             how = Reading(self._files.field, share, self._files.max_bad, seed, self.bos)
             encoder = Encoder(self._tokenizer, self._files.field)
-            reader = BlockReader(mine, encoder, how, self._broken, self._report)
+            reader = BlockReader(mine, encoder, how, self._broken, self._report, self._say)
             state = self._saved[number]
             self._lanes[number] = Lane(
                 reader, self._thread, self._sizes.seq_len, self.documents, state
@@ -161,9 +161,12 @@ class Stream:
 
     def _report(self, number: int) -> None:
         """Print the name of a broken file. Raises ValueError if there are too many."""
-        if self._announces:
-            _say(f"the rest of a broken shard is skipped: {self._describe(number)}")
+        self._say(f"the rest of a broken shard is skipped: {self._describe(number)}")
         self._check_broken()
+
+    def _say(self, text: str) -> None:
+        if self._announces:
+            print(f"{self.folder}: {text}", file=sys.stderr, flush=True)
 
     def _check_broken(self) -> None:
         """Raise ValueError if there are too many broken files."""
@@ -185,7 +188,3 @@ def _count_lanes(files: int, batch_size: int) -> int:
     """
     most = min(files // _FILES_PER_LANE, batch_size, _MOST_LANES)
     return max(n for n in range(1, max(most, 1) + 1) if batch_size % n == 0)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
