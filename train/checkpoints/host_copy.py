@@ -36,6 +36,7 @@ class HostCopy:
             _allocate(self._descriptor, size)
             # the tensor keeps the mapping
             self._memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
+            self._memory[:: mmap.PAGESIZE].zero_()  # maps each page now, not in the first save
             self._pinned = device.type == "cuda" and _pin(self._memory)
             undo.pop_all()
 
