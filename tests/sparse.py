@@ -68,6 +68,20 @@ def oracle(
     scale = q.shape[-1] ** -0.5
     by_q, by_k = (x.detach() for x in choose_by or (q, k))
     chosen = chosen_blocks(by_q, by_k, cu_seqlens, sparse, scale)
+    return attend_to_blocks(q, k, v, cu_seqlens, chosen, sparse, sinks)
+
+
+def attend_to_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Sequence[int],
+    chosen: list[list[list[int]]],
+    sparse: InfLLMV2,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `oracle` does, with the `chosen` blocks of each query and kv head."""
+    scale = q.shape[-1] ** -0.5
     starts = [a for a, b in itertools.pairwise(cu_seqlens) for _ in range(a, b)]
     hidden = torch.ones(k.shape[1], len(q), len(q), dtype=torch.bool)
     for i, (start, of_query) in enumerate(zip(starts, chosen, strict=True)):
