@@ -301,6 +301,12 @@ def test_a_report_ends_with_a_command_that_pretrain_takes(capsys):
     assert shlex.split(command(again)) == words
 
 
+def test_the_command_has_each_source_of_validation_data():
+    named = {"code": "data/code", "books": "a folder"}
+    words = shlex.split(command(planned(val_data=named)))
+    assert parse_options(words[4:])[1]["val_data"] == named
+
+
 def test_without_a_length_the_longest_is_planned(capsys):
     code, out, _ = run_script(capsys, "--model", "qwen3-0.6b", "--gpus", "1", "--gpu", "rtx4090")
     assert code == 0

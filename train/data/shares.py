@@ -69,10 +69,15 @@ def validation_folders(val_data: str | Named | None) -> dict[str, str]:
 
 
 def show_sources(value: str | Named | None) -> str:
-    """Return a value of --data or --val-data as a command line has it."""
-    if value is None or isinstance(value, str):
-        return str(value)
-    return " ".join(f"{name}={text}" for name, text in value.items())
+    """Return a value of --data or --val-data for messages."""
+    return "None" if value is None else " ".join(source_words(value))
+
+
+def source_words(value: str | Named) -> list[str]:
+    """Return a value of --data or --val-data as the words of a command line."""
+    if isinstance(value, str):
+        return [value]
+    return [f"{name}={text}" for name, text in value.items()]
 
 
 def training_folders(data: str | Named) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from train.base.wording import counted, flag
+from train.data.shares import source_words
 from train.run.config import TrainConfig
 
 from .hardware import GIB
@@ -163,6 +164,8 @@ def _given_options(config: TrainConfig) -> list[tuple[str, ...]]:
             continue
         if isinstance(value, bool):
             options.append((name if value else f"--no-{field.name.replace('_', '-')}",))
+        elif field.name == "val_data":
+            options.append((name, *source_words(value)))
         else:
             options.append((name, _as_text(value)))
     return options
