@@ -102,9 +102,13 @@ class Fa4Kernel(Kernel):
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
+    def cuts(self, q: Tensor, bias: CallBias | None) -> bool:
+        """Return whether a call is computed in parts."""
+        return bias is None and q.numel() > _MOST_ENTRIES
+
     def forward(self, q, k, v, call, spec, bias=None):
-        if bias is None and q.numel() > _MOST_ENTRIES:
-            return self._forward_rows(q, k, v, call, spec)
+        if self.cuts(q, bias):
+            return self.forward_in_parts(q, k, v, call, spec)
         forward, head_size = _functions()[0], q.shape[-1]
         q, k, v = _padded(q, k, v)
         options = {**_score_options(spec), "return_lse": True}
@@ -119,8 +123,8 @@ class Fa4Kernel(Kernel):
         return _drop_padding(out, head_size), lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
-        if bias is None and q.numel() > _MOST_ENTRIES:
-            return self._backward_rows(dout, q, k, v, out, lse, delta, call, spec)
+        if self.cuts(q, bias):
+            return self.backward_in_parts(dout, q, k, v, out, lse, delta, call, spec)
         backward, head_size = _functions()[1], q.shape[-1]
         table = (
             ()
@@ -149,7 +153,7 @@ class Fa4Kernel(Kernel):
             grads = (unpack(grad, len(q)) for grad in grads)
         return *(_drop_padding(grad, head_size) for grad in grads), *table
 
-    def _forward_rows(
+    def forward_in_parts(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec
     ) -> tuple[Tensor, Tensor]:
         """Compute `forward`, some queries at a time."""
@@ -162,7 +166,7 @@ class Fa4Kernel(Kernel):
             out[:, rows], lse[:, :, rows] = self.forward(mine, seen, values, part.call, spec)
         return out, lse
 
-    def _backward_rows(
+    def backward_in_parts(
         self,
         dout: Tensor,
         q: Tensor,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst import InfLLMV2, Layout, Mask, strategies
-from bmt_burst.kernels import Kernel
+from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Saved, Sizes
@@ -26,23 +26,22 @@ from .ledger import META, Ledger
 _SPARSE_BYTES, _SPARSE_BYTES_OF_BLOCK = 1 << 29, 30
 
 
-class _Kernel(Kernel):
-    """A kernel that allocates what FlashAttention-4 does, and computes nothing."""
+class _Kernel(Fa4Kernel):
+    """FlashAttention-4, which allocates, and computes nothing."""
 
     name = "planned"
-    takes_delta = True
-    writes_new_memory = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         return None
 
-    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
     def forward(self, q, k, v, call, spec, bias=None):
+        if self.cuts(q, bias):
+            return self.forward_in_parts(q, k, v, call, spec)
         return torch.empty_like(q), _rows(q)
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
+        if self.cuts(q, bias):
+            return self.backward_in_parts(dout, q, k, v, out, lse, delta, call, spec)
         working = [q.new_empty(q.shape, dtype=torch.float32), _rows(q), _rows(q)]
         if q.shape[2] != k.shape[2]:  # gradients of keys that several heads share are summed wide
             working += [x.new_empty(x.shape, dtype=torch.float32) for x in (k, v)]
