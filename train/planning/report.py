@@ -113,7 +113,7 @@ def table(planned: Planned) -> str:
                 f"{find_longest(other):,}",
                 f"{memory.total / GIB:.1f}",
                 f"{memory.host / GIB:.1f}",
-                *(speed if other.fits else ("too long", "")),
+                *(speed if other.fits else ("does not fit", "")),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
