@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from tests.helpers import forkserver, run_script
+from tests.helpers import forkserver
 from tests.test_model import SMALL
 from tests.test_trainer import records
 from train import pretrain
@@ -216,14 +216,3 @@ def test_a_signal_at_the_end_of_a_stage_is_not_lost(received):
 def test_a_replaced_process_without_ranks_needs_no_store(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert replacement.agree_on_store() == {}
-
-
-@pytest.mark.slow
-def test_ranks_share_sequences_in_one_stage_only(folder):
-    """On two ranks, whose processes are replaced."""
-    first, second = {**FIRST, "steps": 1}, {**SECOND, "steps": 1, "sp_size": 2}
-    code, said = run_script(2, "train/pretrain.py", "--stages", folder.write(first, second))
-    assert code == 0, said
-    assert "2 data parallel x 1 sequence parallel rank;" in said
-    assert "1 data parallel x 2 sequence parallel ranks;" in said
-    assert "all 2 stages of" in said

@@ -1,0 +1,64 @@
+"""The tutorial's commands as they stand, and the stages that the pages show."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, run_script
+from tests.test_readme import blocks, commands
+from train.run.stages import parse_run
+
+STAGES = ROOT / "examples/stages.toml"
+
+
+def test_the_tutorial_shows_the_stages_of_its_file():
+    assert blocks(ROOT / "docs/tutorial.md", "toml") == [STAGES.read_text()]
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_tutorial_run_as_they_stand(tmp_path):
+    """In fewer steps."""
+    (tmp_path / "stages.toml").write_text(
+        re.sub(r"(?m)^steps = .*", "steps = 2", STAGES.read_text()).replace(
+            '"data/', f'"{tmp_path}/data/'
+        )
+    )
+    said = ""
+    for line in commands(ROOT / "docs/tutorial.md", "# Tutorial: from text to a heat map"):
+        there = re.sub(r" (data/|runs/|exported/)", rf" {tmp_path}/\1", line)
+        there = there.replace("examples/stages.toml", f"{tmp_path}/stages.toml")
+        _, script, *arguments = shlex.split(there)
+        if script == "train/pretrain.py":
+            arguments += ["--output", f"{tmp_path}/runs/tutorial"]
+        # pretrain.py has the number of processes in its file
+        ranks = 2 if script == "train/pretrain.py" or "--processes" in arguments else None
+        code, now = run_script(ranks, script, *arguments)
+        assert code == 0, line + now
+        said += now
+    assert "2 data parallel x 1 sequence parallel rank;" in said
+    assert "1 data parallel x 2 sequence parallel ranks;" in said
+    assert f"all 2 stages of {tmp_path}/stages.toml are done" in said
+    runs, name = tmp_path / "runs/tutorial", "evaluation_step_00000002"
+    assert (runs / "01-short" / name / "needle.png").read_bytes().startswith(b"\x89PNG")
+    assert (runs / "02-long" / name / "positions.png").read_bytes().startswith(b"\x89PNG")
+    cells = json.loads((runs / "02-long" / name / "results.json").read_text())["tasks"]["needle"]
+    assert {cell["length"] for cell in cells["cells"]} == {64, 256, 1024}
+    assert list((tmp_path / "exported/tutorial").glob("*.safetensors"))
+
+
+def test_the_recipe_is_a_file_of_stages_as_it_says(tmp_path: Path):
+    [recipe] = blocks(ROOT / "docs/recipe.md", "toml")
+    (tmp_path / "stages.toml").write_text(recipe)
+    _, stages = parse_run(["--stages", str(tmp_path / "stages.toml")])
+    lengths = {stage.name: stage.config.seq_len for stage in stages.all}
+    assert lengths == {"4k": 4096, "32k": 2**15, "128k": 2**17, "512k": 2**19}
+    tokens = [stage.config.steps * 2**22 for stage in stages.all]
+    assert tokens == pytest.approx([8e12, 20e9, 5e9, 2.5e9], rel=0.01)
+    for stage in stages.all:
+        config = stage.config
+        assert config.batch_size * config.seq_len == 2**22
+        assert config.batch_size % (64 // config.sp_size) == 0, "on 64 GPUs"
+        assert config.model_config().sparse
