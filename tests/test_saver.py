@@ -348,7 +348,7 @@ os.kill(pid, signal.SIGKILL)
 os.waitpid(pid, 0)
 wait_for_end_of_writers(pid)
 random.seed(0)
-for turn in range(8):
+for turn in range(6):
     pid = in_child(endless)
     while last_reached() <= reached:  # however slow the machine is, one more
         time.sleep(0.01)
@@ -379,4 +379,4 @@ def test_a_kill_of_run_or_writer_leaves_a_whole_checkpoint_and_no_process(tmp_pa
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "was killed by SIGKILL" in done.stderr
-    assert int(done.stdout.split()[1]) >= 8
+    assert int(done.stdout.split()[1]) >= 6
