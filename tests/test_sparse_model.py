@@ -98,12 +98,18 @@ def test_a_config_of_minicpm41_is_read_and_written():
     [
         ({"top_k": 3}, r"sparse_config: expected some of .* got \['top_k'\]"),
         ({"topk": 1}, r"sparse_config: expected topk of at least init_blocks \+ 1 = 2, got 1"),
-        ("infllm", "sparse_config must hold names and values, got 'infllm'"),
+        ("infllm", "sparse_config: expected names and values, got 'infllm'"),
     ],
 )
 def test_other_sparse_configs_are_refused(said, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(config_to_hf(PRESETS["minicpm4-8b"]) | {"sparse_config": said})
+
+
+def test_a_llama_may_say_that_it_has_no_sparse_attention():
+    hf = config_to_hf(PRESETS["minicpm5-2b"])
+    assert hf["model_type"] == "llama"
+    assert config_from_hf(hf | {"sparse_config": None}) == config_from_hf(hf)
 
 
 def test_a_window_excludes_sparse_attention():
@@ -213,6 +219,15 @@ def test_transformers_models_with_a_sparse_config_are_sparse_over_ranks():
     got = Layout.zigzag(90, 2).unshard(simulate(2, work))
     assert (got - exact).abs().max() < 1e-5  # transformers rotates in fp32
 
-    config.sparse_config = {"top_k": 3}
-    with pytest.raises(ValueError, match="top_k"):
-        simulate(2, work)
+    def refused(ring):
+        with pytest.raises(ValueError, match="sparse_config: expected") as caught:
+            work(ring)
+        return str(caught.value)
+
+    for said, message in (
+        ({"top_k": 3}, r"got ['top_k']"),
+        ("infllm", "names and values, got 'infllm'"),
+        (SMALL.to_dict() | {"use_nope": True}, "use_nope=False, since transformers passes rotated"),
+    ):
+        config.sparse_config = said
+        assert all(message in heard for heard in simulate(2, refused))

@@ -69,8 +69,10 @@ class InfLLMV2:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the configuration that a `sparse_config` of config.json describes.
 
-        Raises ValueError for an unknown name.
+        Raises ValueError for an unknown name, TypeError for anything but names and values.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"expected names and values, got {values!r}")
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"expected some of {sorted(known)}, got {unknown}")

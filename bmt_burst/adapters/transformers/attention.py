@@ -96,13 +96,16 @@ def _make_window(*_args: Any, local_size: int | None = None, **_named: Any) -> i
 
 
 def _find_sparse(module: nn.Module) -> InfLLMV2 | None:
-    """Return the sparse_config of a layer's configuration. Raises TypeError or ValueError if it is
-    no `InfLLMV2`, or chooses by what the layer does not pass.
+    """Return the sparse_config of a layer's configuration. Raises ValueError if it is no
+    `InfLLMV2`, or chooses by what the layer does not pass.
     """
     said = getattr(module.config, "sparse_config", None)
     if said is None:
         return None
-    sparse = InfLLMV2.from_dict(said)
+    try:
+        sparse = InfLLMV2.from_dict(said)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"sparse_config: {error}") from error
     if sparse.use_nope:
         raise ValueError(
             "sparse_config: expected use_nope=False, since transformers passes rotated queries and "
