@@ -7,25 +7,30 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from train.data.extras import import_extra
 
 _BUFFER = 1 << 16
 _WAITS = (1, 5, 25)  # seconds before a failed read is tried again
+# errors of opening that remain: of addresses, packages, missing files and rights
+_LASTING = (ValueError, FileNotFoundError, PermissionError)
+
+Result = TypeVar("Result")
 
 
 class _Remote(io.RawIOBase):
-    """The file at an address. A read that fails is tried again.
+    """The file at an address. If it cannot be opened or read, that is tried again.
 
     Errors of reading, which may be of any kind, are OSErrors that have an errno. So they are never
     taken for damage to the file.
     """
 
     def __init__(self, url: str):
-        self._url, self._place, self._inner = url, 0, _open(url)
+        self._url, self._place = url, 0
+        self._inner = _try(lambda again: _open(url), url, _LASTING)
 
     def readable(self) -> bool:
         return True
@@ -43,26 +48,17 @@ class _Remote(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         with _as_os_error():
-            read = self._read_patiently(len(buffer))
+            read = _try(lambda again: self._read(len(buffer), again), self._url)
         buffer[: len(read)] = read
         self._place += len(read)
         return len(read)
 
-    def _read_patiently(self, size: int) -> bytes:
-        waits, inner = iter(_WAITS), self._inner
-        while True:
-            try:
-                if inner is None:
-                    inner = self._inner = _open(self._url)
-                    inner.seek(self._place)
-                read: bytes = inner.read(size)
-                return read
-            except Exception as error:
-                if (seconds := next(waits, None)) is None:
-                    raise
-                print(f"{self._url}: {error!r}; trying again", file=sys.stderr, flush=True)
-                time.sleep(seconds)
-                inner = None
+    def _read(self, size: int, again: bool) -> bytes:
+        if again:
+            self._inner = _open(self._url)
+            self._inner.seek(self._place)
+        read: bytes = self._inner.read(size)
+        return read
 
     def close(self) -> None:
         self._inner.close()
@@ -93,6 +89,25 @@ def list_remote(url: str) -> list[tuple[str, int]]:
     if not sizes:
         raise ValueError(f"no file matches {url}")
     return [(name, int(size or 0)) for name, size in sizes]
+
+
+def _try(
+    work: Callable[[bool], Result], url: str, lasting: tuple[type[Exception], ...] = ()
+) -> Result:
+    """Do `work`, and do it again if it fails, unless the error is `lasting`. Return its result.
+
+    work  gets whether it failed before
+    """
+    waits, again = iter(_WAITS), False
+    while True:
+        try:
+            return work(again)
+        except Exception as error:
+            if isinstance(error, lasting) or (seconds := next(waits, None)) is None:
+                raise
+            print(f"{url}: {error!r}; trying again", file=sys.stderr, flush=True)
+            time.sleep(seconds)
+            again = True
 
 
 def _open(url: str) -> Any:
