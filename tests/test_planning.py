@@ -359,6 +359,11 @@ def test_a_dry_run_plans_its_own_options(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert "stage 1, 4k" in out
     assert "sequences of 32,768 tokens" in out
+    assert dry_run(["--dry-run", "--sp-size", "3"]) == 2
+    said = "pretrain.py: --sp-size 3 does not divide the number of GPUs, 1\n"
+    assert capsys.readouterr().err == said
+    assert dry_run(["--dry-run", "--stages", str(stages), "--sp-size", "3"]) == 2
+    assert capsys.readouterr().err == said.replace(": ", ": stage 4k: ", 1)
 
 
 class Watchdog:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from bmt_burst import kernels
+from train.base.files import print_error
 from train.run.config import TrainConfig
 from train.run.stages import parse_run
 
@@ -18,14 +19,18 @@ from .search import Cluster, Planned, find_longest, plan
 
 def dry_run(argv: Sequence[str]) -> int:
     """Print the plan of the run that `argv` describes, on rank 0, or of each of its stages. Return
-    the exit code.
+    the exit code: 2 for a run that cannot be planned.
     """
     config, stages = parse_run(argv)
-    if int(os.environ.get("RANK", 0)) == 0:
-        for stage in stages.all if stages else ():
-            print(f"stage {stage.number}, {stage.name}\n{_report(stage.config)}\n")
-        if not stages:
-            print(_report(config))
+    if int(os.environ.get("RANK", 0)):
+        return 0
+    for stage in stages.all if stages else (None,):
+        try:
+            report = _report(stage.config if stage else config)
+        except (ValueError, OSError) as error:
+            print_error(f"pretrain.py: {f'stage {stage.name}: ' if stage else ''}{error}")
+            return 2
+        print(f"stage {stage.number}, {stage.name}\n{report}\n" if stage else report)
     return 0
 
 
