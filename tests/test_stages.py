@@ -3,6 +3,7 @@ keeps.
 """
 
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -179,9 +180,12 @@ def test_other_stages_than_those_that_were_trained_are_refused(folder, capfd):
         ({}, {"dtype": "fp16", "engine": "torch"}, "stage long: --dtype fp16 and --offload-opt"),
         ({}, {"rope_theta": 0.5, "rope_scaling": YARN}, "stage long: --rope-theta, --rope-scaling"),
         ({}, {"flash": "cuda"}, "stage long: --flash cuda: no kernel"),
+        ({}, {"wandb": "mine"}, "stage long: --wandb needs the package wandb"),
     ],
 )
-def test_every_stage_is_checked_before_the_first_step(folder, first, second, message):
+def test_every_stage_is_checked_before_the_first_step(folder, first, second, message, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda x: None if x == "wandb" else find(x))
     if second.get("data") == "OTHER":
         second = {"data": str(folder.path / "other")}
         words = Backend(models.WordLevel({"</s>": 0, "f": 1, "[UNK]": 2}, "[UNK]"))

@@ -44,6 +44,7 @@ from train.run.options import make_config, parse_options, read_file, read_values
 from train.run.replacement import agree_on_store
 from train.run.resume import changed_settings
 from train.run.same_tokenizer import check_folder
+from train.run.wandb_run import check_installed
 
 STAGE = "BMT_BURST_STAGE"  # environment variable of a replaced process: the number of its stage
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -261,6 +262,7 @@ def _check_stage(stage: Stage, device: torch.device, data: Path | None = None) -
     """
     config, world = stage.config, ranks.world_size()
     try:
+        check_installed(config.wandb)
         choose_engine(config, device)
         if world % config.sp_size:
             raise ValueError(
