@@ -112,7 +112,8 @@ class Stream:
         for number, lane in self._lanes.items():
             lane.skip(self._rows_before(number, samples) - lane.rows)
         mine = {number: lane.state() for number, lane in self._lanes.items()}
-        for theirs, broken in ranks.gather((mine, self._broken)):
+        # a copy, since the thread may add to it meanwhile
+        for theirs, broken in ranks.gather((mine, dict(self._broken))):
             for number, state in theirs.items():
                 self._saved[number] = state
             self._broken |= broken

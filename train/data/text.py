@@ -253,7 +253,7 @@ class Encoder:
 
 
 def find_broken(files: Sequence[TextFile], field: str, broken: BrokenShards) -> list[TextFile]:
-    """Return the files without tables whose start or end is broken, which `broken` gets.
+    """Return the files that can be opened. `broken` gets the tables with a damaged start or end.
 
     Raises ValueError for a table without text in column `field`, for tokens that are not what their
     index says, and if a package is missing.

@@ -73,10 +73,8 @@ class Profiler:
             return None
         done, self._profile = self._profile, None
         done.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
         name = f"steps_{self._first}-{step}"
-        file = self._folder / f"{name}_rank_{ranks.rank():05d}.json.gz"
-        ranks.together(lambda: done.export_chrome_trace(str(file)))
+        ranks.together(lambda: self._write(done, f"{name}_rank_{ranks.rank():05d}.json.gz"))
         count = step - self._first + 1
         heading = f"profile of steps {self._first} to {step} on rank 0, in ms a step; traces of "
         heading += f"all ranks: {self._folder}/{name}_rank_*.json.gz"
@@ -89,6 +87,10 @@ class Profiler:
                 *table("operator", operators, count),
             ]
         )
+
+    def _write(self, done: profile, name: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        done.export_chrome_trace(str(self._folder / name))
 
 
 def sum_operators(events: Any, cuda: bool) -> Mapping[str, float]:
