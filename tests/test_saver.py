@@ -210,6 +210,14 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch):
             assert host_memory.available_memory() == expected
         else:
             assert host_memory.available_memory() > 1 << 20
+    (tmp_path / "own").write_text("4:memory:/x\n0::/job_1/step_0\n")
+    monkeypatch.setattr(host_memory, "_OWN_CGROUP", tmp_path / "own")
+    assert host_memory.available_memory() == 3000, "the limit of all jobs"
+    (tmp_path / "job_1").mkdir()
+    (tmp_path / "job_1/memory.max").write_text("2500\n")
+    (tmp_path / "job_1/memory.current").write_text("2000\n")
+    (tmp_path / "job_1/memory.stat").write_text("inactive_file 0\n")
+    assert host_memory.available_memory() == 500, "the limit of the job around this step"
 
 
 def test_a_value_that_is_not_finite_is_refused_before_anything_is_written(
