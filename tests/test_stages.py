@@ -150,11 +150,13 @@ def test_one_command_trains_all_stages_and_resumes_in_each(folder, replaced, mon
     line = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
     assert pretrain.main([*map(str, line), "--new-stage"]) == 0
     assert records(folder.path / "by-hand") == expected
-    folder.write({**FIRST, "lr": 0.1, "save_every": 1}, {**SECOND, "steps": 3})
+    mixture = {"x": f"{folder.path}/data:1"}
+    folder.write({**FIRST, "lr": 0.1, "save_every": 1, "data": mixture}, {**SECOND, "steps": 3})
     capfd.readouterr()
     assert folder.train() == 0
     said = capfd.readouterr()
-    assert "stage short is done; not applied to it: --lr 0.003 -> 0.1\n" in said.out
+    now = f"--data {folder.path}/data -> x={folder.path}/data:1, --lr 0.003 -> 0.1"
+    assert f"stage short is done; not applied to it: {now}\n" in said.out
     assert "--steps 2 -> 3" in said.err and "resumed after step 2" in said.out
     assert list(records(run / "02-long")) == [1, 2, 3]
 

@@ -13,6 +13,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
@@ -231,10 +232,15 @@ def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer) -> str:
             values = tuple(
                 "none" if token is None else _token_name(token, tokenizer) for token in values
             )
-        if name in ("data", "val_data"):
-            values = tuple(map(show_sources, values))
-        said.append(f"{flag(name) if name in settings else name} {values[0]} -> {values[1]}")
+        said.append(_show_change(flag(name) if name in settings else name, *values))
     return ", ".join(said)
+
+
+def _show_change(name: str, before: Any, after: Any) -> str:
+    """Return the name of what changed, and both values."""
+    if name in ("--data", "--val-data"):
+        before, after = show_sources(before), show_sources(after)
+    return f"{name} {before} -> {after}"
 
 
 def _token_name(token: int, tokenizer: Tokenizer) -> str:
@@ -270,8 +276,8 @@ def changed_settings(state: dict, config: TrainConfig) -> str:
     now = json.loads(json.dumps(config.to_dict()))  # as a state is stored
     changed = _differences(state["config"], now).items()
     return ", ".join(
-        f"{flag(name)} {before} -> {after}"
-        for name, (before, after) in changed
+        _show_change(flag(name), *values)
+        for name, values in changed
         if name in now and name not in _TECHNICAL
     )
 
