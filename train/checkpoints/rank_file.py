@@ -31,7 +31,7 @@ _PIECE = 1 << 26  # bytes that are written at once
 
 @dataclass(frozen=True)
 class RankFile:
-    """The content of a file, of which the tensors are not copied.
+    """The content of a file. Its tensors are not copied.
 
     header   the length of the description, and the description: names, dtypes, sizes and places of
              the tensors, and which ranges of the whole they are

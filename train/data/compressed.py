@@ -21,7 +21,7 @@ class BrokenFile(Exception):
 
 
 class _Broken(io.RawIOBase):
-    """A reader of compressed bytes, whose errors of compression are BrokenFile."""
+    """A reader of compressed bytes. It raises BrokenFile for errors of compression."""
 
     def __init__(self, inner: Any, errors: tuple[type[Exception], ...]):
         self._inner, self._errors = inner, errors

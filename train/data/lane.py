@@ -205,7 +205,7 @@ class Lane:
 
     @staticmethod
     def new_state() -> dict[str, int]:
-        """Return the state of a lane of which nothing was taken."""
+        """Return the state of a lane before its first row."""
         return {"rows": 0, **asdict(Place()), "token": 0}
 
     def state(self) -> dict[str, int]:
