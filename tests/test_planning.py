@@ -17,6 +17,7 @@ from models.config import CPMConfig
 from models.cpm import CPM
 from tests.helpers import ROOT
 from train import plan as plan_script
+from train.planning import units
 from train.planning.attention import AttentionShape, attention_memory
 from train.planning.dry_run import advise, dry_run
 from train.planning.hardware import GIB, GPUS, H200
@@ -325,6 +326,8 @@ def test_without_a_length_the_longest_is_planned(capsys):
         (["--model", "gpt"], "--model gpt is neither a preset"),
         (["--model", "cpm-bee-10b"], "expected a dense CPM, got --model cpm-bee-10b, a cpm-bee"),
         (["--seq-len", "0"], "--seq-len must be at least 1, got 0"),
+        (["--seq-len", "1000000000000"], "expected --seq-len of at most 67,108,864 in a plan"),
+        (["--gpus", "1000000"], "expected --sp-size of at most 1,024 in a plan, got 1,000,000"),
         (["--tokens", "0"], "--tokens must be positive and finite, got 0"),
         (["--price-per-gpu-hour", "2"], "--price-per-gpu-hour needs --tokens"),
         (["--sp-size", "4", "--batch-size", "3"], "--batch-size 3 is not a multiple of 2 data"),
@@ -364,6 +367,20 @@ def test_a_dry_run_plans_its_own_options(capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().err == said
     assert dry_run(["--dry-run", "--stages", str(stages), "--sp-size", "3"]) == 2
     assert capsys.readouterr().err == said.replace(": ", ": stage 4k: ", 1)
+
+
+def test_small_tiles_are_planned_from_a_few_of_them(monkeypatch):
+    ran = []
+    run = units._run
+    monkeypatch.setattr(units, "_run", lambda *a: (ran.append(a[1]), run(*a))[1])
+    units.find_unit.cache_clear()
+    small, large = (
+        find_unit(Shape(TINY, torch.float32, saving=Saving("full", tile=tile)), 8192)
+        for tile in (1, 4096)
+    )
+    assert sorted(ran) == [64, 128, 8192]
+    assert small.saved == large.saved
+    assert small.backward < large.backward
 
 
 class Watchdog:

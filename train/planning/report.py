@@ -132,8 +132,8 @@ def advice(planned: Planned) -> str:
     """Return the command that is recommended, with its memory and time."""
     found = recommend(planned)
     if found is None:
-        gpus = 2 * planned.cluster.gpus
-        return f"No options fit. Give a shorter --seq-len, or more GPUs: --gpus {gpus}"
+        gpus = counted(planned.cluster.gpus, "GPU")
+        return f"No options fit. Give a shorter --seq-len, or more than {gpus}"
     gib = found.step.memory.total / GIB
     said = f"recommended ({gib:.1f} GiB, {found.seconds.total:.2f} s a step):"
     return f"{said}\n{command(found)}"

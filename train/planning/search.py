@@ -15,7 +15,8 @@ from .memory import Step, plan_step
 from .seconds import StepSeconds, step_seconds
 
 TILE = 16384  # tokens of --mlp-tile that plans recommend
-_LONGEST = 1 << 26  # tokens of a sequence, more are not searched
+_LONGEST = 1 << 26  # tokens of a sequence, more are not planned
+_MOST_RANKS = 1 << 10  # that share a sequence
 _GRAIN = 1024  # tokens of a rank, of which the longest sequence is a multiple
 _TRIES = 24
 _GROUPS = (2, 4, 8)  # of --checkpointing-every
@@ -85,6 +86,14 @@ def plan(config: TrainConfig, cluster: Cluster, engine: str) -> Planned:
     if cluster.gpus % config.sp_size:
         raise ValueError(
             f"--sp-size {config.sp_size} does not divide the number of GPUs, {cluster.gpus}"
+        )
+    if config.seq_len > _LONGEST:
+        raise ValueError(
+            f"expected --seq-len of at most {_LONGEST:,} in a plan, got {config.seq_len:,}"
+        )
+    if config.sp_size > _MOST_RANKS:
+        raise ValueError(
+            f"expected --sp-size of at most {_MOST_RANKS:,} in a plan, got {config.sp_size:,}"
         )
     if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
         raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain")

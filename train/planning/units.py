@@ -29,6 +29,7 @@ from .offload import PlannedOffload
 
 # Memory and work are linear in the number of tokens from here on, so more are not run.
 _ENOUGH_TOKENS, _ENOUGH_TOKENS_OF_LOSS = 1 << 14, 1 << 16
+_ENOUGH_TILES = 64
 _LOSS_TOKENS, _LOSS_ENTRIES = 1 << 15, 1 << 12  # of a part of the loss that stands for all
 
 
@@ -86,7 +87,10 @@ class Shape:
 def find_unit(shape: Shape, tokens: int) -> Unit:
     """Return a unit for this many tokens of each row of a rank."""
     enough = _ENOUGH_TOKENS if shape.layers else _ENOUGH_TOKENS_OF_LOSS
-    base = max(enough // 2 // shape.batch, 2 * (shape.saving.tile or 1))
+    base = enough // 2 // shape.batch
+    if tile := shape.saving.tile:  # each tile is run, so there should be some, but not many
+        base = max(min(base, _ENOUGH_TILES * tile // shape.batch), 2 * tile)
+    base = max(base, 2)
     if tokens <= 2 * base:
         return _run(shape, tokens)
     return _extrapolate(find_unit(shape, base), find_unit(shape, 2 * base), tokens / base)
