@@ -169,6 +169,20 @@ def test_other_stages_than_those_that_were_trained_are_refused(folder, capfd):
         assert "run has checkpoints of 01-short, which" in said and "does not have" in said
 
 
+def test_a_stage_begins_at_the_end_of_a_longer_one(folder):
+    """The first stage has more steps than its file says now."""
+    for step in (3, 9):
+        (folder.path / f"run/01-short/step_{step:08d}").mkdir(parents=True)
+    stages = parse_run(["--stages", str(folder.write(FIRST, SECOND))])[1]
+    assert stages.all[0].last_checkpoint.name == "step_00000009"
+
+
+def test_a_file_that_lost_the_stage_of_this_process_is_refused(folder, monkeypatch, capfd):
+    monkeypatch.setenv(STAGE, "3")
+    said = refused("--stages", folder.write(FIRST, SECOND), capfd=capfd)
+    assert "stages.json: expected at least 3 stages as before, got 2" in said
+
+
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [

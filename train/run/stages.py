@@ -71,8 +71,11 @@ class Stage:
 
     @property
     def last_checkpoint(self) -> Path:
-        """The checkpoint at which the next stage begins."""
-        return checkpoint.folder(self.folder, self.config.steps)
+        """The checkpoint at which the next stage begins. It is past the last step if --steps was
+        lowered after it was saved.
+        """
+        last = checkpoint.folder(self.folder, self.config.steps)
+        return max([last, *checkpoint.listed(self.folder)[:1]])
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,8 @@ def read_stages(file: Path, given: Mapping[str, Any]) -> Stages:
         stages.append(stage)
     _check_folders(file, stages)
     number = _given_number() or _last_begun(stages).number
+    if number > len(stages):
+        raise ValueError(f"{file}: expected at least {number} stages as before, got {len(stages)}")
     return Stages(file, tuple(stages), stages[number - 1])
 
 
