@@ -324,7 +324,7 @@ def test_without_a_length_the_longest_is_planned(capsys):
         (["--host-memory", "0"], "--host-memory must be positive, got 0"),
         (["--sp-size", "3"], "--sp-size 3 does not divide the number of GPUs, 8"),
         (["--model", "gpt"], "--model gpt is neither a preset"),
-        (["--model", "cpm-bee-10b"], "expected a dense CPM, got --model cpm-bee-10b, a cpm-bee"),
+        (["--model", "cpm-bee-10b"], "--model cpm-bee-10b is a cpm-bee: expected a dense CPM"),
         (["--seq-len", "0"], "--seq-len must be at least 1, got 0"),
         (["--seq-len", "1000000000000"], "expected --seq-len of at most 67,108,864 in a plan"),
         (["--gpus", "1000000"], "expected --sp-size of at most 1,024 in a plan, got 1,000,000"),

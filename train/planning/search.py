@@ -106,8 +106,8 @@ def dense_model(config: TrainConfig) -> CPMConfig:
     model: ModelConfig = config.model_config()
     if not isinstance(model, CPMConfig):
         raise ValueError(
-            f"expected a dense CPM, got --model {config.model}, a {kind_of(model).name}: the "
-            "memory and the time of its attention with a bias are not planned"
+            f"--model {config.model} is a {kind_of(model).name}: expected a dense CPM, since the "
+            "memory and the time of attention with a bias are not planned"
         )
     return model
 
