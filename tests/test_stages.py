@@ -87,6 +87,7 @@ def refused(*argv, capfd) -> str:
         ([{**FIRST, "model": "7b"}], {}, [], "stage short: model is the same in all stages"),
         ([{**FIRST, "output": "x"}], {}, [], "stage short: output is the same in all stages"),
         ([FIRST], {"new_stage": True}, [], "--new-stage does not go with --stages"),
+        ([FIRST], {"output": ""}, [], "--output must not be empty"),
         ([FIRST], {"save": False}, [], "--save does not go with --stages: a stage begins"),
         ([FIRST], {}, ["--resume", "runs/x"], "--resume does not go with --stages: stages always"),
         ([FIRST], {}, ["--config", "x.toml"], "--config does not go with --stages"),
@@ -175,6 +176,11 @@ def test_a_stage_begins_at_the_end_of_a_longer_one(folder):
         (folder.path / f"run/01-short/step_{step:08d}").mkdir(parents=True)
     stages = parse_run(["--stages", str(folder.write(FIRST, SECOND))])[1]
     assert stages.all[0].last_checkpoint.name == "step_00000009"
+
+
+def test_a_file_that_is_nested_too_deeply_is_named(folder, capfd):
+    folder.file.write_text("[" * 100_000)
+    assert "stages.json: maximum recursion" in refused("--stages", folder.file, capfd=capfd)
 
 
 def test_a_file_that_lost_the_stage_of_this_process_is_refused(folder, monkeypatch, capfd):

@@ -145,7 +145,7 @@ def read_file(path: Path, option: str) -> dict[str, Any]:
         raise ValueError(f"{option} must end in .toml or .json, got {path}")
     try:
         values = formats[path.suffix](path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values in {path}, got {type(values).__name__}")

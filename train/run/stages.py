@@ -193,6 +193,8 @@ def read_stages(file: Path, given: Mapping[str, Any]) -> Stages:
     for name, reason in _REFUSED.items():
         if name in common and (name, common[name]) not in (("resume", "auto"), ("save", True)):
             raise ValueError(f"{flag(name)} does not go with --stages: {reason}")
+    if common.get("output") == "":
+        raise ValueError("--output must not be empty")
     stages: list[Stage] = []
     for number, table in enumerate(tables, start=1):
         stage = _make_stage(file, number, table, common, given)
