@@ -42,16 +42,18 @@ fi
 name=$(python3 -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-').lower() if torch.cuda.is_available() else 'cpu')")
 output=bench/results/attention-$gpus-$name-$(date +%Y%m%d-%H%M%S).jsonl
 
-arguments=() packed=() masks=(documents window)
+arguments=() packed=() one_rank=() masks=(documents window)
 if [ "$found" -eq 0 ]; then
     output=$(mktemp -d)/attention-cpu.jsonl
 elif [ -n "$quick$two_hosts" ]; then
     arguments=(--tokens-per-gpu 8192 16384)
     packed=(--tokens-per-gpu 8192 --documents 4K) masks=(documents)
+    one_rank=(--tokens-per-gpu 8192 16384 --variants bmt_burst)
 else
     # 64K to 1M tokens on 8 GPUs, and batches of 64K
     arguments=(--tokens-per-gpu 8192 16384 32768 65536 131072 --batches 2 4 8 --masks causal full)
     packed=(--tokens-per-gpu 8192 32768)
+    one_rank=(--tokens-per-gpu 8192 16384)
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1} # many processes, few kernels
@@ -68,7 +70,7 @@ else
     ranks "$gpus" bench/attention.py --output "$output" "${arguments[@]}"
     [ "$gpus" -le 1 ] || ranks "$gpus" bench/attention.py --output "$output" --masks "${masks[@]}" --no-links \
         --implementations bmt_burst "bmt_burst contiguous" ulysses "${packed[@]}"
-    [ "$gpus" -gt 1 ] || ranks 1 bench/one_rank.py --output "$output" $([ "$found" -eq 0 ] || echo --tokens-per-gpu 8192 16384)
+    [ "$gpus" -gt 1 ] || ranks 1 bench/one_rank.py --output "$output" "${one_rank[@]}"
 fi
 [ ! -f "$output" ] || python3 bench/report.py "$output"
 exit $status
