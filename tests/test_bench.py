@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -397,7 +398,8 @@ def test_kernels_take_turns(tmp_path):
         for kv_heads in (2, 4)
     ]
     assert all("not on a GPU" in r["unavailable"] for r in rows if r["kernel"] == "triton")
-    assert kernels_table(rows).count(" | 100 | 100 | 100 | cpu |") == 4
+    # a backward's time is a difference, so on a busy machine it may be negative and have no rate
+    assert len(re.findall(r" \| 100 \| (?:100|nan) \| 100 \| cpu \|", kernels_table(rows))) == 4
 
 
 @pytest.mark.slow
