@@ -93,20 +93,6 @@ def _processes_hang_up():
     let_processes_hang_up()
 
 
-@pytest.fixture
-def restored_signals():
-    """Signals do afterwards what they did before: a run or a launcher in this process keeps its
-    handlers, since its process ends with it.
-    """
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(signum) for signum in signals]
-    wakeup = signal.set_wakeup_fd(-1)
-    yield
-    signal.set_wakeup_fd(wakeup)
-    for signum, handler in zip(signals, before, strict=True):
-        signal.signal(signum, handler)
-
-
 def pytest_unconfigure():
     gc.unfreeze()  # or Triton's classes would be reported as leaked
 

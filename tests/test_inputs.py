@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import shutil
+import signal
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
@@ -23,8 +24,11 @@ LONG = [f"{i} " + "word " * (i % 50) for i in range(3000)]
 
 
 def prepare(*arguments, code=0) -> str:
-    """Run prepare_data.py in this process. Return what it prints."""
-    said, before = io.StringIO(), sys.argv
+    """Run prepare_data.py in this process. Return what it prints.
+
+    At its end it ignores interrupts, since its process ends with it.
+    """
+    said, before, on_interrupt = io.StringIO(), sys.argv, signal.getsignal(signal.SIGINT)
     sys.argv = ["prepare_data.py", *map(str, arguments)]
     try:
         with redirect_stdout(said), redirect_stderr(said):
@@ -35,6 +39,7 @@ def prepare(*arguments, code=0) -> str:
         assert code == 0, said.getvalue()
     finally:
         sys.argv = before
+        signal.signal(signal.SIGINT, on_interrupt)
     return said.getvalue()
 
 

@@ -20,8 +20,6 @@ from train.run.distributed import init_distributed
 from train.run.stages import parse_run
 from train.run.watchdog import EXIT_CODE
 
-pytestmark = pytest.mark.usefixtures("restored_signals")
-
 
 def listeners() -> list[str]:
     """The addresses and ports, in hexadecimal, on which this process listens."""

@@ -29,8 +29,6 @@ from train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from train.run import replacement
 from train.run.stages import STAGE, parse_run
 
-pytestmark = pytest.mark.usefixtures("restored_signals")
-
 FIRST = {"name": "short", "seq_len": 31, "steps": 3}
 SECOND = {"name": "long", "seq_len": 61, "steps": 2, "rope_theta": 5e4, "sp_size": 1}
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 64}
