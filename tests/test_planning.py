@@ -93,20 +93,16 @@ def attention_rows() -> list:
     ]
 
 
+def shape_of(row: dict, ranks: int, **options) -> AttentionShape:
+    """The attention that a row measured, on `ranks` ranks of one host."""
+    sizes = (row[name] for name in ("batch", "seq_len", "heads", "kv_heads", "head_dim"))
+    return AttentionShape(*sizes, torch.bfloat16, ranks, ranks, **options)
+
+
 @pytest.mark.parametrize(("row", "strategy"), attention_rows())
 def test_the_memory_of_attention_is_near_what_was_measured(row, strategy):
     ranks = 1 if strategy == "auto" else row["gpus"]
-    shape = AttentionShape(
-        row["batch"],
-        row["seq_len"],
-        row["heads"],
-        row["kv_heads"],
-        row["head_dim"],
-        torch.bfloat16,
-        ranks,
-        ranks,
-        strategy,
-    )
+    shape = shape_of(row, ranks, strategy=strategy)
     memory = attention_memory(shape)
     of_head = shape.batch * shape.rank_tokens * shape.head_size * 2
     out = of_head * shape.heads + 4 * shape.batch * shape.rank_tokens * shape.heads
@@ -128,17 +124,8 @@ def sparse_rows() -> list:
 
 @pytest.mark.parametrize("row", sparse_rows())
 def test_the_time_of_attention_is_near_what_was_measured(row):
-    shape = AttentionShape(
-        row["batch"],
-        row["seq_len"],
-        row["heads"],
-        row["kv_heads"],
-        row["head_dim"],
-        torch.bfloat16,
-        row["gpus"],
-        row["gpus"],
-        sparse=row["sparse"] and InfLLMV2.from_dict(row["sparse"]),
-    )
+    sparse = row["sparse"] and InfLLMV2.from_dict(row["sparse"])
+    shape = shape_of(row, row["gpus"], sparse=sparse)
     for run, name in (("forward", "fwd_ms"), ("backward", "bwd_ms")):
         seconds = attention_seconds(AttentionRun(shape, run), H200)
         assert seconds == pytest.approx(row[name] / 1e3, rel=SECONDS_ERROR)
