@@ -99,7 +99,7 @@ def summarize(lines: list[tuple[float, str]], save_every: int) -> dict:
 
 def rows(args: argparse.Namespace) -> Iterator[dict]:
     common = origin(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")
-    for background in (False, True):
+    for background in (True, False):
         row = {
             "kind": "saving",
             "background": background,
