@@ -24,6 +24,7 @@ from train.checkpoints.host_copy import HostCopy
 from train.checkpoints.saver import Saver, make_background
 from train.data.tokenizer import ByteTokenizer
 from train.pretrain import Trainer
+from train.run import ending
 
 CPU = torch.device("cpu")
 
@@ -139,7 +140,7 @@ runpy.run_path({writer.__file__!r}, run_name="__main__")
 KILLED = "import os; os.kill(os.getpid(), 9)"
 
 
-def fail_on_rank_1(rank: int, root, text: str) -> tuple[str, list[str]]:
+def fail_on_rank_1(rank: int, root, text: str) -> tuple[str, int | None, list[str]]:
     mine = make_saver(root / "run", rank, 2)
     save(mine, 1, rank, 2)
     mine.wait()
@@ -154,24 +155,25 @@ def fail_on_rank_1(rank: int, root, text: str) -> tuple[str, list[str]]:
     save(mine, 3, rank, 2)
     mine.wait()
     mine.close()
-    return str(caught.value), names(root / "run")
+    watchdog = SimpleNamespace(doing="step 2", last_words="")
+    return str(caught.value), ending.explain(caught.value, watchdog), names(root / "run")
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "reason", "code"),
     [
-        (FULL_DISK, "[Errno 27] File too large: '{file}'"),
-        (KILLED, "the process that writes {file} was killed by SIGKILL"),
+        (FULL_DISK, "[Errno 27] File too large: '{file}'", 2),
+        (KILLED, "the process that writes {file} was killed by SIGKILL", 1),
     ],
     ids=["full disk", "killed"],
 )
 def test_a_failure_of_one_rank_is_everyones_and_leaves_the_checkpoint_before(
-    tmp_path, text, reason
+    tmp_path, text, reason, code
 ):
-    """A later save succeeds."""
+    """A later save succeeds. After code 1, --restarts starts the run again."""
     file = tmp_path / "run/.step_00000002.partial/rank_00001.safetensors"
     said = f"could not save {tmp_path}/run/step_00000002: rank 1: {reason.format(file=file)}"
-    assert run_ranks(2, fail_on_rank_1, tmp_path, text) == [(said, ["3", "1"])] * 2
+    assert run_ranks(2, fail_on_rank_1, tmp_path, text) == [(said, code, ["3", "1"])] * 2
     assert not list((tmp_path / "run").glob(".step_*"))
 
 

@@ -21,7 +21,15 @@ _LOST_PEER = ("gloo/transport", "ncclRemoteError")
 
 
 class RankError(RuntimeError):
-    """A failure on one rank, raised on every rank."""
+    """A failure on one rank, raised on every rank.
+
+    lost_child  whether the reason is a ChildProcessError: a process that the rank started was
+                killed, so the same run may succeed when it starts again
+    """
+
+    def __init__(self, message: str, lost_child: bool = False):
+        super().__init__(message)
+        self.lost_child = lost_child
 
 
 def rank() -> int:
@@ -45,7 +53,7 @@ def gather(value: Any, group: Group = None) -> list[Any]:
 
 
 def together(
-    work: Callable[[], Result], raising: type[Exception] | None = None, group: Group = None
+    work: Callable[[], Result], raising: type[RankError] = RankError, group: Group = None
 ) -> Result:
     """Do `work` on every rank. Return this rank's result.
 
@@ -54,16 +62,25 @@ def together(
     `group` is that of `gather`.
     """
     results: list[Result] = []
-    problem = None
+    problem: tuple[str, bool] | None = None
     try:
         results.append(work())
     except (ValueError, OSError, SafetensorError, RankError) as error:
-        problem = str(error) or type(error).__name__
+        problem = str(error) or type(error).__name__, lost_child(error)
     for number, theirs in enumerate(gather(problem, group)):
         if theirs is not None:
-            raise (raising or RankError)(f"rank {number}: {theirs}" if world_size() > 1 else theirs)
+            reason, killed = theirs
+            where = f"rank {number}: " if world_size() > 1 else ""
+            raise raising(where + reason, killed)
     [result] = results
     return result
+
+
+def lost_child(error: Exception) -> bool:
+    """Whether a process that a rank started was killed, as Linux does when memory is short."""
+    if isinstance(error, RankError):
+        return error.lost_child
+    return isinstance(error, ChildProcessError)
 
 
 def lost_contact(error: Exception) -> bool:

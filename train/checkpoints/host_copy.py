@@ -47,8 +47,8 @@ class HostCopy:
     def write(self, file: Path) -> dict[str, Any]:
         """Let a process write the bytes to `file`. Return the manifest entry.
 
-        Raises OSError if it fails or is killed. It is killed when the thread that calls this
-        function ends.
+        Raises OSError if the file cannot be written, and ChildProcessError if the process is
+        killed. It is killed when the thread that calls this function ends.
         """
         place = [str(self._descriptor), str(self._size), str(file), str(os.getpid())]
         # -I and -S: a start in milliseconds, without packages
@@ -59,7 +59,8 @@ class HostCopy:
         if done.returncode == writer.FAILED:
             raise OSError(done.stdout.strip())
         if done.returncode:
-            raise OSError(f"the process that writes {file} {_describe_end(done.returncode)}")
+            end = _describe_end(done.returncode)
+            raise ChildProcessError(f"the process that writes {file} {end}")
         return {"bytes": self._size, "sha256": done.stdout.strip()}
 
     def close(self) -> None:

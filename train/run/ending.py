@@ -36,8 +36,9 @@ def explain(
     program: str = "pretrain.py",
     advise: Callable[[], str] | None = None,
 ) -> int | None:
-    """Print why the run ends and where its last checkpoint is. Return the exit code. Return None
-    for an unexpected error. The caller then prints the traceback.
+    """Print why the run ends and where its last checkpoint is. Return the exit code: 2 for an error
+    that would only happen again, 1 if a process of a rank was killed. Return None for an unexpected
+    error. The caller then prints the traceback.
 
     `advise` returns what to do if the memory of a GPU was not enough.
 
@@ -56,6 +57,8 @@ def explain(
         code, said = 2, f"{program}: {_join_sentences(lacking, advise() if advise else '')}"
     elif isinstance(error, (ValueError, OSError)):
         code, said = 2, f"{program}: rank {rank}: {error}"
+    if code == 2 and ranks.lost_child(error):
+        code = 1
     unexpected = f"{program}: rank {rank}: {type(error).__name__}: {error}".partition("\n")[0]
     leave_reason(
         _join_sentences(said or unexpected, watchdog.last_words), cause=code != ranks.LOST_CONTACT
