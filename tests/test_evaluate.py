@@ -235,7 +235,7 @@ def test_results_do_not_depend_on_the_ranks(folder, data):
     assert [b["start"] for b in bins] == [0, 6, 12, 18, 24, 30] and bins[-1]["targets"]
     for ranks, options in (
         (2, ("--sp-size", 2)),
-        (3, ("--sp-size", 3, "--layout", "contiguous")),
+        (3, ("--sp-size", 3, "--layout", "contiguous", "--data", f"all={data}")),
         (4, ("--sp-size", 2, "--strategy", "all-gather", "--micro-batch-size", 2)),
     ):
         evaluate(folder, "trained", f"ranks-{ranks}", *more, *options, ranks=ranks)

@@ -17,7 +17,7 @@ from train.cpm_live.tokenizers import AntGreedyTokenizer
 from train.data.folder import Sequences
 from train.data.interleave import Interleaving
 from train.data.mixture import Mixture, starting_over
-from train.data.shares import parse_shares, parse_sources
+from train.data.shares import evaluated_folders, parse_shares, parse_sources
 from train.data.stored import TokenWriter, make_writer
 from train.data.text import make_reader
 from train.data.tokenizer import ByteTokenizer
@@ -142,6 +142,14 @@ def test_a_configuration_has_a_table(tmp_path, capsys):
         with pytest.raises(SystemExit):
             parse_run(["--config", str(tmp_path / "run.json")])
         assert message in capsys.readouterr().err
+
+
+def test_evaluated_sources_need_no_weights(tmp_path):
+    data = parse_sources(["code=data/code:0.3", "books=C:/x", "c=a:b"])
+    assert evaluated_folders(data) == {"code": "data/code", "books": "C:/x", "c": "a:b"}
+    assert evaluated_folders("data/code:0.3") == {"": "data/code:0.3"}
+    with pytest.raises(ValueError, match="--data: expected a path for code, got ''"):
+        evaluated_folders(parse_sources(["code="]))
 
 
 def test_a_path_stays_a_path(tmp_path, monkeypatch):

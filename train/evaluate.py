@@ -36,7 +36,7 @@ from train.base.wording import counted
 from train.checkpoints import checkpoint
 from train.data.batches import Batches
 from train.data.folder import Sequences
-from train.data.shares import training_folders, validation_folders
+from train.data.shares import evaluated_folders, training_folders, validation_folders
 from train.evaluation.haystack import SENTENCES
 from train.evaluation.report import write_report
 from train.evaluation.tasks import (
@@ -54,14 +54,14 @@ from train.run.building import make_engine, make_groups
 from train.run.config import TrainConfig
 from train.run.distributed import init_distributed
 from train.run.launch import launch
-from train.run.options import add_options
+from train.run.options import SourcesAction, add_options
 from train.run.trained import Trained, open_trained
 from train.run.watchdog import Watchdog
 
 _PROGRAM = "evaluate.py"
 _SHARED = {  # options of pretrain.py that have the same meaning here
     *("model", "init_from", "allow_other_tokenizer", "dtype"),
-    *("data", "documents", "bos", "seq_len", "micro_batch_size", "eval_sequences"),
+    *("documents", "bos", "seq_len", "micro_batch_size", "eval_sequences"),
     *("processes", "sp_size", "strategy", "inner_size", "ulysses_size", "layout"),
     *("engine", "device", "flash", "deterministic", "timeout", "mlp_tile"),
 }
@@ -102,6 +102,14 @@ def _parser() -> ArgumentParser:
         help="folder to write; must not exist. By default evaluation_STEP in the folder of the "
         "run, or FOLDER_evaluation beside --init-from FOLDER",
     )
+    add(
+        "--data",
+        action=SourcesAction,
+        nargs="+",
+        metavar="PATH",
+        help="for positions: folder of tokens, from prepare_data.py; or several, each as NAME=PATH "
+        "(default: the run's validation data, else its training data)",
+    )
     add("--tokenizer", help="a tokenizer as for prepare_data.py (default: the model's own)")
     add(
         "--text",
@@ -138,13 +146,18 @@ def _parser() -> ArgumentParser:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The options of the command line. `settings` are those of TrainConfig that were given."""
+    """The options of the command line.
+
+    data      folders by name
+    settings  the options of TrainConfig that were given
+    """
 
     run: Path | None
     output: Path | None
     tasks: tuple[str, ...]
     tokenizer: str | None
     text: Path | None
+    data: dict[str, str] | None
     grid: dict[str, Any]
     settings: dict[str, Any]
 
@@ -154,7 +167,7 @@ def _parse(argv: Sequence[str]) -> Request:
     given = vars(parser.parse_args(argv))
     sizes = {field.name for field in dataclasses.fields(Grid)}
     own = {name: given.pop(name) for name in ("run", "output", "tokenizer", "text")}
-    tasks = given.pop("tasks")
+    tasks, data = given.pop("tasks"), given.pop("data")
     grid = {name: given.pop(name) for name in sizes}
     grid = {name: value for name, value in grid.items() if value is not None}
     try:
@@ -164,8 +177,10 @@ def _parse(argv: Sequence[str]) -> Request:
             raise ValueError(f"--{min(other).replace('_', '-')} is for --init-from, got --run")
         if not 0 <= grid.get("seed", 0) < 2**63:
             raise ValueError(f"--seed must be at least 0 and below 2^63, got {grid['seed']}")
-        request = Request(tasks=parse_tasks(tasks, "--tasks"), grid=grid, settings=given, **own)
-        if own["run"] is None and "positions" in request.tasks and "data" not in given:
+        folders = None if data is None else evaluated_folders(data)
+        names = parse_tasks(tasks, "--tasks")
+        request = Request(tasks=names, data=folders, grid=grid, settings=given, **own)
+        if own["run"] is None and "positions" in names and data is None:
             raise ValueError(
                 "--tasks positions needs text: give --data FOLDER, or --tasks needle,variables"
             )
@@ -267,9 +282,8 @@ class Evaluation:
 
     def _open_data(self) -> dict[str, Sequences]:
         """Open --data, by default the run's validation data, else its training data."""
-        if (given := self.request.settings.get("data")) is not None:
-            folders = training_folders(given)
-        else:
+        folders = self.request.data
+        if folders is None:
             assert self.trained.path is not None
             saved = checkpoint.Checkpoint(self.trained.path).state["config"]
             folders = validation_folders(saved.get("val_data")) or training_folders(saved["data"])

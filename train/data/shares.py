@@ -1,7 +1,7 @@
 """The values of --data and --val-data: a path, or several sources by name.
 
-A source of training data is NAME=PATH:WEIGHT, one of validation data NAME=PATH. In a configuration
-file they are a table, with the text after NAME= by name.
+A source of training data is NAME=PATH:WEIGHT, one of validation data NAME=PATH. For evaluate.py it
+may be either. In a configuration file they are a table, with the text after NAME= by name.
 """
 
 from __future__ import annotations
@@ -68,6 +68,17 @@ def validation_folders(val_data: str | Named | None) -> dict[str, str]:
     return dict(val_data)
 
 
+def evaluated_folders(data: str | Named) -> dict[str, str]:
+    """Return the folders of evaluate.py's --data by name. The name of a single path is empty.
+
+    Weights are left out, so that the value of a training run may be given.
+    """
+    if isinstance(data, str):
+        return {"": data}
+    _check_names("--data", data)
+    return {name: _parse_weight(text)[0] or text for name, text in data.items()}
+
+
 def show_sources(value: str | Named | None) -> str:
     """Return a value of --data or --val-data for messages."""
     return "None" if value is None else " ".join(source_words(value))
@@ -101,14 +112,22 @@ def _check_names(option: str, sources: Named) -> None:
 
 def _parse_share(name: str, text: str) -> Share:
     """Return the source of the text PATH:WEIGHT."""
+    folder, weight = _parse_weight(text)
+    if not folder:
+        raise ValueError(
+            f"--data: expected {name}=PATH:WEIGHT with a positive number as weight, got "
+            f"{name}={text}"
+        )
+    return Share(folder, weight)
+
+
+def _parse_weight(text: str) -> tuple[str, Fraction]:
+    """Return the path and the weight of the text PATH:WEIGHT. The path is empty for other texts."""
     folder, _, weight = text.rpartition(":")
     try:
         number = float(weight)
     except ValueError:
         number = math.nan
     if not folder or not 0 < number < math.inf:
-        raise ValueError(
-            f"--data: expected {name}=PATH:WEIGHT with a positive number as weight, got "
-            f"{name}={text}"
-        )
-    return Share(folder, Fraction(weight.strip()))
+        return "", Fraction(0)
+    return folder, Fraction(weight.strip())

@@ -93,7 +93,7 @@ def _add_option(group: Any, f: dataclasses.Field) -> None:
     if kind is bool:
         extra["action"] = argparse.BooleanOptionalAction
     elif kind is SOURCES:
-        extra |= {"action": _SourcesAction, "nargs": "+", "metavar": "PATH"}
+        extra |= {"action": SourcesAction, "nargs": "+", "metavar": "PATH"}
     else:
         extra |= {
             "type": _json_object if kind is dict else kind,
@@ -107,7 +107,7 @@ def _add_option(group: Any, f: dataclasses.Field) -> None:
     group.add_argument(flag(f.name), default=argparse.SUPPRESS, **extra)
 
 
-class _SourcesAction(argparse.Action):
+class SourcesAction(argparse.Action):
     """Stores one path, or the texts after NAME= by name."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
