@@ -186,7 +186,7 @@ def append(file: Path, row: dict) -> None:
     """Append a line of JSON."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a") as lines:
-        lines.write(json.dumps(row) + "\n")
+        lines.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 def show(row: dict) -> None:
