@@ -1,6 +1,7 @@
 """Errors about other ranks. Each subclasses a builtin error, so scripts may catch either.
 
-RanksDisagree  raised before anything began. All ranks raise it, and their group stays usable.
+RanksDisagree  ranks did not do the same. All ranks raise it. Their group stays usable if nothing
+               began. A rank that ran ahead says that it had begun.
 RankFailed     another rank failed in the middle of a call. The group is unusable.
 RankGone       another rank has ended, or the connection to it is lost. The group is unusable.
 RankLate       another rank did not make a call in time

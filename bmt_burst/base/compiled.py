@@ -38,6 +38,14 @@ def not_compiled(function: Callable[Parameters, Result]) -> Callable[Parameters,
     return call
 
 
+def in_compiled_backward() -> bool:
+    """Whether compiled autograd runs this backward. It drops callbacks that autograd would run at
+    the end.
+    """
+    compiled_autograd: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region
+
+
 def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `function`, which is compiled if its first tensor is on a GPU.
 

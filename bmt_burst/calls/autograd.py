@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from ..base.autograd import check_first_derivative, check_transforms
-from ..base.compiled import not_compiled
+from ..base.compiled import in_compiled_backward, not_compiled
 from ..merging.sinks import sinks_gradient, with_sinks
-from ..ranks.agreement import admit_one_thread, report_failure, run_together
+from ..ranks.agreement import admit_one_thread, report_failure, run_together, settle
 from ..ranks.rings import Rings
 from ..strategies import Plan, Saved
 
@@ -43,7 +44,10 @@ class BurstAttention(torch.autograd.Function):
     @staticmethod
     @not_compiled  # not by compiled autograd either
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of forward's arguments, once all ranks are in this backward."""
+        """Return the gradients of forward's arguments, once all ranks are in this backward.
+
+        Ranks that run ahead do not wait for that. They check it at the end of autograd's backward.
+        """
         dout, _ = grads
         doing = f"the backward of call {ctx.number}"
         rings: Rings = ctx.rings
@@ -56,7 +60,10 @@ class BurstAttention(torch.autograd.Function):
             return Saved(*saved), sinks
 
         with admit_one_thread(rings, doing):
-            saved, sinks = run_together(rings, doing, saved_tensors)
+            runs_ahead = rings.runs_ahead(dout.device) and not in_compiled_backward()
+            saved, sinks = run_together(rings, doing, saved_tensors, runs_ahead)
+            if runs_ahead:
+                Variable._execution_engine.queue_callback(lambda: settle(rings))
             dsinks = None
             with torch.autocast(dout.device.type, enabled=False), report_failure(rings, doing):
                 dq, dk, dv, dbias = plan.backward(rings, dout, saved)

@@ -11,6 +11,7 @@ Terms and plans are kept, so a call that repeats another one only checks, sends 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -64,12 +65,21 @@ def attend(
             terms = find_terms(rings, inputs, options)
         except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
             refuse_in_rings(rings, error)
-        said = gather_lines(rings, CALL, lambda: terms.message)
         number = rings.history.calls + 1
-        with report_failure(rings, f"call {number}"):
+        call = f"call {number}"
+        expect = functools.partial(expect_lines, rings, inputs.q.device)
+        said = gather_lines(rings, CALL, lambda: terms.message, expect, call)
+        with report_failure(rings, call):
             plan = find_plan(rings, terms, said, inputs.q.device)
             rings.history.calls = number
             return _compute(rings, plan, number, inputs, terms.masking.rows)
+
+
+def expect_lines(rings: Rings, device: torch.device, mine: bytes) -> tuple[bytes, ...] | None:
+    """Return all ranks' lines about a call, if they must be those of an earlier call with this
+    rank's line.
+    """
+    return rings.history.agreed.get(mine) if rings.runs_ahead(device) else None
 
 
 def find_plan(
@@ -86,7 +96,9 @@ def find_plan(
             problem = make_problem(rings, terms, compare_terms(said))
             plan = _make_plan(terms.options.strategy, problem, rings.rank)
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
-        _make_room(plans)
+        _make_room(rings)
+        if terms.needs_gradient and terms.masking.fixes_lengths:
+            rings.history.agreed[terms.message] = said
     plans[said] = plan  # last in order: just used
     return plan
 
@@ -100,13 +112,15 @@ def _make_plan(name: str, problem: Problem, rank: int) -> Plan | SelectedPlan:
     return SelectedPlan(problem, rank, strategy, span_bytes)
 
 
-def _make_room(plans: dict[tuple[bytes, ...], Plan]) -> None:
+def _make_room(rings: Rings) -> None:
     """Drop the least recently used plans if there are many.
 
     Several threads without a group may do this at once. So the keys are copied, which is atomic.
     """
+    plans, agreed = rings.history.plans, rings.history.agreed
     for said in list(plans)[: max(len(plans) - _MOST_PLANS + 1, 0)]:
         plans.pop(said, None)
+        agreed.pop(said[rings.rank], None)
 
 
 def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:

@@ -4,6 +4,11 @@ Each rank sends a line of JSON. It names what the rank is "doing", with the term
 that prevents it. All ranks read the same lines, so all go on or all raise. Ranks number their calls
 and also agree on the backward of each call. Otherwise ranks in different backwards would silently
 add up wrong gradients.
+
+A rank that knows what the others must say may run ahead: it posts its line, begins, and reads the
+others' lines later (`settle`), before it sends its next line and before autograd's backward
+returns. If they do not fit, every rank raises, and the group is unusable. The section "Ranks that
+run ahead" of docs/design.md says when a rank does so, and what is promised.
 """
 
 from __future__ import annotations
@@ -11,14 +16,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import RankLate, RanksDisagree
 from ..transport import MESSAGE_BYTES, Transport
 from .rings import Rings
 
 Result = TypeVar("Result")
-Error = TypeVar("Error", bound=Exception)
+Error = TypeVar("Error", bound=BaseException)
 
 _RULE = (
     "two threads of this process called in the same group at once, so it is unusable now. A group "
@@ -46,20 +51,35 @@ def format_terms(doing: str, terms: dict[str, Any]) -> bytes:
     return line
 
 
-def gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[bytes, ...]:
+def gather_lines(
+    rings: Rings,
+    doing: str,
+    line: Callable[[], bytes],
+    expect: Callable[[bytes], tuple[bytes, ...] | None] = lambda mine: None,
+    call: str = "",
+) -> tuple[bytes, ...]:
     """Return the lines of all ranks in rank order, for `read_terms`.
 
-    line  returns this rank's line, from `format_terms`
+    line    returns this rank's line, from `format_terms`
+    expect  returns the only lines of all ranks that can fit this rank's, if this rank knows them
+            and its rings run ahead. Then it does not wait: `settle` reads the lines later.
+    call    names what this rank then begins, by default `doing`
 
     If `line` fails, this rank sends its failure to the others, and then raises it. A failure that
     a call inside `line` raised is known to them: a backward may compute its forward again, which
     calls attention.
     """
     with admit_one_thread(rings, doing):
-        return _gather_lines(rings, doing, line)
+        return _gather_lines(rings, doing, line, expect, call or doing)
 
 
-def _gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[bytes, ...]:
+def _gather_lines(
+    rings: Rings,
+    doing: str,
+    line: Callable[[], bytes],
+    expect: Callable[[bytes], tuple[bytes, ...] | None],
+    call: str,
+) -> tuple[bytes, ...]:
     failure = None
     try:
         mine = line()
@@ -67,7 +87,11 @@ def _gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[
         if hasattr(caught, _KNOWN):
             raise  # the others do not wait for a second line about it
         failure, mine = caught, _format_failure(doing, caught)
+    _settle(rings)
     try:
+        if not failure and (expected := expect(mine)):
+            rings.inner.post(mine, expected, call)
+            return expected
         lines = tuple(rings.gather(mine))
     except RankLate as late:
         raise _mark_known(RankLate(f"{doing}: {late}")) from late
@@ -98,19 +122,69 @@ def read_terms(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     return replies
 
 
-def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
+def settle(rings: Rings) -> None:
+    """Read what the others sent when this rank ran ahead, if it has not done so.
+
+    Raises RanksDisagree if they did not do the same, RankFailed, RankGone or RankLate if a rank is
+    lost. This rank has begun the call, so the group is unusable then.
+    """
+    posted = rings.inner.posted or rings.outer.posted
+    if posted:
+        with admit_one_thread(rings, posted.doing):
+            _settle(rings)
+
+
+def _settle(rings: Rings) -> None:
+    for ring in (rings.inner, rings.outer):
+        if (posted := ring.posted) is None:
+            continue
+        try:
+            lines = ring.collect()
+            if tuple(lines) != posted.expected:
+                _compare_lines(lines, posted.expected)
+        except BaseException as error:
+            words = f"{posted.doing}: {_format_reason(error)}".encode()
+            if not ring.broken:
+                ring.leave(words)
+            rings.leave_if_broken(words)
+            if isinstance(error, RanksDisagree | RankLate):
+                text = f"{error}; this rank had begun {posted.doing}, so its group is unusable"
+                raise _mark_known(type(error)(text)) from error
+            _mark_known(error)
+            raise
+
+
+def _compare_lines(lines: Sequence[bytes], expected: Sequence[bytes]) -> NoReturn:
+    """Raise RanksDisagree with the first difference."""
+    replies = read_terms(lines)
+    for rank, (reply, fitting) in enumerate(zip(replies, read_terms(expected), strict=True)):
+        for term, value in fitting.items():
+            if reply.get(term) != value:
+                raise RanksDisagree(
+                    f"ranks differ in {term}: expected rank {rank} to have {value!r}, "
+                    f"got {reply.get(term)!r}"
+                )
+    raise RanksDisagree(f"expected the ranks to send {expected}, got {lines}")
+
+
+def run_together(
+    rings: Rings, doing: str, work: Callable[[], Result], ahead: bool = False
+) -> Result:
     """Return the result of `work` on this rank, once it has succeeded on all ranks.
 
     If it fails, its error is raised on this rank and RanksDisagree on the others. Raises
     RanksDisagree on every rank if one is doing something else.
+
+    ahead  whether not to wait for the others: then `settle` raises what concerns them
     """
     results = []
 
-    def terms() -> dict[str, Any]:
+    def line() -> bytes:
         results.append(work())
-        return {}
+        return format_terms(doing, {})
 
-    lines = gather_terms(rings, doing, terms)
+    size = rings.size
+    lines = gather_lines(rings, doing, line, lambda mine: (mine,) * size if ahead else None)
     if any(line != lines[0] for line in lines):
         read_terms(lines)
     return results[0]

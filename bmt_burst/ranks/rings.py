@@ -34,12 +34,14 @@ class History:
     calls    the number of calls. It is equal on all ranks, since all agree on each call.
     known    calls that this rank has checked, by their arguments
     plans    plans of calls, by all ranks' lines about them
+    agreed   all ranks' lines about a call, by this rank's, if no others can fit it
     is_grid  whether a double ring is known to be a grid of ranks
     """
 
     calls: int = 0
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     plans: dict[tuple[bytes, ...], Any] = field(default_factory=dict)
+    agreed: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     is_grid: bool = False
 
 
@@ -79,8 +81,14 @@ class Rings:
                 self.history.is_grid = True
             return self._gather_over_both(message)
         except BaseException:
-            self._leave_if_broken(b"waiting for the ranks of its other group")
+            self.leave_if_broken(b"waiting for the ranks of its other group")
             raise
+
+    def runs_ahead(self, device: torch.device) -> bool:
+        """Whether this rank may begin calls on `device` before it has read the others' messages,
+        see Transport. Over double rings it never does.
+        """
+        return not self.double and self.inner.runs_ahead(device)
 
     def _gather_over_both(self, message: bytes) -> list[bytes]:
         here = zlib.compress(b"\n".join(self.inner.gather(message)), 1)
@@ -132,10 +140,10 @@ class Rings:
                 ring.leave(words)
             elif not ring.broken:
                 reason = ring.give_up(words)
-                self._leave_if_broken(words)
+                self.leave_if_broken(words)
         return reason
 
-    def _leave_if_broken(self, words: bytes) -> None:
+    def leave_if_broken(self, words: bytes) -> None:
         """Leave one ring if the other is unusable."""
         for ring, other in ((self.inner, self.outer), (self.outer, self.inner)):
             if other.broken and not ring.broken:

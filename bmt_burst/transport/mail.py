@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from . import Posted
 
 
 class Mail(ABC):
     """The messages of rank `rank`. By default it learns nothing about the other ranks.
 
     broken  why this rank cannot go on with the others, once that is known
+    posted  the message of this rank to which the others' messages are unread, if there is one
     """
 
     def __init__(self, rank: int):
         self.rank = rank
         self.broken: RuntimeError | None = None
+        self.posted: Posted | None = None
 
     @abstractmethod
     def gather(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, in rank order."""
+
+    def post(self, message: bytes, expected: Sequence[bytes], doing: str) -> None:
+        """Send a message as Transport.post does."""
+        raise NotImplementedError(f"{type(self).__name__} does not run ahead")
+
+    def collect(self) -> list[bytes]:
+        """Return the messages of all ranks as Transport.collect does."""
+        raise NotImplementedError(f"{type(self).__name__} does not run ahead")
 
     def fail_if_broken(self) -> None:
         """Raise the error that made these messages unusable, if any."""
@@ -40,6 +52,10 @@ class Mail(ABC):
     def find_lost_rank(self) -> RuntimeError | None:
         """Return the error of a rank that is known to take no further part, if any."""
         return None
+
+    def find_obstacle(self) -> Exception | None:
+        """Return why work that this rank has begun may wait forever for another rank, if so."""
+        return self.find_lost_rank() or self.broken
 
     def set_timeout(self, seconds: float) -> None:  # noqa: B027 - the carrier has its own
         """Set how many seconds to wait for other ranks."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import DEFAULT_TIMEOUT, MESSAGE_BYTES, Arrival, Delivery, Put, Transport
+from . import DEFAULT_TIMEOUT, MESSAGE_BYTES, Arrival, Delivery, Posted, Put, Transport
 from .copy_engine import CopyEngines, CudaStream, Device
 from .host_memory import HostMemory, open_host_memory
 from .mail import Mail, RemoteMail, UnopenedMail
@@ -95,7 +95,28 @@ class ProcessTransport(Transport):
         memory = open_host_memory(self.rank, self.size, MESSAGE_BYTES, carry, self.timeout)
         return memory or RemoteMail(self.rank, carry)
 
+    def runs_ahead(self, device: torch.device) -> bool:
+        """Whether deliveries on `device` go by copy engines under a watch.
+
+        NCCL and gloo could wait for other bytes than a rank sends, or crash.
+        """
+        return device.type == "cuda" and self.copy_engines is not None and self.watch is not None
+
+    @property
+    def posted(self) -> Posted | None:
+        return self.mail.posted
+
+    def post(self, message: bytes, expected: Sequence[bytes], doing: str) -> None:
+        assert self.watch, "a rank that runs ahead has a watch"
+        self.mail.post(message, expected, doing)
+        self.watch.note_begun(doing)
+
+    def collect(self) -> list[bytes]:
+        return self.mail.collect()
+
     def give_up(self, words: bytes) -> RuntimeError | None:
+        if self.watch:
+            self.watch.note_left()
         reason = self.mail.give_up(words)
         if self.broken:
             self.leave(words)
@@ -105,6 +126,8 @@ class ProcessTransport(Transport):
         return self.mail.find_lost_rank()
 
     def leave(self, words: bytes) -> None:
+        if self.watch:
+            self.watch.note_left()
         self.mail.leave(words)
         self.disconnect()
 
@@ -132,7 +155,7 @@ class ProcessTransport(Transport):
         reason = apart or failure
         self.copy_engines = None if reason else engines
         if self.copy_engines and isinstance(self.mail, HostMemory) and not self.watch:
-            self.watch = Watch(self.find_lost_rank, torch.cuda.Event, self.timeout)
+            self.watch = Watch(self.mail.find_obstacle, torch.cuda.Event, self.timeout)
         if reason and self.engine_use == "always":
             raise RuntimeError(f"copy engines cannot be used: {reason}")
         if reason:
