@@ -295,6 +295,27 @@ def test_the_command_has_each_source_of_validation_data():
     assert parse_options(words[4:])[1]["val_data"] == named
 
 
+def test_the_command_has_the_engine_that_was_planned(capsys):
+    line = ("--model", "qwen3-0.6b", "--gpus", "2", "--seq-len", "8192", "--engine", "torch")
+    words = shlex.split(run_script(capsys, *line)[1].splitlines()[-1])
+    assert make_config(parse_options(words[4:])[1]).engine == "torch"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "of_each"), [(6, 1, 6), (8, 1, 8), (9, 3, 3), (12, 2, 6), (64, 8, 8)]
+)
+def test_the_command_starts_a_rank_for_each_gpu(gpus, hosts, of_each):
+    """On hosts of at most eight, which must find each other."""
+    launcher, _ = command(planned(gpus)).split(" train/pretrain.py ")
+    if hosts == 1:
+        assert launcher == f"torchrun --nproc-per-node {of_each}"
+    else:
+        assert launcher == (
+            f"torchrun --nnodes {hosts} --nproc-per-node {of_each} --rdzv-backend c10d "
+            "--rdzv-endpoint FIRST_HOST:29500"
+        )
+
+
 def test_without_a_length_the_longest_is_planned(capsys):
     code, out, _ = run_script(capsys, "--model", "qwen3-0.6b", "--gpus", "1", "--gpu", "rtx4090")
     assert code == 0

@@ -98,7 +98,7 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> str:
     sp_size = given.get("sp_size", cluster.gpus)
     groups = max(cluster.gpus // max(sp_size, 1), 1)
     sizes = {"sp_size": sp_size, "batch_size": groups, "micro_batch_size": 1, "dtype": "bf16"}
-    engine = given.pop("engine", "auto")
+    engine = given.get("engine", "auto")
     engine = "bmtrain" if engine == "auto" else engine
     seq_len = given.pop("seq_len", None)
     config = TrainConfig(**(sizes | given), seq_len=max(seq_len or 0, sp_size, 1024))

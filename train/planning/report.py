@@ -15,7 +15,8 @@ from train.run.config import TrainConfig
 from .hardware import GIB
 from .search import Planned, find_longest, helping_options, recommend, savings, with_options
 
-_GPUS_OF_HOST = 8
+_GPUS_OF_HOST = 8  # at most
+_MEETING = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_HOST:29500"]
 _DAY = 86400.0
 _SHORT_S = 0.1  # shorter steps are not planned well
 
@@ -140,12 +141,15 @@ def advice(planned: Planned) -> str:
 
 
 def command(planned: Planned) -> str:
-    """Return the command that starts a run. DATA and RUN stand for folders."""
-    config, gpus = planned.config, planned.cluster.gpus
-    hosts = -(-gpus // _GPUS_OF_HOST)
-    launcher = ["torchrun", *(["--nnodes", str(hosts)] if hosts > 1 else [])]
-    launcher += ["--nproc-per-node", str(gpus // hosts), "train/pretrain.py"]
-    words = [*launcher, *_join(_given_options(config)), "--data", "DATA", "--output", "RUN"]
+    """Return the command that starts a run on each host. DATA and RUN stand for folders, and
+    FIRST_HOST for a name.
+    """
+    gpus = planned.cluster.gpus
+    of_host = max(n for n in range(1, _GPUS_OF_HOST + 1) if gpus % n == 0)
+    hosts = ["--nnodes", str(gpus // of_host)] if gpus > of_host else []
+    meeting = _MEETING if hosts else []
+    launcher = ["torchrun", *hosts, "--nproc-per-node", str(of_host), *meeting, "train/pretrain.py"]
+    words = [*launcher, *_join(_given_options(planned.config)), "--data", "DATA", "--output", "RUN"]
     return shlex.join(words)
 
 
