@@ -17,7 +17,7 @@ from tests.compile_triton import Compiler
 NAMES = {
     tiles: ("_sort_keys", "_unite"),
     triton_far: ("_forward", "_dq", "_dkdv", "_add_parts"),
-    triton_choice: ("_fill_scores", "_take"),
+    triton_choice: ("_normalize", "_fill_scores", "_take"),
 }
 
 

@@ -1,12 +1,14 @@
 """Triton kernels of the choice of blocks. `choice.py` specifies it.
 
-scores  A program has some neighbouring queries with the query heads of one kv head. It sums over
-        the kernels 2 that they see for the normalizers. Then it goes over kernels 1, and sums over
-        heads.
-take    A program has the scores of one query. It finds the least score that is chosen by bisection
-        over the bits of a number, and lists the blocks.
+normalize  A program has some neighbouring queries with the query heads of one kv head. It sums
+           over the kernels 2 that they see.
+scores     A program has such queries and a span of blocks. It goes over their kernels 1, and sums
+           over heads.
+take       A program has the scores of one query. It finds the least score that is chosen by
+           bisection over the bits of a number, and lists the blocks.
 
-Scores are kept for some queries at a time. A kernel that overlaps two blocks is scored once: one
+Scores are kept for some queries at a time. Of long documents these are few, which spans of blocks
+make enough programs for a GPU. A kernel that overlaps two blocks is scored once: one
 tensor has the largest score of the kernels that begin in a block, another that of the last of them.
 
 A choice does not depend on the other queries of a program. All products have one shape, and sums
@@ -23,7 +25,7 @@ has N kernels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -51,6 +53,7 @@ _ALWAYS = tl.constexpr(torch.iinfo(torch.int32).max)
 _NUMBERS = ["queries", "normalizing_kernels", "scored_kernels", "blocks"]
 _ROWS = ["places"]
 _BYTES = 1 << 29  # of scores that are kept at a time
+_SPAN = 1024  # blocks that a program scores
 
 
 class LaunchShape(NamedTuple):
@@ -87,15 +90,53 @@ def choose_by_score(
     ends = [min(start + step, len(q)) for start in range(0, len(q), step)]
     lasts = places[torch.tensor(ends) - 1].tolist()
     places = send_to_device(places, q.device)
+    normalizers = normalize(q, places, halves, sparse, scale)
     for end, last in zip(ends, lasts, strict=True):
         piece = slice((end - 1) // step * step, end)
-        scores = score_blocks(q[piece], places[piece], halves, last, sparse, scale)
+        of_piece = q[piece], places[piece], normalizers[piece]
+        scores = score_blocks(*of_piece, halves, last, sparse, scale)
         take_largest(*scores, places[piece], chosen[piece], sparse)
     return chosen
 
 
+def normalize(
+    q: Tensor, places: Tensor, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+) -> Tensor:
+    """Return the logarithm to base 2 of the sum over kernels 2 that a query (T, H, D) sees: (T, H)
+    fp32, and 0 where it sees none.
+
+    keys  the compressed keys as `_split` returns them
+    """
+    normalizers = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    q, shared, launch = _prepare(q, sparse, keys.scored.shape[2])
+    _normalize[triton.cdiv(len(q), shared["TOKENS"]), keys.scored.shape[2]](
+        q,
+        keys.normalizing,
+        places,
+        normalizers,
+        q.stride(),
+        keys.normalizing.stride(),
+        len(q),
+        keys.normalizing.shape[1],
+        scale,
+        PARTS=len(keys.normalizing),
+        N=launch.kernels,
+        **shared,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        enable_fp_fusion=True,
+    )
+    return normalizers
+
+
 def score_blocks(
-    q: Tensor, places: Tensor, keys: CompressedKeys, last: int, sparse: InfLLMV2, scale: float
+    q: Tensor,
+    places: Tensor,
+    normalizers: Tensor,
+    keys: CompressedKeys,
+    last: int,
+    sparse: InfLLMV2,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the largest S of the kernels that begin in each block, and that of the last of them:
     (G, T, blocks) fp32 each.
@@ -103,43 +144,35 @@ def score_blocks(
     They are for queries (T, H, D) and the blocks up to that of place `last`. They are -1 where no
     kernel is visible. They are undefined for blocks of a query's window and after it.
 
-    keys  the compressed keys as `_split` returns them
+    normalizers  (T, H) as `normalize` returns them
+    keys         the compressed keys as `_split` returns them
     """
-    q = make_dense(q)
     groups, blocks = keys.scored.shape[2], last // sparse.block_size + 1
     each = triton.next_power_of_2(sparse.block_size // sparse.kernel_stride)
     shape = groups, len(q), blocks
     scores, of_last = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    launch = _shape(q)
-    heads = pad_heads(q.shape[1] // groups)
-    tokens = count_tokens(launch.rows, heads)
-    _fill_scores[triton.cdiv(len(q), tokens), groups](
+    q, shared, launch = _prepare(q, sparse, groups)
+    grid = triton.cdiv(len(q), shared["TOKENS"]), groups, triton.cdiv(blocks, _SPAN)
+    _fill_scores[grid](
         q,
-        keys.normalizing,
         keys.scored,
         places,
+        normalizers,
         scores,
         of_last,
         q.stride(),
-        keys.normalizing.stride(),
         keys.scored.stride(),
         len(q),
-        keys.normalizing.shape[1],
         keys.scored.shape[1],
         blocks,
         scale,
-        TOKENS=tokens,
-        GROUP=q.shape[1] // groups,
-        HEADS=heads,
-        D=q.shape[-1],
-        WIDTH=max(triton.next_power_of_2(q.shape[-1]), 16),
-        STRIDE=sparse.kernel_stride,
         BLOCK=sparse.block_size,
         WINDOW=sparse.window_blocks,
         EACH=each,
+        SPAN=_SPAN,
         PARTS=len(keys.scored),
-        PRECISION=precision(q),
         N=max(launch.kernels, each),
+        **shared,
         num_warps=launch.warps,
         num_stages=launch.stages,
         enable_fp_fusion=True,
@@ -177,6 +210,26 @@ def _split(keys: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([high, (keys - high).to(dtype)])
 
 
+def _prepare(
+    q: Tensor, sparse: InfLLMV2, groups: int
+) -> tuple[Tensor, dict[str, Any], LaunchShape]:
+    """Return dense queries, the constants that both kernels of scores share, and their shape."""
+    q = make_dense(q)
+    launch = _shape(q)
+    group = q.shape[1] // groups
+    heads = pad_heads(group)
+    shared = {
+        "TOKENS": count_tokens(launch.rows, heads),
+        "GROUP": group,
+        "HEADS": heads,
+        "D": q.shape[-1],
+        "WIDTH": max(triton.next_power_of_2(q.shape[-1]), 16),
+        "STRIDE": sparse.kernel_stride,
+        "PRECISION": precision(q),
+    }
+    return q, shared, launch
+
+
 def _shape(q: Tensor) -> LaunchShape:
     if not q.is_cuda:
         return _INTERPRETED
@@ -184,25 +237,23 @@ def _shape(q: Tensor) -> LaunchShape:
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
-def _fill_scores(
-    q, normalizing, scored, places, scores, of_last, q_strides, normalizing_strides, scored_strides,
-    queries, normalizing_kernels, scored_kernels, blocks, scale,
+def _normalize(
+    q, normalizing, places, normalizers, q_strides, normalizing_strides,
+    queries, normalizing_kernels, scale,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    EACH: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
-    """Fill scores and of_last (G, T, blocks) of some queries, for blocks that one of them sees."""
-    group, first = tl.program_id(1), tl.program_id(0) * TOKENS
-    row = tl.arange(0, TOKENS * HEADS)
-    token, head = first + row // HEADS, group * GROUP + row % HEADS
-    there = (token < queries) & (row % HEADS < GROUP)
+    """Fill normalizers (T, H) of some queries."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see most: they begin
+    group, first = tl.program_id(1), tile * TOKENS
+    token, head, there = _rows_of(first, group, queries, TOKENS, GROUP, HEADS)
     place = tl.load(places + token, mask=token < queries, other=-1).to(tl.int32)
-    last = tl.max(place, 0)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
 
     weights = tl.zeros((TOKENS * HEADS,), tl.float32)
     largest = tl.full((TOKENS * HEADS,), -_INFINITY, tl.float32)
-    seen = (last + 1 - 4 * STRIDE) // (4 * STRIDE)
+    seen = (tl.max(place, 0) + 1 - 4 * STRIDE) // (4 * STRIDE)
     for at in tl.range(0, tl.minimum(seen, normalizing_kernels), N):
         kernel = at + tl.arange(0, N)
         there_too = kernel < normalizing_kernels
@@ -217,12 +268,36 @@ def _fill_scores(
         weights = weights * tl.exp2(largest - shift) + tl.sum(tl.exp2(terms - shift[:, None]), 1)
         largest = now
     normalizer = tl.where(weights == 0.0, 0.0, largest + tl.log2(weights))
-    normalizer = tl.where(there, normalizer, _INFINITY)  # heads of the padding add nothing
+    heads = tl.num_programs(1) * GROUP
+    tl.store(normalizers + token.to(tl.int64) * heads + head, normalizer, mask=there)
 
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
+def _fill_scores(
+    q, scored, places, normalizers, scores, of_last, q_strides, scored_strides,
+    queries, scored_kernels, blocks, scale,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    EACH: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Fill scores and of_last (G, T, blocks) of some queries, for those blocks of a span that one
+    of them sees.
+    """
+    group, first = tl.program_id(1), tl.program_id(0) * TOKENS
+    token, head, there = _rows_of(first, group, queries, TOKENS, GROUP, HEADS)
+    q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
+    heads = tl.num_programs(1) * GROUP
+    # heads of the padding add nothing
+    normalizer = tl.load(
+        normalizers + token.to(tl.int64) * heads + head, mask=there, other=_INFINITY
+    )
     BEGIN: tl.constexpr = BLOCK // STRIDE  # kernels that begin in a block
     own = first + tl.arange(0, TOKENS)
     own_place = tl.load(places + own, mask=own < queries, other=-1).to(tl.int32)
-    for at in tl.range(0, last // BLOCK - WINDOW, N // EACH):  # later blocks are always chosen
+    begin = tl.program_id(2) * SPAN
+    end = tl.max(own_place, 0) // BLOCK - WINDOW  # later blocks are always chosen
+    for at in tl.range(begin, tl.minimum(end, begin + SPAN), N // EACH):
         nth = tl.arange(0, N)
         kernel = (at + nth // EACH) * BEGIN + nth % EACH
         is_one = (nth % EACH < BEGIN) & (kernel < scored_kernels)
@@ -278,6 +353,14 @@ def _take(
     to = tl.cumsum(wanted.to(tl.int32), 0) - 1
     groups = tl.num_programs(1)
     tl.store(chosen + (wide(token) * groups + group) * MOST + to, block, mask=wanted)
+
+
+@triton.jit
+def _rows_of(first, group, queries, TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr):
+    """Return the query and the head of each row of a program, and whether there is one."""
+    row = tl.arange(0, TOKENS * HEADS)
+    token, head = first + row // HEADS, group * GROUP + row % HEADS
+    return token, head, (token < queries) & (row % HEADS < GROUP)
 
 
 @triton.jit
