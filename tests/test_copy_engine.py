@@ -42,13 +42,14 @@ class ThreadStream:
     def __init__(self, work):
         self.work = work
 
-    def copy(self, target, source):
+    def copy(self, copies):
         def late():
-            time.sleep(random.random() * self.longest_copy)
-            half = source.numel() // 2  # not at one go
-            target[:half] = source[:half]
-            time.sleep(random.random() * 1e-3)
-            target[half:] = source[half:]
+            for target, source in copies:
+                time.sleep(random.random() * self.longest_copy)
+                half = source.numel() // 2  # not at one go
+                target[:half] = source[:half]
+                time.sleep(random.random() * 1e-3)
+                target[half:] = source[half:]
 
         self.work.put(late)
 

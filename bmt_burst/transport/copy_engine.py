@@ -43,8 +43,8 @@ class Stream(Protocol):
     on a peer.
     """
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy between contiguous uint8 tensors of one size."""
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make copies (target, source) between contiguous uint8 tensors of one size."""
 
     def write(self, flags: Sequence[Tensor], value: int) -> None:
         """Set the flags once all earlier work is done and visible to all devices."""
@@ -170,10 +170,9 @@ class _Lane:
         self.stream.follow(self.device.current().record())  # by then the puts are ready
         for peer in dict.fromkeys(put.peer for put in sends):
             self.stream.wait([self.freed[peer]], self.number - self.slots)
-            for tensor, _, offset in (put for put in sends if put.peer == peer):
-                source = as_bytes(tensor)
-                at = start + offset
-                self.stream.copy(self.parts[peer][at : at + source.numel()], source)
+            puts = [(start + put.offset, as_bytes(put.tensor)) for put in sends if put.peer == peer]
+            there = self.parts[peer]
+            self.stream.copy([(there[at : at + x.numel()], x) for at, x in puts])
             self.stream.write([self.arrived_there[peer]], self.number)
         memory = self.parts[self.rank][start : start + nbytes]
         return _LaneDelivery(
@@ -198,7 +197,7 @@ class _Lane:
         self.stream.wait([self.arrived[self.rank]], 1)
         for peer, part in enumerate(self.parts):
             if self.slot_bytes:
-                self.stream.copy(part[self.rank : self.rank + 1], self.parts[self.rank][:1])
+                self.stream.copy([(part[self.rank : self.rank + 1], self.parts[self.rank][:1])])
             self.stream.write([self.arrived_there[peer]], int(peer == self.rank))
 
     def _flag(self, owner: int, index: int) -> Tensor:
@@ -246,9 +245,10 @@ class CudaStream:
     def __init__(self, stream: torch.cuda.Stream | None = None):
         self.stream = stream or torch.cuda.Stream()
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
 
     def write(self, flags: Sequence[Tensor], value: int) -> None:
         self._memory_operations(_WRITE, flags, value)
