@@ -19,8 +19,8 @@ Parts = Sequence[Part] | Sequence[OutputPart]
 
 
 def tokens_at(x: Tensor, span: Span) -> Tensor:
-    """Return a view of tokens span[0]..span[1] - 1 of x (B, S, ...)."""
-    return x[:, slice(*span)]
+    """Return a view of tokens span[0]..span[1] - 1 of x (B, S, ...), x itself for all tokens."""
+    return x if span == (0, x.shape[1]) else x[:, slice(*span)]
 
 
 def is_whole(parts: Parts, tokens: int) -> bool:
@@ -63,6 +63,11 @@ def _clip_spans(spans: Sequence[Span], within: Span) -> tuple[list[Span], Span] 
     """Return the part of `spans` in `within`, counted from its start, and where it lies in the
     part's tensors. Return None if nothing is in it.
     """
+    if len(spans) == 1:  # as in most calls
+        [(start, stop)] = spans
+        first, last = max(start, within[0]), min(stop, within[1])
+        at = first - start, last - start
+        return ([(first - within[0], last - within[0])], at) if first < last else None
     found = [
         (at, shifted(at, place[0] - span[0]))
         for span, place in in_turn(spans)

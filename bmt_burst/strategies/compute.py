@@ -39,6 +39,8 @@ class Queries:
 
     def part(self, tokens: slice, heads: slice = ALL) -> Queries:
         """Return views of some tokens and heads."""
+        if tokens == heads == ALL:
+            return self
         return Queries(self.q[:, tokens, heads], _slice_tokens(self.tokens, tokens))
 
     def gather(self, spans: Sequence[Span]) -> Queries:
@@ -46,7 +48,8 @@ class Queries:
         span.
         """
         if len(spans) == 1:
-            return self.part(slice(*spans[0]))
+            is_all = spans[0] == (0, self.q.shape[1])
+            return self if is_all else self.part(slice(*spans[0]))
         return Queries(_gather(self.q, spans, 1), _gather_optional(self.tokens, spans, 1))
 
 
@@ -66,6 +69,8 @@ class QueryGradients:
 
     def part(self, tokens: slice, heads: slice = ALL) -> QueryGradients:
         """Return views of some tokens and heads."""
+        if tokens == heads == ALL:
+            return self
         return QueryGradients(
             self.q[:, tokens, heads],
             self.dout[:, tokens, heads],
@@ -80,7 +85,8 @@ class QueryGradients:
         span.
         """
         if len(spans) == 1:
-            return self.part(slice(*spans[0]))
+            is_all = spans[0] == (0, self.q.shape[1])
+            return self if is_all else self.part(slice(*spans[0]))
         return QueryGradients(
             _gather(self.q, spans, 1),
             _gather(self.dout, spans, 1),
@@ -114,6 +120,8 @@ class Keys:
 
     def part(self, tokens: slice, heads: slice = ALL) -> Keys:
         """Return views of some tokens and heads."""
+        if tokens == heads == ALL:
+            return self
         return Keys(
             self.k[:, tokens, heads], self.v[:, tokens, heads], _slice_tokens(self.tokens, tokens)
         )
@@ -123,7 +131,8 @@ class Keys:
         span.
         """
         if len(spans) == 1:
-            return self.part(slice(*spans[0]))
+            is_all = spans[0] == (0, self.k.shape[1])
+            return self if is_all else self.part(slice(*spans[0]))
         return Keys(
             _gather(self.k, spans, 1),
             _gather(self.v, spans, 1),

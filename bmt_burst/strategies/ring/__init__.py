@@ -32,7 +32,7 @@ from ...ranks.rings import Rings
 from ...scores import BY_DISTANCE
 from ...sequence.tiling import GatheredCall, Tiling, by_columns, flipped, kernel_calls
 from .. import Plan, Problem, Saved, Sizes, Strategy
-from ..compute import Keys, Queries, QueryGradients
+from ..compute import ALL, Keys, Queries, QueryGradients
 from .executor import Backward, Forward, Pass, Program, find_landing_positions
 from .payload import KeysValues, Payload, QueryPayload, backward_payload, select_heads
 from .program import order_events
@@ -223,6 +223,8 @@ class RingPlan(Plan):
             return []
         nbytes, _ = self._most_bytes(payload, returning)
         count = self._count_passes(payload, nbytes, *self._count_landing(routes))
+        if count == 1:
+            return [_make_pass(payload, sizes, ALL, ALL)]
         ratio = sizes.heads // sizes.kv_heads
         bounds = itertools.pairwise(sizes.kv_heads * i // count for i in range(count + 1))
         return [
@@ -281,7 +283,7 @@ class RingPlan(Plan):
 
 
 def _make_pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
-    sizes = select_heads(sizes, kv_at.stop - kv_at.start)
+    sizes = select_heads(sizes, len(range(sizes.kv_heads)[kv_at]))
     return Pass(at, kv_at, payload.packing(sizes), payload.return_packing(sizes))
 
 

@@ -374,8 +374,9 @@ class Forward(Execution):
         table: Tensor | None,
     ):
         device = queries.q.device
-        tokens = program.tokens(None, device)
-        self.queries, self.keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
+        if (tokens := program.tokens(None, device)) is not None:
+            queries, keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
+        self.queries, self.keys = queries, keys
         super().__init__(program, rings, self.keys, device)
         self.payload = payload
         self.attention = Attention.begin(program.problem, queries.q, table)
@@ -423,9 +424,12 @@ class Forward(Execution):
 
     def _merge_from_own(self, heads: slice) -> Outputs:
         """Begin the sum of some heads with the own block's share."""
+        out, lse, parts = self.out, self.lse, self.parts
+        if heads != ALL:
+            out, lse = out[:, :, heads], lse[:, heads]
+            parts = [(spans, x[:, :, heads], x_lse[:, heads]) for spans, x, x_lse in parts]
         limit = _OUTPUTS_WAITING * self.program.problem.group_bytes
-        parts = ((spans, out[:, :, heads], lse[:, heads]) for spans, out, lse in self.parts)
-        return Outputs(self.out[:, :, heads], self.lse[:, heads], limit, parts)
+        return Outputs(out, lse, limit, parts)
 
     def _attend(self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]) -> None:
         heads = self._pass(event).q
@@ -461,8 +465,8 @@ class Backward(Execution):
         row_lse: Tensor | None,
     ):
         device = queries.q.device
-        tokens = program.tokens(None, device)
-        queries, keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
+        if (tokens := program.tokens(None, device)) is not None:
+            queries, keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
         if table is not None and program.problem.takes_delta:
             # the table's gradient needs delta, and then calls need not gather out
             queries = queries.with_delta()
@@ -534,8 +538,10 @@ class Backward(Execution):
         for own, grad, heads in zip(
             self.own_parts, self.grads, (q_heads, kv_heads, kv_heads), strict=True
         ):
-            into, parts = grad[:, :, heads], ((spans, part[:, :, heads]) for spans, part in own)
-            sums.append(Gradients(into.shape, into.dtype, into.device, self._limit(), into, parts))
+            if heads != ALL:
+                grad = grad[:, :, heads]
+                own = [(spans, part[:, :, heads]) for spans, part in own]
+            sums.append(Gradients(grad.shape, grad.dtype, grad.device, self._limit(), grad, own))
         return sums
 
     def _limit(self) -> int:
