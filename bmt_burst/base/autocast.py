@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,8 +15,22 @@ _CAST = (torch.float16, torch.bfloat16, torch.float32)
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast computes with on x's device, or None where it is off."""
     device_type = x.device.type
-    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if is_on else None
+    return torch.get_autocast_dtype(device_type) if _is_on(device_type) else None
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which autocast is off on x's device. It costs nothing where it is off
+    already.
+    """
+    device_type = x.device.type
+    if not _is_on(device_type):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def _is_on(device_type: str) -> bool:
+    is_available = torch.amp.is_autocast_available(device_type)
+    return is_available and torch.is_autocast_enabled(device_type)
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from ..base.autocast import without_autocast
 from ..base.autograd import check_first_derivative, check_transforms
 from ..base.compiled import in_compiled_backward, not_compiled
 from ..merging.sinks import sinks_gradient, with_sinks
@@ -32,7 +33,7 @@ class BurstAttention(torch.autograd.Function):
         number: int,
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse of the call with this number."""
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             out, lse, row_lse = plan.forward(rings, q, k, v, bias)
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks)
@@ -65,7 +66,7 @@ class BurstAttention(torch.autograd.Function):
             if runs_ahead:
                 Variable._execution_engine.queue_callback(lambda: settle(rings))
             dsinks = None
-            with torch.autocast(dout.device.type, enabled=False), report_failure(rings, doing):
+            with without_autocast(dout), report_failure(rings, doing):
                 dq, dk, dv, dbias = plan.backward(rings, dout, saved)
                 if sinks is not None and ctx.needs_input_grad[4]:
                     dsinks = sinks_gradient(dout, saved.out, saved.lse, sinks)

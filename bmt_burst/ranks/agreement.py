@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import RankLate, RanksDisagree
@@ -190,9 +190,8 @@ def run_together(
     return results[0]
 
 
-@contextmanager
-def admit_one_thread(rings: Rings, doing: str) -> Iterator[None]:
-    """Keep other threads of this process out of the rings inside the block. This thread may enter
+class admit_one_thread:
+    """A context that keeps other threads of this process out of the rings. This thread may enter
     again.
 
     Ranks pair messages by their order. Two threads would receive each other's messages.
@@ -201,34 +200,33 @@ def admit_one_thread(rings: Rings, doing: str) -> Iterator[None]:
     done, unless it fails anyway. The group is unusable from then on: on another rank the other
     thread may have been first, and no rank could know.
     """
-    used = [ring for ring in (rings.inner, rings.outer) if ring.size > 1]
-    try:
-        with ExitStack() as held:
-            for ring in used:
-                if ring.in_use.acquire(blocking=False):
-                    held.callback(ring.in_use.release)
-                else:
-                    ring.contested = True
-            _check_uncontested(used, doing)
-            yield
-    # after the release, so that one of two threads sees the ring contested and free
-    finally:
-        _leave_contested(used, doing)
-    _check_uncontested(used, doing)
 
+    def __init__(self, rings: Rings, doing: str):
+        self.used = [ring for ring in (rings.inner, rings.outer) if ring.size > 1]
+        self.doing = doing
+        self.held: list[Transport] = []
 
-def _check_uncontested(used: Sequence[Transport], doing: str) -> None:
-    """Raise RuntimeError if a second thread called in one of the rings."""
-    if any(ring.contested for ring in used):
-        raise _mark_known(RuntimeError(f"{doing}: {_RULE}"))
+    def __enter__(self) -> None:
+        for ring in self.used:
+            if ring.in_use.acquire(blocking=False):
+                self.held.append(ring)
+            else:
+                ring.contested = True
+        if any(ring.contested for ring in self.used):
+            self.__exit__(None)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for ring in self.held:
+            ring.in_use.release()
+        # after the release, so that one of two threads sees the ring contested and free
+        if any(ring.contested for ring in self.used):
+            _leave_contested(self.used, self.doing)
+            if kind is None:
+                raise _mark_known(RuntimeError(f"{self.doing}: {_RULE}"))
 
 
 def _leave_contested(used: Sequence[Transport], doing: str) -> None:
-    """Make all rings unusable if one is contested. If another thread is inside a ring, that thread
-    does it.
-    """
-    if not any(ring.contested for ring in used):
-        return
+    """Make all rings unusable. If another thread is inside a ring, that thread does it."""
     for ring in used:
         if ring.in_use.acquire(blocking=False):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import threading
@@ -63,7 +64,7 @@ class Rings:
     def rank(self) -> int:
         return self.outer.rank * self.inner.size + self.inner.rank
 
-    @property
+    @functools.cached_property
     def history(self) -> History:
         history: History = self.inner.histories.setdefault(self.outer, History())
         return history
