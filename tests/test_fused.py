@@ -11,7 +11,9 @@ from bmt_burst.merging import fused, plain
 from bmt_burst.sequence.span import length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+pytestmark = [pytest.mark.usefixtures("find_overflows")]
+if DEVICE == "cuda":
+    pytestmark.append(pytest.mark.gpu)
 SPANS = [(0, 30), (15, 30), (0, 7), (29, 30), (2, 22)]
 GAPS = [[(0, 9), (11, 12), (20, 27)], [(3, 30)], [(1, 2), (29, 30)]]
 

@@ -111,7 +111,7 @@ def short_lists(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 32])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_tiles_are_unions_and_lists_are_complete(seed, tokens, short_lists):
     chance = random.Random(seed)
     blocks = random_blocks(chance, [30, 1, 60], 41, 2, 4, 4)
@@ -160,7 +160,7 @@ def test_lists_do_not_wait_for_the_device():
 @pytest.mark.parametrize("seed", range(2))
 def test_far_kernels_equal_torch(seed, heads, short_lists):
     chance = random.Random(seed * 100 + heads)
-    lengths = chance.sample([1, 9, 30, 60, 100], 3)
+    lengths = chance.sample([1, 9, 30, 60], 3)
     size = chance.choice((4, 16, 24, 32))
     window = chance.choice((0, 1, 2)) * size
     blocks = random_blocks(chance, lengths, min(sum(lengths), 40), 2, size, window)
@@ -177,7 +177,7 @@ def test_large_blocks_and_heads_in_half_precision(block_size, head_size):
     check(blocks, tensors, 0)
 
 
-def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists):
+def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists, find_overflows):
     """The lse of a query that sees nothing anywhere is -inf in the backward, too."""
     blocks = random_blocks(random.Random(1), [60, 20], 40, 2, 16, 16)
     q, k, v, dout, lse_delta = random_tensors(blocks, 80, 2, 16)
@@ -326,7 +326,7 @@ def test_scores_do_not_depend_on_other_queries(dtype):
         assert whole[:, some, part.shape[2] :].isneginf().all()
 
 
-def test_equal_keys_tie():
+def test_equal_keys_tie(find_overflows):
     """Blocks with the same keys have the same scores, bit for bit, and the lower one is taken."""
     q, places, keys, sparse, scale = choice_case(3, torch.float32, tokens=100)
     keys = CompressedKeys(torch.ones_like(keys.scored), keys.normalizing)

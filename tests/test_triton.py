@@ -91,6 +91,18 @@ def test_calls_with_a_bias(kind):
     check(CALLS[kind], tensors_of(CALLS[kind], 1, 1, 1, 8), BIASED, len(kind) % 2 == 0, bias)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="Triton's interpreter finds overflows")
+@pytest.mark.parametrize(
+    ("spec", "by_segments"), [(SPEC, False), (CAPPED, False), (BIASED, True), (BIASED, False)]
+)
+def test_no_integer_overflows(spec, by_segments, find_overflows):
+    call, bias = CALLS["tiles apart"], None
+    if spec.biased:
+        bias = bias_of(call, 2)
+        bias = bias if by_segments else replace(bias, segments=None)
+    check(call, tensors_of(call, 1, 2, 1, 8), spec, bias=bias)
+
+
 @pytest.mark.parametrize(
     "kind", ["causal", "full, fewer keys", "documents", "a window to both sides", "tiles apart"]
 )
