@@ -46,13 +46,13 @@ def write_document(rng: np.random.Generator, tokenizer: Tokenizer, part: Part) -
     """Return a document that says a code at least once."""
     fact = f"The code of the {rng.choice(KEYS)} is {rng.integers(10, 100)}."
     length, place = rng.integers(part.tokens // 2, part.tokens + 1), rng.integers(len(_STORY))
-    text = fact
+    text, tokens = fact, len(tokenizer.encode(fact).ids)
     while True:
         said = fact if rng.random() < part.share else _STORY[place % len(_STORY)]
-        longer = f"{text} {said}"
-        if len(tokenizer.encode(longer).ids) > length:
+        tokens += len(tokenizer.encode(said).ids)
+        if tokens > length:
             return text
-        text, place = longer, place + 1
+        text, place = f"{text} {said}", place + 1
 
 
 def make_tokenizer() -> Tokenizer:
