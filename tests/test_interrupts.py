@@ -265,7 +265,7 @@ def test_kills_at_random_moments_leave_no_trace_in_the_curve(folder):
     options = {
         "save_every": 1,
         "resume": "auto",
-        "steps": 16,
+        "steps": 10,
         "eval_every": 3,
         "val_data": folder / "data/train",
     }

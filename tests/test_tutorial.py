@@ -20,7 +20,7 @@ def test_the_tutorial_shows_the_stages_of_its_file():
 
 @pytest.mark.slow
 def test_the_commands_of_the_tutorial_run_as_they_stand(tmp_path):
-    """In fewer steps."""
+    """In fewer steps, with fewer needles."""
     (tmp_path / "stages.toml").write_text(
         re.sub(r"(?m)^steps = .*", "steps = 2", STAGES.read_text()).replace(
             '"data/', f'"{tmp_path}/data/'
@@ -33,6 +33,8 @@ def test_the_commands_of_the_tutorial_run_as_they_stand(tmp_path):
         _, script, *arguments = shlex.split(there)
         if script == "train/pretrain.py":
             arguments += ["--output", f"{tmp_path}/runs/tutorial"]
+        if script == "train/evaluate.py":
+            arguments += ["--samples", "2"]
         # pretrain.py has the number of processes in its file
         ranks = 2 if script == "train/pretrain.py" or "--processes" in arguments else None
         code, now = run_script(ranks, script, *arguments)
