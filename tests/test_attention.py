@@ -315,8 +315,10 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
     number.
     """
     q, k, v = qkv(dtype=dtype)
+    # Their products stay normal numbers below: some CPUs take others as zero in products of bf16.
+    q, k = q.sign(), k.sign()
     for scale in (1e-300, 1e-39, 1e-30, 1e-10, 1e5, 1e30, 1e38, 3e38, 1e39, 1e300):
-        tiny = 1.0 / scale if scale > 1 else 1.0  # of scores that are moderate once they are scaled
+        tiny = 4.0 / scale if scale > 1 else 1.0  # of scores that are moderate once they are scaled
         if dtype != torch.float64 and not 1e-37 < scale < 2.3e38:
             with pytest.raises(
                 ValueError, match=f"is (zero|infinite) in float32, in which {dtype} scores"
