@@ -99,13 +99,14 @@ def table() -> str:
     ]
     for each in compare():
         row = each.row
-        sparse = ["sparse"] if row.get("sparse") else []
+        more = ["--offload-optimizer"] if each.config.offload_optimizer else []
+        more += ["sparse"] if row.get("sparse") else []
         cells = (
             f"{row['model']}, {row['layers']}",
             row["engine"],
             row["gpus"],
             tokens(row["seq_len"]),
-            " ".join(saving_flags(each.config) + sparse),
+            " ".join(saving_flags(each.config) + more),
             f"{row['peak_gib']:.1f}",
             f"{each.gib:.1f} ({each.gib / row['peak_gib'] - 1:+.1%})",
             f"{row['step_s']:.2f}",

@@ -48,6 +48,7 @@ SECTIONS = {
     "sparse": ("Sparse attention beside dense", "`bench/sparse.py`"),
     "timeline": ("Where the time of a forward and backward goes", "`bench/timeline.py`"),
     "training": ("Pretraining", "`bench/training.py`, medians over steps"),
+    "saving": ("For how long a save stops training", "`bench/saving.py`"),
     "live-training": (
         "Training CPM-Bee and CPM-Ant",
         "`bench/live_training.py`, medians over steps on one row",

@@ -282,6 +282,19 @@ def training_table(rows: list[Row]) -> str:
     return table(header, lines) if lines else ""
 
 
+def saving_table(rows: list[Row]) -> str:
+    """Format for how long saves stopped training, and how long until they were whole."""
+    names = ("model", "gpus", "checkpoint_gib", "step_s")
+    lines = [
+        [*(row[n] for n in names), "yes" if row["background"] else "no", max(row["stop_s"])]
+        + [max(row["whole_s"])]
+        for row in rows
+        if row["kind"] == "saving"
+    ]
+    header = ["model", "GPUs", "checkpoint GiB", "s/step", "in the background", "stop s", "whole s"]
+    return table(header, lines) if lines else ""
+
+
 def implementation(row: Row) -> str:
     """Return the name of a row's implementation."""
     return row["impl"] + (
@@ -297,7 +310,8 @@ def checkpointing(row: Row) -> str:
         "mlp_tile": "tiles of {}",
     }
     given = (text.format(row[name]) for name, text in words.items() if row.get(name) is not None)
-    return ", ".join((row["checkpointing"], *given))
+    offloaded = ["offloaded"] if row.get("offload") else []
+    return ", ".join([row["checkpointing"], *given, *offloaded])
 
 
 def heads(row: Row) -> str:
@@ -500,6 +514,7 @@ def other_tables(rows: list[Row]) -> str:
         "One rank with imagined peers: TFLOP/s": one_rank_table(rows),
         "Sparse attention beside dense": sparse_table(rows),
         "Training": training_table(rows),
+        "Saves": saving_table(rows),
         "Where the time goes: ms": timeline_table(rows),
         "Power": power_table(rows),
         "A new mask's plan, on the host": planning_table(rows),

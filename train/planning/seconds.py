@@ -17,11 +17,12 @@ from .memory import AttentionRun, Step
 _BACKWARD_OPERATIONS = 2.5  # of attention, relative to its forward: five products instead of two
 _RING_RATE = 0.96  # of attention on several ranks, relative to one
 
-# Sparse attention of 32 heads of size 128, from bench/results/sparse-1-nvidia-h200.jsonl and -2-:
-# seconds for each compressed key that a query is compared with, and for each token's forward and
-# backward, where neighbouring queries choose 80 % of the same blocks.
+# Sparse attention, from bench/results/sparse-1-nvidia-h200.jsonl and -2-: seconds of 32 heads for
+# each compressed key that a query is compared with, whatever their size, and of 32 heads of size
+# 128 for each token's forward and backward, where neighbouring queries choose 80 % of the same
+# blocks. Of these a half depends on the size.
 _CHOICE_S, _SPARSE_FORWARD_S, _SPARSE_BACKWARD_S = 64e-12, 0.28e-6, 0.92e-6
-_SPARSE_ENTRIES = 32 * 128
+_HEADS, _HEAD_SIZE = 32, 128
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ def _sparse_seconds(shape: AttentionShape, run: str, hardware: Hardware) -> floa
     """Return the seconds of sparse attention. "again" takes the choice of an earlier forward."""
     assert shape.sparse is not None
     of_h200 = GPUS["h200"].attention_rates(128)[0] / hardware.attention_rates(128)[0]
-    size = of_h200 * shape.heads * shape.head_size / _SPARSE_ENTRIES
-    tokens = shape.batch * shape.rank_tokens
+    heads = of_h200 * shape.heads / _HEADS
+    tokens = shape.batch * shape.rank_tokens * (1 + shape.head_size / _HEAD_SIZE) / 2
     if run == "backward":
-        return _SPARSE_BACKWARD_S * tokens * size
+        return _SPARSE_BACKWARD_S * tokens * heads
     compared = rank_pairs(shape) / shape.sparse.kernel_stride if run == "forward" else 0.0
-    return (_CHOICE_S * compared + _SPARSE_FORWARD_S * tokens) * size
+    return (_CHOICE_S * compared + _SPARSE_FORWARD_S * tokens) * heads
