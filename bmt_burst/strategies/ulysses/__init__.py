@@ -31,17 +31,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.dtypes import accumulator_dtype
-from ..kernels.packed import current_stream, send_to_device
-from ..merging.merge import Gradients, split_lse_delta, stack_lse_delta
-from ..ranks.rings import Rings
-from ..sequence.layout import Layout
-from ..sequence.span import Span, length
-from ..transport import ALONE, Arrival, Put, Transport
-from ..transport.packing import Packing
-from . import Plan, Problem, Saved, Strategy
-from .compute import ALL, Keys, QueryGradients
-from .ring import RingPlan
+from ...base.dtypes import accumulator_dtype
+from ...kernels.packed import current_stream, send_to_device
+from ...merging.merge import Gradients, split_lse_delta, stack_lse_delta
+from ...ranks.rings import Rings
+from ...sequence.layout import Layout
+from ...sequence.span import Span, length
+from ...transport import ALONE, Arrival, Put, Transport
+from ...transport.packing import Packing
+from .. import Plan, Problem, Saved, Strategy
+from ..compute import ALL, Keys, QueryGradients
+from ..ring import RingPlan
 
 _MOST_RUNS = 1 << 12  # more runs of positions in the tokens of a host make planning slow
 
