@@ -180,8 +180,15 @@ def plot(rows: list[Row], file: Path, most: int | None = None) -> None:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
     figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else None)
+    if file.suffix == ".svg":
+        file.write_text(_shorten(file.read_text()))
     plt.close(figure)
     print(f"Plot: {file}")
+
+
+def _shorten(svg: str) -> str:
+    """Return a picture with two decimals, a hundredth of a point, and without indentation."""
+    return re.sub(r"^\s+", "", re.sub(r"(\.\d\d)\d+", r"\1", svg), flags=re.MULTILINE)
 
 
 def _line(row: Row) -> tuple[str, str]:
