@@ -16,7 +16,7 @@ import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, Self
 
@@ -46,21 +46,44 @@ class Ticket(Protocol):
 
 
 class Put(NamedTuple):
-    """A contiguous tensor for a rank, and its place: bytes from the start of the memory that the
-    rank receives into.
+    """A tensor for a rank, this one or another, and its place: bytes from the start of the memory
+    that the rank receives into.
+
+    With a pitch, the entries of each row tensor[i] are contiguous, and there the rows begin `pitch`
+    bytes apart. Without one, the tensor is contiguous, here and there.
     """
 
     tensor: Tensor
     peer: int
     offset: int
+    pitch: int = 0
+
+    def row_bytes(self) -> Tensor:
+        """Return a view of the tensor's memory, (rows, bytes) uint8. Without a pitch it is one
+        row.
+        """
+        x = self.tensor
+        if not self.pitch:
+            return as_bytes(x).unsqueeze(0)
+        return x.as_strided((len(x), x[0].numel()), (x.stride(0), 1)).view(torch.uint8)
 
 
 class Arrival(NamedTuple):
-    """A place, in bytes, in the memory that this rank receives into. Rank `peer` fills it."""
+    """A place, in bytes, in the memory that this rank receives into. Rank `peer` fills it.
+
+    With a pitch, these are some rows of `nbytes` bytes that begin `pitch` bytes apart.
+    """
 
     peer: int
     offset: int
     nbytes: int
+    rows: int = 1
+    pitch: int = 0
+
+    def row_bytes(self, memory: Tensor) -> Tensor:
+        """Return a view of the place, (rows, bytes) uint8."""
+        at = memory.storage_offset() + self.offset
+        return memory.as_strided((self.rows, self.nbytes), (self.pitch, 1), at)
 
 
 @dataclass(frozen=True)
@@ -83,6 +106,18 @@ class Delivery:
         """Promise, once, that work enqueued on the current stream from now on does not read
         `memory`.
         """
+
+    def unload(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy each second tensor to the first, wait, and release.
+
+        Both tensors of a pair have one shape and dtype, and contiguous rows, as for a Put. A second
+        one is a part of `memory`, or was ready when the delivery began. A first one was there then.
+        So the copies need not wait for work that was enqueued later on the current stream.
+        """
+        self.wait()
+        for target, source in copies:
+            target.copy_(source)
+        self.release()
 
 
 class Posted(NamedTuple):
@@ -165,14 +200,32 @@ class Transport(ABC):
         """Start an exchange that is received into `nbytes` of memory on `device`. Return without
         waiting.
 
-        For each pair of ranks, puts and arrivals have the same order. On a lane (one of LANES)
-        deliveries are released in the order in which they began. At most the lane's number of
-        them are unreleased at a time.
+        For each pair of ranks, puts and arrivals have the same order. A rank's puts to itself have
+        no arrivals. On a lane (one of LANES) deliveries are released in the order in which they
+        began. At most the lane's number of them are unreleased at a time.
         """
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        recvs = [(memory[a.offset : a.offset + a.nbytes], a.peer) for a in arrivals]
-        ticket = self.exchange([(as_bytes(p.tensor), p.peer) for p in sends], recvs)
-        return Delivery(memory, ticket)
+        for put in sends:
+            if put.peer == self.rank:
+                rows = put.row_bytes()
+                place = Arrival(put.peer, put.offset, rows.shape[1], len(rows), put.pitch)
+                place.row_bytes(memory).copy_(rows)
+        away = [put for put in sends if put.peer != self.rank]
+        messages = [(as_bytes(put.tensor), put.peer) for put in away if not put.pitch]
+        recvs = [(memory[a.offset : a.offset + a.nbytes], a.peer) for a in arrivals if not a.pitch]
+        leaving = _by_peer((put.peer, put.row_bytes()) for put in away if put.pitch)
+        landing = _by_peer((a.peer, a.row_bytes(memory)) for a in arrivals if a.pitch)
+        packed = {peer: _pack(rows) for peer, rows in leaving.items()}
+        landed = {peer: _empty_pack(rows) for peer, rows in landing.items()}
+        ticket = self.exchange(
+            [*messages, *((flat, peer) for peer, flat in packed.items())],
+            [*recvs, *((flat, peer) for peer, flat in landed.items())],
+        )
+        if not landed:
+            return Delivery(memory, ticket)
+        return Delivery(
+            memory, _PackedTicket(ticket, [(landed[peer], landing[peer]) for peer in landed])
+        )
 
     def all_gather(
         self, tensors: list[Tensor], shapes: Sequence[Sequence[torch.Size]]
@@ -277,6 +330,47 @@ def as_bytes(x: Tensor) -> Tensor:
     A plain view would refuse some strides of dimensions of one entry.
     """
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass
+class _PackedTicket:
+    """The ticket of an exchange of packed rows, and the places of the rows in each message."""
+
+    ticket: Ticket
+    messages: Sequence[tuple[Tensor, Sequence[Tensor]]]
+
+    def wait(self) -> None:
+        self.ticket.wait()
+        for flat, places in self.messages:
+            for place, rows in zip(places, _split_pack(flat, places), strict=True):
+                place.copy_(rows)
+        self.messages = ()
+
+
+def _by_peer(rows: Iterable[tuple[int, Tensor]]) -> dict[int, list[Tensor]]:
+    """Return the rows for each rank, or of each rank."""
+    found: dict[int, list[Tensor]] = {}
+    for peer, x in rows:
+        found.setdefault(peer, []).append(x)
+    return found
+
+
+def _pack(rows: Sequence[Tensor]) -> Tensor:
+    """Return rows of bytes, (rows, bytes) each, as one message."""
+    flat = _empty_pack(rows)
+    for place, x in zip(_split_pack(flat, rows), rows, strict=True):
+        place.copy_(x)
+    return flat
+
+
+def _empty_pack(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0].new_empty(sum(x.numel() for x in rows))
+
+
+def _split_pack(flat: Tensor, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the part of a message for each of `rows`, in its shape."""
+    parts = flat.split([x.numel() for x in rows])
+    return (part.view(x.shape) for part, x in zip(parts, rows, strict=True))
 
 
 class Alone(Transport):

@@ -6,9 +6,10 @@ arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane
 
     sender      waits until the receiver has read delivery n - slots (the sender's flag `freed`),
                 copies each put to its place in the receiver's slot, and writes n to the receiver's
-                flag `arrived`. A separate stream does this.
+                flag `arrived`. A separate stream does this. Puts to itself come last.
     receiver    `wait` lets the current stream wait for the flags `arrived` of the expected senders.
-                `release` lets it write n to every rank's flag `freed`.
+                `release` lets it write n to every rank's flag `freed`. Or `unload` lets another
+                separate stream wait, copy to tensors and write.
 
 Streams wait and write with the driver's stream memory operations. The host never waits, and no
 kernel spins. A stream that waits may block others that share its hardware queue. So the order in
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -28,9 +30,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Put, as_bytes
+from . import LANES, Arrival, Delivery, Put
 
 _FLAG_BYTES = 128  # flags are this far apart
+_MOST_PLACES = 1 << 12  # views of arenas that are kept
 # slots are a multiple of this, so that a little growth needs no new arena
 _SLOT_BYTES = 1 << 21
 
@@ -44,7 +47,9 @@ class Stream(Protocol):
     """
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make copies (target, source) between contiguous uint8 tensors of one size."""
+        """Make copies (target, source) between tensors of one shape and dtype. The entries of a
+        row, x[i], are contiguous.
+        """
 
     def write(self, flags: Sequence[Tensor], value: int) -> None:
         """Set the flags once all earlier work is done and visible to all devices."""
@@ -143,8 +148,8 @@ class CopyEngines:
 
 
 class _Lane:
-    """One kind of deliveries: its slots and flags in every rank's arena, and the stream that fills
-    the peers' slots.
+    """One kind of deliveries: its slots and flags in every rank's arena, the stream that fills the
+    peers' slots, and the one that unloads this rank's.
 
     `parts` are the lane's bytes in the arenas: slots, then the flags "arrived" and "freed" of each
     rank.
@@ -153,7 +158,8 @@ class _Lane:
     def __init__(self, rank: int, parts: list[Tensor], slots: int, slot_bytes: int, device: Device):
         self.rank, self.parts, self.device = rank, parts, device
         self.slots, self.slot_bytes = slots, slot_bytes
-        self.stream = device.stream()
+        self.stream, self.unloading = device.stream(), device.stream()
+        self.places: dict[Any, Tensor] = {}  # of puts, which calls repeat
         self.number = 0
         self.releases: list[Event] = []  # the event of the last release, if there was one
         peers = range(len(parts))
@@ -167,27 +173,73 @@ class _Lane:
         assert nbytes <= self.slot_bytes, f"{nbytes} bytes do not fit a slot of {self.slot_bytes}"
         self.number += 1
         start = self.number % self.slots * self.slot_bytes
-        self.stream.follow(self.device.current().record())  # by then the puts are ready
-        for peer in dict.fromkeys(put.peer for put in sends):
-            self.stream.wait([self.freed[peer]], self.number - self.slots)
-            puts = [(start + put.offset, as_bytes(put.tensor)) for put in sends if put.peer == peer]
-            there = self.parts[peer]
-            self.stream.copy([(there[at : at + x.numel()], x) for at, x in puts])
-            self.stream.write([self.arrived_there[peer]], self.number)
+        began = self.device.current().record()
+        self.stream.follow(began)  # by then the puts are ready
+        peers = dict.fromkeys([put.peer for put in sends])
+        for peer in peers:
+            if peer != self.rank:
+                self.stream.wait([self.freed[peer]], self.number - self.slots)
+                self._copy_puts(sends, peer, start)
+                self.stream.write([self.arrived_there[peer]], self.number)
+        if self.rank in peers:
+            for event in self.releases:
+                self.stream.follow(event)  # by then this rank has read the slot
+            self._copy_puts(sends, self.rank, start)
         memory = self.parts[self.rank][start : start + nbytes]
-        return _LaneDelivery(
-            memory, _Arrivals(self, self.number, sources, self.stream.record(), sends)
-        )
+        departed = self.stream.record()
+        return _LaneDelivery(memory, _Arrivals(self, self.number, sources, began, departed, sends))
 
-    def release(self, number: int) -> None:
-        """Report to all ranks that the current stream has read delivery `number` and all earlier
-        ones.
+    def release(self, number: int, stream: Stream | None = None) -> None:
+        """Report to all ranks that a stream, by default the current one, has read delivery `number`
+        and all earlier ones.
         """
-        current = self.device.current()
+        stream = stream or self.device.current()
         for event in self.releases:
-            current.follow(event)  # another stream may have read that delivery
-        current.write(self.freed_there, number)
-        self.releases = [current.record()]
+            stream.follow(event)  # another stream may have read that delivery
+        stream.write(self.freed_there, number)
+        self.releases = [stream.record()]
+
+    def unload(
+        self,
+        number: int,
+        sources: Sequence[int],
+        began: Event,
+        copies: Sequence[tuple[Tensor, Tensor]],
+    ) -> Event:
+        """Copy from delivery `number` and release it, beside the current stream. Return an event
+        after that.
+        """
+        stream = self.unloading
+        stream.follow(began)
+        stream.wait([self.arrived[peer] for peer in sources], number)
+        stream.copy(copies)
+        self.release(number, stream)
+        return self.releases[0]
+
+    def _copy_puts(self, sends: Sequence[Put], peer: int, start: int) -> None:
+        """Copy the puts for a rank into its slot, which begins at byte `start`."""
+        copies = []
+        for x, to, offset, pitch in sends:
+            if to == peer:
+                key = peer, start + offset, pitch, x.shape, x.dtype
+                if key not in self.places:
+                    if len(self.places) == _MOST_PLACES:
+                        self.places.clear()
+                    self.places[key] = self._place(*key)
+                copies.append((self.places[key], x))
+        self.stream.copy(copies)
+
+    def _place(
+        self, peer: int, at: int, pitch: int, shape: torch.Size, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the memory of a put, which begins at byte `at` of a rank's part."""
+        part, size = self.parts[peer], dtype.itemsize
+        if not pitch:
+            return part[at : at + shape.numel() * size].view(dtype).view(shape)
+        # the entries of a row are contiguous
+        row = [math.prod(shape[i + 1 :]) for i in range(1, len(shape))]
+        first = (part.storage_offset() + at) // size
+        return part.view(dtype).as_strided(shape, (pitch // size, *row), first)
 
     def try_out(self) -> None:
         """Do once what deliveries do, so that a device that refuses it does so now. Nothing
@@ -195,9 +247,12 @@ class _Lane:
         """
         self.stream.write([self.arrived[self.rank]], 1)
         self.stream.wait([self.arrived[self.rank]], 1)
+        own = self.parts[self.rank]
         for peer, part in enumerate(self.parts):
             if self.slot_bytes:
-                self.stream.copy([(part[self.rank : self.rank + 1], self.parts[self.rank][:1])])
+                there, here = (x[: 4 * len(self.parts)].view(2, -1) for x in (part, own))
+                rows = there[:, self.rank : self.rank + 1], here[:, self.rank : self.rank + 1]
+                self.stream.copy([(part[self.rank : self.rank + 1], own[:1]), rows])
             self.stream.write([self.arrived_there[peer]], int(peer == self.rank))
 
     def _flag(self, owner: int, index: int) -> Tensor:
@@ -212,12 +267,22 @@ class _Arrivals:
     lane: _Lane
     number: int
     sources: list[int]
+    began: Event
     departed: Event
     sends: Sequence[Put]
 
     def wait(self) -> None:
         current = self.lane.device.current()
         current.wait([self.lane.arrived[peer] for peer in self.sources], self.number)
+        self._leave(current)
+
+    def unload(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        current = self.lane.device.current()
+        current.follow(self.lane.unload(self.number, self.sources, self.began, copies))
+        self._leave(current)
+
+    def _leave(self, current: Stream) -> None:
+        """Let the current stream write to what was sent."""
         current.follow(self.departed)
         self.sends = ()
 
@@ -229,6 +294,9 @@ class _LaneDelivery(Delivery):
 
     def release(self) -> None:
         self.ticket.lane.release(self.ticket.number)
+
+    def unload(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.ticket.unload(copies)
 
 
 def _lane_bytes(lane: str, slot_bytes: int, size: int) -> int:
@@ -248,7 +316,10 @@ class CudaStream:
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         with torch.cuda.stream(self.stream):
             for target, source in copies:
-                target.copy_(source, non_blocking=True)
+                if target.is_contiguous() and source.is_contiguous():
+                    target.copy_(source, non_blocking=True)
+                else:
+                    self._copy_rows(target, source)
 
     def write(self, flags: Sequence[Tensor], value: int) -> None:
         self._memory_operations(_WRITE, flags, value)
@@ -261,6 +332,25 @@ class CudaStream:
 
     def follow(self, event: torch.cuda.Event) -> None:
         self.stream.wait_event(event)
+
+    def _copy_rows(self, target: Tensor, source: Tensor) -> None:
+        """Copy rows by a copy engine. torch would start a kernel."""
+        rows, size = len(source), source.element_size()
+        nbytes = source.nbytes // rows
+        copy = _RowsCopy(
+            source_type=_ANY_DEVICE,
+            source=source.data_ptr(),
+            source_pitch=source.stride(0) * size if rows > 1 else nbytes,
+            target_type=_ANY_DEVICE,
+            target=target.data_ptr(),
+            target_pitch=target.stride(0) * size if rows > 1 else nbytes,
+            nbytes=nbytes,
+            rows=rows,
+        )
+        stream = ctypes.c_void_p(self.stream.cuda_stream)
+        status = _driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), stream)
+        if status:
+            raise RuntimeError(f"cuMemcpy2DAsync failed with CUDA error {status}")
 
     def _memory_operations(self, operation: int, flags: Sequence[Tensor], value: int) -> None:
         if not flags:
@@ -292,6 +382,32 @@ class _Operation(ctypes.Structure):
         ("flags", ctypes.c_uint32),
         ("alias", ctypes.c_uint64),
         ("padding", ctypes.c_uint64),
+    )
+
+
+_ANY_DEVICE = 4  # CU_MEMORYTYPE_UNIFIED
+
+
+class _RowsCopy(ctypes.Structure):
+    """CUDA_MEMCPY2D of CUDA's driver API."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", ctypes.c_uint32),
+        ("source_on_host", ctypes.c_void_p),
+        ("source", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("target_x", ctypes.c_size_t),
+        ("target_y", ctypes.c_size_t),
+        ("target_type", ctypes.c_uint32),
+        ("target_on_host", ctypes.c_void_p),
+        ("target", ctypes.c_uint64),
+        ("target_array", ctypes.c_void_p),
+        ("target_pitch", ctypes.c_size_t),
+        ("nbytes", ctypes.c_size_t),
+        ("rows", ctypes.c_size_t),
     )
 
 

@@ -125,18 +125,28 @@ class _Delivery(Delivery):
 
     def wait(self) -> None:
         self.delivery.wait()
-        for arrival in self.arrivals:
-            place = self.ring.take(arrival.peer, "place", self.lane)
-            assert place == (arrival.offset, arrival.nbytes), (
-                f"expected {arrival}, got a put at {place}"
-            )
+        self._check_places()
 
     def release(self) -> None:
+        self._check_order()
+        self.memory.fill_(0xFF)
+        self.delivery.release()
+
+    def unload(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._check_places()
+        self._check_order()
+        self.delivery.unload(copies)
+
+    def _check_places(self) -> None:
+        """Check that senders put everything where this rank expects it."""
+        for arrival in self.arrivals:
+            place = self.ring.take(arrival.peer, "place", self.lane)
+            assert place == arrival[1:], f"expected {arrival}, got a put at {place}"
+
+    def _check_order(self) -> None:
         assert self.unreleased.pop(0) is self, (
             "deliveries of a lane are released in the order in which they began"
         )
-        self.memory.fill_(0xFF)
-        self.delivery.release()
 
 
 class SimulatedRing(Transport):
@@ -201,8 +211,11 @@ class SimulatedRing(Transport):
             f"{nbytes} bytes on lane {lane} exceed the reserved {self.reserved[lane]}"
         )
         for put in sends:
-            assert put.tensor.is_contiguous(), "a put must be contiguous"
-            self.put(put.peer, (put.offset, put.tensor.nbytes), "place", lane)
+            row = put.tensor[0] if put.pitch else put.tensor
+            assert row.is_contiguous(), "a put must be contiguous"
+            if put.peer != self.rank:
+                rows, width = put.row_bytes().shape
+                self.put(put.peer, (put.offset, width, rows, put.pitch), "place", lane)
         delivery = self._deliver(lane, nbytes, sends, arrivals, device)
         guarded = _Delivery(
             delivery.memory,
@@ -225,7 +238,10 @@ class SimulatedRing(Transport):
         arrivals: Sequence[Arrival],
         device: torch.device,
     ) -> Delivery:
-        return super().deliver(lane, nbytes, sends, arrivals, device)
+        delivery = super().deliver(lane, nbytes, sends, arrivals, device)
+        for arrival in arrivals:
+            arrival.row_bytes(delivery.memory).fill_(0xFF)
+        return delivery
 
 
 @dataclass

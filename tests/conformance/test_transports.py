@@ -155,6 +155,32 @@ def check_deliveries_have_their_places(ring: Transport) -> None:
                 delivery.release()
 
 
+def check_rows_have_their_places(ring: Transport) -> None:
+    """At equal distances at both ends, also from a rank to itself."""
+    rows, width, pitch = 4, 3, 8 * 3 * SIZE  # of a rank: rows and entries; bytes of a whole row
+    everyone = [
+        torch.arange(rows * 5.0, dtype=torch.float64).view(rows, 5) + 100 * r for r in range(SIZE)
+    ]
+    mine = everyone[ring.rank][:, 1 : 1 + width]
+    expected = torch.cat([x[:, 1 : 1 + width] for x in everyone], 1)
+    ring.reserve(dict.fromkeys(LANES, rows * pitch), CPU)
+    for lane in LANES:
+        for unloads in (False, True, True, False):
+            sends = [Put(mine, peer, 8 * width * ring.rank, pitch) for peer in range(SIZE)]
+            arrivals = [Arrival(p, 8 * width * p, 8 * width, rows, pitch) for p in others(ring)]
+            delivery = ring.deliver(lane, rows * pitch, sends, arrivals, CPU)
+            landed = delivery.memory.view(torch.float64).view(rows, -1)
+            if unloads:
+                whole = torch.zeros(rows, 2 + width * SIZE, dtype=torch.float64)
+                delivery.unload([(whole[:, 1:-1], landed), (whole[:, :1], mine[:, :1])])
+                assert whole[:, 1:-1].equal(expected)
+                assert whole[:, :1].equal(mine[:, :1])
+            else:
+                delivery.wait()
+                assert landed.equal(expected)
+                delivery.release()
+
+
 def check_a_lane_holds_its_number_of_deliveries(ring: Transport) -> None:
     ring.reserve(dict.fromkeys(LANES, 8 * (SIZE - 1)), CPU)
     for lane, most in LANES.items():
