@@ -4,6 +4,7 @@ on GPUs.
 
 import itertools
 import random
+import threading
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from bmt_burst.ranks.rings import make_rings
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes, load
-from bmt_burst.strategies.ulysses import Heads
+from bmt_burst.strategies.ulysses.heads import Heads, cut_heads
 from bmt_burst.transport import MESSAGE_BYTES
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.helpers import (
@@ -117,6 +118,24 @@ def test_any_mask_equals_dense():
         )
 
 
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Some heads at a time, as of long sequences."""
+    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_ROWS", 60)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (6, 3), (7, 1), (12, 2), (16, 4)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_some_heads_at_a_time_equal_dense(size, heads):
+    for i, name in enumerate(LAYOUTS):
+        mask, tensors = masks(41)[(size + i) % 6], random_qkv(1 + i % 2, 41, *heads, 8, seed=size)
+        layout = Layout.named(name, 41, size)
+        options = {"flash": CPU_KERNELS[i % len(CPU_KERNELS)], "optimize_bwd_comm": i % 2 > 0}
+        got = ring_results(layout, tensors, SCALE, size, mask=mask, strategy="ulysses", **options)
+        assert_equal(got, dense_results(mask, tensors, SCALE), tensors[3], where=(mask, layout))
+
+
 def test_equals_the_ring():
     mask, tensors = Mask.documents((0, 5, 30, 61)), random_qkv(2, 61, 6, 2, 8)
     layout = Layout.balanced(mask, 4)
@@ -146,24 +165,47 @@ def test_rows_with_masks_of_their_own_and_packed_documents():
     assert relative_error(out, expected[0][0]) < 1e-13
 
 
-def test_every_query_head_is_computed_once_with_its_kv_head():
+@pytest.mark.parametrize("rows", [1, 1 << 14, 1 << 16, 1 << 18, 1 << 20])
+def test_every_query_head_is_computed_once_with_its_kv_head(rows):
     for (heads, kv_heads), size in itertools.product(
-        [*HEADS, (32, 8), (12, 4), (9, 3)], range(1, 14)
+        [*HEADS, (32, 8), (12, 4), (9, 3), (32, 32), (64, 8), (32, 2)], range(1, 14)
     ):
         ratio, found = heads // kv_heads, []
+        cuts = cut_heads(-(-heads // size), ratio, rows)
         for rank in range(size):
             mine = Heads.of_rank(rank, size, heads, kv_heads)
-            parts = mine.split(ratio)
-            assert len(parts) <= 3
-            for at, kv_at in parts:
-                here, there = (
-                    range(heads)[slice(*mine.q)][at],
-                    range(kv_heads)[slice(*mine.kv)][kv_at],
-                )
-                assert len(here) % len(there) == 0
-                found += [(q, there[i // (len(here) // len(there))]) for i, q in enumerate(here)]
             assert -1 < mine.q[1] - mine.q[0] - heads // size < 2
+            for piece in mine.cut(cuts, ratio):
+                parts = piece.split(ratio)
+                assert len(parts) <= 3
+                for at, kv_at in parts:
+                    here = range(heads)[slice(*piece.q)][at]
+                    there = range(kv_heads)[slice(*piece.kv)][kv_at]
+                    assert len(here) % len(there) == 0
+                    shared = len(here) // len(there)
+                    found += [(q, there[i // shared]) for i, q in enumerate(here)]
         assert found == [(q, q // ratio) for q in range(heads)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "ratio", "tokens", "pieces"),
+    [
+        (16, 1, 1 << 13, [16]),
+        (16, 1, 1 << 14, [2, 12, 2]),
+        (16, 1, 1 << 15, [2, 6, 6, 2]),
+        (16, 1, 1 << 18, [1] * 16),
+        (16, 4, 1 << 14, [4, 8, 4]),
+        (16, 16, 1 << 14, [2, 12, 2]),
+        (32, 8, 1 << 14, [8, 16, 8]),
+        (4, 4, 1 << 16, [1, 2, 1]),
+        (2, 1, 1 << 17, [1, 1]),
+        (1, 1, 1 << 18, [1]),
+    ],
+)
+def test_the_first_and_the_last_piece_are_short(heads, ratio, tokens, pieces):
+    """And the others are large, but not larger than what keeps a GPU busy."""
+    cuts = cut_heads(heads, ratio, tokens)
+    assert [b - a for a, b in itertools.pairwise(cuts)] == pieces
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -248,7 +290,7 @@ def problem(size: int, heads: int, kv_heads: int, mask: Mask) -> Problem:
 def test_a_plan_says_who_computes_what_and_what_moves():
     plans = [load("ulysses").plan(problem(4, 3, 1, Mask.causal(41)), rank) for rank in range(4)]
     said = str(plans[1]).splitlines()
-    assert said[0] == "rank 1 of 4: 41 tokens, 1 head rings"
+    assert said[0] == "rank 1 of 4: 41 tokens, 1 head rings; heads at a time: 1"
     assert said[1:3] == [
         "  rank 0 computes no heads",
         "  rank 1 computes query heads 0 to 0, kv heads 0 to 0",
@@ -346,23 +388,38 @@ def test_by_copy_engines(size, heads, one_queue):
     assert max(simulate(size, work)) < 1e-10
 
 
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("one_queue", [True, False])
+@pytest.mark.parametrize(("size", "heads"), [(2, (8, 8)), (2, (12, 2)), (3, (7, 1)), (2, (8, 4))])
+def test_some_heads_at_a_time_by_copy_engines(size, heads, one_queue):
+    test_by_copy_engines(size, heads, one_queue)
+
+
+@pytest.mark.parametrize(("rows", "failing_call"), [(1 << 18, 1), (60, 1), (60, 2), (60, 3)])
 @pytest.mark.parametrize("method", ["forward", "backward"])
-def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(method, monkeypatch):
-    arenas, kernel = {}, kernels.load("cpu")
+def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
+    method, rows, failing_call, monkeypatch
+):
+    """With one piece, and in each of several."""
+    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_ROWS", rows)
+    arenas, kernel, calls = {}, kernels.load("cpu"), threading.local()
     plain = getattr(kernel, method)
 
     def work(ring):
         group = {"process_group": engine_ring(ring, arenas, one_queue=False)}
         monkeypatch.setattr(kernel, method, failing)
         with pytest.raises(MemoryError):
-            worst_error(ring.rank, 3, group, (4, 2), 23)
+            worst_error(ring.rank, 3, group, (9, 3), 23)
         ring.gather(b"")
         monkeypatch.setattr(kernel, method, plain)
         ring.gather(b"")
-        return worst_error(ring.rank, 3, group, (4, 2), 23)
+        return worst_error(ring.rank, 3, group, (9, 3), 23)
 
-    def failing(*_):
-        raise MemoryError("no memory left")
+    def failing(*args):
+        calls.left = getattr(calls, "left", failing_call) - 1
+        if calls.left == 0:
+            raise MemoryError("no memory left")
+        return plain(*args)
 
     assert max(simulate(3, work)) < 1e-10
 

@@ -10,7 +10,8 @@ import torch
 from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, simulate
 from bmt_burst.sequence.layout import LAYOUTS, Stacked
 from bmt_burst.strategies import load
-from bmt_burst.strategies.ulysses import HostLayout
+from bmt_burst.strategies.ulysses.blocks import Field
+from bmt_burst.strategies.ulysses.tokens import HostLayout, HostTokens
 from tests.helpers import (
     CPU_KERNELS,
     RANKS,
@@ -29,6 +30,7 @@ from tests.helpers import (
 from tests.test_scores import random_scores
 from tests.test_ulysses import BF16, HEADS, SCALE, assert_equal, layouts, masks, worst_error
 
+BY_TOKEN = Field(kv=False, head_size=1, dtype=torch.int64)
 # ranks, and how many of them are a host
 GRIDS = [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2), (4, 1), (3, 3)]
 
@@ -114,6 +116,14 @@ def test_hosts_have_the_tokens_of_their_ranks_in_rising_order(size, name):
             assert hosts.positions(host).equal(expected)
             for rank in ranks:
                 assert expected[hosts.places(rank)].equal(layout.positions(rank))
+            tokens = HostTokens(hosts, host)
+            assert tokens.is_sorted == (name != "striped" or inner == 1)
+            for rank, spans in zip(ranks, tokens.spans, strict=True):
+                places = [torch.arange(b - a) + at for (a, b), at in spans]
+                [x] = tokens.sort([BY_TOKEN], [torch.arange(tokens.total).view(1, -1, 1, 1)])
+                assert x.flatten()[hosts.places(rank)].equal(torch.cat(places))
+                [y] = tokens.unsort([BY_TOKEN], [x])
+                assert y.flatten().equal(torch.arange(tokens.total))
 
 
 def test_one_host_is_ulysses():
@@ -143,7 +153,8 @@ def test_a_striped_layout_of_many_tokens_is_refused():
 def test_a_plan_says_what_its_rings_do():
     said = str(load("usp").plan(problem(Mask.causal(40), Layout.zigzag(40, 4), 2), 3))
     assert said.startswith(
-        "rank 3 of 4: 20 tokens, 1 head rings\n  rank 2 computes query heads 0 to"
+        "rank 3 of 4: 20 tokens, 1 head rings; heads at a time: 1\n"
+        "  rank 2 computes query heads 0 to"
     )
     assert "between hosts, of head ring 0:\nrank 1, forward:" in said
 
