@@ -187,8 +187,11 @@ def plot(rows: list[Row], file: Path, most: int | None = None) -> None:
 
 
 def _shorten(svg: str) -> str:
-    """Return a picture with two decimals, a hundredth of a point, and without indentation."""
-    return re.sub(r"^\s+", "", re.sub(r"(\.\d\d)\d+", r"\1", svg), flags=re.MULTILINE)
+    """Return a picture with two decimals, a hundredth of a point, without indentation and
+    metadata.
+    """
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    return re.sub(r"\s*\n\s*", "\n", re.sub(r"(\.\d\d)\d+", r"\1", svg))
 
 
 def _line(row: Row) -> tuple[str, str]:
