@@ -203,4 +203,4 @@ def test_the_commands_of_pretraining_run_as_they_stand(tmp_path):
     assert "\nOnce" in "\n" + said["train/generate.py"]
     assert (tmp_path / "runs/mine/loss.png").is_file()
     assert list((tmp_path / "runs/mine").glob("tensorboard/events.*"))
-    assert list((tmp_path / "exported").glob("*.safetensors"))
+    assert list((tmp_path / "exported/mine").glob("*.safetensors"))
