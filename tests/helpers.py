@@ -607,9 +607,12 @@ def _fork(_path: object, args: Sequence[str | bytes], passed: Sequence[int]) -> 
     if pid:
         return pid
     try:
-        opened = [-1, 0, 1, 2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
-        for before, after in itertools.pairwise(opened):
-            os.closerange(before + 1, after)
+        # Files of this process, such as those of its loggers, then write nowhere. If they were only
+        # closed, they would write to whatever is opened next.
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in map(int, os.listdir("/dev/fd")):
+            if descriptor not in {0, 1, 2, nowhere, *passed}:
+                os.dup2(nowhere, descriptor, inheritable=False)
         faulthandler.disable()
         sys.stdin = open(os.devnull)  # noqa: SIM115
         sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1) for descriptor in (1, 2))

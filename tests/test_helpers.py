@@ -3,6 +3,7 @@ one.
 """
 
 import math
+import os
 import time
 
 import pytest
@@ -91,3 +92,16 @@ def test_ranks_that_never_end_are_a_failure(tmp_path):
     (tmp_path / "script.py").write_text("import time; time.sleep(500)")
     code, said = run_script(None, tmp_path / "script.py", timeout=0.5)
     assert (code, said) == (-9, "\nrun_script: ended rank 0 with -9\n")
+
+
+def test_a_forked_process_has_the_files_that_are_passed_and_no_others():
+    """What it writes to another one is lost."""
+    read, passed = os.pipe()
+    other = os.dup(passed)
+    code = f"import os; os.write({other}, b'other'); os.write({passed}, b'passed')"
+    pid = helpers._fork(None, [code], [passed])
+    os.close(passed)
+    os.close(other)
+    with open(read, "rb") as file:
+        assert file.read() == b"passed"
+    assert os.waitpid(pid, 0) == (pid, 0)
