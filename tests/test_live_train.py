@@ -304,7 +304,7 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
     said = []
     for line in commands:
         there = re.sub(
-            r"\b(instances\.jsonl|vocabulary\.txt|data/|runs/|exported )", rf"{tmp_path}/\1", line
+            r"\b(instances\.jsonl|vocabulary\.txt|data/|runs/|exported/)", rf"{tmp_path}/\1", line
         )
         python, script, *arguments = shlex.split(there, comments=True)
         ranks = 2 if "--processes 2" in line else None
@@ -315,7 +315,7 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
     assert "bad lines" not in said[1]
     assert "1 data parallel x 2 sequence parallel ranks" in said[2]
     assert json.loads(said[3].splitlines()[-1])["question"] == "2 + 3"
-    assert (tmp_path / "exported/model.pt").is_file()
+    assert (tmp_path / "exported/bee/model.pt").is_file()
 
 
 @pytest.mark.parametrize(
