@@ -48,6 +48,10 @@ SECTIONS = {
     "sparse": ("Sparse attention beside dense", "`bench/sparse.py`"),
     "timeline": ("Where the time of a forward and backward goes", "`bench/timeline.py`"),
     "training": ("Pretraining", "`bench/training.py`, medians over steps"),
+    "longest": (
+        "The longest step with sparse attention",
+        "`bench/training.py --steps 1 --warm-up 0`",
+    ),
     "saving": ("For how long a save stops training", "`bench/saving.py`"),
     "live-training": (
         "Training CPM-Bee and CPM-Ant",

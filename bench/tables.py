@@ -286,8 +286,12 @@ def saving_table(rows: list[Row]) -> str:
     """Format for how long saves stopped training, and how long until they were whole."""
     names = ("model", "gpus", "checkpoint_gib", "step_s")
     lines = [
-        [*(row[n] for n in names), "yes" if row["background"] else "no", max(row["stop_s"])]
-        + [max(row["whole_s"])]
+        [
+            *(row[name] for name in names),
+            "yes" if row["background"] else "no",
+            max(row["stop_s"]),
+            max(row["whole_s"]),
+        ]
         for row in rows
         if row["kind"] == "saving"
     ]

@@ -65,6 +65,12 @@ def test_plans_are_near_measured_runs(row):
     assert step_seconds(step, H200).total == pytest.approx(row["step_s"], rel=SECONDS_ERROR)
 
 
+def test_the_memory_of_sparse_attention_in_groups_of_blocks_is_near_what_was_measured():
+    """Its seconds are those of an older choice of blocks."""
+    (row,) = read("longest-1-nvidia-h200.jsonl")
+    assert step_of(row).memory.total / GIB == pytest.approx(row["peak_gib"], rel=MEMORY_ERROR)
+
+
 def test_the_page_has_the_errors_and_more_checks_than_rates():
     comparisons = [*compare()]
     rates = [each for each in comparisons if each.calibrates]

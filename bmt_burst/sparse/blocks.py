@@ -45,7 +45,12 @@ def pack_blocks(chosen: Tensor, most: int) -> Tensor:
     chosen  int32, -1 for none
     most    the number of blocks of the longest document
     """
-    return chosen.to(torch.int16 if most <= _NONE_16 else torch.int32, copy=True)
+    return chosen.to(packed_dtype(most), copy=True)
+
+
+def packed_dtype(most: int) -> torch.dtype:
+    """Return the dtype in which numbers of up to `most` blocks are kept."""
+    return torch.int16 if most <= _NONE_16 else torch.int32
 
 
 def unpack_blocks(packed: Tensor) -> Tensor:

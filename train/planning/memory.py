@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from bmt_burst.offload import PIECE_BYTES
+from bmt_burst.sparse.blocks import packed_dtype
 from models.blocks import Saving
 from models.config import CPMConfig
 from train.data.batches import choose_micro_batch_size
@@ -193,7 +194,10 @@ def _find_layers(config: TrainConfig, model: CPMConfig, batch: int) -> list[_Lay
     dense = model.sparse is None or model.sparse.is_dense(config.seq_len)
     model = replace(model, sparse=None if dense else model.sparse)
     whole = replace(make_saving(config), offload=None)
-    shape = Shape(model, DTYPES[config.dtype], batch, offload=config.offload)
+    blocks = 0 if model.sparse is None else -(-config.seq_len // model.sparse.block_size)
+    shape = Shape(
+        model, DTYPES[config.dtype], batch, offload=config.offload, chosen=packed_dtype(blocks)
+    )
     outside = _count_outside(model)
     of_block = (model.num_parameters - outside) // model.num_layers
     row = []

@@ -73,6 +73,7 @@ class Shape:
     saving   what blocks save, without an Offload
     offload  whether that is offloaded
     batch    rows of tokens
+    chosen   dtype in which the choices of sparse attention are kept
     """
 
     model: CPMConfig
@@ -81,6 +82,7 @@ class Shape:
     layers: int = 1
     saving: Saving = _EVERYTHING
     offload: bool = False
+    chosen: torch.dtype = torch.int16
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,7 +119,7 @@ def _run(shape: Shape, tokens: int) -> Unit:
     """Run a unit forward and backward in a ledger."""
     ledger, offload = Ledger(), PlannedOffload()
     model = _build(shape, offload)
-    attention = _Attention(ledger, shape.model)
+    attention = _Attention(ledger, shape.model, shape.chosen)
     for block in model.layers:
         setattr(block.self_attn, "attend", attention.attend)  # noqa: B010 - instead of a method
     with META:
@@ -227,8 +229,8 @@ class _Attention:
     runs    how often it did
     """
 
-    def __init__(self, ledger: Ledger, model: CPMConfig):
-        self.ledger, self.model, self.in_backward = ledger, model, False
+    def __init__(self, ledger: Ledger, model: CPMConfig, chosen: torch.dtype):
+        self.ledger, self.model, self.chosen, self.in_backward = ledger, model, chosen, False
         self.levels: Counter[str] = Counter()
         self.runs: Counter[str] = Counter()
 
@@ -247,8 +249,8 @@ class _Attend(torch.autograd.Function):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, lse)
         # Offloading does not move choices, and a recomputation takes those of the first forward.
-        chosen = 0 if attention.in_backward else chosen_bytes(attention.model, k)
-        ctx.chosen = torch.empty(chosen, dtype=torch.uint8, device=META)
+        chosen = 0 if attention.in_backward else count_chosen(attention.model, k)
+        ctx.chosen = torch.empty(chosen, dtype=attention.chosen, device=META)
         ctx.attention = attention
         attention.note("again" if attention.in_backward else "forward")
         return out
@@ -261,10 +263,10 @@ class _Attend(torch.autograd.Function):
         return *results, None
 
 
-def chosen_bytes(model: CPMConfig, k: Tensor) -> int:
-    """Return the bytes of the blocks that sparse attention chooses for keys k (B, S, G, D)."""
-    blocks = 0 if model.sparse is None else model.sparse.most_blocks
-    return 4 * k.shape[0] * k.shape[1] * k.shape[2] * blocks
+def count_chosen(model: CPMConfig, k: Tensor) -> int:
+    """Count the far blocks that sparse attention keeps for keys k (B, S, G, D)."""
+    far = 0 if model.sparse is None else model.sparse.most_blocks - model.sparse.window_blocks
+    return k.shape[0] * k.shape[1] * k.shape[2] * far
 
 
 def _planned_norm(norm: Any) -> Run:
