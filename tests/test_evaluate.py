@@ -58,6 +58,28 @@ def test_the_needle_is_at_its_depth_and_the_question_at_the_end():
         assert rows.read(index).tokens[0] == 256
 
 
+class _MergingTokenizer(ByteTokenizer):
+    """Makes one token of a code and all of its sentence before it."""
+
+    def encode(self, text: str) -> np.ndarray:
+        words = re.split(r"( The code of.*\d)", text)
+        parts = ([300] if word[-1:].isdigit() else word.encode() for word in words)
+        return np.array([token for part in parts for token in part])
+
+
+class _LetterTokenizer(ByteTokenizer):
+    def encode(self, text: str) -> np.ndarray:
+        return super().encode(re.sub(r" ?\d", "", text))
+
+
+def test_answers_may_merge_with_the_question_but_need_tokens():
+    rows = RetrievalRows(Needle((0.5,)), Haystack(_MergingTokenizer()), 200, 1, 0)
+    row = rows.read(0)
+    assert row.labels[-1] == 300 and (row.labels[:-1] == IGNORE_INDEX).all()
+    with pytest.raises(ValueError, match=r"no tokens for the answer ' \d{5}'"):
+        RetrievalRows(Needle((0.5,)), Haystack(_LetterTokenizer()), 200, 1, 0)
+
+
 def test_each_of_several_needles_has_its_key_and_one_is_asked_for():
     text, answer = decoded(byte_rows(Needle((0.5,), 5)), 1)
     hidden = dict(re.findall(r"code of the (\w+ \w+) is (\d{5})\.", text))

@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = DTYPES[args.dtype]
     try:
         if os.path.lexists(args.output):
-            raise ValueError(f"{args.output} exists")
+            raise ValueError(f"{args.output} exists: give another --output")
         path = checkpoint.find(args.run)
         saved, tokenizer = checkpoint.Checkpoint(path), checkpoint_tokenizer(path)
         with write_aside(args.output) as folder:

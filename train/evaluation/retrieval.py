@@ -198,11 +198,15 @@ class RetrievalRows:
 
     def _ask(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of the question and of the answer, which are tokenized together. The
-        answer begins where tokens differ from those of the question alone.
+        answer begins where tokens differ from those of the question alone. Raises ValueError if it
+        has no tokens.
         """
         alone = self._haystack.encode(sample.question)
         both = self._haystack.encode(sample.question + sample.answer)
-        same = np.cumprod(alone == both[: len(alone)]).sum()
+        least = min(len(alone), len(both))
+        same = np.cumprod(alone[:least] == both[:least]).sum()
+        if same == len(both):
+            raise ValueError(f"the tokenizer has no tokens for the answer {sample.answer!r}")
         return both[:same], both[same:]
 
 
