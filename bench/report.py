@@ -22,6 +22,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import tables
+from bench.other_tables import other_tables
 from bench.tables import (
     Row,
     alone,
@@ -126,9 +127,7 @@ def _commits(rows: list[Row]) -> str:
 
 def report(rows: list[Row]) -> str:
     """Return all tables of some rows."""
-    return "\n\n".join(
-        part for part in (tables.attention_tables(rows), tables.other_tables(rows)) if part
-    )
+    return "\n\n".join(part for part in (tables.attention_tables(rows), other_tables(rows)) if part)
 
 
 def several_lengths(rows: list[Row]) -> dict[tuple, list[Row]]:

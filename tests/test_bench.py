@@ -13,6 +13,7 @@ import torch
 from bench import live_rows, saving
 from bench.implementations import Case
 from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
+from bench.other_tables import planning_table, training_table
 from bench.sparse import SparseCase, count_overlap, walk
 from bench.tables import (
     bias_table,
@@ -20,10 +21,8 @@ from bench.tables import (
     kernels_table,
     masks_table,
     one_rank_table,
-    planning_table,
     read_rows,
     sparse_table,
-    training_table,
 )
 from bench.timeline import Activity, breakdown
 from bmt_burst import InfLLMV2, Mask
