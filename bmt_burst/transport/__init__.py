@@ -283,8 +283,8 @@ class Transport(ABC):
         """Report, with `words` of text, that this rank breaks off a call that all ranks had begun.
 
         Ranks that wait for this one fail. The ring is unusable afterwards, and later messages on it
-        fail, unless all ranks give up. Return the error of the rank that caused it, if that is
-        known to be another one.
+        fail, unless all ranks give up after as many deliveries. Return the error of the rank that
+        caused it, if that is known to be another one.
         """
         return None
 

@@ -92,9 +92,9 @@ class HostMemory(Mail):
         finally:
             self.posted = None
 
-    def give_up(self, words: bytes) -> RuntimeError | None:
-        """Write last words. If all ranks do within some seconds, in the same call, take them back:
-        all may go on together.
+    def give_up(self, words: bytes, place: bytes = b"") -> RuntimeError | None:
+        """Write last words. If all ranks do within some seconds, at the same `place` of the same
+        call, take them back: all may go on together.
 
         Otherwise this memory is unusable. Return the error of the rank that caused it, or None for
         this one.
@@ -112,7 +112,7 @@ class HostMemory(Mail):
         try:
             if (posted := self.posted) and tuple(self.collect()) != posted.expected:
                 raise RankFailed("ranks gave up different calls")
-            self._exchange_same(b"all words are read")
+            self._exchange_same(b"all words are read " + place)
             self._write(self._find_words(self.rank), 0, b"")
             self._exchange_same(b"all words are taken back")
         except RuntimeError as error:  # another rank had stopped waiting just before these words
@@ -182,7 +182,7 @@ class HostMemory(Mail):
     def _exchange_same(self, message: bytes) -> None:
         """Gather the same message from all ranks, heeding only final words."""
         if set(self._exchange(message, _FINAL)) != {message}:
-            raise RankFailed("ranks gave up different calls")
+            raise RankFailed("ranks gave up at different places")
 
     def _send(self, message: bytes) -> None:
         assert self.posted is None, "messages are collected before the next one is sent"

@@ -37,8 +37,10 @@ class Mail(ABC):
         if self.broken:
             raise type(self.broken)(f"{self.broken}; its group is unusable")
 
-    def give_up(self, words: bytes) -> RuntimeError | None:
-        """Give up as Transport.give_up does."""
+    def give_up(self, words: bytes, place: bytes = b"") -> RuntimeError | None:
+        """Give up as Transport.give_up does. Ranks may go on only if all are at the same `place`
+        in the call.
+        """
         self.leave(words)
         return None
 

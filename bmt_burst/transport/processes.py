@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import DEFAULT_TIMEOUT, MESSAGE_BYTES, Arrival, Delivery, Posted, Put, Transport
+from . import DEFAULT_TIMEOUT, LANES, MESSAGE_BYTES, Arrival, Delivery, Posted, Put, Transport
 from .copy_engine import CopyEngines, CudaStream, Device
 from .host_memory import HostMemory, open_host_memory
 from .mail import Mail, RemoteMail, UnopenedMail
@@ -41,6 +41,7 @@ class ProcessTransport(Transport):
     asked_timeout  seconds that `set_timeout` was called with
     timeout        seconds to wait for other ranks' messages: the longer one of these two
     mail           carries messages; it is opened when the ranks first gather one
+    begun          how many deliveries began on each lane
     """
 
     own_timeout: float = 0.0
@@ -49,6 +50,7 @@ class ProcessTransport(Transport):
         self.engine_use = engine_use
         self.asked_timeout = self.timeout = DEFAULT_TIMEOUT
         self.mail: Mail = UnopenedMail(self.rank)
+        self.begun = dict.fromkeys(LANES, 0)
         self.copy_engines: CopyEngines | None = None
         self.watch: Watch | None = None  # over deliveries by copy engines
 
@@ -117,7 +119,8 @@ class ProcessTransport(Transport):
     def give_up(self, words: bytes) -> RuntimeError | None:
         if self.watch:
             self.watch.note_left()
-        reason = self.mail.give_up(words)
+        # ranks that broke off after other deliveries would receive each other's old ones
+        reason = self.mail.give_up(words, str(self.begun).encode())
         if self.broken:
             self.leave(words)
         return reason
@@ -175,6 +178,7 @@ class ProcessTransport(Transport):
         arrivals: Sequence[Arrival],
         device: torch.device,
     ) -> Delivery:
+        self.begun[lane] += 1
         if self.copy_engines and device.type == "cuda":
             return self.copy_engines.deliver(lane, nbytes, sends, arrivals)
         return super().deliver(lane, nbytes, sends, arrivals, device)

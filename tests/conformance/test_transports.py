@@ -268,10 +268,20 @@ def check_ranks_that_all_give_up_go_on(ring: Transport) -> None:
         assert ring.broken
 
 
+def check_ranks_that_give_up_after_other_deliveries_do_not_go_on(ring: Transport) -> None:
+    """They would receive each other's old deliveries."""
+    check_ranks_are_in_order(ring)
+    for _ in range(1 + (ring.rank == 0)):
+        ring.deliver("visit", 0, [], [], torch.device("cpu")).release()
+    ring.give_up(b"a call: no memory")
+    assert ring.broken
+
+
 OF_PROCESSES = {
     "a_late_rank_is_named": check_a_late_rank_is_named,
     "a_rank_that_gives_up": check_a_rank_that_gives_up_makes_the_ring_unusable,
     "ranks_that_all_give_up": check_ranks_that_all_give_up_go_on,
+    "ranks_that_give_up_apart": check_ranks_that_give_up_after_other_deliveries_do_not_go_on,
 }
 CHECKS: dict[str, Check] = {
     "a_ring_begins_usable": check_a_ring_begins_usable,
