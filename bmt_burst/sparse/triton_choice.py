@@ -108,7 +108,7 @@ def normalize(
     keys  the compressed keys as `_split` returns them
     """
     normalizers = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    q, shared, launch = _prepare(q, sparse, keys.scored.shape[2])
+    q, shared, step = _prepare(q, sparse, keys.scored.shape[2])
     _normalize[triton.cdiv(len(q), shared["TOKENS"]), keys.scored.shape[2]](
         q,
         keys.normalizing,
@@ -120,11 +120,8 @@ def normalize(
         keys.normalizing.shape[1],
         scale,
         PARTS=len(keys.normalizing),
-        N=launch.kernels,
+        N=step,
         **shared,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
-        enable_fp_fusion=True,
     )
     return normalizers
 
@@ -151,7 +148,7 @@ def score_blocks(
     each = triton.next_power_of_2(sparse.block_size // sparse.kernel_stride)
     shape = groups, len(q), blocks
     scores, of_last = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    q, shared, launch = _prepare(q, sparse, groups)
+    q, shared, step = _prepare(q, sparse, groups)
     grid = triton.cdiv(len(q), shared["TOKENS"]), groups, triton.cdiv(blocks, _SPAN)
     _fill_scores[grid](
         q,
@@ -171,11 +168,8 @@ def score_blocks(
         EACH=each,
         SPAN=_SPAN,
         PARTS=len(keys.scored),
-        N=max(launch.kernels, each),
+        N=max(step, each),
         **shared,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
-        enable_fp_fusion=True,
     )
     return scores, of_last
 
@@ -210,10 +204,10 @@ def _split(keys: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([high, (keys - high).to(dtype)])
 
 
-def _prepare(
-    q: Tensor, sparse: InfLLMV2, groups: int
-) -> tuple[Tensor, dict[str, Any], LaunchShape]:
-    """Return dense queries, the constants that both kernels of scores share, and their shape."""
+def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str, Any], int]:
+    """Return dense queries, what the launches of both kernels of scores share, and the kernels of a
+    step.
+    """
     q = make_dense(q)
     launch = _shape(q)
     group = q.shape[1] // groups
@@ -226,8 +220,11 @@ def _prepare(
         "WIDTH": max(triton.next_power_of_2(q.shape[-1]), 16),
         "STRIDE": sparse.kernel_stride,
         "PRECISION": precision(q),
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+        "enable_fp_fusion": True,
     }
-    return q, shared, launch
+    return q, shared, launch.kernels
 
 
 def _shape(q: Tensor) -> LaunchShape:
