@@ -20,7 +20,7 @@ _RING_RATE = 0.96  # of attention on several ranks, relative to one
 # Sparse attention, from bench/results/sparse-1-nvidia-h200.jsonl and -2-: seconds of 32 heads for
 # each compressed key that a query is compared with, whatever their size, and of 32 heads of size
 # 128 for each token's forward and backward, where neighbouring queries choose 80 % of the same
-# blocks. Of these a half depends on the size.
+# blocks. Half of the time for a token grows with the size of a head.
 _CHOICE_S, _SPARSE_FORWARD_S, _SPARSE_BACKWARD_S = 64e-12, 0.28e-6, 0.92e-6
 _HEADS, _HEAD_SIZE = 32, 128
 
