@@ -142,10 +142,10 @@ def burst_attn_func(
             "contiguous", "balanced" for Layout.balanced of the mask, a `bmt_burst.Layout`, or one
             of these for each row of the batch. Rows must give a rank equally many tokens. Cut q, k
             and v by the layout's `shard`.
-        strategy: "ring"; "all-gather", the ring with all blocks at once; "ulysses", where each rank
-            computes some heads of the whole sequence; "usp", where the ranks of `intra` share heads
-            and the ranks of `inter` form rings; or "auto", which is the ring. Ulysses takes no
-            double_group.
+        strategy: "ring"; "all-gather", the ring with all blocks at once; "one-call", which gathers
+            first and then computes, for short blocks; "ulysses", where each rank computes some
+            heads of the whole sequence; "usp", where the ranks of `intra` share heads and the ranks
+            of `inter` form rings; or "auto", which is the ring. Ulysses takes no double_group.
         backward: the side that a ring's backward sends: "kv" (keys and values), "q" (queries and
             the output's gradient) or "auto", which sends fewer bytes.
         return_lse: also return the logsumexp.

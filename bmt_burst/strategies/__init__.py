@@ -5,6 +5,7 @@ ring         queries stay, keys and values are sent; a backward sends whichever 
 all-gather   the ring with all of a host's keys and values in one stage (arXiv 2407.21783)
 ulysses      each rank computes some heads of whole sequences (arXiv 2309.14509)
 usp          ulysses within hosts, the ring between them (arXiv 2405.07719)
+one-call     gathers keys and values first, and computes without partial results
 plain-ring   the ring without overlap, to be read first; "auto" never takes it
 
 The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports
@@ -38,6 +39,7 @@ _STRATEGIES = {
     "all-gather": "all_gather.AllGather",
     "ulysses": "ulysses.Ulysses",
     "usp": "ulysses.USP",
+    "one-call": "one_call.OneCall",
     "plain-ring": "plain_ring.PlainRing",
 }
 

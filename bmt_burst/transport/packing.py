@@ -58,6 +58,17 @@ class Packing:
             for batch in range(self.batch):
                 yield index, batch, start + (batch * tokens + at[0]) * size, length(at) * size
 
+    def rows(self, tokens: int, at: Span) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (tensor, byte offset, bytes of a batch row, pitch) of the tokens at[0] to at[1] - 1
+        of each tensor, in memory for `tokens`. The pitch is 0 for a single row, see `Put`.
+        """
+        for index, (start, entry) in enumerate(
+            zip(self._starts(tokens), self.entries, strict=False)
+        ):
+            size = _entry_bytes(entry)
+            pitch = tokens * size if self.batch > 1 else 0
+            yield index, start + at[0] * size, length(at) * size, pitch
+
     def _starts(self, tokens: int) -> list[int]:
         """Return the first byte of each tensor, and the end of the last one."""
         starts = [0]

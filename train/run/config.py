@@ -182,7 +182,8 @@ class TrainConfig:
         "auto",
         PARALLEL,
         "how the ranks of a sequence share attention. ring: each rank sends keys and values to "
-        "the next; all-gather: a ring that sends all keys and values of a host at once; ulysses: "
+        "the next; all-gather: a ring that sends all keys and values of a host at once; "
+        "one-call: gathers all of a short sequence first, then computes; ulysses: "
         "each rank computes whole heads; usp: ulysses in groups of --ulysses-size ranks, a ring "
         "between the groups; auto: usp if --ulysses-size is given, else ring",
         choices=("auto", *strategies.names()),

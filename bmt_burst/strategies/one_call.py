@@ -1,0 +1,399 @@
+"""One call: gather all keys and values that a rank looks at, its own among them, and compute with
+them at once.
+
+The ring computes the own block while others arrive, and merges partial results. Where blocks are
+short, kernel launches and the host take longer than the exchange. So here each rank first gathers
+all it looks at, and then needs one kernel call for each kind of band: for causal documents or a
+window, a single one. The backward gathers again, and returns the gradients.
+
+            gather                          compute
+    rank 0  k0 | k0 k1 k2 k3                q0 x k0,  q3 x (k0 k1 k2 k3)     causal, in one call
+    rank 1  k0 k1 | k0 k1 k2                q1 x (k0 k1),  q2 x (k0 k1 k2)
+
+The picture shows two ranks with a causal mask and layout zigzag. The tiles of a kernel call share
+no keys, so some keys land twice. With a causal mask all ranks still receive equally much. If a mask
+would let tokens land more often, or if a layout has steps, each token lands once, and there are
+several calls with partial results.
+
+Letters: B batch, S tokens of a rank, T tokens that land, H query heads, G kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..merging.merge import Gradients, Outputs, empty_lse, sum_parts
+from ..merging.parts import Part, is_whole, tokens_at
+from ..ranks.rings import Rings
+from ..sequence.span import Span, in_turn, length, shifted
+from ..sequence.tiling import GatheredCall, TileFields, Tiling, kernel_calls
+from ..transport import Arrival, Delivery, Put
+from ..transport.packing import Packing
+from . import Plan, Problem, Saved, Strategy
+from .compute import (
+    Attention,
+    AttentionGradient,
+    Keys,
+    Queries,
+    QueryGradients,
+    compute_gradients,
+    compute_outputs,
+)
+from .ring import RingPlan
+
+_MOST_COPIES = 2  # of a rank's tokens that land on a rank, on average
+_ALIGNED = 1 << 12  # bytes by which aligned tensors may be longer than their tokens
+
+
+class OneCall(Strategy):
+    """A strategy without partial results, for short blocks."""
+
+    name = "one-call"
+    automatic = False
+
+    def refuses(self, problem: Problem) -> str | None:
+        if problem.outer > 1:
+            return (
+                f"expected a single group, got a double_group of {problem.outer} x {problem.inner}"
+            )
+        return "it does not support a bias" if problem.scores else None
+
+    def plan(self, problem: Problem, rank: int) -> Plan:
+        """Return the part of `rank`. It is the ring's if no rank looks at another's tokens."""
+        plan = OneCallPlan(problem, rank)
+        return plan if plan.has_traffic else RingPlan(problem, rank)
+
+
+class Piece(NamedTuple):
+    """Tokens `span` of the shard of `owner`, which land at tokens `at`."""
+
+    owner: int
+    span: Span
+    at: Span
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The keys that a rank gathers, and how its queries look at them.
+
+    pieces  in the order in which they land, without gaps
+    tiles   the rank's queries and the gathered keys
+    """
+
+    pieces: Sequence[Piece]
+    tiles: Sequence[TileFields]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens land."""
+        return self.pieces[-1].at[1] if self.pieces else 0
+
+    def of(self, owner: int) -> list[Piece]:
+        """Return the pieces of an owner."""
+        return [piece for piece in self.pieces if piece.owner == owner]
+
+
+class Manifest(NamedTuple):
+    """The messages of a delivery. `nbytes` land at `arrivals`.
+
+    departures  (tensor, its tokens, peer, byte offset at the peer, pitch there) of each message
+    """
+
+    nbytes: int
+    arrivals: Sequence[Arrival]
+    departures: Sequence[tuple[int, Span, int, int, int]]
+
+
+class OneCallPlan(Plan):
+    """The exchanges and the kernel calls of one rank."""
+
+    def __init__(self, problem: Problem, rank: int):
+        self.problem, self.rank = problem, rank
+        sizes = problem.sizes
+        entry = (sizes.kv_heads, sizes.head_size)
+        self.packing = Packing(sizes.batch, ((entry, sizes.dtype),) * 2)
+        self.return_packing = Packing(sizes.batch, ((entry, sizes.partial),) * 2)
+
+    @functools.cached_property
+    def gathered(self) -> list[Gathered]:
+        """The keys that each rank gathers."""
+        problem = self.problem
+        tiling, most = Tiling(problem.mask, problem.layout), _MOST_COPIES * problem.most_tokens
+        owners = _Owners(tiling)
+        return [gather(tiling, owners, rank, most) for rank in owners.ranks]
+
+    @property
+    def has_traffic(self) -> bool:
+        """Whether any rank looks at another's tokens."""
+        return any(
+            piece.owner != rank
+            for rank, gathered in enumerate(self.gathered)
+            for piece in gathered.pieces
+        )
+
+    @functools.cached_property
+    def calls(self) -> list[GatheredCall]:
+        """The kernel calls on this rank's queries and the gathered keys."""
+        return kernel_calls(self._mine.tiles)
+
+    @functools.cached_property
+    def gathering(self) -> Manifest:
+        """The messages that gather keys and values."""
+        ranks = range(self.problem.inner)
+        return _make_manifest(
+            self.packing,
+            self._mine.tokens,
+            [(p.owner, p.at) for p in self._mine.pieces if p.owner != self.rank],
+            [
+                (piece.span, viewer, piece.at, self.gathered[viewer].tokens)
+                for viewer in ranks
+                for piece in self.gathered[viewer].of(self.rank)
+            ],
+        )
+
+    @functools.cached_property
+    def returning(self) -> Manifest:
+        """The messages that return gradients to the owners of the keys."""
+        others = [rank for rank in range(self.problem.inner) if rank != self.rank]
+        received = list(self._returned(self.rank))
+        departures = []
+        for owner in others:
+            returned = list(self._returned(owner))
+            tokens = sum(length(at) for *_, at in returned)
+            departures += [
+                (piece.at, owner, at, tokens)
+                for viewer, piece, at in returned
+                if viewer == self.rank
+            ]
+        tokens = sum(length(at) for *_, at in received)
+        sources = [(viewer, at) for viewer, _, at in received]
+        return _make_manifest(self.return_packing, tokens, sources, departures)
+
+    def forward(
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, None]:
+        attention = Attention(self.problem.kernel, self.problem.spec)
+        with self._gather_keys(rings, k, v) as keys:
+            parts = list(compute_outputs(attention, self.calls, Queries(q), keys))
+        if is_whole(parts, q.shape[1]) and parts[0][1].dtype == q.dtype:
+            return parts[0][1], parts[0][2], None
+        out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_lse(q)
+        Outputs(out, lse, parts=parts).result()
+        return out, lse, None
+
+    def backward(
+        self, rings: Rings, dout: Tensor, saved: Saved
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v = saved.q, saved.k, saved.v
+        queries = QueryGradients(q, dout, saved.lse, saved.out)
+        attention = AttentionGradient(self.problem.kernel, self.problem.spec)
+        of_queries: list[Part] = []
+        of_keys: tuple[list[Part], list[Part]] = [], []
+        with self._gather_keys(rings, k, v) as keys:
+            for rows, columns, (dq, *grads) in compute_gradients(
+                attention, self.calls, queries, keys
+            ):
+                of_queries.append((rows, dq))
+                for parts, grad in zip(of_keys, grads, strict=True):
+                    parts.append((columns, grad))
+        dk, dv = self._return_gradients(rings, of_keys, k)
+        return Gradients(q.shape, q.dtype, q.device, parts=of_queries).result(), dk, dv, None
+
+    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+        problem = self.problem
+        others, most = problem.inner - 1, _MOST_COPIES * problem.most_tokens
+        visit, returned = (p.token_bytes() * most for p in (self.packing, self.return_packing))
+        lanes = {
+            "visit": (others + 1) * visit + _ALIGNED,
+            "return": others * returned + _ALIGNED if with_backward else 0,
+        }
+        rings.reserve(lanes, device)
+
+    def __str__(self) -> str:
+        calls = ", ".join(
+            f"{c.call.q_tokens} x {c.call.kv_tokens} in {len(c.call.tiles)} tiles"
+            for c in self.calls
+        )
+        own = sum(length(piece.at) for piece in self._mine.of(self.rank))
+        return (
+            f"rank {self.rank}, forward and backward: {self._mine.tokens} tokens land, {own} of "
+            f"them its own; {len(self.calls)} kernel calls: {calls}"
+        )
+
+    @property
+    def _mine(self) -> Gathered:
+        return self.gathered[self.rank]
+
+    def _returned(self, owner: int) -> Iterator[tuple[int, Piece, Span]]:
+        """Yield (viewer, piece, place) of the gradients that return to an owner."""
+        pieces = [
+            (viewer, piece)
+            for viewer, gathered in enumerate(self.gathered)
+            for piece in gathered.of(owner)
+            if viewer != owner
+        ]
+        places = in_turn(piece.at for _, piece in pieces)
+        return ((*pair, at) for pair, (_, at) in zip(pieces, places, strict=True))
+
+    @contextmanager
+    def _gather_keys(self, rings: Rings, k: Tensor, v: Tensor) -> Iterator[Keys]:
+        """Gather the keys and values that this rank looks at, to be read in this context."""
+        delivery = _deliver(rings, "visit", self.gathering, (k.contiguous(), v.contiguous()))
+        delivery.wait()
+        try:
+            yield Keys(*self.packing.views(delivery.memory, self._mine.tokens))
+        finally:
+            delivery.release()
+
+    def _return_gradients(
+        self, rings: Rings, of_keys: tuple[list[Part], list[Part]], k: Tensor
+    ) -> list[Tensor]:
+        """Return dk and dv of this rank's tokens, from the gradients of all gathered tokens."""
+        packing, tokens = self.return_packing, self._mine.tokens
+        computed = [
+            sum_parts(parts, (0, tokens), packing.batch, *entry, k.device).contiguous()
+            for parts, entry in zip(of_keys, packing.entries, strict=True)
+        ]
+        delivery = _deliver(rings, "return", self.returning, computed)
+        delivery.wait()
+        received = packing.views(delivery.memory, self._returned_tokens)
+        sums = []
+        for own, theirs in zip(computed, received, strict=True):
+            parts = [
+                (spans, tokens_at(x, at))
+                for x, found in ((own, self._own_spans), (theirs, self._returned_spans))
+                for spans, at in found
+            ]
+            total = torch.empty(k.shape, dtype=k.dtype, device=k.device)  # not a part of `memory`
+            sums.append(Gradients(k.shape, k.dtype, k.device, into=total, parts=parts).result())
+        delivery.release()
+        return sums
+
+    @functools.cached_property
+    def _returned_tokens(self) -> int:
+        return sum(length(at) for *_, at in self._returned(self.rank))
+
+    @functools.cached_property
+    def _own_spans(self) -> list[tuple[list[Span], Span]]:
+        return _rising((p.span, p.at) for p in self._mine.of(self.rank))
+
+    @functools.cached_property
+    def _returned_spans(self) -> list[tuple[list[Span], Span]]:
+        return _rising((piece.span, at) for _, piece, at in self._returned(self.rank))
+
+
+class _Owners:
+    """The ranks that own positions.
+
+    neighbours  whether the tokens of each run of a shard are neighbours in the sequence
+    """
+
+    def __init__(self, tiling: Tiling):
+        self.ranks = range(tiling.layout.size)
+        self.runs = sorted(run for rank in self.ranks for run in tiling.shard(rank))
+        self.neighbours = all(run.step == 1 for run in self.runs)
+        self.starts = [run.start for run in self.runs]
+
+    def pieces(self, positions: Span, at: int) -> Iterator[Piece]:
+        """Yield the pieces of neighbouring positions that land from token `at` on."""
+        start, stop = positions
+        for index in range(bisect.bisect_right(self.starts, start) - 1, len(self.runs)):
+            run = self.runs[index]
+            if run.start >= stop:
+                return
+            part = max(start, run.start), min(stop, run.stop)
+            yield Piece(
+                run.owner, shifted(part, run.span[0] - run.start), shifted(part, at - start)
+            )
+
+
+def gather(tiling: Tiling, owners: _Owners, rank: int, most: int) -> Gathered:
+    """Return what a rank gathers. If at most `most` tokens of each rank land then, some land
+    several times, so that few kernel calls are needed.
+    """
+    if owners.neighbours:
+        gathered = _gather_tiles(tiling, owners, rank)
+        copies = [sum(length(p.span) for p in gathered.of(owner)) for owner in owners.ranks]
+        if max(copies) <= most:
+            return gathered
+    runs = sorted(tiling.seen(rank) + tiling.shard(rank))
+    places = [at for _, at in in_turn(run.span for run in runs)]
+    pieces = [Piece(run.owner, run.span, at) for run, at in zip(runs, places, strict=True)]
+    return Gathered(pieces, tiling.tiles(rank, runs, places))
+
+
+def _gather_tiles(tiling: Tiling, owners: _Owners, rank: int) -> Gathered:
+    """Return the keys of each tile after those of the tile before."""
+    tokens = tiling.mask.seq_len
+    tiles = tiling.tiles(rank, [(0, 1, rank, (0, tokens))], [(0, tokens)])  # keys by position
+    tiles.sort(key=lambda tile: tile[0])  # the tiles of a call rise on both sides
+    pieces: list[Piece] = []
+    landed: list[TileFields] = []
+    for (q, _, low, high), (keys, at) in zip(
+        tiles, in_turn(kv for _, kv, *_ in tiles), strict=True
+    ):
+        landed.append((q, at, low, high))
+        for piece in owners.pieces(keys, at[0]):
+            before = pieces[-1] if pieces else None
+            if before and before.owner == piece.owner and before.span[1] == piece.span[0]:
+                whole = (before.span[0], piece.span[1]), (before.at[0], piece.at[1])
+                pieces[-1] = Piece(piece.owner, *whole)
+            else:
+                pieces.append(piece)
+    return Gathered(pieces, landed)
+
+
+def _make_manifest(
+    packing: Packing,
+    tokens: int,
+    sources: Iterable[tuple[int, Span]],
+    sends: Iterable[tuple[Span, int, Span, int]],
+) -> Manifest:
+    """Make the manifest of a delivery in which `tokens` land.
+
+    sources  (rank, place) of what this rank receives
+    sends    (span, rank, place there, tokens that land there) of what it sends
+    """
+    return Manifest(
+        packing.nbytes(tokens),
+        [
+            Arrival(peer, offset, nbytes, packing.batch, pitch)
+            for peer, at in sources
+            for _, offset, nbytes, pitch in packing.rows(tokens, at)
+        ],
+        [
+            (index, span, peer, offset, pitch)
+            for span, peer, at, total in sends
+            for index, offset, _, pitch in packing.rows(total, at)
+        ],
+    )
+
+
+def _deliver(rings: Rings, lane: str, manifest: Manifest, tensors: Sequence[Tensor]) -> Delivery:
+    """Start a delivery of tokens of the tensors (B, S, G, D)."""
+    puts = [
+        Put(tokens_at(tensors[index], span), peer, offset, pitch)
+        for index, span, peer, offset, pitch in manifest.departures
+    ]
+    device = tensors[0].device
+    return rings.inner.deliver(lane, manifest.nbytes, puts, manifest.arrivals, device)
+
+
+def _rising(places: Iterable[tuple[Span, Span]]) -> list[tuple[list[Span], Span]]:
+    """Return rising spans of a shard that lie one after the other in memory, and where they lie."""
+    found: list[tuple[list[Span], Span]] = []
+    for span, at in places:
+        if found and found[-1][1][1] == at[0] and found[-1][0][-1][1] <= span[0]:
+            spans, before = found[-1]
+            found[-1] = [*spans, span], (before[0], at[1])
+        else:
+            found.append(([span], at))
+    return found
