@@ -25,15 +25,15 @@ class Compiler:
     def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *args, **constants):
-        kinds = kinds_of(self.kernel, args, constants)
+    def compile(self, *args):
+        kinds = kinds_of(self.kernel, args, {})
         if kinds in self.kinds:
             return
         self.kinds.append(kinds)
-        named = dict(zip(self.kernel.arg_names, args, strict=False))
-        signature = {name: kind(x) for name, x in named.items()} | dict.fromkeys(
-            constants, "constexpr"
-        )
+        named = dict(zip(self.kernel.arg_names, args, strict=True))
+        constants = {x.name: named[x.name] for x in self.kernel.params if x.is_constexpr}
+        signature = {name: kind(x) for name, x in named.items() if name not in constants}
+        signature |= dict.fromkeys(constants, "constexpr")
         for capability in CAPABILITIES:
             source = ASTSource(self.kernel, signature, constants)
             assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

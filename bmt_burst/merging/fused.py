@@ -1,13 +1,14 @@
 """Triton kernels that add up in one pass. `bmt_burst.merging.plain` specifies them.
 
 Tensors may have any strides. Spans, lengths and the strides of lse differ from call to call, so
-kernels take them times 16 (see `multiply_by_16`).
+kernels take them times 16 (see `multiply_by_16`). Kernels take tensors first, so that `launches`
+can repeat a launch for other tensors.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import triton
@@ -17,62 +18,112 @@ from torch import Tensor
 from ..base.compiled import multiply_by_16
 from ..kernels.packed import current_stream, send_to_device
 from ..sequence.span import Span, length
-from .parts import OutputPart, Part, Parts, lies_in
+from .launches import ALIGNMENT, Launches, current_raw_stream
+from .parts import (
+    OutputPart,
+    Part,
+    Parts,
+    find_unfinished_gradients,
+    find_unfinished_outputs,
+    lies_in,
+)
 
 _BLOCK = 2048  # entries that a program handles
+_launches = Launches()
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
-    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`.
-
-    `out` may be the memory of the first part if that is whole. `lse` may not, but then it holds the
-    same numbers as the first part's.
-    """
-    grid, sizes, constants = _by_rows(out)
-    outs, lses = [_dense_rows(part) for _, part, _ in parts], [part_lse for _, _, part_lse in parts]
-    _merge_outputs[grid](
-        out,
-        lse,
-        out.stride(),
-        multiply_by_16(lse.stride()),
-        tuple(outs),
+    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, see `plain`."""
+    tensors = [out, lse, *(part[1] for part in parts), *(part[2] for part in parts)]
+    addresses, stream, key = _describe("merge", tensors, parts)
+    if key and _launches.repeat(key, addresses, stream):
+        return
+    if (found := find_unfinished_outputs(out, lse, parts)) is None:
+        return
+    total, total_lse, parts = found
+    grid, sizes, constants = _by_rows(total)
+    outs, lses = [_dense_rows(part[1]) for part in parts], [part[2] for part in parts]
+    others = (
+        _places(parts, total),
+        total.stride(),
+        multiply_by_16(total_lse.stride()),
         _row_strides(outs),
-        # where memory begins, at multiples of 16 too
-        tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses),
         multiply_by_16(int(part_lse.storage_offset()) for part_lse in lses),
         tuple(multiply_by_16(part_lse.stride(dim) for part_lse in lses) for dim in range(3)),
-        _places(parts, out),
         *sizes,
-        PARTS=len(parts),
-        IN_PLACE=bool(parts) and lies_in(parts[0], out),
-        **constants,
+        len(parts),
+        *constants,
+        lies_in(parts[0], total),
+    )
+    # where memory begins, at multiples of 16 too
+    starts = tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses)
+    _launches.launch(
+        _merge_outputs, grid, (total, total_lse, tuple(outs), starts), others, key, tensors
     )
 
 
 def sum_gradients(total: Tensor, parts: list[Part]) -> None:
-    """Fill total (B, S, H, D) with the sum of `parts`. It may be the memory of the first part if
-    that is whole.
-    """
+    """Fill total (B, S, H, D) with the sum of `parts`, see `plain`."""
+    tensors = [total, *(part[1] for part in parts)]
+    addresses, stream, key = _describe("sum", tensors, parts)
+    if key and _launches.repeat(key, addresses, stream):
+        return
+    if (found := find_unfinished_gradients(total, parts)) is None:
+        return
+    total, parts = found
     grid, sizes, constants = _by_rows(total)
-    grads = [_dense_rows(part) for _, part in parts]
-    _sum_gradients[grid](
-        total,
-        total.stride(),
-        tuple(grads),
-        _row_strides(grads),
+    grads = [_dense_rows(part[1]) for part in parts]
+    others = (
         _places(parts, total),
+        total.stride(),
+        _row_strides(grads),
         *sizes,
-        PARTS=len(parts),
-        IN_PLACE=bool(parts) and lies_in(parts[0], total),
-        **constants,
+        len(parts),
+        *constants,
+        lies_in(parts[0], total),
     )
+    _launches.launch(_sum_gradients, grid, (total, tuple(grads)), others, key, tensors)
 
 
 def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
     """Fill rows (B, S, H, 2) with lse (B, H, S) and rowsum(out * dout), both (B, S, H, D)."""
+    tensors = rows, out, dout, lse
+    addresses, stream, key = _describe("fill", tensors)
+    if key and _launches.repeat(key, addresses, stream):
+        return
     grid, sizes, constants = _by_rows(out)
     strides = out.stride(), dout.stride(), multiply_by_16(lse.stride())
-    _fill_lse_delta[grid](rows, out, dout, lse, *strides, *sizes, **constants)
+    others = (*strides, *sizes, *constants)
+    _launches.launch(_fill_lse_delta, grid, tensors, others, key, tensors)
+
+
+def _describe(
+    name: str, tensors: Sequence[Tensor], parts: Parts = ()
+) -> tuple[list[int], int, Hashable | None]:
+    """Return the tensors' addresses, the current stream, and a key.
+
+    The key is equal for launches that differ only in addresses. It is None where launches are not
+    repeated: in the interpreter, and with parts that need maps (see `_places`), which take memory.
+    """
+    first = tensors[0]
+    if not _are_repeated(first) or any(len(part[0]) > 1 for part in parts):
+        return [], 0, None
+    addresses = [x.data_ptr() for x in tensors]
+    stream = current_raw_stream(first)
+    key: list[Hashable] = [name, first.get_device(), stream, first.shape]
+    for x, address in zip(tensors, addresses, strict=True):
+        key += x.stride(), x.dtype, address % ALIGNMENT, x.storage_offset()
+    if parts:
+        key.append(parts[0][1].data_ptr() == addresses[0])
+        key += [part[0][0] for part in parts]
+    return addresses, stream, tuple(key)
+
+
+def _are_repeated(x: Tensor) -> bool:
+    """Whether launches on x's device may be repeated. On AMD's GPUs a kernel also depends on the
+    sizes of memory.
+    """
+    return x.is_cuda and torch.version.hip is None
 
 
 def _row_strides(parts: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
@@ -111,7 +162,7 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]:
+def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], tuple[int, int]]:
     """Return how programs share the S * H rows of x (B, S, H, D): the grid, (S, H, D), and the rows
     of a program with their width.
     """
@@ -119,13 +170,14 @@ def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str
     width = triton.next_power_of_2(head_size)
     rows = max(1, _BLOCK // width)
     grid = triton.cdiv(tokens * heads, rows), batch
-    return grid, (tokens, heads, head_size), {"ROWS": rows, "WIDTH": width}
+    return grid, (tokens, heads, head_size), (rows, width)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
 def _merge_outputs(
-    out, lse, out_strides, lse_strides, parts, part_strides,
-    part_lses, lse_offsets, part_lse_strides, places, tokens, heads, head_size,
+    out, lse, parts, part_lses,
+    places, out_strides, lse_strides, part_strides, lse_offsets, part_lse_strides,
+    tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     batch, token, head, inside = _rows_here(tokens, heads, ROWS)
@@ -172,7 +224,7 @@ def _merge_outputs(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _sum_gradients(
-    total, total_strides, parts, part_strides, places, tokens, heads, head_size,
+    total, parts, places, total_strides, part_strides, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     batch, token, head, there = _rows_here(tokens, heads, ROWS)

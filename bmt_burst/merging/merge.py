@@ -33,10 +33,7 @@ from .parts import (
     Part,
     Parts,
     clip_gradients,
-    clip_outputs,
-    find_unfinished,
     is_whole,
-    tokens_at,
 )
 
 _MOST_PARTS = 8  # parts that are added up in one pass over memory
@@ -80,7 +77,7 @@ class Outputs:
             self.out.zero_()
             self.lse.fill_(-torch.inf)
             return
-        self._merge(self.out, self.lse)
+        _backend(self.out).merge_outputs(self.out, self.lse, self.parts)
 
     def _append(self, part: OutputPart) -> None:
         self.parts.append(part)
@@ -92,16 +89,10 @@ class Outputs:
             wide = torch.empty(self.out.shape, dtype=self.lse.dtype, device=self.out.device)
             self.wide = wide, torch.empty_like(self.lse)
         out, lse = self.wide
-        self._merge(out, lse)
+        _backend(out).merge_outputs(out, lse, self.parts)
         # the next merge reads this copy while it writes lse
         self.parts = [([(0, out.shape[1])], out, lse.clone())]
         self.waiting = 0
-
-    def _merge(self, total: Tensor, total_lse: Tensor) -> None:
-        if span := find_unfinished(self.parts, total):
-            parts = list(clip_outputs(self.parts, span))
-            into, into_lse = tokens_at(total, span), total_lse[:, :, slice(*span)]
-            _backend(total).merge_outputs(into, into_lse, parts)
 
 
 class Gradients:
@@ -138,7 +129,7 @@ class Gradients:
         if self.total is None:
             dtype = accumulator_dtype(self.dtype)
             self.total = torch.empty(self.shape, dtype=dtype, device=self.device)
-        self._sum(self.total)
+        _backend(self.total).sum_gradients(self.total, self.parts)
         self.parts, self.waiting = [([(0, self.shape[1])], self.total)], 0
 
     def result(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -157,18 +148,13 @@ class Gradients:
             total = torch.empty(self.shape, dtype=dtype, device=self.device)
         if not self.parts:
             return total.zero_()
-        self._sum(total)
+        _backend(total).sum_gradients(total, self.parts)
         return total
 
     def _append(self, part: Part) -> None:
         self.parts.append(part)
         if _too_many(self.parts, self.waiting, self.limit):
             self.fold()
-
-    def _sum(self, total: Tensor) -> None:
-        if span := find_unfinished(self.parts, total):
-            parts = list(clip_gradients(self.parts, span))
-            _backend(total).sum_gradients(tokens_at(total, span), parts)
 
 
 def sum_parts(

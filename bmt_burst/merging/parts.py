@@ -35,12 +35,34 @@ def lies_in(part: Part | OutputPart, total: Tensor) -> bool:
     return part[1].data_ptr() == total.data_ptr() and part[1].dtype == total.dtype
 
 
-def find_unfinished(parts: Parts, total: Tensor) -> Span | None:
-    """Return the tokens of `total` that still have to be written, or None.
+def find_unfinished_outputs(
+    out: Tensor, lse: Tensor, parts: Sequence[OutputPart]
+) -> tuple[Tensor, Tensor, list[OutputPart]] | None:
+    """Return the tokens of out (B, S, H, D), lse (B, H, S) and `parts` that still have to be
+    merged, or None without such tokens.
+
+    If the first part lies in `out`, only tokens that later parts have change.
+    """
+    if not (span := _find_unfinished(parts, out)):
+        return None
+    return tokens_at(out, span), lse[:, :, slice(*span)], list(clip_outputs(parts, span))
+
+
+def find_unfinished_gradients(
+    total: Tensor, parts: Sequence[Part]
+) -> tuple[Tensor, list[Part]] | None:
+    """Return the tokens of total (B, S, H, D) and `parts` that still have to be added up, or None
+    without such tokens.
 
     If the first part lies in `total`, only tokens that later parts have change.
     """
-    if not parts or not lies_in(parts[0], total):
+    if not (span := _find_unfinished(parts, total)):
+        return None
+    return tokens_at(total, span), list(clip_gradients(parts, span))
+
+
+def _find_unfinished(parts: Parts, total: Tensor) -> Span | None:
+    if not lies_in(parts[0], total):
         return 0, total.shape[1]
     return hull(span for part in parts[1:] for span in part[0]) if len(parts) > 1 else None
 

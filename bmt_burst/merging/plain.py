@@ -7,15 +7,24 @@ from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
 from ..sequence.span import in_turn
-from .parts import OutputPart, Part, tokens_at
+from .parts import (
+    OutputPart,
+    Part,
+    find_unfinished_gradients,
+    find_unfinished_outputs,
+    tokens_at,
+)
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
-    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`.
+    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, of which there are some.
 
-    `out` may be the memory of the first part if that is whole. `lse` may not, but then it holds the
-    same numbers as the first part's.
+    `out` may be the memory of the first part if that is whole. Then only tokens that later parts
+    have are written. `lse` may not be that part's memory, but then it holds the same numbers.
     """
+    if (found := find_unfinished_outputs(out, lse, parts)) is None:
+        return
+    out, lse, parts = found
     total = torch.zeros_like(out, dtype=lse.dtype)
     lse.fill_(-torch.inf)
     for spans, part, part_lse in parts:
@@ -29,9 +38,14 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
 
 
 def sum_gradients(total: Tensor, parts: list[Part]) -> None:
-    """Fill total (B, S, H, D) with the sum of `parts`. It may be the memory of the first part if
-    that is whole.
+    """Fill total (B, S, H, D) with the sum of `parts`, of which there are some.
+
+    It may be the memory of the first part if that is whole. Then only tokens that later parts have
+    are written.
     """
+    if (found := find_unfinished_gradients(total, parts)) is None:
+        return
+    total, parts = found
     wide = torch.zeros_like(total, dtype=accumulator_dtype(total.dtype))
     for spans, part in parts:
         for span, place in in_turn(spans):
