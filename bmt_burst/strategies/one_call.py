@@ -93,7 +93,7 @@ class Gathered:
 
     @property
     def tokens(self) -> int:
-        """How many tokens land."""
+        """The number of tokens that land."""
         return self.pieces[-1].at[1] if self.pieces else 0
 
     def of(self, owner: int) -> list[Piece]:
