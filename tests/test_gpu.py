@@ -282,7 +282,10 @@ MASKS = {
 
 
 def equality(rank: int, size: int) -> dict[str, float]:
-    """The worst error of each of many cases, of all heads in one pass and of a kv head in each."""
+    """The worst error of each of many cases, of all heads in one pass and of a kv head in each.
+
+    Two other strategies are in it, too.
+    """
     ring_strategy._ENOUGH_ROWS = 1
     errors, groups = {}, rings(size)
     if size == 4:
@@ -315,6 +318,11 @@ def equality(rank: int, size: int) -> dict[str, float]:
             }
             got = ring_call(shards, dout, **options, **group)
             name = f"{ring} {layout} {mask} {backward} {heads}:{kv_heads} {tokens} {group_bytes}"
+            errors[name] = max(relative_error(a, b) for a, b in zip(got, expected, strict=True))
+        for strategy in ("one-call", "ulysses"):
+            group = groups["by copy engines"]
+            got = ring_call(shards, dout, layout=whole, mask=visible, strategy=strategy, **group)
+            name = f"{strategy} {layout} {mask} {heads}:{kv_heads} {tokens}"
             errors[name] = max(relative_error(a, b) for a, b in zip(got, expected, strict=True))
     return errors
 
