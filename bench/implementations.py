@@ -264,6 +264,12 @@ IMPLEMENTATIONS = {
     ),
     "bmt_burst contiguous": Implementation("contiguous", Burst, kinds=("window",)),
     "all-gather": Implementation("balanced", partial(Burst, strategy="all-gather"), _VARIANTS),
+    "one-call": Implementation(
+        "balanced",
+        partial(Burst, strategy="one-call"),
+        _VARIANTS,
+        kinds=("causal", "full", "documents", "window"),
+    ),
     "ulysses": Implementation("contiguous", partial(Burst, strategy="ulysses")),
     "ring_flash_attn zigzag": Implementation("zigzag", _ring_flash_attn, kernel="fa2"),
     "torch context_parallel": Implementation("zigzag", _torch_context_parallel, kernel="cudnn"),

@@ -48,7 +48,7 @@ from bmt_burst.transport.simulator import ImaginedRing
 
 VARIANTS = (
     *("bmt_burst", "bmt_burst without a bias", "bmt_burst q", "bmt_burst kv"),
-    *("bmt_burst low memory", "bmt_burst contiguous"),
+    *("bmt_burst low memory", "bmt_burst contiguous", "one-call"),
 )
 
 
@@ -74,7 +74,9 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     for mask, (q_heads, kv_heads), tokens in itertools.product(
         masks.chosen(args), args.heads, args.tokens_per_gpu
     ):
-        case = Case(tokens * args.size, 1, q_heads, kv_heads, args.head_dim, mask, args.kernel)
+        case = Case(
+            tokens * args.size, args.batch, q_heads, kv_heads, args.head_dim, mask, args.kernel
+        )
         machine.at = describe(case, args.size)
         yield from measure(list(alone("one rank", case, args.size, machine)), tokens, machine)
         variants = [
@@ -101,6 +103,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens-per-gpu", type=int, nargs="+", default=[8192, 16384, 32768] if cuda else [64]
     )
+    parser.add_argument("--batch", type=int, default=1)
     default_heads = [(32, 32), (32, 8)] if cuda else [(4, 2)]
     parser.add_argument("--heads", type=heads, nargs="+", default=default_heads, metavar="Q:KV")
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
