@@ -105,6 +105,14 @@ def test_parts_are_added_up_wide():
     )
 
 
+def test_sums_without_parts_fold_to_zero():
+    gradients = Gradients((1, 2, 3, 1), torch.float32, torch.device("cpu"))
+    gradients.fold()
+    assert gradients.result().equal(torch.zeros(1, 2, 3, 1))
+    gradients.add([(1, 2)], torch.ones(1, 1, 3, 1))
+    assert gradients.result().flatten().tolist() == [0, 0, 0, 1, 1, 1]
+
+
 def test_sums_may_lie_where_their_first_part_does():
     """Only tokens of which more comes are written; the others' bits stay, whatever they are."""
     first, second = torch.randn(1, 7, 2, 4), torch.randn(1, 3, 2, 4)

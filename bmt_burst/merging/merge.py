@@ -129,7 +129,10 @@ class Gradients:
         if self.total is None:
             dtype = accumulator_dtype(self.dtype)
             self.total = torch.empty(self.shape, dtype=dtype, device=self.device)
-        _backend(self.total).sum_gradients(self.total, self.parts)
+        if self.parts:
+            _backend(self.total).sum_gradients(self.total, self.parts)
+        else:
+            self.total.zero_()
         self.parts, self.waiting = [([(0, self.shape[1])], self.total)], 0
 
     def result(self, dtype: torch.dtype | None = None) -> Tensor:
