@@ -14,6 +14,9 @@ The source of 4.0.0b36 for Hopper shows:
 - A softcap bounds scores before they are masked. P (dP - delta) is multiplied by its derivative,
   for dense and for packed tensors. tanh is the GPU's instruction, accurate to 11 bits.
 
+Short calls without a bias go to the compiled kernels directly, if `fa4_bound` knows them. Otherwise
+they go through the package's Python functions.
+
 On Hopper a bias is a function of scores. The gradient of its table is computed by our own Triton
 kernel.
 """
@@ -36,8 +39,9 @@ from ..base.dtypes import accumulator_dtype
 from ..sequence.span import length
 from ..sequence.tile import KernelCall
 from ..spec import Spec
-from . import NOT_BOTH, Kernel, import_failure, installed, refuses_half
+from . import NOT_BOTH, Kernel, fa4_bound, import_failure, installed, refuses_half
 from .bias import CallBias, Segments
+from .fa4_programs import Options
 from .packed import (
     effective_band,
     pack,
@@ -109,48 +113,50 @@ class Fa4Kernel(Kernel):
     def forward(self, q, k, v, call, spec, bias=None):
         if self.cuts(q, bias):
             return self.forward_in_parts(q, k, v, call, spec)
-        forward, head_size = _functions()[0], q.shape[-1]
-        q, k, v = _padded(q, k, v)
-        options = {**_score_options(spec), "return_lse": True}
-        if bias is not None:
-            options |= _bias_options(bias, call, len(q))
-        if bias is None and (dense := _dense_options(call)) is not None:
-            out, lse, *_ = forward(q, k, v, **options, **dense)
+        function, head_size = _functions()[0], q.shape[-1]
+        options = _options(call, q, bias is not None)
+        batch, (q, k, v) = len(q), _padded(q, k, v)
+        if options.packed:
+            q, k, v = pack(q), pack(k), pack(v)
+        if bias is None:
+            out, lse = fa4_bound.forward(function, q, k, v, options, spec)
         else:
-            tensors = (pack(x) for x in (q, k, v))
-            out, lse, *_ = forward(*tensors, **options, **_packed_options(call, q))
-            out, lse = unpack(out, len(q)), unpack_rows(lse, len(q))
+            added = _bias_options(bias, call, batch)
+            scores = {"softmax_scale": spec.scale, "return_lse": True, **added}
+            out, lse, *_ = function(q, k, v, **scores, **options.arguments())
+        if options.packed:
+            out, lse = unpack(out, batch), unpack_rows(lse, batch)
         return _drop_padding(out, head_size), lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
         if self.cuts(q, bias):
             return self.backward_in_parts(dout, q, k, v, out, lse, delta, call, spec)
-        backward, head_size = _functions()[1], q.shape[-1]
         table = (
             ()
             if bias is None
             else (table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias),)
         )
-        dout, q, k, v, out = _padded(dout, q, k, v, out)
-        options = {**_score_options(spec), "deterministic": spec.deterministic}
-        dense = _dense_options(call) if bias is None else None
-        if bias is not None:
-            options |= {
-                **_bias_options(bias, call, len(q)),
-                "score_mod_bwd": _scores().gradient_of_sum,
-            }
+        function, head_size = _functions()[1], q.shape[-1]
+        options = _options(call, q, bias is not None)
+        batch, (dout, q, k, v, out) = len(q), _padded(dout, q, k, v, out)
+        dlse = None
         if out is None:
             # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
-            out = q.new_zeros(1, 1, 1, q.shape[-1]).expand_as(q)
-            options["dlse"] = -delta if dense is not None else pack_rows(-delta).contiguous()
-        if dense is not None:
-            grads = backward(q, k, v, out, dout, lse.contiguous(), **options, **dense)[:3]
+            out, dlse = _zeros(call, q), -delta
+        if options.packed:
+            dout, q, k, v, out = pack(dout), pack(q), pack(k), pack(v), pack(out)
+            lse, dlse = pack_rows(lse), None if dlse is None else pack_rows(dlse).contiguous()
+        inputs = q, k, v, out, dout, lse.contiguous()
+        if bias is None:
+            grads = fa4_bound.backward(function, inputs, dlse, options, spec)
         else:
-            tensors = (pack(x) for x in (q, k, v, out, dout))
-            grads = backward(
-                *tensors, pack_rows(lse).contiguous(), **options, **_packed_options(call, q)
-            )[:3]
-            grads = (unpack(grad, len(q)) for grad in grads)
+            scores = {"softmax_scale": spec.scale, "deterministic": spec.deterministic}
+            scores |= _bias_options(bias, call, batch)
+            scores |= {"score_mod_bwd": _scores().gradient_of_sum}
+            scores |= {} if dlse is None else {"dlse": dlse}
+            grads = function(*inputs, **scores, **options.arguments())[:3]
+        if options.packed:
+            grads = (unpack(grad, batch) for grad in grads)
         return *(_drop_padding(grad, head_size) for grad in grads), *table
 
     def forward_in_parts(
@@ -212,27 +218,18 @@ def _take(tokens: slice, x: Tensor) -> Tensor:
     return x[:, tokens].contiguous()
 
 
-def _padded(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Pad head sizes with zeros to one that the package computes correctly."""
-    [head_size] = {x.shape[-1] for x in tensors if x is not None}
+def _padded(*tensors: Any) -> tuple[Any, ...]:
+    """Pad head sizes with zeros to one that the package computes correctly. None stays None."""
+    head_size = tensors[0].shape[-1]
+    if head_size in _HEAD_SIZES_HOPPER:
+        return tensors
     missing = next(size for size in _HEAD_SIZES_HOPPER if size >= head_size) - head_size
-    return (
-        tensors
-        if not missing
-        else tuple(None if x is None else functional.pad(x, (0, missing)) for x in tensors)
-    )
+    return tuple(None if x is None else functional.pad(x, (0, missing)) for x in tensors)
 
 
 def _drop_padding(x: Tensor, head_size: int) -> Tensor:
     """Return the first `head_size` columns of x."""
     return x if x.shape[-1] == head_size else x[..., :head_size]
-
-
-def _score_options(spec: Spec) -> dict[str, float]:
-    """Return the options for the scale and the softcap."""
-    return {"softmax_scale": spec.scale} | (
-        {} if spec.softcap is None else {"softcap": spec.softcap}
-    )
 
 
 def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | None:
@@ -322,34 +319,34 @@ def _one_segment(call: KernelCall, device: torch.device) -> Segments:
     return Segments(queries, queries, keys, keys, torch.full_like(queries[:1], -1), 0)
 
 
-def _dense_options(call: KernelCall) -> dict[str, Any] | None:
-    """Return the options of a call with one tile of all tokens, or None for other calls."""
-    if call.is_whole:
-        return {"causal": call.is_causal}
-    return (
-        _band_options(call) if call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),) else None
+def _options(call: KernelCall, q: Tensor, packed: bool) -> Options:
+    """Return how a call is passed to the package, with dense tokens if that is possible and not
+    `packed`.
+    """
+    return prepare_once(
+        call,
+        ("fa4", len(q), packed),
+        q.device,
+        lambda: _make_options(call, len(q), q.device, packed),
     )
 
 
-def _packed_options(call: KernelCall, q: Tensor) -> dict[str, Any]:
-    """Return the options for packed tokens."""
-    packed = sequences(call, len(q), q.device)
-    longest = max(packed.longest, _LONGEST_AT_LEAST)
-    return {
-        "cu_seqlens_q": packed.cu_seqlens_q,
-        "cu_seqlens_k": packed.cu_seqlens_k,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
-        **_band_options(call),
-    }
-
-
-def _band_options(call: KernelCall) -> dict[str, Any]:
-    """Return the options for the call's band."""
+def _make_options(call: KernelCall, batch: int, device: torch.device, packed: bool) -> Options:
     left, right = effective_band(call)
-    if left is None and right == 0:
-        return {"causal": True}
-    return {"causal": False, "window_size_left": left, "window_size_right": right}
+    causal = left is None and right == 0
+    if not packed and call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),):
+        return Options(causal, left, right)
+    of = sequences(call, batch, device)
+    longest = max(of.longest, _LONGEST_AT_LEAST)
+    return Options(causal, left, right, of.cu_seqlens_q, of.cu_seqlens_k, longest)
+
+
+def _zeros(call: KernelCall, q: Tensor) -> Tensor:
+    """Return an out of 0, of the shape and dtype of q."""
+    size, dtype, device = q.shape[-1], q.dtype, q.device
+    name = "fa4 zeros", size, dtype
+    row = prepare_once(call, name, device, lambda: torch.zeros(size, dtype=dtype, device=device))
+    return row.expand(q.shape)
 
 
 @functools.cache

@@ -66,7 +66,7 @@ def pack(x: Tensor) -> Tensor:
 
 def unpack(x: Tensor, batch: int) -> Tensor:
     """Unflatten (B S, ...) to (B, S, ...)."""
-    return x.unflatten(0, (batch, -1))
+    return x.view(batch, len(x) // batch, *x.shape[1:])
 
 
 def pack_rows(x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def pack_rows(x: Tensor) -> Tensor:
 
 def unpack_rows(x: Tensor, batch: int) -> Tensor:
     """Unflatten (H, B S) to (B, H, S)."""
-    return x.unflatten(1, (batch, -1)).transpose(0, 1)
+    return x.view(len(x), batch, x.shape[1] // batch).transpose(0, 1)
 
 
 def _sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
