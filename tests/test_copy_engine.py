@@ -19,7 +19,7 @@ from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import LANES, MESSAGE_BYTES, Arrival, Put
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.host_memory import HostMemory, _place_bytes
-from bmt_burst.transport.simulator import SimulatedRing
+from bmt_burst.transport.simulator import GuardedDelivery, SimulatedRing
 from tests.helpers import (
     dense_attention,
     dense_results,
@@ -42,9 +42,14 @@ class ThreadStream:
     def __init__(self, work):
         self.work = work
 
-    def copy(self, copies):
+    def copy(self, copies, targets, sources):
+        pairs = [
+            (byte_view(targets[copy.target], copy, 0), byte_view(sources[copy.source], copy, 1))
+            for copy in copies
+        ]
+
         def late():
-            for target, source in copies:
+            for target, source in pairs:
                 time.sleep(random.random() * self.longest_copy)
                 half = len(source) // 2  # not at one go
                 target[:half] = source[:half]
@@ -70,6 +75,15 @@ class ThreadStream:
 
     def follow(self, event):
         self.work.put(lambda: spin(event.is_set))
+
+
+def byte_view(x, copy, side):
+    """Return the bytes of a tensor that a ByteCopy writes (side 0) or reads (1)."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+    start = x.storage_offset() * x.element_size() + (copy.target_at, copy.source_at)[side]
+    shape = [count for count, *_ in copy.axes]
+    pitches = [axis[1 + side] for axis in copy.axes]
+    return memory.as_strided((*shape, copy.nbytes), (*pitches, 1), start)
 
 
 def started_queue():
@@ -106,10 +120,24 @@ def spin(ready):
         time.sleep(1e-5)
 
 
+class EngineDelivery(GuardedDelivery):
+    """A guarded delivery that copy engines unload."""
+
+    def views(self, manifest):
+        return self.delivery.views(manifest)
+
+    def unload(self, copies, targets, sources):
+        self._check_places()
+        self._check_order()
+        self.delivery.unload(copies, targets, sources)
+
+
 class EngineRing(SimulatedRing):
     """A simulated ring whose deliveries go by copy engines."""
 
     arenas: dict  # of all ranks
+    guard = EngineDelivery
+    manifest = None  # of the delivery that begins
 
     def _device(self):
         shared = started_queue() if self.one_queue else None
@@ -131,7 +159,8 @@ class EngineRing(SimulatedRing):
 
         lanes = []
         allocate = partial(torch.empty, dtype=torch.uint8)
-        return Device(stream, lambda: ThreadStream(Inline(shared)), synchronize, allocate, connect)
+        own = ThreadStream(Inline(shared))
+        return Device(stream, lambda: own, synchronize, allocate, connect, list, list)
 
     def reserve(self, lane_bytes, device):
         super().reserve(lane_bytes, device)
@@ -145,7 +174,16 @@ class EngineRing(SimulatedRing):
     def _deliver(self, lane, nbytes, sends, arrivals, device):
         for put in sends:
             self.traffic.append((put.peer, put.tensor.nbytes))
+        if self.manifest:
+            return self.engines.deliver_manifest(lane, *self.manifest)
         return self.engines.deliver(lane, nbytes, sends, arrivals)
+
+    def deliver_manifest(self, lane, manifest, tensors, device):
+        self.manifest = manifest, tensors
+        try:
+            return super().deliver_manifest(lane, manifest, tensors, device)
+        finally:
+            self.manifest = None
 
 
 class AheadRing(EngineRing):

@@ -296,16 +296,23 @@ def test_packed_tensors_do_not_overlap_and_messages_are_where_the_views_are(batc
     )
     tokens, span = 11, (4, 9)
     memory = torch.zeros(packing.nbytes(tokens), dtype=torch.uint8)
-    views = packing.views(memory, tokens)
+    manifest = packing.manifest(tokens, [(1, span)], [(1, (2, 7), 4, tokens)])
+    views = [place.view(memory) for place in manifest.landed]
     for view, (shape, dtype) in zip(views, packing.entries, strict=True):
         assert view.shape == (batch, tokens, *shape)
         assert view.dtype == dtype
         assert (view.data_ptr() - memory.data_ptr()) % 256 == 0
-    for index, row, offset, nbytes in packing.messages(tokens, span):
-        assert not memory[offset : offset + nbytes].any()
-        memory[offset : offset + nbytes] = 1
-        part = views[index][row, slice(*span)]
-        assert part.is_contiguous()
-        assert (part.data_ptr() - memory.data_ptr(), part.nbytes) == (offset, nbytes)
+    for view, arrival, message in zip(views, manifest.arrivals, manifest.messages, strict=True):
+        assert (arrival.peer, arrival.offset) == (1, message.offset)
+        assert (message.peer, message.pitches) == (1, arrival.pitches)
+        assert message.region.counts == arrival.counts == (batch,) * (batch > 1)
+        place = arrival.row_bytes(memory)
+        assert not place.any()
+        place.fill_(1)
+        part = view[:, slice(*span)]
+        assert part.view(torch.uint8).eq(1).all()
+        assert part.nbytes == place.numel()
+        values = torch.rand(batch, 8, *view.shape[2:])
+        assert message.region.view(values).flatten().equal(values[:, 2:7].flatten())
     assert packing.token_bytes() == batch * (15 * 2 + 7 * 4 + 15 * 2)
     assert memory.sum() == packing.token_bytes() * 5

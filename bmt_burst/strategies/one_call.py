@@ -35,7 +35,7 @@ from ..merging.parts import Part, is_whole, tokens_at
 from ..ranks.rings import Rings
 from ..sequence.span import Span, in_turn, length, shifted
 from ..sequence.tiling import GatheredCall, TileFields, Tiling, kernel_calls
-from ..transport import Arrival, Delivery, Put
+from ..transport import Delivery, Manifest
 from ..transport.packing import Packing
 from . import Plan, Problem, Saved, Strategy
 from .compute import (
@@ -101,17 +101,6 @@ class Gathered:
         return [piece for piece in self.pieces if piece.owner == owner]
 
 
-class Manifest(NamedTuple):
-    """The messages of a delivery. `nbytes` land at `arrivals`.
-
-    departures  (tensor, its tokens, peer, byte offset at the peer, pitch there) of each message
-    """
-
-    nbytes: int
-    arrivals: Sequence[Arrival]
-    departures: Sequence[tuple[int, Span, int, int, int]]
-
-
 class OneCallPlan(Plan):
     """The exchanges and the kernel calls of one rank."""
 
@@ -148,12 +137,11 @@ class OneCallPlan(Plan):
     def gathering(self) -> Manifest:
         """The messages that gather keys and values."""
         ranks = range(self.problem.inner)
-        return _make_manifest(
-            self.packing,
+        return self.packing.manifest(
             self._mine.tokens,
             [(p.owner, p.at) for p in self._mine.pieces if p.owner != self.rank],
             [
-                (piece.span, viewer, piece.at, self.gathered[viewer].tokens)
+                (viewer, piece.span, piece.at[0], self.gathered[viewer].tokens)
                 for viewer in ranks
                 for piece in self.gathered[viewer].of(self.rank)
             ],
@@ -169,13 +157,13 @@ class OneCallPlan(Plan):
             returned = list(self._returned(owner))
             tokens = sum(length(at) for *_, at in returned)
             departures += [
-                (piece.at, owner, at, tokens)
+                (owner, piece.at, at[0], tokens)
                 for viewer, piece, at in returned
                 if viewer == self.rank
             ]
         tokens = sum(length(at) for *_, at in received)
         sources = [(viewer, at) for viewer, _, at in received]
-        return _make_manifest(self.return_packing, tokens, sources, departures)
+        return self.return_packing.manifest(tokens, sources, departures)
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
@@ -249,7 +237,7 @@ class OneCallPlan(Plan):
         delivery = _deliver(rings, "visit", self.gathering, (k.contiguous(), v.contiguous()))
         delivery.wait()
         try:
-            yield Keys(*self.packing.views(delivery.memory, self._mine.tokens))
+            yield Keys(*delivery.views(self.gathering))
         finally:
             delivery.release()
 
@@ -264,7 +252,7 @@ class OneCallPlan(Plan):
         ]
         delivery = _deliver(rings, "return", self.returning, computed)
         delivery.wait()
-        received = packing.views(delivery.memory, self._returned_tokens)
+        received = delivery.views(self.returning)
         sums = []
         for own, theirs in zip(computed, received, strict=True):
             parts = [
@@ -276,10 +264,6 @@ class OneCallPlan(Plan):
             sums.append(Gradients(k.shape, k.dtype, k.device, into=total, parts=parts).result())
         delivery.release()
         return sums
-
-    @functools.cached_property
-    def _returned_tokens(self) -> int:
-        return sum(length(at) for *_, at in self._returned(self.rank))
 
     @functools.cached_property
     def _own_spans(self) -> list[tuple[list[Span], Span]]:
@@ -351,40 +335,9 @@ def _gather_tiles(tiling: Tiling, owners: _Owners, rank: int) -> Gathered:
     return Gathered(pieces, landed)
 
 
-def _make_manifest(
-    packing: Packing,
-    tokens: int,
-    sources: Iterable[tuple[int, Span]],
-    sends: Iterable[tuple[Span, int, Span, int]],
-) -> Manifest:
-    """Make the manifest of a delivery in which `tokens` land.
-
-    sources  (rank, place) of what this rank receives
-    sends    (span, rank, place there, tokens that land there) of what it sends
-    """
-    return Manifest(
-        packing.nbytes(tokens),
-        [
-            Arrival(peer, offset, nbytes, packing.batch, pitch)
-            for peer, at in sources
-            for _, offset, nbytes, pitch in packing.rows(tokens, at)
-        ],
-        [
-            (index, span, peer, offset, pitch)
-            for span, peer, at, total in sends
-            for index, offset, _, pitch in packing.rows(total, at)
-        ],
-    )
-
-
 def _deliver(rings: Rings, lane: str, manifest: Manifest, tensors: Sequence[Tensor]) -> Delivery:
     """Start a delivery of tokens of the tensors (B, S, G, D)."""
-    puts = [
-        Put(tokens_at(tensors[index], span), peer, offset, pitch)
-        for index, span, peer, offset, pitch in manifest.departures
-    ]
-    device = tensors[0].device
-    return rings.inner.deliver(lane, manifest.nbytes, puts, manifest.arrivals, device)
+    return rings.inner.deliver_manifest(lane, manifest, tensors, tensors[0].device)
 
 
 def _rising(places: Iterable[tuple[Span, Span]]) -> list[tuple[list[Span], Span]]:

@@ -3,9 +3,12 @@
 torch_dist    process groups of torch.distributed: gloo on CPUs, NCCL on GPUs
 bmtrain       BMTrain's NCCL communicators
 processes     the base of these two. Ranks of one host exchange messages through shared memory
-              (host_memory), and their GPUs write to each other with copy engines (copy_engine).
+              (host_memory), and their GPUs write to each other with copy engines (copy_engine,
+              cuda_stream).
 simulator     ranks as threads of one process, for tests
 Alone (here)  a ring of one rank, which never communicates
+
+`regions` says which parts of tensors are sent, and `packing` where whole tensors lie in memory.
 
 To add one, subclass `Transport` and list it in tests/conformance/test_transports.py.
 """
@@ -13,6 +16,8 @@ To add one, subclass `Transport` and list it in tests/conformance/test_transport
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -24,12 +29,15 @@ import torch
 from torch import Tensor
 
 from ..errors import RankLate
+from .regions import Copies, Region
 
 Messages = list[tuple[Tensor, int]]  # tensors, and the ranks to send them to or receive them from
 # Seconds to wait for a rank that does not make a call, unless the group's own timeout is longer.
 # init_sequence_parallel takes another number.
 DEFAULT_TIMEOUT: Final = 120.0
 MESSAGE_BYTES: Final = 4096  # the longest message that `gather` carries
+# Exchanges send each row of a put with so few rows by itself, and pack more rows.
+_FEW_ROWS: Final = 16
 # Kinds of deliveries. A number of each may be received before the first is released.
 LANES: Final = {"visit": 2, "return": 1}
 
@@ -49,41 +57,84 @@ class Put(NamedTuple):
     """A tensor for a rank, this one or another, and its place: bytes from the start of the memory
     that the rank receives into.
 
-    With a pitch, the entries of each row tensor[i] are contiguous, and there the rows begin `pitch`
-    bytes apart. Without one, the tensor is contiguous, here and there.
+    With n pitches, each tensor[i, j, ...] of n indices is contiguous. There it begins i *
+    pitches[0] + j * pitches[1] + ... bytes after `offset`. Without pitches, the tensor is
+    contiguous, here and there.
     """
 
     tensor: Tensor
     peer: int
     offset: int
-    pitch: int = 0
+    pitches: tuple[int, ...] = ()
 
     def row_bytes(self) -> Tensor:
-        """Return a view of the tensor's memory, (rows, bytes) uint8. Without a pitch it is one
-        row.
+        """Return a view of the tensor's memory, (..., bytes) uint8, with a dimension for each
+        pitch.
         """
         x = self.tensor
-        if not self.pitch:
-            return as_bytes(x).unsqueeze(0)
-        return x.as_strided((len(x), x[0].numel()), (x.stride(0), 1)).view(torch.uint8)
+        if not self.pitches:
+            return as_bytes(x)
+        return Region.whole(x.shape, len(self.pitches)).view(x).view(torch.uint8)
 
 
 class Arrival(NamedTuple):
     """A place, in bytes, in the memory that this rank receives into. Rank `peer` fills it.
 
-    With a pitch, these are some rows of `nbytes` bytes that begin `pitch` bytes apart.
+    With n pitches, these are counts[0] x counts[1] x ... rows of `nbytes` bytes, which lie as those
+    of a Put.
     """
 
     peer: int
     offset: int
     nbytes: int
-    rows: int = 1
-    pitch: int = 0
+    counts: tuple[int, ...] = ()
+    pitches: tuple[int, ...] = ()
 
     def row_bytes(self, memory: Tensor) -> Tensor:
-        """Return a view of the place, (rows, bytes) uint8."""
-        at = memory.storage_offset() + self.offset
-        return memory.as_strided((self.rows, self.nbytes), (self.pitch, 1), at)
+        """Return a view of the place, (*counts, bytes) uint8."""
+        return Region.of_bytes(*self[1:]).view(memory)
+
+
+class Place(NamedTuple):
+    """A contiguous tensor in memory, from byte `start` on."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Return the tensor in `memory`, uint8."""
+        return memory[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+
+
+class Message(NamedTuple):
+    """A Put without its tensor: a region of a tensor, which has a number."""
+
+    tensor: int
+    region: Region
+    peer: int
+    offset: int
+    pitches: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """The messages of a delivery, which calls repeat with other tensors.
+
+    nbytes    the memory that this rank receives into
+    messages  what this rank sends
+    arrivals  where other ranks' messages land
+    landed    the tensors that lie in the memory
+    """
+
+    nbytes: int
+    messages: Sequence[Message]
+    arrivals: Sequence[Arrival]
+    landed: Sequence[Place] = ()
 
 
 @dataclass(frozen=True)
@@ -107,16 +158,22 @@ class Delivery:
         `memory`.
         """
 
-    def unload(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy each second tensor to the first, wait, and release.
+    def views(self, manifest: Manifest) -> Sequence[Tensor]:
+        """Return the tensors that lie in `memory`."""
+        return [place.view(self.memory) for place in manifest.landed]
 
-        Both tensors of a pair have one shape and dtype, and contiguous rows, as for a Put. A second
-        one is a part of `memory`, or was ready when the delivery began. A first one was there then.
-        So the copies need not wait for work that was enqueued later on the current stream.
+    def unload(self, copies: Copies, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copy, wait, and release. Source 0 is `memory`, and sources[i] is source i + 1.
+
+        The sources were ready when the delivery began, and targets existed. So the copies need not
+        wait for work that was enqueued later on the current stream.
         """
         self.wait()
-        for target, source in copies:
-            target.copy_(source)
+        tensors = self.memory, *sources
+        for target, into, source, region in copies.copies:
+            place = into.view(targets[target])
+            rows = region.view(tensors[source]).view(place.dtype)
+            place.copy_(rows)
         self.release()
 
 
@@ -208,15 +265,15 @@ class Transport(ABC):
         for put in sends:
             if put.peer == self.rank:
                 rows = put.row_bytes()
-                place = Arrival(put.peer, put.offset, rows.shape[1], len(rows), put.pitch)
+                counts = tuple(rows.shape[:-1])
+                place = Arrival(put.peer, put.offset, rows.shape[-1], counts, put.pitches)
                 place.row_bytes(memory).copy_(rows)
-        away = [put for put in sends if put.peer != self.rank]
-        messages = [(as_bytes(put.tensor), put.peer) for put in away if not put.pitch]
-        recvs = [(memory[a.offset : a.offset + a.nbytes], a.peer) for a in arrivals if not a.pitch]
-        leaving = _by_peer((put.peer, put.row_bytes()) for put in away if put.pitch)
-        landing = _by_peer((a.peer, a.row_bytes(memory)) for a in arrivals if a.pitch)
-        packed = {peer: _pack(rows) for peer, rows in leaving.items()}
-        landed = {peer: _empty_pack(rows) for peer, rows in landing.items()}
+        leaving = [(put.row_bytes(), put.peer) for put in sends if put.peer != self.rank]
+        landing = [(arrival.row_bytes(memory), arrival.peer) for arrival in arrivals]
+        messages, recvs = ([*_single_rows(rows)] for rows in (leaving, landing))
+        packed = {peer: _pack(rows) for peer, rows in _many_rows(leaving).items()}
+        places = _many_rows(landing)
+        landed = {peer: _empty_pack(rows) for peer, rows in places.items()}
         ticket = self.exchange(
             [*messages, *((flat, peer) for peer, flat in packed.items())],
             [*recvs, *((flat, peer) for peer, flat in landed.items())],
@@ -224,8 +281,18 @@ class Transport(ABC):
         if not landed:
             return Delivery(memory, ticket)
         return Delivery(
-            memory, _PackedTicket(ticket, [(landed[peer], landing[peer]) for peer in landed])
+            memory, _PackedTicket(ticket, [(landed[peer], places[peer]) for peer in landed])
         )
+
+    def deliver_manifest(
+        self, lane: str, manifest: Manifest, tensors: Sequence[Tensor], device: torch.device
+    ) -> Delivery:
+        """Deliver the messages of a manifest, regions of `tensors`, as `deliver` does."""
+        puts = [
+            Put(region.view(tensors[number]), peer, offset, pitches)
+            for number, region, peer, offset, pitches in manifest.messages
+        ]
+        return self.deliver(lane, manifest.nbytes, puts, manifest.arrivals, device)
 
     def all_gather(
         self, tensors: list[Tensor], shapes: Sequence[Sequence[torch.Size]]
@@ -347,16 +414,27 @@ class _PackedTicket:
         self.messages = ()
 
 
-def _by_peer(rows: Iterable[tuple[int, Tensor]]) -> dict[int, list[Tensor]]:
-    """Return the rows for each rank, or of each rank."""
+def _single_rows(rows: Iterable[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:
+    """Yield the rows (..., bytes) for each rank, or of each rank, that are messages themselves:
+    those of tensors with a few rows.
+    """
+    for x, peer in rows:
+        if x.shape[:-1].numel() <= _FEW_ROWS:
+            for index in itertools.product(*map(range, x.shape[:-1])):
+                yield x[index], peer
+
+
+def _many_rows(rows: Iterable[tuple[Tensor, int]]) -> dict[int, list[Tensor]]:
+    """Return the other tensors for each rank, or of each rank, which are packed."""
     found: dict[int, list[Tensor]] = {}
-    for peer, x in rows:
-        found.setdefault(peer, []).append(x)
+    for x, peer in rows:
+        if x.shape[:-1].numel() > _FEW_ROWS:
+            found.setdefault(peer, []).append(x)
     return found
 
 
 def _pack(rows: Sequence[Tensor]) -> Tensor:
-    """Return rows of bytes, (rows, bytes) each, as one message."""
+    """Return rows of bytes, (..., bytes) each, as one message."""
     flat = _empty_pack(rows)
     for place, x in zip(_split_pack(flat, rows), rows, strict=True):
         place.copy_(x)

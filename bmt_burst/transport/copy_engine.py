@@ -16,45 +16,47 @@ kernel spins. A stream that waits may block others that share its hardware queue
 which the host enqueues must also work on a single queue: before a rank waits for a later event, it
 enqueues all that its peers wait for. The ring's order has that property. Deliveries begin before
 the computation that they overlap with, and slots are released as soon as they are read.
+
+Calls repeat deliveries with other tensors. What does not depend on their addresses is prepared
+once: which bytes are copied from where to where, the operations on flags, and views of slots.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Put
+from . import LANES, Arrival, Delivery, Manifest, Message, Put
+from .regions import ByteCopy, Copies, Copy, Geometry, Region, find_bytes
 
 _FLAG_BYTES = 128  # flags are this far apart
-_MOST_PLACES = 1 << 12  # views of arenas that are kept
+_MOST_KEPT = 1 << 10  # prepared deliveries of a lane
 # slots are a multiple of this, so that a little growth needs no new arena
 _SLOT_BYTES = 1 << 21
 
-
-Event: TypeAlias = Any  # of the device's own kind
+# of the device's own kinds
+Event: TypeAlias = Any
+Launches: TypeAlias = Any
+Flags: TypeAlias = Any
+Made = TypeVar("Made")
 
 
 class Stream(Protocol):
-    """A queue of work on this rank's device. Flags are int32 tensors of one entry, on this rank or
-    on a peer.
-    """
+    """A queue of work on this rank's device."""
 
-    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make copies (target, source) between tensors of one shape and dtype. The entries of a
-        row, x[i], are contiguous.
+    def copy(self, copies: Launches, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Make prepared copies between these tensors. The caller keeps their memory until the
+        copies are done.
         """
 
-    def write(self, flags: Sequence[Tensor], value: int) -> None:
+    def write(self, flags: Flags, value: int) -> None:
         """Set the flags once all earlier work is done and visible to all devices."""
 
-    def wait(self, flags: Sequence[Tensor], value: int) -> None:
+    def wait(self, flags: Flags, value: int) -> None:
         """Wait until each flag is `value` or more."""
 
     def record(self) -> Event:
@@ -74,6 +76,9 @@ class Device:
     allocate     makes a number of bytes that peers will be able to write to
     connect      takes the result of `allocate` and returns every rank's, in rank order. All ranks
                  call it.
+    launches     prepares copies, which streams then make with other tensors of the same numbers
+    flags        prepares flags, which streams wait for and write: int32 tensors of one entry, on
+                 this rank or on a peer
     """
 
     stream: Callable[[], Stream]
@@ -81,6 +86,8 @@ class Device:
     synchronize: Callable[[], None]
     allocate: Callable[[int], Tensor]
     connect: Callable[[Tensor], list[Tensor]]
+    launches: Callable[[Sequence[ByteCopy]], Launches]
+    flags: Callable[[Sequence[Tensor]], Flags]
 
 
 class CopyEngines:
@@ -90,6 +97,7 @@ class CopyEngines:
         self.rank, self.size, self.device = rank, size, device
         self.slot_bytes = dict.fromkeys(LANES, 0)
         self.lanes: dict[str, _Lane] = {}
+        self.manifests: dict[Any, Manifest] = {}  # of puts, which calls repeat
         self.arena = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -142,9 +150,44 @@ class CopyEngines:
         self, lane: str, nbytes: int, sends: Sequence[Put], arrivals: Sequence[Arrival]
     ) -> Delivery:
         """Deliver as Transport.deliver does."""
-        return self.lanes[lane].deliver(
-            nbytes, sends, sorted({arrival.peer for arrival in arrivals})
+        shapes = [(tensor.shape, *place) for tensor, *place in sends]
+        manifest = _keep(
+            self.manifests,
+            (nbytes, *shapes, *arrivals),
+            lambda: _make_manifest(nbytes, sends, arrivals),
         )
+        return self.deliver_manifest(lane, manifest, [put.tensor for put in sends])
+
+    def deliver_manifest(
+        self, lane: str, manifest: Manifest, tensors: Sequence[Tensor]
+    ) -> Delivery:
+        """Deliver as Transport.deliver_manifest does."""
+        return self.lanes[lane].deliver(manifest, tensors)
+
+
+def _make_manifest(nbytes: int, sends: Sequence[Put], arrivals: Sequence[Arrival]) -> Manifest:
+    """Return a manifest in which each put has a number of its own."""
+    messages = [
+        Message(number, Region.whole(tensor.shape, len(pitches)), peer, offset, pitches)
+        for number, (tensor, peer, offset, pitches) in enumerate(sends)
+    ]
+    return Manifest(nbytes, messages, arrivals)
+
+
+@dataclass(frozen=True)
+class _Shipment:
+    """A delivery without its number and the addresses of its tensors.
+
+    away     the copies to each peer
+    own      the copies to this rank itself, None without any
+    memory   what this rank receives into, by slot
+    arrived  the flags of the expected senders
+    """
+
+    away: list[tuple[int, Launches]]
+    own: Launches | None
+    memory: list[Tensor]
+    arrived: Flags
 
 
 class _Lane:
@@ -157,37 +200,45 @@ class _Lane:
 
     def __init__(self, rank: int, parts: list[Tensor], slots: int, slot_bytes: int, device: Device):
         self.rank, self.parts, self.device = rank, parts, device
-        self.slots, self.slot_bytes = slots, slot_bytes
+        self.slot_bytes, self.flags_at = slot_bytes, slots * slot_bytes
+        self.slots = [
+            [part[slot * slot_bytes : (slot + 1) * slot_bytes] for slot in range(slots)]
+            for part in parts
+        ]
         self.stream, self.unloading = device.stream(), device.stream()
-        self.places: dict[Any, Tensor] = {}  # of puts, which calls repeat
+        self.shipments: dict[Any, _Shipment] = {}
+        self.landed: dict[Any, list[Tensor]] = {}
+        self.unloads: dict[Any, Launches] = {}
         self.number = 0
         self.releases: list[Event] = []  # the event of the last release, if there was one
         peers = range(len(parts))
-        self.arrived = [self._flag(rank, 2 * peer) for peer in peers]  # here, written by peer
-        self.freed = [self._flag(rank, 2 * peer + 1) for peer in peers]
+        others = [peer for peer in peers if peer != rank]
+        self.freed = [self._flags((rank, 2 * peer + 1)) for peer in peers]  # here, written by peer
         # there, written by this rank
-        self.arrived_there = [self._flag(peer, 2 * rank) for peer in peers]
-        self.freed_there = [self._flag(peer, 2 * rank + 1) for peer in peers if peer != rank]
+        self.arrived_there = [self._flags((peer, 2 * rank)) for peer in peers]
+        self.freed_there = self._flags(*((peer, 2 * rank + 1) for peer in others))
 
-    def deliver(self, nbytes: int, sends: Sequence[Put], sources: list[int]) -> Delivery:
-        assert nbytes <= self.slot_bytes, f"{nbytes} bytes do not fit a slot of {self.slot_bytes}"
+    def deliver(self, manifest: Manifest, tensors: Sequence[Tensor]) -> Delivery:
+        geometry = _geometry(tensors)
+        shipment = _keep(
+            self.shipments, (manifest, geometry), lambda: self._prepare(manifest, geometry)
+        )
         self.number += 1
-        start = self.number % self.slots * self.slot_bytes
+        slot, stream = self.number % len(self.slots[self.rank]), self.stream
         began = self.device.current().record()
-        self.stream.follow(began)  # by then the puts are ready
-        peers = dict.fromkeys([put.peer for put in sends])
-        for peer in peers:
-            if peer != self.rank:
-                self.stream.wait([self.freed[peer]], self.number - self.slots)
-                self._copy_puts(sends, peer, start)
-                self.stream.write([self.arrived_there[peer]], self.number)
-        if self.rank in peers:
+        stream.follow(began)  # by then the tensors are ready
+        for peer, launches in shipment.away:
+            stream.wait(self.freed[peer], self.number - len(self.slots[peer]))
+            stream.copy(launches, (self.slots[peer][slot],), tensors)
+            stream.write(self.arrived_there[peer], self.number)
+        if shipment.own is not None:
             for event in self.releases:
-                self.stream.follow(event)  # by then this rank has read the slot
-            self._copy_puts(sends, self.rank, start)
-        memory = self.parts[self.rank][start : start + nbytes]
-        departed = self.stream.record()
-        return _LaneDelivery(memory, _Arrivals(self, self.number, sources, began, departed, sends))
+                stream.follow(event)  # by then this rank has read the slot
+            stream.copy(shipment.own, (self.slots[self.rank][slot],), tensors)
+        ticket = _Arrivals(
+            self, self.number, slot, shipment.arrived, began, stream.record(), tensors
+        )
+        return _LaneDelivery(shipment.memory[slot], ticket)
 
     def release(self, number: int, stream: Stream | None = None) -> None:
         """Report to all ranks that a stream, by default the current one, has read delivery `number`
@@ -201,63 +252,78 @@ class _Lane:
 
     def unload(
         self,
-        number: int,
-        sources: Sequence[int],
-        began: Event,
-        copies: Sequence[tuple[Tensor, Tensor]],
+        arrivals: _Arrivals,
+        copies: Copies,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
     ) -> Event:
-        """Copy from delivery `number` and release it, beside the current stream. Return an event
-        after that.
+        """Copy from a delivery, source 0, and release it, beside the current stream. Return an
+        event after that.
         """
-        stream = self.unloading
-        stream.follow(began)
-        stream.wait([self.arrived[peer] for peer in sources], number)
-        stream.copy(copies)
-        self.release(number, stream)
+        stream, to, of = self.unloading, _geometry(targets), _geometry(sources)
+        launches = _keep(
+            self.unloads,
+            (copies, to, of),
+            lambda: self.device.launches(find_bytes(copies.copies, to, of)),
+        )
+        stream.follow(arrivals.began)
+        stream.wait(arrivals.arrived, arrivals.number)
+        stream.copy(launches, targets, sources)
+        self.release(arrivals.number, stream)
         return self.releases[0]
 
-    def _copy_puts(self, sends: Sequence[Put], peer: int, start: int) -> None:
-        """Copy the puts for a rank into its slot, which begins at byte `start`."""
-        copies = []
-        for x, to, offset, pitch in sends:
-            if to == peer:
-                key = peer, start + offset, pitch, x.shape, x.dtype
-                if key not in self.places:
-                    if len(self.places) == _MOST_PLACES:
-                        self.places.clear()
-                    self.places[key] = self._place(*key)
-                copies.append((self.places[key], x))
-        self.stream.copy(copies)
+    def views(self, slot: int, manifest: Manifest) -> list[Tensor]:
+        """Return the tensors that lie in a slot."""
+        own = self.slots[self.rank]
+        return _keep(
+            self.landed,
+            (slot, manifest),
+            lambda: [place.view(own[slot]) for place in manifest.landed],
+        )
 
-    def _place(
-        self, peer: int, at: int, pitch: int, shape: torch.Size, dtype: torch.dtype
-    ) -> Tensor:
-        """Return the memory of a put, which begins at byte `at` of a rank's part."""
-        part, size = self.parts[peer], dtype.itemsize
-        if not pitch:
-            return part[at : at + shape.numel() * size].view(dtype).view(shape)
-        # the entries of a row are contiguous
-        row = [math.prod(shape[i + 1 :]) for i in range(1, len(shape))]
-        first = (part.storage_offset() + at) // size
-        return part.view(dtype).as_strided(shape, (pitch // size, *row), first)
+    def _prepare(self, manifest: Manifest, geometry: Sequence[Geometry]) -> _Shipment:
+        """Prepare a delivery of tensors of known geometry."""
+        nbytes = manifest.nbytes
+        assert nbytes <= self.slot_bytes, f"{nbytes} bytes do not fit a slot of {self.slot_bytes}"
+        copies: dict[int, list[Copy]] = {}
+        for number, region, peer, offset, pitches in manifest.messages:
+            size = region.entries * geometry[number][1].itemsize
+            into = Region.of_bytes(offset, size, region.counts, pitches)
+            copies.setdefault(peer, []).append(Copy(0, into, number, region))
+        launches = {
+            peer: self.device.launches(find_bytes(found, [_BYTES], geometry))
+            for peer, found in copies.items()
+        }
+        own = launches.pop(self.rank, None)
+        sources = sorted({arrival.peer for arrival in manifest.arrivals})
+        return _Shipment(
+            [*launches.items()],
+            own,
+            [slot[:nbytes] for slot in self.slots[self.rank]],
+            self._flags(*((self.rank, 2 * peer) for peer in sources)),
+        )
 
     def try_out(self) -> None:
         """Do once what deliveries do, so that a device that refuses it does so now. Nothing
         changes.
         """
-        self.stream.write([self.arrived[self.rank]], 1)
-        self.stream.wait([self.arrived[self.rank]], 1)
-        own = self.parts[self.rank]
-        for peer, part in enumerate(self.parts):
+        arrived = self._flags((self.rank, 2 * self.rank))
+        self.stream.write(arrived, 1)
+        self.stream.wait(arrived, 1)
+        self.device.current().follow(self.stream.record())
+        for peer, flags in enumerate(self.arrived_there):
             if self.slot_bytes:
-                there, here = (x[: 4 * len(self.parts)].view(2, -1) for x in (part, own))
-                rows = there[:, self.rank : self.rank + 1], here[:, self.rank : self.rank + 1]
-                self.stream.copy([(part[self.rank : self.rank + 1], own[:1]), rows])
-            self.stream.write([self.arrived_there[peer]], int(peer == self.rank))
+                there, here = self.slots[peer][0], self.slots[self.rank][-1]
+                copies = find_bytes(_EXAMPLES, [_BYTES], [_BYTES])
+                self.stream.copy(self.device.launches(copies), (there,), (here,))
+            self.stream.write(flags, int(peer == self.rank))
 
-    def _flag(self, owner: int, index: int) -> Tensor:
-        at = self.slots * self.slot_bytes + index * _FLAG_BYTES
-        return self.parts[owner][at : at + 4].view(torch.int32)
+    def _flags(self, *places: tuple[int, int]) -> Flags:
+        """Prepare flags (owner, index) together."""
+        starts = [(owner, self.flags_at + index * _FLAG_BYTES) for owner, index in places]
+        return self.device.flags(
+            [self.parts[owner][at : at + 4].view(torch.int32) for owner, at in starts]
+        )
 
 
 @dataclass
@@ -266,19 +332,20 @@ class _Arrivals:
 
     lane: _Lane
     number: int
-    sources: list[int]
+    slot: int
+    arrived: Flags
     began: Event
     departed: Event
-    sends: Sequence[Put]
+    sends: Sequence[Tensor]
 
     def wait(self) -> None:
         current = self.lane.device.current()
-        current.wait([self.lane.arrived[peer] for peer in self.sources], self.number)
+        current.wait(self.arrived, self.number)
         self._leave(current)
 
-    def unload(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def unload(self, copies: Copies, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         current = self.lane.device.current()
-        current.follow(self.lane.unload(self.number, self.sources, self.began, copies))
+        current.follow(self.lane.unload(self, copies, targets, sources))
         self._leave(current)
 
     def _leave(self, current: Stream) -> None:
@@ -295,122 +362,39 @@ class _LaneDelivery(Delivery):
     def release(self) -> None:
         self.ticket.lane.release(self.ticket.number)
 
-    def unload(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self.ticket.unload(copies)
+    def views(self, manifest: Manifest) -> Sequence[Tensor]:
+        return self.ticket.lane.views(self.ticket.slot, manifest)
+
+    def unload(self, copies: Copies, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        self.ticket.unload(copies, targets, (self.memory, *sources))
+
+
+_BYTES: Geometry = (1,), torch.uint8  # of memory
+# One copy of each kind: of bytes, of rows and of layers of rows. None overlaps with another place.
+_EXAMPLES = [
+    Copy(0, Region.of_bytes(offset, 4, *there), 0, Region.of_bytes(512 + offset, 4, *here))
+    for offset, there, here in (
+        (0, ((), ()), ((), ())),
+        (64, ((2,), (12,)), ((2,), (16,))),
+        (128, ((2, 2), (36, 12)), ((2, 2), (64, 16))),
+    )
+]
+
+
+def _geometry(tensors: Sequence[Tensor]) -> tuple[Geometry, ...]:
+    return tuple([(x.stride(), x.dtype) for x in tensors])
+
+
+def _keep(kept: dict[Any, Made], key: Any, make: Callable[[], Made]) -> Made:
+    """Return what was made for a key before, or make it. Only some of what was made is kept."""
+    found = kept.get(key)
+    if found is None:
+        if len(kept) == _MOST_KEPT:
+            kept.clear()
+        found = kept[key] = make()
+    return found
 
 
 def _lane_bytes(lane: str, slot_bytes: int, size: int) -> int:
     """Return the bytes of a lane's part of an arena: slots, and two flags a rank."""
     return LANES[lane] * slot_bytes + 2 * size * _FLAG_BYTES
-
-
-class CudaStream:
-    """A CUDA stream, by default a new one.
-
-    Operations that the driver refuses raise RuntimeError.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream | None = None):
-        self.stream = stream or torch.cuda.Stream()
-
-    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        with torch.cuda.stream(self.stream):
-            for target, source in copies:
-                if target.is_contiguous() and source.is_contiguous():
-                    target.copy_(source, non_blocking=True)
-                else:
-                    self._copy_rows(target, source)
-
-    def write(self, flags: Sequence[Tensor], value: int) -> None:
-        self._memory_operations(_WRITE, flags, value)
-
-    def wait(self, flags: Sequence[Tensor], value: int) -> None:
-        self._memory_operations(_WAIT, flags, value)
-
-    def record(self) -> torch.cuda.Event:
-        return self.stream.record_event()
-
-    def follow(self, event: torch.cuda.Event) -> None:
-        self.stream.wait_event(event)
-
-    def _copy_rows(self, target: Tensor, source: Tensor) -> None:
-        """Copy rows by a copy engine. torch would start a kernel."""
-        rows, size = len(source), source.element_size()
-        nbytes = source.nbytes // rows
-        copy = _RowsCopy(
-            source_type=_ANY_DEVICE,
-            source=source.data_ptr(),
-            source_pitch=source.stride(0) * size if rows > 1 else nbytes,
-            target_type=_ANY_DEVICE,
-            target=target.data_ptr(),
-            target_pitch=target.stride(0) * size if rows > 1 else nbytes,
-            nbytes=nbytes,
-            rows=rows,
-        )
-        stream = ctypes.c_void_p(self.stream.cuda_stream)
-        status = _driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), stream)
-        if status:
-            raise RuntimeError(f"cuMemcpy2DAsync failed with CUDA error {status}")
-
-    def _memory_operations(self, operation: int, flags: Sequence[Tensor], value: int) -> None:
-        if not flags:
-            return
-        value %= 1 << 32  # compared as a cyclic number: -1 is less than 0
-        batch = (_Operation * len(flags))(
-            *(_Operation(operation, flag.data_ptr(), value) for flag in flags)
-        )
-        status = _driver().cuStreamBatchMemOp_v2(
-            ctypes.c_void_p(self.stream.cuda_stream), len(flags), batch, 0
-        )
-        if status:
-            raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {status}")
-
-
-# CU_STREAM_MEM_OP_WAIT_VALUE_32 (as flags are 0: until greater or equal), ..._WRITE_VALUE_32
-_WAIT, _WRITE = 1, 2
-
-
-class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams of CUDA's driver API: a union of 48 bytes. Its members have the same
-    head.
-    """
-
-    _fields_ = (
-        ("operation", ctypes.c_uint32),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("alias", ctypes.c_uint64),
-        ("padding", ctypes.c_uint64),
-    )
-
-
-_ANY_DEVICE = 4  # CU_MEMORYTYPE_UNIFIED
-
-
-class _RowsCopy(ctypes.Structure):
-    """CUDA_MEMCPY2D of CUDA's driver API."""
-
-    _fields_ = (
-        ("source_x", ctypes.c_size_t),
-        ("source_y", ctypes.c_size_t),
-        ("source_type", ctypes.c_uint32),
-        ("source_on_host", ctypes.c_void_p),
-        ("source", ctypes.c_uint64),
-        ("source_array", ctypes.c_void_p),
-        ("source_pitch", ctypes.c_size_t),
-        ("target_x", ctypes.c_size_t),
-        ("target_y", ctypes.c_size_t),
-        ("target_type", ctypes.c_uint32),
-        ("target_on_host", ctypes.c_void_p),
-        ("target", ctypes.c_uint64),
-        ("target_array", ctypes.c_void_p),
-        ("target_pitch", ctypes.c_size_t),
-        ("nbytes", ctypes.c_size_t),
-        ("rows", ctypes.c_size_t),
-    )
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")

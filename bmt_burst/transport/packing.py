@@ -1,19 +1,21 @@
 """The places of tensors (B, T, ...) in one piece of memory, for any number of tokens T.
 
 Tensors that are sent together follow each other. Each is contiguous and starts at a multiple of 256
-bytes. A message is one batch row of a range of tokens of one tensor, contiguous at both ends.
+bytes. A message is a range of tokens of one tensor. Each batch row is contiguous at both ends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..sequence.span import Span, length
+from . import Arrival, Manifest, Message, Place
+from .regions import Region
 
 _ALIGNMENT = 256  # bytes; what GPU allocators give and kernels may expect
 
@@ -32,13 +34,13 @@ class Packing:
     def nbytes(self, tokens: int) -> int:
         return self._starts(tokens)[-1]
 
-    def views(self, memory: Tensor, tokens: int) -> tuple[Tensor, ...]:
-        """Return the tensors (B, tokens, ...) in `memory`, uint8."""
-        views = []
-        for start, (shape, dtype) in zip(self._starts(tokens), self.entries, strict=False):
-            size = self.batch * tokens * _entry_bytes((shape, dtype))
-            views.append(memory[start : start + size].view(dtype).view(self.batch, tokens, *shape))
-        return tuple(views)
+    def places(self, tokens: int) -> list[Place]:
+        """Return where the tensors (B, tokens, ...) lie in memory."""
+        starts = self._starts(tokens)[:-1]
+        return [
+            Place(start, dtype, (self.batch, tokens, *shape))
+            for start, (shape, dtype) in zip(starts, self.entries, strict=True)
+        ]
 
     def empty(self, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
         """Make new tensors (B, tokens, ...), each in its own memory."""
@@ -47,27 +49,41 @@ class Packing:
             for shape, dtype in self.entries
         )
 
-    def messages(self, tokens: int, at: Span) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (tensor, batch row, byte offset, bytes) of each message of the tokens at[0] to
-        at[1] - 1, in memory for `tokens`.
-        """
-        for index, (start, entry) in enumerate(
-            zip(self._starts(tokens), self.entries, strict=False)
-        ):
-            size = _entry_bytes(entry)
-            for batch in range(self.batch):
-                yield index, batch, start + (batch * tokens + at[0]) * size, length(at) * size
+    def manifest(
+        self,
+        tokens: int,
+        sources: Iterable[tuple[int, Span]],
+        sends: Iterable[tuple[int, Span, int, int]],
+        apart: bool = False,
+    ) -> Manifest:
+        """Return the manifest of a delivery in which `tokens` land.
 
-    def rows(self, tokens: int, at: Span) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (tensor, byte offset, bytes of a batch row, pitch) of the tokens at[0] to at[1] - 1
-        of each tensor, in memory for `tokens`. The pitch is 0 for a single row, see `Put`.
+        sources  (rank, place) of what this rank receives
+        sends    (rank, span, place there, tokens that land there) of what it sends: tokens of the
+                 same tensors or, if each send has tensors of its own, `apart`, of the next ones
         """
-        for index, (start, entry) in enumerate(
-            zip(self._starts(tokens), self.entries, strict=False)
-        ):
+        messages = []
+        for number, (peer, (start, stop), at, total) in enumerate(sends):
+            places = self._arrivals(total, (at, at + stop - start), peer)
+            for index, (place, (shape, _)) in enumerate(zip(places, self.entries, strict=True)):
+                axes = tuple((0, 1, count) for count in place.counts)
+                region = Region((0, start, *[0] * len(shape)), (1, stop - start, *shape), axes)
+                tensor = index + number * len(self.entries) * apart
+                messages.append(Message(tensor, region, peer, place.offset, place.pitches))
+        arrivals = [x for peer, at in sources for x in self._arrivals(tokens, at, peer)]
+        return Manifest(self.nbytes(tokens), messages, arrivals, self.places(tokens))
+
+    def _arrivals(self, tokens: int, at: Span, peer: int) -> list[Arrival]:
+        """Return the place of the tokens at[0] to at[1] - 1 of each tensor, in memory for `tokens`,
+        which `peer` fills.
+        """
+        found = []
+        for start, entry in zip(self._starts(tokens), self.entries, strict=False):
             size = _entry_bytes(entry)
-            pitch = tokens * size if self.batch > 1 else 0
-            yield index, start + at[0] * size, length(at) * size, pitch
+            # a batch of one needs no pitch
+            counts, pitches = ((self.batch,), (tokens * size,)) if self.batch > 1 else ((), ())
+            found.append(Arrival(peer, start + at[0] * size, length(at) * size, counts, pitches))
+        return found
 
     def _starts(self, tokens: int) -> list[int]:
         """Return the first byte of each tensor, and the end of the last one."""

@@ -17,8 +17,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import DEFAULT_TIMEOUT, LANES, MESSAGE_BYTES, Arrival, Delivery, Posted, Put, Transport
-from .copy_engine import CopyEngines, CudaStream, Device
+from . import (
+    DEFAULT_TIMEOUT,
+    LANES,
+    MESSAGE_BYTES,
+    Arrival,
+    Delivery,
+    Manifest,
+    Posted,
+    Put,
+    Transport,
+)
+from .copy_engine import CopyEngines, Device
+from .cuda_stream import CudaFlags, CudaStreams, make_launches
 from .host_memory import HostMemory, open_host_memory
 from .mail import Mail, RemoteMail, UnopenedMail
 from .watch import Watch
@@ -183,10 +194,19 @@ class ProcessTransport(Transport):
             return self.copy_engines.deliver(lane, nbytes, sends, arrivals)
         return super().deliver(lane, nbytes, sends, arrivals, device)
 
+    def deliver_manifest(
+        self, lane: str, manifest: Manifest, tensors: Sequence[Tensor], device: torch.device
+    ) -> Delivery:
+        if self.copy_engines and device.type == "cuda":
+            self.begun[lane] += 1
+            return self.copy_engines.deliver_manifest(lane, manifest, tensors)
+        return super().deliver_manifest(lane, manifest, tensors, device)
+
     def _device(self) -> Device:
         """Return this rank's current GPU."""
         memory = torch._C._distributed_c10d._SymmetricMemory
-        here = torch.device("cuda", torch.cuda.current_device())
+        streams = CudaStreams()
+        here = torch.device("cuda", streams.index)
 
         def allocate(nbytes: int) -> Tensor:
             return memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, here)
@@ -202,11 +222,13 @@ class ProcessTransport(Transport):
             return everyone
 
         return Device(
-            CudaStream,
-            lambda: CudaStream(torch.cuda.current_stream()),
+            streams.make,
+            streams.current,
             torch.cuda.synchronize,
             allocate,
             connect,
+            make_launches,
+            CudaFlags,
         )
 
     def _describe_hosts(self) -> str:

@@ -116,7 +116,9 @@ class _Ticket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Delivery(Delivery):
+class GuardedDelivery(Delivery):
+    """A delivery that checks how it is used."""
+
     delivery: Delivery
     lane: str
     ring: SimulatedRing
@@ -146,6 +148,8 @@ class _Delivery(Delivery):
 
 class SimulatedRing(Transport):
     """One rank's end of a simulated ring over `members`, thread numbers in rank order."""
+
+    guard = GuardedDelivery
 
     def __init__(self, network: Network, members: tuple[int, ...], thread: int):
         self.network, self.members = network, members
@@ -197,7 +201,7 @@ class SimulatedRing(Transport):
         sends: Sequence[Put],
         arrivals: Sequence[Arrival],
         device: torch.device,
-    ) -> _Delivery:
+    ) -> GuardedDelivery:
         unreleased = self.unreleased[lane]
         assert len(unreleased) < LANES[lane], (
             f"{len(unreleased)} deliveries of lane {lane} are unreleased"
@@ -206,13 +210,14 @@ class SimulatedRing(Transport):
             f"{nbytes} bytes on lane {lane} exceed the reserved {self.reserved[lane]}"
         )
         for put in sends:
-            row = put.tensor[0] if put.pitch else put.tensor
-            assert row.is_contiguous(), "a put must be contiguous"
+            assert put.pitches or put.tensor.is_contiguous(), "a put must be contiguous"
             if put.peer != self.rank:
-                rows, width = put.row_bytes().shape
-                self.put(put.peer, (put.offset, width, rows, put.pitch), "place", lane)
+                rows = put.row_bytes()  # it raises if rows are not contiguous
+                counts = tuple(rows.shape[:-1]) if put.pitches else ()
+                place = put.offset, rows.shape[-1], counts, put.pitches
+                self.put(put.peer, place, "place", lane)
         delivery = self._deliver(lane, nbytes, sends, arrivals, device)
-        guarded = _Delivery(
+        guarded = self.guard(
             delivery.memory,
             delivery.ticket,
             recycled=True,

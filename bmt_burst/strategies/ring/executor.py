@@ -13,7 +13,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from ...ranks.rings import Rings
 from ...scores import Scores, is_one_row
 from ...sequence.span import Span, length, shifted
 from ...sequence.tiling import GatheredCall
-from ...transport import Arrival, Delivery, Put, Ticket
+from ...transport import Delivery, Manifest, Ticket
 from ...transport.packing import Packing
 from .. import Problem
 from ..compute import (
@@ -41,7 +41,7 @@ from ..compute import (
 )
 from .payload import KeysValues, Payload, QueryPayload
 from .program import Event
-from .routes import Landings, Outgoing, Round, Stage
+from .routes import Landings, Round, Stage
 
 # Partial results are read again each time they are folded, and hold memory until then. So this many
 # times group_bytes of them may wait. In the backward memory is short and kernels take longer.
@@ -86,11 +86,13 @@ class Program:
         if found is None:
             stage, pass_ = self.rounds[event.round].stages[event.stage], self.passes[event.number]
             if event.do == "fetch":
-                found = _make_manifest(pass_.packing, stage.tokens, stage.sources, stage.sends)
+                found = pass_.packing.manifest(stage.tokens, stage.sources, stage.sends)
             else:
                 sources = [(entry.peer, entry.at) for entry in stage.incoming_gradients]
-                found = _make_manifest(
-                    pass_.return_packing, stage.gradient_tokens, sources, stage.returns
+                # each part that is returned has tensors of its own
+                sends = [(o.peer, (0, length(o.span)), o.at, o.total) for o in stage.returns]
+                found = pass_.return_packing.manifest(
+                    stage.gradient_tokens, sources, sends, apart=True
                 )
             self.manifests[event] = found
         return found
@@ -126,38 +128,6 @@ class Program:
             there = ", ".join(f"{length(out.span)} to {out.peer}" for out in sends) or "none"
             return f"  {there}; {landing} tokens land"
         return ""
-
-
-class Manifest(NamedTuple):
-    """The messages of a delivery. `nbytes` land at `arrivals`.
-
-    departures  (tokens, peer, messages) of each part that is sent. A message is (tensor, batch row,
-                byte offset at the peer).
-    """
-
-    nbytes: int
-    arrivals: Sequence[Arrival]
-    departures: Sequence[tuple[Span, int, Sequence[tuple[int, int, int]]]]
-
-
-def _make_manifest(
-    packing: Packing, tokens: int, sources: Sequence[tuple[int, Span]], sends: Sequence[Outgoing]
-) -> Manifest:
-    """Make the manifest of a delivery in which `tokens` land, parts of them from each of `sources`
-    (place, part).
-    """
-    arrivals = [
-        Arrival(peer, at, size)
-        for peer, part in sources
-        for _, _, at, size in packing.messages(tokens, part)
-    ]
-    departures = []
-    for peer, span, at, total in sends:
-        messages = packing.messages(total, (at, at + length(span)))
-        departures.append(
-            (span, peer, [(index, row, offset) for index, row, offset, _ in messages])
-        )
-    return Manifest(packing.nbytes(tokens), arrivals, departures)
 
 
 @functools.lru_cache(maxsize=8)  # large on GPUs where every step has scores of its own
@@ -320,12 +290,7 @@ class Execution(ABC):
 
     def _fetch(self, event: Event) -> None:
         manifest, root = self.program.manifest(event), self.roots[event.number, event.round]
-        puts = [
-            Put(root[index][row, start:stop], peer, offset)
-            for (start, stop), peer, messages in manifest.departures
-            for index, row, offset in messages
-        ]
-        self.fetched.append(self._deliver("visit", manifest, puts))
+        self.fetched.append(self._deliver("visit", manifest, root))
 
     def _land(self, event: Event) -> None:
         self.landed.append(self.fetched.pop(0))
@@ -333,9 +298,9 @@ class Execution(ABC):
         if event.stage + 1 == len(self._round(event).stages):
             del self.roots[event.number, event.round]  # all of it was sent
 
-    def _landed_tensors(self, event: Event) -> tuple[Tensor, ...]:
+    def _landed_tensors(self, event: Event) -> Sequence[Tensor]:
         """Return the tensors that landed. They are valid until they are freed."""
-        return self._pass(event).packing.views(self.landed[-1].memory, self._stage(event).tokens)
+        return self.landed[-1].views(self.program.manifest(event._replace(do="fetch")))
 
     def _root_tensors(self, event: Event) -> tuple[Tensor, ...]:
         """Return the tensors of a round's root, or none if this rank looks at nothing of it."""
@@ -348,8 +313,8 @@ class Execution(ABC):
         """Start an exchange between hosts."""
         return self.rings.outer.exchange([(x, to) for x in sends], [(x, source) for x in recvs])
 
-    def _deliver(self, lane: str, manifest: Manifest, puts: Sequence[Put]) -> Delivery:
-        return self.rings.inner.deliver(lane, manifest.nbytes, puts, manifest.arrivals, self.device)
+    def _deliver(self, lane: str, manifest: Manifest, tensors: Sequence[Tensor]) -> Delivery:
+        return self.rings.inner.deliver_manifest(lane, manifest, tensors, self.device)
 
 
 class Forward(Execution):
@@ -585,17 +550,14 @@ class Backward(Execution):
 
     def _return(self, event: Event) -> None:
         manifest, packing = self.program.manifest(event), self._pass(event).return_packing
-        puts: list[Put] = []
-        for span, peer, messages in manifest.departures:
-            grads = [
-                sum_parts(parts, span, packing.batch, *row, self.device)
-                for parts, row in zip(self.computed, packing.entries, strict=True)
-            ]
-            puts += [
-                Put(grads[index][row].contiguous(), peer, offset) for index, row, offset in messages
-            ]
+        grads = [
+            sum_parts(parts, out.span, packing.batch, *row, self.device)
+            for out in self._stage(event).returns
+            for parts, row in zip(self.computed, packing.entries, strict=True)
+        ]
+        grads = [x if x[0].is_contiguous() else x.contiguous() for x in grads]
         self.computed = []
-        self.returning.append(self._deliver("return", manifest, puts))
+        self.returning.append(self._deliver("return", manifest, grads))
 
     def _collect(self, event: Event) -> None:
         sums = self._add_returned(event)
@@ -618,9 +580,7 @@ class Backward(Execution):
         self.returning[-1].wait()
         sums = self._sums_of_root(event) if event.round else self._sent_sums(event.number)
         first = 0 if event.round else round_.held[0][0]
-        views = self._pass(event).return_packing.views(
-            self.returning[-1].memory, stage.gradient_tokens
-        )
+        views = self.returning[-1].views(self.program.manifest(event._replace(do="return")))
         for entry in stage.incoming_gradients:
             for total, grad in zip(sums, views, strict=True):
                 total.add([shifted(entry.span, first)], tokens_at(grad, entry.at))

@@ -228,7 +228,7 @@ class UlyssesPlan(Plan):
                 visit = there.pop(0)
                 try:
                     visit.wait()
-                    views = visits.views(piece, visit.memory)
+                    views = visits.views(piece, visit)
                     computed = compute(piece, tokens.sort(visits.fields, views))
                 finally:
                     visit.release()

@@ -12,14 +12,24 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...sequence.span import Span, length
-from ...transport import Arrival
+from ...transport import Arrival, Place
+from ...transport.regions import Region
 from .heads import Heads
 
 _ALIGNMENT = 256  # bytes; what kernels may expect
-Index = tuple[int, slice, slice]  # of some rows of a tensor
+
+
+class Tokens(NamedTuple):
+    """Equal runs of tokens: `runs` times `length` tokens, `step` tokens apart, from token `start`
+    on.
+    """
+
+    start: int
+    length: int
+    step: int = 0
+    runs: int = 1
 
 
 class Field(NamedTuple):
@@ -49,23 +59,15 @@ class Field(NamedTuple):
             return batch, tokens, heads, self.head_size
         return batch, heads, tokens
 
-    def at(self, row: int, tokens: Span, heads: Span) -> Index:
-        """Return the index of some tokens and heads of a batch row."""
-        parts = slice(*tokens), slice(*heads)
-        return (row, *parts) if self.head_size else (row, *reversed(parts))
-
-
-class Part(NamedTuple):
-    """A tensor in memory, from byte `start` to `stop`."""
-
-    start: int
-    stop: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def view(self, memory: Tensor) -> Tensor:
-        """Return the tensor in `memory`, uint8."""
-        return memory[self.start : self.stop].view(self.dtype).view(self.shape)
+    def region(self, batch: int, tokens: Tokens, heads: Span) -> Region:
+        """Return the region of some tokens and heads, for all batch rows."""
+        runs = self.token_dim, tokens.step, tokens.runs
+        if self.head_size:
+            starts = 0, tokens.start, heads[0], 0
+            block = 1, 1, length(heads), self.head_size
+            return Region(starts, block, ((0, 1, batch), runs, (1, 1, tokens.length)))
+        axes = (0, 1, batch), runs, (1, 1, length(heads))
+        return Region((0, heads[0], tokens.start), (1, 1, tokens.length), axes)
 
 
 @dataclass(frozen=True)
@@ -79,30 +81,39 @@ class Block:
     start: int = 0
 
     @functools.cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Place]:
         """The memory of each field."""
         parts, start = [], self.start
         for field in self.fields:
             shape = field.shape(self.batch, self.tokens, length(field.heads(self.heads)))
             stop = start + math.prod(shape) * field.dtype.itemsize
-            parts.append(Part(start, stop, field.dtype, shape))
+            parts.append(Place(start, field.dtype, shape))
             start = -(-stop // _ALIGNMENT) * _ALIGNMENT
         return parts
 
     @property
     def stop(self) -> int:
         """The first byte after it, where another block may begin."""
-        return -(-self.parts[-1].stop // _ALIGNMENT) * _ALIGNMENT
+        last = self.parts[-1]
+        return -(-(last.start + last.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
-    def arrival(self, peer: int, number: int, row: int, tokens: Span) -> Arrival:
-        """Return the place of some tokens of a batch row of a field."""
+    def arrival(self, peer: int, number: int, tokens: Tokens) -> Arrival:
+        """Return the place of some tokens of a field, for all batch rows: the same rows as those of
+        `Field.region`.
+        """
         field = self.fields[number]
         heads, size = length(field.heads(self.heads)), field.dtype.itemsize
         if field.head_size:
             of_token = heads * field.head_size * size
-            first = (row * self.tokens + tokens[0]) * of_token
-            nbytes, rows, pitch = of_token, length(tokens), of_token
+            nbytes, rows, pitch = of_token, tokens.length, of_token
         else:
-            first = (row * heads * self.tokens + tokens[0]) * size
-            nbytes, rows, pitch = length(tokens) * size, heads, self.tokens * size
-        return Arrival(peer, self.parts[number].start + first, nbytes, rows, pitch)
+            of_token = size
+            nbytes, rows, pitch = tokens.length * size, heads, self.tokens * size
+        of_batch_row = heads * max(field.head_size, 1) * self.tokens * size
+        return Arrival(
+            peer,
+            self.parts[number].start + tokens.start * of_token,
+            nbytes,
+            (self.batch, tokens.runs, rows),
+            (of_batch_row, tokens.step * of_token, pitch),
+        )

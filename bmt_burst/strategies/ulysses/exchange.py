@@ -4,7 +4,7 @@ Visits    each rank sends its tokens to the ranks of the heads
 Returns   these send what they computed back to the ranks of the tokens
 
 Every message lands where it is used, and is read where it was computed. So nothing is packed: a
-message is some rows, at equal distances at both ends (see `bmt_burst.transport.Put`).
+message is a region of a tensor, with equal distances at both ends (see `bmt_burst.transport`).
 
 Letters: B batch, S tokens of a rank or a host, D head size.
 """
@@ -13,37 +13,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...sequence.span import Span, length
-from ...transport import Arrival, Delivery, Put, Transport
-from .blocks import Block, Field, Index, Part
+from ...transport import Arrival, Delivery, Manifest, Message, Place, Transport
+from ...transport.regions import Copies, Copy, Region
+from .blocks import Block, Field, Tokens
 from .heads import Heads
 from .tokens import HostTokens
-
-
-class Message(NamedTuple):
-    """Rows of a field that a rank sends, and their place at the receiver."""
-
-    field: int
-    here: Index
-    peer: int
-    offset: int
-    pitch: int
-
-
-class Manifest(NamedTuple):
-    """The messages of this rank in the exchange of a piece. It receives into `nbytes` of memory."""
-
-    nbytes: int
-    leaving: Sequence[Message]
-    arrivals: Sequence[Arrival]
 
 
 @dataclass(frozen=True)
@@ -78,7 +61,7 @@ class Exchange(ABC):
     def leaving_bytes(self) -> int:
         """The bytes that this rank sends to others."""
         return sum(
-            arrival.nbytes * arrival.rows
+            arrival.nbytes * math.prod(arrival.counts)
             for piece in range(self.count)
             for peer in self._others
             for *_, arrival in self._messages(piece, self.rank, peer)
@@ -96,38 +79,37 @@ class Exchange(ABC):
         self, transport: Transport, piece: int, tensors: Sequence[Tensor], device: torch.device
     ) -> Delivery:
         """Start the exchange of a piece. The tensors are those of `with_rows`."""
-        manifest = self.manifests[piece]
-        puts = [
-            Put(tensors[field][at], peer, offset, pitch)
-            for field, at, peer, offset, pitch in manifest.leaving
-        ]
-        return transport.deliver(self.lane, manifest.nbytes, puts, manifest.arrivals, device)
+        return transport.deliver_manifest(self.lane, self.manifests[piece], tensors, device)
 
     def _manifest(self, piece: int) -> Manifest:
-        leaving = [
-            Message(field, index, peer, arrival.offset, arrival.pitch)
+        messages = [
+            Message(field, region, peer, arrival.offset, arrival.pitches)
             for peer in (*self._others, *[self.rank] * self.to_itself)
-            for field, index, arrival in self._messages(piece, self.rank, peer)
+            for field, region, arrival in self._messages(piece, self.rank, peer)
         ]
         arrivals = [
             arrival
             for peer in self._others
             for *_, arrival in self._messages(piece, peer, self.rank)
         ]
-        return Manifest(self._nbytes(self.rank, piece), leaving, arrivals)
+        return Manifest(self._nbytes(self.rank, piece), messages, arrivals, self._landed(piece))
 
     @property
     def _others(self) -> list[int]:
         return [peer for peer in range(len(self.pieces)) if peer != self.rank]
 
-    def _rows(self, block: Block, rank: int) -> Iterator[tuple[int, int, Span, Span]]:
-        """Yield (field, batch row, span, place) of the tokens of a rank in each field of a block
-        that has heads: spans of its shard, and where they lie among the tokens of the host.
+    def _runs(self, block: Block, rank: int) -> Iterator[tuple[int, Tokens, Tokens]]:
+        """Yield (field, tokens, place) of the tokens of a rank in each field of a block that has
+        heads: tokens of its shard, and where they lie among the tokens of the host.
         """
         for number, field in enumerate(self.fields):
-            for row in range(self.batch if length(field.heads(block.heads)) else 0):
-                for span, at in self.tokens.spans[rank]:
-                    yield number, row, span, (at, at + length(span))
+            if length(field.heads(block.heads)):
+                for tokens, at in find_runs(self.tokens.spans[rank]):
+                    yield number, tokens, at
+
+    def _landed(self, piece: int) -> Sequence[Place]:
+        """Return the tensors that this rank receives whole."""
+        return ()
 
     @abstractmethod
     def _nbytes(self, rank: int, piece: int) -> int:
@@ -136,8 +118,8 @@ class Exchange(ABC):
     @abstractmethod
     def _messages(
         self, piece: int, source: int, target: int
-    ) -> Iterator[tuple[int, Index, Arrival]]:
-        """Yield the field of each message between two ranks, its index at the source and its place
+    ) -> Iterator[tuple[int, Region, Arrival]]:
+        """Yield the field of each message between two ranks, its region at the source and its place
         at the target. There are no empty ones.
         """
 
@@ -148,27 +130,24 @@ class Visits(Exchange):
     lane = "visit"
     to_itself = True
 
-    def views(self, piece: int, memory: Tensor) -> list[Tensor]:
-        """Return the fields of this rank's heads: all tokens of the host, as they lie in
-        `memory`.
-        """
-        return [part.view(memory) for part in self._own_blocks[piece].parts]
+    def views(self, piece: int, delivery: Delivery) -> Sequence[Tensor]:
+        """Return the fields of this rank's heads: all tokens of the host, as they lie in memory."""
+        return delivery.views(self.manifests[piece])
 
-    @functools.cached_property
-    def _own_blocks(self) -> list[Block]:
-        return [self._block(self.rank, piece) for piece in range(self.count)]
+    def _landed(self, piece: int) -> Sequence[Place]:
+        return self._block(self.rank, piece).parts
 
     def _nbytes(self, rank: int, piece: int) -> int:
         return self._block(rank, piece).stop
 
     def _messages(
         self, piece: int, source: int, target: int
-    ) -> Iterator[tuple[int, Index, Arrival]]:
+    ) -> Iterator[tuple[int, Region, Arrival]]:
         block = self._block(target, piece)
-        for number, row, span, at in self._rows(block, source):
-            arrival = block.arrival(source, number, row, at)
+        for number, tokens, at in self._runs(block, source):
             field = self.fields[number]
-            yield number, field.at(row, span, field.heads(block.heads)), arrival
+            region = field.region(self.batch, tokens, field.heads(block.heads))
+            yield number, region, block.arrival(source, number, at)
 
     def _block(self, rank: int, piece: int) -> Block:
         return Block(self.fields, self.batch, self.tokens.total, self.pieces[rank][piece])
@@ -189,11 +168,7 @@ class Returns(Exchange):
         """Copy what was received, and what this rank `computed` for itself, to the results. These
         have this rank's tokens, all query heads, and `kv_columns`.
         """
-        received, own = self._copies[piece]
-        delivery.unload(
-            [(results[field][into], part.view(delivery.memory)) for field, part, into in received]
-            + [(results[field][into], computed[field][index]) for field, index, into in own]
-        )
+        delivery.unload(self._copies[piece], results, computed)
 
     @functools.cached_property
     def kv_columns(self) -> list[list[Span]]:
@@ -210,49 +185,43 @@ class Returns(Exchange):
         return self.kv_columns[rank][piece] if field.kv else self.pieces[rank][piece].q
 
     @functools.cached_property
-    def _copies(self) -> list[tuple[list[tuple[int, Part, Index]], list[tuple[int, Index, Index]]]]:
-        return [(self._received(piece), self._kept(piece)) for piece in range(self.count)]
+    def _copies(self) -> list[Copies]:
+        """The copies of `unload` for each piece. Source 0 is memory; others are `computed`."""
+        return [Copies((*self._received(piece), *self._kept(piece))) for piece in range(self.count)]
 
-    def _received(self, piece: int) -> list[tuple[int, Part, Index]]:
-        """Return the field of each batch row that is received, its memory, and its place in the
-        result.
-        """
-        found, tokens = [], (0, self.tokens.counts[self.rank])
+    def _received(self, piece: int) -> Iterator[Copy]:
+        """Yield the copies of what is received."""
+        count = self.tokens.counts[self.rank]
         for peer, block in self._blocks(self.rank, piece).items():
-            for number, (field, part) in enumerate(zip(self.fields, block.parts, strict=True)):
-                nbytes = (part.stop - part.start) // self.batch
+            for number, field in enumerate(self.fields):
                 columns = self._columns(field, peer, piece)
-                for row in range(self.batch if nbytes else 0):
-                    start = part.start + row * nbytes
-                    here = Part(start, start + nbytes, part.dtype, part.shape[1:])
-                    found.append((number, here, field.at(row, tokens, columns)))
-        return found
+                if length(columns) and count:
+                    tokens = Tokens(0, count)
+                    into = field.region(self.batch, tokens, columns)
+                    here = Region.of_bytes(*block.arrival(peer, number, tokens)[1:])
+                    yield Copy(number, into, 0, here)
 
-    def _kept(self, piece: int) -> list[tuple[int, Index, Index]]:
-        """Return the field of what this rank computes for itself, its index there, and its place
-        in the result.
-        """
+    def _kept(self, piece: int) -> Iterator[Copy]:
+        """Yield the copies of what this rank computes for itself."""
         count = self.tokens.counts[self.rank]
         block = Block(self.fields, self.batch, count, self.pieces[self.rank][piece])
-        found = []
-        for number, row, span, at in self._rows(block, self.rank):
+        for number, tokens, at in self._runs(block, self.rank):
             field = self.fields[number]
-            here = field.at(row, at, (0, length(field.heads(block.heads))))
-            there = field.at(row, span, self._columns(field, self.rank, piece))
-            found.append((number, here, there))
-        return found
+            here = field.region(self.batch, at, (0, length(field.heads(block.heads))))
+            into = field.region(self.batch, tokens, self._columns(field, self.rank, piece))
+            yield Copy(number, into, number + 1, here)
 
     def _nbytes(self, rank: int, piece: int) -> int:
         return max((block.stop for block in self._blocks(rank, piece).values()), default=0)
 
     def _messages(
         self, piece: int, source: int, target: int
-    ) -> Iterator[tuple[int, Index, Arrival]]:
+    ) -> Iterator[tuple[int, Region, Arrival]]:
         block = self._blocks(target, piece)[source]
-        for number, row, span, at in self._rows(block, target):
+        for number, tokens, at in self._runs(block, target):
             field = self.fields[number]
-            index = field.at(row, at, (0, length(field.heads(block.heads))))
-            yield number, index, block.arrival(source, number, row, span)
+            region = field.region(self.batch, at, (0, length(field.heads(block.heads))))
+            yield number, region, block.arrival(source, number, tokens)
 
     def _blocks(self, rank: int, piece: int) -> dict[int, Block]:
         """Return the blocks that a rank receives, by their sender, one after the other."""
@@ -263,6 +232,34 @@ class Returns(Exchange):
                 blocks[peer] = Block(self.fields, self.batch, count, pieces[piece], start)
                 start = blocks[peer].stop
         return blocks
+
+
+def find_runs(spans: Sequence[tuple[Span, int]]) -> Iterator[tuple[Tokens, Tokens]]:
+    """Yield the tokens of (span, place) pairs, and where they lie. Spans of one length at equal
+    distances, here and there, are yielded together.
+    """
+    found: list[list[tuple[Span, int]]] = []
+    for span, at in spans:
+        if found and _is_next(found[-1], span, at):
+            found[-1].append((span, at))
+        elif length(span):
+            found.append([(span, at)])
+    for equal in found:
+        (span, at), (last, last_at), gaps = equal[0], equal[-1], max(len(equal) - 1, 1)
+        steps = (last[0] - span[0]) // gaps, (last_at - at) // gaps
+        here, there = (
+            Tokens(start, length(span), step, len(equal))
+            for start, step in zip((span[0], at), steps, strict=True)
+        )
+        yield here, there
+
+
+def _is_next(equal: Sequence[tuple[Span, int]], span: Span, at: int) -> bool:
+    """Whether a span is as long as those before, and follows at their distance, here and there."""
+    (before, before_at), first = equal[-1], equal[-min(len(equal), 2)]
+    steps = span[0] - before[0], at - before_at
+    is_equal = len(equal) == 1 or steps == (before[0] - first[0][0], before_at - first[1])
+    return is_equal and length(span) == length(before) and min(steps) > 0
 
 
 def _has_rows(x: Tensor) -> bool:
