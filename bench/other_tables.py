@@ -18,6 +18,23 @@ from bench.tables import (
 )
 
 
+def usp_table(rows: list[Row]) -> str:
+    """Format USP's TFLOP/s per GPU, forward and backward: a line for each ring degree x Ulysses
+    degree, a column for each case.
+    """
+    found = [row for row in rows if row["kind"] == "usp" and "fwd_bwd_ms" in row]
+    cells: dict[tuple, dict[str, Row]] = defaultdict(dict)
+    for row in (row for row in found if "ring_degree" in row):
+        case = f"{row['mask']}, {tokens(row['seq_len'])} tokens, {heads(row)}"
+        cells[row["gpus"], row["ring_degree"], row["ulysses_degree"]][case] = row
+    cases = list(dict.fromkeys(case for line in cells.values() for case in line))
+    lines = [
+        [*cut, *(line[case]["fwd_bwd_tflops_per_gpu"] if case in line else "-" for case in cases)]
+        for cut, line in cells.items()
+    ]
+    return table(["GPUs", "ring degree", "Ulysses degree", *cases], lines) if lines else ""
+
+
 def training_table(rows: list[Row]) -> str:
     """Format the speed and memory of training."""
     lines = [
@@ -173,6 +190,7 @@ def other_tables(rows: list[Row]) -> str:
     """Format all other kinds of rows, and what could not be measured."""
     tables = {
         "Scores with a bias, beside the same pairs without": bias_table(rows),
+        "USP: TFLOP/s of forward and backward": usp_table(rows),
         "Kernels alone: TFLOP/s": kernels_table(rows),
         "One rank with imagined peers: TFLOP/s": one_rank_table(rows),
         "Sparse attention beside dense": sparse_table(rows),

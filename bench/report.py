@@ -43,6 +43,7 @@ SECTIONS = {
         "A double ring: two halves of a host, with a slow link between them",
         "`bash bench/bench.sh --two-hosts`",
     ),
+    "usp": ("USP: ring degree x Ulysses degree", "`bash bench/bench.sh --usp`"),
     "bias": ("Scores with a bias", "`bench/attention.py --masks bee`"),
     "kernels": ("Kernels alone, on one GPU", "`bench/kernels.py`"),
     "one-rank": ("One rank of a ring with imagined peers", "`bench/one_rank.py`"),

@@ -646,7 +646,7 @@ def test_who_does_not_come_is_waited_for_once():
     waits = []
 
     class Alone:
-        inner = outer = ALONE
+        inner, outer, size = ALONE, ALONE, 2
 
         def gather(self, message):
             waits.append(message)

@@ -13,7 +13,7 @@ import torch
 from bench import live_rows, saving
 from bench.implementations import Case
 from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
-from bench.other_tables import planning_table, training_table
+from bench.other_tables import planning_table, training_table, usp_table
 from bench.sparse import SparseCase, count_overlap, walk
 from bench.tables import (
     bias_table,
@@ -569,6 +569,33 @@ def test_benchmark_of_two_hosts(tmp_path):
         assert f"| 256 | {ring} |" in said
     two = two_hosts(0, 2, "true")
     assert (two.returncode, "4 or more, not 2" in two.stderr) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+def test_benchmark_of_usp(tmp_path):
+    """Every way to cut four ranks is measured, and has a line in the table."""
+    output = tmp_path / "rows.jsonl"
+    code, said = run_script(4, "bench/usp.py", "--masks", "causal", "full", "--output", output)
+    assert code == 0, said
+    rows = read_rows([output])
+    found = [(r["mask"], r["impl"]) for r in rows if "ring_degree" in r and "fwd_ms" in r]
+    cuts = ("usp 4 x 1", "usp 2 x 2", "usp 1 x 4")
+    assert found == [(mask, cut) for mask in ("causal", "full") for cut in cuts]
+    lines = usp_table(rows).splitlines()
+    assert lines[0].startswith("| GPUs | ring degree | Ulysses degree | causal, 256 tokens, 4:2 x")
+    assert [line[:13] for line in lines[2:]] == ["| 4 | 4 | 1 |", "| 4 | 2 | 2 |", "| 4 | 1 | 4 |"]
+
+
+def test_usp_needs_two_ranks():
+    done = subprocess.run(
+        ["bash", "bench/bench.sh", "--usp", "--gpus", "1"],
+        cwd=ROOT,
+        env={**os.environ, "VIRTUAL_ENV": sys.prefix},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, "needs two or more, not 1" in done.stderr) == (2, True)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from bmt_burst.kernels.bias import CallBias
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import ring as ring_strategy
+from bmt_burst.transport import ALONE
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.helpers import (
     GPUS,
@@ -636,3 +637,36 @@ def test_a_gpu_that_waits_for_a_lost_rank_ends_its_process(tmp_path, how, reason
     assert f"bmt_burst: rank 1 of the group {reason}" in said
     assert "the GPU of this process waits for it in the backward of call 2" in said
     assert "went on" not in said
+
+
+def test_one_rank_captures_a_whole_sequence_and_refuses_tables():
+    tensors = [x.requires_grad_() for x in cuda_qkv(1, 512, 4, 2, 64)[:3]]
+    dout = torch.randn_like(tensors[0])
+
+    def step(**mask):
+        out = burst_attn_func(*tensors, process_group=ALONE, **mask)
+        return [out, *torch.autograd.grad(out, tensors, dout)]
+
+    def capture(**mask):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(**mask)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            results = step(**mask)
+        return graph, results
+
+    graph, results = capture(causal=True)
+    with torch.no_grad():
+        for x in tensors:
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    replayed = [x.detach().clone() for x in results]
+    for x, expected in zip(replayed, step(causal=True), strict=True):
+        # atomics may change the order of a backward's sums
+        assert relative_error(x, expected) < 1e-2
+    with pytest.raises(RuntimeError, match="tables that are copied"):
+        capture(mask=Mask.documents([0, 100, 512]))

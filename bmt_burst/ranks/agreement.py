@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
+from ..base.capture import refuse_capture
 from ..errors import RankLate, RanksDisagree
 from ..transport import MESSAGE_BYTES, Transport
 from .rings import Rings
@@ -29,6 +30,7 @@ _RULE = (
     "two threads of this process called in the same group at once, so it is unusable now. A group "
     "is for one thread at a time: let threads take turns, or give each thread its own group"
 )
+_CAPTURED = "ranks agree on each call over the host, which a graph does not replay"
 _KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank raises or knows
 
 
@@ -68,7 +70,12 @@ def gather_lines(
     If `line` fails, this rank sends its failure to the others, and then raises it. A failure that
     a call inside `line` raised is known to them: a backward may compute its forward again, which
     calls attention.
+
+    Several ranks raise RuntimeError at once, before they send anything, while a CUDA graph is
+    captured.
     """
+    if rings.size > 1:
+        refuse_capture(doing, _CAPTURED)
     with admit_one_thread(rings, doing):
         return _gather_lines(rings, doing, line, expect, call or doing)
 
