@@ -323,19 +323,31 @@ def _options(call: KernelCall, q: Tensor, packed: bool) -> Options:
     """Return how a call is passed to the package, with dense tokens if that is possible and not
     `packed`.
     """
+    if not packed and _is_dense(call):  # no tables, so a CUDA graph may capture it
+        return _dense_options(call)
     return prepare_once(
         call,
         ("fa4", len(q), packed),
         q.device,
-        lambda: _make_options(call, len(q), q.device, packed),
+        lambda: _make_options(call, len(q), q.device),
     )
 
 
-def _make_options(call: KernelCall, batch: int, device: torch.device, packed: bool) -> Options:
+def _is_dense(call: KernelCall) -> bool:
+    return call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),)
+
+
+def _dense_options(call: KernelCall) -> Options:
+    found: Options | None = call.prepared.get("fa4 dense")
+    if found is None:
+        left, right = effective_band(call)
+        found = call.prepared["fa4 dense"] = Options(left is None and right == 0, left, right)
+    return found
+
+
+def _make_options(call: KernelCall, batch: int, device: torch.device) -> Options:
     left, right = effective_band(call)
     causal = left is None and right == 0
-    if not packed and call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),):
-        return Options(causal, left, right)
     of = sequences(call, batch, device)
     longest = max(of.longest, _LONGEST_AT_LEAST)
     return Options(causal, left, right, of.cu_seqlens_q, of.cu_seqlens_k, longest)
