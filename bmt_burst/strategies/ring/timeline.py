@@ -2,8 +2,11 @@
 
 Nothing runs. Kernels run one after the other. Deliveries of a kind (visits and returns) follow one
 another. Both wait for each other as the program's events do. Merging and launching cost nothing
-here, so a real rank is never faster. `RingPlan.timelines` returns a timeline of the forward and one
-of the backward. examples/timeline.py draws all ranks.
+with the default rates, so a real rank is never faster. With measured rates, such as `H200`, they
+count for each query of a kernel call.
+
+`RingPlan.timelines` returns a timeline of the forward and one of the backward. examples/timeline.py
+draws all ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...sequence.mask import Slice
+from ...sequence.span import length
 from ...sequence.tile import KernelCall
 from ...sequence.tiling import GatheredCall
 from .executor import Program
@@ -28,11 +32,23 @@ _BACKWARD = 2.5  # operations of a backward, relative to its forward
 class Rates:
     """The rates of a machine per second: operations, bytes between ranks of a host, and bytes
     between hosts.
+
+    backward_operations  operations per second of a backward, if they differ
+    call_keys            what a kernel call costs for each of its queries beside the visible pairs,
+                         in keys: blocks that are partly visible, the sums of its results, and its
+                         launch
     """
 
     operations: float = 600e12
     bytes: float = 300e9
     host_bytes: float = 40e9
+    backward_operations: float | None = None
+    call_keys: float = 0.0
+
+
+# Fitted to the rows of bmt_burst in bench/results/attention-*-nvidia-h200*.jsonl, with FA4. See
+# tests/test_timeline.py for how near they are.
+H200 = Rates(650e12, backward_operations=600e12, call_keys=500.0)
 
 
 class Interval(NamedTuple):
@@ -103,22 +119,23 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
     def at(event: Event, do: Do) -> float:
         return done.get(event._replace(do=do), 0.0)
 
-    factor = _BACKWARD if returning else 1.0
-    work = (
-        4
-        * program.problem.sizes.batch
-        * program.problem.sizes.head_size
-        * factor
-        / rates.operations
-    )
+    factor, operations = 1.0, rates.operations
+    if returning:
+        factor, operations = _BACKWARD, rates.backward_operations or rates.operations
+    sizes = program.problem.sizes
+    work = 4 * sizes.batch * sizes.head_size * factor / operations
+
+    def seconds(heads: int, calls: Sequence[GatheredCall]) -> float:
+        return work * heads * (_pairs(calls) + rates.call_keys * _queries(calls))
+
     for event in program.events:
         heads = _heads(program, event)
         if event.do == "own":
-            occupy("compute", event, work * program.problem.sizes.heads * _pairs(program.own))
+            occupy("compute", event, seconds(sizes.heads, program.own))
         elif event.do in ("open", "compute"):
             arrived = at(event, "cross") if event.do == "open" else at(event, "fetch")
             calls = program.calls[event.round, event.stage if event.do == "compute" else -1]
-            done[event] = occupy("compute", event, work * heads * _pairs(calls), arrived)
+            done[event] = occupy("compute", event, seconds(heads, calls), arrived)
         elif event.do == "fetch":
             buffer_read = at(event._replace(stage=event.stage - 2), "compute")  # two buffers
             done[event] = occupy(
@@ -147,6 +164,10 @@ def _heads(program: Program, event: Event) -> int:
 
 def _pairs(calls: Sequence[GatheredCall]) -> int:
     return sum(count_pairs(gathered.call) for gathered in calls)
+
+
+def _queries(calls: Sequence[GatheredCall]) -> int:
+    return sum(length(q) for gathered in calls for q, _ in gathered.call.tiles)
 
 
 def count_pairs(call: KernelCall) -> int:
